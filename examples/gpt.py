@@ -1,0 +1,160 @@
+"""A GPT in Flax NNX, once as one module and once as embedding, block and head.
+
+Pre-norm decoder with learned positions, as GPT-2: the module is ordinary Flax and knows nothing of sharding. With
+`tensor_axis` its matrices carry Megatron's annotations (arXiv:1909.08053): columns of qkv and fc, rows of proj and out.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import zerojax as zj
+
+Batch = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Sizes of a GPT.
+
+    Attributes:
+      dtype: of activations and products; the parameters arrive in the dtype of the ZeroConfig's precision.
+      tensor_axis: mesh axis for tensor parallelism, or None.
+    """
+
+    vocab: int = 256
+    seq: int = 128
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    dropout: float = 0.0
+    tied: bool = True
+    dtype: Any = jnp.float32
+    tensor_axis: str | None = None
+
+    @property
+    def num_params(self) -> int:
+        """Parameters: 12 h^2 + 13 h a block, embeddings, final norm, and a head of its own unless tied."""
+        h = self.hidden
+        return self.layers * (12 * h * h + 13 * h) + (self.vocab * (1 if self.tied else 2) + self.seq) * h + 2 * h
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOP of forward and backward a token: 6 a weight in a product, and 12 L h T for attention
+        (arXiv:2204.02311, appendix B). Recomputation does not count."""
+        products = self.layers * 12 * self.hidden**2 + self.vocab * self.hidden
+        return 6.0 * products + 12.0 * self.layers * self.hidden * self.seq
+
+
+PRESETS = {
+    "tiny": GPTConfig(layers=4, hidden=128, heads=4, seq=128),
+    "small": GPTConfig(layers=6, hidden=384, heads=6, seq=256),
+    "124m": GPTConfig(layers=12, hidden=768, heads=12, seq=1024),
+    "350m": GPTConfig(layers=24, hidden=1024, heads=16, seq=1024),
+    "1.3b": GPTConfig(layers=24, hidden=2048, heads=16, seq=2048),
+    "6.7b": GPTConfig(layers=32, hidden=4096, heads=32, seq=2048),
+    "13b": GPTConfig(layers=40, hidden=5120, heads=40, seq=2048),
+}
+
+
+def linear(c: GPTConfig, d_in: int, d_out: int, std: float, split: tuple[str | None, str | None], rngs: nnx.Rngs) -> nnx.Linear:
+    """Return a dense layer whose kernel [d_in, d_out] may be annotated for tensor parallelism."""
+    kernel_init, bias_init = nnx.initializers.normal(std), nnx.initializers.zeros_init()
+    if c.tensor_axis is not None:
+        kernel_init = nnx.with_partitioning(kernel_init, split)
+        bias_init = nnx.with_partitioning(bias_init, split[1:])
+    return nnx.Linear(d_in, d_out, kernel_init=kernel_init, bias_init=bias_init, dtype=c.dtype, rngs=rngs)
+
+
+class Embed(nnx.Module):
+    """Token and position embedding: tokens[B, T] -> x[B, T, H]."""
+
+    def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.normal(0.02)
+        self.token = nnx.Embed(c.vocab, c.hidden, embedding_init=init, dtype=c.dtype, rngs=rngs)
+        self.position = nnx.Embed(c.seq, c.hidden, embedding_init=init, dtype=c.dtype, rngs=rngs)
+
+    def __call__(self, batch: Batch) -> jax.Array:
+        tokens = batch["tokens"]
+        return self.token(tokens) + self.position(jnp.arange(tokens.shape[1]))
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each behind a norm and added to the stream: x[B, T, H] -> x[B, T, H]."""
+
+    def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        h, t, std = c.hidden, c.tensor_axis, 0.02
+        self.heads = c.heads
+        self.ln1 = nnx.LayerNorm(h, dtype=c.dtype, rngs=rngs)
+        self.qkv = linear(c, h, 3 * h, std, (None, t), rngs)
+        self.proj = linear(c, h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
+        self.ln2 = nnx.LayerNorm(h, dtype=c.dtype, rngs=rngs)
+        self.fc = linear(c, h, 4 * h, std, (None, t), rngs)
+        self.out = linear(c, 4 * h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
+        self.dropout = nnx.Dropout(c.dropout, rngs=rngs) if c.dropout else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, seq, hidden = x.shape
+        qkv = self.qkv(self.ln1(x)).reshape(batch, seq, self.heads, 3, hidden // self.heads)  # heads first: whole heads a shard
+        q, k, v = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]  # [B, T, heads, H / heads]
+        a = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        x = x + self._drop(self.proj(a))
+        return x + self._drop(self.out(jax.nn.gelu(self.fc(self.ln2(x)), approximate=True)))
+
+    def _drop(self, x: jax.Array) -> jax.Array:
+        return x if self.dropout is None else self.dropout(x)
+
+
+class Head(nnx.Module):
+    """Final norm, and the output matrix unless it is the embedding's: x[B, T, H] -> logits[B, T, V]."""
+
+    def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(c.hidden, dtype=c.dtype, rngs=rngs)
+        init = nnx.initializers.normal(0.02)
+        out = None if c.tied else nnx.Linear(c.hidden, c.vocab, use_bias=False, kernel_init=init, dtype=c.dtype, rngs=rngs)
+        self.out = nnx.data(out)
+
+    def __call__(self, x: jax.Array, embed: Embed) -> jax.Array:
+        x = self.norm(x)
+        return embed.token.attend(x) if self.out is None else self.out(x)
+
+
+class GPT(nnx.Module):
+    """The whole model, its layers unrolled."""
+
+    def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.embed = Embed(c, rngs=rngs)
+        self.blocks = nnx.List([Block(c, rngs=rngs) for _ in range(c.layers)])
+        self.head = Head(c, rngs=rngs)
+
+    def __call__(self, batch: Batch) -> jax.Array:
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, self.embed)
+
+
+def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
+    """Return the mean next-token loss in nats, in float32."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
+    return losses.mean()
+
+
+def unrolled_gpt(c: GPTConfig) -> zj.Model:
+    """Return the GPT as a Model: one module, gathered on use."""
+    return zj.from_flax(lambda rngs: GPT(c, rngs=rngs), lambda model, batch: cross_entropy(model(batch), batch))
+
+
+def layered_gpt(c: GPTConfig) -> zj.LayeredModel:
+    """Return the GPT as a LayeredModel: a scan over equal blocks."""
+    return zj.from_flax(
+        embed=lambda rngs: Embed(c, rngs=rngs),
+        block=lambda rngs: Block(c, rngs=rngs),
+        head=lambda rngs: Head(c, rngs=rngs),
+        num_layers=c.layers,
+        loss=lambda head, embed, x, batch: cross_entropy(head(x, embed), batch),
+    )

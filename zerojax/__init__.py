@@ -1,0 +1,17 @@
+"""zerojax: train models whose state does not fit, with ZeRO expressed as sharding specs.
+
+    mesh    = zj.make_mesh(fsdp=8)
+    program = zj.build_train_step(model, optax.adamw(3e-4), zj.ZeroConfig(stage=3), mesh)
+    state   = program.init(jax.random.key(0))
+    state, metrics = program.step(state, batch)
+"""
+
+from zerojax.config import ZeroConfig as ZeroConfig
+from zerojax.flax import from_flax as from_flax
+from zerojax.mesh import make_mesh as make_mesh
+from zerojax.model import LayeredModel as LayeredModel
+from zerojax.model import Model as Model
+from zerojax.precision import LossScaling as LossScaling
+from zerojax.state import TrainState as TrainState
+from zerojax.step import Program as Program
+from zerojax.step import build_train_step as build_train_step

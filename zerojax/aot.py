@@ -1,0 +1,101 @@
+"""Meshes of GPUs that are not there: compile a step for a cluster on a laptop, and read its collectives and memory.
+
+    mesh = zj.aot.gpu_mesh("h200", hosts=8, gpus_per_host=8, fsdp=64)
+    program = zj.build_train_step(model, tx, config, mesh)
+    compiled = program.lower(abstract_batch).compile()
+    compiled.memory_analysis().argument_size_in_bytes
+
+XLA compiles for a described chip as it would beside one, except that it cannot time kernels, so it does not tune them. A
+program that exceeds the chip's memory still compiles: compare bytes yourself. Needs `pip install zerojax[aot]`, and
+JAX_PLATFORMS=cpu in the environment of a machine without a driver, before JAX starts.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from zerojax.mesh import make_mesh
+
+_HOPPER = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "shared_memory_per_block": 48 << 10,
+    "shared_memory_per_core": 228 << 10,
+    "shared_memory_per_block_optin": 227 << 10,
+    "threads_per_core_limit": 2048,
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "block_dim_limit_x": 2**31 - 1,
+    "block_dim_limit_y": 2**16 - 1,
+    "block_dim_limit_z": 2**16 - 1,
+    "thread_dim_limit_x": 1024,
+    "thread_dim_limit_y": 1024,
+    "thread_dim_limit_z": 64,
+    "l2_cache_size": 50 << 20,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+    "device_address_bits": 64,
+    "pcie_bandwidth": 32 << 30,
+}
+
+CHIPS: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
+    {
+        "h100": {"name": "NVIDIA H100 80GB HBM3", "memory": 80 << 30, "bandwidth": 3_350_000_000_000, "clock_ghz": 1.98},
+        "h200": {"name": "NVIDIA H200 141GB HBM3e", "memory": 141 << 30, "bandwidth": 4_800_000_000_000, "clock_ghz": 1.98},
+    }
+)
+"""Chips that can be compiled for: name, device memory in bytes, its bandwidth in bytes a second, clock."""
+
+
+def target_config(chip: str) -> str:
+    """Return XLA's description of `chip` (a GpuTargetConfigProto in text form).
+
+    Raises:
+      ValueError: an unknown chip.
+    """
+    if chip not in CHIPS:
+        raise ValueError(f"chip {chip!r} is unknown: choose from {', '.join(CHIPS)}")
+    facts = CHIPS[chip]
+    lines = [f"  {name}: {value}" for name, value in _HOPPER.items()]
+    lines += [
+        f"  memory_bandwidth: {facts['bandwidth']}",
+        f"  device_memory_size: {facts['memory']}",
+        f"  clock_rate_ghz: {facts['clock_ghz']}",
+        "  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }",
+        '  device_vendor: "NVIDIA Corporation"',
+        '  platform_version: "Compute Capability 9.0a"',
+        f'  name: "{facts["name"]}"',
+        '  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"',
+        '  dnn_version: "9.10.0" ecc_enabled: true device_interconnect_info { active_links: 18 }',
+    ]
+    body = "\n".join(lines)
+    return (
+        f"gpu_device_info {{\n{body}\n}}\nplatform_name: \"CUDA\"\n"
+        f'dnn_version_info {{ major: 9 minor: 10 patch: 0 }}\ndevice_description_str: "{facts["name"]}"\n'
+    )
+
+
+def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> list[jax.Device]:
+    """Return compile-only devices, host by host.
+
+    Raises:
+      RuntimeError: the CUDA plugin is missing, or JAX looked for a driver.
+    """
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology=f"1x{hosts}x{gpus_per_host}", target_config=target_config(chip)
+        )
+    except (RuntimeError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
+        raise RuntimeError(
+            f"cannot describe {hosts} x {gpus_per_host} {chip} GPUs: {e}; install zerojax[aot], and set JAX_PLATFORMS=cpu "
+            "before JAX starts where there is no GPU driver"
+        ) from e
+    return list(topology.devices)
+
+
+def gpu_mesh(chip: str = "h200", *, hosts: int = 1, gpus_per_host: int = 8, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Mesh:
+    """Arrange `hosts` x `gpus_per_host` GPUs that are not there in a mesh; the axes are those of `zerojax.make_mesh`."""
+    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=gpu_devices(chip, hosts, gpus_per_host))

@@ -1,0 +1,141 @@
+"""What the user chooses: one frozen dataclass, validated once.
+
+A field is data for the builder, not a switch: the stage is a row of `zerojax.stages.STAGES`, the precision a row of
+`zerojax.precision.PRECISIONS`, and a tier a place. What this version does not build yet is refused here, by name.
+"""
+
+import dataclasses
+import difflib
+from typing import Any, Literal
+
+from host_offload.tiers import TIERS
+from zerojax.precision import PRECISIONS, LossScaling
+from zerojax.stages import STAGES
+
+Tier = Literal["device", "pinned_host", "nvme"]
+Activations = Literal["save", "remat", "selective", "pinned_host", "nvme"]
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "stage": tuple(STAGES),
+    "params": TIERS,
+    "grads": TIERS,
+    "opt_state": TIERS,
+    "activations": ("save", "remat", "selective", "pinned_host", "nvme"),
+    "precision": tuple(PRECISIONS),
+    "reduce_dtype": (None, "float32", "bfloat16", "float16"),
+    "update": (None, "after_backward", "in_backward"),
+    "update_on": ("device", "host"),
+    "io": ("direct", "tensorstore"),
+}
+
+_BUILT: dict[str, tuple[Any, ...]] = {
+    "params": ("device",),
+    "grads": ("device",),
+    "opt_state": ("device",),
+    "activations": ("save", "remat"),
+    "partition_activations": (False,),
+    "update": (None, "after_backward"),
+    "update_on": ("device",),
+}
+"""What this version builds. A valid value outside it raises NotImplementedError."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroConfig:
+    """How a train step is partitioned, and where its bytes live.
+
+    Attributes:
+      stage: what is sharded over the mesh axis `fsdp`: 0 nothing, 1 the optimizer state, 2 and the gradients,
+        3 and the parameters.
+      params: tier of the parameters. Off the device it needs a LayeredModel and stage 3.
+      grads: tier of the gradients.
+      opt_state: tier of the optimizer state and the float32 master weights.
+      activations: what happens to a layer's residuals between forward and backward: "save" keeps what its derivative
+        needs, "remat" keeps the layer's input and recomputes, "selective" recomputes attention only, a tier's name
+        stores the layer's input there.
+      partition_activations: layer-boundary activations are also split over `tensor` (ZeRO-R, Pa).
+      precision: dtype of compute and of gathers. Master weights and optimizer state stay float32; "fp16" scales its loss.
+      reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype.
+      num_microbatches: gradient accumulation steps inside the train step; divides each device's batch.
+      clip_norm: largest global gradient norm, exact across shards. None: no clipping.
+      update: when a layer's optimizer runs. None: after_backward.
+      update_on: where the optimizer runs when `opt_state` is off the device.
+      prefetch_distance: layers fetched ahead of their use, by the tiers off the device. 0: none.
+      min_shard_bytes: parameters of fewer float32 bytes stay replicated (ZeRO's persistence threshold).
+      swap_dir: folder of the nvme tier.
+      io: reader of the nvme tier.
+      loss_scaling: dynamic loss scaling, read by precision="fp16" alone.
+
+    Raises:
+      ValueError: an unknown field, or a value or combination that cannot work.
+      NotImplementedError: a setting of the design that this version does not build.
+    """
+
+    stage: Literal[0, 1, 2, 3] = 3
+    params: Tier = "device"
+    grads: Tier = "device"
+    opt_state: Tier = "device"
+    activations: Activations = "save"
+    partition_activations: bool = False
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    num_microbatches: int = 1
+    clip_norm: float | None = None
+    update: Literal["after_backward", "in_backward"] | None = None
+    update_on: Literal["device", "host"] = "device"
+    prefetch_distance: int = 1
+    min_shard_bytes: int = 0
+    swap_dir: str | None = None
+    io: Literal["direct", "tensorstore"] = "direct"
+    loss_scaling: LossScaling = LossScaling()
+
+    def __new__(cls, **fields: Any) -> "ZeroConfig":
+        # A dataclass answers an unknown keyword with a TypeError that names no alternative.
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
+                raise ValueError(f"ZeroConfig has no field {name!r}: {hint}")
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
+                raise ValueError(f"{name}={value!r} is unknown: choose from {', '.join(map(repr, choices))}")
+        self._check_numbers()
+        self._check_combinations()
+        for name, built in _BUILT.items():
+            if (value := getattr(self, name)) not in built:
+                supported = ", ".join(map(repr, built))
+                raise NotImplementedError(f"{name}={value!r} is not built in this version, which has {supported}")
+
+    def _check_numbers(self) -> None:
+        for name, least in (("num_microbatches", 1), ("prefetch_distance", 0), ("min_shard_bytes", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r}: an integer of at least {least} is needed")
+        if not isinstance(self.partition_activations, bool):
+            raise ValueError(f"partition_activations={self.partition_activations!r}: True or False is needed")
+        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
+            raise ValueError(f"clip_norm={self.clip_norm!r}: a positive finite number is needed, or None for no clipping")
+
+    def _check_combinations(self) -> None:
+        if self.update == "in_backward" and self.clip_norm is not None:
+            raise ValueError(
+                f"update='in_backward' with clip_norm={self.clip_norm}: the global norm is known only after the backward "
+                "pass; use update='after_backward', or clip_norm=None"
+            )
+        if self.params != "device" and self.stage != 3:
+            raise ValueError(f"params={self.params!r} needs stage=3, got stage={self.stage}: below it parameters are whole")
+        if self.update_on == "host" and self.opt_state == "device":
+            raise ValueError("update_on='host' needs opt_state='pinned_host' or 'nvme', got opt_state='device'")
+        if "nvme" in (self.params, self.grads, self.opt_state, self.activations) and self.swap_dir is None:
+            raise ValueError("the nvme tier needs a folder: set swap_dir")
+        compute = PRECISIONS[self.precision].compute_dtype
+        if self.reduce_dtype is not None and self.reduce_dtype not in (compute, "float32"):
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype!r} with precision={self.precision!r}: gradients are made in {compute}; "
+                f"choose {compute!r} or 'float32'"
+            )

@@ -1,0 +1,135 @@
+"""What gather-on-use must know about jaxprs: a flat list of equations, and how each primitive treats a spec.
+
+`flatten` inlines nested `jit` calls, so that uses of parameters are neighbours wherever the model's author put
+function boundaries. Variables become integer slots, because two calls of one jitted function share their variables.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from zerojax.gather import Spec
+
+PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "gather", "dynamic_slice"})
+"""Equations that cost too much to repeat in backward, or whose result is data of its own (lookups)."""
+
+LINEAR = frozenset(
+    {"add", "sub", "neg", "convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims",
+     "copy", "copy_p", "reduce_precision", "name", "slice", "concatenate", "split", "reduce_sum", "add_any"}
+)  # fmt: skip
+"""Equations whose derivative does not need their operands."""
+
+CHEAP = LINEAR | frozenset(
+    {"mul", "div", "max", "min", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "rsqrt", "sqrt", "cbrt", "square",
+     "integer_pow", "pow", "abs", "sign", "erf", "erf_inv", "erfc", "sin", "cos", "tan", "select_n", "eq", "ne", "lt", "le",
+     "gt", "ge", "and", "or", "not", "xor", "clamp", "floor", "ceil", "round", "rev", "pad", "iota", "stop_gradient",
+     "reduce_max", "reduce_min", "reduce_and", "reduce_or", "is_finite", "rem", "nextafter"}
+)  # fmt: skip
+"""Elementwise, layout and reduction equations: cheap to repeat."""
+
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """An operand that is known: a literal, or a constant of the jaxpr."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """An equation whose operands and results are slots (int) or constants."""
+
+    eqn: jex.JaxprEqn
+    ins: tuple[int | Constant, ...]
+    outs: tuple[int, ...]
+    has_jaxpr: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A jaxpr without nested `jit`: instructions over slots, and where each slot is read last."""
+
+    inputs: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[int | Constant, ...]
+    last_read: dict[int, int]
+
+
+def flatten(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> Program:
+    """Inline every nested `jit` of `jaxpr`."""
+    counter = iter(range(1 << 62))
+    instructions: list[Instruction] = []
+
+    def emit(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[int | Constant]) -> list[int | Constant]:
+        env: dict[jex.Var, int | Constant] = {v: Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> int | Constant:
+            return Constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            ins = [read(v) for v in eqn.invars]
+            if eqn.primitive.name in INLINED:
+                inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+                closed = inner if isinstance(inner, jex.ClosedJaxpr) else None
+                outs = emit(closed.jaxpr if closed else inner, closed.consts if closed else (), ins)
+            else:
+                outs = [next(counter) for _ in eqn.outvars]
+                nested = next(iter(jex.jaxprs_in_params(eqn.params)), None) is not None
+                instructions.append(Instruction(eqn, tuple(ins), tuple(outs), nested))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    inputs = tuple(next(counter) for _ in jaxpr.invars)
+    outputs = tuple(emit(jaxpr, consts, inputs))
+    last_read = {ref: i for i, instr in enumerate(instructions) for ref in instr.ins if isinstance(ref, int)}
+    last_read.update({ref: len(instructions) for ref in outputs if isinstance(ref, int)})
+    return Program(inputs, tuple(instructions), outputs, last_read)
+
+
+@contextlib.contextmanager
+def _context_of(eqn: jex.JaxprEqn) -> Iterator[None]:
+    """Restore what the equation was traced under: its mesh and compute_on context, and its name in profiles."""
+    with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack) or "param"):
+        yield
+
+
+def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Apply one equation. Derivative rules of custom_jvp and custom_vjp stay attached."""
+    with _context_of(eqn):
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def move_spec(eqn: jex.JaxprEqn, spec: Spec) -> Spec | None:
+    """Return the spec of a unary layout equation's result, or None where it does not act shard by shard."""
+    name, params = eqn.primitive.name, eqn.params
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if name in ("convert_element_type", "copy", "copy_p", "name", "reduce_precision"):
+        return spec
+    if name == "transpose":
+        return tuple(spec[d] for d in params["permutation"])
+    if name == "squeeze":
+        return tuple(s for d, s in enumerate(spec) if d not in params["dimensions"])
+    if name == "slice" and all(s is None or old[d] == new[d] for d, s in enumerate(spec)):
+        return spec
+    if name == "broadcast_in_dim":
+        placed = dict(zip(params["broadcast_dimensions"], range(len(old)), strict=True))
+        moved = tuple(spec[placed[d]] if d in placed else None for d in range(len(new)))
+        grows = any(old[i] != new[d] for d, i in placed.items()) or len(new) != len(old) and any(
+            new[d] != 1 for d in range(len(new)) if d not in placed
+        )
+        return None if grows else moved
+    if name == "reshape" and params.get("dimensions") is None:
+        kept = [(n, s) for n, s in zip(old, spec, strict=True) if n != 1]
+        if [n for n, _ in kept] != [n for n in new if n != 1] or any(s for n, s in zip(old, spec, strict=True) if n == 1):
+            return None
+        rest = iter(kept)
+        return tuple(None if n == 1 else next(rest)[1] for n in new)
+    return None

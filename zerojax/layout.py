@@ -1,0 +1,170 @@
+"""Where every byte of a program's state is: the stage table applied to a parameter tree.
+
+A `Layout` is made once, from abstract shapes, before anything is allocated.
+"""
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from host_offload.tiers import memory_kind
+from zerojax.config import ZeroConfig
+from zerojax.gather import Spec
+from zerojax.mesh import BATCH_AXES, FSDP, num_batch_shards
+from zerojax.model import BLOCKS, LayeredModel, Model, check_floating, init_layered, layered_specs
+from zerojax.optim import init_opt_state_shape, opt_state_specs, stored_spec
+from zerojax.partition import LeafSpec, Replicated, param_specs, replicated_leaves
+from zerojax.precision import PRECISIONS, LossScale
+from zerojax.stages import STAGES
+from zerojax.state import TrainState
+
+logger = logging.getLogger("zerojax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Shapes, specs and shardings of a program's state.
+
+    Attributes:
+      mesh: the device mesh.
+      config: as given.
+      specs: LeafSpec of each parameter, by path.
+      abstract_params: the parameter tree in float32 shapes.
+      abstract_state: TrainState of ShapeDtypeStruct, with shardings.
+      shardings: TrainState of NamedSharding.
+      replicated: leaves that the ZeRO axis does not split.
+    """
+
+    mesh: Mesh
+    config: ZeroConfig
+    specs: dict[str, LeafSpec]
+    abstract_params: Any
+    abstract_state: TrainState
+    shardings: TrainState
+    replicated: tuple[Replicated, ...]
+
+    def spec_tree(self, sharded: bool) -> Any:
+        """Return the parameters' shardings, split over the ZeRO axis or not."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: self.named(stored_spec(self.specs[jax.tree_util.keystr(path)], sharded)), self.abstract_params
+        )
+
+    def named(self, spec: Spec) -> NamedSharding:
+        """Return `spec` on this mesh, in device memory."""
+        return named(self.mesh, spec)
+
+
+def named(mesh: Mesh, spec: Spec | PartitionSpec, tier: str = "device") -> NamedSharding:
+    """Return the sharding of an array of `tier`."""
+    kind = memory_kind(tier)
+    return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=None if kind == "device" else kind)
+
+
+def init_params(model: Model | LayeredModel, key: jax.Array) -> Any:
+    """Make the parameter tree."""
+    return model.init(key) if isinstance(model, Model) else init_layered(model, key)
+
+
+def build_layout(
+    model: Model | LayeredModel, tx: optax.GradientTransformation, config: ZeroConfig, mesh: Mesh
+) -> Layout:
+    """Choose specs and shardings for the whole state, from shapes alone.
+
+    Raises:
+      ValueError: parameters that are not floating, specs that do not fit, an optimizer that cannot run sharded.
+    """
+    stage, precision = STAGES[config.stage], PRECISIONS[config.precision]
+    abstract_key = jax.eval_shape(lambda: jax.random.key(0))
+    made = jax.eval_shape(lambda key: init_params(model, key), abstract_key)
+    check_floating(made)
+    given = model.specs if isinstance(model, Model) else layered_specs(model)
+    stacked = f"['{BLOCKS}']" if isinstance(model, LayeredModel) else None
+    specs = param_specs(made, given, mesh, FSDP, stacked=stacked, min_shard_bytes=config.min_shard_bytes)
+
+    master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), made)
+    compute = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(precision.compute_dtype)), made)
+    opt_state = init_opt_state_shape(tx, master)
+    opt_specs = opt_state_specs(opt_state, master, specs, mesh, FSDP)
+    scalar = named(mesh, ())
+
+    def tree_of(sharded: bool) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: named(mesh, stored_spec(specs[jax.tree_util.keystr(path)], sharded)), made
+        )
+
+    def state_of(scalar: Any, key: Any, params: Any, master: Any, opt_state: Any, counter: Any) -> TrainState:
+        return TrainState(
+            step=counter,
+            skipped=counter,
+            key=key,
+            params=params,
+            master=master if precision.has_master else None,
+            opt_state=opt_state,
+            loss_scale=LossScale(scalar, counter, counter) if precision.scales_loss else None,
+        )
+
+    shardings = state_of(
+        scalar,
+        scalar,
+        tree_of(stage.params),
+        tree_of(stage.opt_state),
+        jax.tree.map(lambda s: named(mesh, stored_spec(s, stage.opt_state)), opt_specs, is_leaf=lambda s: isinstance(s, LeafSpec)),
+        scalar,
+    )
+    f32, i32 = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = state_of(f32, abstract_key, compute, master, opt_state, i32)
+    abstract_state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    replicated = tuple(replicated_leaves(made, specs)) if stage.opt_state else ()
+    _report(replicated, mesh)
+    return Layout(mesh, config, specs, master, abstract_state, shardings, replicated)
+
+
+def _report(replicated: tuple[Replicated, ...], mesh: Mesh) -> None:
+    if replicated:
+        total = sum(r.num_bytes for r in replicated)
+        names = "; ".join(f"{r.name} ({r.num_bytes} B: {r.why})" for r in replicated[:8])
+        more = f"; and {len(replicated) - 8} more" if len(replicated) > 8 else ""
+        logger.warning(
+            "%d leaves, %d float32 bytes, stay replicated over %s=%d: %s%s",
+            len(replicated), total, FSDP, mesh.shape[FSDP], names, more,
+        )  # fmt: skip
+
+
+def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
+    """Return the sharding of a batch leaf: dim 0 over `data` and `fsdp`; scalars are replicated."""
+    return named(mesh, (BATCH_AXES,) if ndim else ())
+
+
+def check_batch(batch: Any, mesh: Mesh, num_microbatches: int, num_processes: int = 1) -> int:
+    """Return the global batch size.
+
+    Args:
+      batch: tree of arrays or ShapeDtypeStruct; dim 0 of every leaf that has dims is the batch.
+      mesh: the device mesh.
+      num_microbatches: of the config.
+      num_processes: processes that each hold their part of dim 0; 1 where leaves are global.
+
+    Raises:
+      ValueError: no arrays, unequal batch sizes, or a batch that does not divide.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    sizes = {jax.tree_util.keystr(path) or "batch": leaf.shape[0] * num_processes for path, leaf in leaves if len(leaf.shape)}
+    if not sizes:
+        raise ValueError("the batch holds no array with a batch dim")
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"dim 0 of every leaf of a batch is the batch, but they differ: {sizes}")
+    size = next(iter(sizes.values()))
+    shards = num_batch_shards(mesh)
+    if size % (shards * num_microbatches):
+        axes = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in BATCH_AXES)
+        least = shards * num_microbatches
+        raise ValueError(
+            f"a batch of {size} does not divide by {axes} x num_microbatches {num_microbatches} = {least}: "
+            f"use a multiple of {least}, such as {max(least, size // least * least)}"
+        )
+    return size

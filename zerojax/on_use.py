@@ -1,0 +1,424 @@
+"""Gather on use: ZeRO-3 for any traced loss, without an edit to the model.
+
+The loss is traced once. An interpreter walks its jaxpr, and a sharded parameter stays sharded, as a `Lazy` value, through
+casts and layout operations until an equation combines it with data. That equation becomes a rematerialised unit
+
+    unit(shards, data) = eqn(all_gather(barrier(shards, data)), data)          under jax.checkpoint
+
+Two things bound memory, and the unit has both. The barrier makes the gather wait for its layer's input, else the
+scheduler hoists every gather to the top of the program. The rematerialisation keeps the gathered value from being a
+residual, else autodiff keeps the whole model alive between forward and backward; backward gathers again, which is the
+third P of ZeRO-3's 3P elements a step (arXiv:1910.02054, section 7.2.2).
+
+What the interpreter knows:
+
+- param-only equations (a scaled weight, a LoRA sum, weight norm) stay lazy and run inside each unit that uses them;
+- `jit` is inlined; `scan`, `cond` and rematerialised regions are entered, so a stack of layers `W[L, D_fsdp, F]` that is
+  scanned is sliced while sharded and gathered layer by layer;
+- a rematerialised region (`jax.checkpoint`, `nnx.remat`, `nn.remat`) is a layer: its parameters are gathered once at its
+  top and again in its recomputation, unless it holds more than half of the model, when its equations are units instead;
+- a custom derivative is one equation: its operands are gathered for it, its rule is kept;
+- neighbouring uses share one unit, hence one barrier and collectives that XLA can combine, while the unit gathers no
+  more than `budget_bytes` and repeats no matrix product (`_Walk.group`);
+- what it does not know (`while_loop`, `shard_map`, a carry) gets its parameters gathered just before, and is reported.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+from jax.sharding import Mesh
+
+from zerojax.gather import Spec, gather, without_axis
+from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, Instruction, bind, flatten, move_spec
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """A parameter leaf, or a slice of one, as stored.
+
+    Attributes:
+      path: the leaf's name.
+      value: the shard, in the compute dtype.
+      stored: spec of `value`.
+      cotangent: spec of its gradient.
+    """
+
+    path: str
+    value: Array
+    stored: Spec
+    cotangent: Spec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lazy:
+    """A value that depends on parameters alone: its sources, and how it follows from them once gathered.
+
+    `compute` is None where the value is its one source.
+    """
+
+    sources: tuple[Source, ...]
+    compute: Callable[[dict[Source, Array]], Any] | None = None
+
+    def evaluate(self, whole: dict[Source, Array]) -> Any:
+        """Return the value, given the gathered sources."""
+        return whole[self.sources[0]] if self.compute is None else self.compute(whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How parameters are gathered.
+
+    Attributes:
+      mesh: the device mesh.
+      axis: the mesh axis that is gathered.
+      remat: True where gathered values must not live from forward to backward (stage 3).
+      budget_bytes: bytes that neighbouring uses may gather together.
+      region_bytes: a rematerialised region of at most so many bytes is gathered at its top.
+      report: called with a sentence for each parameter that is gathered before it is used.
+    """
+
+    mesh: Mesh
+    axis: str
+    remat: bool
+    budget_bytes: int
+    region_bytes: int
+    report: Callable[[str], None]
+
+    def gather(self, source: Source) -> Array:
+        """Return the whole value of `source`."""
+        whole = without_axis(source.stored, self.axis)
+        return gather(source.value, source.stored, whole, source.cotangent, self.mesh)
+
+
+def gather_on_use(
+    loss: Callable[..., Any],
+    params: Any,
+    *args: Any,
+    stored: dict[str, Spec],
+    cotangents: dict[str, Spec],
+    rule: Rule,
+) -> Any:
+    """Evaluate `loss(params, *args)`, gathering each parameter where it is used.
+
+    Args:
+      loss: any traceable function.
+      params: tree of shards in the compute dtype.
+      *args: further arguments, which are data.
+      stored: for each leaf to be handled, by `jax.tree_util.keystr`, its spec. Leaves without an entry are plain values.
+      cotangents: for the same leaves, the spec of the gradient.
+      rule: how to gather.
+
+    Returns:
+      What `loss` returns. Differentiable with respect to `params`; gradients arrive with the specs in `cotangents`.
+    """
+    closed, out_shape = jax.make_jaxpr(loss, return_shape=True)(params, *args)
+    inputs: list[Any] = []
+    for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        path = jax.tree_util.keystr(key_path)
+        inputs.append(Lazy((Source(path, leaf, stored[path], cotangents[path]),)) if path in stored else leaf)
+    outs = _Walk(rule, closed.jaxpr, closed.consts, inputs + jax.tree.leaves(args)).run()
+    return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+
+
+def _nbytes(sources: Sequence[Source], rule: Rule) -> int:
+    sizes = {id(s.value): s.value.size * s.value.dtype.itemsize for s in sources}
+    del rule
+    return sum(sizes.values())
+
+
+def _union(lazies: Sequence[Lazy]) -> tuple[Source, ...]:
+    """Return the distinct sources; two of one leaf and one value are the same."""
+    return tuple(dict.fromkeys(s for z in lazies for s in z.sources))
+
+
+class _Walk:
+    """The interpreter for one jaxpr. Slots hold arrays, or Lazy values."""
+
+    def __init__(self, rule: Rule, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> None:
+        self.rule = rule
+        self.program = flatten(jaxpr, consts)
+        self.slots: dict[int, Any] = dict(zip(self.program.inputs, args, strict=True))
+        self.done: set[int] = set()
+
+    def run(self) -> list[Array]:
+        index = 0
+        while index < len(self.program.instructions):
+            if index not in self.done:
+                self.step(index)
+            index += 1
+        return [self.gather_now(self.read(ref), "returned") for ref in self.program.outputs]
+
+    def read(self, ref: Any) -> Any:
+        return self.slots[ref] if isinstance(ref, int) else ref.value
+
+    def write(self, instruction: Instruction, outs: Sequence[Any]) -> None:
+        self.slots.update(zip(instruction.outs, outs, strict=True))
+
+    def step(self, index: int) -> None:
+        instruction = self.program.instructions[index]
+        values = [self.read(ref) for ref in instruction.ins]
+        if not any(isinstance(v, Lazy) for v in values):
+            self.write(instruction, bind(instruction.eqn, values))
+        elif self.is_param_only(instruction):
+            self.defer(instruction)
+        elif (handler := _HANDLERS.get(instruction.eqn.primitive.name)) is not None:
+            self.write(instruction, handler(self, instruction.eqn, values))
+        else:
+            if instruction.has_jaxpr and not instruction.eqn.primitive.name.startswith("custom_"):
+                for z in values:
+                    if isinstance(z, Lazy):
+                        self.note(z, f"before {instruction.eqn.primitive.name}, which gather-on-use does not enter")
+            self.unit(self.group(index))
+
+    def note(self, lazy: Lazy, why: str) -> None:
+        if self.rule.remat:
+            self.rule.report(f"{', '.join(s.path for s in lazy.sources)}: gathered {why}")
+
+    def gather_now(self, value: Any, why: str) -> Any:
+        """Return `value` as an array, gathering it here and now if it is lazy."""
+        if not isinstance(value, Lazy):
+            return value
+        self.note(value, f"where it is {why}")
+        return value.evaluate({s: self.rule.gather(s) for s in value.sources})
+
+    def is_param_only(self, instruction: Instruction) -> bool:
+        name = instruction.eqn.primitive.name
+        if name not in CHEAP and name not in PRODUCTS:
+            return False
+        slots = [ref for ref in instruction.ins if isinstance(ref, int)]
+        return bool(slots) and all(isinstance(self.slots.get(ref), Lazy) for ref in slots)
+
+    def defer(self, instruction: Instruction) -> None:
+        """Keep a param-only equation lazy: move its spec where that is possible, else postpone it."""
+        eqn = instruction.eqn
+        values = [self.read(ref) for ref in instruction.ins]
+        lazies = [v for v in values if isinstance(v, Lazy)]
+        if len(values) == 1 and lazies[0].compute is None:
+            source = lazies[0].sources[0]
+            moved = move_spec(eqn, source.stored), move_spec(eqn, source.cotangent)
+            if moved[0] is not None and moved[1] is not None:
+                (value,) = bind(eqn, [source.value])
+                self.write(instruction, [Lazy((Source(source.path, value, *moved),))])
+                return
+
+        def compute(whole: dict[Source, Array], position: int) -> Any:
+            return bind(eqn, [v.evaluate(whole) if isinstance(v, Lazy) else v for v in values])[position]
+
+        sources = _union(lazies)
+        self.write(
+            instruction,
+            [Lazy(sources, lambda whole, i=i: compute(whole, i)) for i in range(len(instruction.outs))],
+        )
+
+    def group(self, first: int) -> list[int]:
+        """Return the indices of the equations that share a unit with the use at `first`.
+
+        A group holds cheap equations and at most one product; after the product only linear equations, whose derivatives
+        do not need its result, so that backward repeats nothing that costs. It ends with a use, and gathers at most
+        the budget.
+        """
+        instructions = self.program.instructions
+        group, last_use = [first], 1
+        sources = {s: None for s in self.sources_of(instructions[first])}
+        after_product = instructions[first].eqn.primitive.name in PRODUCTS
+        if not after_product and instructions[first].eqn.primitive.name not in CHEAP:
+            return group
+        for index in range(first + 1, len(instructions)):
+            instruction = instructions[index]
+            name = instruction.eqn.primitive.name
+            if self.is_param_only(instruction):
+                self.defer(instruction)
+                self.done.add(index)
+                continue
+            used = self.sources_of(instruction)
+            if instruction.eqn.effects or (name not in LINEAR if after_product else name not in CHEAP | PRODUCTS):
+                break
+            if used and _nbytes([*sources, *used], self.rule) > self.rule.budget_bytes:
+                break
+            after_product = after_product or name in PRODUCTS
+            group.append(index)
+            if used:
+                sources.update(dict.fromkeys(used))
+                last_use = len(group)
+        return group[:last_use]
+
+    def sources_of(self, instruction: Instruction) -> tuple[Source, ...]:
+        slots = [self.slots.get(ref) for ref in instruction.ins if isinstance(ref, int)]
+        return _union([v for v in slots if isinstance(v, Lazy)])
+
+    def unit(self, group: list[int]) -> None:
+        """Run the equations of `group` as one rematerialised unit over the gathered parameters they use."""
+        instructions = [self.program.instructions[i] for i in group]
+        inside = {out for i in instructions for out in i.outs}
+        refs = dict.fromkeys(ref for i in instructions for ref in i.ins if isinstance(ref, int) and ref not in inside)
+        lazies = {ref: self.slots[ref] for ref in refs if isinstance(self.slots[ref], Lazy)}
+        data = [ref for ref in refs if ref not in lazies]
+        keep = [out for out in inside if self.program.last_read.get(out, -1) > group[-1]]
+
+        def equations(whole: dict[Source, Array], values: Sequence[Any]) -> list[Any]:
+            env = {ref: z.evaluate(whole) for ref, z in lazies.items()} | dict(zip(data, values, strict=True))
+            for i in instructions:
+                outs = bind(i.eqn, [env[ref] if isinstance(ref, int) else ref.value for ref in i.ins])
+                env.update(zip(i.outs, outs, strict=True))
+            return [env[out] for out in keep]
+
+        outs = self.gathered(equations, _union(list(lazies.values())), [self.slots[ref] for ref in data])
+        self.slots.update(zip(keep, outs, strict=True))
+        self.done.update(group)
+
+    def gathered(
+        self,
+        body: Callable[[dict[Source, Array], Sequence[Any]], Any],
+        sources: tuple[Source, ...],
+        data: Sequence[Any],
+        checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.checkpoint,
+    ) -> Any:
+        """Return body(gathered sources, data), the gather tied to the data and repeated in backward (stage 3)."""
+        rule = self.rule
+
+        def run(shards: list[Array], data: Sequence[Any]) -> Any:
+            if rule.remat:
+                shards, data = _tie(shards, data)
+            held = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
+            return body({s: rule.gather(h) for s, h in zip(sources, held, strict=True)}, data)
+
+        if not rule.remat and checkpoint is jax.checkpoint:
+            return run([s.value for s in sources], data)
+        return checkpoint(run)([s.value for s in sources], data)
+
+
+def _tie(shards: list[Array], data: Sequence[Any]) -> tuple[list[Array], list[Any]]:
+    """Make `shards` wait for `data`. Random keys are left out: the barrier takes plain arrays."""
+    plain = [i for i, v in enumerate(data) if not jax.dtypes.issubdtype(v.dtype, jax.dtypes.extended)]
+    if not plain:
+        return shards, list(data)
+    tied_shards, tied = jax.lax.optimization_barrier((shards, [data[i] for i in plain]))
+    out = list(data)
+    for i, v in zip(plain, tied, strict=True):
+        out[i] = v
+    return tied_shards, out
+
+
+def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Enter a scan. Loop-invariant parameters stay sharded; stacked ones are sliced while sharded."""
+    params = eqn.params
+    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    consts, carry, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
+    carry = [walk.gather_now(v, "a scan's carry") for v in carry]
+    sliced: list[Any] = []
+    for v in xs:
+        if isinstance(v, Lazy) and (v.compute is not None or v.sources[0].stored[0] or v.sources[0].cotangent[0]):
+            v = walk.gather_now(v, "scanned over a dim that is sharded or computed")
+        sliced.append(v)
+
+    def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        def slice_of(v: Any, value: Any) -> Any:
+            if not isinstance(v, Lazy):
+                return value
+            source = v.sources[0]
+            return Lazy((Source(source.path, value, source.stored[1:], source.cotangent[1:]),))
+
+        inner = [slice_of(v, value) for v, value in zip(sliced, slices, strict=True)]
+        closed = params["jaxpr"]
+        outs = _Walk(walk.rule, closed.jaxpr, closed.consts, [*consts, *carry, *inner]).run()
+        return outs[:num_carry], outs[num_carry:]
+
+    carry, ys = jax.lax.scan(
+        body,
+        carry,
+        [v.sources[0].value if isinstance(v, Lazy) else v for v in sliced],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *ys]
+
+
+def _cond(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Enter a cond. Each branch gathers what it uses."""
+    index, *operands = values
+    index = walk.gather_now(index, "a cond's predicate")
+    data = [v for v in operands if not isinstance(v, Lazy)]
+    lazies = [v for v in operands if isinstance(v, Lazy)]
+    sources = _union(lazies)
+
+    def branch_of(closed: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
+        def branch(shards: list[Array], data: list[Any]) -> list[Any]:
+            held = {s: dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)}
+            rest = iter(data)
+            inner = [_rebase(v, held) if isinstance(v, Lazy) else next(rest) for v in operands]
+            return _Walk(walk.rule, closed.jaxpr, closed.consts, inner).run()
+
+        return branch
+
+    return jax.lax.switch(index, [branch_of(b) for b in eqn.params["branches"]], [s.value for s in sources], data)
+
+
+def _rebase(lazy: Lazy, held: dict[Source, Source]) -> Lazy:
+    """Return `lazy` over other holders of the same shards (the operands inside a branch or region)."""
+    sources = tuple(held[s] for s in lazy.sources)
+    if lazy.compute is None:
+        return Lazy(sources)
+    compute, back = lazy.compute, dict(zip(lazy.sources, sources, strict=True))
+    return Lazy(sources, lambda whole: compute({s: whole[h] for s, h in back.items()}))
+
+
+def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Enter a rematerialised region: gathered at its top if it is a layer, unit by unit if it is most of the model."""
+    jaxpr, policy, prevent_cse = eqn.params["jaxpr"], eqn.params["policy"], eqn.params["prevent_cse"]
+    lazies = [v for v in values if isinstance(v, Lazy)]
+    data = [v for v in values if not isinstance(v, Lazy)]
+    sources = _union(lazies)
+
+    def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.checkpoint(fn, policy=_never_gathered(policy), prevent_cse=prevent_cse)
+
+    if not walk.rule.remat or _nbytes(sources, walk.rule) <= walk.rule.region_bytes:
+
+        def region(whole: dict[Source, Array], data: Sequence[Any]) -> list[Any]:
+            rest = iter(data)
+            inner = [v.evaluate(whole) if isinstance(v, Lazy) else next(rest) for v in values]
+            return _Walk(walk.rule, jaxpr, (), inner).run()
+
+        return walk.gathered(region, sources, data, checkpoint)
+
+    def units(shards: list[Array], data: list[Any]) -> list[Any]:
+        held = {s: dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)}
+        rest = iter(data)
+        inner = [_rebase(v, held) if isinstance(v, Lazy) else next(rest) for v in values]
+        return _Walk(walk.rule, jaxpr, (), inner).run()
+
+    return checkpoint(units)([s.value for s in sources], data)
+
+
+def _never_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Return `policy`, except that it never saves the result of a gather."""
+    if policy is None:
+        return None
+
+    def wrapped(prim: Any, *args: Any, **params: Any) -> Any:
+        if prim.name in ("sharding_constraint", "custom_vjp_call", "optimization_barrier"):
+            return False
+        return policy(prim, *args, **params)
+
+    return wrapped
+
+
+_HANDLERS: dict[str, Callable[[_Walk, jex.JaxprEqn, list[Any]], list[Any]]] = {
+    "scan": _scan,
+    "cond": _cond,
+    "remat": _remat,
+    "remat2": _remat,
+    "checkpoint": _remat,
+}
+
+
+def layer_bytes(sizes: Sequence[int]) -> int:
+    """Return the default `budget_bytes`: the largest leaf, which must be held whole in any case."""
+    return max(sizes, default=0) if sizes else math.inf  # type: ignore[return-value]

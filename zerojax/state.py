@@ -1,0 +1,36 @@
+"""The training state: one pytree of sharded arrays, born sharded.
+
+`init` runs under jit with the state's shardings as output, so no device and no host ever holds a whole leaf that is sharded:
+each device generates its own shard (JAX's counter-based random numbers make the values independent of the mesh).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from zerojax.precision import LossScale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything a step reads and writes. Donated to each step.
+
+    Attributes:
+      step: i32[], calls of the step so far.
+      skipped: i32[], updates skipped because a gradient was not finite.
+      key: base random key; a step's keys are functions of (key, step, microbatch, layer).
+      params: in the compute dtype; whole below stage 3, sharded at stage 3.
+      master: float32 weights where the compute dtype is narrower, else None.
+      opt_state: optax's state over the float32 weights.
+      loss_scale: dynamic loss scaling with precision="fp16", else None.
+    """
+
+    step: jax.Array
+    skipped: jax.Array
+    key: jax.Array
+    params: Any
+    master: Any
+    opt_state: Any
+    loss_scale: LossScale | None
