@@ -45,7 +45,8 @@ class GPTConfig:
     @property
     def flops_per_token(self) -> float:
         """Model FLOP of forward and backward a token: 6 a weight in a product, and 12 L h T for attention
-        (arXiv:2204.02311, appendix B). Recomputation does not count."""
+        (arXiv:2204.02311, appendix B). Recomputation does not count.
+        """
         products = self.layers * 12 * self.hidden**2 + self.vocab * self.hidden
         return 6.0 * products + 12.0 * self.layers * self.hidden * self.seq
 

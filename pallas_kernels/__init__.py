@@ -1,4 +1,4 @@
-"""GPU kernels for tiled large operators: arrays in, arrays out. Each op is a folder whose plain-jnp reference is its specification.
+"""GPU kernels for tiled large operators: arrays in, arrays out.
 
-No op is here yet; the resident step needs none.
+Each op is a folder whose plain-jnp reference is its specification. No op is here yet; the resident step needs none.
 """

@@ -1,9 +1,9 @@
 """zerojax: train models whose state does not fit, with ZeRO expressed as sharding specs.
 
-    mesh    = zj.make_mesh(fsdp=8)
-    program = zj.build_train_step(model, optax.adamw(3e-4), zj.ZeroConfig(stage=3), mesh)
-    state   = program.init(jax.random.key(0))
-    state, metrics = program.step(state, batch)
+mesh    = zj.make_mesh(fsdp=8)
+program = zj.build_train_step(model, optax.adamw(3e-4), zj.ZeroConfig(stage=3), mesh)
+state   = program.init(jax.random.key(0))
+state, metrics = program.step(state, batch)
 """
 
 from zerojax.config import ZeroConfig as ZeroConfig

@@ -12,6 +12,7 @@ JAX_PLATFORMS=cpu in the environment of a machine without a driver, before JAX s
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -73,12 +74,12 @@ def target_config(chip: str) -> str:
     ]
     body = "\n".join(lines)
     return (
-        f"gpu_device_info {{\n{body}\n}}\nplatform_name: \"CUDA\"\n"
+        f'gpu_device_info {{\n{body}\n}}\nplatform_name: "CUDA"\n'
         f'dnn_version_info {{ major: 9 minor: 10 patch: 0 }}\ndevice_description_str: "{facts["name"]}"\n'
     )
 
 
-def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> list[jax.Device]:
+def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> list[Any]:
     """Return compile-only devices, host by host.
 
     Raises:
@@ -96,6 +97,8 @@ def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> list[jax.Device]:
     return list(topology.devices)
 
 
-def gpu_mesh(chip: str = "h200", *, hosts: int = 1, gpus_per_host: int = 8, data: int = 1, fsdp: int = -1, tensor: int = 1) -> Mesh:
+def gpu_mesh(
+    chip: str = "h200", *, hosts: int = 1, gpus_per_host: int = 8, data: int = 1, fsdp: int = -1, tensor: int = 1
+) -> Mesh:
     """Arrange `hosts` x `gpus_per_host` GPUs that are not there in a mesh; the axes are those of `zerojax.make_mesh`."""
     return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=gpu_devices(chip, hosts, gpus_per_host))

@@ -87,7 +87,7 @@ class ZeroConfig:
     min_shard_bytes: int = 0
     swap_dir: str | None = None
     io: Literal["direct", "tensorstore"] = "direct"
-    loss_scaling: LossScaling = LossScaling()
+    loss_scaling: LossScaling = dataclasses.field(default_factory=LossScaling)
 
     def __new__(cls, **fields: Any) -> "ZeroConfig":
         # A dataclass answers an unknown keyword with a TypeError that names no alternative.

@@ -69,18 +69,15 @@ def from_flax(
     Raises:
       ValueError: neither form is complete, a module instance where a function is needed, or state other than parameters.
     """
-    layered = {"embed": embed, "block": block, "head": head, "num_layers": num_layers}
-    given = [name for name, value in layered.items() if value is not None]
     if loss is None:
         raise ValueError("from_flax needs a loss: loss(model, batch), or loss(head, embed, x, batch) for the layered form")
-    if (module is None) == (not given) or (given and len(given) < len(layered)):
-        raise ValueError(
-            f"from_flax takes a module, or all of {', '.join(layered)}; it got {'a module and ' if module is not None else ''}{given}"
-        )
-    if module is not None:
+    if module is not None and embed is None and block is None and head is None and num_layers is None:
         return _whole(module, loss, example_batch, rngs)
-    assert embed is not None and block is not None and head is not None and num_layers is not None
-    return _layered(embed, block, head, num_layers, loss, example_batch, rngs)
+    if module is None and embed is not None and block is not None and head is not None and num_layers is not None:
+        return _layered(embed, block, head, num_layers, loss, example_batch, rngs)
+    parts = {"module": module, "embed": embed, "block": block, "head": head, "num_layers": num_layers}
+    given = [name for name, value in parts.items() if value is not None]
+    raise ValueError(f"from_flax takes a module alone, or all of embed, block, head and num_layers; it got {given}")
 
 
 def _whole(module: Modules, loss: Callable[..., jax.Array], batch: Any, rngs: Sequence[str]) -> Model:
@@ -94,7 +91,13 @@ def _whole(module: Modules, loss: Callable[..., jax.Array], batch: Any, rngs: Se
 
 
 def _layered(
-    embed: Modules, block: Modules, head: Modules, num_layers: int, loss: Callable[..., jax.Array], batch: Any, rngs: Sequence[str]
+    embed: Modules,
+    block: Modules,
+    head: Modules,
+    num_layers: int,
+    loss: Callable[..., jax.Array],
+    batch: Any,
+    rngs: Sequence[str],
 ) -> LayeredModel:
     first = _part("embed", embed, lambda m, b: m(b), (batch,), rngs)
     x = _abstract_x(first, batch)
@@ -173,7 +176,7 @@ class _Nnx:
         leaves, treedef = jax.tree.flatten(self.streams)
         fresh = [
             jax.random.fold_in(base, i)
-            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             else jax.numpy.zeros(leaf.shape, leaf.dtype)
             for i, leaf in enumerate(leaves)
         ]

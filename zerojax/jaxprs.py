@@ -76,9 +76,9 @@ def flatten(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> Program:
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
             if eqn.primitive.name in INLINED:
-                inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-                closed = inner if isinstance(inner, jex.ClosedJaxpr) else None
-                outs = emit(closed.jaxpr if closed else inner, closed.consts if closed else (), ins)
+                inner: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+                is_closed = isinstance(inner, jex.ClosedJaxpr)
+                outs = emit(inner.jaxpr if is_closed else inner, inner.consts if is_closed else (), ins)
             else:
                 outs = [next(counter) for _ in eqn.outvars]
                 nested = next(iter(jex.jaxprs_in_params(eqn.params)), None) is not None
@@ -110,8 +110,12 @@ def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 def move_spec(eqn: jex.JaxprEqn, spec: Spec) -> Spec | None:
     """Return the spec of a unary layout equation's result, or None where it does not act shard by shard."""
     name, params = eqn.primitive.name, eqn.params
-    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if name in ("convert_element_type", "copy", "copy_p", "name", "reduce_precision"):
+    before: Any = eqn.invars[0].aval
+    after: Any = eqn.outvars[0].aval
+    old, new = before.shape, after.shape
+    if name == "convert_element_type":  # narrow before the gather, widen after it
+        return spec if after.dtype.itemsize <= before.dtype.itemsize else None
+    if name in ("copy", "copy_p", "name", "reduce_precision"):
         return spec
     if name == "transpose":
         return tuple(spec[d] for d in params["permutation"])
@@ -122,8 +126,8 @@ def move_spec(eqn: jex.JaxprEqn, spec: Spec) -> Spec | None:
     if name == "broadcast_in_dim":
         placed = dict(zip(params["broadcast_dimensions"], range(len(old)), strict=True))
         moved = tuple(spec[placed[d]] if d in placed else None for d in range(len(new)))
-        grows = any(old[i] != new[d] for d, i in placed.items()) or len(new) != len(old) and any(
-            new[d] != 1 for d in range(len(new)) if d not in placed
+        grows = any(old[i] != new[d] for d, i in placed.items()) or (
+            len(new) != len(old) and any(new[d] != 1 for d in range(len(new)) if d not in placed)
         )
         return None if grows else moved
     if name == "reshape" and params.get("dimensions") is None:

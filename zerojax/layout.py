@@ -48,15 +48,15 @@ class Layout:
     shardings: TrainState
     replicated: tuple[Replicated, ...]
 
-    def spec_tree(self, sharded: bool) -> Any:
+    def param_shardings(self, sharded: bool) -> Any:
         """Return the parameters' shardings, split over the ZeRO axis or not."""
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: self.named(stored_spec(self.specs[jax.tree_util.keystr(path)], sharded)), self.abstract_params
-        )
+        return _param_shardings(self.abstract_params, self.specs, self.mesh, sharded)
 
-    def named(self, spec: Spec) -> NamedSharding:
-        """Return `spec` on this mesh, in device memory."""
-        return named(self.mesh, spec)
+
+def _param_shardings(params: Any, specs: dict[str, LeafSpec], mesh: Mesh, sharded: bool) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: named(mesh, stored_spec(specs[jax.tree_util.keystr(path)], sharded)), params
+    )
 
 
 def named(mesh: Mesh, spec: Spec | PartitionSpec, tier: str = "device") -> NamedSharding:
@@ -70,9 +70,7 @@ def init_params(model: Model | LayeredModel, key: jax.Array) -> Any:
     return model.init(key) if isinstance(model, Model) else init_layered(model, key)
 
 
-def build_layout(
-    model: Model | LayeredModel, tx: optax.GradientTransformation, config: ZeroConfig, mesh: Mesh
-) -> Layout:
+def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, config: ZeroConfig, mesh: Mesh) -> Layout:
     """Choose specs and shardings for the whole state, from shapes alone.
 
     Raises:
@@ -89,13 +87,8 @@ def build_layout(
     master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), made)
     compute = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(precision.compute_dtype)), made)
     opt_state = init_opt_state_shape(tx, master)
-    opt_specs = opt_state_specs(opt_state, master, specs, mesh, FSDP)
+    opt_specs = opt_state_specs(opt_state, master, specs, mesh, FSDP, config.min_shard_bytes)
     scalar = named(mesh, ())
-
-    def tree_of(sharded: bool) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: named(mesh, stored_spec(specs[jax.tree_util.keystr(path)], sharded)), made
-        )
 
     def state_of(scalar: Any, key: Any, params: Any, master: Any, opt_state: Any, counter: Any) -> TrainState:
         return TrainState(
@@ -111,9 +104,11 @@ def build_layout(
     shardings = state_of(
         scalar,
         scalar,
-        tree_of(stage.params),
-        tree_of(stage.opt_state),
-        jax.tree.map(lambda s: named(mesh, stored_spec(s, stage.opt_state)), opt_specs, is_leaf=lambda s: isinstance(s, LeafSpec)),
+        _param_shardings(made, specs, mesh, stage.params),
+        _param_shardings(made, specs, mesh, stage.opt_state),
+        jax.tree.map(
+            lambda s: named(mesh, stored_spec(s, stage.opt_state)), opt_specs, is_leaf=lambda s: isinstance(s, LeafSpec)
+        ),
         scalar,
     )
     f32, i32 = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)

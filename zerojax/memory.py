@@ -56,7 +56,9 @@ class StateBytes:
         return self.params + self.grads + self.master + self.moments
 
 
-def state_bytes(precision: str = "bf16", *, moments: int = 8, num_microbatches: int = 1, keeps_fp32_grads: bool = False) -> StateBytes:
+def state_bytes(
+    precision: str = "bf16", *, moments: int = 8, num_microbatches: int = 1, keeps_fp32_grads: bool = False
+) -> StateBytes:
     """Return the bytes of one parameter.
 
     Args:
@@ -120,7 +122,11 @@ def transformer_activation_bytes(
     """Return the activation bytes that a transformer keeps from forward to backward, on each device.
 
     Args:
-      batch: sequences on one device; seq, hidden, heads, num_layers: the model's sizes.
+      batch: sequences on one device.
+      seq: tokens of a sequence.
+      hidden: h.
+      heads: attention heads.
+      num_layers: L.
       remat: only each layer's input is kept: b s h bytes times itemsize (ZeRO-Infinity, equation 3). Else all that backward
         needs: s b h (10 + 24/t + 5 a s / (h t)) in 16 bits (Korthikanti et al., arXiv:2205.05198, equation 2).
       tensor: t, tensor-parallel shards.
@@ -213,7 +219,7 @@ def _collectives(layout: Layout, leaves: Mapping[str, jax.ShapeDtypeStruct], ite
     """Return bytes sent by each device: the closed form over the leaves that `fsdp` splits, all_reduce for the rest."""
     mesh, config = layout.mesh, layout.config
     shards, replicas, count = mesh.shape[FSDP], mesh.shape[DATA], config.num_microbatches
-    sent = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), 0.0)
+    sent: dict[str, float] = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
     for path, leaf in leaves.items():
         spec = layout.specs[path]
         elements = local_elements(leaf.shape, spec.base, mesh)
@@ -234,7 +240,8 @@ def _residual_bytes(layout: Layout, loss: Any, abstract_batch: Any) -> int:
     config = layout.config
     count = config.num_microbatches
     micro = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]) if len(a.shape) else a.shape, a.dtype), abstract_batch
+        lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]) if len(a.shape) else a.shape, a.dtype),
+        abstract_batch,
     )
     params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), layout.abstract_state.params)
 
@@ -242,6 +249,6 @@ def _residual_bytes(layout: Layout, loss: Any, abstract_batch: Any) -> int:
         return jax.tree.leaves(jax.vjp(lambda p: loss(p, batch, None), params)[1])
 
     jaxpr = jax.make_jaxpr(residuals)(params, micro).jaxpr
-    kept = {v for v in jaxpr.outvars if isinstance(v, jex.Var)} - set(jaxpr.invars)
+    kept: Any = {v for v in jaxpr.outvars if isinstance(v, jex.Var)} - set(jaxpr.invars)
     total = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in kept)
     return total // num_batch_shards(layout.mesh)

@@ -7,6 +7,7 @@ arXiv:2306.10209): state is sharded inside a node, replicated across, and only g
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,9 +19,7 @@ BATCH_AXES = (DATA, FSDP)
 """Axes over which dim 0 of a batch is split."""
 
 
-def make_mesh(
-    data: int = 1, fsdp: int = -1, tensor: int = 1, *, devices: Sequence[jax.Device] | None = None
-) -> Mesh:
+def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
     """Arrange devices in a mesh with the axes `data`, `fsdp` and `tensor`.
 
     Args:

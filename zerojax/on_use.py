@@ -24,12 +24,12 @@ What the interpreter knows:
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.gather import Spec, gather, without_axis
@@ -126,10 +126,8 @@ def gather_on_use(
     return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
 
 
-def _nbytes(sources: Sequence[Source], rule: Rule) -> int:
-    sizes = {id(s.value): s.value.size * s.value.dtype.itemsize for s in sources}
-    del rule
-    return sum(sizes.values())
+def _nbytes(sources: Sequence[Source]) -> int:
+    return sum(s.value.size * s.value.dtype.itemsize for s in dict.fromkeys(sources))
 
 
 def _union(lazies: Sequence[Lazy]) -> tuple[Source, ...]:
@@ -201,10 +199,10 @@ class _Walk:
         lazies = [v for v in values if isinstance(v, Lazy)]
         if len(values) == 1 and lazies[0].compute is None:
             source = lazies[0].sources[0]
-            moved = move_spec(eqn, source.stored), move_spec(eqn, source.cotangent)
-            if moved[0] is not None and moved[1] is not None:
+            stored, cotangent = move_spec(eqn, source.stored), move_spec(eqn, source.cotangent)
+            if stored is not None and cotangent is not None:
                 (value,) = bind(eqn, [source.value])
-                self.write(instruction, [Lazy((Source(source.path, value, *moved),))])
+                self.write(instruction, [Lazy((Source(source.path, value, stored, cotangent),))])
                 return
 
         def compute(whole: dict[Source, Array], position: int) -> Any:
@@ -225,7 +223,7 @@ class _Walk:
         """
         instructions = self.program.instructions
         group, last_use = [first], 1
-        sources = {s: None for s in self.sources_of(instructions[first])}
+        sources = dict.fromkeys(self.sources_of(instructions[first]))
         after_product = instructions[first].eqn.primitive.name in PRODUCTS
         if not after_product and instructions[first].eqn.primitive.name not in CHEAP:
             return group
@@ -239,7 +237,7 @@ class _Walk:
             used = self.sources_of(instruction)
             if instruction.eqn.effects or (name not in LINEAR if after_product else name not in CHEAP | PRODUCTS):
                 break
-            if used and _nbytes([*sources, *used], self.rule) > self.rule.budget_bytes:
+            if used and _nbytes([*sources, *used]) > self.rule.budget_bytes:
                 break
             after_product = after_product or name in PRODUCTS
             group.append(index)
@@ -295,7 +293,7 @@ class _Walk:
 
 def _tie(shards: list[Array], data: Sequence[Any]) -> tuple[list[Array], list[Any]]:
     """Make `shards` wait for `data`. Random keys are left out: the barrier takes plain arrays."""
-    plain = [i for i, v in enumerate(data) if not jax.dtypes.issubdtype(v.dtype, jax.dtypes.extended)]
+    plain = [i for i, v in enumerate(data) if not jnp.issubdtype(v.dtype, jax.dtypes.extended)]
     if not plain:
         return shards, list(data)
     tied_shards, tied = jax.lax.optimization_barrier((shards, [data[i] for i in plain]))
@@ -379,7 +377,7 @@ def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.checkpoint(fn, policy=_never_gathered(policy), prevent_cse=prevent_cse)
 
-    if not walk.rule.remat or _nbytes(sources, walk.rule) <= walk.rule.region_bytes:
+    if not walk.rule.remat or _nbytes(sources) <= walk.rule.region_bytes:
 
         def region(whole: dict[Source, Array], data: Sequence[Any]) -> list[Any]:
             rest = iter(data)
@@ -417,8 +415,3 @@ _HANDLERS: dict[str, Callable[[_Walk, jex.JaxprEqn, list[Any]], list[Any]]] = {
     "remat2": _remat,
     "checkpoint": _remat,
 }
-
-
-def layer_bytes(sizes: Sequence[int]) -> int:
-    """Return the default `budget_bytes`: the largest leaf, which must be held whole in any case."""
-    return max(sizes, default=0) if sizes else math.inf  # type: ignore[return-value]

@@ -21,7 +21,9 @@ from zerojax.gather import Spec
 from zerojax.partition import LeafSpec, leaf_spec
 
 
-def opt_state_specs(abstract_opt_state: Any, abstract_params: Any, specs: dict[str, LeafSpec], mesh: Mesh, axis: str) -> Any:
+def opt_state_specs(
+    abstract_opt_state: Any, abstract_params: Any, specs: dict[str, LeafSpec], mesh: Mesh, axis: str, min_shard_bytes: int
+) -> Any:
     """Return a LeafSpec for each leaf of the optimizer state, as a tree of its structure."""
     params = {
         path: (leaf.shape, specs[jax.tree_util.keystr(path)])
@@ -33,7 +35,7 @@ def opt_state_specs(abstract_opt_state: Any, abstract_params: Any, specs: dict[s
             shape, spec = params.get(path[start:], (None, None))
             if spec is not None and shape == leaf.shape:
                 return spec
-        return leaf_spec(leaf.shape, mesh, axis)
+        return leaf_spec(leaf.shape, mesh, axis, min_shard_bytes=min_shard_bytes)
 
     return jax.tree_util.tree_map_with_path(spec_of, abstract_opt_state)
 

@@ -51,7 +51,7 @@ class LeafSpec:
 
 
 def leaf_spec(
-    shape: Sequence[int], mesh: Mesh, axis: str, base: Spec | None = None, *, first_dim: int = 0, min_elements: int = 0
+    shape: Sequence[int], mesh: Mesh, axis: str, base: Spec | None = None, *, first_dim: int = 0, min_shard_bytes: int = 0
 ) -> LeafSpec:
     """Choose the dim of one leaf that `axis` splits.
 
@@ -61,15 +61,15 @@ def leaf_spec(
       axis: the ZeRO axis.
       base: spec given by the user, one entry a dim.
       first_dim: dims before it are never split (1 for stacked layers).
-      min_elements: a leaf with fewer elements stays replicated.
+      min_shard_bytes: a leaf of fewer float32 bytes stays replicated.
     """
     base = pad_spec(base or (), len(shape))
     size = mesh.shape[axis]
     local = [n // math.prod(mesh.shape[a] for a in axes_of(s)) for n, s in zip(shape, base, strict=True)]
     if size == 1:
         return LeafSpec(base, base, None)
-    if math.prod(shape) < min_elements:
-        return LeafSpec(base, base, f"{math.prod(shape)} elements are below min_shard_bytes")
+    if 4 * math.prod(shape) < min_shard_bytes:
+        return LeafSpec(base, base, f"smaller than min_shard_bytes={min_shard_bytes}")
     dims = [d for d in range(first_dim, len(shape)) if local[d] and local[d] % size == 0]
     if not dims:
         return LeafSpec(base, base, f"no dim of {tuple(local[first_dim:])} divides by {axis}={size}")
@@ -97,7 +97,7 @@ def param_specs(
       LeafSpec by path (`jax.tree_util.keystr`).
 
     Raises:
-      ValueError: a given spec names an unknown axis, the ZeRO axis, has more entries than the leaf has dims, or does not divide.
+      ValueError: a given spec names an unknown axis or the ZeRO axis, has too many entries, or does not divide.
     """
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
     bases = _broadcast_specs(given, abstract_params)
@@ -107,7 +107,7 @@ def param_specs(
         check_given(path, leaf.shape, base, mesh, axis)
         first_dim = 1 if stacked is not None and path.startswith(stacked) else 0
         specs[path] = leaf_spec(
-            leaf.shape, mesh, axis, pad_spec(base, len(leaf.shape)), first_dim=first_dim, min_elements=min_shard_bytes // 4
+            leaf.shape, mesh, axis, pad_spec(base, len(leaf.shape)), first_dim=first_dim, min_shard_bytes=min_shard_bytes
         )
     return specs
 

@@ -65,7 +65,8 @@ class LossScaling:
             raise ValueError(f"loss scaling needs 0 < least <= initial <= most, got {self.least}, {self.initial}, {self.most}")
         if self.growth_factor <= 1 or not 0 < self.backoff_factor < 1:
             raise ValueError(
-                f"loss scaling needs growth_factor > 1 and 0 < backoff_factor < 1, got {self.growth_factor}, {self.backoff_factor}"
+                "loss scaling needs growth_factor > 1 and 0 < backoff_factor < 1, "
+                f"got {self.growth_factor}, {self.backoff_factor}"
             )
         if self.growth_interval < 1 or self.hysteresis < 1:
             raise ValueError(

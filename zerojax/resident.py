@@ -45,7 +45,7 @@ def constrain_batch(layout: Layout, x: Any) -> Any:
     def constrain(a: jax.Array) -> jax.Array:
         if a.ndim == 0 or a.shape[0] % num_batch_shards(layout.mesh):
             return a
-        spec = (BATCH_AXES, *(PartitionSpec.UNCONSTRAINED,) * (a.ndim - 1))
+        spec = PartitionSpec(BATCH_AXES, *(PartitionSpec.UNCONSTRAINED,) * (a.ndim - 1))
         return jax.lax.with_sharding_constraint(a, named(layout.mesh, spec))
 
     return jax.tree.map(constrain, x)
@@ -116,13 +116,15 @@ def checked(loss: Loss) -> Loss:
     return checked_loss
 
 
-def build_init(model: Model | LayeredModel, tx: optax.GradientTransformation, layout: Layout) -> Callable[[jax.Array], TrainState]:
+def build_init(
+    model: Model | LayeredModel, tx: optax.GradientTransformation, layout: Layout
+) -> Callable[[jax.Array], TrainState]:
     """Return `init(key) -> state`, to be jitted with `layout.shardings` as its output."""
     precision, stage = PRECISIONS[layout.config.precision], STAGES[layout.config.stage]
 
     def init(key: jax.Array) -> TrainState:
         master = jax.tree.map(lambda p: p.astype(jnp.float32), init_params(model, key))
-        master = jax.lax.with_sharding_constraint(master, layout.spec_tree(stage.opt_state))
+        master = jax.lax.with_sharding_constraint(master, layout.param_shardings(stage.opt_state))
         return TrainState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
@@ -141,7 +143,7 @@ def build_step(
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """Return `step(state, batch) -> (state, metrics)`, to be jitted with `layout.shardings` as its output."""
     config, stage = layout.config, STAGES[layout.config.stage]
-    grads_at = layout.spec_tree(stage.opt_state)
+    grads_at = layout.param_shardings(stage.opt_state)
 
     def value_and_grads(state: TrainState, batch: Any, key: Any) -> tuple[jax.Array, Any]:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
@@ -178,7 +180,8 @@ def build_step(
 
     def update(state: TrainState, value: jax.Array, grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         if state.loss_scale is not None:
-            grads = jax.tree.map(lambda g: g / state.loss_scale.scale, grads)
+            scale = state.loss_scale.scale
+            grads = jax.tree.map(lambda g: g / scale, grads)
         norm = global_norm(grads)
         finite = jnp.isfinite(norm)
         if config.clip_norm is not None:
@@ -197,9 +200,7 @@ def build_step(
             params=params,
             master=None if state.master is None else master,
             opt_state=select(finite, opt_state, state.opt_state),
-            loss_scale=None
-            if state.loss_scale is None
-            else update_loss_scale(config.loss_scaling, state.loss_scale, finite),
+            loss_scale=None if state.loss_scale is None else update_loss_scale(config.loss_scaling, state.loss_scale, finite),
         )
         return after, step_metrics(value, norm, finite, skipped, state.loss_scale)
 

@@ -6,7 +6,7 @@ can be built, lowered and accounted for on a mesh that is not there.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
@@ -92,8 +92,7 @@ class Program:
         self.model, self.tx, self.layout = model, tx, layout
         self.mesh, self.config = layout.mesh, layout.config
         self._reported: dict[str, None] = {}
-        self._checked: set[Any] = set()
-        loss = sharded_loss(model, layout, lambda sentence: self._reported.setdefault(sentence))
+        loss = sharded_loss(model, layout, self._report)
         options = compiler_options(model, layout)
         self._init = jax.jit(build_init(model, tx, layout), out_shardings=layout.shardings)
         self._step = jax.jit(
@@ -139,7 +138,7 @@ class Program:
         Args:
           key: from `jax.random.key`; a legacy uint32 key will do.
         """
-        if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             key = jax.random.wrap_key_data(key)
         with jax.set_mesh(self.mesh):
             return self._init(key)
@@ -159,7 +158,6 @@ class Program:
           ValueError: the batch does not divide, or the loss is not a scalar; before anything runs.
         """
         batch = self.shard_batch(batch)
-        self.check(batch)
         with jax.set_mesh(self.mesh):
             return self._step(state, batch)
 
@@ -192,21 +190,15 @@ class Program:
         return jax.tree.map(place, batch)
 
     def check(self, batch: Any) -> None:
-        """Trace the loss over a batch's shapes, once for each, and raise ValueError if it cannot be trained."""
-        abstract = self.abstract_batch(batch)
-        leaves, treedef = jax.tree.flatten(abstract)
-        signature = (treedef, tuple((a.shape, a.dtype) for a in leaves))
-        if signature in self._checked:
-            return
-        check_batch(abstract, self.mesh, self.config.num_microbatches)
+        """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained. Nothing runs."""
+        check_batch(batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
-            jax.eval_shape(build_step(self.model, self.tx, self.layout, self._traced_loss()), self.layout.abstract_state, abstract)
-        self._checked.add(signature)
-        for sentence in self._reported:
-            logger.warning("gather on use: %s", sentence)
+            jax.eval_shape(self._step, self.layout.abstract_state, self.abstract_batch(batch))
 
-    def _traced_loss(self) -> Callable[..., jax.Array]:
-        return sharded_loss(self.model, self.layout, lambda sentence: self._reported.setdefault(sentence))
+    def _report(self, sentence: str) -> None:
+        if sentence not in self._reported:
+            self._reported[sentence] = None
+            logger.warning("gather on use: %s", sentence)
 
     def abstract_batch(self, batch: Any) -> Any:
         """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding."""
