@@ -107,6 +107,14 @@ def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def scan_arity(params: dict[str, Any], num_operands: int) -> tuple[int, int]:
+    """Return how many of a scan's operands are constants, and how many are carried; the rest are scanned over."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].update(range(num_operands)).unpack()  # jax 0.12 groups the operands
+    return len(list(consts)), len(list(carry))
+
+
 def move_spec(eqn: jex.JaxprEqn, spec: Spec) -> Spec | None:
     """Return the spec of a unary layout equation's result, or None where it does not act shard by shard."""
     name, params = eqn.primitive.name, eqn.params

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.gather import Spec, gather, without_axis
-from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, Instruction, bind, flatten, move_spec
+from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, Instruction, bind, flatten, move_spec, scan_arity
 
 Array = jax.Array
 
@@ -306,7 +306,7 @@ def _tie(shards: list[Array], data: Sequence[Any]) -> tuple[list[Array], list[An
 def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     """Enter a scan. Loop-invariant parameters stay sharded; stacked ones are sliced while sharded."""
     params = eqn.params
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    num_consts, num_carry = scan_arity(params, len(values))
     consts, carry, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
     carry = [walk.gather_now(v, "a scan's carry") for v in carry]
     sliced: list[Any] = []

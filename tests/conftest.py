@@ -1,0 +1,14 @@
+"""Tests run on 8 simulated CPU devices; programs for GPUs are compiled, not run."""
+
+import os
+import pathlib
+import sys
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX starts: the compile-only GPU topology must not look for a driver
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples"), str(ROOT / "benchmarks")]
+
+import jax  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)
