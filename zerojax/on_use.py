@@ -40,19 +40,34 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """A parameter leaf, or a slice of one, as stored.
+    """A parameter leaf as stored, or what casts and layout operations on the shard make of it.
 
     Attributes:
       path: the leaf's name.
-      value: the shard, in the compute dtype.
-      stored: spec of `value`.
+      value: the shard, in the compute dtype; all that is kept for backward.
+      stored: spec of the moved shard.
       cotangent: spec of its gradient.
+      moves: layout equations, applied to the shard just before its gather.
     """
 
     path: str
     value: Array
     stored: Spec
     cotangent: Spec
+    moves: tuple[jex.JaxprEqn, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole value that a gather makes."""
+        aval: Any = self.moves[-1].outvars[0].aval if self.moves else self.value
+        return aval.size * aval.dtype.itemsize
+
+    def moved(self) -> Array:
+        """Return the shard after its moves."""
+        value = self.value
+        for eqn in self.moves:
+            (value,) = bind(eqn, [value])
+        return value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,7 +108,7 @@ class Rule:
     def gather(self, source: Source) -> Array:
         """Return the whole value of `source`."""
         whole = without_axis(source.stored, self.axis)
-        return gather(source.value, source.stored, whole, source.cotangent, self.mesh)
+        return gather(source.moved(), source.stored, whole, source.cotangent, self.mesh)
 
 
 def gather_on_use(
@@ -127,7 +142,7 @@ def gather_on_use(
 
 
 def _nbytes(sources: Sequence[Source]) -> int:
-    return sum(s.value.size * s.value.dtype.itemsize for s in dict.fromkeys(sources))
+    return sum(s.num_bytes for s in dict.fromkeys(sources))
 
 
 def _union(lazies: Sequence[Lazy]) -> tuple[Source, ...]:
@@ -201,8 +216,8 @@ class _Walk:
             source = lazies[0].sources[0]
             stored, cotangent = move_spec(eqn, source.stored), move_spec(eqn, source.cotangent)
             if stored is not None and cotangent is not None:
-                (value,) = bind(eqn, [source.value])
-                self.write(instruction, [Lazy((Source(source.path, value, stored, cotangent),))])
+                moved = Source(source.path, source.value, stored, cotangent, (*source.moves, eqn))
+                self.write(instruction, [Lazy((moved,))])
                 return
 
         def compute(whole: dict[Source, Array], position: int) -> Any:
@@ -282,7 +297,7 @@ class _Walk:
 
         def run(shards: list[Array], data: Sequence[Any]) -> Any:
             if rule.remat:
-                shards, data = _tie(shards, data)
+                shards = _tie(shards, data)
             held = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
             return body({s: rule.gather(h) for s, h in zip(sources, held, strict=True)}, data)
 
@@ -291,16 +306,21 @@ class _Walk:
         return checkpoint(run)([s.value for s in sources], data)
 
 
-def _tie(shards: list[Array], data: Sequence[Any]) -> tuple[list[Array], list[Any]]:
+@jax.custom_jvp
+def _wait(shards: list[Array], data: list[Array]) -> list[Array]:
+    return jax.lax.optimization_barrier((shards, data))[0]
+
+
+@_wait.defjvp
+def _wait_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[list[Array], list[Array]]:
+    # The barrier's own rule would give tangents to data that has none, behind a stop_gradient.
+    return _wait(*primals), tangents[0]
+
+
+def _tie(shards: list[Array], data: Sequence[Any]) -> list[Array]:
     """Make `shards` wait for `data`. Random keys are left out: the barrier takes plain arrays."""
-    plain = [i for i, v in enumerate(data) if not jnp.issubdtype(v.dtype, jax.dtypes.extended)]
-    if not plain:
-        return shards, list(data)
-    tied_shards, tied = jax.lax.optimization_barrier((shards, [data[i] for i in plain]))
-    out = list(data)
-    for i, v in zip(plain, tied, strict=True):
-        out[i] = v
-    return tied_shards, out
+    plain = [v for v in data if not jnp.issubdtype(v.dtype, jax.dtypes.extended)]
+    return _wait(shards, plain) if plain else shards
 
 
 def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -330,7 +350,7 @@ def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     carry, ys = jax.lax.scan(
         body,
         carry,
-        [v.sources[0].value if isinstance(v, Lazy) else v for v in sliced],
+        [v.sources[0].moved() if isinstance(v, Lazy) else v for v in sliced],
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],

@@ -20,7 +20,7 @@ from host_offload.schedule import Schedule, build_schedule
 from zerojax import memory
 from zerojax.config import ZeroConfig
 from zerojax.layout import Layout, batch_sharding, build_layout, check_batch
-from zerojax.mesh import check_mesh
+from zerojax.mesh import FSDP, check_mesh
 from zerojax.model import BLOCKS, LayeredModel, Model
 from zerojax.partition import Replicated
 from zerojax.resident import build_init, build_step, plain_loss, sharded_loss, unit_bytes
@@ -260,5 +260,5 @@ def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, A
     threshold = layer if isinstance(model, LayeredModel) else max(leaves)
     return {
         "xla_gpu_all_gather_combine_threshold_bytes": threshold,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": threshold,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": threshold // layout.mesh.shape[FSDP],
     }
