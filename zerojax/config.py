@@ -37,7 +37,7 @@ _BUILT: dict[str, tuple[Any, ...]] = {
     "update": (None, "after_backward"),
     "update_on": ("device",),
 }
-"""What this version builds. A valid value outside it raises NotImplementedError."""
+"""What this version builds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,6 @@ class ZeroConfig:
 
     Raises:
       ValueError: an unknown field, or a value or combination that cannot work.
-      NotImplementedError: a setting of the design that this version does not build.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
@@ -106,10 +105,6 @@ class ZeroConfig:
                 raise ValueError(f"{name}={value!r} is unknown: choose from {', '.join(map(repr, choices))}")
         self._check_numbers()
         self._check_combinations()
-        for name, built in _BUILT.items():
-            if (value := getattr(self, name)) not in built:
-                supported = ", ".join(map(repr, built))
-                raise NotImplementedError(f"{name}={value!r} is not built in this version, which has {supported}")
 
     def _check_numbers(self) -> None:
         for name, least in (("num_microbatches", 1), ("prefetch_distance", 0), ("min_shard_bytes", 0)):
@@ -139,3 +134,17 @@ class ZeroConfig:
                 f"reduce_dtype={self.reduce_dtype!r} with precision={self.precision!r}: gradients are made in {compute}; "
                 f"choose {compute!r} or 'float32'"
             )
+
+
+def require_built(config: ZeroConfig) -> None:
+    """Raise NotImplementedError, by name, for a setting that is valid and that this version does not build."""
+    for name, built in _BUILT.items():
+        if (value := getattr(config, name)) not in built:
+            supported = ", ".join(map(repr, built))
+            raise NotImplementedError(f"{name}={value!r} is not built in this version, which has {supported}")
+    compute = PRECISIONS[config.precision].compute_dtype
+    if config.reduce_dtype not in (None, compute):
+        raise NotImplementedError(
+            f"reduce_dtype={config.reduce_dtype!r} is not built in this version with precision={config.precision!r}, "
+            f"which reduces in {compute!r}; gradients of microbatches are accumulated in float32"
+        )

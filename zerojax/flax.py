@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -147,10 +148,15 @@ class _Nnx:
 
     def __init__(self, name: str, make: Callable[[nnx.Rngs], nnx.Module]) -> None:
         self.make = make
+
+        def made_now() -> nnx.Module:
+            made = make(nnx.Rngs(0))
+            if not isinstance(made, nnx.Module):
+                raise ValueError(f"{name} must be a function rngs -> nnx.Module, but it returned {type(made).__name__}")
+            return made
+
         with nnx.use_eager_sharding(False):
-            made = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-        if not isinstance(made, nnx.Module):
-            raise ValueError(f"{name} must be a function rngs -> nnx.Module, but it returned {type(made).__name__}")
+            made = nnx.eval_shape(made_now)
         self.graph, self.abstract, self.streams, rest = nnx.split(made, nnx.Param, nnx.RngState, ...)
         if jax.tree.leaves(rest):
             paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]
@@ -176,8 +182,8 @@ class _Nnx:
         leaves, treedef = jax.tree.flatten(self.streams)
         fresh = [
             jax.random.fold_in(base, i)
-            if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else jax.numpy.zeros(leaf.shape, leaf.dtype)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else jnp.zeros(leaf.shape, leaf.dtype)
             for i, leaf in enumerate(leaves)
         ]
         return jax.tree.unflatten(treedef, fresh)
@@ -197,7 +203,7 @@ class _Linen:
         self.specs = nn.get_partition_spec(boxed)
 
     def _variables(self, key: jax.Array) -> Any:
-        args = jax.tree.map(lambda a: jax.numpy.zeros(a.shape, a.dtype), tuple(self.args))
+        args = jax.tree.map(lambda a: jnp.zeros(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)), tuple(self.args))
         keys = {stream: jax.random.fold_in(key, i) for i, stream in enumerate(("params", *self.rngs))}
         return nn.init(self.use, self.module)(keys, *args)
 

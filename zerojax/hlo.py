@@ -3,6 +3,9 @@
 XLA's scheduled HLO is the program of one device. A computation is counted as often as it runs: loop bodies by their known trip
 count. Bytes are those of the whole (unsharded) operand, so a model of P parameters gathered once in bfloat16 counts 2P; what
 a ring sends is that times (N-1)/N.
+
+`peak_gathered_bytes` follows gathered parameters through the schedule, from the gather to the last use of the value or of what
+is computed from it alone (a copy, a cast, a transpose): the figure that tells ZeRO-3 from a program that only looks like it.
 """
 
 import dataclasses
@@ -19,6 +22,8 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _TRIPS = re.compile(r"known_trip_count\D+(\d+)")
+_CALLS = ("call", "conditional", "async-start", "custom-call")
+_VIEWS = ("bitcast", "get-tuple-element", "tuple", "opt-barrier", "optimization-barrier", "all-gather-done")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +43,35 @@ class Collective:
     num_bytes: int
     times: int
     computation: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Instruction:
+    """One line of a computation: its result, the result's shape, the opcode, and the text of operands and attributes."""
+
+    result: str
+    shape: str
+    op: str
+    rest: str
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
+
+    @property
+    def called(self) -> list[str]:
+        groups = [c.strip().lstrip("%") for group in _BRANCHES.findall(self.rest) for c in group.split(",")]
+        return _CALLED.findall(self.rest) + groups
+
+
+def _parse(text: str) -> tuple[str, dict[str, list[_Instruction]]]:
+    """Return the entry computation's name, and every computation's instructions in scheduled order."""
+    entry, bodies = "", {}
+    for is_entry, name, lines in _computations(text):
+        matches = (_INSTRUCTION.match(line) for line in lines)
+        bodies[name] = [_Instruction(*m.groups()) for m in matches if m is not None]
+        entry = name if is_entry else entry
+    return entry, bodies
 
 
 def _bits(dtype: str) -> int:
@@ -78,48 +112,34 @@ def collectives(text: str) -> list[Collective]:
     Raises:
       ValueError: a loop that holds a collective has no known trip count.
     """
-    bodies: dict[str, list[str]] = {}
-    entry = ""
-    for is_entry, name, lines in _computations(text):
-        bodies[name] = lines
-        entry = name if is_entry else entry
+    entry, bodies = _parse(text)
     found: list[Collective] = []
 
     def visit(name: str, times: int) -> None:
         results: dict[str, str] = {}
-        for line in bodies.get(name, ()):
-            match = _INSTRUCTION.match(line)
-            if match is None:
-                continue
-            result, shape, op, rest = match.groups()
-            results[result] = shape
-            kind = op.removesuffix("-start")
+        for i in bodies.get(name, ()):
+            results[i.result] = i.shape
+            kind = i.op.removesuffix("-start")
             if kind in COLLECTIVES:
-                found.append(_collective(kind, shape, rest, results, times, name, op.endswith("-start")))
-            called = _CALLED.findall(rest)
-            called += [c.strip().lstrip("%") for group in _BRANCHES.findall(rest) for c in group.split(",")]
-            if op == "while":
-                before = len(found)
-                trips = _TRIPS.search(rest)
-                for computation in called:
+                found.append(_collective(kind, i, results, times, name))
+            if i.op == "while":
+                before, trips = len(found), _TRIPS.search(i.rest)
+                for computation in i.called:
                     visit(computation, times * int(trips.group(1)) if trips else times)
                 if trips is None and len(found) > before:
-                    raise ValueError(f"loop {result} holds collectives, and its trip count is not known")
-            elif op in ("call", "conditional", "async-start", "custom-call"):
-                for computation in called:
+                    raise ValueError(f"loop {i.result} holds collectives, and its trip count is not known")
+            elif i.op in _CALLS:
+                for computation in i.called:
                     visit(computation, times)
 
     visit(entry, 1)
     return found
 
 
-def _collective(
-    kind: str, shape: str, rest: str, results: dict[str, str], times: int, computation: str, is_start: bool
-) -> Collective:
-    operands = [s for name in re.findall(r"%([\w.\-]+)", rest.split(")")[0]) for s in _shapes(results.get(name, ""))]
-    operands = operands or _shapes(rest.split(")")[0])
-    outputs = _shapes(shape)
-    if is_start and len(outputs) > len(operands):  # a start's result is the pair (operands, results)
+def _collective(kind: str, i: _Instruction, results: dict[str, str], times: int, computation: str) -> Collective:
+    operands = [s for name in i.operands for s in _shapes(results.get(name, ""))]
+    outputs = _shapes(i.shape)
+    if i.op.endswith("-start") and len(outputs) > len(operands):  # a start's result is the pair (operands, results)
         outputs = outputs[len(operands) :]
     counted = operands if kind == "reduce-scatter" else outputs
     widest = max(counted, key=lambda s: _bits(s[0]), default=("token", 0))
@@ -138,3 +158,53 @@ def collective_bytes(text: str, least_bytes: int = 0) -> dict[str, int]:
         if c.num_bytes >= least_bytes:
             total[c.op] = total.get(c.op, 0) + c.num_bytes * c.times
     return total
+
+
+def peak_gathered_bytes(text: str) -> int:
+    """Return the most bytes of gathered values that are live at once.
+
+    A value is gathered if an all_gather made it, or if it is computed from gathered values alone. It is live from its
+    definition to the last instruction that reads it; views (bitcasts, tuples) share its bytes. A loop adds its body's peak.
+
+    Args:
+      text: `compiled.as_text()`, in which instructions stand in scheduled order.
+    """
+    entry, bodies = _parse(text)
+
+    def peak(name: str) -> int:
+        instructions = bodies.get(name, [])
+        holds: dict[str, frozenset[str]] = {}  # result -> the gathered buffers that it is a view of
+        size: dict[str, int] = {}
+        last: dict[str, int] = {}
+        born: dict[int, list[str]] = {}
+        inner = [0] * len(instructions)
+        constants = {i.result for i in instructions if i.op in ("constant", "iota")}
+        for index, i in enumerate(instructions):
+            seen = frozenset(b for o in i.operands for b in holds.get(o, ()))
+            for buffer in seen:
+                last[buffer] = index
+            if i.op in _VIEWS:
+                holds[i.result] = seen
+            elif i.op in ("all-gather", "all-gather-start") or (
+                seen and i.op in ("fusion", "copy", "transpose", "convert", "reshape", "copy-start", "copy-done")
+                and all(o in constants or holds.get(o) for o in i.operands)
+            ):  # fmt: skip
+                shapes = _shapes(i.shape)
+                whole = shapes[len(i.operands) :] if i.op == "all-gather-start" and len(shapes) > len(i.operands) else shapes
+                size[i.result] = sum(n for _, n in whole)
+                holds[i.result] = frozenset({i.result})
+                last[i.result] = index
+                born.setdefault(index, []).append(i.result)
+            if i.op == "while" or i.op in _CALLS:
+                inner[index] = max((peak(c) for c in i.called), default=0)
+        live = most = 0
+        dying: dict[int, list[str]] = {}
+        for buffer, index in last.items():
+            dying.setdefault(index, []).append(buffer)
+        for index in range(len(instructions)):
+            live += sum(size[b] for b in born.get(index, ()))
+            most = max(most, live + inner[index])
+            live -= sum(size[b] for b in dying.get(index, ()))
+        return most
+
+    return peak(entry)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from host_offload.schedule import Schedule, build_schedule
 from zerojax import memory
-from zerojax.config import ZeroConfig
+from zerojax.config import ZeroConfig, require_built
 from zerojax.layout import Layout, batch_sharding, build_layout, check_batch
 from zerojax.mesh import FSDP, check_mesh
 from zerojax.model import BLOCKS, LayeredModel, Model
@@ -60,6 +60,12 @@ def build_train_step(
         raise ValueError(f"model must be a zerojax.Model or LayeredModel, got {type(model).__name__}; see zerojax.from_flax")
     if not isinstance(config, ZeroConfig):
         raise ValueError(f"config must be a zerojax.ZeroConfig, got {type(config).__name__}")
+    if config.params != "device" and isinstance(model, Model):
+        raise ValueError(
+            f"params={config.params!r} streams layer by layer, and the layers of a Model are not known: "
+            "use params='device', or give a LayeredModel (zerojax.from_flax(embed=..., block=..., head=..., num_layers=...))"
+        )
+    require_built(config)
     check_mesh(mesh)
     with jax.set_mesh(mesh):
         program = Program(model, tx, build_layout(model, tx, config, mesh))
@@ -202,9 +208,12 @@ class Program:
 
     def abstract_batch(self, batch: Any) -> Any:
         """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding."""
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=batch_sharding(self.mesh, len(a.shape))), batch
-        )
+
+        def abstract(a: Any) -> jax.ShapeDtypeStruct:
+            dtype = jax.dtypes.canonicalize_dtype(a.dtype)
+            return jax.ShapeDtypeStruct(a.shape, dtype, sharding=batch_sharding(self.mesh, len(a.shape)))
+
+        return jax.tree.map(abstract, batch)
 
     def lower(self, abstract_batch: Any) -> LoweredStep:
         """Lower the step for this mesh, which may be one of devices that are not there.

@@ -167,9 +167,7 @@ CASES = {
 
 def build(loss, init, stage=3, **config) -> zj.Program:
     # the stacked leaf [4, H, H] would be split over its first dim only if that were the largest
-    return zj.build_train_step(
-        zj.Model(init, loss), optax.sgd(0.1), zj.ZeroConfig(stage=stage, **config), zj.make_mesh(**MESH)
-    )
+    return zj.build_train_step(zj.Model(init, loss), optax.sgd(0.1), zj.ZeroConfig(stage=stage, **config), zj.make_mesh(**MESH))
 
 
 def batch(size: int = 8) -> Any:

@@ -1,0 +1,166 @@
+"""Bad input is refused when building, with names, numbers and the repair."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+import zerojax as zj
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"stage": 4}, ["stage=4", "0, 1, 2, 3"]),
+        ({"stage": "3"}, ["stage='3'"]),
+        ({"stage": True}, ["stage=True"]),
+        ({"params": "disk"}, ["params='disk'", "'device', 'pinned_host', 'nvme'"]),
+        ({"stag": 3}, ["'stag'", "did you mean 'stage'"]),
+        ({"colour": 3}, ["'colour'", "the fields are stage"]),
+        ({"precision": "fp8"}, ["precision='fp8'", "'fp32', 'bf16', 'fp16'"]),
+        ({"activations": "drop"}, ["activations='drop'"]),
+        ({"num_microbatches": 0}, ["num_microbatches=0"]),
+        ({"clip_norm": -1.0}, ["clip_norm=-1.0"]),
+        ({"clip_norm": float("nan")}, ["clip_norm=nan"]),
+        ({"prefetch_distance": -1}, ["prefetch_distance=-1"]),
+        ({"min_shard_bytes": 1.5}, ["min_shard_bytes=1.5"]),
+        ({"update": "in_backward", "clip_norm": 1.0}, ["in_backward", "clip_norm=1.0", "after_backward"]),
+        ({"params": "pinned_host", "stage": 2}, ["params='pinned_host'", "stage=3", "stage=2"]),
+        ({"update_on": "host"}, ["update_on='host'", "opt_state"]),
+        ({"opt_state": "nvme"}, ["swap_dir"]),
+        ({"reduce_dtype": "int8"}, ["reduce_dtype='int8'"]),
+        ({"reduce_dtype": "float16", "precision": "bf16"}, ["float16", "bf16"]),
+    ],
+)
+def test_config_refuses(fields, words):
+    with pytest.raises(ValueError) as e:  # noqa: PT011
+        zj.ZeroConfig(**fields)
+    assert all(word in str(e.value) for word in words), e.value
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"params": "pinned_host"},
+        {"opt_state": "pinned_host"},
+        {"grads": "pinned_host"},
+        {"params": "nvme", "swap_dir": "/nowhere"},
+        {"activations": "selective"},
+        {"activations": "pinned_host"},
+        {"partition_activations": True},
+        {"update": "in_backward"},
+        {"opt_state": "pinned_host", "update_on": "host"},
+        {"precision": "bf16", "reduce_dtype": "float32"},
+    ],
+)
+def test_build_refuses_by_name_what_is_not_built(fields):
+    name = next(k for k in fields if k not in ("swap_dir", "precision"))
+    with pytest.raises(NotImplementedError, match=f"{name}={re.escape(repr(fields[name]))}.* not built"):
+        build(**fields)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        ({"initial": 0.5}, ["least <= initial"]),
+        ({"growth_factor": 1.0}, ["growth_factor > 1"]),
+        ({"backoff_factor": 1.0}, ["backoff_factor < 1"]),
+        ({"hysteresis": 0}, ["hysteresis >= 1"]),
+    ],
+)
+def test_loss_scaling_refuses(scaling, words):
+    with pytest.raises(ValueError) as e:  # noqa: PT011
+        zj.LossScaling(**scaling)
+    assert all(word in str(e.value) for word in words), e.value
+
+
+def build(model: Any = None, tx: Any = None, batch: Any = None, mesh: Any = None, **config: Any) -> zj.Program:
+    model = toys.layered() if model is None else model
+    tx = optax.adam(1e-3) if tx is None else tx
+    return zj.build_train_step(model, tx, zj.ZeroConfig(**config), mesh or zj.make_mesh(fsdp=8), batch=batch)
+
+
+def refused(words: list[str], **arguments: Any) -> None:
+    with pytest.raises(ValueError) as e:  # noqa: PT011
+        build(**arguments)
+    assert all(word in str(e.value) for word in words), e.value
+
+
+def test_batch_that_does_not_divide():
+    refused(
+        ["30", "data 1 x fsdp 8", "num_microbatches 2 = 16", "such as 16"], batch=toys.batches(1, 30)[0], num_microbatches=2
+    )
+
+
+def test_batch_with_unequal_leaves():
+    batch = toys.batches(1)[0] | {"features": np.zeros((16, 7), np.float32)}
+    refused(["differ", "'features'", "16", "32"], batch=batch)
+
+
+def test_batch_is_also_refused_by_step_memory_and_lower_before_anything_runs():
+    program = build()
+    state = program.init(jax.random.key(0))
+    bad, good = toys.batches(1, 30)[0], toys.batches(1)[0]
+    for call in (lambda: program.step(state, bad), lambda: program.memory(bad), lambda: program.lower(bad)):
+        with pytest.raises(ValueError, match="does not divide"):
+            call()
+    program.step(state, good)  # the state was not donated
+
+
+def test_loss_that_is_not_a_scalar():
+    def model(loss):
+        return zj.Model(lambda key: {"w": jnp.ones((8, 8))}, loss)
+
+    batch = {"x": np.ones((8, 8), np.float32)}
+    refused(["scalar", "(8, 8)", "mean"], model=model(lambda p, b, k: b["x"] @ p["w"]), batch=batch)
+    refused(["one scalar"], model=model(lambda p, b, k: (jnp.sum(p["w"]), {})), batch=batch)
+    refused(["floating scalar", "int32"], model=model(lambda p, b, k: jnp.int32(3)), batch=batch)
+    program = build(model=model(lambda p, b, k: b["x"] @ p["w"]))
+    with pytest.raises(ValueError, match="scalar"):
+        program.step(program.init(jax.random.key(0)), batch)
+
+
+def test_parameters_that_are_not_floating():
+    model = zj.Model(lambda key: {"w": jnp.ones(8), "table": {"ids": jnp.arange(8)}}, lambda p, b, k: jnp.sum(p["w"]))
+    refused(["['table']['ids'] (int32)", "floating"], model=model)
+    refused(["no parameters"], model=zj.Model(lambda key: {}, lambda p, b, k: jnp.float32(0)))
+
+
+def test_model_config_and_optimizer_of_the_wrong_kind():
+    refused(["zerojax.Model", "function"], model=lambda p, b, k: 0.0)
+    refused(["GradientTransformation", "float"], tx=3e-4)
+    with pytest.raises(ValueError, match="ZeroConfig"):
+        zj.build_train_step(toys.layered(), optax.adam(1e-3), {"stage": 3}, zj.make_mesh())  # type: ignore[arg-type]
+
+
+def test_optimizers_that_a_sharded_step_cannot_run():
+    refused(["value_fn", "value=loss"], tx=optax.lbfgs())
+    odd = optax.GradientTransformation(lambda p: {"f": print}, lambda g, s, p=None: (g, s))  # type: ignore[arg-type]
+    refused(["initialised as sharded arrays"], tx=odd)
+    grows = optax.GradientTransformation(lambda p: jnp.zeros(2), lambda g, s, p=None: (g, jnp.concatenate([s, s])))  # type: ignore[arg-type]
+    refused(["changes shape", "(2,)", "(4,)"], tx=grows)
+    drops = optax.GradientTransformation(lambda p: optax.EmptyState(), lambda g, s, p=None: (g["head"], s))
+    refused(["structure"], tx=drops)
+
+
+def test_block_that_changes_its_input():
+    model = zj.LayeredModel(
+        2, toys.init_embed, toys.embed, toys.init_block, lambda p, x, key: x[..., :-1], toys.init_head, toys.head
+    )
+    refused(["block must return what it takes"], model=model, batch=toys.batches(1)[0])
+    with pytest.raises(ValueError, match="num_layers=0"):
+        zj.LayeredModel(0, toys.init_embed, toys.embed, toys.init_block, toys.block, toys.init_head, toys.head)
+    with pytest.raises(ValueError, match="blocks"):
+        zj.LayeredModel(
+            2, toys.init_embed, toys.embed, toys.init_block, toys.block, toys.init_head, toys.head, specs={"blocks": None}
+        )
+
+
+def test_offload_with_a_plain_model():
+    with pytest.raises(ValueError, match=r"params='pinned_host'.*LayeredModel"):
+        build(model=toys.unrolled(), params="pinned_host")

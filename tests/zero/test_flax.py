@@ -1,0 +1,289 @@
+"""Flax modules, unedited: NNX and Linen, whole and layered."""
+
+from typing import Any
+
+import flax.linen as nn
+import gpt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import zerojax as zj
+
+CONFIG = gpt.GPTConfig(layers=3, hidden=32, heads=4, seq=16, vocab=64)
+
+
+def tokens(count: int, size: int = 16) -> list[Any]:
+    random = np.random.default_rng(0)
+    return [{"tokens": random.integers(0, 64, (size, 16)), "targets": random.integers(0, 64, (size, 16))} for _ in range(count)]
+
+
+def mse(model: Any, batch: Any) -> jax.Array:
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def regression(count: int) -> list[Any]:
+    random = np.random.default_rng(0)
+    return [
+        {"x": random.standard_normal((16, 8), dtype=np.float32), "y": random.standard_normal((16, 8), dtype=np.float32)}
+        for _ in range(count)
+    ]
+
+
+def plain_nnx(make: Any, params: Any, loss: Any, data: list[Any], lr: float) -> list[float]:
+    """Train an NNX module as Flax's own documentation does, on one device."""
+    module = make(nnx.Rngs(0))
+    graph, state, rest = nnx.split(module, nnx.Param, ...)
+    nnx.replace_by_pure_dict(state, jax.device_put(jax.device_get(params), jax.devices()[0]))
+    module = nnx.merge(graph, state, rest)
+    optimizer = nnx.Optimizer(module, optax.adamw(lr), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(module: Any, optimizer: Any, batch: Any) -> jax.Array:
+        value, grads = nnx.value_and_grad(loss)(module, batch)
+        optimizer.update(module, grads)
+        return value
+
+    return [float(step(module, optimizer, batch)) for batch in data]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_nnx_gpt_at_stage_3_equals_plain_flax(tied):
+    c = gpt.dataclasses.replace(CONFIG, tied=tied)
+
+    def make(rngs):
+        return gpt.GPT(c, rngs=rngs)
+
+    def loss(model, batch):
+        return gpt.cross_entropy(model(batch), batch)
+
+    program = zj.build_train_step(
+        zj.from_flax(make, loss), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(data=2, fsdp=4)
+    )
+    state = program.init(jax.random.key(0))
+    data = tokens(5)
+    expected = plain_nnx(make, program.params(state), loss, data, 1e-2)
+    losses, _ = toys.run(program, state, data)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert not program.gathered_early
+    assert losses[-1] != losses[0]
+
+
+def test_nnx_layered_equals_the_same_gpt_unrolled():
+    layered = zj.build_train_step(gpt.layered_gpt(CONFIG), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    state = layered.init(jax.random.key(0))
+    params = jax.device_get(layered.params(state))
+    whole = gpt.unrolled_gpt(CONFIG)
+    tree = {
+        "embed": params["embed"],
+        "blocks": {i: jax.tree.map(lambda a, i=i: a[i], params["blocks"]) for i in range(3)},
+        "head": params["head"],
+    }
+    batch = tokens(1)[0]
+    _, metrics = layered.step(state, batch)
+    np.testing.assert_allclose(float(metrics["loss"]), float(whole.loss(tree, batch, None)), rtol=1e-6)
+
+
+class ScannedMLP(nnx.Module):
+    """Layers made by nnx.vmap and run by nnx.scan over nnx.remat: how large Flax models are written."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        @nnx.split_rngs(splits=4)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs: nnx.Rngs) -> nnx.Linear:
+            return nnx.Linear(8, 8, rngs=rngs)
+
+        self.layers = make(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def run(x: jax.Array, layer: nnx.Linear) -> jax.Array:
+            return x + jnp.tanh(layer(x))
+
+        return run(x, self.layers)
+
+
+def test_nnx_scan_over_remat_is_entered():
+    def make(rngs):
+        return ScannedMLP(rngs=rngs)
+
+    program = zj.build_train_step(zj.from_flax(make, mse), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    state = program.init(jax.random.key(0))
+    data = regression(4)
+    expected = plain_nnx(make, program.params(state), mse, data, 1e-2)
+    losses, _ = toys.run(program, state, data)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert not program.gathered_early
+
+
+class LinenMLP(nn.Module):
+    """Linen with nn.scan over nn.remat, an annotated kernel, and dropout."""
+
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        class Layer(nn.Module):
+            rate: float
+
+            @nn.compact
+            def __call__(self, x: jax.Array, _: Any) -> Any:
+                x = x + jnp.tanh(nn.Dense(8)(x))
+                return nn.Dropout(self.rate, deterministic=not self.has_rng("dropout"))(x), None
+
+        stack = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=3)
+        x, _ = stack(self.rate, name="stack")(x, None)
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "tensor"))
+        return nn.Dense(8, kernel_init=init, name="out")(x)
+
+
+def test_linen_at_stage_3_equals_plain_flax():
+    module, data = LinenMLP(), regression(4)
+    model = zj.from_flax(module, mse, example_batch=data[0])
+    assert model.specs["out"]["kernel"] == P(None, "tensor")
+    program = zj.build_train_step(model, optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=4, tensor=2))
+    state = program.init(jax.random.key(0))
+    params = jax.device_put(jax.device_get(program.params(state)), jax.devices()[0])
+    tx = optax.adamw(1e-2)
+    opt_state, expected = tx.init(params), []
+    for batch in data:
+        value, grads = jax.value_and_grad(
+            lambda p, batch=batch: jnp.mean((module.apply({"params": p}, batch["x"]) - batch["y"]) ** 2)
+        )(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        expected.append(float(value))
+    losses, _ = toys.run(program, state, data)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert not program.gathered_early
+
+
+class LinenEmbed(nn.Module):
+    def setup(self) -> None:
+        self.table = nn.Embed(64, 32)
+
+    def __call__(self, batch: Any) -> jax.Array:
+        return self.table(batch["tokens"])
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        return self.table.attend(x)
+
+
+class LinenBlock(nn.Module):
+    rate: float = 0.0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = nn.Dense(32)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x))))
+        return x + nn.Dropout(self.rate, deterministic=not self.has_rng("dropout"))(y)
+
+
+def linen_layered(rate: float = 0.0) -> zj.LayeredModel:
+    return zj.from_flax(
+        embed=LinenEmbed(),
+        block=LinenBlock(rate),
+        head=nn.LayerNorm(),
+        num_layers=3,
+        loss=lambda head, embed, x, batch: gpt.cross_entropy(embed.attend(head(x)), batch),
+        example_batch=tokens(1)[0],
+        rngs=("dropout",) if rate else (),
+    )
+
+
+def test_linen_layered_with_tied_embedding_trains_the_same_on_any_mesh():
+    results = []
+    for mesh, stage in ((zj.make_mesh(data=2, fsdp=4), 3), (zj.make_mesh(devices=jax.devices()[:1]), 0)):
+        program = zj.build_train_step(linen_layered(), optax.adamw(1e-2), zj.ZeroConfig(stage=stage), mesh)
+        assert set(program.layout.abstract_params) == {"embed", "blocks", "head"}
+        losses, _ = toys.run(program, program.init(jax.random.key(0)), tokens(4))
+        results.append(losses)
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-5)
+
+
+def dropout_models() -> dict[str, Any]:
+    c = gpt.dataclasses.replace(CONFIG, dropout=0.5)
+    return {
+        "nnx_model": gpt.unrolled_gpt(c),
+        "nnx_layered": gpt.layered_gpt(c),
+        "linen_layered": linen_layered(0.5),
+    }
+
+
+@pytest.mark.parametrize("name", ["nnx_model", "nnx_layered", "linen_layered"])
+def test_dropout_draws_anew_each_step_and_the_same_in_recomputation(name):
+    model = dropout_models()[name]
+    assert model.stochastic
+    mesh = zj.make_mesh(fsdp=8)
+    batch = tokens(1)[0]
+
+    def two_losses(**config: Any) -> tuple[list[float], Any]:
+        program = zj.build_train_step(model, optax.sgd(0.0), zj.ZeroConfig(**config), mesh)
+        return toys.run(program, program.init(jax.random.key(0)), [batch, batch])
+
+    losses, state = two_losses(stage=3)
+    assert abs(losses[0] - losses[1]) > 1e-5  # the weights do not move: only the key does
+    assert two_losses(stage=3)[0] == losses
+    remat = {"activations": "remat"} if name != "nnx_model" else {}
+    np.testing.assert_allclose(two_losses(stage=0, **remat)[0], losses, rtol=1e-5)
+    # a step against a plain gradient with the same key: recomputation saw the same masks
+    program = zj.build_train_step(model, optax.sgd(1.0), zj.ZeroConfig(stage=3, **remat), mesh)
+    state = program.init(jax.random.key(0))
+    before = jax.device_get(program.params(state))
+    key = jax.random.fold_in(state.key, 0)
+    reference = zj.build_train_step(model, optax.sgd(1.0), zj.ZeroConfig(stage=0), zj.make_mesh(devices=jax.devices()[:1]))
+    other, _ = reference.step(reference.init(jax.random.key(0)), batch)
+    del key
+    state, _ = program.step(state, batch)
+    toys.assert_trees_close(program.params(state), jax.device_get(reference.params(other)), atol=1e-5)
+    assert any(
+        np.abs(a - b).max() > 1e-3 for a, b in zip(*map(jax.tree.leaves, (before, jax.device_get(state.params))), strict=True)
+    )
+
+
+def test_dropout_is_off_in_eval():
+    for model in dropout_models().values():
+        program = zj.build_train_step(model, optax.sgd(0.0), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+        state, batch = program.init(jax.random.key(0)), tokens(1)[0]
+        assert float(program.eval(state, batch)) == float(program.eval(state, batch))
+
+
+def test_annotations_of_nnx_modules_become_specs():
+    c = gpt.dataclasses.replace(CONFIG, tensor_axis="tensor")
+    program = zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=4, tensor=2))
+    assert program.shardings.params["blocks"]["fc"]["kernel"].spec == P(None, "fsdp", "tensor")
+    assert program.shardings.params["blocks"]["out"]["kernel"].spec == P(None, "tensor", "fsdp")
+    state = program.init(jax.random.key(0))
+    plain = zj.build_train_step(gpt.layered_gpt(CONFIG), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    losses = [toys.run(p, s, tokens(3))[0] for p, s in ((program, state), (plain, plain.init(jax.random.key(0))))]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+
+
+class WithStatistics(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x)
+
+
+def test_what_from_flax_refuses():
+    with pytest.raises(ValueError, match=r"norm\.mean.*|state other than parameters"):
+        zj.from_flax(lambda rngs: WithStatistics(rngs=rngs), mse)
+    with pytest.raises(ValueError, match="lambda rngs: Linear"):
+        zj.from_flax(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mse)
+    with pytest.raises(ValueError, match="example_batch"):
+        zj.from_flax(nn.Dense(8), mse)
+    with pytest.raises(ValueError, match="batch_stats"):
+        zj.from_flax(nn.BatchNorm(use_running_average=False), mse, example_batch=regression(1)[0])
+    with pytest.raises(ValueError, match="it got \\['embed'\\]"):
+        zj.from_flax(embed=nn.Dense(8), loss=mse)
+    with pytest.raises(ValueError, match="needs a loss"):
+        zj.from_flax(nn.Dense(8))
+    with pytest.raises(ValueError, match=r"rngs -> nnx\.Module, but it returned int"):
+        zj.from_flax(lambda rngs: 3, mse)  # type: ignore[arg-type]
