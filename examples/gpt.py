@@ -5,6 +5,7 @@ Pre-norm decoder with learned positions, as GPT-2: the module is ordinary Flax a
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -90,10 +91,10 @@ class Block(nnx.Module):
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
         h, t, std = c.hidden, c.tensor_axis, 0.02
         self.heads = c.heads
-        self.ln1 = nnx.LayerNorm(h, dtype=c.dtype, rngs=rngs)
+        self.ln1 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         self.qkv = linear(c, h, 3 * h, std, (None, t), rngs)
         self.proj = linear(c, h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
-        self.ln2 = nnx.LayerNorm(h, dtype=c.dtype, rngs=rngs)
+        self.ln2 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         self.fc = linear(c, h, 4 * h, std, (None, t), rngs)
         self.out = linear(c, 4 * h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
         self.dropout = nnx.Dropout(c.dropout, rngs=rngs) if c.dropout else None
@@ -114,7 +115,7 @@ class Head(nnx.Module):
     """Final norm, and the output matrix unless it is the embedding's: x[B, T, H] -> logits[B, T, V]."""
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.norm = nnx.LayerNorm(c.hidden, dtype=c.dtype, rngs=rngs)
+        self.norm = nnx.LayerNorm(c.hidden, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         init = nnx.initializers.normal(0.02)
         out = None if c.tied else nnx.Linear(c.hidden, c.vocab, use_bias=False, kernel_init=init, dtype=c.dtype, rngs=rngs)
         self.out = nnx.data(out)
@@ -159,3 +160,49 @@ def layered_gpt(c: GPTConfig) -> zj.LayeredModel:
         num_layers=c.layers,
         loss=lambda head, embed, x, batch: cross_entropy(head(x, embed), batch),
     )
+
+
+def logits(c: GPTConfig, params: Any, tokens: jax.Array) -> jax.Array:
+    """Return logits[B, T, V] of tokens[B, T], from the parameter tree of either form."""
+    c = dataclasses.replace(c, dropout=0.0)
+
+    def bind(make: Callable[[nnx.Rngs], nnx.Module], tree: Any) -> Any:
+        graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+        return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(tree)))
+
+    batch = {"tokens": tokens}
+    with nnx.use_eager_sharding(False):
+        if isinstance(params["blocks"], dict) and 0 in params["blocks"]:
+            return bind(lambda rngs: GPT(c, rngs=rngs), params)(batch)
+        embed = bind(lambda rngs: Embed(c, rngs=rngs), params["embed"])
+        x, _ = jax.lax.scan(lambda x, p: (bind(lambda rngs: Block(c, rngs=rngs), p)(x), None), embed(batch), params["blocks"])
+        return bind(lambda rngs: Head(c, rngs=rngs), params["head"])(x, embed)
+
+
+def sample(c: GPTConfig, params: Any, prompt: bytes, count: int, key: jax.Array, temperature: float = 0.8) -> jax.Array:
+    """Continue a prompt byte by byte; returns u8[count]. To be jitted over `params` and `key`.
+
+    The window is a buffer of `c.seq` tokens: what lies behind the last one is not read, attention being causal.
+
+    Args:
+      c: the model's sizes.
+      params: its parameter tree, sharded or not.
+      prompt: at least one byte; its last `c.seq` are read.
+      count: bytes to generate.
+      key: random key.
+      temperature: of the softmax.
+    """
+    start = jnp.zeros(c.seq, jnp.int32).at[: len(prompt[-c.seq :])].set(jnp.frombuffer(prompt[-c.seq :], jnp.uint8))
+
+    def body(state: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        window, length = state
+        scores = logits(c, params, window[None])[0, length - 1].astype(jnp.float32)
+        token = jax.random.categorical(key, scores / temperature).astype(jnp.int32)
+        full = length == c.seq
+        window = jnp.where(full, jnp.roll(window, -1), window)
+        position = jnp.where(full, c.seq - 1, length)
+        return (window.at[position].set(token), position + 1), token
+
+    state = (start, jnp.int32(len(prompt[-c.seq :])))
+    _, tokens = jax.lax.scan(body, state, jax.random.split(key, count))
+    return tokens.astype(jnp.uint8)

@@ -85,9 +85,7 @@ def test_the_partitioners_warning_is_seen_when_there_is_one(capfd):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("stage", "gathers", "scatters", "reduces"), [(0, 0, 0, 1), (1, 1, 1, 0), (2, 1, 1, 0), (3, 2, 1, 0)]
-)
+@pytest.mark.parametrize(("stage", "gathers", "scatters", "reduces"), [(0, 0, 0, 1), (1, 1, 1, 0), (2, 1, 1, 0), (3, 2, 1, 0)])
 def test_collectives_move_2p_2p_3p_elements(capfd, kind, stage, gathers, scatters, reduces):
     c = compile_step(capfd, kind, stage=stage)
     moved = c.elements()

@@ -1,0 +1,165 @@
+"""The peers: the same GPT in plain torch, FSDP2 and DeepSpeed, on CPU (gloo) or GPUs (NCCL). Run by step_time.py.
+
+Needs torch, and deepspeed for its modes, in the environment that runs it; nothing of zerojax. Prints one JSON line.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from problem import Problem, add_arguments, batches, from_arguments, weights
+from torch import nn
+from torch.nn import functional
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP."""
+
+    def __init__(self, p: Problem) -> None:
+        super().__init__()
+        h = p.hidden
+        self.heads = p.heads
+        self.ln1, self.ln2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.qkv, self.proj = nn.Linear(h, 3 * h), nn.Linear(h, h)
+        self.fc, self.out = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, hidden = x.shape
+        qkv = self.qkv(self.ln1(x)).view(batch, seq, 3, self.heads, hidden // self.heads)
+        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
+        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(a.transpose(1, 2).reshape(batch, seq, hidden))
+        return x + self.out(functional.gelu(self.fc(self.ln2(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """The whole model; returns the mean loss."""
+
+    def __init__(self, p: Problem) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(p.vocab, p.hidden), nn.Embedding(p.seq, p.hidden)
+        self.blocks = nn.ModuleList(Block(p) for _ in range(p.layers))
+        self.ln_f, self.head = nn.LayerNorm(p.hidden), nn.Linear(p.hidden, p.vocab, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(self.ln_f(x)).float().flatten(0, 1), targets.flatten())
+
+
+def make_model(p: Problem, device: torch.device) -> GPT:
+    """Return the model with the problem's initial weights."""
+    model = GPT(p)
+    with torch.no_grad():
+        values = weights(p)
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(values.pop(name)))
+    assert not values
+    return model.to(device)
+
+
+def make_step(mode: str, p: Problem, model: GPT, device: torch.device) -> Any:
+    """Return step(tokens, targets) -> this rank's loss."""
+    adam = {"lr": p.learning_rate, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    half = p.precision == "bf16"
+    if mode.startswith("deepspeed"):
+        import deepspeed  # type: ignore[import-not-found]
+
+        config = {
+            "train_micro_batch_size_per_gpu": p.batch // dist.get_world_size(),
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": int(mode[-1]), "overlap_comm": False},
+            "bf16": {"enabled": half},
+            "optimizer": {"type": "AdamW", "params": adam | {"betas": list(adam["betas"])}},
+            "steps_per_print": 10**9,
+        }
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+        def deepspeed_step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            loss = engine(tokens, targets)
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+
+        return deepspeed_step
+
+    if mode == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        kind: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
+        if half:
+            kind["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        for block in model.blocks:
+            fully_shard(block, **kind)
+        fully_shard(model, **kind)
+        half = False  # FSDP2 keeps the float32 master itself
+    masters = [q.detach().clone().requires_grad_() for q in model.parameters()] if half else list(model.parameters())
+    if half:
+        model.bfloat16()
+    optimizer = torch.optim.AdamW(masters, fused=True, **adam)
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        if half:
+            for master, q in zip(masters, model.parameters(), strict=True):
+                assert q.grad is not None
+                master.grad, q.grad = q.grad.float(), None
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if half:
+            with torch.no_grad():
+                for master, q in zip(masters, model.parameters(), strict=True):
+                    q.copy_(master)
+        return loss.detach()
+
+    return step
+
+
+def main() -> None:
+    """Run one contender and print its losses and step times."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", choices=["plain", "fsdp2", "deepspeed1", "deepspeed2", "deepspeed3"], required=True)
+    add_arguments(parser)
+    options = parser.parse_args()
+    p = from_arguments(options)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    if ranks > 1 or options.mode != "plain":
+        dist.init_process_group("nccl" if gpu else "gloo")
+    step = make_step(options.mode, p, make_model(p, device), device)
+    each = p.batch // ranks
+    losses, seconds = [], []
+    for tokens, targets in batches(p):
+        rows = slice(rank * each, (rank + 1) * each)
+        local = [torch.from_numpy(np.ascontiguousarray(a[rows])).to(device) for a in (tokens, targets)]
+        start = time.perf_counter()
+        loss = step(*local).float().clone()
+        if gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        if ranks > 1:
+            dist.all_reduce(loss)
+        losses.append(loss.item() / ranks)
+    if rank == 0:
+        print("RESULT " + json.dumps({"losses": losses, "seconds": seconds, "version": f"torch {torch.__version__}"}))
+        sys.stdout.flush()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The problem that every contender solves: a GPT's initial weights and a token stream, in numpy alone.
+
+Each weight has its own generator, seeded by its name, so any framework can make any part of the model. The text is over 64
+symbols spread over the vocabulary; four times in five a symbol is followed by its successor in a fixed permutation, which a
+model learns in a few steps.
+"""
+
+import argparse
+import dataclasses
+import zlib
+
+import numpy as np
+
+SYMBOLS, PREDICTABLE = 64, 0.8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Sizes and numbers of a run.
+
+    Attributes:
+      batch: sequences in a step, over all devices.
+      precision: "fp32" or "bf16" with float32 master weights.
+    """
+
+    layers: int = 4
+    hidden: int = 512
+    heads: int = 8
+    seq: int = 256
+    vocab: int = 8192
+    batch: int = 4
+    steps: int = 8
+    learning_rate: float = 1e-3
+    precision: str = "fp32"
+    seed: int = 0
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model."""
+        return sum(int(np.prod(shape)) for shape in shapes(self).values())
+
+    def arguments(self) -> list[str]:
+        """Return command-line arguments that `parse` reads back."""
+        return [f"--{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one option for each field."""
+    for field in dataclasses.fields(Problem):
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+
+
+def from_arguments(options: argparse.Namespace) -> Problem:
+    """Return the problem that `add_arguments` parsed."""
+    return Problem(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Problem)})
+
+
+def shapes(p: Problem) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter by name; matrices are [out, in]."""
+    h = p.hidden
+    found: dict[str, tuple[int, ...]] = {"wte.weight": (p.vocab, h), "wpe.weight": (p.seq, h)}
+    for i in range(p.layers):
+        block = {"ln1": (h,), "qkv": (3 * h, h), "proj": (h, h), "ln2": (h,), "fc": (4 * h, h), "out": (h, 4 * h)}
+        for name, shape in block.items():
+            found[f"blocks.{i}.{name}.weight"] = shape
+            found[f"blocks.{i}.{name}.bias"] = shape[:1]
+    return found | {"ln_f.weight": (h,), "ln_f.bias": (h,), "head.weight": (p.vocab, h)}
+
+
+def weights(p: Problem) -> dict[str, np.ndarray]:
+    """Return the initial float32 parameters: norms at one, biases at zero, matrices normal with GPT-2's deviations."""
+    values = {}
+    for name, shape in shapes(p).items():
+        kind = name.split(".")[-2]
+        if name.endswith("bias"):
+            values[name] = np.zeros(shape, np.float32)
+        elif kind.startswith("ln"):
+            values[name] = np.ones(shape, np.float32)
+        else:
+            std = 0.02 / (2 * p.layers) ** 0.5 if kind in ("proj", "out") else 0.02
+            random = np.random.default_rng([p.seed, zlib.crc32(name.encode())])
+            values[name] = random.standard_normal(shape, dtype=np.float32) * np.float32(std)
+    return values
+
+
+def batches(p: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return (tokens, targets), i64[batch, seq], of each step."""
+    count = p.steps * p.batch * (p.seq + 1)
+    symbols = min(SYMBOLS, p.vocab)
+    successor = np.random.default_rng([p.seed + 1, 0]).permutation(symbols)
+    follows = np.random.default_rng([p.seed + 1, 1]).random(count) < PREDICTABLE
+    text = (np.random.default_rng([p.seed + 1, 2]).random(count) * symbols).astype(np.int64)
+    for i in np.flatnonzero(follows[1:]) + 1:
+        text[i] = successor[text[i - 1]]
+    rows = (text * (p.vocab // symbols)).reshape(p.steps, p.batch, p.seq + 1)
+    return [(row[:, :-1], row[:, 1:]) for row in rows]

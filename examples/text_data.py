@@ -1,0 +1,116 @@
+"""Bytes of text files as training windows, through grain.
+
+The default corpus needs no download: the source files of the Python standard library that runs this script. Files stand in the
+order of their paths; a file is held out by a checksum of its path, so the split does not change when files come or go.
+"""
+
+import pathlib
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+
+HELD_OUT = 20
+"""One file in so many is held out for validation."""
+
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "turtledemo"}
+
+
+def standard_library() -> tuple[pathlib.Path, list[pathlib.Path]]:
+    """Return the folder of Python's standard library and its source files, tests left out, in order of their paths."""
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    files = (p for p in root.rglob("*.py") if not _SKIPPED & set(p.relative_to(root).parts))
+    return root, sorted(files, key=lambda p: p.relative_to(root).as_posix())
+
+
+def text_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the text files below `folder`, in order of their paths: no hidden ones, none with a NUL byte at its start.
+
+    Raises:
+      ValueError: not a folder, or no text in it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--data {folder}: not a folder")
+    files = []
+    for path in sorted(folder.rglob("*"), key=lambda p: p.relative_to(folder).as_posix()):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden and b"\0" not in path.open("rb").read(4096):
+            files.append(path)
+    if not files:
+        raise ValueError(f"--data {folder}: no text files in it")
+    return files
+
+
+def load_corpus(folder: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """Read a corpus as bytes, files separated by a NUL byte.
+
+    Args:
+      folder: the user's own text; None for the standard library.
+
+    Returns:
+      (train, held_out), uint8. A folder of a single file holds out its last twentieth.
+    """
+    if folder is None:
+        root, files = standard_library()
+    else:
+        root = pathlib.Path(folder)
+        files = text_files(root)
+    if len(files) == 1:
+        data = np.frombuffer(files[0].read_bytes(), np.uint8)
+        cut = len(data) - len(data) // HELD_OUT
+        return data[:cut], data[cut:]
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    for path in files:
+        held = zlib.crc32(path.relative_to(root).as_posix().encode()) % HELD_OUT == 0
+        parts[held].append(path.read_bytes() + b"\0")
+    if not parts[True]:
+        parts[True].append(parts[False].pop())
+    if not parts[False]:
+        parts[False].append(parts[True].pop())
+    return tuple(np.frombuffer(b"".join(parts[held]), np.uint8) for held in (False, True))  # type: ignore[return-value]
+
+
+class Windows(grain.sources.RandomAccessDataSource):
+    """Windows of `seq` bytes and their successors: {"tokens": i32[seq], "targets": i32[seq]}."""
+
+    def __init__(self, data: np.ndarray, seq: int) -> None:
+        if len(data) <= seq:
+            raise ValueError(f"{len(data)} bytes of text are too few for windows of {seq}")
+        self.data, self.seq = data, seq
+
+    def __len__(self) -> int:
+        return (len(self.data) - 1) // self.seq
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        piece = self.data[index * self.seq : (index + 1) * self.seq + 1].astype(np.int32)
+        return {"tokens": piece[:-1], "targets": piece[1:]}
+
+
+def batches(data: np.ndarray, seq: int, batch_size: int, seed: int, *, part: int = 0, num_parts: int = 1) -> Iterator[Any]:
+    """Return an endless, shuffled iterator of batches; `get_state` and `set_state` make it checkpointable.
+
+    Args:
+      data: bytes.
+      seq: tokens of a window.
+      batch_size: windows in a batch of this process.
+      seed: of the shuffle.
+      part: which part of the windows this process reads.
+      num_parts: the number of processes.
+    """
+    windows = grain.MapDataset.source(Windows(data, seq)).seed(seed).shuffle()[part::num_parts]
+    if len(windows) < batch_size:
+        raise ValueError(f"{len(windows)} windows of {seq} bytes are too few for a batch of {batch_size}")
+    return iter(windows.repeat().batch(batch_size, drop_remainder=True).to_iter_dataset())
+
+
+def validation_batches(data: np.ndarray, seq: int, batch_size: int, count: int) -> list[Any]:
+    """Return up to `count` batches of held-out windows, spread over the text and always the same; at least one."""
+    windows = Windows(data, seq)
+    total = min(count, max(1, len(windows) // batch_size)) * batch_size
+    indices = np.arange(total) * len(windows) // total if total <= len(windows) else np.arange(total) % len(windows)
+    rows = [windows[int(i)] for i in indices]
+    stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return [{k: v[i : i + batch_size] for k, v in stacked.items()} for i in range(0, total, batch_size)]

@@ -1,0 +1,238 @@
+"""Train a GPT on real text with ZeRO, on a laptop or a GPU cluster.
+
+    python examples/train_gpt.py                                    # simulated devices on a CPU, about 3 minutes
+    python examples/train_gpt.py --preset 124m --precision bf16     # on the GPUs that are there
+    srun python examples/train_gpt.py --preset 6.7b ...             # on a cluster: see examples/slurm/
+
+With no arguments the text is the source of the Python standard library, as bytes, and a small GPT is trained at ZeRO stage 3.
+Every field of `zerojax.ZeroConfig` is an option.
+"""
+
+import dataclasses
+import os
+import sys
+import time
+from typing import Annotated, Any, Literal
+
+import gpt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+from text_data import batches, load_corpus, validation_batches
+
+import zerojax as zj
+
+PEAK_FLOPS = {  # dense FLOP/s in 16 bits, by jax's device_kind; vendors' data sheets
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train a GPT on text with ZeRO.
+
+    Attributes:
+      preset: sizes of the model.
+      data: folder of text files; the Python standard library's source by default.
+      model: "layered" scans over the blocks, "unrolled" is one Flax module gathered on use.
+      mesh: sizes of the axes, such as data=2,fsdp=4,tensor=1; -1 is the rest of the devices.
+      devices: devices to simulate where there is only a CPU.
+      steps: train steps.
+      batch_size: sequences in a step, over all devices and microbatches.
+      seq: tokens of a sequence; the preset's by default.
+      learning_rate: its peak, after a tenth of the steps; it falls to a tenth as a cosine.
+      weight_decay: of AdamW.
+      dropout: rate.
+      seed: of the parameters and the order of the text.
+      eval_every: steps between validations.
+      eval_batches: held-out batches in a validation.
+      sample_bytes: bytes of text to generate at the end.
+      prompt: how that text begins.
+      logdir: folder of the TensorBoard event files.
+    """
+
+    zero: Annotated[zj.ZeroConfig, tyro.conf.arg(name="")] = dataclasses.field(
+        default_factory=lambda: zj.ZeroConfig(stage=3, clip_norm=1.0)
+    )
+    preset: Literal["tiny", "small", "124m", "350m", "1.3b", "6.7b", "13b"] = "tiny"
+    data: str | None = None
+    model: Literal["layered", "unrolled"] = "layered"
+    mesh: str = "fsdp=-1"
+    devices: int = 4
+    steps: int = 500
+    batch_size: int = 32
+    seq: int | None = None
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    dropout: float = 0.0
+    seed: int = 0
+    eval_every: int = 50
+    eval_batches: int = 4
+    sample_bytes: int = 300
+    prompt: str = "def "
+    logdir: str = "runs/gpt"
+
+
+# --- the machine ---------------------------------------------------------------------------------------------------------
+
+
+def join_cluster() -> None:
+    """Call jax.distributed.initialize where the environment is a cluster's: Slurm, Open MPI, or JAX's own variables."""
+    env = os.environ
+    if "JAX_COORDINATOR_ADDRESS" in env:
+        jax.distributed.initialize(env["JAX_COORDINATOR_ADDRESS"], int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"]))
+    elif ("SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1) or int(env.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        jax.distributed.initialize()
+
+
+def start(options: Options) -> jax.sharding.Mesh:
+    """Join a cluster, simulate devices if there is only a CPU, and lay out the mesh."""
+    jax.config.update("jax_num_cpu_devices", options.devices)  # read by the CPU backend alone
+    join_cluster()
+    sizes = dict(pair.split("=") for pair in options.mesh.split(","))
+    unknown = set(sizes) - {"data", "fsdp", "tensor"}
+    if unknown:
+        raise ValueError(f"--mesh {options.mesh}: {sorted(unknown)} unknown; the axes are data, fsdp and tensor")
+    return zj.make_mesh(
+        **{"fsdp": 1 if "data" in sizes and sizes["data"] == "-1" else -1} | {k: int(v) for k, v in sizes.items()}
+    )
+
+
+def peak_flops(mesh: jax.sharding.Mesh, precision: str) -> float | None:
+    """Return the mesh's 16-bit FLOP/s, or None where it is not known or the products are float32."""
+    kind = mesh.devices.flat[0].device_kind
+    return PEAK_FLOPS[kind] * mesh.size if kind in PEAK_FLOPS and precision != "fp32" else None
+
+
+# --- the model -----------------------------------------------------------------------------------------------------------
+
+
+def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.Program]:
+    """Build the GPT, its optimizer and the train step."""
+    preset = gpt.PRESETS[options.preset]
+    c = dataclasses.replace(
+        preset,
+        seq=options.seq or preset.seq,
+        dropout=options.dropout,
+        dtype={"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}[options.zero.precision],
+        tensor_axis="tensor" if mesh.shape["tensor"] > 1 else None,
+    )
+    model = gpt.layered_gpt(c) if options.model == "layered" else gpt.unrolled_gpt(c)
+    warmup = max(1, options.steps // 10)
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, options.learning_rate, warmup, max(options.steps, warmup + 1), options.learning_rate / 10
+    )
+    tx = optax.adamw(rate, b2=0.95, weight_decay=options.weight_decay)
+    tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
+    return c, zj.build_train_step(model, tx, options.zero, mesh, batch={"tokens": tokens, "targets": tokens})
+
+
+# --- the loop ------------------------------------------------------------------------------------------------------------
+
+
+def validate(program: zj.Program, state: zj.TrainState, held_out: list[Any]) -> float:
+    """Return the mean loss over the held-out batches."""
+    return float(np.mean([float(program.eval(state, batch)) for batch in held_out]))
+
+
+def train(options: Options) -> dict[str, float]:
+    """Train, and return the last figures."""
+    mesh = start(options)
+    c, program = build(options, mesh)
+    me, processes = jax.process_index(), jax.process_count()
+    if options.batch_size % processes:
+        raise ValueError(f"--batch-size {options.batch_size} does not divide by {processes} processes")
+    console = Console(quiet=me != 0, highlight=False, width=None if sys.stdout.isatty() else 110)
+
+    text, held_text = load_corpus(options.data)
+    local = options.batch_size // processes
+    data = batches(text, c.seq, local, options.seed, part=me, num_parts=processes)
+    held_out = [
+        {k: v[me * local : (me + 1) * local] for k, v in batch.items()}
+        for batch in validation_batches(held_text, c.seq, options.batch_size, options.eval_batches)
+    ]
+
+    tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
+    report = program.memory({"tokens": tokens, "targets": tokens})
+    device = mesh.devices.flat[0]
+    console.print(f"{c.num_params:,} parameters, {len(text):,} bytes of text, {len(held_text):,} held out")
+    console.print(
+        f"{mesh.size} x {device.device_kind}, mesh {dict(mesh.shape)}, ZeRO stage {options.zero.stage}, "
+        f"{options.zero.precision}: {report.model_state_bytes / 2**20:.1f} MiB of model states a device"
+    )
+    state = program.init(jax.random.key(options.seed))
+    peak = peak_flops(mesh, options.zero.precision)
+    writer = SummaryWriter(options.logdir) if me == 0 else None
+    columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    figures: dict[str, float] = {}
+    tokens_a_step = options.batch_size * c.seq
+
+    def record(step: int, metrics: dict[str, float]) -> None:
+        figures.update(metrics)
+        if writer is not None:
+            for name, value in metrics.items():
+                writer.add_scalar(name, value, step)
+
+    with Progress(*columns, console=console, disable=me != 0 or not sys.stdout.isatty()) as progress:
+        bar = progress.add_task("compiling", total=options.steps)
+        since, counted = time.monotonic(), 0
+        for step in range(1, options.steps + 1):
+            state, metrics = program.step(state, next(data))
+            values = {f"train/{name}": float(value) for name, value in metrics.items()}  # waits for the step
+            counted += 1
+            if step == 1:
+                since, counted = time.monotonic(), 0  # the first step compiles
+                console.print(f"step {step:>5}  loss {values['train/loss']:.3f}  (compiled)")
+            if step > 1:
+                rate = counted / (time.monotonic() - since)
+                values["speed/tokens_per_second"] = rate * tokens_a_step
+                values["speed/model_flops_per_second"] = rate * tokens_a_step * c.flops_per_token
+                if peak is not None:
+                    values["speed/mfu"] = values["speed/model_flops_per_second"] / peak
+            record(step, values)
+            line = describe(figures)
+            progress.update(bar, advance=1, description=line)
+            if step % options.eval_every == 0 or step == options.steps:
+                record(step, {"validation/loss": validate(program, state, held_out)})
+                console.print(f"step {step:>5}  {line}  validation {figures['validation/loss']:.3f}")
+                since, counted = time.monotonic(), 0
+    if writer is not None:
+        writer.close()
+
+    if options.sample_bytes:
+        prompt = options.prompt.encode()
+        generate = jax.jit(lambda params, key: gpt.sample(c, params, prompt, options.sample_bytes, key))
+        with jax.set_mesh(mesh):
+            generated = generate(program.params(state), jax.random.key(options.seed))
+        written = bytes(np.asarray(generated.addressable_shards[0].data))
+        console.print(f"\n--- sample ---\n{options.prompt}{written.decode(errors='replace')}", markup=False)
+    program.close()
+    return figures
+
+
+def describe(figures: dict[str, float]) -> str:
+    """Return one line of progress."""
+    parts = [f"loss {figures['train/loss']:.3f}", f"norm {figures['train/grad_norm']:.2f}"]
+    if "speed/tokens_per_second" in figures:
+        parts.append(f"{figures['speed/tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"{figures['speed/model_flops_per_second'] / 1e9:,.1f} GFLOP/s")
+    if "speed/mfu" in figures:
+        parts.append(f"MFU {100 * figures['speed/mfu']:.1f} %")
+    if figures["train/skipped_steps"]:
+        parts.append(f"skipped {figures['train/skipped_steps']:.0f}")
+    return "  ".join(parts)
+
+
+if __name__ == "__main__":
+    train(tyro.cli(Options, config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)))

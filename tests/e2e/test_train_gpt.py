@@ -1,0 +1,99 @@
+"""The example trains, reports and samples; its text is deterministic and its iterator can be resumed."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import text_data
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+def run(tmp_path: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--logdir", str(tmp_path / "log"), *arguments]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+
+
+def folder(tmp_path: pathlib.Path) -> str:
+    text = tmp_path / "text"
+    text.mkdir()
+    for i in range(40):
+        (text / f"{i}.txt").write_text(f"file {i}: the quick brown fox jumps over the lazy dog. " * 40)
+    (text / "binary").write_bytes(b"\0\1\2")
+    return str(text)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--mesh", "data=2,fsdp=2", "--precision", "bf16", "--num-microbatches", "2"],
+        ["--model", "unrolled", "--mesh", "fsdp=2,tensor=2", "--dropout", "0.1"],
+        ["--stage", "1", "--precision", "fp16", "--activations", "remat", "--loss-scaling.initial", "1024"],
+    ],
+)
+def test_train_gpt_runs_on_a_folder_of_text(tmp_path, arguments):
+    sizes = ["--steps", "12", "--seq", "32", "--batch-size", "16", "--eval-every", "6", "--sample-bytes", "20"]
+    done = run(tmp_path, "--data", folder(tmp_path), *sizes, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "--- sample ---" in done.stdout
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step")]
+    first, last = (float(line.split("loss ")[1].split()[0]) for line in (lines[0], lines[-1]))
+    assert last < first
+    assert "tokens/s" in lines[-1]
+    assert "validation" in lines[-1]
+    assert list((tmp_path / "log").glob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch-size", "6"], "a batch of 6 does not divide"),
+        (["--mesh", "fsdp=3"], "fsdp 3 x tensor 1 = 3, but there are 4 devices"),
+        (["--mesh", "rows=3"], "the axes are data, fsdp and tensor"),
+        (["--data", "nowhere"], "not a folder"),
+        (["--params", "nvme"], "swap_dir"),
+        (["--stage", "5"], "5"),
+    ],
+)
+def test_train_gpt_refuses_clearly(tmp_path, arguments, words):
+    done = run(tmp_path, *arguments)
+    assert done.returncode != 0
+    assert words in done.stderr + done.stdout
+
+
+def test_corpus_is_deterministic_and_split_by_file(tmp_path):
+    train, held = text_data.load_corpus(None)
+    again, _ = text_data.load_corpus(None)
+    np.testing.assert_array_equal(train, again)
+    assert len(train) > 5e6
+    assert 0.01 < len(held) / len(train) < 0.2
+    first, second = text_data.load_corpus(folder(tmp_path))
+    assert b"\1" not in first.tobytes() + second.tobytes()
+    assert len(first) + len(second) == sum(len(p.read_bytes()) + 1 for p in (tmp_path / "text").glob("*.txt"))
+
+
+def test_iterator_resumes_from_its_state():
+    data = np.arange(4000, dtype=np.int64).astype(np.uint8)
+    it = text_data.batches(data, 16, 4, seed=1)
+    for _ in range(3):
+        next(it)
+    state = it.get_state()  # type: ignore[attr-defined]
+    expected = [next(it)["tokens"] for _ in range(3)]
+    fresh = text_data.batches(data, 16, 4, seed=1)
+    fresh.set_state(state)  # type: ignore[attr-defined]
+    for tokens in expected:
+        np.testing.assert_array_equal(next(fresh)["tokens"], tokens)
+
+
+def test_processes_read_disjoint_windows():
+    data = np.arange(16 * 40 + 1, dtype=np.int64)
+    seen = []
+    for part in range(2):
+        it = text_data.batches(data, 16, 4, seed=1, part=part, num_parts=2)
+        seen.append({int(row[0]) for _ in range(5) for row in next(it)["tokens"]})
+    assert not seen[0] & seen[1]
+    assert len(seen[0] | seen[1]) == 40
