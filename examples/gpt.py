@@ -85,6 +85,20 @@ class Embed(nnx.Module):
         return self.token(tokens) + self.position(jnp.arange(tokens.shape[1]))
 
 
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention: q, k, v[B, T, heads, width] -> [B, T, heads, width]."""
+
+    def run(*qkv: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(*qkv, is_causal=True)
+
+    def widened(*qkv: jax.Array) -> jax.Array:
+        return run(*(a.astype(jnp.float32) for a in qkv)).astype(q.dtype)
+
+    if q.dtype != jnp.float16:
+        return run(q, k, v)
+    return jax.lax.platform_dependent(q, k, v, cpu=widened, default=run)  # XLA on CPU lacks this product in float16
+
+
 class Block(nnx.Module):
     """Attention and MLP, each behind a norm and added to the stream: x[B, T, H] -> x[B, T, H]."""
 
@@ -103,7 +117,7 @@ class Block(nnx.Module):
         batch, seq, hidden = x.shape
         qkv = self.qkv(self.ln1(x)).reshape(batch, seq, self.heads, 3, hidden // self.heads)  # heads first: whole heads a shard
         q, k, v = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]  # [B, T, heads, H / heads]
-        a = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        a = attention(q, k, v).reshape(x.shape)
         x = x + self._drop(self.proj(a))
         return x + self._drop(self.out(jax.nn.gelu(self.fc(self.ln2(x)), approximate=True)))
 

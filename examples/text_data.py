@@ -37,11 +37,16 @@ def text_files(folder: pathlib.Path) -> list[pathlib.Path]:
     files = []
     for path in sorted(folder.rglob("*"), key=lambda p: p.relative_to(folder).as_posix()):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_file() and not hidden and b"\0" not in path.open("rb").read(4096):
+        if path.is_file() and not hidden and _is_text(path):
             files.append(path)
     if not files:
         raise ValueError(f"--data {folder}: no text files in it")
     return files
+
+
+def _is_text(path: pathlib.Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(4096)
 
 
 def load_corpus(folder: str | None) -> tuple[np.ndarray, np.ndarray]:

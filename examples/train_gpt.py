@@ -104,9 +104,10 @@ def start(options: Options) -> jax.sharding.Mesh:
     unknown = set(sizes) - {"data", "fsdp", "tensor"}
     if unknown:
         raise ValueError(f"--mesh {options.mesh}: {sorted(unknown)} unknown; the axes are data, fsdp and tensor")
-    return zj.make_mesh(
-        **{"fsdp": 1 if "data" in sizes and sizes["data"] == "-1" else -1} | {k: int(v) for k, v in sizes.items()}
-    )
+    axes = {axis: int(size) for axis, size in sizes.items()}
+    if "fsdp" not in axes and -1 in axes.values():
+        axes["fsdp"] = 1
+    return zj.make_mesh(data=axes.get("data", 1), fsdp=axes.get("fsdp", -1), tensor=axes.get("tensor", 1))
 
 
 def peak_flops(mesh: jax.sharding.Mesh, precision: str) -> float | None:
@@ -235,4 +236,4 @@ def describe(figures: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Options, config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff)))
+    train(tyro.cli(Options, config=(tyro.conf.FlagConversionOff,)))

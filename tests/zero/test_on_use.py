@@ -196,7 +196,7 @@ def test_gradients_equal_plain_autodiff(name, stage):
 def weight_shaped_residuals(f: Any, params: Any) -> int:
     """Count what f keeps for backward, its own arguments excepted, that has the shape of a weight."""
     jaxpr = jax.make_jaxpr(lambda p, b: jax.tree.leaves(jax.vjp(lambda p: f(p, b, None), p)[1]))(params, batch(8)).jaxpr
-    kept = {v for v in jaxpr.outvars if isinstance(v, jex.Var)} - set(jaxpr.invars)
+    kept: Any = {v for v in jaxpr.outvars if isinstance(v, jex.Var)} - set(jaxpr.invars)
     return sum(v.aval.shape[-2:] == (H, H) for v in kept)
 
 

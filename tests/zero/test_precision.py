@@ -55,7 +55,7 @@ def test_fp16_overflow_skips_the_update_and_training_follows_the_reference(stage
     data = toys.batches(10)
     data[4]["weight"] = np.float32(1e6)  # overflows float16 in backward
     expected_losses, expected_scales, expected = reference_fp16(program.master_params(state), data, scaling, 1e-2)
-    losses, scales = [], []
+    losses, scales, metrics = [], [], {}
     for index, batch in enumerate(data):
         before = jax.device_get(program.master_params(state))
         state, metrics = program.step(state, batch)

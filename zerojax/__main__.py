@@ -1,0 +1,5 @@
+"""`python -m zerojax`."""
+
+from zerojax.cli import main
+
+main()

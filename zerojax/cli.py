@@ -1,0 +1,42 @@
+"""The `zerojax` command: closed forms on the command line.
+
+zerojax memory --params 7.5e9 --shards 64 --precision bf16
+"""
+
+import argparse
+from collections.abc import Sequence
+
+from zerojax import memory
+from zerojax.precision import PRECISIONS
+from zerojax.stages import STAGES
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="zerojax", description="ZeRO in JAX: bytes of model states and collectives")
+    commands = parser.add_subparsers(dest="command", required=True)
+    states = commands.add_parser("memory", help="model states on each device, and elements moved a step, by ZeRO stage")
+    states.add_argument("--params", type=float, required=True, help="parameters of the model, such as 7.5e9")
+    states.add_argument("--shards", type=int, required=True, help="devices that share the state (the mesh axis fsdp)")
+    states.add_argument("--precision", choices=list(PRECISIONS), default="bf16")
+    states.add_argument("--moments", type=int, default=8, help="bytes of optimizer state for one parameter; Adam: 8")
+    states.add_argument("--microbatches", type=int, default=1)
+    options = parser.parse_args(arguments)
+    if options.params < 1 or options.shards < 1 or options.microbatches < 1 or options.moments < 0:
+        parser.error("--params, --shards and --microbatches must be at least 1, and --moments at least 0")
+    print(memory_table(int(options.params), options.shards, options.precision, options.moments, options.microbatches))
+
+
+def memory_table(num_params: int, shards: int, precision: str, moments: int, num_microbatches: int) -> str:
+    """Return one line for each stage."""
+    per_param = memory.state_bytes(precision, moments=moments, num_microbatches=num_microbatches)
+    rows = [
+        f"{num_params:,} parameters over {shards} devices, {precision}: {per_param.total} bytes each before sharding",
+        f"{'stage':>5} {'params':>10} {'grads':>10} {'master':>10} {'opt_state':>10} {'total':>10}   GiB a device; sent a step",
+    ]
+    for stage in STAGES:
+        held = memory.model_state_bytes(num_params, stage, shards, per_param)
+        sent = sum(memory.collective_elements(num_params, stage, shards, num_microbatches).values())
+        cells = " ".join(f"{held[kind] / 2**30:>10.3f}" for kind in ("params", "grads", "master", "opt_state", "total"))
+        rows.append(f"{stage:>5} {cells}   {sent / num_params:.2f} P")
+    return "\n".join(rows)
