@@ -107,6 +107,13 @@ def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def evaluate(instructions: Sequence[Instruction], slots: dict[int, Any]) -> None:
+    """Run instructions in order, reading and writing `slots`."""
+    for i in instructions:
+        outs = bind(i.eqn, [slots[ref] if isinstance(ref, int) else ref.value for ref in i.ins])
+        slots.update(zip(i.outs, outs, strict=True))
+
+
 def scan_arity(params: dict[str, Any], num_operands: int) -> tuple[int, int]:
     """Return how many of a scan's operands are constants, and how many are carried; the rest are scanned over."""
     if "num_consts" in params:

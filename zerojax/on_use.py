@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.gather import Spec, gather, without_axis
-from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, Instruction, bind, flatten, move_spec, scan_arity
+from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, Instruction, bind, evaluate, flatten, move_spec, scan_arity
 
 Array = jax.Array
 
@@ -276,9 +276,7 @@ class _Walk:
 
         def equations(whole: dict[Source, Array], values: Sequence[Any]) -> list[Any]:
             env = {ref: z.evaluate(whole) for ref, z in lazies.items()} | dict(zip(data, values, strict=True))
-            for i in instructions:
-                outs = bind(i.eqn, [env[ref] if isinstance(ref, int) else ref.value for ref in i.ins])
-                env.update(zip(i.outs, outs, strict=True))
+            evaluate(instructions, env)
             return [env[out] for out in keep]
 
         outs = self.gathered(equations, _union(list(lazies.values())), [self.slots[ref] for ref in data])

@@ -25,6 +25,7 @@ from zerojax.model import BLOCKS, LayeredModel, Model, layered_loss
 from zerojax.on_use import Rule, gather_on_use
 from zerojax.optim import call_update, clip_by_norm, global_norm, select, stored_spec
 from zerojax.precision import PRECISIONS, init_loss_scale, update_loss_scale
+from zerojax.remat import remat_by_segments
 from zerojax.stages import STAGES
 from zerojax.state import TrainState
 
@@ -36,7 +37,7 @@ def plain_loss(model: Model | LayeredModel, layout: Layout) -> Loss:
     remat = layout.config.activations == "remat"
     if isinstance(model, LayeredModel):
         return layered_loss(model, remat=remat, constrain=lambda x: constrain_batch(layout, x))
-    return jax.checkpoint(model.loss) if remat else model.loss
+    return remat_by_segments(model.loss) if remat else model.loss
 
 
 def constrain_batch(layout: Layout, x: Any) -> Any:

@@ -22,6 +22,7 @@ from zerojax import aot, hlo, memory, resident
 
 CONFIG = gpt.GPTConfig(layers=16, hidden=4096, heads=32, seq=512, vocab=4096, dtype=jnp.bfloat16, tied=False)
 LAYER_BYTES = 2 * (12 * CONFIG.hidden**2 + 13 * CONFIG.hidden)
+pytestmark = pytest.mark.xdist_group("h200")  # tests share compiled programs, so they share a process
 KINDS = {"layered": gpt.layered_gpt, "unrolled": gpt.unrolled_gpt}
 INVOLUNTARY = "nvoluntary full rematerialization"
 GPUS = 64
@@ -130,6 +131,15 @@ def test_stage_3_with_remat_gathers_a_layer_at_a_time(capfd):
     assert 0 < hlo.peak_gathered_bytes(c.text) <= 1.01 * LAYER_BYTES
     np.testing.assert_allclose(c.elements()["all-gather"], 2, rtol=0.02)
     assert c.stats.temp_size_in_bytes < 2.5 * LAYER_BYTES  # of 16 layers; activations are 64 MiB of it
+
+
+def test_remat_of_separate_blocks_keeps_what_crosses_the_cuts(capfd):
+    saved = compile_step(capfd, "unrolled", stage=3)
+    c = compile_step(capfd, "unrolled", stage=3, activations="remat")
+    assert hlo.peak_gathered_bytes(c.text) <= LAYER_BYTES
+    np.testing.assert_allclose(c.elements()["all-gather"], 2, rtol=0.02)
+    assert c.stats.temp_size_in_bytes < 0.5 * saved.stats.temp_size_in_bytes
+    assert c.report.tiers["device"]["activations"] < 0.1 * saved.report.tiers["device"]["activations"]
 
 
 def test_without_rematerialised_units_many_layers_stay_gathered(capfd, monkeypatch):

@@ -30,13 +30,14 @@ def test_step_equals_plain_program(kind, stage, mesh, num_microbatches):
     assert not program.gathered_early
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_remat_equals_save(stage):
+def test_remat_equals_save(stage, kind):
     data, mesh = toys.batches(4), zj.make_mesh(data=2, fsdp=4)
     results = []
     for activations in ("save", "remat"):
         config = zj.ZeroConfig(stage=stage, clip_norm=CLIP, activations=activations)
-        program = zj.build_train_step(toys.layered(), toys.optimizer(), config, mesh)
+        program = zj.build_train_step(KINDS[kind](), toys.optimizer(), config, mesh)
         losses, state = toys.run(program, program.init(jax.random.key(0)), data)
         results.append((losses, program.params(state)))
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-6)

@@ -175,11 +175,11 @@ def batch(size: int = 8) -> Any:
     return {"x": random.standard_normal((size, H), dtype=np.float32), "ids": random.integers(0, H, (size,))}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "activations"), [(1, "save"), (3, "save"), (3, "remat")])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_plain_autodiff(name, stage):
+def test_gradients_equal_plain_autodiff(name, stage, activations):
     loss, init = CASES[name]
-    program = build(loss, init, stage)
+    program = build(loss, init, stage, activations=activations)
     state = program.init(jax.random.key(0))
     params = jax.device_get(program.params(state))
     data = batch()
