@@ -29,86 +29,12 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from zerojax.gather import Spec, gather, without_axis
+from zerojax.gather import Spec
 from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, Instruction, bind, evaluate, flatten, move_spec, scan_arity
+from zerojax.lazy import Lazy, Rule, Source, gathered, rebase, total_bytes, union
 
 Array = jax.Array
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Source:
-    """A parameter leaf as stored, or what casts and layout operations on the shard make of it.
-
-    Attributes:
-      path: the leaf's name.
-      value: the shard, in the compute dtype; all that is kept for backward.
-      stored: spec of the moved shard.
-      cotangent: spec of its gradient.
-      moves: layout equations, applied to the shard just before its gather.
-    """
-
-    path: str
-    value: Array
-    stored: Spec
-    cotangent: Spec
-    moves: tuple[jex.JaxprEqn, ...] = ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole value that a gather makes."""
-        aval: Any = self.moves[-1].outvars[0].aval if self.moves else self.value
-        return aval.size * aval.dtype.itemsize
-
-    def moved(self) -> Array:
-        """Return the shard after its moves."""
-        value = self.value
-        for eqn in self.moves:
-            (value,) = bind(eqn, [value])
-        return value
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Lazy:
-    """A value that depends on parameters alone: its sources, and how it follows from them once gathered.
-
-    `compute` is None where the value is its one source.
-    """
-
-    sources: tuple[Source, ...]
-    compute: Callable[[dict[Source, Array]], Any] | None = None
-
-    def evaluate(self, whole: dict[Source, Array]) -> Any:
-        """Return the value, given the gathered sources."""
-        return whole[self.sources[0]] if self.compute is None else self.compute(whole)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """How parameters are gathered.
-
-    Attributes:
-      mesh: the device mesh.
-      axis: the mesh axis that is gathered.
-      remat: True where gathered values must not live from forward to backward (stage 3).
-      budget_bytes: bytes that neighbouring uses may gather together.
-      region_bytes: a rematerialised region of at most so many bytes is gathered at its top.
-      report: called with a sentence for each parameter that is gathered before it is used.
-    """
-
-    mesh: Mesh
-    axis: str
-    remat: bool
-    budget_bytes: int
-    region_bytes: int
-    report: Callable[[str], None]
-
-    def gather(self, source: Source) -> Array:
-        """Return the whole value of `source`."""
-        whole = without_axis(source.stored, self.axis)
-        return gather(source.moved(), source.stored, whole, source.cotangent, self.mesh)
 
 
 def gather_on_use(
@@ -125,8 +51,8 @@ def gather_on_use(
       loss: any traceable function.
       params: tree of shards in the compute dtype.
       *args: further arguments, which are data.
-      stored: for each leaf to be handled, by `jax.tree_util.keystr`, its spec. Leaves without an entry are plain values.
-      cotangents: for the same leaves, the spec of the gradient.
+      stored: spec of each leaf, by `jax.tree_util.keystr`.
+      cotangents: spec of each leaf's gradient.
       rule: how to gather.
 
     Returns:
@@ -136,18 +62,9 @@ def gather_on_use(
     inputs: list[Any] = []
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         path = jax.tree_util.keystr(key_path)
-        inputs.append(Lazy((Source(path, leaf, stored[path], cotangents[path]),)) if path in stored else leaf)
+        inputs.append(Lazy((Source(path, leaf, stored[path], cotangents[path]),)))
     outs = _Walk(rule, closed.jaxpr, closed.consts, inputs + jax.tree.leaves(args)).run()
     return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
-
-
-def _nbytes(sources: Sequence[Source]) -> int:
-    return sum(s.num_bytes for s in dict.fromkeys(sources))
-
-
-def _union(lazies: Sequence[Lazy]) -> tuple[Source, ...]:
-    """Return the distinct sources; two of one leaf and one value are the same."""
-    return tuple(dict.fromkeys(s for z in lazies for s in z.sources))
 
 
 class _Walk:
@@ -202,7 +119,7 @@ class _Walk:
 
     def is_param_only(self, instruction: Instruction) -> bool:
         name = instruction.eqn.primitive.name
-        if name not in CHEAP and name not in PRODUCTS:
+        if instruction.eqn.effects or (instruction.has_jaxpr and not name.startswith("custom_")):
             return False
         slots = [ref for ref in instruction.ins if isinstance(ref, int)]
         return bool(slots) and all(isinstance(self.slots.get(ref), Lazy) for ref in slots)
@@ -223,7 +140,7 @@ class _Walk:
         def compute(whole: dict[Source, Array], position: int) -> Any:
             return bind(eqn, [v.evaluate(whole) if isinstance(v, Lazy) else v for v in values])[position]
 
-        sources = _union(lazies)
+        sources = union(lazies)
         self.write(
             instruction,
             [Lazy(sources, lambda whole, i=i: compute(whole, i)) for i in range(len(instruction.outs))],
@@ -252,7 +169,7 @@ class _Walk:
             used = self.sources_of(instruction)
             if instruction.eqn.effects or (name not in LINEAR if after_product else name not in CHEAP | PRODUCTS):
                 break
-            if used and _nbytes([*sources, *used]) > self.rule.budget_bytes:
+            if used and total_bytes([*sources, *used]) > self.rule.budget_bytes:
                 break
             after_product = after_product or name in PRODUCTS
             group.append(index)
@@ -263,7 +180,7 @@ class _Walk:
 
     def sources_of(self, instruction: Instruction) -> tuple[Source, ...]:
         slots = [self.slots.get(ref) for ref in instruction.ins if isinstance(ref, int)]
-        return _union([v for v in slots if isinstance(v, Lazy)])
+        return union([v for v in slots if isinstance(v, Lazy)])
 
     def unit(self, group: list[int]) -> None:
         """Run the equations of `group` as one rematerialised unit over the gathered parameters they use."""
@@ -279,46 +196,9 @@ class _Walk:
             evaluate(instructions, env)
             return [env[out] for out in keep]
 
-        outs = self.gathered(equations, _union(list(lazies.values())), [self.slots[ref] for ref in data])
+        outs = gathered(self.rule, equations, union(list(lazies.values())), [self.slots[ref] for ref in data])
         self.slots.update(zip(keep, outs, strict=True))
         self.done.update(group)
-
-    def gathered(
-        self,
-        body: Callable[[dict[Source, Array], Sequence[Any]], Any],
-        sources: tuple[Source, ...],
-        data: Sequence[Any],
-        checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] = jax.checkpoint,
-    ) -> Any:
-        """Return body(gathered sources, data), the gather tied to the data and repeated in backward (stage 3)."""
-        rule = self.rule
-
-        def run(shards: list[Array], data: Sequence[Any]) -> Any:
-            if rule.remat:
-                shards = _tie(shards, data)
-            held = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
-            return body({s: rule.gather(h) for s, h in zip(sources, held, strict=True)}, data)
-
-        if not rule.remat and checkpoint is jax.checkpoint:
-            return run([s.value for s in sources], data)
-        return checkpoint(run)([s.value for s in sources], data)
-
-
-@jax.custom_jvp
-def _wait(shards: list[Array], data: list[Array]) -> list[Array]:
-    return jax.lax.optimization_barrier((shards, data))[0]
-
-
-@_wait.defjvp
-def _wait_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[list[Array], list[Array]]:
-    # The barrier's own rule would give tangents to data that has none, behind a stop_gradient.
-    return _wait(*primals), tangents[0]
-
-
-def _tie(shards: list[Array], data: Sequence[Any]) -> list[Array]:
-    """Make `shards` wait for `data`. Random keys are left out: the barrier takes plain arrays."""
-    plain = [v for v in data if not jnp.issubdtype(v.dtype, jax.dtypes.extended)]
-    return _wait(shards, plain) if plain else shards
 
 
 def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -362,13 +242,13 @@ def _cond(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     index = walk.gather_now(index, "a cond's predicate")
     data = [v for v in operands if not isinstance(v, Lazy)]
     lazies = [v for v in operands if isinstance(v, Lazy)]
-    sources = _union(lazies)
+    sources = union(lazies)
 
     def branch_of(closed: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
         def branch(shards: list[Array], data: list[Any]) -> list[Any]:
             held = {s: dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)}
             rest = iter(data)
-            inner = [_rebase(v, held) if isinstance(v, Lazy) else next(rest) for v in operands]
+            inner = [rebase(v, held) if isinstance(v, Lazy) else next(rest) for v in operands]
             return _Walk(walk.rule, closed.jaxpr, closed.consts, inner).run()
 
         return branch
@@ -376,38 +256,29 @@ def _cond(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     return jax.lax.switch(index, [branch_of(b) for b in eqn.params["branches"]], [s.value for s in sources], data)
 
 
-def _rebase(lazy: Lazy, held: dict[Source, Source]) -> Lazy:
-    """Return `lazy` over other holders of the same shards (the operands inside a branch or region)."""
-    sources = tuple(held[s] for s in lazy.sources)
-    if lazy.compute is None:
-        return Lazy(sources)
-    compute, back = lazy.compute, dict(zip(lazy.sources, sources, strict=True))
-    return Lazy(sources, lambda whole: compute({s: whole[h] for s, h in back.items()}))
-
-
 def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     """Enter a rematerialised region: gathered at its top if it is a layer, unit by unit if it is most of the model."""
     jaxpr, policy, prevent_cse = eqn.params["jaxpr"], eqn.params["policy"], eqn.params["prevent_cse"]
     lazies = [v for v in values if isinstance(v, Lazy)]
     data = [v for v in values if not isinstance(v, Lazy)]
-    sources = _union(lazies)
+    sources = union(lazies)
 
     def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.checkpoint(fn, policy=_never_gathered(policy), prevent_cse=prevent_cse)
 
-    if not walk.rule.remat or _nbytes(sources) <= walk.rule.region_bytes:
+    if not walk.rule.remat or total_bytes(sources) <= walk.rule.region_bytes:
 
         def region(whole: dict[Source, Array], data: Sequence[Any]) -> list[Any]:
             rest = iter(data)
             inner = [v.evaluate(whole) if isinstance(v, Lazy) else next(rest) for v in values]
             return _Walk(walk.rule, jaxpr, (), inner).run()
 
-        return walk.gathered(region, sources, data, checkpoint)
+        return gathered(walk.rule, region, sources, data, checkpoint)
 
     def units(shards: list[Array], data: list[Any]) -> list[Any]:
         held = {s: dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)}
         rest = iter(data)
-        inner = [_rebase(v, held) if isinstance(v, Lazy) else next(rest) for v in values]
+        inner = [rebase(v, held) if isinstance(v, Lazy) else next(rest) for v in values]
         return _Walk(walk.rule, jaxpr, (), inner).run()
 
     return checkpoint(units)([s.value for s in sources], data)

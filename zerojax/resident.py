@@ -19,10 +19,11 @@ import optax
 from jax.sharding import PartitionSpec
 
 from zerojax.layout import Layout, init_params, named
+from zerojax.lazy import Rule
 from zerojax.mesh import BATCH_AXES, FSDP, num_batch_shards
 from zerojax.metrics import step_metrics
 from zerojax.model import BLOCKS, LayeredModel, Model, layered_loss
-from zerojax.on_use import Rule, gather_on_use
+from zerojax.on_use import gather_on_use
 from zerojax.optim import call_update, clip_by_norm, global_norm, select, stored_spec
 from zerojax.precision import PRECISIONS, init_loss_scale, update_loss_scale
 from zerojax.remat import remat_by_segments
@@ -56,16 +57,15 @@ def sharded_loss(model: Model | LayeredModel, layout: Layout, report: Callable[[
     """Return the loss over parameters as stored: gathered on use, its gradients reduced to where the stage keeps them."""
     stage = STAGES[layout.config.stage]
     loss = plain_loss(model, layout)
-    split = {path: spec for path, spec in layout.specs.items() if stage.opt_state and spec.sharded != spec.base}
-    if not split:
+    if not stage.opt_state or all(spec.sharded == spec.base for spec in layout.specs.values()):
         return checked(loss)
     rule = build_rule(model, layout, stage.params, report)
 
     def on_shards(params: Any, batch: Any, key: Any) -> jax.Array:
         return gather_on_use(
             checked(loss), params, batch, key,
-            stored={path: stored_spec(spec, stage.params) for path, spec in split.items()},
-            cotangents={path: spec.sharded for path, spec in split.items()},
+            stored={path: stored_spec(spec, stage.params) for path, spec in layout.specs.items()},
+            cotangents={path: spec.sharded for path, spec in layout.specs.items()},
             rule=rule,
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ def stack(n: int) -> Any:
 
 def dense(key: jax.Array) -> Any:
     keys = jax.random.split(key, 4)
-    return {name: jax.random.normal(k, (H, H)) / 4 for name, k in zip("abcd", keys, strict=True)}
+    return {name: jax.random.normal(k, (H, H)) / 4 for name, k in zip("abcd", keys, strict=True)} | {"gain": jnp.float32(1.5)}
 
 
 @jax.custom_vjp
@@ -109,7 +109,8 @@ def custom_jvp_product(p, batch, key):
 
 
 def param_only_expressions(p, batch, key):
-    normed = p["a"] / jnp.linalg.norm(p["a"], axis=0, keepdims=True)  # weight norm
+    gain = jax.nn.softplus(p["gain"])  # a custom derivative, over a leaf that is replicated
+    normed = gain * p["a"] / jnp.linalg.norm(p["a"], axis=0, keepdims=True)  # weight norm
     merged = p["b"] + 0.1 * (p["c"] @ p["d"])  # LoRA
     x = jnp.tanh(batch["x"] @ normed) @ merged.T.reshape(2, H // 2, H).reshape(H, H)
     return jnp.mean(x**2) + 1e-3 * sum(jnp.sum(jnp.square(w)) for w in p.values())  # weight decay in the loss
