@@ -135,20 +135,19 @@ def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
     return named(mesh, (BATCH_AXES,) if ndim else ())
 
 
-def check_batch(batch: Any, mesh: Mesh, num_microbatches: int, num_processes: int = 1) -> int:
+def check_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> int:
     """Return the global batch size.
 
     Args:
       batch: tree of arrays or ShapeDtypeStruct; dim 0 of every leaf that has dims is the batch.
       mesh: the device mesh.
       num_microbatches: of the config.
-      num_processes: processes that each hold their part of dim 0; 1 where leaves are global.
 
     Raises:
       ValueError: no arrays, unequal batch sizes, or a batch that does not divide.
     """
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    sizes = {jax.tree_util.keystr(path) or "batch": leaf.shape[0] * num_processes for path, leaf in leaves if len(leaf.shape)}
+    sizes = {jax.tree_util.keystr(path) or "batch": leaf.shape[0] for path, leaf in leaves if len(leaf.shape)}
     if not sizes:
         raise ValueError("the batch holds no array with a batch dim")
     if len(set(sizes.values())) > 1:

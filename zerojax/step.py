@@ -181,15 +181,23 @@ class Program:
         """
         count = self.config.num_microbatches if num_microbatches is None else num_microbatches
         processes = len({d.process_index for d in self.mesh.devices.flat})
-        is_global = all(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(batch))
         batch = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else jnp.asarray(leaf), batch)
-        check_batch(batch, self.mesh, count, 1 if is_global else processes)
+
+        def parts(leaf: Any) -> int:
+            """Return how many processes hold a part of dim 0 each: 1 if the leaf is the whole batch already."""
+            is_whole = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+            return 1 if is_whole or leaf.ndim == 0 else processes
+
+        def whole(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((leaf.shape[0] * parts(leaf), *leaf.shape[1:]) if leaf.ndim else (), leaf.dtype)
+
+        check_batch(jax.tree.map(whole, batch), self.mesh, count)
 
         def place(leaf: Any) -> jax.Array:
             sharding = batch_sharding(self.mesh, leaf.ndim)
             if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
                 return leaf
-            if processes > 1 and not is_global:
+            if parts(leaf) > 1:
                 return jax.make_array_from_process_local_data(sharding, leaf)
             return jax.device_put(leaf, sharding)
 

@@ -72,16 +72,15 @@ def compile_step(capfd: Any, kind: str, axes: dict[str, int] | None = None, **co
 
 
 def test_the_partitioners_warning_is_seen_when_there_is_one(capfd):
-    """The control of every check for it: a lookup in a sharded table, differentiated by plain annotations."""
+    """The control of every check for it: a reshape that splits a sharded dim unevenly."""
     mesh = aot.gpu_mesh("h200", hosts=2, gpus_per_host=8, data=2, fsdp=4, tensor=2)
 
-    def loss(table, ids):
-        x = jax.lax.with_sharding_constraint(table[ids], NamedSharding(mesh, P(("data", "fsdp"))))
-        return jnp.sum(jnp.sin(x))
+    def split(x):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("fsdp"))).reshape(6, 8, 16) * 2
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "fsdp")))
 
-    table = jax.ShapeDtypeStruct((1024, 64), jnp.float32, sharding=NamedSharding(mesh, P("tensor", "fsdp")))
-    ids = jax.ShapeDtypeStruct((32, 8), jnp.int32, sharding=NamedSharding(mesh, P(("data", "fsdp"))))
-    jax.jit(jax.grad(loss)).lower(table, ids).compile()
+    x = jax.ShapeDtypeStruct((48, 16), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
+    jax.jit(split).lower(x).compile()
     assert INVOLUNTARY in capfd.readouterr().err
 
 
