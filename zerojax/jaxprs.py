@@ -23,13 +23,20 @@ LINEAR = frozenset(
 )  # fmt: skip
 """Equations whose derivative does not need their operands."""
 
-CHEAP = LINEAR | frozenset(
-    {"mul", "div", "max", "min", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "rsqrt", "sqrt", "cbrt", "square",
-     "integer_pow", "pow", "abs", "sign", "erf", "erf_inv", "erfc", "sin", "cos", "tan", "select_n", "eq", "ne", "lt", "le",
-     "gt", "ge", "and", "or", "not", "xor", "clamp", "floor", "ceil", "round", "rev", "pad", "iota", "stop_gradient",
-     "reduce_max", "reduce_min", "reduce_and", "reduce_or", "is_finite", "rem", "nextafter"}
+ELEMENTWISE = frozenset(
+    {"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "stop_gradient", "add", "sub", "neg", "mul", "div",
+     "max", "min", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "rsqrt", "sqrt", "cbrt", "square", "integer_pow",
+     "pow", "abs", "sign", "erf", "erf_inv", "erfc", "sin", "cos", "tan", "floor", "ceil", "round", "clamp"}
+)  # fmt: skip
+"""Equations that act on each element: on a shard as on the whole."""
+
+CHEAP = LINEAR | ELEMENTWISE | frozenset(
+    {"select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "rev", "pad", "iota", "reduce_max",
+     "reduce_min", "reduce_and", "reduce_or", "is_finite", "rem", "nextafter"}
 )  # fmt: skip
 """Elementwise, layout and reduction equations: cheap to repeat."""
+
+REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
@@ -122,32 +129,34 @@ def scan_arity(params: dict[str, Any], num_operands: int) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def move_spec(eqn: jex.JaxprEqn, spec: Spec) -> Spec | None:
-    """Return the spec of a unary layout equation's result, or None where it does not act shard by shard."""
+def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
+    """Return the spec of an equation's result, or None where the equation does not act shard by shard.
+
+    Args:
+      eqn: an equation of which operand `position` is sharded, and every other one a scalar constant.
+      spec: of that operand.
+      position: its index.
+    """
     name, params = eqn.primitive.name, eqn.params
-    before: Any = eqn.invars[0].aval
+    before: Any = eqn.invars[position].aval
     after: Any = eqn.outvars[0].aval
     old, new = before.shape, after.shape
-    if name == "convert_element_type":  # narrow before the gather, widen after it
-        return spec if after.dtype.itemsize <= before.dtype.itemsize else None
-    if name in ("copy", "copy_p", "name", "reduce_precision"):
-        return spec
+    if name in ELEMENTWISE:
+        return spec if new == old else None
     if name == "transpose":
         return tuple(spec[d] for d in params["permutation"])
     if name == "squeeze":
         return tuple(s for d, s in enumerate(spec) if d not in params["dimensions"])
-    if name == "slice" and all(s is None or old[d] == new[d] for d, s in enumerate(spec)):
+    if name in ("slice", "dynamic_slice") and all(s is None or old[d] == new[d] for d, s in enumerate(spec)):
         return spec
     if name == "broadcast_in_dim":
         placed = dict(zip(params["broadcast_dimensions"], range(len(old)), strict=True))
-        moved = tuple(spec[placed[d]] if d in placed else None for d in range(len(new)))
-        grows = any(old[i] != new[d] for d, i in placed.items()) or (
-            len(new) != len(old) and any(new[d] != 1 for d in range(len(new)) if d not in placed)
-        )
-        return None if grows else moved
+        grows = any(new[d] != (old[placed[d]] if d in placed else 1) for d in range(len(new)))
+        return None if grows else tuple(spec[placed[d]] if d in placed else None for d in range(len(new)))
     if name == "reshape" and params.get("dimensions") is None:
         kept = [(n, s) for n, s in zip(old, spec, strict=True) if n != 1]
-        if [n for n, _ in kept] != [n for n in new if n != 1] or any(s for n, s in zip(old, spec, strict=True) if n == 1):
+        split_ones = any(s for n, s in zip(old, spec, strict=True) if n == 1)
+        if split_ones or [n for n, _ in kept] != [n for n in new if n != 1]:
             return None
         rest = iter(kept)
         return tuple(None if n == 1 else next(rest)[1] for n in new)

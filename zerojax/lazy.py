@@ -19,51 +19,126 @@ from zerojax.jaxprs import bind
 Array = jax.Array
 
 
+HERE = object()
+"""Stands for the shard among the operands of a Move."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Move:
+    """A cast, layout or elementwise equation: it acts on a shard as on the whole, so it may come before the gather or after.
+
+    Attributes:
+      eqn: the equation.
+      operands: its operands, HERE and scalar constants.
+      stored: spec of the shard after it.
+      cotangent: spec of the gradient after it.
+    """
+
+    eqn: jex.JaxprEqn
+    operands: tuple[Any, ...]
+    stored: Spec
+    cotangent: Spec
+
+    def __call__(self, value: Array) -> Array:
+        return bind(self.eqn, [value if o is HERE else o for o in self.operands])[0]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """A parameter leaf as stored, or what casts and layout operations on the shard make of it.
+    """A parameter leaf as stored, and the moves that make the value in question of it.
 
     Attributes:
       path: the leaf's name.
       value: the shard, in the compute dtype; all that is kept for backward.
-      stored: spec of the moved shard.
-      cotangent: spec of its gradient.
-      moves: layout equations, applied to the shard just before its gather.
+      root_stored: spec of the shard.
+      root_cotangent: spec of its gradient.
+      moves: equations between the shard and the value.
     """
 
     path: str
     value: Array
-    stored: Spec
-    cotangent: Spec
-    moves: tuple[jex.JaxprEqn, ...] = ()
+    root_stored: Spec
+    root_cotangent: Spec
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def stored(self) -> Spec:
+        """Spec of the moved shard."""
+        return self.moves[-1].stored if self.moves else self.root_stored
+
+    @property
+    def cotangent(self) -> Spec:
+        """Spec of the moved shard's gradient."""
+        return self.moves[-1].cotangent if self.moves else self.root_cotangent
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole value that a gather makes."""
-        aval: Any = self.moves[-1].outvars[0].aval if self.moves else self.value
+        aval: Any = self.moves[-1].eqn.outvars[0].aval if self.moves else self.value
         return aval.size * aval.dtype.itemsize
 
     def moved(self) -> Array:
         """Return the shard after its moves."""
         value = self.value
-        for eqn in self.moves:
-            (value,) = bind(eqn, [value])
+        for move in self.moves:
+            value = move(value)
+        return value
+
+    def gathered(self, mesh: Mesh, axis: str) -> Array:
+        """Return the whole value, gathered where it is narrowest between two moves."""
+        avals: list[Any] = [self.value, *(m.eqn.outvars[0].aval for m in self.moves)]
+        narrowest = min(range(len(avals)), key=lambda i: (avals[i].dtype.itemsize, -i))
+        before = dataclasses.replace(self, moves=self.moves[:narrowest])
+        value = gather(before.moved(), before.stored, without_axis(before.stored, axis), before.cotangent, mesh)
+        for move in self.moves[narrowest:]:
+            value = move(value)
         return value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Lazy:
-    """A value that depends on parameters alone: its sources, and how it follows from them once gathered.
+class Node:
+    """A postponed equation over parameters alone: its operands are Lazy values and constants."""
 
-    `compute` is None where the value is its one source.
-    """
+    eqn: jex.JaxprEqn
+    operands: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lazy:
+    """A value that depends on parameters alone: a source, or one result of a postponed equation."""
 
     sources: tuple[Source, ...]
-    compute: Callable[[dict[Source, Array]], Any] | None = None
+    node: Node | None = None
+    position: int = 0
 
-    def evaluate(self, whole: dict[Source, Array]) -> Any:
-        """Return the value, given the gathered sources."""
-        return whole[self.sources[0]] if self.compute is None else self.compute(whole)
+
+class Whole:
+    """The gathered sources of one unit, and what was computed from them: each postponed equation runs once a unit."""
+
+    def __init__(self, sources: dict[Source, Array]) -> None:
+        self.sources = sources
+        self.results: dict[Node, list[Any]] = {}
+
+    def value(self, lazy: Lazy) -> Any:
+        """Return `lazy` as an array. Not recursive: a chain of equations may be long."""
+        if lazy.node is None:
+            return self.sources[lazy.sources[0]]
+        pending = [lazy.node]
+        while pending:
+            node = pending[-1]
+            missing = [o.node for o in node.operands if isinstance(o, Lazy) and o.node and o.node not in self.results]
+            if missing:
+                pending += missing
+            elif node not in self.results:
+                self.results[node] = bind(node.eqn, [self._operand(o) for o in node.operands])
+            else:
+                pending.pop()
+        return self._operand(lazy)
+
+    def _operand(self, operand: Any) -> Any:
+        if not isinstance(operand, Lazy):
+            return operand
+        return self.sources[operand.sources[0]] if operand.node is None else self.results[operand.node][operand.position]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +163,7 @@ class Rule:
 
     def gather(self, source: Source) -> Array:
         """Return the whole value of `source`."""
-        whole = without_axis(source.stored, self.axis)
-        return gather(source.moved(), source.stored, whole, source.cotangent, self.mesh)
+        return source.gathered(self.mesh, self.axis)
 
 
 def union(lazies: Sequence[Lazy]) -> tuple[Source, ...]:
@@ -102,18 +176,9 @@ def total_bytes(sources: Sequence[Source]) -> int:
     return sum(s.num_bytes for s in dict.fromkeys(sources))
 
 
-def rebase(lazy: Lazy, held: dict[Source, Source]) -> Lazy:
-    """Return `lazy` over other holders of the same shards, such as the operands inside a branch or region."""
-    sources = tuple(held[s] for s in lazy.sources)
-    if lazy.compute is None:
-        return Lazy(sources)
-    compute, back = lazy.compute, dict(zip(lazy.sources, sources, strict=True))
-    return Lazy(sources, lambda whole: compute({s: whole[h] for s, h in back.items()}))
-
-
 def gathered(
     rule: Rule,
-    body: Callable[[dict[Source, Array], Sequence[Any]], Any],
+    body: Callable[[Whole, Sequence[Any]], Any],
     sources: tuple[Source, ...],
     data: Sequence[Any],
     checkpoint: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
@@ -132,7 +197,7 @@ def gathered(
         if rule.remat:
             shards = _tie(shards, data)
         held = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
-        return body({s: rule.gather(h) for s, h in zip(sources, held, strict=True)}, data)
+        return body(Whole({s: rule.gather(h) for s, h in zip(sources, held, strict=True)}), data)
 
     if checkpoint is None:
         checkpoint = jax.checkpoint if rule.remat else lambda f: f

@@ -12,7 +12,9 @@ third P of ZeRO-3's 3P elements a step (arXiv:1910.02054, section 7.2.2).
 
 What the interpreter knows:
 
-- param-only equations (a scaled weight, a LoRA sum, weight norm) stay lazy and run inside each unit that uses them;
+- param-only equations (a scaled weight, a LoRA sum, weight norm) stay lazy: casts, layout and elementwise ones act on the
+  shard, the rest run inside each unit that uses them; a sum over a parameter (a penalty in the loss) is taken on the shard;
+- a slice of a stacked parameter, at a fixed or computed index, is taken while it is sharded;
 - `jit` is inlined; `scan`, `cond` and rematerialised regions are entered, so a stack of layers `W[L, D_fsdp, F]` that is
   scanned is sliced while sharded and gathered layer by layer;
 - a rematerialised region (`jax.checkpoint`, `nnx.remat`, `nn.remat`) is a layer: its parameters are gathered once at its
@@ -29,10 +31,11 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+import jax.numpy as jnp
 
 from zerojax.gather import Spec
-from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, Instruction, bind, evaluate, flatten, move_spec, scan_arity
-from zerojax.lazy import Lazy, Rule, Source, gathered, rebase, total_bytes, union
+from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, REDUCTIONS, Instruction, bind, evaluate, flatten, move_spec, scan_arity
+from zerojax.lazy import HERE, Lazy, Move, Node, Rule, Source, Whole, gathered, total_bytes, union
 
 Array = jax.Array
 
@@ -75,6 +78,7 @@ class _Walk:
         self.program = flatten(jaxpr, consts)
         self.slots: dict[int, Any] = dict(zip(self.program.inputs, args, strict=True))
         self.done: set[int] = set()
+        self.shrunk: Array | None = None
 
     def run(self) -> list[Array]:
         index = 0
@@ -97,6 +101,8 @@ class _Walk:
             self.write(instruction, bind(instruction.eqn, values))
         elif self.is_param_only(instruction):
             self.defer(instruction)
+        elif self.slices_shard(instruction):
+            self.slice_shard(instruction)
         elif (handler := _HANDLERS.get(instruction.eqn.primitive.name)) is not None:
             self.write(instruction, handler(self, instruction.eqn, values))
         else:
@@ -115,7 +121,7 @@ class _Walk:
         if not isinstance(value, Lazy):
             return value
         self.note(value, f"where it is {why}")
-        return value.evaluate({s: self.rule.gather(s) for s in value.sources})
+        return Whole({s: self.rule.gather(s) for s in value.sources}).value(value)
 
     def is_param_only(self, instruction: Instruction) -> bool:
         name = instruction.eqn.primitive.name
@@ -125,26 +131,62 @@ class _Walk:
         return bool(slots) and all(isinstance(self.slots.get(ref), Lazy) for ref in slots)
 
     def defer(self, instruction: Instruction) -> None:
-        """Keep a param-only equation lazy: move its spec where that is possible, else postpone it."""
-        eqn = instruction.eqn
-        values = [self.read(ref) for ref in instruction.ins]
-        lazies = [v for v in values if isinstance(v, Lazy)]
-        if len(values) == 1 and lazies[0].compute is None:
-            source = lazies[0].sources[0]
-            stored, cotangent = move_spec(eqn, source.stored), move_spec(eqn, source.cotangent)
-            if stored is not None and cotangent is not None:
-                moved = Source(source.path, source.value, stored, cotangent, (*source.moves, eqn))
-                self.write(instruction, [Lazy((moved,))])
+        """Keep a param-only equation lazy: moved to the shard, reduced on the shard, or postponed to the units that use it."""
+        eqn, operands = instruction.eqn, tuple(self.read(ref) for ref in instruction.ins)
+        lazies = [o for o in operands if isinstance(o, Lazy)]
+        if len(lazies) == 1 and lazies[0].node is None:
+            here = operands.index(lazies[0])
+            if all(jnp.ndim(o) == 0 for o in operands if o is not lazies[0]) and self.move(instruction, operands, here):
                 return
+            if self.shrinks(eqn, lazies) and eqn.primitive.name in REDUCTIONS:  # the partitioner adds a psum
+                source = lazies[0].sources[0]
+                reduced = jax.checkpoint(lambda shard: bind(eqn, [dataclasses.replace(source, value=shard).moved()])[0])
+                self.write(instruction, [_computed(lazies, reduced(source.value))])
+                return
+        node = Node(eqn, operands)
+        results = [Lazy(union(lazies), node, i) for i in range(len(instruction.outs))]
+        if len(results) == 1 and self.shrinks(eqn, lazies):
+            # One unit at a time: each waits for the one before, since there is no data to wait for.
+            waits = [] if self.shrunk is None else [self.shrunk]
+            value = gathered(self.rule, lambda whole, _: whole.value(results[0]), results[0].sources, waits)
+            self.shrunk = value
+            results = [_computed(lazies, value)]
+        self.write(instruction, results)
 
-        def compute(whole: dict[Source, Array], position: int) -> Any:
-            return bind(eqn, [v.evaluate(whole) if isinstance(v, Lazy) else v for v in values])[position]
+    def move(self, instruction: Instruction, operands: tuple[Any, ...], here: int) -> bool:
+        """Append an equation to its one source's moves, if it acts shard by shard."""
+        eqn, source = instruction.eqn, operands[here].sources[0]
+        stored, cotangent = move_spec(eqn, source.stored, here), move_spec(eqn, source.cotangent, here)
+        if stored is None or cotangent is None or len(instruction.outs) != 1:
+            return False
+        marked = tuple(HERE if i == here else o for i, o in enumerate(operands))
+        moves = (*source.moves, Move(eqn, marked, stored, cotangent))
+        self.write(instruction, [Lazy((dataclasses.replace(source, moves=moves),))])
+        return True
 
-        sources = union(lazies)
-        self.write(
-            instruction,
-            [Lazy(sources, lambda whole, i=i: compute(whole, i)) for i in range(len(instruction.outs))],
-        )
+    def shrinks(self, eqn: jex.JaxprEqn, lazies: Sequence[Lazy]) -> bool:
+        """Tell whether a param-only result is so small, beside its sources, that it is better kept than computed again."""
+        if eqn.primitive.name not in REDUCTIONS and eqn.primitive.name != "dot_general":
+            return False
+        out: Any = eqn.outvars[0].aval
+        return 8 * out.size * out.dtype.itemsize <= total_bytes(union(lazies))
+
+    def slices_shard(self, instruction: Instruction) -> bool:
+        """Tell whether an equation takes a slice, at an index that is data, of dims that are not sharded."""
+        operand = instruction.ins[0] if instruction.eqn.primitive.name == "dynamic_slice" else None
+        lazy = self.slots.get(operand) if isinstance(operand, int) else None
+        if not isinstance(lazy, Lazy) or lazy.node is not None:
+            return False
+        source = lazy.sources[0]
+        return all(move_spec(instruction.eqn, spec) is not None for spec in (source.stored, source.cotangent))
+
+    def slice_shard(self, instruction: Instruction) -> None:
+        """Take a slice of a stacked parameter while it is sharded."""
+        lazy, *index = [self.read(ref) for ref in instruction.ins]
+        source = lazy.sources[0]
+        index = [self.gather_now(i, "an index") for i in index]
+        (value,) = bind(instruction.eqn, [source.moved(), *index])
+        self.write(instruction, [Lazy((Source(source.path, value, source.stored, source.cotangent),))])
 
     def group(self, first: int) -> list[int]:
         """Return the indices of the equations that share a unit with the use at `first`.
@@ -167,6 +209,8 @@ class _Walk:
                 self.done.add(index)
                 continue
             used = self.sources_of(instruction)
+            if self.slices_shard(instruction):
+                break
             if instruction.eqn.effects or (name not in LINEAR if after_product else name not in CHEAP | PRODUCTS):
                 break
             if used and total_bytes([*sources, *used]) > self.rule.budget_bytes:
@@ -191,14 +235,25 @@ class _Walk:
         data = [ref for ref in refs if ref not in lazies]
         keep = [out for out in inside if self.program.last_read.get(out, -1) > group[-1]]
 
-        def equations(whole: dict[Source, Array], values: Sequence[Any]) -> list[Any]:
-            env = {ref: z.evaluate(whole) for ref, z in lazies.items()} | dict(zip(data, values, strict=True))
+        def equations(whole: Whole, values: Sequence[Any]) -> list[Any]:
+            env = {ref: whole.value(z) for ref, z in lazies.items()} | dict(zip(data, values, strict=True))
             evaluate(instructions, env)
             return [env[out] for out in keep]
 
-        outs = gathered(self.rule, equations, union(list(lazies.values())), [self.slots[ref] for ref in data])
+        sources = union(list(lazies.values()))
+        if (size := total_bytes(sources)) > self.rule.region_bytes:
+            for z in lazies.values():
+                self.note(z, f"in one equation, {size} bytes at once")
+        outs = gathered(self.rule, equations, sources, [self.slots[ref] for ref in data])
         self.slots.update(zip(keep, outs, strict=True))
         self.done.update(group)
+
+
+def _computed(lazies: Sequence[Lazy], value: Array) -> Lazy:
+    """Return a small value that was computed from parameters as a source of its own."""
+    path = " and ".join(dict.fromkeys(s.path for s in union(lazies)))
+    whole: Spec = (None,) * value.ndim
+    return Lazy((Source(path, value, whole, whole),))
 
 
 def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -209,7 +264,7 @@ def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     carry = [walk.gather_now(v, "a scan's carry") for v in carry]
     sliced: list[Any] = []
     for v in xs:
-        if isinstance(v, Lazy) and (v.compute is not None or v.sources[0].stored[0] or v.sources[0].cotangent[0]):
+        if isinstance(v, Lazy) and (v.node is not None or v.sources[0].stored[0] or v.sources[0].cotangent[0]):
             v = walk.gather_now(v, "scanned over a dim that is sharded or computed")
         sliced.append(v)
 
@@ -240,48 +295,41 @@ def _cond(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     """Enter a cond. Each branch gathers what it uses."""
     index, *operands = values
     index = walk.gather_now(index, "a cond's predicate")
-    data = [v for v in operands if not isinstance(v, Lazy)]
-    lazies = [v for v in operands if isinstance(v, Lazy)]
-    sources = union(lazies)
-
-    def branch_of(closed: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
-        def branch(shards: list[Array], data: list[Any]) -> list[Any]:
-            held = {s: dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)}
-            rest = iter(data)
-            inner = [rebase(v, held) if isinstance(v, Lazy) else next(rest) for v in operands]
-            return _Walk(walk.rule, closed.jaxpr, closed.consts, inner).run()
-
-        return branch
-
-    return jax.lax.switch(index, [branch_of(b) for b in eqn.params["branches"]], [s.value for s in sources], data)
+    branches = [_entered(walk.rule, b.jaxpr, b.consts, operands) for b in eqn.params["branches"]]
+    return jax.lax.switch(index, branches, _data(operands))
 
 
 def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     """Enter a rematerialised region: gathered at its top if it is a layer, unit by unit if it is most of the model."""
     jaxpr, policy, prevent_cse = eqn.params["jaxpr"], eqn.params["policy"], eqn.params["prevent_cse"]
-    lazies = [v for v in values if isinstance(v, Lazy)]
-    data = [v for v in values if not isinstance(v, Lazy)]
-    sources = union(lazies)
+    sources = union([v for v in values if isinstance(v, Lazy)])
 
     def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.checkpoint(fn, policy=_never_gathered(policy), prevent_cse=prevent_cse)
 
-    if not walk.rule.remat or total_bytes(sources) <= walk.rule.region_bytes:
+    if walk.rule.remat and total_bytes(sources) > walk.rule.region_bytes:
+        return checkpoint(_entered(walk.rule, jaxpr, (), values))(_data(values))
 
-        def region(whole: dict[Source, Array], data: Sequence[Any]) -> list[Any]:
-            rest = iter(data)
-            inner = [v.evaluate(whole) if isinstance(v, Lazy) else next(rest) for v in values]
-            return _Walk(walk.rule, jaxpr, (), inner).run()
-
-        return gathered(walk.rule, region, sources, data, checkpoint)
-
-    def units(shards: list[Array], data: list[Any]) -> list[Any]:
-        held = {s: dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)}
+    def region(whole: Whole, data: Sequence[Any]) -> list[Any]:
         rest = iter(data)
-        inner = [rebase(v, held) if isinstance(v, Lazy) else next(rest) for v in values]
+        inner = [whole.value(v) if isinstance(v, Lazy) else next(rest) for v in values]
         return _Walk(walk.rule, jaxpr, (), inner).run()
 
-    return checkpoint(units)([s.value for s in sources], data)
+    return gathered(walk.rule, region, sources, _data(values), checkpoint)
+
+
+def _data(values: Sequence[Any]) -> list[Any]:
+    return [v for v in values if not isinstance(v, Lazy)]
+
+
+def _entered(rule: Rule, jaxpr: jex.Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+    """Return a function of the data among `operands` that interprets `jaxpr`; it closes over the lazy ones."""
+
+    def run(data: list[Any]) -> list[Any]:
+        rest = iter(data)
+        return _Walk(rule, jaxpr, consts, [v if isinstance(v, Lazy) else next(rest) for v in operands]).run()
+
+    return run
 
 
 def _never_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
