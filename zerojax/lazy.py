@@ -195,7 +195,7 @@ def gathered(
 
     def run(shards: list[Array], data: Sequence[Any]) -> Any:
         if rule.remat:
-            shards = _tie(shards, data)
+            shards = tie(shards, data)
         held = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
         return body(Whole({s: rule.gather(h) for s, h in zip(sources, held, strict=True)}), data)
 
@@ -215,7 +215,7 @@ def _wait_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[list
     return _wait(*primals), tangents[0]
 
 
-def _tie(shards: list[Array], data: Sequence[Any]) -> list[Array]:
+def tie(shards: list[Array], data: Sequence[Any]) -> list[Array]:
     """Make `shards` wait for `data`. Random keys are left out: the barrier takes plain arrays."""
     plain = [v for v in data if not jnp.issubdtype(v.dtype, jax.dtypes.extended)]
     return _wait(shards, plain) if plain else shards

@@ -17,8 +17,8 @@ What the interpreter knows:
 - a slice of a stacked parameter, at a fixed or computed index, is taken while it is sharded;
 - `jit` is inlined; `scan`, `cond` and rematerialised regions are entered, so a stack of layers `W[L, D_fsdp, F]` that is
   scanned is sliced while sharded and gathered layer by layer;
-- a rematerialised region (`jax.checkpoint`, `nnx.remat`, `nn.remat`) is a layer: its parameters are gathered once at its
-  top and again in its recomputation, unless it holds more than half of the model, when its equations are units instead;
+- a rematerialised region (`jax.checkpoint`, `nnx.remat`, `nn.remat`) is a layer: its parameters are gathered when its
+  input is there, and again in its recomputation, unless it holds more than half of the model: then its equations are units;
 - a custom derivative is one equation: its operands are gathered for it, its rule is kept;
 - neighbouring uses share one unit, hence one barrier and collectives that XLA can combine, while the unit gathers no
   more than `budget_bytes` and repeats no matrix product (`_Walk.group`);
@@ -35,7 +35,7 @@ import jax.numpy as jnp
 
 from zerojax.gather import Spec
 from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, REDUCTIONS, Instruction, bind, evaluate, flatten, move_spec, scan_arity
-from zerojax.lazy import HERE, Lazy, Move, Node, Rule, Source, Whole, gathered, total_bytes, union
+from zerojax.lazy import HERE, Lazy, Move, Node, Rule, Source, Whole, gathered, tie, total_bytes, union
 
 Array = jax.Array
 
@@ -78,7 +78,6 @@ class _Walk:
         self.program = flatten(jaxpr, consts)
         self.slots: dict[int, Any] = dict(zip(self.program.inputs, args, strict=True))
         self.done: set[int] = set()
-        self.shrunk: Array | None = None
 
     def run(self) -> list[Array]:
         index = 0
@@ -133,33 +132,24 @@ class _Walk:
     def defer(self, instruction: Instruction) -> None:
         """Keep a param-only equation lazy: moved to the shard, reduced on the shard, or postponed to the units that use it."""
         eqn, operands = instruction.eqn, tuple(self.read(ref) for ref in instruction.ins)
-        lazies = [o for o in operands if isinstance(o, Lazy)]
+        lazies = list(dict.fromkeys(o for o in operands if isinstance(o, Lazy)))
         if len(lazies) == 1 and lazies[0].node is None:
-            here = operands.index(lazies[0])
-            if all(jnp.ndim(o) == 0 for o in operands if o is not lazies[0]) and self.move(instruction, operands, here):
-                return
-            if self.shrinks(eqn, lazies) and eqn.primitive.name in REDUCTIONS:  # the partitioner adds a psum
-                source = lazies[0].sources[0]
-                reduced = jax.checkpoint(lambda shard: bind(eqn, [dataclasses.replace(source, value=shard).moved()])[0])
-                self.write(instruction, [_computed(lazies, reduced(source.value))])
+            others = [o for o in operands if o is not lazies[0]]
+            if all(jnp.ndim(o) == 0 for o in others) and self.move(instruction, operands, lazies[0]):
                 return
         node = Node(eqn, operands)
         results = [Lazy(union(lazies), node, i) for i in range(len(instruction.outs))]
         if len(results) == 1 and self.shrinks(eqn, lazies):
-            # One unit at a time: each waits for the one before, since there is no data to wait for.
-            waits = [] if self.shrunk is None else [self.shrunk]
-            value = gathered(self.rule, lambda whole, _: whole.value(results[0]), results[0].sources, waits)
-            self.shrunk = value
-            results = [_computed(lazies, value)]
+            results = [_reduced(results[0])]
         self.write(instruction, results)
 
-    def move(self, instruction: Instruction, operands: tuple[Any, ...], here: int) -> bool:
+    def move(self, instruction: Instruction, operands: tuple[Any, ...], lazy: Lazy) -> bool:
         """Append an equation to its one source's moves, if it acts shard by shard."""
-        eqn, source = instruction.eqn, operands[here].sources[0]
+        eqn, source, here = instruction.eqn, lazy.sources[0], operands.index(lazy)
         stored, cotangent = move_spec(eqn, source.stored, here), move_spec(eqn, source.cotangent, here)
         if stored is None or cotangent is None or len(instruction.outs) != 1:
             return False
-        marked = tuple(HERE if i == here else o for i, o in enumerate(operands))
+        marked = tuple(HERE if o is lazy else o for o in operands)
         moves = (*source.moves, Move(eqn, marked, stored, cotangent))
         self.write(instruction, [Lazy((dataclasses.replace(source, moves=moves),))])
         return True
@@ -249,9 +239,21 @@ class _Walk:
         self.done.update(group)
 
 
-def _computed(lazies: Sequence[Lazy], value: Array) -> Lazy:
-    """Return a small value that was computed from parameters as a source of its own."""
-    path = " and ".join(dict.fromkeys(s.path for s in union(lazies)))
+def _reduced(lazy: Lazy) -> Lazy:
+    """Compute a small value from shards, without a gather, and return it as a source of its own.
+
+    The equations mean the same on sharded arrays; the partitioner adds the psum. What they read is kept for backward, not
+    what they make on the way.
+    """
+    sources = lazy.sources
+
+    @jax.checkpoint
+    def reduce(shards: list[Array]) -> Array:
+        held = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
+        return Whole({s: h.moved() for s, h in zip(sources, held, strict=True)}).value(lazy)
+
+    value = reduce([s.value for s in sources])
+    path = " and ".join(dict.fromkeys(s.path for s in sources))
     whole: Spec = (None,) * value.ndim
     return Lazy((Source(path, value, whole, whole),))
 
@@ -300,7 +302,7 @@ def _cond(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
 
 
 def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
-    """Enter a rematerialised region: gathered at its top if it is a layer, unit by unit if it is most of the model."""
+    """Enter a rematerialised region: its gathers wait for its input; if it is most of the model, it is run unit by unit."""
     jaxpr, policy, prevent_cse = eqn.params["jaxpr"], eqn.params["policy"], eqn.params["prevent_cse"]
     sources = union([v for v in values if isinstance(v, Lazy)])
 
@@ -310,12 +312,21 @@ def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     if walk.rule.remat and total_bytes(sources) > walk.rule.region_bytes:
         return checkpoint(_entered(walk.rule, jaxpr, (), values))(_data(values))
 
-    def region(whole: Whole, data: Sequence[Any]) -> list[Any]:
-        rest = iter(data)
-        inner = [whole.value(v) if isinstance(v, Lazy) else next(rest) for v in values]
-        return _Walk(walk.rule, jaxpr, (), inner).run()
+    inside = dataclasses.replace(walk.rule, remat=False)  # the region itself is repeated in backward
 
-    return gathered(walk.rule, region, sources, _data(values), checkpoint)
+    def region(shards: list[Array], data: list[Any]) -> list[Any]:
+        shards = tie(shards, data) if walk.rule.remat else shards
+        held = {s: dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)}
+        postponed = union([v for v in values if isinstance(v, Lazy) and v.node is not None])
+        whole = Whole({s: walk.rule.gather(held[s]) for s in postponed})
+        rest = iter(data)
+        inner = [
+            next(rest) if not isinstance(v, Lazy) else Lazy((held[v.sources[0]],)) if v.node is None else whole.value(v)
+            for v in values
+        ]
+        return _Walk(inside, jaxpr, (), inner).run()
+
+    return checkpoint(region)([s.value for s in sources], _data(values))
 
 
 def _data(values: Sequence[Any]) -> list[Any]:
