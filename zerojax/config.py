@@ -8,6 +8,8 @@ import dataclasses
 import difflib
 from typing import Any, Literal
 
+import numpy as np
+
 from host_offload.tiers import TIERS
 from zerojax.precision import PRECISIONS, LossScaling
 from zerojax.stages import STAGES
@@ -88,8 +90,10 @@ class ZeroConfig:
     io: Literal["direct", "tensorstore"] = "direct"
     loss_scaling: LossScaling = dataclasses.field(default_factory=LossScaling)
 
-    def __new__(cls, **fields: Any) -> "ZeroConfig":
+    def __new__(cls, *values: Any, **fields: Any) -> "ZeroConfig":
         # A dataclass answers an unknown keyword with a TypeError that names no alternative.
+        if values:
+            raise ValueError(f"ZeroConfig takes its fields by name, such as stage={values[0]!r}")
         known = [f.name for f in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
@@ -109,11 +113,16 @@ class ZeroConfig:
     def _check_numbers(self) -> None:
         for name, least in (("num_microbatches", 1), ("prefetch_distance", 0), ("min_shard_bytes", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
                 raise ValueError(f"{name}={value!r}: an integer of at least {least} is needed")
+        if not isinstance(self.loss_scaling, LossScaling):
+            raise ValueError(f"loss_scaling={self.loss_scaling!r}: a zerojax.LossScaling is needed")
+        if self.swap_dir is not None and not isinstance(self.swap_dir, str):
+            raise ValueError(f"swap_dir={self.swap_dir!r}: a path is needed")
         if not isinstance(self.partition_activations, bool):
             raise ValueError(f"partition_activations={self.partition_activations!r}: True or False is needed")
-        if self.clip_norm is not None and not 0 < self.clip_norm < float("inf"):
+        clip = self.clip_norm
+        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < float("inf")):
             raise ValueError(f"clip_norm={self.clip_norm!r}: a positive finite number is needed, or None for no clipping")
 
     def _check_combinations(self) -> None:
@@ -132,7 +141,7 @@ class ZeroConfig:
         if self.reduce_dtype is not None and self.reduce_dtype not in (compute, "float32"):
             raise ValueError(
                 f"reduce_dtype={self.reduce_dtype!r} with precision={self.precision!r}: gradients are made in {compute}; "
-                f"choose {compute!r} or 'float32'"
+                f"choose {' or '.join(sorted({repr(compute), repr('float32')}))}"
             )
 
 

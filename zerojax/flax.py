@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -144,26 +145,43 @@ def _part(name: str, module: Modules, use: Callable[..., Any], args: Sequence[An
 
 
 class _Nnx:
-    """An NNX module: graph definition, parameters, random streams."""
+    """An NNX module: graph definition, parameters, random streams, and constant arrays (masks, tables)."""
 
     def __init__(self, name: str, make: Callable[[nnx.Rngs], nnx.Module]) -> None:
-        self.make = make
+        self.name, self.make = name, make
+        graphs = []
 
-        def made_now() -> nnx.Module:
-            made = make(nnx.Rngs(0))
-            if not isinstance(made, nnx.Module):
-                raise ValueError(f"{name} must be a function rngs -> nnx.Module, but it returned {type(made).__name__}")
-            return made
+        def parts() -> Any:
+            graph, *states = nnx.split(self._made(nnx.Rngs(0)), nnx.Param, nnx.RngState, ...)
+            graphs.append(graph)
+            return states
 
         with nnx.use_eager_sharding(False):
-            made = nnx.eval_shape(made_now)
-        self.graph, self.abstract, self.streams, rest = nnx.split(made, nnx.Param, nnx.RngState, ...)
-        if jax.tree.leaves(rest):
-            paths = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(rest)]
-            raise ValueError(f"{name} holds state other than parameters, which a step would not update: {', '.join(paths)}")
+            self.abstract, self.streams, rest = jax.eval_shape(parts)
+            self.graph = graphs[0]
+            state = [".".join(map(str, path)) for path, v in nnx.to_flat_state(rest) if isinstance(v, nnx.Variable)]
+            if state:
+                raise ValueError(f"{name} holds state other than parameters, which a step would not update: {', '.join(state)}")
+            # Only what is returned is computed, so the parameters are not made here.
+            self.constants = jax.tree.map(np.asarray, jax.jit(lambda: parts()[2])() if jax.tree.leaves(rest) else rest)
         self.stochastic = bool(jax.tree.leaves(self.streams))
         leaves = jax.tree.leaves(nnx.get_partition_spec(self.abstract), is_leaf=lambda s: isinstance(s, PartitionSpec))
         self.specs = jax.tree.unflatten(jax.tree.structure(nnx.to_pure_dict(self.abstract)), leaves)
+
+    def _made(self, rngs: nnx.Rngs) -> nnx.Module:
+        """Make the module. Arrays that it holds as plain attributes become constants, also when made while tracing."""
+        try:
+            made = self.make(rngs)
+        except TypeError as e:
+            raise ValueError(f"{self.name} must be a function rngs -> nnx.Module, but calling it failed: {e}") from e
+        if not isinstance(made, nnx.Module):
+            raise ValueError(f"{self.name} must be a function rngs -> nnx.Module, but it returned {type(made).__name__}")
+        for _, node in list(nnx.iter_graph(made)):
+            if isinstance(node, nnx.Module):
+                for attribute, value in list(vars(node).items()):
+                    if isinstance(value, jax.Array | np.ndarray):
+                        setattr(node, attribute, nnx.data(value))
+        return made
 
     def init(self, key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):
@@ -171,7 +189,7 @@ class _Nnx:
 
     def bind(self, params: Any, key: jax.Array | None) -> nnx.Module:
         state = jax.tree.unflatten(jax.tree.structure(self.abstract), jax.tree.leaves(params))
-        module = nnx.merge(self.graph, state, self._streams(key))
+        module = nnx.merge(self.graph, state, self._streams(key), jax.tree.map(jnp.asarray, self.constants))
         if key is None:
             module.eval()
         return module
@@ -180,13 +198,14 @@ class _Nnx:
         """Return the random streams reset: the i-th stream's key is a function of (key, i), its count is 0."""
         base = jax.random.key(0) if key is None else key
         leaves, treedef = jax.tree.flatten(self.streams)
-        fresh = [
-            jax.random.fold_in(base, i)
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else jnp.zeros(leaf.shape, leaf.dtype)
-            for i, leaf in enumerate(leaves)
-        ]
-        return jax.tree.unflatten(treedef, fresh)
+
+        def fresh(i: int, leaf: Any) -> jax.Array:
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return jnp.zeros(leaf.shape, leaf.dtype)
+            one = jax.random.fold_in(base, i)
+            return jax.random.split(one, leaf.shape) if leaf.shape else one  # layers stacked by nnx.vmap: a key each
+
+        return jax.tree.unflatten(treedef, [fresh(i, leaf) for i, leaf in enumerate(leaves)])
 
 
 class _Linen:

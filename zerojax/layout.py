@@ -147,6 +147,9 @@ def check_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> int:
       ValueError: no arrays, unequal batch sizes, or a batch that does not divide.
     """
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    odd = [f"{jax.tree_util.keystr(path)} is {type(leaf).__name__}" for path, leaf in leaves if not hasattr(leaf, "shape")]
+    if odd:
+        raise ValueError(f"a batch is a tree of arrays, but {', '.join(odd)}")
     sizes = {jax.tree_util.keystr(path) or "batch": leaf.shape[0] for path, leaf in leaves if len(leaf.shape)}
     if not sizes:
         raise ValueError("the batch holds no array with a batch dim")
@@ -154,7 +157,7 @@ def check_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> int:
         raise ValueError(f"dim 0 of every leaf of a batch is the batch, but they differ: {sizes}")
     size = next(iter(sizes.values()))
     shards = num_batch_shards(mesh)
-    if size % (shards * num_microbatches):
+    if not size or size % (shards * num_microbatches):
         axes = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in BATCH_AXES)
         least = shards * num_microbatches
         raise ValueError(

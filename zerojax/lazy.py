@@ -29,7 +29,7 @@ class Move:
 
     Attributes:
       eqn: the equation.
-      operands: its operands, HERE and scalar constants.
+      operands: its operands, HERE and scalars.
       stored: spec of the shard after it.
       cotangent: spec of the gradient after it.
     """

@@ -34,7 +34,7 @@ def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, devices: Sequen
     devices = list(jax.devices() if devices is None else devices)
     sizes = {DATA: data, FSDP: fsdp, TENSOR: tensor}
     for axis, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
             raise ValueError(f"{axis}={size!r}: a positive integer is needed, or -1 for the rest of the devices")
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
@@ -53,6 +53,8 @@ def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, devices: Sequen
 
 def check_mesh(mesh: Mesh) -> None:
     """Raise ValueError unless `mesh` has the axes that a train step needs, all of them automatic."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh from zerojax.make_mesh, got {type(mesh).__name__}")
     missing = [axis for axis in AXES if axis not in mesh.axis_names]
     if missing:
         raise ValueError(f"the mesh has axes {mesh.axis_names} and lacks {missing}: make it with zerojax.make_mesh")

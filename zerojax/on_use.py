@@ -78,6 +78,7 @@ class _Walk:
         self.program = flatten(jaxpr, consts)
         self.slots: dict[int, Any] = dict(zip(self.program.inputs, args, strict=True))
         self.done: set[int] = set()
+        self.constants: set[int] = set()  # slots that depend on nothing
 
     def run(self) -> list[Array]:
         index = 0
@@ -98,6 +99,8 @@ class _Walk:
         values = [self.read(ref) for ref in instruction.ins]
         if not any(isinstance(v, Lazy) for v in values):
             self.write(instruction, bind(instruction.eqn, values))
+            if all(not isinstance(ref, int) or ref in self.constants for ref in instruction.ins):
+                self.constants.update(instruction.outs)
         elif self.is_param_only(instruction):
             self.defer(instruction)
         elif self.slices_shard(instruction):
@@ -126,7 +129,7 @@ class _Walk:
         name = instruction.eqn.primitive.name
         if instruction.eqn.effects or (instruction.has_jaxpr and not name.startswith("custom_")):
             return False
-        slots = [ref for ref in instruction.ins if isinstance(ref, int)]
+        slots = [ref for ref in instruction.ins if isinstance(ref, int) and ref not in self.constants]
         return bool(slots) and all(isinstance(self.slots.get(ref), Lazy) for ref in slots)
 
     def defer(self, instruction: Instruction) -> None:
@@ -173,10 +176,7 @@ class _Walk:
     def slice_shard(self, instruction: Instruction) -> None:
         """Take a slice of a stacked parameter while it is sharded."""
         lazy, *index = [self.read(ref) for ref in instruction.ins]
-        source = lazy.sources[0]
-        index = [self.gather_now(i, "an index") for i in index]
-        (value,) = bind(instruction.eqn, [source.moved(), *index])
-        self.write(instruction, [Lazy((Source(source.path, value, source.stored, source.cotangent),))])
+        self.move(instruction, (lazy, *(self.gather_now(i, "an index") for i in index)), lazy)
 
     def group(self, first: int) -> list[int]:
         """Return the indices of the equations that share a unit with the use at `first`.

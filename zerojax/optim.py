@@ -50,20 +50,26 @@ def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any)
         raise ValueError(f"tx must be an optax.GradientTransformation, got {type(tx).__name__}")
     try:
         state = jax.eval_shape(tx.init, abstract_master)
-    except (TypeError, jax.errors.JAXTypeError) as e:
-        raise ValueError(f"the optimizer cannot be initialised as sharded arrays: {e}") from e
+    except Exception as e:  # the user's code: whatever it raises, the optimizer is at fault
+        raise ValueError(f"the optimizer cannot be initialised as sharded arrays: {e!r}") from e
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     try:
         updates, after = jax.eval_shape(
             lambda g, s, p, value: call_update(tx, g, s, p, value), abstract_master, state, abstract_master, scalar
         )
-    except (TypeError, jax.errors.JAXTypeError) as e:
+    except Exception as e:  # the user's code, as above
         raise ValueError(
             "the optimizer's update cannot run inside a sharded step, which offers (grads, state, params) and value=loss; "
-            f"choose one that needs no more: {e}"
+            f"choose one that needs no more: {e!r}"
         ) from e
     if jax.tree.structure(updates) != jax.tree.structure(abstract_master):
         raise ValueError("the optimizer changes the structure of the gradients; its updates must mirror the parameters")
+    shapes = zip(jax.tree_util.tree_flatten_with_path(abstract_master)[0], jax.tree.leaves(updates), strict=True)
+    wrong = [f"{jax.tree_util.keystr(path)}: {u.shape} for {p.shape}" for (path, p), u in shapes if u.shape != p.shape]
+    if wrong:
+        raise ValueError(f"the optimizer's updates must have the parameters' shapes, but {wrong}")
+    if jax.tree.structure(after) != jax.tree.structure(state):
+        raise ValueError("the optimizer's state changes structure when updated, so it cannot be donated")
     changed = [
         f"{jax.tree_util.keystr(path)}: {a.shape} {a.dtype} -> {b.shape} {b.dtype}"
         for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(after), strict=True)

@@ -117,12 +117,10 @@ def _broadcast_specs(given: Any, tree: Any) -> list[PartitionSpec]:
         return x is None or isinstance(x, PartitionSpec)
 
     try:
-        filled = jax.tree.map(
-            lambda s, sub: jax.tree.map(lambda _: PartitionSpec() if s is None else s, sub), given, tree, is_leaf=is_spec
-        )
+        filled = jax.tree.map(lambda s, sub: [s] * len(jax.tree.leaves(sub)), given, tree, is_leaf=is_spec)
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(f"specs must mirror the parameters, or be a prefix of their tree: {e}") from e
-    specs = jax.tree.leaves(filled, is_leaf=is_spec)
+    specs = [PartitionSpec() if s is None else s for s in jax.tree.leaves(filled, is_leaf=is_spec)]
     wrong = [s for s in specs if not is_spec(s)]
     if wrong:
         raise ValueError(f"specs holds {wrong[0]!r}: PartitionSpec or None is needed")
@@ -133,6 +131,9 @@ def check_given(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh
     """Raise ValueError unless a user's spec fits its leaf and the mesh."""
     if len(spec) > len(shape):
         raise ValueError(f"{path}: spec {spec} has {len(spec)} entries for shape {tuple(shape)}")
+    named = [name for entry in spec for name in axes_of(entry)]
+    if len(set(named)) < len(named):
+        raise ValueError(f"{path}: spec {spec} names an axis twice")
     for dim, entry in enumerate(spec):
         split = 1
         for name in axes_of(entry):

@@ -108,8 +108,10 @@ def checked(loss: Loss) -> Loss:
     def checked_loss(params: Any, batch: Any, key: Any) -> jax.Array:
         out = loss(params, batch, key)
         leaves = jax.tree.leaves(out)
-        if len(leaves) != 1 or not hasattr(leaves[0], "shape") or leaves[0] is not out:
+        if len(leaves) != 1 or leaves[0] is not out:
             raise ValueError(f"the loss must be one scalar, got {jax.tree.structure(out)}; return the mean loss alone")
+        if not hasattr(out, "shape"):
+            raise ValueError(f"the loss must be an array computed from the parameters, got {type(out).__name__} {out!r}")
         if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
             raise ValueError(f"the loss must be a floating scalar, got shape {out.shape} {out.dtype}; take its mean")
         return out
@@ -124,7 +126,7 @@ def build_init(
     precision, stage = PRECISIONS[layout.config.precision], STAGES[layout.config.stage]
 
     def init(key: jax.Array) -> TrainState:
-        master = jax.tree.map(lambda p: p.astype(jnp.float32), init_params(model, key))
+        master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), init_params(model, key))
         master = jax.lax.with_sharding_constraint(master, layout.param_shardings(stage.opt_state))
         return TrainState(
             step=jnp.int32(0),

@@ -144,8 +144,12 @@ class Program:
         Args:
           key: from `jax.random.key`; a legacy uint32 key will do.
         """
+        if not isinstance(key, jax.Array):
+            raise ValueError(f"init takes a random key, such as jax.random.key(0), got {key!r}")
         if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             key = jax.random.wrap_key_data(key)
+        if key.shape:
+            raise ValueError(f"init takes one random key, got an array of shape {key.shape}")
         with jax.set_mesh(self.mesh):
             return self._init(key)
 
@@ -161,8 +165,11 @@ class Program:
           The new state, and metrics as described in `zerojax.metrics.step_metrics`.
 
         Raises:
-          ValueError: the batch does not divide, or the loss is not a scalar; before anything runs.
+          ValueError: the state was donated before, the batch does not divide, or the loss is not a scalar; before anything
+            runs.
         """
+        if state.step.is_deleted():  # jax 0.10 on CPU crashes the process on some donated arguments
+            raise ValueError("this state was donated to an earlier step, and is gone: go on with the state that step returned")
         batch = self.shard_batch(batch)
         with jax.set_mesh(self.mesh):
             return self._step(state, batch)
@@ -181,14 +188,16 @@ class Program:
         """
         count = self.config.num_microbatches if num_microbatches is None else num_microbatches
         processes = len({d.process_index for d in self.mesh.devices.flat})
-        batch = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else jnp.asarray(leaf), batch)
+        batch = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, batch)
 
         def parts(leaf: Any) -> int:
             """Return how many processes hold a part of dim 0 each: 1 if the leaf is the whole batch already."""
             is_whole = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
             return 1 if is_whole or leaf.ndim == 0 else processes
 
-        def whole(leaf: Any) -> jax.ShapeDtypeStruct:
+        def whole(leaf: Any) -> Any:
+            if not hasattr(leaf, "shape"):
+                return leaf
             return jax.ShapeDtypeStruct((leaf.shape[0] * parts(leaf), *leaf.shape[1:]) if leaf.ndim else (), leaf.dtype)
 
         check_batch(jax.tree.map(whole, batch), self.mesh, count)

@@ -158,8 +158,9 @@ def test_tensor_parallel_program_moves_its_share(capfd, kind):
     np.testing.assert_allclose(c.stats.argument_size_in_bytes, c.report.argument_bytes, rtol=0.01)
 
 
-def test_hybrid_sharding_reduces_shards_across_replicas(capfd):
-    c = compile_step(capfd, "layered", {"data": 8}, stage=3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_hybrid_sharding_reduces_shards_across_replicas(capfd, kind):
+    c = compile_step(capfd, kind, {"data": 8}, stage=3)
     moved = c.elements()
     np.testing.assert_allclose(moved["all-gather"], 2, rtol=0.02)
     np.testing.assert_allclose(moved["reduce-scatter"], 1, rtol=0.02)

@@ -26,6 +26,10 @@ import zerojax as zj
         ({"activations": "drop"}, ["activations='drop'"]),
         ({"num_microbatches": 0}, ["num_microbatches=0"]),
         ({"clip_norm": -1.0}, ["clip_norm=-1.0"]),
+        ({"clip_norm": "1"}, ["clip_norm='1'"]),
+        ({"clip_norm": True}, ["clip_norm=True"]),
+        ({"loss_scaling": {"initial": 8}}, ["loss_scaling", "LossScaling"]),
+        ({"swap_dir": 3}, ["swap_dir=3"]),
         ({"clip_norm": float("nan")}, ["clip_norm=nan"]),
         ({"prefetch_distance": -1}, ["prefetch_distance=-1"]),
         ({"min_shard_bytes": 1.5}, ["min_shard_bytes=1.5"]),
@@ -97,6 +101,41 @@ def test_batch_that_does_not_divide():
     )
 
 
+def test_batch_that_is_empty_or_no_tree_of_arrays():
+    refused(["a batch of 0"], batch=toys.batches(1, 0)[0])
+    program = build()
+    state = program.init(jax.random.key(0))
+    for bad in ("hello", {"tokens": "hello"}):
+        with pytest.raises(ValueError, match="tree of arrays, but"):
+            program.step(state, bad)
+
+
+def test_state_that_was_donated():
+    program = build()
+    state, batch = program.init(jax.random.key(0)), toys.batches(1)[0]
+    after, _ = program.step(state, batch)
+    with pytest.raises(ValueError, match="donated to an earlier step"):
+        program.step(state, batch)
+    program.step(after, batch)
+
+
+def test_keys():
+    program = build()
+    with pytest.raises(ValueError, match=r"jax\.random\.key\(0\), got 0"):
+        program.init(0)
+    with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        program.init(jax.random.split(jax.random.key(0)))
+    legacy, typed = program.init(jax.random.PRNGKey(3)), program.init(jax.random.key(3))
+    toys.assert_trees_close(legacy.params, typed.params, atol=0)
+
+
+def test_mesh_and_positional_config():
+    with pytest.raises(ValueError, match="make_mesh, got NoneType"):
+        zj.build_train_step(toys.layered(), optax.adam(1e-3), zj.ZeroConfig(), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="by name, such as stage=3"):
+        zj.ZeroConfig(3)  # type: ignore[call-arg]
+
+
 def test_batch_with_unequal_leaves():
     batch = toys.batches(1)[0] | {"features": np.zeros((16, 7), np.float32)}
     refused(["differ", "'features'", "16", "32"], batch=batch)
@@ -119,6 +158,7 @@ def test_loss_that_is_not_a_scalar():
     batch = {"x": np.ones((8, 8), np.float32)}
     refused(["scalar", "(8, 8)", "mean"], model=model(lambda p, b, k: b["x"] @ p["w"]), batch=batch)
     refused(["one scalar"], model=model(lambda p, b, k: (jnp.sum(p["w"]), {})), batch=batch)
+    refused(["computed from the parameters", "1.0"], model=model(lambda p, b, k: 1.0), batch=batch)
     refused(["floating scalar", "int32"], model=model(lambda p, b, k: jnp.int32(3)), batch=batch)
     program = build(model=model(lambda p, b, k: b["x"] @ p["w"]))
     with pytest.raises(ValueError, match="scalar"):
@@ -146,6 +186,13 @@ def test_optimizers_that_a_sharded_step_cannot_run():
     refused(["changes shape", "(2,)", "(4,)"], tx=grows)
     drops = optax.GradientTransformation(lambda p: optax.EmptyState(), lambda g, s, p=None: (g["head"], s))
     refused(["structure"], tx=drops)
+    scalars = optax.GradientTransformation(
+        lambda p: optax.EmptyState(), lambda g, s, p=None: (jax.tree.map(lambda _: jnp.float32(0), g), s)
+    )
+    refused(["parameters' shapes", "() for (16,)"], tx=scalars)
+    unfolds = optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (g, (jnp.float32(1),)))
+    refused(["state changes structure"], tx=unfolds)
+    refused(["update cannot run", "AttributeError"], tx=optax.lookahead(optax.sgd(0.1), 5, 0.5))
 
 
 def test_block_that_changes_its_input():

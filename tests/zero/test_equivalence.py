@@ -16,7 +16,7 @@ STEPS, CLIP = 10, 0.5
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_step_equals_plain_program(kind, stage, mesh, num_microbatches):
+def test_step_equals_plain_program(capfd, kind, stage, mesh, num_microbatches):
     model = KINDS[kind](tensor="tensor" in mesh)
     config = zj.ZeroConfig(stage=stage, clip_norm=CLIP, num_microbatches=num_microbatches)
     program = zj.build_train_step(model, toys.optimizer(), config, zj.make_mesh(**MESHES[mesh]))
@@ -28,6 +28,7 @@ def test_step_equals_plain_program(kind, stage, mesh, num_microbatches):
     toys.assert_trees_close(program.params(state), expected, atol=1e-4)
     assert losses[-1] < losses[0]
     assert not program.gathered_early
+    assert "nvoluntary full rematerialization" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -272,6 +272,58 @@ class WithStatistics(nnx.Module):
         return self.norm(x)
 
 
+class WithTables(nnx.Module):
+    """Constant arrays as plain attributes: a table that the constructor traces, a numpy mask, and one in nnx.data."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+        self.table = jnp.sin(jnp.arange(8.0))
+        self.mask = np.arange(8.0) > 2
+        self.more = nnx.data({"scale": jnp.full((8,), 2.0)})
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.where(self.mask, self.dense(x) + self.table, 0.0) * self.more["scale"]
+
+
+class ScannedDropout(nnx.Module):
+    """Layers with random streams, stacked by nnx.vmap."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        @nnx.split_rngs(splits=4)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs: nnx.Rngs) -> nnx.Sequential:
+            return nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+
+        self.layers = make(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x: jax.Array, layer: nnx.Sequential) -> jax.Array:
+            return x + layer(x)
+
+        return run(x, self.layers)
+
+
+def test_nnx_constants_are_kept():
+    model = zj.from_flax(lambda rngs: WithTables(rngs=rngs), mse)
+    program = zj.build_train_step(model, optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    state = program.init(jax.random.key(0))
+    assert set(program.params(state)) == {"dense"}
+    module, batch = WithTables(rngs=nnx.Rngs(0)), regression(1)[0]
+    nnx.update(module, {"dense": jax.device_get(program.params(state))["dense"]})
+    _, metrics = program.step(state, batch)
+    np.testing.assert_allclose(float(metrics["loss"]), float(mse(module, batch)), rtol=1e-6)
+
+
+def test_nnx_scan_over_layers_with_dropout():
+    model = zj.from_flax(lambda rngs: ScannedDropout(rngs=rngs), mse)
+    program = zj.build_train_step(model, optax.sgd(0.0), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+    state, batch = program.init(jax.random.key(0)), regression(1)[0]
+    losses, state = toys.run(program, state, [batch, batch])
+    assert abs(losses[0] - losses[1]) > 1e-5
+    assert float(program.eval(state, batch)) == float(program.eval(state, batch))
+
+
 def test_what_from_flax_refuses():
     with pytest.raises(ValueError, match=r"norm\.mean.*|state other than parameters"):
         zj.from_flax(lambda rngs: WithStatistics(rngs=rngs), mse)
@@ -281,6 +333,8 @@ def test_what_from_flax_refuses():
         zj.from_flax(nn.Dense(8), mse)
     with pytest.raises(ValueError, match="batch_stats"):
         zj.from_flax(nn.BatchNorm(use_running_average=False), mse, example_batch=regression(1)[0])
+    with pytest.raises(ValueError, match="calling it failed"):
+        zj.from_flax(nnx.Linear, mse)
     with pytest.raises(ValueError, match="it got \\['embed'\\]"):
         zj.from_flax(embed=nn.Dense(8), loss=mse)
     with pytest.raises(ValueError, match="needs a loss"):

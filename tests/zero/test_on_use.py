@@ -135,6 +135,24 @@ def vmapped_experts(p, batch, key):
     return jnp.mean(jax.vmap(lambda w: jnp.tanh(batch["x"] @ w))(p["w"]) ** 2)
 
 
+def traced_index(p, batch, key):
+    x = jax.lax.fori_loop(0, 4, lambda i, x: x + jnp.tanh(x @ p["w"][i]), batch["x"])
+    return jnp.mean(x**2)
+
+
+def param_only_network(p, batch, key):
+    z = p["a"]
+    for _ in range(30):
+        z = z + jnp.tanh(z @ p["b"]) / 30
+    return jnp.mean((batch["x"] @ z) ** 2)
+
+
+def penalties(p, batch, key):
+    squares = sum(jnp.sum(jnp.square(w.astype(jnp.float32))) for w in p.values())
+    between = jnp.sum((p["a"] - p["b"]) ** 2)
+    return jnp.mean((batch["x"] @ p["a"]) ** 2) + 1e-2 * squares + 1e-2 * between + 1e-2 * optax.global_norm(p)
+
+
 def tied_twice(p, batch, key):
     return jnp.mean((jnp.tanh(batch["x"] @ p["a"]) @ p["a"].T) ** 2)
 
@@ -160,6 +178,9 @@ CASES = {
         (indexed_stack, stack(4)),
         (jitted_layers, dense),
         (vmapped_experts, stack(4)),
+        (traced_index, stack(4)),
+        (param_only_network, dense),
+        (penalties, dense),
         (tied_twice, dense),
         (lookup, dense),
     ]
@@ -234,6 +255,27 @@ def test_unknown_control_flow_is_gathered_before_and_reported():
     assert len(program.gathered_early) == 1
     assert "['a']" in program.gathered_early[0]
     assert "while" in program.gathered_early[0]
+
+
+def test_param_only_chains_are_traced_once():
+    """Thirty layers over parameters alone: their count doubled with each layer if operands were evaluated anew."""
+    program = build(param_only_network, dense)
+    data = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch())
+    assert program.lower(data).as_text().count("stablehlo.tanh") < 200
+
+
+def test_any_pytree_of_parameters():
+    def init(key):
+        return (None, jax.random.normal(key, (H, H)), {"s": 1.0, "none": None, "empty": {}})
+
+    def loss(p, batch, key):
+        return jnp.mean((batch["x"] @ p[1]) ** 2) * p[2]["s"]
+
+    program = build(loss, init)
+    state = program.init(jax.random.key(0))
+    expected = float(loss(jax.device_get(program.params(state)), batch(), None))
+    _, metrics = program.step(state, batch())
+    np.testing.assert_allclose(float(metrics["loss"]), expected, rtol=1e-6)
 
 
 def test_scan_over_a_sharded_layer_dim_is_reported():

@@ -91,6 +91,7 @@ def test_leaf_spec_is_always_valid(shape, base, first_dim):
         ({"w": P(None, "tensor")}, ["['w']", "dim 1", "(8, 7)", "divide by 2"]),
         ({"v": P()}, ["mirror"]),
         ({"w": "tensor"}, ["'tensor'"]),
+        ({"w": P("tensor", "tensor")}, ["['w']", "twice"]),
     ],
 )
 def test_given_specs_that_do_not_fit_are_refused(spec, words):
