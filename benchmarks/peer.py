@@ -155,7 +155,12 @@ def main() -> None:
             dist.all_reduce(loss)
         losses.append(loss.item() / ranks)
     if rank == 0:
-        print("RESULT " + json.dumps({"losses": losses, "seconds": seconds, "version": f"torch {torch.__version__}"}))
+        version = f"torch {torch.__version__}"
+        if options.mode.startswith("deepspeed"):
+            import deepspeed  # type: ignore[import-not-found]
+
+            version = f"DeepSpeed {deepspeed.__version__}"
+        print("RESULT " + json.dumps({"losses": losses, "seconds": seconds, "version": version}))
         sys.stdout.flush()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -171,6 +171,17 @@ def run_process(contender: Contender, folder: str, peer_python: str | None) -> d
     raise RuntimeError(f"{contender.name} printed no result:\n{(done.stdout + done.stderr)[-2000:]}")
 
 
+def cpu_name() -> str:
+    """Return the processor's name, or its architecture where that is not told."""
+    info = pathlib.Path("/proc/cpuinfo")
+    names = (
+        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
+    return names[0] if names else platform.machine()
+
+
 def table(p: Problem, ranks: int, rounds: list[dict[str, Any]], entries: list[Contender], command: str) -> tuple[str, bool]:
     """Return the report in Markdown, and whether the losses agree."""
     base = rounds[0][BASE]
@@ -181,7 +192,7 @@ def table(p: Problem, ranks: int, rounds: list[dict[str, Any]], entries: list[Co
         "",
         f"{p.layers} layers x {p.hidden}, {p.num_params / 1e6:.1f} M parameters, batch {p.batch} x {p.seq}, "
         f"vocabulary {p.vocab}.",
-        f"Hardware: {base['hardware']}, {os.cpu_count()} cores, {platform.machine()}. Versions: {', '.join(versions)}, "
+        f"Hardware: {base['hardware']}, {os.cpu_count()} cores of {cpu_name()}. Versions: {', '.join(versions)}, "
         f"Python {platform.python_version()}.",
         f"Command: `{command}`",
         "",
