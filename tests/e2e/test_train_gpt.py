@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -46,6 +47,28 @@ def test_train_gpt_runs_on_a_folder_of_text(tmp_path, arguments):
     assert "tokens/s" in lines[-1]
     assert "validation" in lines[-1]
     assert list((tmp_path / "log").glob("events.out.tfevents.*"))
+
+
+def test_train_gpt_joins_a_cluster(tmp_path):
+    """Two processes whose environment names a coordinator train one model, and the first alone prints and writes."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    sizes = ["--steps", "8", "--seq", "32", "--batch-size", "16", "--eval-every", "4", "--sample-bytes", "8", "--devices", "2"]
+    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--data", folder(tmp_path), *sizes]
+    workers = []
+    for me in range(2):
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
+        env |= {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(me)}
+        arguments = [*command, "--mesh", "data=2,fsdp=2", "--logdir", str(tmp_path / f"log{me}")]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        workers.append(subprocess.Popen(arguments, env=env, cwd=tmp_path, **pipes))
+    outputs = [worker.communicate(timeout=300) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], outputs
+    assert "4 x cpu, mesh {'data': 2, 'fsdp': 2" in outputs[0][0]
+    assert "validation" in outputs[0][0]
+    assert [line for line in outputs[1][0].splitlines() if not line.startswith("[Gloo]")] == []
+    assert not (tmp_path / "log1").exists()
 
 
 @pytest.mark.parametrize(
