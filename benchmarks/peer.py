@@ -1,6 +1,6 @@
-"""The peers: the same GPT in plain torch, FSDP2 and DeepSpeed, on CPU (gloo) or GPUs (NCCL). Run by step_time.py.
+"""The peers: the same GPT in plain torch, FSDP2 and DeepSpeed, on CPU (gloo) or GPUs (NCCL). Run by step_time.py, gpu_check.py.
 
-Needs torch, and deepspeed for its modes, in the environment that runs it; nothing of zerojax. Prints one JSON line.
+"fsdp2-offload" keeps FSDP2's parameters, gradients and optimizer state in host memory, and runs the optimizer there. Needs torch, and deepspeed for its modes, in the environment that runs it; nothing of zerojax. Prints one JSON line.
 """
 
 import argparse
@@ -90,13 +90,15 @@ def make_step(mode: str, p: Problem, model: GPT, device: torch.device) -> Any:
 
         return deepspeed_step
 
-    if mode == "fsdp2":
+    if mode.startswith("fsdp2"):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         kind: dict[str, Any] = {"mesh": init_device_mesh(device.type, (dist.get_world_size(),))}
         if half:
             kind["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        if mode == "fsdp2-offload":
+            kind["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         for block in model.blocks:
             fully_shard(block, **kind)
         fully_shard(model, **kind)
@@ -127,7 +129,8 @@ def make_step(mode: str, p: Problem, model: GPT, device: torch.device) -> Any:
 def main() -> None:
     """Run one contender and print its losses and step times."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mode", choices=["plain", "fsdp2", "deepspeed1", "deepspeed2", "deepspeed3"], required=True)
+    modes = ["plain", "fsdp2", "fsdp2-offload", "deepspeed1", "deepspeed2", "deepspeed3"]
+    parser.add_argument("--mode", choices=modes, required=True)
     add_arguments(parser)
     options = parser.parse_args()
     p = from_arguments(options)

@@ -1,5 +1,6 @@
 """Bytes between tiers: device memory, pinned host memory and disk. Mechanism only; what lives where is decided above."""
 
+from host_offload.schedule import Phase as Phase
 from host_offload.schedule import Schedule as Schedule
 from host_offload.schedule import build_schedule as build_schedule
 from host_offload.tiers import TIERS as TIERS

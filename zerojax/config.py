@@ -31,13 +31,11 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 _BUILT: dict[str, tuple[Any, ...]] = {
-    "params": ("device",),
-    "grads": ("device",),
-    "opt_state": ("device",),
-    "activations": ("save", "remat"),
+    "params": ("device", "pinned_host"),
+    "grads": ("device", "pinned_host"),
+    "opt_state": ("device", "pinned_host"),
+    "activations": ("save", "remat", "selective", "pinned_host"),
     "partition_activations": (False,),
-    "update": (None, "after_backward"),
-    "update_on": ("device",),
 }
 """What this version builds."""
 
@@ -50,19 +48,29 @@ class ZeroConfig:
       stage: what is sharded over the mesh axis `fsdp`: 0 nothing, 1 the optimizer state, 2 and the gradients,
         3 and the parameters.
       params: tier of the parameters. Off the device it needs a LayeredModel and stage 3.
-      grads: tier of the gradients.
+      grads: tier of the gradients, from backward to update. With update="in_backward" they are never stored.
       opt_state: tier of the optimizer state and the float32 master weights.
+      opt_state_device_fraction: fraction of the layers, rounded down, whose optimizer state and masters stay on the device
+        while the rest are in `opt_state`'s tier. Needs a LayeredModel and update_on="device".
       activations: what happens to a layer's residuals between forward and backward: "save" keeps what its derivative
-        needs, "remat" keeps the layer's input and recomputes, "selective" recomputes attention only, a tier's name
-        stores the layer's input there.
+        needs, "remat" keeps the layer's input and recomputes, "selective" recomputes attention's inner part only, a tier's
+        name stores the layer's input there and recomputes.
+      saved_names: values that the block marks by `jax.ad_checkpoint.checkpoint_name`, kept on the device besides.
+      offloaded_names: likewise, kept in pinned host memory.
       partition_activations: layer-boundary activations are also split over `tensor` (ZeRO-R, Pa).
       precision: dtype of compute and of gathers. Master weights and optimizer state stay float32; "fp16" scales its loss.
       reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype.
       num_microbatches: gradient accumulation steps inside the train step; divides each device's batch.
       clip_norm: largest global gradient norm, exact across shards. None: no clipping.
-      update: when a layer's optimizer runs. None: after_backward.
+      update: when a layer's optimizer runs. None: after_backward. "in_backward" runs it as soon as the layer's gradient is
+        there; after a gradient that is not finite it skips the layers that are left.
       update_on: where the optimizer runs when `opt_state` is off the device.
+      delayed_update: with update_on="host", the optimizer works on a step's gradients while the next step computes, whose
+        parameters are therefore one update old (ZeRO-Offload, section 5.2).
       prefetch_distance: layers fetched ahead of their use, by the tiers off the device. 0: none.
+      gather_ahead: at stage 3 the next layer of a LayeredModel is gathered while one computes, at the price of one more
+        gathered layer.
+      device_budget_bytes: most bytes that records in flight, gathered layers among them, may take on a device. None: no limit.
       min_shard_bytes: parameters of fewer float32 bytes stay replicated (ZeRO's persistence threshold).
       swap_dir: folder of the nvme tier.
       io: reader of the nvme tier.
@@ -76,7 +84,10 @@ class ZeroConfig:
     params: Tier = "device"
     grads: Tier = "device"
     opt_state: Tier = "device"
+    opt_state_device_fraction: float = 0.0
     activations: Activations = "save"
+    saved_names: tuple[str, ...] = ()
+    offloaded_names: tuple[str, ...] = ()
     partition_activations: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -84,7 +95,10 @@ class ZeroConfig:
     clip_norm: float | None = None
     update: Literal["after_backward", "in_backward"] | None = None
     update_on: Literal["device", "host"] = "device"
+    delayed_update: bool = False
     prefetch_distance: int = 1
+    gather_ahead: bool = False
+    device_budget_bytes: int | None = None
     min_shard_bytes: int = 0
     swap_dir: str | None = None
     io: Literal["direct", "tensorstore"] = "direct"
@@ -119,8 +133,20 @@ class ZeroConfig:
             raise ValueError(f"loss_scaling={self.loss_scaling!r}: a zerojax.LossScaling is needed")
         if self.swap_dir is not None and not isinstance(self.swap_dir, str):
             raise ValueError(f"swap_dir={self.swap_dir!r}: a path is needed")
-        if not isinstance(self.partition_activations, bool):
-            raise ValueError(f"partition_activations={self.partition_activations!r}: True or False is needed")
+        for name in ("partition_activations", "delayed_update", "gather_ahead"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: True or False is needed")
+        for name in ("saved_names", "offloaded_names"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
+                raise ValueError(f"{name}={value!r}: a tuple of names is needed, such as ('mlp_hidden',)")
+        budget, fraction = self.device_budget_bytes, self.opt_state_device_fraction
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < 1):
+            raise ValueError(f"device_budget_bytes={budget!r}: a positive integer is needed, or None for no limit")
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
+            raise ValueError(
+                f"opt_state_device_fraction={fraction!r}: a number from 0 to below 1 is needed; opt_state='device' keeps all"
+            )
         clip = self.clip_norm
         if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < float("inf")):
             raise ValueError(f"clip_norm={self.clip_norm!r}: a positive finite number is needed, or None for no clipping")
@@ -131,6 +157,24 @@ class ZeroConfig:
                 f"update='in_backward' with clip_norm={self.clip_norm}: the global norm is known only after the backward "
                 "pass; use update='after_backward', or clip_norm=None"
             )
+        if self.update == "in_backward" and self.precision == "fp16":
+            raise ValueError(
+                "update='in_backward' with precision='fp16': an overflow must skip the whole update, and is known only after the "
+                "backward pass; use precision='bf16', or update='after_backward'"
+            )
+        if self.delayed_update and (self.update_on != "host" or self.update == "in_backward"):
+            raise ValueError(
+                "delayed_update=True needs update_on='host' and update='after_backward': it is the host's update that is delayed"
+            )
+        if self.opt_state_device_fraction and (self.opt_state == "device" or self.update_on == "host"):
+            raise ValueError(
+                f"opt_state_device_fraction={self.opt_state_device_fraction} splits an opt_state that is off the device and "
+                f"updated on it; got opt_state={self.opt_state!r}, update_on={self.update_on!r}"
+            )
+        if both := sorted(set(self.saved_names) & set(self.offloaded_names)):
+            raise ValueError(f"saved_names and offloaded_names both hold {both}: a value is kept in one place")
+        if self.gather_ahead and self.stage != 3:
+            raise ValueError(f"gather_ahead=True needs stage=3, got stage={self.stage}: below it parameters are whole")
         if self.params != "device" and self.stage != 3:
             raise ValueError(f"params={self.params!r} needs stage=3, got stage={self.stage}: below it parameters are whole")
         if self.update_on == "host" and self.opt_state == "device":
@@ -143,6 +187,18 @@ class ZeroConfig:
                 f"reduce_dtype={self.reduce_dtype!r} with precision={self.precision!r}: gradients are made in {compute}; "
                 f"choose {' or '.join(sorted({repr(compute), repr('float32')}))}"
             )
+
+
+def streams(config: ZeroConfig) -> bool:
+    """Tell whether a LayeredModel runs as the streamed step: explicit loops over layers, each fetched and released."""
+    off_device = {config.params, config.grads, config.opt_state} != {"device"}
+    kept = config.activations not in ("save", "remat") or config.saved_names or config.offloaded_names
+    return bool(off_device or kept or config.update == "in_backward" or config.gather_ahead)
+
+
+def updates_by_parts(config: ZeroConfig) -> bool:
+    """Tell whether the optimizer is applied to a layer or a leaf at a time, and so must be elementwise."""
+    return {config.params, config.grads, config.opt_state} != {"device"} or config.update == "in_backward"
 
 
 def require_built(config: ZeroConfig) -> None:

@@ -103,11 +103,12 @@ def _computations(text: str) -> Iterator[tuple[bool, str, list[str]]]:
             lines.append(line)
 
 
-def collectives(text: str) -> list[Collective]:
+def collectives(text: str, unknown_trips: int | None = None) -> list[Collective]:
     """List the collectives of a program.
 
     Args:
       text: `compiled.as_text()`.
+      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step that is 1.
 
     Raises:
       ValueError: a loop that holds a collective has no known trip count.
@@ -125,8 +126,8 @@ def collectives(text: str) -> list[Collective]:
             if i.op == "while":
                 before, trips = len(found), _TRIPS.search(i.rest)
                 for computation in i.called:
-                    visit(computation, times * int(trips.group(1)) if trips else times)
-                if trips is None and len(found) > before:
+                    visit(computation, times * int(trips.group(1)) if trips else times * (unknown_trips or 1))
+                if trips is None and unknown_trips is None and len(found) > before:
                     raise ValueError(f"loop {i.result} holds collectives, and its trip count is not known")
             elif i.op in _CALLS:
                 for computation in i.called:
@@ -146,15 +147,16 @@ def _collective(kind: str, i: _Instruction, results: dict[str, str], times: int,
     return Collective(kind, widest[0], sum(n for _, n in counted), times, computation)
 
 
-def collective_bytes(text: str, least_bytes: int = 0) -> dict[str, int]:
+def collective_bytes(text: str, least_bytes: int = 0, unknown_trips: int | None = None) -> dict[str, int]:
     """Return the bytes of whole operands by collective, over a step.
 
     Args:
       text: `compiled.as_text()`.
       least_bytes: smaller collectives (the norm's scalar) are left out.
+      unknown_trips: as for `collectives`.
     """
     total: dict[str, int] = {}
-    for c in collectives(text):
+    for c in collectives(text, unknown_trips):
         if c.num_bytes >= least_bytes:
             total[c.op] = total.get(c.op, 0) + c.num_bytes * c.times
     return total

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from host_offload.tiers import memory_kind
 from zerojax.config import ZeroConfig
+from zerojax.elementwise import owners
 from zerojax.gather import Spec
 from zerojax.mesh import BATCH_AXES, FSDP, num_batch_shards
 from zerojax.model import BLOCKS, LayeredModel, Model, check_floating, init_layered, layered_specs
@@ -21,7 +22,7 @@ from zerojax.optim import init_opt_state_shape, opt_state_specs, stored_spec
 from zerojax.partition import LeafSpec, Replicated, param_specs, replicated_leaves
 from zerojax.precision import PRECISIONS, LossScale
 from zerojax.stages import STAGES
-from zerojax.state import TrainState
+from zerojax.state import Split, TrainState
 
 logger = logging.getLogger("zerojax")
 
@@ -38,6 +39,8 @@ class Layout:
       abstract_state: TrainState of ShapeDtypeStruct, with shardings.
       shardings: TrainState of NamedSharding.
       replicated: leaves that the ZeRO axis does not split.
+      num_layers: of a LayeredModel, else None.
+      device_layers: layers of a LayeredModel whose optimizer state stays on the device while `opt_state` is off it.
     """
 
     mesh: Mesh
@@ -47,22 +50,58 @@ class Layout:
     abstract_state: TrainState
     shardings: TrainState
     replicated: tuple[Replicated, ...]
+    num_layers: int | None = None
+    device_layers: int = 0
 
     def param_shardings(self, sharded: bool) -> Any:
-        """Return the parameters' shardings, split over the ZeRO axis or not."""
-        return _param_shardings(self.abstract_params, self.specs, self.mesh, sharded)
+        """Return the parameters' shardings on the device, split over the ZeRO axis or not."""
+        return _param_shardings(self.abstract_params, self.specs, self.mesh, sharded, "device")
 
 
-def _param_shardings(params: Any, specs: dict[str, LeafSpec], mesh: Mesh, sharded: bool) -> Any:
+def _param_shardings(params: Any, specs: dict[str, LeafSpec], mesh: Mesh, sharded: bool, tier: str) -> Any:
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: named(mesh, stored_spec(specs[jax.tree_util.keystr(path)], sharded)), params
+        lambda path, _: named(mesh, stored_spec(specs[jax.tree_util.keystr(path)], sharded), tier), params
     )
 
 
+def _split(tree: Any, is_stacked: Any, layers: int, num_layers: int, mesh: Mesh) -> Any:
+    """Return a tree of stacked leaves in host memory with their first `layers` layers on the device.
+
+    Args:
+      tree: of ShapeDtypeStruct with shardings.
+      is_stacked: tree of bool of its structure.
+      layers: k.
+      num_layers: L.
+      mesh: the device mesh.
+    """
+
+    def split(leaf: jax.ShapeDtypeStruct, stacked: bool) -> Any:
+        if not stacked:
+            return leaf
+        rest = leaf.shape[1:]
+        on_device = named(mesh, leaf.sharding.spec)
+        return Split(
+            jax.ShapeDtypeStruct((layers, *rest), leaf.dtype, sharding=on_device),  # pyright: ignore[reportArgumentType]
+            jax.ShapeDtypeStruct((num_layers - layers, *rest), leaf.dtype, sharding=leaf.sharding),  # pyright: ignore[reportArgumentType]
+        )
+
+    return jax.tree.map(split, tree, is_stacked)
+
+
 def named(mesh: Mesh, spec: Spec | PartitionSpec, tier: str = "device") -> NamedSharding:
-    """Return the sharding of an array of `tier`."""
-    kind = memory_kind(tier)
-    return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=None if kind == "device" else kind)
+    """Return the sharding of an array of `tier` that a program takes or returns.
+
+    A mesh of GPUs that are not there knows no memory kinds; its abstract mesh does.
+    """
+    if tier == "device":
+        return NamedSharding(mesh, PartitionSpec(*spec))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory_kind(tier))
+    return sharding if sharding.memory_kind else place(mesh, spec, tier)
+
+
+def place(mesh: Mesh, spec: Spec | PartitionSpec, tier: str) -> NamedSharding:
+    """Return the sharding to which `jax.device_put` moves an array inside a traced program: its memory kind is explicit."""
+    return NamedSharding(mesh.abstract_mesh, PartitionSpec(*spec), memory_kind=memory_kind(tier))
 
 
 def init_params(model: Model | LayeredModel, key: jax.Array) -> Any:
@@ -104,19 +143,39 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     shardings = state_of(
         scalar,
         scalar,
-        _param_shardings(made, specs, mesh, stage.params),
-        _param_shardings(made, specs, mesh, stage.opt_state),
+        _param_shardings(made, specs, mesh, stage.params, config.params),
+        _param_shardings(made, specs, mesh, stage.opt_state, config.opt_state),
         jax.tree.map(
-            lambda s: named(mesh, stored_spec(s, stage.opt_state)), opt_specs, is_leaf=lambda s: isinstance(s, LeafSpec)
+            lambda s, a: named(mesh, stored_spec(s, stage.opt_state), config.opt_state if a.shape else "device"),
+            opt_specs, opt_state, is_leaf=lambda s: isinstance(s, LeafSpec),
         ),
         scalar,
-    )
+    )  # fmt: skip
     f32, i32 = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     shapes = state_of(f32, abstract_key, compute, master, opt_state, i32)
     abstract_state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    device_layers = int(config.opt_state_device_fraction * model.num_layers) if isinstance(model, LayeredModel) else 0
+    if device_layers:
+        abstract_state = _split_opt_state(abstract_state, made, device_layers, mesh)
+        shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     replicated = tuple(replicated_leaves(made, specs)) if stage.opt_state else ()
     _report(replicated, mesh)
-    return Layout(mesh, config, specs, master, abstract_state, shardings, replicated)
+    num_layers = model.num_layers if isinstance(model, LayeredModel) else None
+    return Layout(mesh, config, specs, master, abstract_state, shardings, replicated, num_layers, device_layers)
+
+
+def _split_opt_state(state: TrainState, params: Any, layers: int, mesh: Mesh) -> TrainState:
+    """Keep the optimizer state and masters of the first `layers` layers on the device."""
+    num_layers = jax.tree.leaves(params[BLOCKS])[0].shape[0]
+    blocks = [path[0] == jax.tree_util.DictKey(BLOCKS) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    owned = [owner is not None and blocks[owner] for owner in owners(state.opt_state, params)]
+    opt_state = _split(
+        state.opt_state, jax.tree.unflatten(jax.tree.structure(state.opt_state), owned), layers, num_layers, mesh
+    )
+    master = state.master
+    if master is not None:
+        master = _split(master, jax.tree.unflatten(jax.tree.structure(params), blocks), layers, num_layers, mesh)
+    return dataclasses.replace(state, opt_state=opt_state, master=master)
 
 
 def _report(replicated: tuple[Replicated, ...], mesh: Mesh) -> None:

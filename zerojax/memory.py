@@ -10,28 +10,37 @@ ZeRO (arXiv:1910.02054, section 5) counts, for P parameters over N shards in mix
 and ZeRO-Infinity (arXiv:2104.07857, section 3) 20 bytes a parameter, because it also keeps float32 gradients. So the bytes of a
 parameter follow from the precision and from the dtype in which gradients rest, never from a constant: `StateBytes`.
 
-`program_memory` counts the same per leaf, with the specs that were chosen: leaves that do not divide, tensor parallelism and
-any optimizer's state are exact. Its `argument_bytes` are what a compiled step takes as arguments.
+`program_memory` counts the same per leaf, with the specs and tiers that were chosen: leaves that do not divide, tensor
+parallelism and any optimizer's state are exact. Its `argument_bytes` are what a compiled step takes as arguments on the device,
+its `host_argument_bytes` those in pinned host memory. Of a streamed step it counts what the schedule moves:
+
+    in flight    the most that a tick of `Schedule.in_flight` holds, over all phases
+    host link    every fetch, read and write of every phase, once; unstacked leaves once a step
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from host_offload.tiers import TIERS
+from host_offload.schedule import Schedule
+from zerojax.born import is_away
 from zerojax.gather import without_axis
 from zerojax.layout import Layout
 from zerojax.mesh import DATA, FSDP, num_batch_shards
 from zerojax.model import BLOCKS, LayeredModel, Model
 from zerojax.optim import stored_spec
 from zerojax.partition import local_elements
+from zerojax.parts import Parts
 from zerojax.precision import PRECISIONS
+from zerojax.records import Record
 from zerojax.stages import STAGES
+from zerojax.streaming import StreamedStep, layer_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,84 +149,299 @@ def transformer_activation_bytes(
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one step on each device.
+    """Bytes of one step on each device, and in host memory for it.
 
     Attributes:
-      tiers: {tier: {kind: bytes}}. Kinds "params", "master", "opt_state", "batch" and "scalars" are arguments of the step;
-        "grads", "gathered" (the largest layer or leaf held whole) and "activations" (residuals between forward and
-        backward) live while it runs.
+      tiers: {tier: {kind: bytes}}. Kinds "params", "master", "opt_state", "batch" and "scalars" (with the schedule's arrays, of
+        which XLA may drop some) are arguments of the step. While it runs there are also
+
+          - "grads": between backward and update.
+          - "activations": between forward and backward; of a streamed step, those of all microbatches.
+          - "gathered": the largest layer or leaf held whole; two layers with gather_ahead.
+          - "in_flight": other records on their way between tiers, and a layer's gradient before it is stored, in the tick that
+            holds the most. With "gathered" it is the peak of the schedule.
+
+        Gradients and activations of a streamed step in "pinned_host" are arguments too.
       collectives: bytes that each device sends, by collective.
+      host_link: bytes that cross each device's link to the host in a step: "to_device" and "to_host".
       num_params: P, tensor-parallel shards counted once.
     """
 
     tiers: Mapping[str, Mapping[str, int]]
     collectives: Mapping[str, int]
+    host_link: Mapping[str, int]
     num_params: int
 
     @property
     def argument_bytes(self) -> int:
         """Bytes that a compiled step takes as device arguments."""
-        return sum(self.tiers["device"][kind] for kind in ("params", "master", "opt_state", "batch", "scalars"))
+        return sum(self.tiers["device"][kind] for kind in (*_STATE, "batch", "scalars"))
+
+    @property
+    def host_argument_bytes(self) -> int:
+        """Bytes that a compiled step takes as arguments in pinned host memory."""
+        return sum(self.tiers["pinned_host"].values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of every kind on the device. What a layer needs to compute, beside what is kept of it, is not part of it."""
+        return sum(self.tiers["device"].values())
 
     @property
     def model_state_bytes(self) -> int:
         """Bytes of model states in every tier: parameters, gradients, master weights, optimizer state."""
-        return sum(t.get(kind, 0) for t in self.tiers.values() for kind in ("params", "grads", "master", "opt_state"))
+        return sum(t.get(kind, 0) for t in self.tiers.values() for kind in (*_STATE, "grads"))
 
     def __str__(self) -> str:
         rows = [f"{self.num_params:,} parameters; bytes on each device"]
         for tier, kinds in self.tiers.items():
-            rows += [f"  {tier:<12} {kind:<12} {n:>20,}" for kind, n in kinds.items()]
+            rows += [f"  {tier:<12} {kind:<12} {n:>20,}" for kind, n in kinds.items() if n]
         rows += [f"  {'sent a step':<12} {name:<14} {n:>18,}" for name, n in self.collectives.items() if n]
+        rows += [f"  {'host link':<12} {name:<14} {n:>18,}" for name, n in self.host_link.items() if n]
         return "\n".join(rows)
 
 
-def program_memory(layout: Layout, loss: Any, abstract_batch: Any, model: Model | LayeredModel) -> MemoryReport:
-    """Count the bytes of a step, leaf by leaf. `loss` is the plain loss, which is traced for its residuals."""
-    config, mesh = layout.config, layout.mesh
-    stage, precision = STAGES[config.stage], PRECISIONS[config.precision]
-    itemsize = jnp.dtype(precision.compute_dtype).itemsize
-    state = layout.abstract_state
-    leaves = {jax.tree_util.keystr(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]}
+_STATE = ("params", "master", "opt_state")
 
-    def elements(sharded: bool) -> int:
-        return sum(local_elements(leaf.shape, stored_spec(layout.specs[path], sharded), mesh) for path, leaf in leaves.items())
 
-    layers = model.num_layers if isinstance(model, LayeredModel) else 1
-    whole: dict[str, int] = {}
-    for path, leaf in leaves.items():
-        block = isinstance(model, LayeredModel) and path.startswith(f"['{BLOCKS}']")
-        size = local_elements(leaf.shape, without_axis(layout.specs[path].sharded, FSDP), mesh) * itemsize
-        unit = path.split("]")[0] if isinstance(model, LayeredModel) else path
-        whole[unit] = whole.get(unit, 0) + (size // layers if block else size)
-    kinds = {
-        "params": _held(state.params),
-        "master": _held(state.master),
-        "opt_state": _held(state.opt_state),
-        "batch": _held(abstract_batch),
-        "scalars": _held((state.step, state.skipped, state.key, state.loss_scale)),
-        "grads": elements(stage.opt_state) * (itemsize if config.num_microbatches == 1 else 4),
-        "gathered": max(whole.values()) if stage.params and mesh.shape[FSDP] > 1 else 0,
-        "activations": _residual_bytes(layout, loss, abstract_batch),
+def program_memory(
+    layout: Layout,
+    loss: Any,
+    abstract_batch: Any,
+    model: Model | LayeredModel,
+    *,
+    streamed: StreamedStep | None = None,
+    parts: Parts | None = None,
+) -> MemoryReport:
+    """Count the bytes of a step, leaf by leaf.
+
+    Args:
+      layout: of the program.
+      loss: the plain loss, which is traced for its residuals unless the step is streamed.
+      abstract_batch: tree of ShapeDtypeStruct with shardings.
+      model: of the program.
+      streamed: the streamed step, where the program runs one.
+      parts: how the optimizer is applied, where it is by parts.
+    """
+    state, leaves = layout.abstract_state, _leaves(layout)
+    small = _held((state.step, state.skipped, state.key, state.loss_scale))["device"]
+    if streamed is not None:
+        running = _streamed_bytes(layout, streamed, abstract_batch)
+        small += 4 + 4 * sum(a.size for arrays in streamed.schedule.arrays().values() for a in arrays.values())
+    else:
+        running = _resident_bytes(layout, loss, abstract_batch, model, parts)
+        small += 0 if parts is None else 4
+    kinds = {"params": _held(state.params), "master": _held(state.master), "opt_state": _held(state.opt_state)}
+    device = {kind: held["device"] for kind, held in kinds.items()} | {
+        "batch": _held(abstract_batch)["device"],
+        "scalars": small,
     }
+    host = {kind: held["pinned_host"] for kind, held in kinds.items()}
     return MemoryReport(
-        tiers={tier: kinds if tier == "device" else {} for tier in TIERS},
-        collectives=_collectives(layout, leaves, itemsize),
+        tiers={"device": device | running.device, "pinned_host": host | running.host, "nvme": {}},
+        collectives=_collectives(layout, leaves, streamed is not None),
+        host_link=running.link,
         num_params=sum(math.prod(leaf.shape) for leaf in leaves.values()),
     )
 
 
-def _held(tree: Any) -> int:
-    """Return the bytes of one device's part of a tree of ShapeDtypeStruct with shardings."""
-    total = 0
+@dataclasses.dataclass(frozen=True)
+class _Running:
+    """Bytes beside the arguments, while a step runs: by kind on the device and on the host, and over the link."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    link: dict[str, int]
+
+
+def _leaves(layout: Layout) -> dict[str, Any]:
+    """Return the abstract float32 parameters by path."""
+    return {jax.tree_util.keystr(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]}
+
+
+def _itemsize(layout: Layout) -> int:
+    return jnp.dtype(PRECISIONS[layout.config.precision].compute_dtype).itemsize
+
+
+def _grad_itemsize(layout: Layout) -> int:
+    """Return the bytes of an element of a gradient at rest: microbatches are summed in float32."""
+    return _itemsize(layout) if layout.config.num_microbatches == 1 else 4
+
+
+def _grad_elements(layout: Layout, blocks: bool | None = None) -> int:
+    """Return the elements of the gradients on one device: of all leaves, of the stacked layers, or of the other leaves."""
+    sharded = STAGES[layout.config.stage].opt_state
+    return sum(
+        local_elements(leaf.shape, stored_spec(layout.specs[path], sharded), layout.mesh)
+        for path, leaf in _leaves(layout).items()
+        if blocks is None or path.startswith(f"['{BLOCKS}']") == blocks
+    )
+
+
+def _gathered_bytes(layout: Layout, num_layers: int | None, layers: int = 1, fetched: bool = False) -> int:
+    """Return the bytes of the largest unit held whole beside its shards.
+
+    Args:
+      layout: of the program.
+      num_layers: None for a Model, whose units are its leaves; else they are the embedding, the head and `layers` layers.
+      layers: layers held at once.
+      fetched: parameters come from another tier, so that a layer takes its bytes even where nothing is split.
+    """
+    if not STAGES[layout.config.stage].params or (layout.mesh.shape[FSDP] == 1 and not fetched):
+        return 0
+    whole: dict[str, int] = {}
+    for path, leaf in _leaves(layout).items():
+        size = local_elements(leaf.shape, without_axis(layout.specs[path].sharded, FSDP), layout.mesh) * _itemsize(layout)
+        unit = path if num_layers is None else path.split("]")[0]
+        if num_layers is not None and path.startswith(f"['{BLOCKS}']"):
+            size = size // num_layers * layers
+        whole[unit] = whole.get(unit, 0) + size
+    return max(whole.values())
+
+
+def _resident_bytes(
+    layout: Layout, loss: Any, abstract_batch: Any, model: Model | LayeredModel, parts: Parts | None
+) -> _Running:
+    num_layers = model.num_layers if isinstance(model, LayeredModel) else None
+    updates = [] if parts is None else [_update_of_leaf(parts, i) for i in parts.ends]
+    device = {
+        "grads": _grad_elements(layout) * _grad_itemsize(layout),
+        "gathered": _gathered_bytes(layout, num_layers),
+        "activations": _residual_bytes(layout, loss, abstract_batch),
+        "in_flight": max((u["to_device"] + u["to_host"] for u in updates), default=0),
+    }
+    return _Running(device, {"grads": 0, "activations": 0}, _sum(updates))
+
+
+# --- the streamed step -----------------------------------------------------------------------------------------------------
+
+
+def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> _Running:
+    config, parts = layout.config, streamed.parts
+    num_layers = streamed.model.num_layers
+    records, shapes = _kept(layout, streamed, abstract_batch)
+    kept = {"device": 0, "pinned_host": 0}
+    for record, a in zip(records, shapes, strict=True):
+        kept[record.tier] += _record_bytes(record, a.shape, a.dtype)
+
+    shard = _grad_elements(layout, blocks=True) // num_layers * _grad_itemsize(layout)
+    ends = _grad_elements(layout, blocks=False) * _grad_itemsize(layout)
+    stored = 0 if config.update == "in_backward" else shard * num_layers
+    grads = {"device": 0, "pinned_host": 0, config.grads: stored}
+    size = layer_bytes(layout, parts) | {"activations": kept["pinned_host"]}
+
+    # What is not stacked: loaded once, and updated after all layers, one leaf at a time.
+    loaded = sum(
+        _record_bytes(streamed.params[i], streamed.abstract[i].shape, streamed.abstract[i].dtype)
+        for i in streamed.ends
+        if streamed.params_away
+    )
+    updates = [] if parts is None else [_update_of_leaf(parts, i) for i in parts.ends]
+    gathered = _gathered_bytes(layout, num_layers, 1 + config.gather_ahead, streamed.params_away)
+    if not gathered:
+        size["gathered"] = 0
+    peaks = {
+        "forward": _peak(streamed.schedule, size, "forward"),
+        "backward": _peak(streamed.schedule, size | {"grads": size["grads"] + shard}, "backward"),
+        "leaf": max((u["to_device"] + u["to_host"] for u in updates), default=0),
+    }
+    if config.update != "in_backward":
+        peaks["update"] = _peak(streamed.schedule, size | {"grads": shard}, "update")
+    device = {
+        "grads": grads["device"] + ends,
+        "gathered": gathered,
+        "activations": kept["device"] * num_layers,
+        "in_flight": loaded + max(0, max(peaks.values()) - gathered),
+    }
+    host = {"grads": grads["pinned_host"], "activations": kept["pinned_host"] * num_layers}
+    moved = _schedule_link(streamed.schedule, size | {"grads": shard})
+    return _Running(device, host, _sum([moved, {"to_device": loaded, "to_host": 0}, *updates]))
+
+
+def _kept(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> tuple[Sequence[Record], Sequence[Any]]:
+    """Return how forward keeps each array of a layer, and its shape."""
+
+    def first(params: Any, batch: Any) -> Any:
+        batch, keys = streamed.split(batch, jax.random.key(0) if streamed.model.stochastic else None)
+        ends = {name: tree for name, tree in params.items() if name != BLOCKS}
+        return streamed.each(lambda b, k: streamed.embed(ends, b, k), batch, keys), keys
+
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), layout.abstract_state.params)
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
+    kept = streamed.plan(*jax.eval_shape(first, params, batch))
+    return kept.records, kept.shapes
+
+
+def _record_bytes(record: Record, shape: Sequence[int], dtype: Any) -> int:
+    """Return the bytes of one device's part of a record. What XLA may split as it likes counts as whole."""
+    spec = tuple(None if axes is PartitionSpec.UNCONSTRAINED else axes for axes in record.spec)
+    return local_elements(shape, spec, record.mesh) * jnp.dtype(dtype).itemsize
+
+
+def _update_of_leaf(parts: Parts, index: int) -> dict[str, int]:
+    """Return the bytes that the update of an unstacked leaf moves over the link: its state, and its parameters."""
+    weights = jax.tree.leaves(parts.layout.abstract_params)[index]
+    master = parts.layout.abstract_state.master is not None
+    opt = jax.tree.leaves(parts.update.opt_state)
+    moved = {"to_device": 0, "to_host": 0}
+
+    def add(record: Record, leaf: Any, dtype: Any, read: bool = True) -> None:
+        size = _record_bytes(record, leaf.shape, dtype) if record.is_away else 0
+        moved["to_device"] += size if read else 0
+        moved["to_host"] += size
+
+    add(parts.params[index], weights, parts.dtypes[index], read=not master)
+    if master:
+        add(parts.master[index], weights, jnp.float32)
+    for j in parts.update.states_of((index,)):
+        add(parts.opt_record(j), opt[j], opt[j].dtype)
+    return moved
+
+
+def _peak(schedule: Schedule, size: Mapping[str, int], phase: str) -> int:
+    """Return the most bytes in flight in a tick of a phase, with other sizes than the schedule was built with."""
+    return int(dataclasses.replace(schedule, record_bytes=size).in_flight()[phase].max())
+
+
+def _schedule_link(schedule: Schedule, size: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes that the phases of a schedule move over the link."""
+
+    def moved(kinds: Iterable[str], layers: Iterable[int]) -> int:
+        away = {kind: schedule.device_layers if kind == "opt_state" else 0 for kind in kinds}
+        return sum(size[kind] for layer in layers for kind in kinds if layer >= away[kind])
+
+    to_device = to_host = 0
+    for phase in schedule.phases:
+        fetched = [phase.first, *phase.preload.tolist(), *phase.fetch.tolist()]
+        to_device += moved(phase.fetches, (layer for layer in fetched if layer >= 0))
+        to_device += moved(phase.reads, phase.layer.tolist())
+        to_host += moved(phase.writes, phase.layer.tolist())
+    return {"to_device": to_device, "to_host": to_host}
+
+
+def _sum(moved: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    moved = list(moved)
+    return {way: sum(m[way] for m in moved) for way in ("to_device", "to_host")}
+
+
+# --- leaves ----------------------------------------------------------------------------------------------------------------
+
+
+def _held(tree: Any) -> dict[str, int]:
+    """Return the bytes of one device's part of a tree of ShapeDtypeStruct with shardings, by tier."""
+    total = {"device": 0, "pinned_host": 0}
     for leaf in jax.tree.leaves(tree):
-        total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        tier = "pinned_host" if is_away(leaf) else "device"
+        total[tier] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     return total
 
 
-def _collectives(layout: Layout, leaves: Mapping[str, jax.ShapeDtypeStruct], itemsize: int) -> dict[str, int]:
-    """Return bytes sent by each device: the closed form over the leaves that `fsdp` splits, all_reduce for the rest."""
-    mesh, config = layout.mesh, layout.config
+def _collectives(layout: Layout, leaves: Mapping[str, jax.ShapeDtypeStruct], streamed: bool) -> dict[str, int]:
+    """Return bytes sent by each device: the closed form over the leaves that `fsdp` splits, all_reduce for the rest.
+
+    A streamed step gathers a layer once for all microbatches.
+    """
+    mesh, config, itemsize = layout.mesh, layout.config, _itemsize(layout)
     shards, replicas, count = mesh.shape[FSDP], mesh.shape[DATA], config.num_microbatches
     sent: dict[str, float] = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
     for path, leaf in leaves.items():
@@ -225,6 +449,8 @@ def _collectives(layout: Layout, leaves: Mapping[str, jax.ShapeDtypeStruct], ite
         elements = local_elements(leaf.shape, spec.base, mesh)
         split = STAGES[config.stage].opt_state and spec.sharded != spec.base
         own = collective_elements(elements, config.stage if split else 0, shards * (1 if split else replicas), count)
+        if streamed and path.startswith(f"['{BLOCKS}']"):
+            own["all_gather"] = collective_elements(elements, config.stage, shards)["all_gather"] if split else 0.0
         for name, n in own.items():
             sent[name] += n * itemsize
         if split and replicas > 1:

@@ -119,7 +119,8 @@ def layered_loss(
             return constrain(model.block(p, x, key_of(index))), None
 
         x = constrain(model.embed(params["embed"], batch, key_of(model.num_layers)))
-        _check_block(model, params, x, key)
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[BLOCKS])
+        check_block(model, one, x, key)
         layers = (params[BLOCKS], jnp.arange(model.num_layers))
         x, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, layers)
         return model.head(params["head"], params["embed"], x, batch, key_of(model.num_layers + 1))
@@ -127,9 +128,16 @@ def layered_loss(
     return loss
 
 
-def _check_block(model: LayeredModel, params: Params, x: Any, key: Key) -> None:
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[BLOCKS])
-    out = jax.eval_shape(lambda p, x: model.block(p, x, key), one, x)
+def check_block(model: LayeredModel, params: Params, x: Any, key: Any) -> None:
+    """Raise ValueError unless a block returns what it takes.
+
+    Args:
+      model: the layers.
+      params: abstract parameters of one layer.
+      x: its input, abstract or not.
+      key: likewise.
+    """
+    out = jax.eval_shape(model.block, params, x, key)
     before, after = (jax.tree.map(lambda a: (a.shape, a.dtype.name), t) for t in (x, out))
     if before != after:
         raise ValueError(

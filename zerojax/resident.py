@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from zerojax.config import ZeroConfig
 from zerojax.layout import Layout, init_params, named
 from zerojax.lazy import Rule
 from zerojax.mesh import BATCH_AXES, FSDP, num_batch_shards
@@ -25,12 +26,13 @@ from zerojax.metrics import step_metrics
 from zerojax.model import BLOCKS, LayeredModel, Model, layered_loss
 from zerojax.on_use import gather_on_use
 from zerojax.optim import call_update, clip_by_norm, global_norm, select, stored_spec
-from zerojax.precision import PRECISIONS, init_loss_scale, update_loss_scale
+from zerojax.precision import PRECISIONS, LossScaling, init_loss_scale, update_loss_scale
 from zerojax.remat import remat_by_segments
 from zerojax.stages import STAGES
 from zerojax.state import TrainState
 
 Loss = Callable[[Any, Any, Any], jax.Array]
+Update = Callable[[TrainState, jax.Array, Any], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def plain_loss(model: Model | LayeredModel, layout: Layout) -> Loss:
@@ -142,7 +144,7 @@ def build_init(
 
 
 def build_step(
-    model: Model | LayeredModel, tx: optax.GradientTransformation, layout: Layout, loss: Loss
+    model: Model | LayeredModel, layout: Layout, loss: Loss, update: Update
 ) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
     """Return `step(state, batch) -> (state, metrics)`, to be jitted with `layout.shardings` as its output."""
     config, stage = layout.config, STAGES[layout.config.stage]
@@ -181,33 +183,63 @@ def build_step(
         (value, grads), _ = jax.lax.scan(body, (jnp.float32(0), zeros), pieces)
         return value / count, jax.tree.map(lambda g: g / count, grads)
 
+    return step
+
+
+def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
+    """Return `update(state, loss, grads) -> (state, metrics)`: unscale, norm, clip, optimizer, cast; on whole trees."""
+    config, stage = layout.config, STAGES[layout.config.stage]
+    grads_at = layout.param_shardings(stage.opt_state)
+
     def update(state: TrainState, value: jax.Array, grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        if state.loss_scale is not None:
-            scale = state.loss_scale.scale
-            grads = jax.tree.map(lambda g: g / scale, grads)
-        norm = global_norm(grads)
-        finite = jnp.isfinite(norm)
-        if config.clip_norm is not None:
-            grads = clip_by_norm(grads, norm, config.clip_norm)
+        grads, norm, finite = scale_grads(config, state, grads)
         old = state.params if state.master is None else state.master
         old = jax.lax.with_sharding_constraint(old, grads_at)
         updates, opt_state = call_update(tx, grads, state.opt_state, old, value)
         master = select(finite, optax.apply_updates(old, updates), old)
         params = jax.tree.map(lambda m, p: m.astype(p.dtype), master, state.params)
         params = jax.lax.with_sharding_constraint(params, grads_at)  # the cast comes before the gather of stages 1 and 2
-        skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
-        after = TrainState(
-            step=state.step + 1,
-            skipped=skipped,
-            key=state.key,
-            params=params,
-            master=None if state.master is None else master,
-            opt_state=select(finite, opt_state, state.opt_state),
-            loss_scale=None if state.loss_scale is None else update_loss_scale(config.loss_scaling, state.loss_scale, finite),
-        )
-        return after, step_metrics(value, norm, finite, skipped, state.loss_scale)
+        return finish(
+            state, params, None if state.master is None else master, select(finite, opt_state, state.opt_state),
+            value, norm, finite, config.loss_scaling,
+        )  # fmt: skip
 
-    return step
+    return update
+
+
+def scale_grads(config: ZeroConfig, state: TrainState, grads: Any) -> tuple[Any, jax.Array, jax.Array]:
+    """Return gradients without the loss scale and clipped, their norm before clipping, and whether it is finite."""
+    if state.loss_scale is not None:
+        scale = state.loss_scale.scale
+        grads = jax.tree.map(lambda g: g / scale, grads)
+    norm = global_norm(grads)
+    if config.clip_norm is not None:
+        grads = clip_by_norm(grads, norm, config.clip_norm)
+    return grads, norm, jnp.isfinite(norm)
+
+
+def finish(
+    state: TrainState,
+    params: Any,
+    master: Any,
+    opt_state: Any,
+    value: jax.Array,
+    norm: jax.Array,
+    finite: jax.Array,
+    scaling: LossScaling,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Return the state after a step, its counters and loss scale moved on, and the step's metrics."""
+    skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
+    after = TrainState(
+        step=state.step + 1,
+        skipped=skipped,
+        key=state.key,
+        params=params,
+        master=master,
+        opt_state=opt_state,
+        loss_scale=None if state.loss_scale is None else update_loss_scale(scaling, state.loss_scale, finite),
+    )
+    return after, step_metrics(value, norm, finite, skipped, state.loss_scale)
 
 
 def split_microbatches(batch: Any, count: int) -> Any:

@@ -14,6 +14,25 @@ from zerojax.precision import LossScale
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Split:
+    """Stacked layers in two places.
+
+    Attributes:
+      device: [k, ...], layers 0 .. k-1.
+      host: [L-k, ...], the rest, in pinned host memory.
+    """
+
+    device: jax.Array
+    host: jax.Array
+
+
+def is_split(node: Any) -> bool:
+    """Tell whether a node of a state tree is a Split, for `is_leaf`."""
+    return isinstance(node, Split)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TrainState:
     """Everything a step reads and writes. Donated to each step.
 
@@ -23,7 +42,8 @@ class TrainState:
       key: base random key; a step's keys are functions of (key, step, microbatch, layer).
       params: in the compute dtype; whole below stage 3, sharded at stage 3.
       master: float32 weights where the compute dtype is narrower, else None.
-      opt_state: optax's state over the float32 weights.
+      opt_state: optax's state over the float32 weights. With a fraction on the device, stacked leaves are `Split`, as are
+        those of `master`.
       loss_scale: dynamic loss scaling with precision="fp16", else None.
     """
 

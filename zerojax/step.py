@@ -6,7 +6,7 @@ can be built, lowered and accounted for on a mesh that is not there.
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
@@ -18,13 +18,18 @@ from jax.sharding import Mesh
 
 from host_offload.schedule import Schedule, build_schedule
 from zerojax import memory
-from zerojax.config import ZeroConfig, require_built
-from zerojax.layout import Layout, batch_sharding, build_layout, check_batch
+from zerojax.born import allocate, build_born_init, is_away
+from zerojax.config import ZeroConfig, require_built, streams, updates_by_parts
+from zerojax.host_update import HostUpdate, update_on_host
+from zerojax.layout import Layout, batch_sharding, build_layout, check_batch, named
 from zerojax.mesh import FSDP, check_mesh
 from zerojax.model import BLOCKS, LayeredModel, Model
 from zerojax.partition import Replicated
-from zerojax.resident import build_init, build_step, plain_loss, sharded_loss, unit_bytes
+from zerojax.parts import Parts, reason, update_in_parts
+from zerojax.records import Plan, index_arrays
+from zerojax.resident import build_init, build_step, build_update, plain_loss, sharded_loss, unit_bytes
 from zerojax.state import TrainState
+from zerojax.streaming import Plans, Scratch, StreamedStep
 
 logger = logging.getLogger("zerojax")
 
@@ -91,6 +96,21 @@ class LoweredStep:
             return self.lowered.compile()
 
 
+@dataclasses.dataclass
+class _Jitted:
+    """The step for batches of one shape, and the host memory that it uses while it runs.
+
+    Attributes:
+      step: `step(state, batch, plans, one, scratch) -> ((state, scratch), metrics)`.
+      abstract_scratch: shapes and shardings of `scratch`.
+      scratch: the arrays, allocated at the first step; None while a step that failed has them.
+    """
+
+    step: Any
+    abstract_scratch: Scratch
+    scratch: Scratch | None = None
+
+
 class Program:
     """A train step over one model, optimizer, config and mesh. Made by `build_train_step`."""
 
@@ -98,16 +118,40 @@ class Program:
         self.model, self.tx, self.layout = model, tx, layout
         self.mesh, self.config = layout.mesh, layout.config
         self._reported: dict[str, None] = {}
-        loss = sharded_loss(model, layout, self._report)
+        self._arrays: tuple[Plans, jax.Array] | None = None
         options = compiler_options(model, layout)
-        self._init = jax.jit(build_init(model, tx, layout), out_shardings=layout.shardings)
-        self._step = jax.jit(
-            build_step(model, tx, layout, loss),
-            donate_argnums=0,
-            out_shardings=(layout.shardings, None),
-            compiler_options=options,
-        )
-        self._eval = jax.jit(lambda params, batch: loss(params, batch, None).astype(jnp.float32), compiler_options=options)
+        self._streamed: StreamedStep | None = None
+        if isinstance(model, LayeredModel) and streams(layout.config):
+            self._streamed = StreamedStep(model, tx, layout, self._report)
+            step, evaluate, self._parts = self._streamed.step, self._streamed.eval, self._streamed.parts
+            self._host = self._streamed.host
+        else:
+            loss = sharded_loss(model, layout, self._report)
+            self._parts = Parts(tx, layout, reason(layout.config)) if updates_by_parts(layout.config) else None
+            parts = self._parts
+            on_host = parts is not None and layout.config.update_on == "host"
+            self._host = host = HostUpdate(parts, stashes=False, summed=1) if parts is not None and on_host else None
+
+            def step(state: TrainState, batch: Any, plans: Plans, one: jax.Array, scratch: Scratch) -> Any:
+                del plans
+                update = build_update(tx, layout)
+                if parts is not None:
+                    update = update_in_parts(parts, one) if host is None else update_on_host(host)
+                after, metrics = build_step(model, layout, loss, update)(state, batch)
+                return (after, scratch), metrics
+
+            def evaluate(params: Any, batch: Any, plan: Plan, one: jax.Array) -> jax.Array:
+                del plan, one
+                return loss(params, batch, None).astype(jnp.float32)
+
+        if self._parts is None:
+            self._init = jax.jit(build_init(model, tx, layout), out_shardings=layout.shardings)
+        else:
+            born = build_born_init(model, tx, layout, self._parts)
+            self._init = jax.jit(born, donate_argnums=3, out_shardings=layout.shardings)
+        self._step, self._options = step, options
+        self._compiled: dict[Any, _Jitted] = {}
+        self._eval = jax.jit(evaluate, compiler_options=options)
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +160,8 @@ class Program:
         self.close()
 
     def close(self) -> None:
-        """Release what the program holds outside of JAX; the device tier holds nothing."""
+        """Release what the program holds between steps: host memory for gradients and activations."""
+        self._compiled.clear()
 
     @property
     def shardings(self) -> TrainState:
@@ -136,6 +181,8 @@ class Program:
     @cached_property
     def schedule(self) -> Schedule:
         """The order in which layers are gathered, computed and released. A Model counts as one layer."""
+        if self._streamed is not None:
+            return self._streamed.schedule
         return build_schedule(self.model.num_layers if isinstance(self.model, LayeredModel) else 1)
 
     def init(self, key: jax.Array) -> TrainState:
@@ -151,7 +198,11 @@ class Program:
         if key.shape:
             raise ValueError(f"init takes one random key, got an array of shape {key.shape}")
         with jax.set_mesh(self.mesh):
-            return self._init(key)
+            if self._parts is None:
+                return self._init(key)
+            order = jnp.arange(self.layout.num_layers or 0)
+            empty = [allocate(a) for a in jax.tree.leaves(self.layout.abstract_state) if is_away(a)]
+            return self._init(key, order, jnp.int32(1), empty)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Run one train step.
@@ -172,13 +223,43 @@ class Program:
             raise ValueError("this state was donated to an earlier step, and is gone: go on with the state that step returned")
         batch = self.shard_batch(batch)
         with jax.set_mesh(self.mesh):
-            return self._step(state, batch)
+            jitted, (plans, one) = self._jitted(batch), self._indices()
+            scratch = jitted.scratch or jax.tree.map(allocate, jitted.abstract_scratch)
+            jitted.scratch = None  # donated; a step that fails leaves none
+            if self._host is None:
+                (state, jitted.scratch), metrics = jitted.step(state, batch, plans, one, scratch)
+                return state, metrics
+            memory = self._host.bind(jax.block_until_ready(state))
+            (state, jitted.scratch), metrics = jax.block_until_ready(jitted.step(state, batch, plans, one, scratch))
+            self._host.check(memory, state)
+            return state, metrics
+
+    def _indices(self) -> tuple[Plans, jax.Array]:
+        """Return the schedule's arrays as arguments of the step: known when compiling, XLA would derive wrong slices."""
+        if self._arrays is None:
+            self._arrays = (index_arrays(self.schedule.arrays()), jnp.int32(1))
+        return self._arrays
+
+    def _jitted(self, batch: Any) -> _Jitted:
+        """Return the step for batches of this shape. To be called under the mesh."""
+        leaves, tree = jax.tree.flatten(batch)
+        key = (tree, tuple((a.shape, jnp.dtype(a.dtype)) for a in leaves))
+        if key not in self._compiled:
+            abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+            scratch: Scratch = {}
+            if self._streamed is not None:
+                scratch = self._streamed.abstract_scratch(self.layout.abstract_state.params, abstract)
+            places = (self.layout.shardings, jax.tree.map(lambda a: a.sharding, scratch))
+            step = jax.jit(self._step, donate_argnums=(0, 4), out_shardings=(places, None), compiler_options=self._options)
+            self._compiled[key] = _Jitted(step, scratch)
+        return self._compiled[key]
 
     def eval(self, state: TrainState, batch: Any) -> jax.Array:
         """Return the loss of a batch, f32[], with key=None: deterministic, and without an update."""
         batch = self.shard_batch(batch, num_microbatches=1)
         with jax.set_mesh(self.mesh):
-            return self._eval(state.params, batch)
+            plans, one = self._indices()
+            return self._eval(state.params, batch, plans["forward"], one)
 
     def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
         """Place a batch on the mesh: dim 0 over `data` and `fsdp`. Leaves already there stay.
@@ -216,7 +297,19 @@ class Program:
         """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained. Nothing runs."""
         check_batch(batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
-            jax.eval_shape(self._step, self.layout.abstract_state, self.abstract_batch(batch))
+            self._abstract_call(batch, lambda step, *args: jax.eval_shape(step, *args))
+
+    def _abstract_call(self, batch: Any, call: Callable[..., Any]) -> Any:
+        """Return `call(step, *abstract arguments)`."""
+        abstract = self.abstract_batch(batch)
+        jitted, whole = self._jitted(abstract), named(self.mesh, ())
+
+        def index(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole)
+
+        plans = jax.tree.map(lambda a: index(a.shape), self.schedule.arrays())
+        one = index(())
+        return call(jitted.step, self.layout.abstract_state, abstract, plans, one, jitted.abstract_scratch)
 
     def _report(self, sentence: str) -> None:
         if sentence not in self._reported:
@@ -240,15 +333,20 @@ class Program:
         """
         check_batch(abstract_batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
-            lowered = self._step.lower(self.layout.abstract_state, self.abstract_batch(abstract_batch))
+            lowered = self._abstract_call(abstract_batch, lambda step, *args: step.lower(*args))
         return LoweredStep(lowered, self.mesh)
 
     def memory(self, batch: Any) -> memory.MemoryReport:
-        """Return the bytes of a step on each device, per tier, and the bytes that its collectives move."""
+        """Return the bytes of a step on each device, per tier, and those that its collectives and its host link move."""
         check_batch(batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
             return memory.program_memory(
-                self.layout, plain_loss(self.model, self.layout), self.abstract_batch(batch), self.model
+                self.layout,
+                plain_loss(self.model, self.layout),
+                self.abstract_batch(batch),
+                self.model,
+                streamed=self._streamed,
+                parts=self._parts,
             )
 
     def params(self, state: TrainState) -> Any:
@@ -284,7 +382,12 @@ def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, A
         return None
     leaves, layer = unit_bytes(model, layout)
     threshold = layer if isinstance(model, LayeredModel) else max(leaves)
-    return {
+    options: dict[str, Any] = {
         "xla_gpu_all_gather_combine_threshold_bytes": threshold,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": threshold // layout.mesh.shape[FSDP],
     }
+    if isinstance(model, LayeredModel) and streams(layout.config):
+        # By default XLA lets one collective and one copy run at a time, and so starts the next where the last one ended.
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
+        options["xla_gpu_experimental_parallel_async_compute_limit"] = 64
+    return options

@@ -1,0 +1,100 @@
+"""How many bytes pinned host memory may take, said before an allocation and after one that failed.
+
+XLA's GPU client takes pinned memory from one pool a process. The pool grows on demand up to XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB
+GiB (64 where it is unset; 16 where XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE takes all of it at once), whatever the machine has, and
+reads both variables when JAX starts. A CPU client has no pool. Either is bounded by the memory that the machine has left, which
+every process of the machine shares: MemAvailable of /proc/meminfo, where there is one.
+"""
+
+import math
+import os
+import pathlib
+import re
+
+import jax
+
+LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+_MEMINFO = pathlib.Path("/proc/meminfo")
+_GIB = 1 << 30
+_EXHAUSTED = re.compile(rf"RESOURCE_EXHAUSTED|pinned host|{LIMIT_VARIABLE}")
+_ON_DEVICE = re.compile(r"\bGPU_\w*_bfc\b")  # names of the allocators of device memory
+
+
+def pinned_pool_bytes(platform: str | None = None) -> int | None:
+    """Return the most bytes of pinned host memory that XLA gives one process; None where it sets no limit.
+
+    Args:
+      platform: "gpu" (or "cuda", "rocm"), "cpu"; that of JAX's default backend by default.
+    """
+    if _platform(platform) != "gpu":
+        return None
+    default = 16 if os.environ.get(_PREALLOCATE, "").lower() in ("1", "true") else 64
+    try:
+        return int(os.environ.get(LIMIT_VARIABLE, default)) * _GIB
+    except ValueError:  # XLA logs that it cannot read the variable, and takes its default
+        return default * _GIB
+
+
+def available_bytes() -> int | None:
+    """Return the bytes that the machine can still give without swapping; None where it does not say."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found.group(1)) << 10 if found else None
+
+
+def check_host_memory(num_bytes: int, platform: str | None = None) -> None:
+    """Refuse an allocation of pinned host memory that cannot succeed.
+
+    Args:
+      num_bytes: bytes that this process is about to take.
+      platform: as for `pinned_pool_bytes`.
+
+    Raises:
+      RuntimeError: they exceed the pool or the memory that the machine has left. Passing promises nothing: the pool may be
+        partly used, and other processes take memory too.
+    """
+    pool, available = pinned_pool_bytes(platform), available_bytes()
+    if (pool is not None and num_bytes > pool) or (available is not None and num_bytes > available):
+        raise RuntimeError(_explain(num_bytes, pool, available))
+
+
+def host_memory_error(error: Exception, num_bytes: int, platform: str | None = None) -> RuntimeError | None:
+    """Say in full what an error means that JAX raised while it allocated pinned host memory.
+
+    Args:
+      error: what was raised.
+      num_bytes: bytes that were asked for.
+      platform: as for `pinned_pool_bytes`.
+
+    Returns:
+      The error to raise from `error`; None if `error` is about something else, device memory included.
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError) or not _EXHAUSTED.search(text) or _ON_DEVICE.search(text):
+        return None
+    return RuntimeError(_explain(num_bytes, pinned_pool_bytes(platform), available_bytes()))
+
+
+def _platform(platform: str | None) -> str:
+    name = jax.default_backend() if platform is None else platform
+    return "gpu" if name in ("gpu", "cuda", "rocm") else name
+
+
+def _explain(num_bytes: int, pool: int | None, available: int | None) -> str:
+    told = [f"no room for {_gib(num_bytes)} of pinned host memory in this process"]
+    repair = "keep less on the host: more devices, a smaller model, or the 'nvme' tier"
+    if available is not None:
+        told.append(f"the machine has {_gib(available)} available")
+    if pool is not None:
+        told.append(f"XLA's pinned pool holds {_gib(pool)} a process ({LIMIT_VARIABLE})")
+        if available is None or num_bytes <= available:
+            need = math.ceil(max(num_bytes, pool) / _GIB * 1.25)  # the pool rounds and fragments
+            repair = f"set {LIMIT_VARIABLE}={need} before JAX starts, or {repair}"
+    return f"{', '.join(told)}; {repair}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes} bytes ({num_bytes / _GIB:.1f} GiB)"

@@ -1,0 +1,114 @@
+"""Bytes between a device buffer and host memory, inside a callback of a running program.
+
+On a CPU a buffer is host memory, and is used where it lies. On a GPU a callback runs while the program is being queued: what it
+reads must be computed first, so it copies on the program's own stream and waits for that stream; what it writes is queued
+there too. The copies go through page-locked staging memory, one piece for each place that asks, made once.
+"""
+
+import ctypes
+import functools
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Link(Protocol):
+    """How a callback reads and writes device buffers. `place` tells the buffers of different callers apart."""
+
+    def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        """Return a buffer's contents, valid until the callback returns or the same place is read again."""
+        ...
+
+    def room(self, buffer: Any, place: Hashable) -> np.ndarray:
+        """Return host memory in which to make a buffer's contents."""
+        ...
+
+    def write(self, context: Any, buffer: Any, place: Hashable) -> None:
+        """Move what was made in `room(buffer, place)` to the buffer."""
+        ...
+
+
+class HostLink:
+    """Buffers of the CPU backend."""
+
+    def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        del context, place
+        return np.asarray(buffer)
+
+    def room(self, buffer: Any, place: Hashable) -> np.ndarray:
+        del place
+        return np.asarray(buffer)
+
+    def write(self, context: Any, buffer: Any, place: Hashable) -> None:
+        del context, buffer, place
+
+
+class CudaLink:
+    """Buffers of a CUDA GPU, moved by the driver."""
+
+    def __init__(self) -> None:
+        self.staging: dict[Hashable, np.ndarray] = {}
+
+    def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        host = self.room(buffer, place)
+        pointer = ctypes.c_uint64(buffer.__cuda_array_interface__["data"][0])
+        stream = ctypes.c_void_p(context.stream)
+        _call("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(host.ctypes.data), pointer, ctypes.c_size_t(host.nbytes), stream)
+        _call("cuStreamSynchronize", stream)
+        return host
+
+    def room(self, buffer: Any, place: Hashable) -> np.ndarray:
+        dtype = np.dtype(buffer.dtype)
+        key = (place, tuple(buffer.shape), str(dtype))
+        if key not in self.staging:
+            array = np.empty(buffer.shape, dtype)
+            if array.nbytes:  # portable: pinned for every context of the process
+                _call(
+                    "cuMemHostRegister_v2", ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), ctypes.c_uint(1)
+                )
+            self.staging[key] = array
+        return self.staging[key]
+
+    def write(self, context: Any, buffer: Any, place: Hashable) -> None:
+        host = self.room(buffer, place)
+        pointer = ctypes.c_uint64(buffer.__cuda_array_interface__["data"][0])
+        stream = ctypes.c_void_p(context.stream)
+        _call("cuMemcpyHtoDAsync_v2", pointer, ctypes.c_void_p(host.ctypes.data), ctypes.c_size_t(host.nbytes), stream)
+        _call("cuStreamSynchronize", stream)  # the staging memory is used again
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *args: Any) -> None:
+    status = getattr(_driver(), name)(*args)
+    if status:
+        raise RuntimeError(f"{name} failed with CUDA error {status}")
+
+
+def link_of(platform: str) -> Link:
+    """Return how buffers of a platform's devices are read and written.
+
+    Raises:
+      NotImplementedError: a platform whose buffers have no known interface.
+    """
+    if platform == "cpu":
+        return HostLink()
+    if platform in ("gpu", "cuda"):
+        return CudaLink()
+    raise NotImplementedError(f"an update on the host moves buffers of cpu and cuda devices, and these are {platform}'s")
+
+
+def view(array: Any) -> np.ndarray:
+    """Return the memory of a single-device array in host memory, as numpy; writing to it changes the array.
+
+    For arrays that a program owns and hands from step to step: nothing else may hold them.
+    """
+    count = int(np.prod(array.shape)) * array.dtype.itemsize
+    if not count:
+        return np.empty(array.shape, array.dtype)
+    memory = (ctypes.c_char * count).from_address(array.unsafe_buffer_pointer())
+    return np.frombuffer(memory, dtype=array.dtype).reshape(array.shape)

@@ -1,0 +1,178 @@
+"""Draw what happens in which tick, as text or as SVG: strips of lanes of boxes.
+
+A strip is one loop, a lane is what happens beside other things in it (a copy, a collective, a computation, a buffer), and a box
+says during which ticks a lane works for a layer. One column is one tick. Ticks are drawn equally long, because their order is
+known and their seconds are not: a box shows what may overlap with what, never for how long. Ticks below 0 come before the loop.
+
+The text fits a terminal: of a long strip it shows both ends. The SVG shows everything and needs no file beside it.
+"""
+
+import html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+COLOURS = {
+    "params": "#9ecae1",
+    "grads": "#fdbe6f",
+    "opt_state": "#b5dfa4",
+    "activations": "#e7b8d8",
+    "gathered": "#b0a4e3",
+    "compute": "#d4d4d4",
+}
+LEFT, RIGHT, ROW, DIGIT, LEGEND = 84, 24, 26, 8, 104  # pixels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """A lane's work for one layer, in ticks start .. stop-1.
+
+    Attributes:
+      layer: the number in the box.
+      start: first tick.
+      stop: tick after the last.
+      kinds: what is moved or held; keys of COLOURS, one stripe each.
+    """
+
+    layer: int
+    start: int
+    stop: int
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """Boxes that follow each other. A lane without any is not drawn."""
+
+    name: str
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Strip:
+    """Lanes over the same ticks.
+
+    Attributes:
+      name: "forward" and the like.
+      note: what stands after the name in the heading.
+      start: first tick, 0 or less.
+      stop: tick after the last.
+      lanes: from top to bottom.
+    """
+
+    name: str
+    note: str
+    start: int
+    stop: int
+    lanes: tuple[Lane, ...]
+
+    @property
+    def drawn(self) -> tuple[Lane, ...]:
+        """Lanes in which something happens."""
+        return tuple(lane for lane in self.lanes if lane.boxes)
+
+
+def draw_text(title: str, strips: Iterable[Strip], width: int = 80) -> str:
+    """Return the strips in lines of `width` characters: layer numbers, `.` where a lane rests, `..` for ticks left out."""
+    lines = [title]
+    for strip in strips:
+        lines += ["", strip.name + strip.note, *_rows(strip, width)]
+    return "\n".join(lines)
+
+
+def _rows(strip: Strip, width: int) -> list[str]:
+    rows = {"tick": {tick: str(tick) for tick in range(strip.start, strip.stop)}}
+    for lane in strip.drawn:
+        rows[lane.name] = {tick: str(box.layer) for box in lane.boxes for tick in range(box.start, box.stop)}
+    label = max(map(len, rows))
+    cell = 1 + max(len(text) for cells in rows.values() for text in cells.values())
+    fits = max(4, (width - label - 5) // cell)  # 5: the bar before tick 0, and ".."
+    ticks = list(range(strip.start, strip.stop))
+    parts = [ticks] if len(ticks) <= fits else [ticks[: (fits + 1) // 2], ticks[-(fits // 2) :]]
+    lines = []
+    for name, cells in rows.items():
+        text = []
+        for part in parts:
+            before = "".join(f"{cells.get(tick, '.'):>{cell}}" for tick in part if tick < 0)
+            within = "".join(f"{cells.get(tick, '.'):>{cell}}" for tick in part if tick >= 0)
+            text.append(f"{before} |{within}" if before and within else before + within)
+        lines.append(f"{name:<{label}}" + " ..".join(text))
+    return lines
+
+
+def draw_svg(title: str, strips: Sequence[Strip]) -> str:
+    """Return a standalone SVG document.
+
+    A lane is a group of id "<strip>-<lane>" (spaces are dashes) that holds one group of class "box" for each box: a tooltip, a
+    stripe for each kind, the layer's number.
+    """
+    digits = max(len(str(n)) for strip in strips for n in (strip.start, strip.stop))
+    cell = DIGIT * digits + 12
+    body, y = [], 96
+    for strip in strips:
+        body += _svg_strip(strip, y, cell)
+        y += ROW * (len(strip.drawn) + 3)
+    kinds = {kind for strip in strips for lane in strip.drawn for box in lane.boxes for kind in box.kinds}
+    legend = [kind for kind in COLOURS if kind in kinds]
+    longest = max(len(title), *(len(strip.name + strip.note) for strip in strips))
+    columns = max(strip.stop - strip.start for strip in strips)
+    width = max(LEFT + cell * columns, LEFT + LEGEND * len(legend), DIGIT * longest) + RIGHT
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" viewBox="0 0 {width} {y}" '
+        'font-family="sans-serif" font-size="12" fill="#222">',
+        f"<title>{html.escape(title)}</title>",
+        f'<rect width="{width}" height="{y}" fill="#fff"/>',
+        f'<text x="12" y="26" font-size="15" font-weight="bold">{html.escape(title)}</text>',
+        '<g id="legend">',
+    ]
+    for i, kind in enumerate(legend):
+        x = 12 + LEGEND * i
+        head.append(f'<rect x="{x}" y="42" width="16" height="16" fill="{COLOURS[kind]}" stroke="#555"/>')
+        head.append(f'<text x="{x + 22}" y="55">{kind}</text>')
+    return "\n".join([*head, "</g>", *body, "</svg>", ""])
+
+
+def _svg_strip(strip: Strip, y: int, cell: int) -> list[str]:
+    def left(tick: int) -> int:
+        return LEFT + cell * (tick - strip.start)
+
+    bottom = y + ROW * (len(strip.drawn) + 1)
+    lines = [
+        f'<g id="{strip.name}">',
+        f'<text x="12" y="{y - 10}"><tspan font-weight="bold">{strip.name}</tspan>{html.escape(strip.note)}</text>',
+        f'<g id="{strip.name}-tick" fill="#666" text-anchor="middle">',
+        f'<text x="12" y="{y + 17}" text-anchor="start">tick</text>',
+    ]
+    for tick in range(strip.start, strip.stop):
+        lines.append(f'<path d="M{left(tick)} {y + ROW}V{bottom}" stroke="#ddd"/>')
+        lines.append(f'<text x="{left(tick) + cell // 2}" y="{y + 17}">{tick}</text>')
+    if strip.start < 0:
+        lines.append(f'<path d="M{left(0)} {y}V{bottom}" stroke="#222" stroke-width="2"/>')
+    lines.append("</g>")
+    for row, lane in enumerate(strip.drawn, start=1):
+        top = y + ROW * row
+        lines.append(f'<g id="{strip.name}-{lane.name.replace(" ", "-")}" text-anchor="middle">')
+        lines.append(f'<text x="12" y="{top + 17}" text-anchor="start">{lane.name}</text>')
+        for box in lane.boxes:
+            lines += _svg_box(lane.name, box, left(box.start) + 1, top + 2, cell * (box.stop - box.start) - 2, ROW - 4)
+        lines.append("</g>")
+    return [*lines, "</g>"]
+
+
+def _svg_box(lane: str, box: Box, x: int, y: int, width: int, height: int) -> list[str]:
+    when = f"tick {box.start}" if box.stop - box.start == 1 else f"ticks {box.start} to {box.stop - 1}"
+    lines = ['<g class="box">', f"<title>{lane}, {when}: layer {box.layer}, {', '.join(box.kinds)}</title>"]
+    stripe = height / len(box.kinds)
+    for i, kind in enumerate(box.kinds):
+        lines.append(f'<rect x="{x}" y="{y + i * stripe:g}" width="{width}" height="{stripe:g}" fill="{COLOURS[kind]}"/>')
+    lines.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="2" fill="none" stroke="#555"/>')
+    return [*lines, f'<text x="{x + width / 2:g}" y="{y + 15}">{box.layer}</text>', "</g>"]
+
+
+def draw_html(title: str, strips: Sequence[Strip], table: str) -> str:
+    """Return a standalone HTML file: the SVG, and `table` below it as it is."""
+    svg = draw_svg(title, strips)
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{html.escape(title)}</title></head>\n'
+        f'<body style="background: #fff; color: #222">\n<div style="overflow-x: auto">\n{svg}</div>\n'
+        f"<pre>{html.escape(table)}</pre>\n</body>\n</html>\n"
+    )

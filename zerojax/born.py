@@ -1,0 +1,167 @@
+"""State born in its tier: made on the device one layer or one leaf at a time, and moved to where it rests.
+
+Host stacks are allocated empty outside of the program and donated to it, since XLA makes what a program allocates on the device
+first. A layer's parameters, masters and optimizer state are then made and written in one tick:
+
+    for each layer l:   w = init_block(key[l]);  params[l], masters[l], opt_state[l] = cast(w), w, tx.init(w)
+
+The values are those of `zerojax.resident.build_init`: the same keys, the same order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zerojax.layout import Layout
+from zerojax.model import LayeredModel, Model
+from zerojax.parts import Parts, States
+from zerojax.precision import PRECISIONS, init_loss_scale
+from zerojax.state import Split, TrainState, is_split
+
+Array = jax.Array
+
+
+def is_away(leaf: Any) -> bool:
+    """Tell whether an abstract leaf rests in host memory."""
+    return getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
+
+
+def allocate(abstract: Any) -> Array:
+    """Return zeros in host memory, each process its own shards."""
+
+    def zeros(index: tuple[slice, ...]) -> np.ndarray:
+        shape = [len(range(*i.indices(n))) for i, n in zip(index, abstract.shape, strict=True)]
+        return np.zeros(shape, abstract.dtype)
+
+    return jax.make_array_from_callback(abstract.shape, abstract.sharding, zeros)
+
+
+def build_born_init(
+    model: Model | LayeredModel, tx: optax.GradientTransformation, layout: Layout, parts: Parts
+) -> Callable[[Array, Array, Array, list[Array]], TrainState]:
+    """Return `init(key, order, one, empty) -> state`.
+
+    Its arguments are a key, i32[L] holding 0 .. L-1, i32[] holding 1, and one empty array, donated, for each leaf of the abstract
+    state in host memory, in order.
+    """
+    abstract = layout.abstract_state
+    precision = PRECISIONS[layout.config.precision]
+
+    def init(key: Array, order: Array, one: Array, empty: list[Array]) -> TrainState:
+        given = iter(empty)
+
+        def room(leaf: Any) -> Array:
+            return next(given) if is_away(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
+
+        rooms = jax.tree.map(room, (abstract.params, abstract.master, abstract.opt_state))
+        states = _states(rooms)
+        made = _unstacked(model, key)
+        shared = _shared(parts, tx)
+        states = parts.close(states, shared)
+        states = _fill_ends(parts, tx, states, made, one)
+        if isinstance(model, LayeredModel):
+            keys = jax.random.split(jax.random.split(key, 3)[1], model.num_layers)
+            states = _fill_blocks(model, parts, tx, states, keys, order)
+        tree = jax.tree.structure(abstract.params)
+        return TrainState(
+            step=jnp.int32(0),
+            skipped=jnp.int32(0),
+            key=jax.random.fold_in(key, 0x5EED),
+            params=jax.tree.unflatten(tree, states.params),
+            master=None if states.master is None else jax.tree.unflatten(tree, states.master),
+            opt_state=jax.tree.unflatten(jax.tree.structure(abstract.opt_state, is_leaf=is_split), states.opt),
+            loss_scale=init_loss_scale(layout.config.loss_scaling) if precision.scales_loss else None,
+        )
+
+    return init
+
+
+def _states(rooms: tuple[Any, Any, Any]) -> States:
+    params, master, opt_state = rooms
+    masters = None if master is None else jax.tree.leaves(master, is_leaf=is_split)
+    return States(jax.tree.leaves(params), masters, jax.tree.leaves(opt_state, is_leaf=is_split))
+
+
+def _unstacked(model: Model | LayeredModel, key: Array) -> list[Array]:
+    """Return the float32 parameters that are no stack of layers."""
+    if isinstance(model, Model):
+        made = model.init(key)
+    else:
+        k_embed, _, k_head = jax.random.split(key, 3)
+        made = {"embed": model.init_embed(k_embed), "head": model.init_head(k_head)}
+    return [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(made)]
+
+
+def _init(parts: Parts, tx: optax.GradientTransformation, part: Sequence[int], values: Sequence[Array]) -> list[Array]:
+    """Return the leaves of `tx.init` where only the parameters in `part` are there."""
+    leaves, tree = jax.tree.flatten(parts.update.params)
+    return jax.tree.leaves(tx.init(jax.tree.unflatten(tree, parts.update.fill(leaves, part, values))))
+
+
+def _shared(parts: Parts, tx: optax.GradientTransformation) -> list[Array]:
+    made = _init(parts, tx, (), ())
+    return [made[j] for j in parts.update.shared]
+
+
+def _fill_ends(parts: Parts, tx: optax.GradientTransformation, states: States, made: list[Array], one: Array) -> States:
+    """Put every unstacked leaf, and its state, in place, one after the other."""
+    for index, value in zip(parts.ends, made, strict=True):
+        own = parts.update.states_of((index,))
+
+        def body(_: Array, carry: Any, index: int = index, value: Array = value, own: tuple[int, ...] = own) -> Any:
+            del carry
+            value = jax.lax.with_sharding_constraint(value, parts.grads[index].sharding)
+            state = _init(parts, tx, (index,), (value,))
+            master = None if states.master is None else parts.master[index].store(value)
+            return (
+                parts.params[index].store(parts.cast(index, value)),
+                master,
+                [parts.opt_record(j).store(state[j]) for j in own],
+            )
+
+        masters = states.master
+        carry = (states.params[index], None if masters is None else masters[index], [states.opt[j] for j in own])
+        away = any(r.is_away for r in (parts.params[index], parts.master[index], *(parts.opt_record(j) for j in own)))
+        carry = jax.lax.fori_loop(0, one, body, carry) if away else body(one, carry)
+        states = _replace(states, index, own, *carry)
+    return states
+
+
+def _replace(states: States, index: int, own: Sequence[int], param: Any, master: Any, opt: Sequence[Any]) -> States:
+    params, state = list(states.params), list(states.opt)
+    params[index] = param
+    masters = None if states.master is None else list(states.master)
+    if masters is not None:
+        masters[index] = master
+    for j, value in zip(own, opt, strict=True):
+        state[j] = value
+    return States(params, masters, state)
+
+
+def _fill_blocks(
+    model: LayeredModel, parts: Parts, tx: optax.GradientTransformation, states: States, keys: Array, order: Array
+) -> States:
+    """Make the layers one by one."""
+    own = parts.update.states_of(parts.blocks)
+
+    def body(on_device: bool) -> Callable[[Array, States], States]:
+        def tick(t: Array, states: States) -> States:
+            layer = order[t]
+            made = [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(model.init_block(keys[layer]))]
+            values = [
+                jax.lax.with_sharding_constraint(v, parts.grads[i].sharding) for i, v in zip(parts.blocks, made, strict=True)
+            ]
+            state = _init(parts, tx, parts.blocks, [v[None] for v in values])
+            after = [state[j].reshape(values[parts.blocks.index(parts.owner(j))].shape) for j in own]
+            return parts.write_layer(states, layer, values, after, on_device)
+
+        return tick
+
+    held = [leaf for leaf in states.opt if isinstance(leaf, Split)]
+    on_device = held[0].device.shape[0] if held else 0
+    states = jax.lax.fori_loop(0, on_device, body(True), states) if on_device else states
+    return jax.lax.fori_loop(on_device, model.num_layers, body(False), states)

@@ -1,0 +1,338 @@
+"""The optimizer on the host: its equations taken apart for a kernel, and the callbacks inside the step.
+
+The update of one leaf is traced and divided. What depends on scalars alone (a schedule, bias corrections, the clipping factor)
+is computed by the program, on the device; what is left, for each element of gradient, weight and state, becomes a fused loop
+over host memory (`host_offload.fused`). So any elementwise optimizer runs there, with the numbers it has on the device.
+
+    device                                host
+    g[l] = reduce_scatter(dp)    --g-->   g, w, s = ...;  w, s = update(g, w, s);  in place
+    params[l] = cast(w)          <--p--   cast(w)                       4 bytes a parameter in 16 bits
+
+Where parameters rest in host memory the kernel writes them there, and nothing comes up but what the next step fetches.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+from jax.sharding import PartitionSpec
+
+from host_offload.fused import build_kernel
+from host_offload.host_step import HostStep, LeafKernel
+from host_offload.link import link_of, view
+from zerojax.jaxprs import Instruction, Program, evaluate, flatten
+from zerojax.parts import Parts, States
+from zerojax.records import Record
+from zerojax.resident import Update, finish, scale_grads
+from zerojax.state import TrainState
+
+Array = jax.Array
+
+
+class HostUpdate:
+    """The host's part of a program: kernels, memory, and the operations that call them inside the step."""
+
+    def __init__(self, parts: Parts, *, stashes: bool, summed: int) -> None:
+        """Build the kernels.
+
+        Args:
+          parts: of the program.
+          stashes: gradients of the layers wait in host memory for their scale.
+          summed: gradients are handed over as sums of so many microbatches.
+        """
+        self.summed = summed
+        self.parts, self.mesh, self.stashes = parts, parts.mesh, stashes
+        self.config = parts.layout.config
+        self.has_master = parts.layout.abstract_state.master is not None
+        self.params_away = self.config.params != "device"
+        self.order = (*parts.blocks, *parts.ends)
+        self.rules = [_Rule(self, index) for index in self.order]
+        platform = self.mesh.devices.flat[0].platform
+        start, leaves = 0, []
+        for rule, index in zip(self.rules, self.order, strict=True):
+            scalars = slice(start, start + len(rule.crossing))
+            start = scalars.stop
+            leaves.append(self._leaf(rule, index, scalars))
+        self.host = HostStep(leaves, link_of(platform))
+
+    def _leaf(self, rule: "_Rule", index: int, scalars: slice) -> LeafKernel:
+        weight_on_device = not self.has_master and not self.params_away
+        states = len(rule.own)
+        aliases = [(1 + k, 2 + k) for k in range(states)] + ([] if weight_on_device else [(0, 1)])
+        arrays = [True] * (2 + states) + [False] * len(rule.crossing)
+        return LeafKernel(
+            kernel=build_kernel(rule.kernel, aliases, arrays=arrays),
+            scalars=scalars,
+            num_states=states,
+            stacked=index in self.parts.blocks,
+            weight_on_device=weight_on_device,
+            casts=self.has_master,
+            params_on_device=not self.params_away,
+        )
+
+    # --- around a step -----------------------------------------------------------------------------------------------------
+
+    def bind(self, state: TrainState) -> dict[tuple[int, int], list[int]]:
+        """Hand the state's host memory to the callbacks; returns its addresses."""
+        states = self.parts.flat(state)
+        positions = {device: n for n, device in enumerate(self.mesh.devices.flat)}
+        addresses: dict[tuple[int, int], list[int]] = {}
+        for leaf, index in enumerate(self.order):
+            held = self._held(states, index)
+            shards: dict[int, list[np.ndarray]] = {}
+            for array in held:
+                for shard in array.addressable_shards:
+                    shards.setdefault(positions[shard.device], []).append(view(shard.data))
+            for device, views in shards.items():
+                self.host.bind(device, leaf, views)
+                addresses[device, leaf] = [a.ctypes.data for a in views]
+                if self.stashes and index in self.parts.blocks:
+                    self.host.reserve(device, leaf, self._shard_shape(index), self.grad_dtype(index))
+        return addresses
+
+    def _held(self, states: States, index: int) -> list[Any]:
+        held = [] if states.master is None else [states.master[index]]
+        if states.master is None and self.params_away:
+            held = [states.params[index]]
+        held += [states.opt[j] for j in self.parts.update.states_of((index,))]
+        return held + ([states.params[index]] if self.has_master and self.params_away else [])
+
+    def _shard_shape(self, index: int) -> tuple[int, ...]:
+        leaf = jax.tree.leaves(self.parts.layout.abstract_params)[index]
+        lead = (None,) if index in self.parts.blocks else ()
+        sharding = jax.sharding.NamedSharding(self.mesh, PartitionSpec(*lead, *self.parts.grads[index].spec))
+        return sharding.shard_shape(leaf.shape)
+
+    def grad_dtype(self, index: int) -> Any:
+        return self.parts.dtypes[index] if self.config.num_microbatches == 1 else jnp.dtype(jnp.float32)
+
+    def check(self, before: dict[tuple[int, int], list[int]], state: TrainState) -> None:
+        """Raise what went wrong in the callbacks of a step, and make sure that the state is the memory they worked on.
+
+        Raises:
+          RuntimeError: an update failed, or the step returned other memory.
+        """
+        self.host.check()
+        if self.bind(state) != before:
+            raise RuntimeError("the step returned the optimizer state in other memory than it was given: the update is lost")
+
+    # --- inside the step ---------------------------------------------------------------------------------------------------
+
+    def scalars(self, shared: Sequence[Array], loss: Array, factor: Array, scale: Array) -> Array:
+        """Return the scalars of every leaf's kernel: f32[n]."""
+        values = [v for rule in self.rules for v in rule.scalars([*shared, loss, factor, scale])]
+        return jnp.stack(values) if values else jnp.zeros(1, jnp.float32)
+
+    def stash(self, layer: Array, grads: Sequence[Array], token: Array) -> Array:
+        """Keep one layer's gradients in host memory; returns a token."""
+        records = [self.parts.grads[i] for i in self.parts.blocks]
+        return self._call(functools.partial(self.host.stash, first=0), (), [layer], None, grads, records, token)[1]
+
+    def update_layer(
+        self,
+        states: States,
+        layer: Array,
+        grads: Sequence[Array],
+        old: Sequence[Array],
+        go: Array,
+        scalars: Array,
+        token: Array,
+    ) -> tuple[States, Array]:
+        """Update one layer.
+
+        Args:
+          states: all leaves.
+          layer: i32[].
+          grads: sharded, in the dtype in which they were summed; empty where they are stashed.
+          old: float32 weights, where they are on the device.
+          go: bool[], whether to update.
+          scalars: from `scalars`.
+          token: orders the callbacks of a device.
+        """
+        blocks = self.parts.blocks
+        new, token = self._update(blocks, 0, layer, grads, old, go, scalars, token)
+        params = list(states.params)
+        for i, value in zip(blocks, new, strict=False):
+            before = self.parts.params[i].read(params[i], layer)
+            params[i] = self.parts.params[i].write(params[i], layer, jnp.where(go, value, before))
+        return States(params, states.master, states.opt), token
+
+    def update_ends(
+        self, states: States, grads: Sequence[Array], go: Array, scalars: Array, token: Array
+    ) -> tuple[States, Array]:
+        """Update every leaf that is no stack of layers. The weights on the device, if any, are read from `states`."""
+        ends = self.parts.ends
+        old = [] if self.has_master or self.params_away else [states.params[i] for i in ends]
+        old = [jax.lax.with_sharding_constraint(v, self.parts.grads[i].sharding) for v, i in zip(old, ends, strict=False)]
+        new, token = self._update(ends, len(self.parts.blocks), jnp.int32(0), grads, old, go, scalars, token)
+        params = list(states.params)
+        for i, value in zip(ends, new, strict=False):
+            params[i] = self.parts.params[i].store(jnp.where(go, value, params[i]))
+        return States(params, states.master, states.opt), token
+
+    def _update(
+        self,
+        part: Sequence[int],
+        first: int,
+        layer: Array,
+        grads: Sequence[Array],
+        old: Sequence[Array],
+        go: Array,
+        scalars: Array,
+        token: Array,
+    ) -> tuple[list[Array], Array]:
+        if not part:
+            return [], token
+        records = [self.parts.grads[i] for i in part]
+        results = () if self.params_away else tuple(part)
+        callback = functools.partial(self.host.update, first=first, count=len(part), stashed=not grads)
+        where = [layer, go.astype(jnp.int32)]
+        return self._call(callback, results, where, scalars, [*grads, *old], records * (bool(grads) + bool(old)), token)
+
+    def _call(
+        self,
+        callback: Any,
+        results: Sequence[int],
+        where: Sequence[Array],
+        scalars: Array | None,
+        operands: Sequence[Array],
+        records: Sequence[Record],
+        token: Array,
+    ) -> tuple[list[Array], Array]:
+        """Call back on every device, with its own shards.
+
+        Args:
+          callback: takes (context, out, where, token, scalars if any, *operands).
+          results: parameter leaves of which it makes one layer's, or a whole leaf's, shards in the compute dtype.
+          where: i32[] each, sent after the device's position in the mesh.
+          scalars: f32[n], or None.
+          operands: sharded as `records` say.
+          records: one for each operand.
+          token: i32[devices], of the callback before.
+
+        Returns:
+          The results, and the next token.
+        """
+        every = PartitionSpec(self.mesh.axis_names)
+        made = [jax.ShapeDtypeStruct(self._shard_shape(i)[int(i in self.parts.blocks) :], self.parts.dtypes[i]) for i in results]
+        small = jax.ShapeDtypeStruct((1,), jnp.int32)
+        extra = [] if scalars is None else [scalars]
+
+        def local(position: Array, token: Array, where: Array, extra: list[Array], operands: list[Array]) -> Any:
+            where = jnp.concatenate([position, where])
+            out = small if scalars is None else (made, small)
+            got = buffer_callback(callback, out, has_side_effect=True)(where, token, *extra, *operands)
+            return ([], got) if scalars is None else got
+
+        island = jax.shard_map(
+            local,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=(every, every, PartitionSpec(), PartitionSpec(), [PartitionSpec(*r.spec) for r in records]),
+            out_specs=([PartitionSpec(*self.parts.grads[i].spec) for i in results], every),
+            check_vma=False,
+        )
+        positions = jnp.arange(self.mesh.size, dtype=jnp.int32)
+        return island(positions, token, jnp.stack(list(where)), extra, list(operands))
+
+    def first_token(self) -> Array:
+        """Return the token before a step's first callback: i32[devices]."""
+        return jnp.zeros(self.mesh.size, jnp.int32)
+
+
+def update_on_host(host: HostUpdate) -> Update:
+    """Return the update of a resident step whose optimizer runs on the host."""
+
+    def update(state: TrainState, value: Array, grads: Any) -> tuple[TrainState, dict[str, Array]]:
+        config, parts = host.config, host.parts
+        # The kernels divide by the loss scale and clip.
+        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        _, norm, ok = scale_grads(config, state, grads)
+        factor = (
+            jnp.float32(1) if config.clip_norm is None else jnp.where(norm < config.clip_norm, 1.0, config.clip_norm / norm)
+        )
+        states = parts.flat(state)
+        shared = [states.opt[j] for j in parts.update.shared]
+        scalars = host.scalars(shared, value, factor, scale)
+        grads = [g.astype(host.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))]  # exact: cast up before
+        states, _ = host.update_ends(states, grads, ok, scalars, host.first_token())
+        states = parts.close(states, parts.shared(states, value, ok))
+        return finish(state, *parts.trees(state, states), value, norm, ok, config.loss_scaling)
+
+    return update
+
+
+class _Rule:
+    """The update of one leaf, divided into scalars of the program and a kernel over elements."""
+
+    def __init__(self, update: HostUpdate, index: int) -> None:
+        parts, config = update.parts, update.config
+        self.own = parts.update.states_of((index,))
+        weight = jax.tree.leaves(parts.update.params)[index]
+        state = jax.tree.leaves(parts.update.opt_state)
+        one = (1, *weight.shape[1:]) if index in parts.blocks else weight.shape
+        f32 = jax.ShapeDtypeStruct((), jnp.float32)
+        scalars = [*(state[j] for j in parts.update.shared), f32, f32, f32]
+        dtype = update.grad_dtype(index)
+        arrays = [jax.ShapeDtypeStruct(one, d) for d in (dtype, jnp.float32, *(state[j].dtype for j in self.own))]
+
+        def rule(arrays: list[Array], scalars: list[Array]) -> list[Array]:
+            grad, old, *before = arrays
+            *shared, loss, factor, scale = scalars
+            grad = grad.astype(jnp.float32)
+            grad = grad / update.summed if update.summed > 1 else grad
+            grad = grad / scale if parts.layout.abstract_state.loss_scale is not None else grad
+            grad = grad * factor if config.clip_norm is not None else grad
+            (new,), after, _ = parts.update((index,), (grad,), (old,), before, shared, loss)
+            return [new, *after, *([new.astype(parts.dtypes[index])] if update.has_master else [])]
+
+        closed = jax.make_jaxpr(rule)(arrays, scalars)
+        self.program = flatten(closed.jaxpr, closed.consts)
+        live = _live(self.program)
+        self.num_arrays = len(arrays)
+        varies = set(self.program.inputs[: self.num_arrays])
+        self.elements: list[Instruction] = []
+        self.before: list[Instruction] = []
+        for i in live:
+            of_arrays = any(ref in varies for ref in i.ins if isinstance(ref, int))
+            (self.elements if of_arrays else self.before).append(i)
+            varies.update(i.outs if of_arrays else ())
+        reads = [ref for i in self.elements for ref in i.ins] + list(self.program.outputs)
+        self.crossing = tuple(dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies))
+        dtypes = {slot: a.dtype for slot, a in zip(self.program.inputs[self.num_arrays :], scalars, strict=True)}
+        shapes = {out: v.aval for i in self.before for out, v in zip(i.outs, i.eqn.outvars, strict=True)}
+        self.fills = {slot: shapes[slot].shape for slot in self.crossing if slot in shapes and shapes[slot].shape}
+        crossed = [jax.ShapeDtypeStruct((), jnp.float32) for _ in self.crossing]
+        kinds = [shapes[slot].dtype if slot in shapes else dtypes[slot] for slot in self.crossing]
+
+        def kernel(arrays: list[Array], values: list[Array]) -> list[Array]:
+            slots: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=False))
+            for slot, value, kind in zip(self.crossing, values, kinds, strict=True):
+                value = value.astype(kind)
+                slots[slot] = jnp.broadcast_to(value, self.fills[slot]) if slot in self.fills else value
+            evaluate(self.elements, slots)
+            return [slots[ref] if isinstance(ref, int) else ref.value for ref in self.program.outputs]
+
+        self.kernel: jex.ClosedJaxpr = jax.make_jaxpr(kernel)(arrays, crossed)
+
+    def scalars(self, values: Sequence[Array]) -> list[Array]:
+        """Return what crosses from the program to the kernel, f32[] each; `values` are the rule's scalars."""
+        slots: dict[int, Any] = dict(zip(self.program.inputs[self.num_arrays :], values, strict=True))
+        evaluate(self.before, slots)
+        # An array that depends on no array is a scalar broadcast: its elements are equal.
+        return [jnp.ravel(slots[slot])[0].astype(jnp.float32) for slot in self.crossing]
+
+
+def _live(program: Program) -> list[Instruction]:
+    """Return the instructions that the outputs need."""
+    needed = {ref for ref in program.outputs if isinstance(ref, int)}
+    kept = []
+    for i in reversed(program.instructions):
+        if any(out in needed for out in i.outs):
+            kept.append(i)
+            needed.update(ref for ref in i.ins if isinstance(ref, int))
+    return kept[::-1]

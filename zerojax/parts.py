@@ -1,0 +1,287 @@
+"""The optimizer run part by part: state comes to the device for one layer, or one leaf, is updated and goes back in place.
+
+    for each layer l:   w, s = read(masters, l), read(opt_state, l)
+                        w, s = update(g[l], w, s)                      elementwise: equal to updating the whole tree
+                        write(masters, l, w); write(opt_state, l, s); write(params, l, cast(w))
+
+Leaves that are not stacked (the embedding, the head, every leaf of a Model) are updated one at a time, each in a loop of one
+trip whose bound is an argument of the program: XLA would otherwise start all their copies at the top of the step, and hold the
+whole state on the device.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax.config import ZeroConfig
+from zerojax.elementwise import ElementwiseUpdate, elementwise_update
+from zerojax.layout import Layout
+from zerojax.mesh import BATCH_AXES
+from zerojax.model import BLOCKS
+from zerojax.optim import init_opt_state_shape, stored_spec
+from zerojax.partition import LeafSpec
+from zerojax.records import Record, pick
+from zerojax.resident import Update, finish, scale_grads
+from zerojax.stages import STAGES
+from zerojax.state import TrainState, is_split
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class States:
+    """The leaves of a TrainState that an update reads and writes, as flat lists.
+
+    Attributes:
+      params: compute-dtype parameters.
+      master: float32 masters, or None where the parameters are.
+      opt: leaves of the optimizer state, Splits as one.
+    """
+
+    params: list[Any]
+    master: list[Any] | None
+    opt: list[Any]
+
+
+jax.tree_util.register_dataclass(States, data_fields=["params", "master", "opt"], meta_fields=[])
+
+
+class Parts:
+    """How to update part of a program's state.
+
+    Attributes:
+      update: the elementwise optimizer.
+      blocks: indices of the parameter leaves that are stacked layers.
+      ends: the other indices.
+    """
+
+    def __init__(self, tx: optax.GradientTransformation, layout: Layout, why: str) -> None:
+        """Check that the optimizer is elementwise; `why` is the setting that needs it."""
+        self.layout, self.mesh = layout, layout.mesh
+        stage = STAGES[layout.config.stage]
+        leaves = jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]
+        paths = [path for path, _ in leaves]
+        specs: list[LeafSpec] = [layout.specs[jax.tree_util.keystr(path)] for path in paths]
+        self.update: ElementwiseUpdate = elementwise_update(
+            tx, layout.abstract_params, init_opt_state_shape(tx, layout.abstract_params), why
+        )
+        is_layered = isinstance(layout.abstract_params, dict) and BLOCKS in layout.abstract_params
+        stacked = [is_layered and layout.num_layers is not None and path[0] == jax.tree_util.DictKey(BLOCKS) for path in paths]
+        self.blocks = tuple(i for i, s in enumerate(stacked) if s)
+        self.ends = tuple(i for i, s in enumerate(stacked) if not s)
+
+        def records(sharded: bool, tier: str) -> list[Record]:
+            each = [stored_spec(s, sharded) for s in specs]
+            return [Record(self.mesh, spec[1:] if s else spec, tier) for spec, s in zip(each, stacked, strict=True)]
+
+        config = layout.config
+        self.params = records(stage.params, config.params)
+        self.master = records(stage.opt_state, config.opt_state if layout.abstract_state.master is not None else config.params)
+        self.grads = records(stage.opt_state, "device")
+        state = jax.tree.leaves(self.update.opt_state)
+        self.opt = [
+            None if owner is None else Record(self.mesh, self.grads[owner].spec, config.opt_state if leaf.shape else "device")
+            for owner, leaf in zip(self.update.owners, state, strict=True)
+        ]
+        self.dtypes = [a.dtype for a in jax.tree.leaves(layout.abstract_state.params)]
+
+    def flat(self, state: TrainState) -> States:
+        """Return the state's leaves."""
+        master = None if state.master is None else jax.tree.leaves(state.master, is_leaf=is_split)
+        return States(jax.tree.leaves(state.params), master, jax.tree.leaves(state.opt_state, is_leaf=is_split))
+
+    def trees(self, state: TrainState, states: States) -> tuple[Any, Any, Any]:
+        """Return params, master and opt_state as trees like those of `state`."""
+        tree = jax.tree.structure(state.params)
+        master = None if states.master is None else jax.tree.unflatten(tree, states.master)
+        opt_tree = jax.tree.structure(state.opt_state, is_leaf=is_split)
+        return jax.tree.unflatten(tree, states.params), master, jax.tree.unflatten(opt_tree, states.opt)
+
+    def shared(self, states: States, loss: Array, ok: Array) -> list[Array]:
+        """Return the scalars of the optimizer state after the step."""
+        before = pick(states.opt, self.update.shared)
+        *_, after = self.update((), (), (), (), before, loss)
+        return [jnp.where(ok, a, b) for a, b in zip(after, before, strict=True)]
+
+    def close(self, states: States, shared: Sequence[Array]) -> States:
+        """Put the new shared scalars in place."""
+        given = dict(zip(self.update.shared, shared, strict=True))
+        return dataclasses.replace(states, opt=[given.get(i, leaf) for i, leaf in enumerate(states.opt)])
+
+    # --- one layer ---------------------------------------------------------------------------------------------------------
+
+    def read_opt(self, states: States, layer: Array, on_device: bool) -> list[Array]:
+        """Return one layer's masters, where there are any, and optimizer state, on the device."""
+        masters = (
+            [] if states.master is None else [self.master[i].read(states.master[i], layer, on_device) for i in self.blocks]
+        )
+        own = self.update.states_of(self.blocks)
+        return masters + [self.opt_record(j).read(states.opt[j], layer, on_device) for j in own]
+
+    def read_params(self, states: States, layer: Array) -> list[Array]:
+        """Return one layer's parameters, sharded, on the device."""
+        return [self.params[i].read(states.params[i], layer) for i in self.blocks]
+
+    def update_layer(
+        self,
+        states: States,
+        layer: Array,
+        grads: Sequence[Array],
+        read: Sequence[Array],
+        shared: Sequence[Array],
+        loss: Array,
+        ok: Array,
+        on_device: bool,
+    ) -> States:
+        """Update one layer and write it back.
+
+        Args:
+          states: all leaves; those of the blocks are replaced.
+          layer: i32[], the index to write at.
+          grads: float32, sharded.
+          read: what `read_opt` returned, after the parameters where there are no masters.
+          shared: the scalars of the optimizer state before the step.
+          loss: f32[].
+          ok: bool[], whether to update at all.
+          on_device: whether a Split's first part is meant.
+        """
+        count = len(self.blocks)
+        old, opt = read[:count], read[count:]
+        new, after = self._move(self.blocks, grads, old, opt, shared, loss, ok)
+        return self.write_layer(states, layer, new, after, on_device)
+
+    def write_layer(
+        self, states: States, layer: Array, new: Sequence[Array], after: Sequence[Array], on_device: bool
+    ) -> States:
+        """Write one layer: float32 weights, and the leaves of its optimizer state."""
+        own = self.update.states_of(self.blocks)
+        params, master, state = list(states.params), states.master and list(states.master), list(states.opt)
+        for i, value in zip(self.blocks, new, strict=True):
+            params[i] = self.params[i].write(params[i], layer, self.cast(i, value))
+            if master is not None:
+                master[i] = self.master[i].write(master[i], layer, value, on_device)
+        for j, value in zip(own, after, strict=True):
+            state[j] = self.opt_record(j).write(state[j], layer, value, on_device)
+        return States(params, master, state)
+
+    def owner(self, index: int) -> int:
+        """Return the parameter leaf that a leaf of the optimizer state mirrors."""
+        owner = self.update.owners[index]
+        assert owner is not None
+        return owner
+
+    def opt_record(self, index: int) -> Record:
+        """Return how a leaf of the optimizer state rests."""
+        record = self.opt[index]
+        assert record is not None
+        return record
+
+    def cast(self, index: int, value: Array) -> Array:
+        """Return a weight in the compute dtype, on its shard."""
+        value = jax.lax.with_sharding_constraint(value, self.grads[index].sharding)
+        # The cast comes before the gather of stages 1 and 2.
+        return jax.lax.with_sharding_constraint(value.astype(self.dtypes[index]), self.grads[index].sharding)
+
+    def _move(
+        self, part: Sequence[int], grads: Any, old: Any, opt: Any, shared: Any, loss: Array, ok: Array
+    ) -> tuple[list[Array], list[Array]]:
+        """Update slices of the leaves in `part`; slices of stacked leaves get a layer dim of 1, so that dims are counted right."""
+
+        def grow(values: Sequence[Array], indices: Sequence[int | None]) -> list[Array]:
+            return [v[None] if i in self.blocks else v for v, i in zip(values, indices, strict=True)]
+
+        own = self.update.states_of(part)
+        owners = [self.update.owners[j] for j in own]
+        new, after, _ = self.update(part, grow(grads, part), grow(old, part), grow(opt, owners), shared, loss)
+        new = [v.reshape(o.shape) for v, o in zip(new, old, strict=True)]
+        after = [v.reshape(o.shape) for v, o in zip(after, opt, strict=True)]
+        keep = lambda a, b: [jnp.where(ok, x, y) for x, y in zip(a, b, strict=True)]  # noqa: E731
+        return keep(new, old), keep(after, opt)
+
+    # --- leaves that are not stacked ---------------------------------------------------------------------------------------
+
+    def update_ends(
+        self, states: States, grads: Sequence[Array], shared: Sequence[Array], loss: Array, ok: Array, one: Array
+    ) -> States:
+        """Update every leaf that is no stack of layers, one after the other.
+
+        Args:
+          states: all leaves.
+          grads: float32, sharded; one for each of `ends`.
+          shared: the scalars of the optimizer state before the step.
+          loss: f32[].
+          ok: bool[].
+          one: i32[] holding 1, an argument of the program.
+        """
+        for index, grad in zip(self.ends, grads, strict=True):
+            states, one = self._update_leaf(states, index, grad, shared, loss, ok, one)
+        return states
+
+    def _update_leaf(
+        self, states: States, index: int, grad: Array, shared: Sequence[Array], loss: Array, ok: Array, one: Array
+    ) -> tuple[States, Array]:
+        own = self.update.states_of((index,))
+        records = [self.params[index], self.master[index], *(self.opt_record(j) for j in own)]
+
+        def body(_: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+            (param, master, opt), trips = carry
+            old = self.params[index].load(param) if master is None else self.master[index].load(master)
+            before = [self.opt_record(j).load(s) for j, s in zip(own, opt, strict=True)]
+            (new,), after = self._move((index,), (grad,), (old,), before, shared, loss, ok)
+            param = self.params[index].store(self.cast(index, new))
+            master = None if master is None else self.master[index].store(new)
+            return (param, master, [self.opt_record(j).store(s) for j, s in zip(own, after, strict=True)]), trips
+
+        masters = states.master
+        leaf = (states.params[index], None if masters is None else masters[index], pick(states.opt, own))
+        carry = (leaf, one)
+        if any(r.is_away for r in records):
+            carry = jax.lax.fori_loop(0, one, body, carry)
+        else:
+            carry = body(one, carry)
+        (param, master, opt), one = carry
+        params, state = list(states.params), list(states.opt)
+        params[index] = param
+        if masters is not None:
+            masters = list(masters)
+            masters[index] = master
+        for j, value in zip(own, opt, strict=True):
+            state[j] = value
+        return States(params, masters, state), one
+
+
+def update_in_parts(parts: Parts, one: Array) -> Update:
+    """Return the update of a resident step whose optimizer state is off the device: one leaf after the other.
+
+    Args:
+      parts: of a program without stacked layers.
+      one: i32[] holding 1, an argument of the program.
+    """
+
+    def update(state: TrainState, value: Array, grads: Any) -> tuple[TrainState, dict[str, Array]]:
+        config = parts.layout.config
+        grads, norm, finite = scale_grads(config, state, grads)
+        states = parts.flat(state)
+        shared = pick(states.opt, parts.update.shared)
+        states = parts.update_ends(states, jax.tree.leaves(grads), shared, value, finite, one)
+        states = parts.close(states, parts.shared(states, value, finite))
+        return finish(state, *parts.trees(state, states), value, norm, finite, config.loss_scaling)
+
+    return update
+
+
+def batch_spec(ndim: int, rest: Any = None) -> tuple[Any, ...]:
+    """Return the spec of activations: dim 0 split as the batch is, `rest` for the others."""
+    return (BATCH_AXES, *(rest,) * (ndim - 1)) if ndim else ()
+
+
+def reason(config: ZeroConfig) -> str:
+    """Return the setting that makes the optimizer run by parts."""
+    for name in ("opt_state", "params", "grads"):
+        if (tier := getattr(config, name)) != "device":
+            return f"{name}={tier!r}"
+    return f"update={config.update!r}"

@@ -1,0 +1,189 @@
+"""Layers moving between tiers inside a jitted loop: read one, write one, and keep a ring of those on their way.
+
+A stack holds one leaf of all layers, `[L, ...]`, in its tier. Reading layer l slices it and moves the slice to the device;
+writing moves a value to the tier and puts it in place. Every index is read from the schedule's arrays, which enter the
+program as arguments: XLA (openxla/xla 46231) compiles a host-memory slice whose index it can derive from the loop counter as
+if it were the counter itself, so a table known at compile time, or l+1, or L-1-l, would silently read another layer.
+
+    for t in ticks:     take = ring[use_slot[t]];  ring[fetch_slot[t]] = read(stack, fetch[t]);  tick(take)
+
+A fetch is issued in the tick that frees its slot and is taken `distance` ticks later. Where a phase writes the stacks that it
+fetches from, a write waits for the fetch of its tick: XLA copies a stack whose reads and writes it cannot order.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from host_offload.schedule import Phase
+from zerojax.gather import Spec
+from zerojax.layout import named, place
+from zerojax.state import Split
+
+Array = jax.Array
+Plan = Mapping[str, Array]
+"""The int32 arrays of one phase."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """How one leaf of one layer rests.
+
+    Attributes:
+      mesh: the device mesh.
+      spec: of the leaf, without the layer dim.
+      tier: "device" or "pinned_host"; of a Split stack, the tier of its second part.
+    """
+
+    mesh: Mesh
+    spec: Spec
+    tier: str
+
+    @property
+    def is_away(self) -> bool:
+        return self.tier != "device"
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The leaf's sharding on the device."""
+        return named(self.mesh, self.spec)
+
+    def read(self, stack: Any, layer: Array, on_device: bool = False) -> Array:
+        """Return layer `layer` of a stack, on the device.
+
+        Args:
+          stack: [L, ...], or a Split.
+          layer: i32[], read from an array of the schedule.
+          on_device: of a Split, that the layer is in its first part.
+        """
+        if isinstance(stack, Split):
+            if on_device:
+                return jax.lax.dynamic_index_in_dim(stack.device, layer, 0, keepdims=False)
+            stack, layer = stack.host, layer - stack.device.shape[0]
+        value = jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
+        return self.load(value) if self.is_away else value
+
+    def write(self, stack: Any, layer: Array, value: Array, on_device: bool = False) -> Any:
+        """Return the stack with `value` as its layer `layer`; updated in place."""
+        if isinstance(stack, Split):
+            if on_device:
+                value = jax.lax.with_sharding_constraint(value, self.sharding)
+                return Split(jax.lax.dynamic_update_index_in_dim(stack.device, value, layer, 0), stack.host)
+            layer = layer - stack.device.shape[0]
+            return Split(stack.device, jax.lax.dynamic_update_index_in_dim(stack.host, self.store(value), layer, 0))
+        return jax.lax.dynamic_update_index_in_dim(stack, self.store(value), layer, 0)
+
+    def load(self, value: Array) -> Array:
+        """Move a value from the tier to the device."""
+        return jax.device_put(value, place(self.mesh, self.spec, "device")) if self.is_away else value
+
+    def store(self, value: Array) -> Array:
+        """Move a value from the device to the tier."""
+        value = jax.lax.with_sharding_constraint(value, self.sharding)
+        return jax.device_put(value, place(self.mesh, self.spec, self.tier)) if self.is_away else value
+
+
+@dataclasses.dataclass(frozen=True)
+class Now:
+    """One tick, as its body sees it.
+
+    Attributes:
+      layer: i32[], the layer computed.
+      write: i32[], the same, known once this tick's fetch has landed: the index to write at.
+      consume: i32[], the layer whose record is taken; read it only if `takes`.
+      taken: the record taken out of the ring, or None where nothing was fetched ahead.
+      landing: the record on its way, or None; a tick returns it.
+      takes: whether a record is taken in this tick.
+      on_device: whether the layer's optimizer state stays on the device.
+    """
+
+    layer: Array
+    write: Array
+    consume: Array
+    taken: list[Array] | None
+    landing: list[Array] | None
+    takes: bool
+    on_device: bool
+
+
+def run_phase(
+    phase: Phase,
+    plan: Plan,
+    carry: Any,
+    tick: Callable[[Any, Now], tuple[Any, Any]],
+    one: Array,
+    *,
+    fetch: Callable[[Any, Array], list[Array]],
+    device_layers: int = 0,
+) -> Any:
+    """Run the ticks of a phase as loops.
+
+    Ticks that do the same things (fetch or not, take or not) run in one loop, so that nothing is fetched in vain. A single tick
+    is a loop too, whose bound XLA does not know: unrolled, its gathers and fetches would start where the program starts.
+
+    Args:
+      phase: the schedule, which decides what is compiled.
+      plan: its arrays, as arguments of the program.
+      carry: whatever the ticks pass on.
+      tick: `tick(carry, now) -> (carry, landing)`, which may tie `now.landing` to what it computes: it must then have landed
+        before that, and lands beside what comes earlier.
+      one: i32[] holding 1, an argument of the program.
+      fetch: `fetch(carry, layer) -> record`, the arrays that are fetched ahead.
+      device_layers: layers whose optimizer state stays on the device.
+    """
+    ring = None
+    if len(phase.preload):
+        first = [fetch(carry, plan["preload"][i]) for i in range(len(phase.preload))]
+        ring = [jnp.stack(leaves) for leaves in zip(*first, strict=True)]
+    kinds = [
+        (int(f) >= 0, int(c) >= 0, int(slot) >= 0, int(layer) < device_layers)
+        for f, c, slot, layer in zip(phase.fetch, phase.consume, phase.use_slot, phase.layer, strict=True)
+    ]
+    start = 0
+    for (fetches, takes, from_ring, on_device), ticks in itertools.groupby(kinds):
+        stop = start + len(list(ticks))
+
+        def body(
+            t: Array,
+            state: tuple[Any, Any],
+            fetches: bool = fetches,
+            takes: bool = takes,
+            from_ring: bool = from_ring,
+            on_device: bool = on_device,
+        ) -> tuple[Any, Any]:
+            carry, ring = state
+            layer, consume = plan["layer"][t], plan["consume"][t]
+            taken, landing, write = None, None, layer
+            if takes and from_ring:
+                taken = [jax.lax.dynamic_index_in_dim(r, plan["use_slot"][t], 0, keepdims=False) for r in ring]
+            if fetches and ring is not None:
+                landing = fetch(carry, plan["fetch"][t])
+                if set(phase.fetches) & set(phase.writes):
+                    write, landing = jax.lax.optimization_barrier((layer, landing))
+            elif fetches:
+                taken = fetch(carry, consume)
+            carry, landed = tick(carry, Now(layer, write, consume, taken, landing, takes, on_device))
+            if landed is not None:
+                slot = plan["fetch_slot"][t]
+                ring = [jax.lax.dynamic_update_index_in_dim(r, v, slot, 0) for r, v in zip(ring, landed, strict=True)]
+            return carry, ring
+
+        end = stop if stop - start > 1 else start + one
+        carry, ring = jax.lax.fori_loop(start, end, body, (carry, ring))
+        start = stop
+    return carry
+
+
+def index_arrays(arrays: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Array]]:
+    """Return a schedule's arrays as arguments of a program."""
+    return {phase: {name: jnp.asarray(a, jnp.int32) for name, a in fields.items()} for phase, fields in arrays.items()}
+
+
+def pick(values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    """Return `values` at `indices`."""
+    return [values[i] for i in indices]
