@@ -1,6 +1,7 @@
 """The peers: the same GPT in plain torch, FSDP2 and DeepSpeed, on CPU (gloo) or GPUs (NCCL). Run by step_time.py, gpu_check.py.
 
-"fsdp2-offload" keeps FSDP2's parameters, gradients and optimizer state in host memory, and runs the optimizer there. Needs torch, and deepspeed for its modes, in the environment that runs it; nothing of zerojax. Prints one JSON line.
+"fsdp2-offload" is FSDP2 with parameters, gradients and optimizer state in host memory, and the optimizer run there. Needs
+torch, and deepspeed for its modes, in the environment that runs it; nothing of zerojax. Prints one JSON line.
 """
 
 import argparse
@@ -163,7 +164,8 @@ def main() -> None:
             import deepspeed  # type: ignore[import-not-found]
 
             version = f"DeepSpeed {deepspeed.__version__}"
-        print("RESULT " + json.dumps({"losses": losses, "seconds": seconds, "version": version}))
+        peak = torch.cuda.max_memory_allocated() if gpu else None
+        print("RESULT " + json.dumps({"losses": losses, "seconds": seconds, "version": version, "peak_bytes": peak}))
         sys.stdout.flush()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -6,6 +6,12 @@ moments stay in host memory, where a fused kernel updates one layer's records in
     stash(layer, g)                     keep a gradient in host memory until its scale is known
     update(layer, scalars, g or none)   for each leaf: kernel(g, w[layer], s[layer], scalars), in place; hand back cast(w)
 
+Delayed by a step (section 5.2), the kernels work on the gradients of the step before while this one computes, and their results
+wait beside the parameters that it reads:
+
+    start(scalars)                      begin to update every leaf with the gradients that are pending
+    install(layer)                      wait for that; hand the new parameters over, and make this step's gradients the pending ones
+
 The memory is that of arrays which the program is given and hands back untouched, so that outside of a step they are ordinary
 arrays. A callback never raises, since another device may be waiting in a collective: it records its error, and `check` raises
 it when the step is over. Where parameters rest in host memory too, the kernel writes them there, and nothing goes up.
@@ -34,6 +40,8 @@ class LeafKernel:
       weight_on_device: the float32 weight is no host array: it is an operand, and the new one a result.
       casts: the kernel returns a compute-dtype weight besides.
       params_on_device: the parameters are a result of the callback; else they are written to the host.
+      delayed: the new parameters are made beside the old ones. The weight is then in host memory, and in place only if the kernel
+        casts.
     """
 
     kernel: Kernel
@@ -43,6 +51,7 @@ class LeafKernel:
     weight_on_device: bool
     casts: bool
     params_on_device: bool
+    delayed: bool = False
 
 
 @dataclasses.dataclass
@@ -60,9 +69,12 @@ class HostStep:
         self.leaves, self.link = tuple(leaves), link
         self.arrays: dict[tuple[int, int], list[np.ndarray]] = {}
         self.stashed: dict[tuple[int, int], np.ndarray] = {}
+        self.pending: dict[tuple[int, int], np.ndarray] = {}
+        self.made: dict[tuple[int, int], np.ndarray] = {}  # delayed: new parameters beside the old ones
         self.traffic = Traffic()
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()
+        self._jobs: dict[int, threading.Thread | None] = {}
 
     def bind(self, device: int, leaf: int, arrays: Sequence[np.ndarray]) -> None:
         """Give a leaf's memory on one device: weight (unless on the device), states, and parameters (unless on the device)."""
@@ -72,6 +84,12 @@ class HostStep:
         """Make room for a leaf's gradients between backward and update."""
         if (device, leaf) not in self.stashed:
             self.stashed[device, leaf] = np.zeros(shape, dtype)
+
+    def bind_pending(self, device: int, leaf: int, grads: np.ndarray, dtype: Any) -> None:
+        """Give the memory of a leaf's pending gradients, and make room for its new parameters in `dtype`."""
+        self.pending[device, leaf] = grads
+        if (device, leaf) not in self.made:
+            self.made[device, leaf] = np.zeros(grads.shape, dtype)
 
     def check(self) -> None:
         """Raise the first error of the callbacks since the last check.
@@ -146,32 +164,110 @@ class HostStep:
         except Exception as error:  # as above
             self._errors.append(error)
 
+    def start(self, context: Any, out: Any, where: Any, after: Any, scalars: Any) -> None:
+        """Begin to update every leaf with the pending gradients.
+
+        Args:
+          context: of the callback.
+          out: i32[1], a token.
+          where: i32[2], device and whether to update at all.
+          after: the token of the device's callback before this one.
+          scalars: f32[n], of every leaf.
+        """
+        del after
+        try:
+            device, go = self.link.read(context, where, "where").tolist()
+            values = self.link.read(context, scalars, "scalars").copy()
+            job = threading.Thread(target=self._update_all, args=(device, values), daemon=True) if go else None
+            self._jobs[device] = job
+            if job is not None:
+                job.start()
+            self._finish(context, out)
+        except Exception as error:  # as above
+            self._errors.append(error)
+
+    def _update_all(self, device: int, values: np.ndarray) -> None:
+        try:
+            for leaf, plan in enumerate(self.leaves):
+                grads, made = self.pending[device, leaf], self.made[device, leaf]
+                for layer in range(len(grads)) if plan.stacked else (0,):
+                    g, room = self._record(grads, leaf, layer), self._record(made, leaf, layer)
+                    self._run_kernel(device, leaf, layer, g, None, room, values)
+        except Exception as error:  # as above
+            self._errors.append(error)
+
+    def install(self, context: Any, out: Any, where: Any, after: Any, *, first: int, count: int) -> None:
+        """Hand over one layer's new parameters, and make its stashed gradients the pending ones.
+
+        Args:
+          context: of the callback.
+          out: (list of new parameters that live on the device; token).
+          where: i32[2], device and layer.
+          after: the token of the device's callback before this one.
+          first: index of a leaf.
+          count: leaves.
+        """
+        del after
+        try:
+            device, layer = self.link.read(context, where, "where").tolist()
+            if (job := self._jobs.get(device)) is not None:
+                job.join()
+            results, token = out
+            rest = iter(results)
+            for leaf in range(first, first + count):
+                place, result = (device, leaf), next(rest) if self.leaves[leaf].params_on_device else None
+                if job is not None:
+                    self._install_leaf(context, place, layer, result)
+                pending = self._record(self.pending[place], leaf, layer)
+                np.copyto(pending, self._record(self.stashed[place], leaf, layer))
+            self._finish(context, token)
+        except Exception as error:  # as above
+            self._errors.append(error)
+
+    def _install_leaf(self, context: Any, place: tuple[int, int], layer: int, result: Any) -> None:
+        made = self._record(self.made[place], place[1], layer)
+        if result is None:
+            held = self.arrays[place]
+            params = held[-1] if self.leaves[place[1]].casts else held[0]
+            np.copyto(self._record(params, place[1], layer), made)
+            return
+        room = self.link.room(result, (*place, "params"))
+        np.copyto(room, made)
+        self.link.write(context, result, (*place, "params"))
+        self._count(to_device=room.nbytes)
+
     def _update_leaf(
         self, context: Any, device: int, leaf: int, layer: int, grad: Any, old: Any, result: Any, values: np.ndarray
     ) -> None:
-        plan, place = self.leaves[leaf], (device, leaf)
-        held = [self._record(a, leaf, layer) for a in self.arrays.get(place, [])]
-        weights = [] if plan.weight_on_device else [held.pop(0)]
-        states, params = held[: plan.num_states], held[plan.num_states :]
+        place, weight = (device, leaf), None
         if old is not None:
-            weights = [self.link.read(context, old, (*place, "weight"))]
-            self._count(to_host=weights[0].nbytes)
+            weight = self.link.read(context, old, (*place, "weight"))
+            self._count(to_host=weight.nbytes)
         if grad is None:
             g = self._record(self.stashed[place], leaf, layer)
         else:
             g = self.link.read(context, grad, (*place, "grad"))
             self._count(to_host=g.nbytes)
-        room = self.link.room(result, (*place, "params")) if result is not None else None
-        if plan.casts:
-            new, cast = [None], [room if room is not None else params[0]]
-        else:
-            new, cast = [room], []
-        flat = [None if a is None else a.reshape(-1) for a in (g, *weights, *states, *new, *cast)]
-        inputs, outputs = flat[: 2 + len(states)], [flat[2 + len(states)], *[None] * len(states), *flat[3 + len(states) :]]
-        plan.kernel([*inputs, *values[plan.scalars]], outputs)
-        if result is not None and room is not None:
+        room = None if result is None else self.link.room(result, (*place, "params"))
+        self._run_kernel(device, leaf, layer, g, weight, room, values)
+        if room is not None:
             self.link.write(context, result, (*place, "params"))
             self._count(to_device=room.nbytes)
+
+    def _run_kernel(
+        self, device: int, leaf: int, layer: int, g: np.ndarray, weight: np.ndarray | None, room: np.ndarray | None, values: np.ndarray
+    ) -> None:
+        """Update one record. `room` is where the new parameters go, unless that is in place."""
+        plan = self.leaves[leaf]
+        held = [self._record(a, leaf, layer) for a in self.arrays.get((device, leaf), [])]
+        weight = held.pop(0) if weight is None else weight
+        states, params = held[: plan.num_states], held[plan.num_states :]
+        if plan.casts:
+            outputs = [None, *[None] * len(states), params[0] if room is None else room]
+        else:
+            outputs = [room, *[None] * len(states)]
+        inputs = [a.reshape(-1) for a in (g, weight, *states)]
+        plan.kernel([*inputs, *values[plan.scalars]], [None if a is None else a.reshape(-1) for a in outputs])
 
     def _record(self, array: np.ndarray, leaf: int, layer: int) -> np.ndarray:
         return array[layer, ...] if self.leaves[leaf].stacked else array  # a view, also where a record is one number

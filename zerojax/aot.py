@@ -10,13 +10,17 @@ program that exceeds the chip's memory still compiles: compare bytes yourself. N
 JAX_PLATFORMS=cpu in the environment of a machine without a driver, before JAX starts.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
+import numpy as np
+from jax._src.lib import xla_client  # the compile-only client has no public face
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib import _jax
 
 from zerojax.mesh import make_mesh
 
@@ -95,6 +99,48 @@ def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> list[Any]:
             "before JAX starts where there is no GPU driver"
         ) from e
     return list(topology.devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """A program compiled for devices that are not there, with what `jax.stages.Compiled` offers about it."""
+
+    executable: Any
+
+    def as_text(self) -> str:
+        """Return the scheduled HLO of one device."""
+        return self.executable.hlo_modules()[0].to_string()
+
+    def memory_analysis(self) -> Any:
+        """Return the bytes of arguments, results and temporaries."""
+        return self.executable.get_compiled_memory_stats()
+
+
+def compile_with_callbacks(lowered: jax.stages.Lowered, mesh: Mesh, options: Mapping[str, Any] | None) -> CompiledProgram:
+    """Compile a program that calls back to Python, through the client of the devices that are not there.
+
+    JAX's own path hands that client the callbacks, which it cannot take; without them the program compiles all the same.
+
+    Args:
+      lowered: the program.
+      mesh: of devices of a compile-only topology.
+      options: XLA's, by name.
+    """
+    size = mesh.size
+    given = xla_client.CompileOptions()
+    build = given.executable_build_options
+    build.num_replicas, build.num_partitions = 1, size
+    build.use_spmd_partitioning = build.use_shardy_partitioner = True
+    build.device_assignment = xla_client.DeviceAssignment.create(np.arange(size).reshape(1, size))
+    given.env_option_overrides = list((options or {}).items())
+    devices = tuple(mesh.devices.flat)
+    compiled = devices[0].client.compile(lowered.compiler_ir("stablehlo"), _jax.DeviceList(devices), given)
+    return CompiledProgram(compiled)
+
+
+def is_there(mesh: Mesh) -> bool:
+    """Tell whether the devices of a mesh can run a program."""
+    return NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host").memory_kind is not None
 
 
 def gpu_mesh(

@@ -8,6 +8,7 @@ first. A layer's parameters, masters and optimizer state are then made and writt
 The values are those of `zerojax.resident.build_init`: the same keys, the same order.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from host_offload.limits import check_host_memory, host_memory_error
 from zerojax.layout import Layout
 from zerojax.model import LayeredModel, Model
 from zerojax.parts import Parts, States
@@ -30,14 +32,35 @@ def is_away(leaf: Any) -> bool:
     return getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
 
 
-def allocate(abstract: Any) -> Array:
-    """Return zeros in host memory, each process its own shards."""
+def allocate_all(abstract: Sequence[Any]) -> list[Array]:
+    """Return zeros in host memory, each process its own shards.
 
+    Raises:
+      RuntimeError: they find no room; says how many bytes were asked for and how to raise the limit.
+    """
+    if not abstract:
+        return []
+    platform = next(iter(abstract[0].sharding.device_set)).platform
+    num_bytes = sum(map(_local_bytes, abstract))
+    check_host_memory(num_bytes, platform)
+    try:
+        return jax.block_until_ready([_allocate(leaf) for leaf in abstract])
+    except Exception as error:
+        if (explained := host_memory_error(error, num_bytes, platform)) is not None:
+            raise explained from error
+        raise
+
+
+def _local_bytes(leaf: Any) -> int:
+    return len(leaf.sharding.addressable_devices) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _allocate(leaf: Any) -> Array:
     def zeros(index: tuple[slice, ...]) -> np.ndarray:
-        shape = [len(range(*i.indices(n))) for i, n in zip(index, abstract.shape, strict=True)]
-        return np.zeros(shape, abstract.dtype)
+        shape = [len(range(*i.indices(n))) for i, n in zip(index, leaf.shape, strict=True)]
+        return np.zeros(shape, leaf.dtype)
 
-    return jax.make_array_from_callback(abstract.shape, abstract.sharding, zeros)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, zeros)
 
 
 def build_born_init(
@@ -75,6 +98,7 @@ def build_born_init(
             master=None if states.master is None else jax.tree.unflatten(tree, states.master),
             opt_state=jax.tree.unflatten(jax.tree.structure(abstract.opt_state, is_leaf=is_split), states.opt),
             loss_scale=init_loss_scale(layout.config.loss_scaling) if precision.scales_loss else None,
+            pending=jax.tree.map(room, abstract.pending),
         )
 
     return init

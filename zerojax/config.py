@@ -166,6 +166,11 @@ class ZeroConfig:
             raise ValueError(
                 "delayed_update=True needs update_on='host' and update='after_backward': it is the host's update that is delayed"
             )
+        if self.delayed_update and self.precision == "fp32" and self.params == "device":
+            raise ValueError(
+                "delayed_update=True with precision='fp32' and params='device': the host has no weights of its own to update; use "
+                "params='pinned_host', or precision='bf16'"
+            )
         if self.opt_state_device_fraction and (self.opt_state == "device" or self.update_on == "host"):
             raise ValueError(
                 f"opt_state_device_fraction={self.opt_state_device_fraction} splits an opt_state that is off the device and "

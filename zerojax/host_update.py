@@ -29,7 +29,7 @@ from zerojax.jaxprs import Instruction, Program, evaluate, flatten
 from zerojax.parts import Parts, States
 from zerojax.records import Record
 from zerojax.resident import Update, finish, scale_grads
-from zerojax.state import TrainState
+from zerojax.state import Pending, TrainState
 
 Array = jax.Array
 
@@ -61,9 +61,10 @@ class HostUpdate:
         self.host = HostStep(leaves, link_of(platform))
 
     def _leaf(self, rule: "_Rule", index: int, scalars: slice) -> LeafKernel:
-        weight_on_device = not self.has_master and not self.params_away
+        weight_on_device, delayed = not self.has_master and not self.params_away, self.config.delayed_update
         states = len(rule.own)
-        aliases = [(1 + k, 2 + k) for k in range(states)] + ([] if weight_on_device else [(0, 1)])
+        in_place = self.has_master or not (weight_on_device or delayed)
+        aliases = [(1 + k, 2 + k) for k in range(states)] + ([(0, 1)] if in_place else [])
         arrays = [True] * (2 + states) + [False] * len(rule.crossing)
         return LeafKernel(
             kernel=build_kernel(rule.kernel, aliases, arrays=arrays),
@@ -73,6 +74,7 @@ class HostUpdate:
             weight_on_device=weight_on_device,
             casts=self.has_master,
             params_on_device=not self.params_away,
+            delayed=delayed,
         )
 
     # --- around a step -----------------------------------------------------------------------------------------------------
@@ -91,9 +93,17 @@ class HostUpdate:
             for device, views in shards.items():
                 self.host.bind(device, leaf, views)
                 addresses[device, leaf] = [a.ctypes.data for a in views]
-                if self.stashes and index in self.parts.blocks:
+                if self.config.delayed_update or (self.stashes and index in self.parts.blocks):
                     self.host.reserve(device, leaf, self._shard_shape(index), self.grad_dtype(index))
+        if state.pending is not None:
+            self._bind_pending(state.pending.grads, positions)
         return addresses
+
+    def _bind_pending(self, grads: Sequence[Array], positions: dict[Any, int]) -> None:
+        for leaf, array in enumerate(grads):
+            for shard in array.addressable_shards:
+                device, dtype = positions[shard.device], self.parts.dtypes[self.order[leaf]]
+                self.host.bind_pending(device, leaf, view(shard.data), dtype)
 
     def _held(self, states: States, index: int) -> list[Any]:
         held = [] if states.master is None else [states.master[index]]
@@ -162,6 +172,33 @@ class HostUpdate:
             params[i] = self.parts.params[i].write(params[i], layer, jnp.where(go, value, before))
         return States(params, states.master, states.opt), token
 
+    def start(self, pending: Pending, token: Array) -> Array:
+        """Begin the update that the step before left; returns a token."""
+        scalars = self.scalars(pending.shared, *pending.scalars)
+        return self._call(self.host.start, (), [pending.ready.astype(jnp.int32)], scalars, (), (), token, small=True)[1]
+
+    def stash_ends(self, grads: Sequence[Array], token: Array) -> Array:
+        """Keep the gradients of the leaves that are no stack of layers in host memory; returns a token."""
+        records = [self.parts.grads[i] for i in self.parts.ends]
+        callback = functools.partial(self.host.stash, first=len(self.parts.blocks))
+        return self._call(callback, (), [jnp.int32(0)], None, grads, records, token)[1]
+
+    def install(self, states: States, part: Sequence[int], layer: Array, ready: Array, token: Array) -> tuple[States, Array]:
+        """Take over the new parameters of one layer, or of the leaves that are no stack of layers."""
+        if not part:
+            return states, token
+        blocks = part == self.parts.blocks
+        results = () if self.params_away else tuple(part)
+        callback = functools.partial(self.host.install, first=0 if blocks else len(self.parts.blocks), count=len(part))
+        new, token = self._call(callback, results, [layer], None, (), (), token, small=False)
+        params = list(states.params)
+        for i, value in zip(part, new, strict=False):
+            record = self.parts.params[i]
+            before = record.read(params[i], layer) if blocks else params[i]
+            value = jnp.where(ready, value, before)
+            params[i] = record.write(params[i], layer, value) if blocks else record.store(value)
+        return States(params, states.master, states.opt), token
+
     def update_ends(
         self, states: States, grads: Sequence[Array], go: Array, scalars: Array, token: Array
     ) -> tuple[States, Array]:
@@ -203,6 +240,8 @@ class HostUpdate:
         operands: Sequence[Array],
         records: Sequence[Record],
         token: Array,
+        *,
+        small: bool | None = None,
     ) -> tuple[list[Array], Array]:
         """Call back on every device, with its own shards.
 
@@ -214,20 +253,24 @@ class HostUpdate:
           operands: sharded as `records` say.
           records: one for each operand.
           token: i32[devices], of the callback before.
+          small: whether the callback makes nothing but a token; by default, if it gets no scalars.
 
         Returns:
           The results, and the next token.
         """
         every = PartitionSpec(self.mesh.axis_names)
-        made = [jax.ShapeDtypeStruct(self._shard_shape(i)[int(i in self.parts.blocks) :], self.parts.dtypes[i]) for i in results]
-        small = jax.ShapeDtypeStruct((1,), jnp.int32)
+        made = [
+            jax.ShapeDtypeStruct(self._shard_shape(i)[int(i in self.parts.blocks) :], self.parts.dtypes[i]) for i in results
+        ]
+        after = jax.ShapeDtypeStruct((1,), jnp.int32)
+        only_token = scalars is None if small is None else small
         extra = [] if scalars is None else [scalars]
 
         def local(position: Array, token: Array, where: Array, extra: list[Array], operands: list[Array]) -> Any:
             where = jnp.concatenate([position, where])
-            out = small if scalars is None else (made, small)
+            out = after if only_token else (made, after)
             got = buffer_callback(callback, out, has_side_effect=True)(where, token, *extra, *operands)
-            return ([], got) if scalars is None else got
+            return ([], got) if only_token else got
 
         island = jax.shard_map(
             local,

@@ -22,7 +22,7 @@ from zerojax.optim import init_opt_state_shape, opt_state_specs, stored_spec
 from zerojax.partition import LeafSpec, Replicated, param_specs, replicated_leaves
 from zerojax.precision import PRECISIONS, LossScale
 from zerojax.stages import STAGES
-from zerojax.state import Split, TrainState
+from zerojax.state import Pending, Split, TrainState
 
 logger = logging.getLogger("zerojax")
 
@@ -161,7 +161,33 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     replicated = tuple(replicated_leaves(made, specs)) if stage.opt_state else ()
     _report(replicated, mesh)
     num_layers = model.num_layers if isinstance(model, LayeredModel) else None
+    if config.delayed_update and num_layers is not None:
+        pending = _pending(master, opt_state, specs, config, mesh)
+        abstract_state = dataclasses.replace(abstract_state, pending=pending)
+        shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     return Layout(mesh, config, specs, master, abstract_state, shardings, replicated, num_layers, device_layers)
+
+
+def _pending(params: Any, opt_state: Any, specs: dict[str, LeafSpec], config: ZeroConfig, mesh: Mesh) -> Pending:
+    """Return the shapes of a delayed update, the stacked layers' leaves before the others."""
+    dtype = jnp.dtype(PRECISIONS[config.precision].compute_dtype if config.num_microbatches == 1 else "float32")
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    leaves.sort(key=lambda entry: entry[0][0] != jax.tree_util.DictKey(BLOCKS))  # stable
+
+    def grad(path: tuple[Any, ...], leaf: Any) -> Any:
+        spec = stored_spec(specs[jax.tree_util.keystr(path)], STAGES[config.stage].opt_state)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named(mesh, spec, config.opt_state))
+
+    def scalar(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named(mesh, ()))
+
+    mirrors = zip(jax.tree.leaves(opt_state), owners(opt_state, params), strict=True)
+    return Pending(
+        grads=[grad(path, leaf) for path, leaf in leaves],
+        shared=[scalar(leaf) for leaf, owner in mirrors if owner is None],
+        scalars=scalar(jax.ShapeDtypeStruct((3,), jnp.float32)),  # pyright: ignore[reportArgumentType]
+        ready=scalar(jax.ShapeDtypeStruct((), jnp.bool_)),  # pyright: ignore[reportArgumentType]
+    )
 
 
 def _split_opt_state(state: TrainState, params: Any, layers: int, mesh: Mesh) -> TrainState:

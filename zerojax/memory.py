@@ -16,6 +16,9 @@ its `host_argument_bytes` those in pinned host memory. Of a streamed step it cou
 
     in flight    the most that a tick of `Schedule.in_flight` holds, over all phases
     host link    every fetch, read and write of every phase, once; unstacked leaves once a step
+
+With `update_on="host"` gradients go down, and compute-dtype parameters up where they rest on the device: 2P + 2P bytes in 16
+bits. Callbacks of the program move them, so the compiled program's own copies are the rest of `host_link`.
 """
 
 import dataclasses
@@ -161,15 +164,18 @@ class MemoryReport:
           - "in_flight": other records on their way between tiers, and a layer's gradient before it is stored, in the tick that
             holds the most. With "gathered" it is the peak of the schedule.
 
-        Gradients and activations of a streamed step in "pinned_host" are arguments too.
+        Gradients and activations of a streamed step in "pinned_host" are arguments too; gradients that wait there for an
+        update on the host are "stashed", and are not.
       collectives: bytes that each device sends, by collective.
       host_link: bytes that cross each device's link to the host in a step: "to_device" and "to_host".
+      callback_link: those of them that callbacks move, for an update on the host.
       num_params: P, tensor-parallel shards counted once.
     """
 
     tiers: Mapping[str, Mapping[str, int]]
     collectives: Mapping[str, int]
     host_link: Mapping[str, int]
+    callback_link: Mapping[str, int]
     num_params: int
 
     @property
@@ -180,7 +186,7 @@ class MemoryReport:
     @property
     def host_argument_bytes(self) -> int:
         """Bytes that a compiled step takes as arguments in pinned host memory."""
-        return sum(self.tiers["pinned_host"].values())
+        return sum(n for kind, n in self.tiers["pinned_host"].items() if kind != "stashed")
 
     @property
     def device_bytes(self) -> int:
@@ -190,7 +196,7 @@ class MemoryReport:
     @property
     def model_state_bytes(self) -> int:
         """Bytes of model states in every tier: parameters, gradients, master weights, optimizer state."""
-        return sum(t.get(kind, 0) for t in self.tiers.values() for kind in (*_STATE, "grads"))
+        return sum(t.get(kind, 0) for t in self.tiers.values() for kind in (*_STATE, "grads", "stashed"))
 
     def __str__(self) -> str:
         rows = [f"{self.num_params:,} parameters; bytes on each device"]
@@ -240,18 +246,23 @@ def program_memory(
     return MemoryReport(
         tiers={"device": device | running.device, "pinned_host": host | running.host, "nvme": {}},
         collectives=_collectives(layout, leaves, streamed is not None),
-        host_link=running.link,
+        host_link=_sum([running.link, running.called]),
+        callback_link=running.called,
         num_params=sum(math.prod(leaf.shape) for leaf in leaves.values()),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Running:
-    """Bytes beside the arguments, while a step runs: by kind on the device and on the host, and over the link."""
+    """Bytes beside the arguments, while a step runs: by kind on the device and on the host, and over the link.
+
+    `link` is what the compiled program copies, `called` what its callbacks do.
+    """
 
     device: dict[str, int]
     host: dict[str, int]
     link: dict[str, int]
+    called: dict[str, int]
 
 
 def _leaves(layout: Layout) -> dict[str, Any]:
@@ -303,14 +314,14 @@ def _resident_bytes(
     layout: Layout, loss: Any, abstract_batch: Any, model: Model | LayeredModel, parts: Parts | None
 ) -> _Running:
     num_layers = model.num_layers if isinstance(model, LayeredModel) else None
-    updates = [] if parts is None else [_update_of_leaf(parts, i) for i in parts.ends]
+    updates, called = _updates(parts, parts.ends if parts is not None else ())
     device = {
         "grads": _grad_elements(layout) * _grad_itemsize(layout),
         "gathered": _gathered_bytes(layout, num_layers),
         "activations": _residual_bytes(layout, loss, abstract_batch),
-        "in_flight": max((u["to_device"] + u["to_host"] for u in updates), default=0),
+        "in_flight": max(max(map(_both, updates), default=0), _sum(called)["to_device"]),
     }
-    return _Running(device, {"grads": 0, "activations": 0}, _sum(updates))
+    return _Running(device, {"grads": 0, "activations": 0}, _sum(updates), _sum(called))
 
 
 # --- the streamed step -----------------------------------------------------------------------------------------------------
@@ -326,36 +337,43 @@ def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
 
     shard = _grad_elements(layout, blocks=True) // num_layers * _grad_itemsize(layout)
     ends = _grad_elements(layout, blocks=False) * _grad_itemsize(layout)
-    stored = 0 if config.update == "in_backward" else shard * num_layers
-    grads = {"device": 0, "pinned_host": 0, config.grads: stored}
     size = layer_bytes(layout, parts) | {"activations": kept["pinned_host"]}
+    stored = 0 if config.update == "in_backward" else shard * num_layers
+    host = {"grads": 0, "activations": kept["pinned_host"] * num_layers}
+    if config.grads != "device":
+        host |= {"grads": stored} if streamed.host is None else {"stashed": stored}
 
-    # What is not stacked: loaded once, and updated after all layers, one leaf at a time.
+    # What is not stacked: loaded once, and updated after all layers, one leaf at a time (all at once by callbacks).
     loaded = sum(
         _record_bytes(streamed.params[i], streamed.abstract[i].shape, streamed.abstract[i].dtype)
         for i in streamed.ends
         if streamed.params_away
     )
-    updates = [] if parts is None else [_update_of_leaf(parts, i) for i in parts.ends]
+    updates, called = _updates(parts, streamed.ends)
+    _, layer_called = _updates(parts, streamed.blocks)
     gathered = _gathered_bytes(layout, num_layers, 1 + config.gather_ahead, streamed.params_away)
     if not gathered:
         size["gathered"] = 0
-    peaks = {
-        "forward": _peak(streamed.schedule, size, "forward"),
-        "backward": _peak(streamed.schedule, size | {"grads": size["grads"] + shard}, "backward"),
-        "leaf": max((u["to_device"] + u["to_host"] for u in updates), default=0),
-    }
+    written = size | {"grads": shard}
+    if streamed.host is not None:
+        written["params"] = 0  # its kernels write them where they rest
+    peaks = [
+        _peak(streamed.schedule, size, "forward"),
+        _peak(streamed.schedule, size | {"grads": size["grads"] + shard}, "backward"),
+        _both(_sum(layer_called)),
+        max(map(_both, updates), default=0),
+        _sum(called)["to_device"],
+    ]
     if config.update != "in_backward":
-        peaks["update"] = _peak(streamed.schedule, size | {"grads": shard}, "update")
+        peaks.append(_peak(streamed.schedule, written, "update"))
     device = {
-        "grads": grads["device"] + ends,
+        "grads": ends + (stored if config.grads == "device" else 0),
         "gathered": gathered,
         "activations": kept["device"] * num_layers,
-        "in_flight": loaded + max(0, max(peaks.values()) - gathered),
+        "in_flight": loaded + max(0, max(peaks) - gathered),
     }
-    host = {"grads": grads["pinned_host"], "activations": kept["pinned_host"] * num_layers}
-    moved = _schedule_link(streamed.schedule, size | {"grads": shard})
-    return _Running(device, host, _sum([moved, {"to_device": loaded, "to_host": 0}, *updates]))
+    link = _sum([_schedule_link(streamed.schedule, size | {"grads": shard}, written), {"to_device": loaded}, *updates])
+    return _Running(device, host, link, _sum([*called, *layer_called * num_layers]))
 
 
 def _kept(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> tuple[Sequence[Record], Sequence[Any]]:
@@ -378,24 +396,51 @@ def _record_bytes(record: Record, shape: Sequence[int], dtype: Any) -> int:
     return local_elements(shape, spec, record.mesh) * jnp.dtype(dtype).itemsize
 
 
-def _update_of_leaf(parts: Parts, index: int) -> dict[str, int]:
-    """Return the bytes that the update of an unstacked leaf moves over the link: its state, and its parameters."""
-    weights = jax.tree.leaves(parts.layout.abstract_params)[index]
+_Moved = dict[str, int]
+"""Bytes over the link: "to_device" and "to_host", 0 where missing."""
+
+
+def _updates(parts: Parts | None, indices: Iterable[int]) -> tuple[list[_Moved], list[_Moved]]:
+    """Return what the updates of some leaves move, of one layer where they are stacked: by copies, and by callbacks."""
+    if parts is None:
+        return [], []
+    if parts.layout.config.update_on == "host":
+        return [], [_host_update(parts, i) for i in indices]
+    return [_device_update(parts, i) for i in indices], []
+
+
+def _weights(parts: Parts, index: int) -> tuple[int, ...]:
+    """Return the shape of a parameter leaf, of one layer where it is stacked."""
+    shape = jax.tree.leaves(parts.layout.abstract_params)[index].shape
+    return shape[1:] if index in parts.blocks else shape
+
+
+def _device_update(parts: Parts, index: int) -> _Moved:
+    """Return what an update on the device moves: the leaf's state both ways, and its parameters where they rest."""
     master = parts.layout.abstract_state.master is not None
     opt = jax.tree.leaves(parts.update.opt_state)
     moved = {"to_device": 0, "to_host": 0}
 
-    def add(record: Record, leaf: Any, dtype: Any, read: bool = True) -> None:
-        size = _record_bytes(record, leaf.shape, dtype) if record.is_away else 0
+    def add(record: Record, dtype: Any, read: bool = True) -> None:
+        size = _record_bytes(record, _weights(parts, index), dtype) if record.is_away else 0
         moved["to_device"] += size if read else 0
         moved["to_host"] += size
 
-    add(parts.params[index], weights, parts.dtypes[index], read=not master)
+    add(parts.params[index], parts.dtypes[index], read=not master)
     if master:
-        add(parts.master[index], weights, jnp.float32)
+        add(parts.master[index], jnp.float32)
     for j in parts.update.states_of((index,)):
-        add(parts.opt_record(j), opt[j], opt[j].dtype)
+        add(parts.opt_record(j), opt[j].dtype)
     return moved
+
+
+def _host_update(parts: Parts, index: int) -> _Moved:
+    """Return what an update on the host moves: the gradient, and parameters that rest on the device."""
+    elements = _record_bytes(parts.grads[index], _weights(parts, index), jnp.int8)
+    on_device = not parts.params[index].is_away
+    old = 4 if on_device and parts.layout.abstract_state.master is None else 0
+    made = parts.dtypes[index].itemsize if on_device else 0
+    return {"to_device": elements * made, "to_host": elements * (_grad_itemsize(parts.layout) + old)}
 
 
 def _peak(schedule: Schedule, size: Mapping[str, int], phase: str) -> int:
@@ -403,25 +448,29 @@ def _peak(schedule: Schedule, size: Mapping[str, int], phase: str) -> int:
     return int(dataclasses.replace(schedule, record_bytes=size).in_flight()[phase].max())
 
 
-def _schedule_link(schedule: Schedule, size: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes that the phases of a schedule move over the link."""
+def _schedule_link(schedule: Schedule, read: Mapping[str, int], written: Mapping[str, int]) -> _Moved:
+    """Return what the phases of a schedule move, given the bytes of one layer by kind."""
 
-    def moved(kinds: Iterable[str], layers: Iterable[int]) -> int:
+    def moved(size: Mapping[str, int], kinds: Iterable[str], layers: Iterable[int]) -> int:
         away = {kind: schedule.device_layers if kind == "opt_state" else 0 for kind in kinds}
         return sum(size[kind] for layer in layers for kind in kinds if layer >= away[kind])
 
     to_device = to_host = 0
     for phase in schedule.phases:
         fetched = [phase.first, *phase.preload.tolist(), *phase.fetch.tolist()]
-        to_device += moved(phase.fetches, (layer for layer in fetched if layer >= 0))
-        to_device += moved(phase.reads, phase.layer.tolist())
-        to_host += moved(phase.writes, phase.layer.tolist())
+        to_device += moved(read, phase.fetches, (layer for layer in fetched if layer >= 0))
+        to_device += moved(read, phase.reads, phase.layer.tolist())
+        to_host += moved(written, phase.writes, phase.layer.tolist())
     return {"to_device": to_device, "to_host": to_host}
 
 
-def _sum(moved: Iterable[Mapping[str, int]]) -> dict[str, int]:
+def _sum(moved: Iterable[_Moved]) -> _Moved:
     moved = list(moved)
-    return {way: sum(m[way] for m in moved) for way in ("to_device", "to_host")}
+    return {way: sum(m.get(way, 0) for m in moved) for way in ("to_device", "to_host")}
+
+
+def _both(moved: _Moved) -> int:
+    return moved["to_device"] + moved["to_host"]
 
 
 # --- leaves ----------------------------------------------------------------------------------------------------------------

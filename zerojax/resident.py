@@ -227,6 +227,7 @@ def finish(
     norm: jax.Array,
     finite: jax.Array,
     scaling: LossScaling,
+    pending: Any = None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Return the state after a step, its counters and loss scale moved on, and the step's metrics."""
     skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
@@ -238,6 +239,7 @@ def finish(
         master=master,
         opt_state=opt_state,
         loss_scale=None if state.loss_scale is None else update_loss_scale(scaling, state.loss_scale, finite),
+        pending=pending,
     )
     return after, step_metrics(value, norm, finite, skipped, state.loss_scale)
 

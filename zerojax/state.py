@@ -26,6 +26,24 @@ class Split:
     host: jax.Array
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """An update that is delayed to the next step.
+
+    Attributes:
+      grads: gradients as they were summed, in pinned host memory: stacked layers' leaves first, then the others.
+      shared: the optimizer's scalars that belong to them.
+      scalars: f32[3], loss, clipping factor and loss scale.
+      ready: bool[], whether there is an update to do: not before the first step, nor after a gradient that is not finite.
+    """
+
+    grads: list[jax.Array]
+    shared: list[jax.Array]
+    scalars: jax.Array
+    ready: jax.Array
+
+
 def is_split(node: Any) -> bool:
     """Tell whether a node of a state tree is a Split, for `is_leaf`."""
     return isinstance(node, Split)
@@ -45,6 +63,7 @@ class TrainState:
       opt_state: optax's state over the float32 weights. With a fraction on the device, stacked leaves are `Split`, as are
         those of `master`.
       loss_scale: dynamic loss scaling with precision="fp16", else None.
+      pending: with `delayed_update`, the update that the next step does, else None.
     """
 
     step: jax.Array
@@ -54,3 +73,4 @@ class TrainState:
     master: Any
     opt_state: Any
     loss_scale: LossScale | None
+    pending: Pending | None = None

@@ -17,8 +17,10 @@ import optax
 from jax.sharding import Mesh
 
 from host_offload.schedule import Schedule, build_schedule
+from host_offload.self_test import check_host_slices
 from zerojax import memory
-from zerojax.born import allocate, build_born_init, is_away
+from zerojax.aot import CompiledProgram, compile_with_callbacks, is_there
+from zerojax.born import allocate_all, build_born_init, is_away
 from zerojax.config import ZeroConfig, require_built, streams, updates_by_parts
 from zerojax.host_update import HostUpdate, update_on_host
 from zerojax.layout import Layout, batch_sharding, build_layout, check_batch, named
@@ -65,11 +67,8 @@ def build_train_step(
         raise ValueError(f"model must be a zerojax.Model or LayeredModel, got {type(model).__name__}; see zerojax.from_flax")
     if not isinstance(config, ZeroConfig):
         raise ValueError(f"config must be a zerojax.ZeroConfig, got {type(config).__name__}")
-    if config.params != "device" and isinstance(model, Model):
-        raise ValueError(
-            f"params={config.params!r} streams layer by layer, and the layers of a Model are not known: "
-            "use params='device', or give a LayeredModel (zerojax.from_flax(embed=..., block=..., head=..., num_layers=...))"
-        )
+    if isinstance(model, Model):
+        check_unlayered(config)
     require_built(config)
     check_mesh(mesh)
     with jax.set_mesh(mesh):
@@ -79,19 +78,44 @@ def build_train_step(
     return program
 
 
+def check_unlayered(config: ZeroConfig) -> None:
+    """Raise ValueError for a setting that needs the layers of a LayeredModel."""
+    needs = {
+        "params": ("device",),
+        "grads": ("device",),
+        "activations": ("save", "remat"),
+        "update": (None, "after_backward"),
+        "gather_ahead": (False,),
+        "delayed_update": (False,),
+        "saved_names": ((),),
+        "offloaded_names": ((),),
+        "opt_state_device_fraction": (0,),
+    }
+    for name, without in needs.items():
+        if (value := getattr(config, name)) not in without:
+            raise ValueError(
+                f"{name}={value!r} works layer by layer, and the layers of a Model are not known: use {name}={without[0]!r}, or "
+                "give a LayeredModel (zerojax.from_flax(embed=..., block=..., head=..., num_layers=...))"
+            )
+
+
 @dataclasses.dataclass(frozen=True)
 class LoweredStep:
     """A train step that is lowered and not yet compiled."""
 
     lowered: jax.stages.Lowered
     mesh: Mesh
+    options: Mapping[str, Any] | None = None
+    has_callbacks: bool = False
 
     def as_text(self) -> str:
         """Return the StableHLO."""
         return self.lowered.as_text()
 
-    def compile(self) -> jax.stages.Compiled:
+    def compile(self) -> jax.stages.Compiled | CompiledProgram:
         """Compile; the result offers `as_text()` (scheduled HLO of one device) and `memory_analysis()`."""
+        if self.has_callbacks and not is_there(self.mesh):
+            return compile_with_callbacks(self.lowered, self.mesh, self.options)
         with jax.set_mesh(self.mesh):
             return self.lowered.compile()
 
@@ -190,6 +214,9 @@ class Program:
 
         Args:
           key: from `jax.random.key`; a legacy uint32 key will do.
+
+        Raises:
+          RuntimeError: state in host memory finds no room there, or this device and jaxlib read wrong records of it.
         """
         if not isinstance(key, jax.Array):
             raise ValueError(f"init takes a random key, such as jax.random.key(0), got {key!r}")
@@ -200,9 +227,15 @@ class Program:
         with jax.set_mesh(self.mesh):
             if self._parts is None:
                 return self._init(key)
+            self._check_host()
             order = jnp.arange(self.layout.num_layers or 0)
-            empty = [allocate(a) for a in jax.tree.leaves(self.layout.abstract_state) if is_away(a)]
+            empty = allocate_all([a for a in jax.tree.leaves(self.layout.abstract_state) if is_away(a)])
             return self._init(key, order, jnp.int32(1), empty)
+
+    def _check_host(self) -> None:
+        """Test, once a process, that the devices read the right records of host memory; a CPU does."""
+        if self.mesh.devices.flat[0].platform != "cpu":
+            check_host_slices(self.mesh.local_devices[0])
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Run one train step.
@@ -224,7 +257,11 @@ class Program:
         batch = self.shard_batch(batch)
         with jax.set_mesh(self.mesh):
             jitted, (plans, one) = self._jitted(batch), self._indices()
-            scratch = jitted.scratch or jax.tree.map(allocate, jitted.abstract_scratch)
+            scratch = jitted.scratch
+            if scratch is None:
+                self._check_host()
+                leaves, tree = jax.tree.flatten(jitted.abstract_scratch)
+                scratch = jax.tree.unflatten(tree, allocate_all(leaves))
             jitted.scratch = None  # donated; a step that fails leaves none
             if self._host is None:
                 (state, jitted.scratch), metrics = jitted.step(state, batch, plans, one, scratch)
@@ -334,7 +371,7 @@ class Program:
         check_batch(abstract_batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
             lowered = self._abstract_call(abstract_batch, lambda step, *args: step.lower(*args))
-        return LoweredStep(lowered, self.mesh)
+        return LoweredStep(lowered, self.mesh, self._options, self._host is not None)
 
     def memory(self, batch: Any) -> memory.MemoryReport:
         """Return the bytes of a step on each device, per tier, and those that its collectives and its host link move."""

@@ -42,7 +42,7 @@ from zerojax.records import Now, Plan, Record, run_phase
 from zerojax.resident import build_rule, build_update, checked, constrain_batch, finish, split_microbatches
 from zerojax.saved import MODES, Layer, beside, plan_layer
 from zerojax.stages import STAGES
-from zerojax.state import TrainState
+from zerojax.state import Pending, TrainState
 
 Array = jax.Array
 Plans = Mapping[str, Plan]
@@ -92,7 +92,8 @@ class StreamedStep:
         self.count = self.config.num_microbatches
         self.ahead = self.config.gather_ahead
         self.parts = Parts(tx, layout, reason(self.config)) if updates_by_parts(self.config) else None
-        stashes = self.config.grads != "device" and self.config.update != "in_backward"
+        stashes = self.config.grads != "device" or self.config.delayed_update
+        stashes = stashes and self.config.update != "in_backward"
         on_host = self.parts is not None and self.config.update_on == "host"
         self.host = HostUpdate(self.parts, stashes=stashes, summed=self.count) if self.parts is not None and on_host else None
         self.schedule = plan_schedule(model.num_layers, layout, self.parts)
@@ -276,6 +277,9 @@ class StreamedStep:
         """
         key = jax.random.fold_in(state.key, state.step) if self.model.stochastic else None
         batch, keys = self.split(batch, key)
+        token = self.host.first_token() if self.host is not None else jnp.int32(0)
+        if self.host is not None and state.pending is not None:
+            token = self.host.start(state.pending, token)
         ends = self.load_ends(state.params)
         x = self.each(lambda b, k: self.embed(ends, b, k), batch, keys)
         kept = self.plan(x, keys)
@@ -285,11 +289,13 @@ class StreamedStep:
         plan, y = jax.lax.optimization_barrier((plans["backward"], y))
         loss, dy, g_ends = self.head_and_grads(ends, y, batch, keys, scale)
         backward = self.backward if self.config.update != "in_backward" else self.backward_updating
-        dx, carried = backward(state, loss, dy, keys, plan, one, kept, stacks, scratch)
+        dx, carried = backward(state, loss, dy, keys, plan, one, kept, stacks, scratch, token)
         g_ends = self.embed_grads(ends, batch, keys, dx, g_ends)
         scratch = scratch | {"kept": [stacks[i] for i in kept.away]}
         if self.config.update == "in_backward":
             return self.close_updated(state, loss, carried, g_ends, one, scratch)
+        if state.pending is not None:
+            return self.delay(state, loss, carried, g_ends, plans["update"], one, scratch)
         if self.host is not None:
             return self.update_on_host(state, loss, carried, g_ends, plans["update"], one, scratch)
         if self.parts is not None:
@@ -481,6 +487,7 @@ class StreamedStep:
         kept: Kept,
         stacks: list[Array],
         scratch: Scratch,
+        token: Array,
     ) -> tuple[Any, dict[str, Any]]:
         """Run backward and store each layer's gradient; returns dx, the stacks of gradients and the sum of their squares."""
         del loss
@@ -489,7 +496,6 @@ class StreamedStep:
         empty = [] if host else [
             self._empty(self.grads[i], jax.ShapeDtypeStruct(self.abstract[i].shape[1:], self.grad_dtype(i))) for i in self.blocks
         ] if not self.grads_away else scratch["grads"]  # fmt: skip
-        token = host.first_token() if host else jnp.int32(0)
 
         def use(carried: Any, now: Now, grads: list[Array], params: list[Array]) -> Any:
             del params
@@ -518,6 +524,7 @@ class StreamedStep:
         kept: Kept,
         stacks: list[Array],
         scratch: Scratch,
+        token: Array,
     ) -> tuple[Any, dict[str, Any]]:
         """Run backward and update each layer as soon as its gradient is there."""
         del scratch
@@ -550,7 +557,6 @@ class StreamedStep:
         def stacked(carried: Any) -> list[Array]:
             return [carried["states"].params[i] for i in self.blocks]
 
-        token = host.first_token() if host else jnp.int32(0)
         carried = {"states": states, "squares": jnp.float32(0), "token": token}
         return self.run_backward(plan, one, keys, kept, stacks, dy, carried, stacked, use)
 
@@ -592,7 +598,8 @@ class StreamedStep:
     ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
         """As `close`, the unstacked leaves on the host too."""
         parts, host = self.parts, self.host
-        assert parts is not None and host is not None
+        assert parts is not None
+        assert host is not None
         ok = jnp.isfinite(norm)
         shared = [states.opt[j] for j in parts.update.shared]
         scalars = host.scalars(shared, loss, jnp.float32(1), jnp.float32(1)) if scalars is None else scalars
@@ -601,12 +608,41 @@ class StreamedStep:
         after, metrics = finish(state, *parts.trees(state, states), loss, norm, ok, self.config.loss_scaling)
         return (after, scratch), metrics
 
+    def delay(
+        self, state: TrainState, loss: Array, carried: Any, g_ends: list[Array], plan: Plan, one: Array, scratch: Scratch
+    ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
+        """Take over the parameters that the host made meanwhile, and leave this step's update to the next one."""
+        parts, host, pending = self.parts, self.host, state.pending
+        assert parts is not None
+        assert host is not None
+        assert pending is not None
+        norm = jnp.sqrt(carried["squares"] + self.squares(g_ends, state))
+        ok = jnp.isfinite(norm)
+        clip = self.config.clip_norm
+        factor = jnp.float32(1) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
+        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        token = host.stash_ends(g_ends, carried["token"])
+
+        def tick(carry: Any, now: Now) -> Any:
+            return host.install(carry[0], parts.blocks, now.write, pending.ready, carry[1]), now.landing
+
+        phase = self.schedule.phase("update")
+        carry = run_phase(phase, plan, (parts.flat(state), token), tick, one, fetch=lambda carry, layer: [])
+        states, _ = host.install(carry[0], parts.ends, jnp.int32(0), pending.ready, carry[1])
+        shared = [states.opt[j] for j in parts.update.shared]
+        pending = Pending(pending.grads, shared, jnp.stack([loss, factor, scale]), ok)
+        states = parts.close(states, parts.shared(states, loss, ok))
+        trees = parts.trees(state, states)
+        after, metrics = finish(state, *trees, loss, norm, ok, self.config.loss_scaling, pending)
+        return (after, scratch), metrics
+
     def update_on_host(
         self, state: TrainState, loss: Array, carried: Any, g_ends: list[Array], plan: Plan, one: Array, scratch: Scratch
     ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
         """Scale by the global norm and update layer by layer, on the host."""
         parts, host = self.parts, self.host
-        assert parts is not None and host is not None
+        assert parts is not None
+        assert host is not None
         norm = jnp.sqrt(carried["squares"] + self.squares(g_ends, state))
         ok = jnp.isfinite(norm)
         clip = self.config.clip_norm
@@ -623,7 +659,7 @@ class StreamedStep:
             old = parts.read_params(states, now.layer) if needs_old else []
             return host.update_layer(states, now.write, grads, old, ok, scalars, token), now.landing
 
-        token = carried["token"] if host.stashes else host.first_token()
+        token = carried["token"]
         phase = self.schedule.phase("update")
         states, token = run_phase(phase, plan, (states, token), tick, one, fetch=lambda carry, layer: [])
         return self.close_on_host(state, states, loss, norm, scalars, g_ends, token, scratch)

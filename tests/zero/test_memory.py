@@ -1,5 +1,9 @@
 """Closed forms, and the account of a program against what is really held."""
 
+import dataclasses
+import itertools
+from typing import Any
+
 import gpt
 import jax
 import jax.numpy as jnp
@@ -92,3 +96,164 @@ def test_gathered_is_one_layer():
     program = zj.build_train_step(gpt.layered_gpt(c), optax.adam(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
     gathered = program.memory({"tokens": tokens, "targets": tokens}).tiers["device"]["gathered"]
     assert gathered == 4 * (12 * 64**2 + 13 * 64)
+
+
+HOST = "pinned_host"
+EVERYTHING = {"params": HOST, "grads": HOST, "opt_state": HOST, "activations": HOST}
+
+
+def streamed(num_layers: int = toys.LAYERS, **config: Any) -> zj.Program:
+    model = dataclasses.replace(toys.layered(), num_layers=num_layers)
+    fields = {"activations": "remat", "gather_ahead": True, **config}
+    return zj.build_train_step(model, toys.optimizer(), zj.ZeroConfig(**fields), zj.make_mesh(fsdp=8))
+
+
+def small(**config: Any) -> tuple[zj.Program, Any]:
+    """Return a program that compiles fast, and a batch for it."""
+    model = zj.LayeredModel(
+        4,
+        lambda key: jax.random.normal(key, (8, 16)),
+        lambda p, batch, key: batch @ p,
+        lambda key: {"w": jax.random.normal(key, (16, 16)) / 4, "scale": jnp.ones(16)},
+        lambda p, x, key: x + p["scale"] * jnp.tanh(x @ p["w"]),
+        lambda key: jnp.ones(16),
+        lambda p, p_embed, x, batch, key: jnp.mean(jnp.square(x @ p)),
+    )
+    mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    program = zj.build_train_step(model, optax.adam(1e-3), zj.ZeroConfig(**{"activations": "remat", **config}), mesh)
+    return program, program.shard_batch(jnp.ones((8, 8)))
+
+
+def report_of(num_layers: int = toys.LAYERS, **config: Any) -> memory.MemoryReport:
+    return streamed(num_layers, **config).memory(toys.batches(1)[0])
+
+
+def held(tree: Any, kind: str) -> int:
+    """Return the bytes of one device's shards of a tree that are in a memory kind."""
+    leaves = jax.tree.leaves(tree)
+    away = [leaf.sharding.memory_kind == HOST for leaf in leaves]
+    return sum(a.addressable_shards[0].data.nbytes for a, off in zip(leaves, away, strict=True) if off == (kind == HOST))
+
+
+def test_tiers_add_up_to_the_same_totals():
+    def totals(report):
+        return {k: sum(report.tiers[t].get(k, 0) for t in report.tiers) for k in (*memory._STATE, "grads", "activations")}
+
+    everywhere = list(itertools.product(["device", HOST], repeat=4))
+    for precision, count in (("bf16", 1), ("fp32", 4)):
+        config = {"precision": precision, "num_microbatches": count}
+        on_device = report_of(**config)
+        assert not any(on_device.tiers[HOST].values())
+        for tiers in everywhere:
+            chosen = dict(zip(("params", "grads", "opt_state", "activations"), tiers, strict=True))
+            kept = {"activations": HOST if chosen["activations"] == HOST else "remat"}
+            report = report_of(**config, **(chosen | kept))
+            assert totals(report) == totals(on_device)
+            assert report.model_state_bytes == on_device.model_state_bytes
+            for kind, tier in chosen.items():
+                assert (report.tiers[HOST][kind] > 0) == (tier == HOST)
+        split = report_of(**config, opt_state=HOST, opt_state_device_fraction=0.5)
+        assert totals(split) == totals(on_device)
+        assert 0 < split.tiers[HOST]["opt_state"] < report_of(**config, opt_state=HOST).tiers[HOST]["opt_state"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"precision": "bf16", **EVERYTHING, "num_microbatches": 2, "prefetch_distance": 2},
+        {"precision": "bf16", **EVERYTHING, "update": "in_backward", "opt_state_device_fraction": 0.5},
+        {"precision": "fp32", "opt_state": HOST, "stage": 2},
+    ],
+    ids=["everything", "in_backward", "stage_2"],
+)
+def test_account_equals_what_tiers_hold(config):
+    program, batch = small(**config)
+    state = program.init(jax.random.key(0))
+    report = program.memory(batch)
+    state, _ = program.step(state, batch)
+    (jitted,) = program._compiled.values()
+    indices = 4 + 4 * sum(a.size for arrays in program.schedule.arrays().values() for a in arrays.values())
+    assert report.argument_bytes == held((state, batch), "device") + indices
+    assert report.host_argument_bytes == held((state, jitted.scratch), HOST)
+    for kind in memory._STATE:
+        assert report.tiers[HOST][kind] == held(getattr(state, kind), HOST)
+    kept = {kind: report.tiers[HOST][kind] for kind in ("grads", "activations")}
+    assert kept == {"grads": held(jitted.scratch["grads"], HOST), "activations": held(jitted.scratch["kept"], HOST)}
+    assert "host link" in str(report)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("distance", [0, 2])
+def test_each_byte_crosses_the_link_once_each_way(precision, distance):
+    config = {"precision": precision, "prefetch_distance": distance}
+    report = report_of(**config, **EVERYTHING)
+    host, activations = report.tiers[HOST], report.tiers[HOST]["activations"]
+    state = host["master"] + host["opt_state"]
+    ends = sum(
+        leaf.size // (8 if "table" in path or "frozen" in path or "bias" in path else 1) * leaf.dtype.itemsize
+        for path, leaf in _leaves(streamed(**config).layout.abstract_state.params)
+        if "blocks" not in path
+    )
+    blocks = host["params"] - ends
+    again = ends + blocks if precision == "fp32" else 0  # the update reads what has no master
+    assert report.host_link == {
+        "to_device": 2 * blocks + ends + host["grads"] + state + activations + again,
+        "to_host": host["params"] + host["grads"] + state + activations,
+    }
+    gathered_late = report_of(**config, **EVERYTHING, gather_ahead=False)
+    assert gathered_late.host_link == report.host_link
+    summed = report_of(**config, **EVERYTHING, num_microbatches=4)  # a layer comes once for all microbatches
+    wider = summed.tiers[HOST]["grads"] - host["grads"]
+    assert summed.host_link == {way: n + wider for way, n in report.host_link.items()}
+    fused = report_of(**config, **EVERYTHING, update="in_backward")
+    assert fused.host_link["to_host"] == report.host_link["to_host"] - host["grads"]
+    assert fused.host_link["to_device"] == report.host_link["to_device"] - host["grads"] - (blocks if again else 0)
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def test_optimizer_state_of_a_resident_model_crosses_the_link_once():
+    config = zj.ZeroConfig(stage=3, precision="bf16", opt_state=HOST)
+    program = zj.build_train_step(toys.unrolled(), toys.optimizer(), config, zj.make_mesh(fsdp=8))
+    report = program.memory(toys.batches(1)[0])
+    moved = report.tiers[HOST]["master"] + report.tiers[HOST]["opt_state"]
+    assert report.host_link == {"to_device": moved, "to_host": moved}
+    assert report.host_argument_bytes == moved
+    largest = max(leaf.size for _, leaf in _leaves(program.layout.abstract_params)) // 8
+    assert report.tiers["device"]["in_flight"] == 2 * 12 * largest  # one leaf's master and moments, old and new
+
+
+@pytest.mark.parametrize("config", [{}, {**EVERYTHING, "update": "in_backward"}, {"precision": "fp32"}])
+def test_an_update_on_the_host_moves_gradients_down_and_parameters_up(config):
+    program, batch = small(**{"precision": "bf16", "opt_state": HOST, "update_on": "host", **config})
+    report = program.memory(batch)
+    program.step(program.init(jax.random.key(0)), batch)
+    traffic = program._host.host.traffic
+    assert {"to_device": traffic.to_device, "to_host": traffic.to_host} == {k: 2 * n for k, n in report.callback_link.items()}
+    copied = {way: n - report.callback_link[way] for way, n in report.host_link.items()}
+    assert any(copied.values()) == ("params" in config)
+    if not config:
+        params = report.tiers["device"]["params"]
+        assert report.host_link == {"to_device": params, "to_host": params}  # 2 + 2 bytes a parameter
+
+
+def test_gradients_that_wait_for_the_host_are_no_argument():
+    report = report_of(precision="bf16", grads=HOST, opt_state=HOST, update_on="host")
+    plain = report_of(precision="bf16", grads=HOST, opt_state=HOST)
+    assert report.tiers[HOST]["stashed"] == plain.tiers[HOST]["grads"] > 0
+    assert report.host_argument_bytes == plain.host_argument_bytes - plain.tiers[HOST]["grads"]
+    assert report.model_state_bytes == plain.model_state_bytes
+
+
+def test_records_in_flight_do_not_depend_on_the_number_of_layers():
+    def running(num_layers, **config):
+        device = report_of(num_layers, precision="bf16", **EVERYTHING, **config).tiers["device"]
+        return {kind: device[kind] for kind in ("grads", "gathered", "activations", "in_flight")}
+
+    for config in ({}, {"prefetch_distance": 0}, {"update": "in_backward"}, {"gather_ahead": False}):
+        assert running(6, **config) == running(12, **config)
+    one, two, three = (running(12, prefetch_distance=d, gather_ahead=False)["in_flight"] for d in (2, 3, 4))
+    assert three - two == two - one > 0
+    assert running(6)["gathered"] == 2 * running(6, gather_ahead=False)["gathered"]

@@ -1,0 +1,279 @@
+"""Facts of streamed steps compiled for 8 H200s that are not there: bytes in each memory, host link, collectives, overlap.
+
+The layers are MLPs of three 4096 x 4096 matrices in bfloat16, on few tokens: activations are small beside them.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import zerojax as zj
+from zerojax import aot, hlo, hlo_host, hlo_overlap, memory
+
+pytestmark = pytest.mark.xdist_group("h200")  # tests share compiled programs, so they share a process
+HIDDEN, VOCAB, SEQ, BATCH, GPUS, LAYERS = 4096, 512, 64, 2, 8, 24
+LAYER_PARAMS = 3 * HIDDEN**2 + HIDDEN
+LAYER_BYTES = 2 * LAYER_PARAMS
+MATRIX_SHARD = 2 * HIDDEN**2 // GPUS
+ACTIVATION_BYTES = 2 * BATCH * SEQ * HIDDEN  # a layer's input on one GPU
+SMALL = 1 << 21  # below: scalars, activations, leaves that are not stacked
+INVOLUNTARY = "nvoluntary full rematerialization"
+
+HOST = "pinned_host"
+ALL = {"params": HOST, "grads": HOST, "opt_state": HOST, "activations": HOST}
+AHEAD = {**ALL, "gather_ahead": True}
+CASES: dict[str, dict[str, Any]] = {
+    "all": ALL,
+    "all_96_layers": {**ALL, "layers": 96},
+    "all_distance_0": {**ALL, "prefetch_distance": 0},
+    "all_distance_2": {**ALL, "prefetch_distance": 2},
+    "ahead": AHEAD,
+    "ahead_distance_2": {**AHEAD, "prefetch_distance": 2},
+    "microbatches": {**ALL, "num_microbatches": 4},
+    "in_backward": {**AHEAD, "update": "in_backward"},
+    "half_of_opt_state": {"opt_state": HOST, "opt_state_device_fraction": 0.5, "clip_norm": 1.0},
+    "fp32": {**ALL, "precision": "fp32"},
+    "tensor": {**AHEAD, "mesh": (("fsdp", 4), ("tensor", 2))},
+    "update_on_host": {"opt_state": HOST, "update_on": "host", "activations": "remat"},
+    "update_on_host_all": {**ALL, "update_on": "host"},
+}
+RESIDENT = {"resident": {"opt_state": HOST}, "resident_on_device": {}}
+
+
+def init_block(key: Any) -> Any:
+    return {name: jax.random.normal(key, (HIDDEN, HIDDEN)) for name in "abc"} | {"scale": jnp.ones(HIDDEN)}
+
+
+def block(p: Any, x: Any, key: Any) -> Any:
+    return x + jax.nn.gelu(jax.nn.gelu((x * p["scale"]) @ p["a"]) @ p["b"]) @ p["c"]
+
+
+def init_ends(key: Any) -> tuple[Any, Any]:
+    return jax.random.normal(key, (VOCAB, HIDDEN)), jax.random.normal(key, (HIDDEN, VOCAB))
+
+
+def head(out: Any, table: Any, x: Any, batch: Any, key: Any) -> Any:
+    logits = (x @ out).astype(jnp.float32)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]))
+
+
+def layered(layers: int, tensor: bool) -> zj.LayeredModel:
+    specs = {"a": P(None, "tensor"), "b": P("tensor", None), "c": P(), "scale": P()}
+    return zj.LayeredModel(
+        layers,
+        lambda key: init_ends(key)[0],
+        lambda table, batch, key: table[batch["tokens"]],
+        init_block,
+        block,
+        lambda key: init_ends(key)[1],
+        head,
+        specs={"block": specs} if tensor else None,
+    )
+
+
+def unrolled(layers: int) -> zj.Model:
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        x = params["table"][batch["tokens"]]
+        for p in params["layers"]:
+            x = block(p, x, key)
+        return head(params["out"], None, x, batch, key)
+
+    def init(key: Any) -> Any:
+        table, out = init_ends(key)
+        return {"table": table, "out": out, "layers": [init_block(key) for _ in range(layers)]}
+
+    return zj.Model(init, loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    program: zj.Program
+    text: str
+    stats: Any
+    report: memory.MemoryReport
+
+    @property
+    def temp_layers(self) -> float:
+        """Bytes beside the arguments, in layers of the compute dtype."""
+        return self.stats.temp_size_in_bytes / LAYER_BYTES
+
+    def beside(self, *kinds: str) -> list[hlo_overlap.Span]:
+        """What loops of many trips move, and beside what."""
+        return [s for s in hlo_overlap.spans(self.text) if s.kind in kinds and s.times > 1 and s.num_bytes > SMALL]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _topology():
+    try:
+        aot.gpu_devices("h200", 1, 1)
+    except RuntimeError as e:
+        if jax.default_backend() == "cpu" and "linux" in __import__("sys").platform:
+            raise
+        pytest.skip(f"compiling for GPUs without one needs Linux and zerojax[aot]: {e}")
+
+
+@pytest.fixture(autouse=True)
+def _sharded(capfd):
+    """Refuse what the partitioner could not shard."""
+    yield
+    assert INVOLUNTARY not in capfd.readouterr().err
+
+
+@functools.cache
+def compiled(name: str) -> Compiled:
+    fields = dict({**CASES, **RESIDENT}[name])
+    axes = dict(fields.pop("mesh", ()))
+    layers = fields.pop("layers", LAYERS)
+    model = unrolled(4) if name in RESIDENT else layered(layers, "tensor" in axes)
+    config = zj.ZeroConfig(**{"stage": 3, "precision": "bf16", **fields})
+    program = zj.build_train_step(model, optax.adamw(1e-3), config, aot.gpu_mesh("h200", gpus_per_host=GPUS, **axes))
+    tokens = jax.ShapeDtypeStruct((BATCH * GPUS * config.num_microbatches, SEQ), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    result = program.lower(batch).compile()
+    return Compiled(program, result.as_text(), result.memory_analysis(), program.memory(batch))
+
+
+def schedule_bytes(program: zj.Program) -> int:
+    return 4 + 4 * sum(a.size for arrays in program.schedule.arrays().values() for a in arrays.values())
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "distance"),
+    [("all_distance_0", 0), ("all", 1), ("all_96_layers", 1), ("all_distance_2", 2), ("ahead", 1), ("ahead_distance_2", 2)],
+)
+def test_the_device_holds_a_few_layers_however_many_there_are(name, distance):
+    c = compiled(name)
+    gathered_ahead = int(c.program.config.gather_ahead)
+    held = c.stats.argument_size_in_bytes + c.stats.temp_size_in_bytes
+    assert held < (distance + 3 + gathered_ahead) * LAYER_BYTES + (distance + 3) * ACTIVATION_BYTES
+
+
+def test_device_bytes_are_equal_at_24_and_96_layers():
+    few, many = compiled("all"), compiled("all_96_layers")
+    np.testing.assert_allclose(few.stats.temp_size_in_bytes, many.stats.temp_size_in_bytes, rtol=0.01)
+    assert many.stats.host_argument_size_in_bytes > 3.9 * few.stats.host_argument_size_in_bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_account_equals_the_compiled_arguments(name):
+    c = compiled(name)
+    assert c.report.host_argument_bytes == c.stats.host_argument_size_in_bytes
+    unread = c.report.argument_bytes - c.stats.argument_size_in_bytes  # XLA drops what no loop reads of the schedule
+    assert 0 <= unread <= schedule_bytes(c.program)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_state_is_held_twice_in_host_memory(name):
+    c = compiled(name)
+    assert c.stats.host_temp_size_in_bytes == 0
+    assert c.stats.host_output_size_in_bytes == c.stats.host_alias_size_in_bytes  # updated in place
+    copies = hlo_host.host_copies(c.text, unknown_trips=1)
+    assert max((copy.num_bytes for copy in copies), default=0) <= 4 * VOCAB * HIDDEN  # leaves that are not stacked
+    assert all(copy.direction != "host_to_host" for copy in copies)
+
+
+def test_optimizer_state_of_a_resident_model_is_updated_leaf_by_leaf():
+    c, on_device = compiled("resident"), compiled("resident_on_device")
+    assert c.report.argument_bytes == c.stats.argument_size_in_bytes
+    assert c.report.host_argument_bytes == c.stats.host_argument_size_in_bytes
+    assert c.stats.host_temp_size_in_bytes == 0
+    leaf = 12 * HIDDEN**2 // GPUS  # the largest leaf's master and moments
+    assert c.report.tiers["device"]["in_flight"] == 2 * leaf
+    assert c.stats.temp_size_in_bytes <= on_device.stats.temp_size_in_bytes + 2.1 * leaf
+    assert c.stats.host_argument_size_in_bytes > 12 * leaf
+
+
+# --- the link to the host --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*CASES, "resident"])
+def test_every_record_crosses_the_link_as_often_as_the_account_says(name):
+    c = compiled(name)
+    copied = hlo_host.host_link_bytes(c.text, unknown_trips=1)
+    for way, expected in c.report.host_link.items():
+        np.testing.assert_allclose(copied[way], expected - c.report.callback_link[way], rtol=1e-3, err_msg=way)
+
+
+@pytest.mark.parametrize("name", [*CASES, "resident"])
+def test_no_slice_of_host_memory_is_at_a_derived_offset(name):
+    text = compiled(name).text
+    slices = hlo_host.host_slices(text, unknown_trips=1)
+    assert hlo_host.unsafe_host_slices(text, unknown_trips=1) == []
+    assert {s.index for s in slices} <= {"array"}  # read from the schedule
+    assert bool(slices) == (name not in ("resident", "update_on_host"))
+
+
+def test_an_update_on_the_host_moves_4_bytes_a_parameter():
+    c = compiled("update_on_host")
+    shard = c.report.num_params // GPUS
+    assert c.report.host_link == {"to_device": 2 * shard, "to_host": 2 * shard}
+    everything = compiled("update_on_host_all")
+    assert everything.report.callback_link == {"to_device": 0, "to_host": 2 * shard}
+    assert sum(everything.report.host_link.values()) < 0.2 * sum(compiled("all").report.host_link.values())
+
+
+# --- collectives -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "scatters"), [("all", 1), ("ahead", 1), ("in_backward", 1), ("microbatches", 4)])
+def test_a_layer_is_gathered_twice_whatever_the_microbatches(name, scatters):
+    c = compiled(name)
+    moved = hlo.collective_bytes(c.text, SMALL, unknown_trips=1)
+    elements = {op: n / 2 / c.report.num_params for op, n in moved.items() if n > 1e-3 * c.report.num_params}
+    assert set(elements) == {"all-gather", "reduce-scatter"}
+    np.testing.assert_allclose(elements["all-gather"], 2, rtol=0.02)
+    np.testing.assert_allclose(elements["reduce-scatter"], scatters, rtol=0.02)
+    sent = {op: 2 * n * c.report.num_params * (GPUS - 1) / GPUS for op, n in elements.items()}
+    np.testing.assert_allclose(sent["all-gather"], c.report.collectives["all_gather"], rtol=0.02)
+    np.testing.assert_allclose(sent["reduce-scatter"], c.report.collectives["reduce_scatter"], rtol=0.02)
+
+
+@pytest.mark.parametrize("name", ["all", "ahead", "in_backward", "microbatches"])
+def test_gradients_are_reduced_to_their_shards_inside_the_backward_loop(name):
+    found = [c for c in hlo.collectives(compiled(name).text, unknown_trips=1) if c.op == "reduce-scatter" and c.times > 1]
+    reduced = sum(c.num_bytes * c.times for c in found)
+    assert reduced > (LAYERS - 3) * LAYER_BYTES
+    assert all(c.num_bytes <= 1.01 * LAYER_BYTES for c in found)
+
+
+# --- overlap ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ahead", "ahead_distance_2", "in_backward"])
+def test_with_gather_ahead_gathers_and_fetches_run_beside_products(name):
+    c = compiled(name)
+    gathers = c.beside("all-gather")
+    loops = {s.computation for s in gathers}
+    assert len(loops) >= 2  # forward and backward; at distance 2 also a loop for the ticks that fetch nothing more
+    assert all(s.is_async and s.products >= 2 for s in gathers)
+    fetches = [s for s in c.beside("to_device") if s.computation in loops and s.num_bytes == MATRIX_SHARD]
+    assert len({s.computation for s in fetches}) == 2
+    assert all(s.is_async and s.products >= 2 for s in fetches)
+
+
+def test_without_gather_ahead_a_layer_waits_for_its_gather_and_not_for_its_fetch():
+    """The control of the test above."""
+    c = compiled("all")
+    gathers = c.beside("all-gather")
+    assert len(gathers) == 2
+    assert all(s.products == 0 for s in gathers)
+    loops = {s.computation for s in gathers}
+    fetches = [s for s in c.beside("to_device") if s.computation in loops]
+    assert len(fetches) == 6  # three matrices, forward and backward
+    assert all(s.is_async and s.products >= 2 for s in fetches)
+
+
+def test_without_distance_a_layer_waits_for_its_fetch_too():
+    c = compiled("all_distance_0")
+    loops = {s.computation for s in c.beside("all-gather")}
+    assert all(s.products == 0 for s in c.beside("to_device") if s.computation in loops)
