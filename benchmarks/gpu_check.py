@@ -59,9 +59,9 @@ HIDDEN = 0.5  # least part of the shorter of compute and transfers that a mix up
 
 H = "pinned_host"
 Fields = Mapping[str, Any]
-STATES: Fields = {"params": H, "grads": H, "opt_state": H}
-IN_BACKWARD: Fields = STATES | {"update": "in_backward"}
-ON_HOST: Fields = {"opt_state": H, "update_on": "host"}
+STATES: dict[str, Any] = {"params": H, "grads": H, "opt_state": H}
+IN_BACKWARD: dict[str, Any] = STATES | {"update": "in_backward"}
+ON_HOST: dict[str, Any] = {"opt_state": H, "update_on": "host"}
 
 
 # --- what is run ---------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Sizes:
       fast: of "speed".
       rounds: timed steps of each mix.
       link_bytes: of the array that measures the link.
-      few: run only those mixes whose name starts with "+".
+      few: run only the mixes of FEW.
     """
 
     equal: Problem
@@ -114,13 +114,14 @@ GPU = Sizes(
     link_bytes=1 << 30,
 )
 
-# (platform, precision) -> tolerance. A GPU picks other kernels, and so other orders of summation, for each program.
+# (platform, precision) -> tolerance. A GPU picks other kernels, and so other orders of summation, for each program; in bf16
+# any compiler rounds where one program has a fusion and the other has not.
 TOLERANCES = MappingProxyType(
     {
-        ("cpu", "fp32"): Tolerance(ulp=2, params=1e-6),
-        ("cpu", "bf16"): Tolerance(ulp=2, params=1e-6),
+        ("cpu", "fp32"): Tolerance(ulp=4, params=1e-6),
+        ("cpu", "bf16"): Tolerance(ulp=5e3, params=5e-2),
         ("gpu", "fp32"): Tolerance(ulp=100, params=1e-5),
-        ("gpu", "bf16"): Tolerance(ulp=1e5, params=2e-2),
+        ("gpu", "bf16"): Tolerance(ulp=5e3, params=5e-2),
     }
 )
 HOST_PARAMS = 1e-5  # at least, for a mix that is updated on the host
@@ -131,60 +132,73 @@ EQUAL_MIXES: Mapping[str, Fields] = {
     "grads, clipped": {"grads": H, "clip_norm": CLIP},
     "grads, opt_state, distance 0": {"grads": H, "opt_state": H, "prefetch_distance": 0},
     "opt_state, clipped": {"opt_state": H, "clip_norm": CLIP},
-    "+ half of opt_state, distance 2": {"opt_state": H, "opt_state_device_fraction": 0.5, "prefetch_distance": 2},
+    "half of opt_state, distance 2": {"opt_state": H, "opt_state_device_fraction": 0.5, "prefetch_distance": 2},
     "params, half of opt_state, in_backward": {
         "params": H, "opt_state": H, "opt_state_device_fraction": 0.5, "update": "in_backward",
     },
     "all, clipped, distance 2, gather_ahead": STATES | {"clip_norm": CLIP, "prefetch_distance": 2, "gather_ahead": True},
-    "+ all, activations, clipped, 4 microbatches": STATES | {"activations": H, "clip_norm": CLIP, "num_microbatches": 4},
+    "all, activations, clipped, 4 microbatches": STATES | {"activations": H, "clip_norm": CLIP, "num_microbatches": 4},
     "all, in_backward, distance 0": IN_BACKWARD | {"prefetch_distance": 0},
     "all, in_backward, 4 microbatches": IN_BACKWARD | {"num_microbatches": 4},
-    "+ all, activations, in_backward, gather_ahead": IN_BACKWARD | {"activations": H, "gather_ahead": True},
+    "all, activations, in_backward, gather_ahead": IN_BACKWARD | {"activations": H, "gather_ahead": True},
     "all, in_backward, distance 2, gather_ahead": IN_BACKWARD | {"prefetch_distance": 2, "gather_ahead": True},
     "opt_state, updated on the host": ON_HOST,
-    "+ all, activations, updated on the host": STATES | ON_HOST | {"activations": H},
+    "all, activations, updated on the host": STATES | ON_HOST | {"activations": H},
     "all, clipped, 4 microbatches, updated on the host": STATES | ON_HOST | {"clip_norm": CLIP, "num_microbatches": 4},
     "all, in_backward, updated on the host": IN_BACKWARD | ON_HOST,
 }  # fmt: skip
 
 ACTIVATION_MIXES: Mapping[str, Fields] = {
-    "+ pinned_host": {"activations": H},
+    "pinned_host": {"activations": H},
     "pinned_host, distance 0": {"activations": H, "prefetch_distance": 0},
     "pinned_host, params, distance 2, 4 microbatches": {
         "activations": H, "params": H, "prefetch_distance": 2, "num_microbatches": 4,
     },
-    "+ a named value": {"activations": "remat", "offloaded_names": ("squashed",)},
+    "a named value": {"activations": "remat", "offloaded_names": ("squashed",)},
     "a named value, 4 microbatches": {"activations": "remat", "offloaded_names": ("squashed",), "num_microbatches": 4},
     "a named value, pinned_host, gather_ahead": {"activations": H, "offloaded_names": ("squashed",), "gather_ahead": True},
     "selective": {"activations": "selective"},
 }  # fmt: skip
 
-RESIDENT: Fields = {"activations": "remat"}
+RESIDENT: dict[str, Any] = {"activations": "remat"}
+RESIDENT_STEP = "resident"
 MEMORY_MIXES: Mapping[str, Fields] = {
-    "+ resident": RESIDENT,
+    RESIDENT_STEP: RESIDENT,
     "opt_state": RESIDENT | {"opt_state": H},
     "all, activations": STATES | {"activations": H},
-    "+ all, activations, in_backward": IN_BACKWARD | {"activations": H},
+    "all, activations, in_backward": IN_BACKWARD | {"activations": H},
     "all, activations, in_backward, distance 2": IN_BACKWARD | {"activations": H, "prefetch_distance": 2},
 }
 
 SPEED_MIXES: Mapping[str, Fields] = {
-    "+ all, in_backward": RESIDENT | IN_BACKWARD,
+    "all, in_backward": RESIDENT | IN_BACKWARD,
     "all, in_backward, distance 0": RESIDENT | IN_BACKWARD | {"prefetch_distance": 0},
     "all, in_backward, distance 2": RESIDENT | IN_BACKWARD | {"prefetch_distance": 2},
     "all": RESIDENT | STATES,
     "params": RESIDENT | {"params": H},
     "opt_state": RESIDENT | {"opt_state": H},
     "all, activations, in_backward": IN_BACKWARD | {"activations": H},
-    "+ all, in_backward, updated on the host": RESIDENT | IN_BACKWARD | ON_HOST,
+    "all, in_backward, updated on the host": RESIDENT | IN_BACKWARD | ON_HOST,
 }
-BESIDE_PEER: Fields = IN_BACKWARD | ON_HOST | {"activations": "save"}
+BESIDE_PEER: dict[str, Any] = IN_BACKWARD | ON_HOST | {"activations": "save"}
 """What FSDP2's CPUOffloadPolicy does: states and optimizer on the host, activations kept on the device."""
 
+FEW: Mapping[str, Sequence[str]] = {
+    "fp32": [
+        "half of opt_state, distance 2",
+        "all, activations, in_backward, gather_ahead",
+        "all, activations, updated on the host",
+    ],
+    "bf16": ["all, activations, clipped, 4 microbatches"],
+    "activations": ["a named value, pinned_host, gather_ahead"],
+    "memory": [RESIDENT_STEP, "all, activations, in_backward"],
+    "speed": ["all, in_backward"],
+}
 
-def chosen(mixes: Mapping[str, Fields], sizes: Sizes) -> dict[str, Fields]:
-    """Return the mixes that these sizes run."""
-    return {name.removeprefix("+ "): f for name, f in mixes.items() if not sizes.few or name.startswith("+ ")}
+
+def chosen(check: str, mixes: Mapping[str, Fields], sizes: Sizes) -> dict[str, Fields]:
+    """Return the mixes that a check runs at these sizes."""
+    return {name: fields for name, fields in mixes.items() if not sizes.few or name in FEW[check]}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -359,28 +373,29 @@ def check_slices(sizes: Sizes) -> Iterator[Row]:
         yield from attempt(name, rows)
 
 
-def reference_of(fields: Fields) -> Fields:
-    """Return the resident config that a mix is compared with."""
-    return {name: fields[name] for name in ("clip_norm", "num_microbatches") if name in fields}
+def reference_of(fields: Fields) -> tuple[str, dict[str, Any]]:
+    """Return name and config of the resident step that a mix is compared with."""
+    same = {name: fields[name] for name in ("clip_norm", "num_microbatches") if name in fields}
+    return ", ".join([RESIDENT_STEP, *(f"{name}={value}" for name, value in same.items())]), same
 
 
-def jobs(mixes: Mapping[str, Fields], p: Problem, sizes: Sizes, gradients: bool = False) -> list[Job]:
-    """Return the mixes' jobs, those that they are compared with first."""
-    found = chosen(mixes, sizes)
-    base: Fields = RESIDENT if gradients else {}
-    references = {str(reference_of(f)): reference_of(f) | base for f in found.values()}
-    named = {f"resident {name}": f for name, f in references.items()} | found
-    return [Job(name=name, problem=p, fields=f, gradients=gradients) for name, f in named.items()]
+def jobs(check: str, mixes: Mapping[str, Fields], p: Problem, sizes: Sizes, gradients: bool = False) -> list[Job]:
+    """Return a check's jobs, those that the mixes are compared with first."""
+    found = chosen(check, mixes, sizes)
+    base: dict[str, Any] = dict(RESIDENT) if gradients else {}
+    references = {name: base | same for name, same in map(reference_of, found.values())}
+    return [Job(name=name, problem=p, fields=f, gradients=gradients) for name, f in (references | found).items()]
 
 
 def equal_jobs(precision: str, sizes: Sizes) -> list[Job]:
     """Return the jobs of "fp32" or "bf16"."""
-    return jobs(EQUAL_MIXES, dataclasses.replace(sizes.equal, precision=precision), sizes)
+    return jobs(precision, EQUAL_MIXES, dataclasses.replace(sizes.equal, precision=precision), sizes)
 
 
 def activation_jobs(sizes: Sizes) -> list[Job]:
     """Return the jobs of "activations"."""
-    return jobs(ACTIVATION_MIXES, dataclasses.replace(sizes.equal, precision="fp32", steps=1), sizes, gradients=True)
+    p = dataclasses.replace(sizes.equal, precision="fp32", steps=1)
+    return jobs("activations", ACTIVATION_MIXES, p, sizes, gradients=True)
 
 
 def largest_ulp(found: np.ndarray, right: np.ndarray) -> float:
@@ -401,12 +416,12 @@ def compare_jobs(all_jobs: Sequence[Job]) -> Iterator[Row]:
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:  # they compile for longer than they run
         trained = {job.name: pool.submit(job.train, mesh) for job in all_jobs}
         for job in all_jobs:
-            if job.name.startswith("resident "):
+            if job.name.startswith(RESIDENT_STEP):
                 continue
 
             def rows(job: Job = job) -> Iterator[Row]:
                 losses, before, after = trained[job.name].result()
-                right, right_before, right_after = trained[f"resident {reference_of(job.fields)}"].result()
+                right, right_before, right_after = trained[reference_of(job.fields)[0]].result()
                 tolerance = TOLERANCES[platform, job.problem.precision]
                 limit = max(tolerance.params, HOST_PARAMS if job.on_host else 0)
                 values = {"loss_ulp": largest_ulp(losses, right), "params": largest_part(after, right_after)}
@@ -432,7 +447,7 @@ def compare_jobs(all_jobs: Sequence[Job]) -> Iterator[Row]:
 
 def memory_jobs(sizes: Sizes) -> list[Job]:
     """Return the jobs of "memory"."""
-    return [Job(name=name, problem=sizes.lean, fields=f) for name, f in chosen(MEMORY_MIXES, sizes).items()]
+    return [Job(name=name, problem=sizes.lean, fields=f) for name, f in chosen("memory", MEMORY_MIXES, sizes).items()]
 
 
 def peak_of(job: Job) -> dict[str, float]:
@@ -486,7 +501,7 @@ def check_memory(sizes: Sizes) -> Iterator[Row]:
 
 def speed_jobs(sizes: Sizes) -> list[Job]:
     """Return the jobs of "speed": first the resident step, then the mixes, last the one beside the peer."""
-    mixes = {"resident": RESIDENT, **chosen(SPEED_MIXES, sizes), "as the peer": BESIDE_PEER}
+    mixes = {RESIDENT_STEP: RESIDENT, **chosen("speed", SPEED_MIXES, sizes), "as the peer": BESIDE_PEER}
     return [Job(name=name, problem=sizes.fast, fields=f) for name, f in mixes.items()]
 
 
@@ -542,7 +557,7 @@ def check_speed(sizes: Sizes, peer_python: str | None) -> Iterator[Row]:
 
     def run(program: Any, state: Any, batch: Any) -> tuple[Any, float]:
         start = time.perf_counter()
-        state, metrics = jax.block_until_ready(program.step(state, batch))
+        state, _ = jax.block_until_ready(program.step(state, batch))
         return state, time.perf_counter() - start
 
     with first.build(mesh) as resident:
@@ -661,7 +676,7 @@ def compile_rows(name: str, sizes: Sizes) -> Iterator[Row]:
 
     def judged(name: str, compiled: Any, seconds: float) -> Row:
         text = compiled.as_text()
-        slices, unsafe = hlo_host.host_slices(text), hlo_host.unsafe_host_slices(text)
+        slices, unsafe = hlo_host.host_slices(text, unknown_trips=1), hlo_host.unsafe_host_slices(text, unknown_trips=1)
         figure = f"{len(slices)} host slices, {len(unsafe)} not provably right; {seconds:.1f} s"
         return Row(name, figure, "0", not unsafe, {"slices": len(slices), "unsafe": len(unsafe), "seconds": seconds})
 
@@ -762,6 +777,8 @@ def run_check(name: str, options: argparse.Namespace, folder: str, seconds: floa
         env |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}  # the rest is the peer's
     if options.compile_only:
         env |= {"JAX_PLATFORMS": "cpu"}
+        if options.small:  # without a GPU to try on, XLA's Triton backend finds no tiles for products as small as these
+            env |= {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"}
     errors = pathlib.Path(folder) / f"{name}.txt"
     with errors.open("w") as out:
         command = [sys.executable, str(HERE / "gpu_check.py"), *words]
@@ -796,7 +813,8 @@ def report(facts: Mapping[str, Any], results: Mapping[str, Sequence[Row]]) -> st
         f"# What the device does, {datetime.date.today():%Y-%m}",
         "",
         f"Hardware: {device}{driver}. Versions: {', '.join(versions)}.",
-        f"Command: `{facts['command']}`, {facts['seconds']:.0f} s.",
+        f"Command: `{facts['command']}`; {facts['seconds']:.0f} s "
+        f"({', '.join(f'{name} {seconds:.0f}' for name, seconds in facts['check_seconds'].items())}).",
         "",
     ]
     if fast:
@@ -841,13 +859,16 @@ def main() -> None:
     facts: dict[str, Any] = {
         "command": " ".join(["python benchmarks/gpu_check.py", *words]),
         "compile_only": options.compile_only,
+        "check_seconds": {},
     }
     results: dict[str, list[Row]] = {}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only:
-            seen, results[name] = run_check(name, options, folder, options.limit - (time.monotonic() - start))
+            began = time.monotonic()
+            seen, results[name] = run_check(name, options, folder, options.limit - (began - start))
             facts |= seen
+            facts["check_seconds"] |= {name: round(time.monotonic() - began, 1)}
     facts["seconds"] = time.monotonic() - start
     text = report(facts, results)
     print(f"\n{text}")

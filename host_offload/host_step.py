@@ -12,8 +12,8 @@ wait beside the parameters that it reads:
     start(scalars)                      begin to update every leaf with the gradients that are pending
     install(layer)                      wait for that; hand the new parameters over, and make this step's gradients the pending ones
 
-The memory is that of arrays which the program is given and hands back untouched, so that outside of a step they are ordinary
-arrays. A callback never raises, since another device may be waiting in a collective: it records its error, and `check` raises
+The memory is that of arrays which the program is given and hands back, as far as XLA knows, untouched; outside of a step they
+are ordinary arrays. On a CPU each callback is handed them, on a GPU they are bound before the step (`bind`). A callback never raises, since another device may be waiting in a collective: it records its error, and `check` raises
 it when the step is over. Where parameters rest in host memory too, the kernel writes them there, and nothing goes up.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.fused import Kernel
-from host_offload.link import Link
+from host_offload.link import Link, writable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,6 +76,24 @@ class HostStep:
         self._lock = threading.Lock()
         self._jobs: dict[int, threading.Thread | None] = {}
 
+    @property
+    def num_memory(self) -> tuple[int, ...]:
+        """How many arrays each leaf has in host memory, pending gradients included."""
+        return tuple(
+            p.num_states + (not p.weight_on_device) + (p.casts and not p.params_on_device) + p.delayed for p in self.leaves
+        )
+
+    def _take(self, device: int, first: int, count: int, memory: Sequence[Any]) -> None:
+        """Bind the arrays that a callback was handed: those of each leaf in turn, the pending gradients last."""
+        if not memory:
+            return
+        rest = iter(memory)
+        for leaf in range(first, first + count):
+            arrays = [writable(np.asarray(next(rest))) for _ in range(self.num_memory[leaf])]
+            if self.leaves[leaf].delayed:
+                self.bind_pending(device, leaf, arrays.pop())
+            self.bind(device, leaf, arrays)
+
     def bind(self, device: int, leaf: int, arrays: Sequence[np.ndarray]) -> None:
         """Give a leaf's memory on one device: weight (unless on the device), states, and parameters (unless on the device)."""
         self.arrays[device, leaf] = list(arrays)
@@ -85,11 +103,14 @@ class HostStep:
         if (device, leaf) not in self.stashed:
             self.stashed[device, leaf] = np.zeros(shape, dtype)
 
-    def bind_pending(self, device: int, leaf: int, grads: np.ndarray, dtype: Any) -> None:
-        """Give the memory of a leaf's pending gradients, and make room for its new parameters in `dtype`."""
-        self.pending[device, leaf] = grads
+    def reserve_made(self, device: int, leaf: int, shape: Sequence[int], dtype: Any) -> None:
+        """Make room for a leaf's new parameters beside the old ones."""
         if (device, leaf) not in self.made:
-            self.made[device, leaf] = np.zeros(grads.shape, dtype)
+            self.made[device, leaf] = np.zeros(shape, dtype)
+
+    def bind_pending(self, device: int, leaf: int, grads: np.ndarray) -> None:
+        """Give the memory of a leaf's pending gradients."""
+        self.pending[device, leaf] = grads
 
     def check(self) -> None:
         """Raise the first error of the callbacks since the last check.
@@ -129,6 +150,7 @@ class HostStep:
         out: Any,
         where: Any,
         after: Any,
+        memory: Any,
         scalars: Any,
         *operands: Any,
         first: int,
@@ -142,6 +164,7 @@ class HostStep:
           out: (list of new parameters, and new weights, that live on the device; token).
           where: i32[3], device, layer and whether to update at all.
           after: the token of the device's callback before this one.
+          memory: the leaves' arrays in host memory, or nothing where they are bound.
           scalars: f32[n], of every leaf.
           *operands: gradients unless `stashed`, then weights that live on the device.
           first: index of a leaf.
@@ -151,6 +174,7 @@ class HostStep:
         del after
         try:
             device, layer, go = self.link.read(context, where, "where").tolist()
+            self._take(device, first, count, memory)
             values = self.link.read(context, scalars, "scalars")
             results, token = out
             rest, made = iter(operands), iter(results)
@@ -164,7 +188,7 @@ class HostStep:
         except Exception as error:  # as above
             self._errors.append(error)
 
-    def start(self, context: Any, out: Any, where: Any, after: Any, scalars: Any) -> None:
+    def start(self, context: Any, out: Any, where: Any, after: Any, memory: Any, scalars: Any) -> None:
         """Begin to update every leaf with the pending gradients.
 
         Args:
@@ -172,11 +196,13 @@ class HostStep:
           out: i32[1], a token.
           where: i32[2], device and whether to update at all.
           after: the token of the device's callback before this one.
+          memory: as for `update`, of every leaf.
           scalars: f32[n], of every leaf.
         """
         del after
         try:
             device, go = self.link.read(context, where, "where").tolist()
+            self._take(device, 0, len(self.leaves), memory)
             values = self.link.read(context, scalars, "scalars").copy()
             job = threading.Thread(target=self._update_all, args=(device, values), daemon=True) if go else None
             self._jobs[device] = job
@@ -196,7 +222,7 @@ class HostStep:
         except Exception as error:  # as above
             self._errors.append(error)
 
-    def install(self, context: Any, out: Any, where: Any, after: Any, *, first: int, count: int) -> None:
+    def install(self, context: Any, out: Any, where: Any, after: Any, memory: Any, *, first: int, count: int) -> None:
         """Hand over one layer's new parameters, and make its stashed gradients the pending ones.
 
         Args:
@@ -204,12 +230,14 @@ class HostStep:
           out: (list of new parameters that live on the device; token).
           where: i32[2], device and layer.
           after: the token of the device's callback before this one.
+          memory: as for `update`.
           first: index of a leaf.
           count: leaves.
         """
         del after
         try:
             device, layer = self.link.read(context, where, "where").tolist()
+            self._take(device, first, count, memory)
             if (job := self._jobs.get(device)) is not None:
                 job.join()
             results, token = out
@@ -255,7 +283,14 @@ class HostStep:
             self._count(to_device=room.nbytes)
 
     def _run_kernel(
-        self, device: int, leaf: int, layer: int, g: np.ndarray, weight: np.ndarray | None, room: np.ndarray | None, values: np.ndarray
+        self,
+        device: int,
+        leaf: int,
+        layer: int,
+        g: np.ndarray,
+        weight: np.ndarray | None,
+        room: np.ndarray | None,
+        values: np.ndarray,
     ) -> None:
         """Update one record. `room` is where the new parameters go, unless that is in place."""
         plan = self.leaves[leaf]

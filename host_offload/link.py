@@ -7,6 +7,7 @@ there too. The copies go through page-locked staging memory, one piece for each 
 
 import ctypes
 import functools
+import math
 from collections.abc import Hashable
 from typing import Any, Protocol
 
@@ -102,13 +103,22 @@ def link_of(platform: str) -> Link:
     raise NotImplementedError(f"an update on the host moves buffers of cpu and cuda devices, and these are {platform}'s")
 
 
+def writable(array: np.ndarray) -> np.ndarray:
+    """Return the same memory as an array that may be written to."""
+    return _at(array.ctypes.data, array.shape, array.dtype)
+
+
+def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return np.empty(shape, dtype)
+    memory = (ctypes.c_char * num_bytes).from_address(address)
+    return np.frombuffer(memory, dtype=dtype).reshape(shape)
+
+
 def view(array: Any) -> np.ndarray:
     """Return the memory of a single-device array in host memory, as numpy; writing to it changes the array.
 
     For arrays that a program owns and hands from step to step: nothing else may hold them.
     """
-    count = int(np.prod(array.shape)) * array.dtype.itemsize
-    if not count:
-        return np.empty(array.shape, array.dtype)
-    memory = (ctypes.c_char * count).from_address(array.unsafe_buffer_pointer())
-    return np.frombuffer(memory, dtype=array.dtype).reshape(array.shape)
+    return _at(array.unsafe_buffer_pointer(), array.shape, array.dtype)

@@ -7,7 +7,7 @@ import sys
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX starts: the compile-only GPU topology must not look for a driver
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "streamed"), str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 import jax  # noqa: E402
 

@@ -53,6 +53,7 @@ class HostUpdate:
         self.order = (*parts.blocks, *parts.ends)
         self.rules = [_Rule(self, index) for index in self.order]
         platform = self.mesh.devices.flat[0].platform
+        self.hands_over = platform == "cpu"  # a GPU program cannot pass host memory to a callback
         start, leaves = 0, []
         for rule, index in zip(self.rules, self.order, strict=True):
             scalars = slice(start, start + len(rule.crossing))
@@ -79,31 +80,48 @@ class HostUpdate:
 
     # --- around a step -----------------------------------------------------------------------------------------------------
 
-    def bind(self, state: TrainState) -> dict[tuple[int, int], list[int]]:
-        """Hand the state's host memory to the callbacks; returns its addresses."""
-        states = self.parts.flat(state)
+    def prepare(self, state: TrainState) -> list[int]:
+        """Make room for what a step keeps in host memory, and bind the state's memory where callbacks are not handed it.
+
+        Returns:
+          The addresses bound.
+        """
         positions = {device: n for n, device in enumerate(self.mesh.devices.flat)}
-        addresses: dict[tuple[int, int], list[int]] = {}
+        local = [positions[d] for d in self.mesh.local_devices]
         for leaf, index in enumerate(self.order):
-            held = self._held(states, index)
-            shards: dict[int, list[np.ndarray]] = {}
-            for array in held:
-                for shard in array.addressable_shards:
-                    shards.setdefault(positions[shard.device], []).append(view(shard.data))
-            for device, views in shards.items():
+            shape, delayed = self._shard_shape(index), self.config.delayed_update
+            for device in local:
+                if delayed or (self.stashes and index in self.parts.blocks):
+                    self.host.reserve(device, leaf, shape, self.grad_dtype(index))
+                if delayed:
+                    self.host.reserve_made(device, leaf, shape, self.parts.dtypes[index])
+        if self.hands_over:
+            return []
+        states, addresses = self.parts.flat(state), []
+        for leaf, index in enumerate(self.order):
+            arrays = self._held(states, index) + ([state.pending.grads[leaf]] if state.pending is not None else [])
+            shards = [{positions[s.device]: view(s.data) for s in a.addressable_shards} for a in arrays]
+            for device in local:
+                views = [shard[device] for shard in shards]
+                addresses += [v.ctypes.data for v in views]
+                if state.pending is not None:
+                    self.host.bind_pending(device, leaf, views.pop())
                 self.host.bind(device, leaf, views)
-                addresses[device, leaf] = [a.ctypes.data for a in views]
-                if self.config.delayed_update or (self.stashes and index in self.parts.blocks):
-                    self.host.reserve(device, leaf, self._shard_shape(index), self.grad_dtype(index))
-        if state.pending is not None:
-            self._bind_pending(state.pending.grads, positions)
         return addresses
 
-    def _bind_pending(self, grads: Sequence[Array], positions: dict[Any, int]) -> None:
-        for leaf, array in enumerate(grads):
-            for shard in array.addressable_shards:
-                device, dtype = positions[shard.device], self.parts.dtypes[self.order[leaf]]
-                self.host.bind_pending(device, leaf, view(shard.data), dtype)
+    def memory(self, states: States, part: Sequence[int], pending: Pending | None) -> tuple[list[Array], list[PartitionSpec]]:
+        """Return the arrays that a callback on some leaves is handed, and their specs; nothing on a GPU."""
+        arrays: list[Array] = []
+        specs: list[PartitionSpec] = []
+        if not self.hands_over:
+            return arrays, specs
+        for index in part:
+            own = self._held(states, index)
+            own += [pending.grads[self.order.index(index)]] if pending is not None else []
+            lead = (None,) if index in self.parts.blocks else ()
+            arrays += own
+            specs += [PartitionSpec(*lead, *self.parts.grads[index].spec)] * len(own)
+        return arrays, specs
 
     def _held(self, states: States, index: int) -> list[Any]:
         held = [] if states.master is None else [states.master[index]]
@@ -121,14 +139,14 @@ class HostUpdate:
     def grad_dtype(self, index: int) -> Any:
         return self.parts.dtypes[index] if self.config.num_microbatches == 1 else jnp.dtype(jnp.float32)
 
-    def check(self, before: dict[tuple[int, int], list[int]], state: TrainState) -> None:
+    def check(self, before: list[int], state: TrainState) -> None:
         """Raise what went wrong in the callbacks of a step, and make sure that the state is the memory they worked on.
 
         Raises:
           RuntimeError: an update failed, or the step returned other memory.
         """
         self.host.check()
-        if self.bind(state) != before:
+        if self.prepare(state) != before:
             raise RuntimeError("the step returned the optimizer state in other memory than it was given: the update is lost")
 
     # --- inside the step ---------------------------------------------------------------------------------------------------
@@ -141,7 +159,7 @@ class HostUpdate:
     def stash(self, layer: Array, grads: Sequence[Array], token: Array) -> Array:
         """Keep one layer's gradients in host memory; returns a token."""
         records = [self.parts.grads[i] for i in self.parts.blocks]
-        return self._call(functools.partial(self.host.stash, first=0), (), [layer], None, grads, records, token)[1]
+        return self._call(functools.partial(self.host.stash, first=0), (), [layer], None, None, grads, records, token)[1]
 
     def update_layer(
         self,
@@ -165,37 +183,41 @@ class HostUpdate:
           token: orders the callbacks of a device.
         """
         blocks = self.parts.blocks
-        new, token = self._update(blocks, 0, layer, grads, old, go, scalars, token)
+        new, token = self._update(states, blocks, 0, layer, grads, old, go, scalars, token)
         params = list(states.params)
         for i, value in zip(blocks, new, strict=False):
             before = self.parts.params[i].read(params[i], layer)
             params[i] = self.parts.params[i].write(params[i], layer, jnp.where(go, value, before))
         return States(params, states.master, states.opt), token
 
-    def start(self, pending: Pending, token: Array) -> Array:
+    def start(self, states: States, pending: Pending, token: Array) -> Array:
         """Begin the update that the step before left; returns a token."""
+        memory = self.memory(states, self.order, pending)
         scalars = self.scalars(pending.shared, *pending.scalars)
-        return self._call(self.host.start, (), [pending.ready.astype(jnp.int32)], scalars, (), (), token, small=True)[1]
+        return self._call(self.host.start, (), [pending.ready.astype(jnp.int32)], memory, scalars, (), (), token, small=True)[1]
 
     def stash_ends(self, grads: Sequence[Array], token: Array) -> Array:
         """Keep the gradients of the leaves that are no stack of layers in host memory; returns a token."""
         records = [self.parts.grads[i] for i in self.parts.ends]
         callback = functools.partial(self.host.stash, first=len(self.parts.blocks))
-        return self._call(callback, (), [jnp.int32(0)], None, grads, records, token)[1]
+        return self._call(callback, (), [jnp.int32(0)], None, None, grads, records, token)[1]
 
-    def install(self, states: States, part: Sequence[int], layer: Array, ready: Array, token: Array) -> tuple[States, Array]:
+    def install(
+        self, states: States, part: Sequence[int], layer: Array, pending: Pending, token: Array
+    ) -> tuple[States, Array]:
         """Take over the new parameters of one layer, or of the leaves that are no stack of layers."""
         if not part:
             return states, token
         blocks = part == self.parts.blocks
         results = () if self.params_away else tuple(part)
         callback = functools.partial(self.host.install, first=0 if blocks else len(self.parts.blocks), count=len(part))
-        new, token = self._call(callback, results, [layer], None, (), (), token, small=False)
+        memory = self.memory(states, part, pending)
+        new, token = self._call(callback, results, [layer], memory, None, (), (), token, small=False)
         params = list(states.params)
         for i, value in zip(part, new, strict=False):
             record = self.parts.params[i]
             before = record.read(params[i], layer) if blocks else params[i]
-            value = jnp.where(ready, value, before)
+            value = jnp.where(pending.ready, value, before)
             params[i] = record.write(params[i], layer, value) if blocks else record.store(value)
         return States(params, states.master, states.opt), token
 
@@ -206,7 +228,7 @@ class HostUpdate:
         ends = self.parts.ends
         old = [] if self.has_master or self.params_away else [states.params[i] for i in ends]
         old = [jax.lax.with_sharding_constraint(v, self.parts.grads[i].sharding) for v, i in zip(old, ends, strict=False)]
-        new, token = self._update(ends, len(self.parts.blocks), jnp.int32(0), grads, old, go, scalars, token)
+        new, token = self._update(states, ends, len(self.parts.blocks), jnp.int32(0), grads, old, go, scalars, token)
         params = list(states.params)
         for i, value in zip(ends, new, strict=False):
             params[i] = self.parts.params[i].store(jnp.where(go, value, params[i]))
@@ -214,6 +236,7 @@ class HostUpdate:
 
     def _update(
         self,
+        states: States,
         part: Sequence[int],
         first: int,
         layer: Array,
@@ -229,13 +252,15 @@ class HostUpdate:
         results = () if self.params_away else tuple(part)
         callback = functools.partial(self.host.update, first=first, count=len(part), stashed=not grads)
         where = [layer, go.astype(jnp.int32)]
-        return self._call(callback, results, where, scalars, [*grads, *old], records * (bool(grads) + bool(old)), token)
+        memory, given = self.memory(states, part, None), [*grads, *old]
+        return self._call(callback, results, where, memory, scalars, given, records * (bool(grads) + bool(old)), token)
 
     def _call(
         self,
         callback: Any,
         results: Sequence[int],
         where: Sequence[Array],
+        memory: tuple[list[Array], list[PartitionSpec]] | None,
         scalars: Array | None,
         operands: Sequence[Array],
         records: Sequence[Record],
@@ -246,9 +271,10 @@ class HostUpdate:
         """Call back on every device, with its own shards.
 
         Args:
-          callback: takes (context, out, where, token, scalars if any, *operands).
+          callback: takes (context, out, where, token, memory if any, scalars if any, *operands).
           results: parameter leaves of which it makes one layer's, or a whole leaf's, shards in the compute dtype.
           where: i32[] each, sent after the device's position in the mesh.
+          memory: arrays in host memory, and their specs, or None.
           scalars: f32[n], or None.
           operands: sharded as `records` say.
           records: one for each operand.
@@ -264,23 +290,24 @@ class HostUpdate:
         ]
         after = jax.ShapeDtypeStruct((1,), jnp.int32)
         only_token = scalars is None if small is None else small
-        extra = [] if scalars is None else [scalars]
+        arrays, specs = memory or ([], [])
 
-        def local(position: Array, token: Array, where: Array, extra: list[Array], operands: list[Array]) -> Any:
+        def local(position: Array, token: Array, where: Array, arrays: Any, scalars: Any, operands: list[Array]) -> Any:
             where = jnp.concatenate([position, where])
             out = after if only_token else (made, after)
+            extra = ([] if memory is None else [arrays]) + ([] if scalars is None else [scalars])
             got = buffer_callback(callback, out, has_side_effect=True)(where, token, *extra, *operands)
             return ([], got) if only_token else got
 
         island = jax.shard_map(
             local,
             mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=(every, every, PartitionSpec(), PartitionSpec(), [PartitionSpec(*r.spec) for r in records]),
+            in_specs=(every, every, PartitionSpec(), specs, PartitionSpec(), [PartitionSpec(*r.spec) for r in records]),
             out_specs=([PartitionSpec(*self.parts.grads[i].spec) for i in results], every),
             check_vma=False,
         )
         positions = jnp.arange(self.mesh.size, dtype=jnp.int32)
-        return island(positions, token, jnp.stack(list(where)), extra, list(operands))
+        return island(positions, token, jnp.stack(list(where)), arrays, scalars, list(operands))
 
     def first_token(self) -> Array:
         """Return the token before a step's first callback: i32[devices]."""

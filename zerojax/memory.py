@@ -164,8 +164,9 @@ class MemoryReport:
           - "in_flight": other records on their way between tiers, and a layer's gradient before it is stored, in the tick that
             holds the most. With "gathered" it is the peak of the schedule.
 
-        Gradients and activations of a streamed step in "pinned_host" are arguments too; gradients that wait there for an
-        update on the host are "stashed", and are not.
+        Gradients and activations of a streamed step in "pinned_host" are arguments too, as are the "pending" gradients of a
+        delayed update. No argument are the gradients that callbacks keep for an update on the host, "stashed", and the
+        parameters that a delayed one makes beside the old ones, "made".
       collectives: bytes that each device sends, by collective.
       host_link: bytes that cross each device's link to the host in a step: "to_device" and "to_host".
       callback_link: those of them that callbacks move, for an update on the host.
@@ -186,7 +187,7 @@ class MemoryReport:
     @property
     def host_argument_bytes(self) -> int:
         """Bytes that a compiled step takes as arguments in pinned host memory."""
-        return sum(n for kind, n in self.tiers["pinned_host"].items() if kind != "stashed")
+        return sum(n for kind, n in self.tiers["pinned_host"].items() if kind not in ("stashed", "made"))
 
     @property
     def device_bytes(self) -> int:
@@ -196,7 +197,7 @@ class MemoryReport:
     @property
     def model_state_bytes(self) -> int:
         """Bytes of model states in every tier: parameters, gradients, master weights, optimizer state."""
-        return sum(t.get(kind, 0) for t in self.tiers.values() for kind in (*_STATE, "grads", "stashed"))
+        return sum(t.get(kind, 0) for t in self.tiers.values() for kind in (*_STATE, *_GRADS))
 
     def __str__(self) -> str:
         rows = [f"{self.num_params:,} parameters; bytes on each device"]
@@ -208,6 +209,7 @@ class MemoryReport:
 
 
 _STATE = ("params", "master", "opt_state")
+_GRADS = ("grads", "pending", "stashed")
 
 
 def program_memory(
@@ -230,7 +232,8 @@ def program_memory(
       parts: how the optimizer is applied, where it is by parts.
     """
     state, leaves = layout.abstract_state, _leaves(layout)
-    small = _held((state.step, state.skipped, state.key, state.loss_scale))["device"]
+    pending = _held(state.pending)
+    small = _held((state.step, state.skipped, state.key, state.loss_scale))["device"] + pending["device"]
     if streamed is not None:
         running = _streamed_bytes(layout, streamed, abstract_batch)
         small += 4 + 4 * sum(a.size for arrays in streamed.schedule.arrays().values() for a in arrays.values())
@@ -242,7 +245,7 @@ def program_memory(
         "batch": _held(abstract_batch)["device"],
         "scalars": small,
     }
-    host = {kind: held["pinned_host"] for kind, held in kinds.items()}
+    host = {kind: held["pinned_host"] for kind, held in kinds.items()} | {"pending": pending["pinned_host"]}
     return MemoryReport(
         tiers={"device": device | running.device, "pinned_host": host | running.host, "nvme": {}},
         collectives=_collectives(layout, leaves, streamed is not None),
@@ -340,8 +343,14 @@ def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
     size = layer_bytes(layout, parts) | {"activations": kept["pinned_host"]}
     stored = 0 if config.update == "in_backward" else shard * num_layers
     host = {"grads": 0, "activations": kept["pinned_host"] * num_layers}
-    if config.grads != "device":
-        host |= {"grads": stored} if streamed.host is None else {"stashed": stored}
+    stashes = streamed.host is not None and streamed.host.stashes
+    rests = "stashed" if stashes else "device" if streamed.host is not None else config.grads
+    if rests == "pinned_host":
+        host["grads"] = stored
+    elif rests == "stashed":
+        host["stashed"] = stored
+    if config.delayed_update:  # every leaf's
+        host |= {"stashed": stored + ends, "made": _grad_elements(layout) * _itemsize(layout)}
 
     # What is not stacked: loaded once, and updated after all layers, one leaf at a time (all at once by callbacks).
     loaded = sum(
@@ -367,7 +376,7 @@ def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
     if config.update != "in_backward":
         peaks.append(_peak(streamed.schedule, written, "update"))
     device = {
-        "grads": ends + (stored if config.grads == "device" else 0),
+        "grads": ends + (stored if rests == "device" else 0),
         "gathered": gathered,
         "activations": kept["device"] * num_layers,
         "in_flight": loaded + max(0, max(peaks) - gathered),

@@ -28,9 +28,9 @@ from zerojax.mesh import FSDP, check_mesh
 from zerojax.model import BLOCKS, LayeredModel, Model
 from zerojax.partition import Replicated
 from zerojax.parts import Parts, reason, update_in_parts
-from zerojax.records import Plan, index_arrays
+from zerojax.records import Plan, Record, index_arrays
 from zerojax.resident import build_init, build_step, build_update, plain_loss, sharded_loss, unit_bytes
-from zerojax.state import TrainState
+from zerojax.state import TrainState, is_split
 from zerojax.streaming import Plans, Scratch, StreamedStep
 
 logger = logging.getLogger("zerojax")
@@ -266,7 +266,7 @@ class Program:
             if self._host is None:
                 (state, jitted.scratch), metrics = jitted.step(state, batch, plans, one, scratch)
                 return state, metrics
-            memory = self._host.bind(jax.block_until_ready(state))
+            memory = self._host.prepare(jax.block_until_ready(state))
             (state, jitted.scratch), metrics = jax.block_until_ready(jitted.step(state, batch, plans, one, scratch))
             self._host.check(memory, state)
             return state, metrics
@@ -391,23 +391,47 @@ class Program:
         return state.params
 
     def master_params(self, state: TrainState) -> Any:
-        """Return the float32 parameters that the optimizer updates, sharded as its state is."""
+        """Return the float32 parameters that the optimizer updates, sharded as its state is, where they rest.
+
+        With a fraction of the optimizer state on the device, stacked leaves are `zerojax.state.Split`.
+        """
         return state.params if state.master is None else state.master
 
     def iter_params(self, state: TrainState) -> Iterator[tuple[str, Any]]:
-        """Yield the float32 parameters piece by piece, as (name, tree).
+        """Yield the float32 parameters piece by piece, as (name, tree), on the device.
 
         A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head"; a Model one leaf at a time.
         """
         params = self.master_params(state)
         if isinstance(self.model, LayeredModel):
-            yield "embed", params["embed"]
+            yield "embed", self._on_device(params["embed"])
             for layer in range(self.model.num_layers):
-                yield f"{BLOCKS}/{layer}", jax.tree.map(lambda a, layer=layer: a[layer], params[BLOCKS])
-            yield "head", params["head"]
+                with jax.set_mesh(self.mesh):
+                    tree = self._read_layer(params[BLOCKS], jnp.int32(layer), layer < self.layout.device_layers)
+                yield f"{BLOCKS}/{layer}", tree
+            yield "head", self._on_device(params["head"])
         else:
             for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-                yield jax.tree_util.keystr(path), leaf
+                yield jax.tree_util.keystr(path), self._on_device(leaf)
+
+    def _on_device(self, tree: Any) -> Any:
+        return jax.tree.map(lambda a: jax.device_put(a, a.sharding.with_memory_kind("device")), tree)
+
+    @cached_property
+    def _read_layer(self) -> Any:
+        """Return `read(stacks, layer, on_device)`: one layer of stacks that rest in any tier."""
+        abstract, away = self.layout.abstract_state, self.config.opt_state
+        if abstract.master is None:
+            away = self.config.params
+        leaves = jax.tree.leaves(self.master_params(abstract)[BLOCKS], is_leaf=is_split)
+        specs = [(leaf.host if is_split(leaf) else leaf).sharding.spec for leaf in leaves]
+
+        def read(stacks: Any, layer: jax.Array, on_device: bool) -> Any:
+            leaves, tree = jax.tree.flatten(stacks, is_leaf=is_split)
+            records = [Record(self.mesh, tuple(spec[1:]), away) for spec in specs]
+            return jax.tree.unflatten(tree, [r.read(a, layer, on_device) for r, a in zip(records, leaves, strict=True)])
+
+        return jax.jit(read, static_argnums=2)
 
 
 def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, Any] | None:
@@ -419,12 +443,15 @@ def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, A
         return None
     leaves, layer = unit_bytes(model, layout)
     threshold = layer if isinstance(model, LayeredModel) else max(leaves)
+    shards = layout.mesh.shape[FSDP]
     options: dict[str, Any] = {
         "xla_gpu_all_gather_combine_threshold_bytes": threshold,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": threshold // layout.mesh.shape[FSDP],
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": threshold // shards,
     }
     if isinstance(model, LayeredModel) and streams(layout.config):
+        # A layer's gradients are reduced leaf by leaf, beside the products that are left of it.
+        options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(leaves) // shards
         # By default XLA lets one collective and one copy run at a time, and so starts the next where the last one ended.
-        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 4
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = 16
         options["xla_gpu_experimental_parallel_async_compute_limit"] = 64
     return options

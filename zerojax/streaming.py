@@ -279,7 +279,7 @@ class StreamedStep:
         batch, keys = self.split(batch, key)
         token = self.host.first_token() if self.host is not None else jnp.int32(0)
         if self.host is not None and state.pending is not None:
-            token = self.host.start(state.pending, token)
+            token = self.host.start(self.host.parts.flat(state), state.pending, token)
         ends = self.load_ends(state.params)
         x = self.each(lambda b, k: self.embed(ends, b, k), batch, keys)
         kept = self.plan(x, keys)
@@ -462,6 +462,8 @@ class StreamedStep:
             full_after, landing = self.after(work, done, full_after, now)
             # What uses the gradients waits for dx, so that they are reduced beside the products that are left.
             grads, dx = jax.lax.optimization_barrier((grads, dx))
+            if self.count > 1:  # else what runs beside the microbatches' loop would start after it
+                grads, full_after, landing = jax.lax.optimization_barrier((grads, full_after, landing))
             return (dx, full_after, acts_after, use(carried, now, grads, full)), landing
 
         first = acts = None
@@ -624,11 +626,11 @@ class StreamedStep:
         token = host.stash_ends(g_ends, carried["token"])
 
         def tick(carry: Any, now: Now) -> Any:
-            return host.install(carry[0], parts.blocks, now.write, pending.ready, carry[1]), now.landing
+            return host.install(carry[0], parts.blocks, now.write, pending, carry[1]), now.landing
 
         phase = self.schedule.phase("update")
         carry = run_phase(phase, plan, (parts.flat(state), token), tick, one, fetch=lambda carry, layer: [])
-        states, _ = host.install(carry[0], parts.ends, jnp.int32(0), pending.ready, carry[1])
+        states, _ = host.install(carry[0], parts.ends, jnp.int32(0), pending, carry[1])
         shared = [states.opt[j] for j in parts.update.shared]
         pending = Pending(pending.grads, shared, jnp.stack([loss, factor, scale]), ok)
         states = parts.close(states, parts.shared(states, loss, ok))
@@ -670,7 +672,9 @@ class StreamedStep:
         """Scale by the global norm and update layer by layer."""
         parts = self.parts
         assert parts is not None
-        norm = jnp.sqrt(carried["squares"] + self.squares(g_ends, state))
+        # What the update fetches first comes after backward, not before it.
+        plan, squares = jax.lax.optimization_barrier((plan, carried["squares"]))
+        norm = jnp.sqrt(squares + self.squares(g_ends, state))
         ok = jnp.isfinite(norm)
         clip = self.config.clip_norm
         factor = None if clip is None else jnp.where(norm < clip, 1.0, clip / norm)

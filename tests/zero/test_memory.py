@@ -177,8 +177,9 @@ def test_account_equals_what_tiers_hold(config):
     assert report.host_argument_bytes == held((state, jitted.scratch), HOST)
     for kind in memory._STATE:
         assert report.tiers[HOST][kind] == held(getattr(state, kind), HOST)
-    kept = {kind: report.tiers[HOST][kind] for kind in ("grads", "activations")}
-    assert kept == {"grads": held(jitted.scratch["grads"], HOST), "activations": held(jitted.scratch["kept"], HOST)}
+    scratch = jitted.scratch or {}
+    assert report.tiers[HOST]["grads"] == held(scratch["grads"], HOST)
+    assert report.tiers[HOST]["activations"] == held(scratch["kept"], HOST)
     assert "host link" in str(report)
 
 
@@ -237,6 +238,23 @@ def test_an_update_on_the_host_moves_gradients_down_and_parameters_up(config):
     if not config:
         params = report.tiers["device"]["params"]
         assert report.host_link == {"to_device": params, "to_host": params}  # 2 + 2 bytes a parameter
+
+
+def test_a_delayed_update_keeps_gradients_and_parameters_twice():
+    program, batch = small(precision="bf16", opt_state=HOST, update_on="host", delayed_update=True)
+    report, at_once = program.memory(batch), small(precision="bf16", opt_state=HOST, update_on="host")[0].memory(batch)
+    state = program.init(jax.random.key(0))
+    assert report.host_argument_bytes == held(state, HOST) == at_once.host_argument_bytes + report.tiers[HOST]["pending"]
+    assert report.tiers[HOST]["stashed"] == report.tiers[HOST]["pending"] == held(state.pending.grads, HOST)
+    host = program._host.host
+    state, _ = program.step(state, batch)
+    before = dataclasses.replace(host.traffic)
+    program.step(state, batch)  # installs what the first step's gradients make
+    for kept, kind in ((host.stashed, "stashed"), (host.made, "made")):
+        assert sum(a.nbytes for a in kept.values()) == 2 * report.tiers[HOST][kind]
+    moved = {way: getattr(host.traffic, way) - getattr(before, way) for way in report.host_link}
+    assert moved == {way: 2 * n for way, n in report.host_link.items()}
+    assert report.host_link == at_once.host_link
 
 
 def test_gradients_that_wait_for_the_host_are_no_argument():

@@ -1,0 +1,100 @@
+"""Every combination of tiers, schedules, updates and activations that a streamed step has, and a thinned choice of them."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import toys
+
+import zerojax as zj
+
+HOST = "pinned_host"
+STEPS = 10
+MESHES: dict[str, dict[str, int]] = {"fsdp4": {"fsdp": 4}, "fsdp2_tensor2": {"fsdp": 2, "tensor": 2}}
+UPDATES = (("after_backward", "device"), ("in_backward", "device"), ("after_backward", "host"), ("in_backward", "host"))
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "mesh": tuple(MESHES),
+    "params": ("device", HOST),
+    "grads": ("device", HOST),
+    "opt_state": ("device", HOST),
+    "prefetch_distance": (0, 1, 2),
+    "update": UPDATES,
+    "activations": ("save", "remat", "selective", HOST),
+    "num_microbatches": (1, 4),
+    "gather_ahead": (False, True),
+}
+
+
+def is_valid(case: dict[str, Any]) -> bool:
+    return case["update"][1] == "device" or case["opt_state"] == HOST
+
+
+def every_case() -> list[dict[str, Any]]:
+    cases = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
+    return [case for case in cases if is_valid(case)]
+
+
+def pairwise_cases() -> list[dict[str, Any]]:
+    """Choose cases greedily until every pair of values of two axes is in one of them."""
+    cases = every_case()
+
+    def pairs(case: dict[str, Any]) -> set[Any]:
+        return set(itertools.combinations(sorted(case.items()), 2))
+
+    of_case = [pairs(case) for case in cases]
+    missing = set().union(*of_case)
+    chosen = []
+    while missing:
+        best = max(range(len(cases)), key=lambda n: len(of_case[n] & missing))
+        missing -= of_case[best]
+        chosen.append(cases[best])
+    return chosen
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return "-".join("_".join(v) if isinstance(v, tuple) else str(v) for v in case.values())
+
+
+def config_of(case: dict[str, Any]) -> zj.ZeroConfig:
+    fields = {name: value for name, value in case.items() if name not in ("mesh", "update")}
+    return zj.ZeroConfig(stage=3, update=case["update"][0], update_on=case["update"][1], **fields)
+
+
+def train(mesh: str, config: zj.ZeroConfig) -> tuple[np.ndarray, Any]:
+    """Train the toy for STEPS steps on 4 devices; returns losses and parameters."""
+    axes = MESHES[mesh]
+    program = zj.build_train_step(
+        toys.layered(tensor="tensor" in axes), toys.optimizer(), config, zj.make_mesh(**axes, devices=jax.devices()[:4])
+    )
+    losses, state = toys.run(program, program.init(jax.random.key(0)), toys.batches(STEPS))
+    params = jax.device_get(program.params(state))
+    program.close()
+    return np.asarray(losses, np.float32), params
+
+
+@functools.cache
+def resident(mesh: str, num_microbatches: int) -> tuple[np.ndarray, Any]:
+    return train(mesh, zj.ZeroConfig(stage=3, num_microbatches=num_microbatches))
+
+
+def differences(case: dict[str, Any]) -> tuple[float, float]:
+    """Return how far a case is from the resident step: units in the last place of a loss, and the largest parameter difference
+    over its leaf's largest magnitude.
+    """
+    losses, params = train(case["mesh"], config_of(case))
+    expected_losses, expected = resident(case["mesh"], case["num_microbatches"])
+    ulps = float(np.max(np.abs(losses - expected_losses) / np.spacing(np.abs(expected_losses))))
+
+    def relative(a: np.ndarray, b: np.ndarray) -> float:
+        largest = np.max(np.abs(b))
+        return float(np.max(np.abs(a - b)) / (largest if largest else 1))
+
+    return ulps, max(jax.tree.leaves(jax.tree.map(relative, params, expected)))
+
+
+def bounds(case: dict[str, Any]) -> tuple[float, float]:
+    """Return the largest differences allowed: with the update on the device 2 ulp and 1e-6, on the host 1e-5 of either."""
+    return (2.0, 1e-6) if case["update"][1] == "device" else (1e-5 / np.finfo(np.float32).eps, 1e-5)

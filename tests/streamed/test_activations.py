@@ -1,0 +1,133 @@
+"""What a layer keeps: the derivative is the same, masks agree on recompute, attention's inner part is not kept."""
+
+import gpt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+from jax.ad_checkpoint import checkpoint_name
+
+import zerojax as zj
+from zerojax.saved import MODES, plan_layer
+
+HOST = "pinned_host"
+C = gpt.GPTConfig(layers=2, hidden=32, heads=2, seq=24, vocab=32, dropout=0.2)
+
+
+def tokens(count, batch=8):
+    random = np.random.default_rng(0)
+    draw = lambda: random.integers(0, C.vocab, (batch, C.seq))  # noqa: E731
+    return [{"tokens": draw(), "targets": draw()} for _ in range(count)]
+
+
+def train(model, config, data, tx=None):
+    mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    program = zj.build_train_step(model, tx or optax.adamw(1e-2), config, mesh)
+    losses, state = toys.run(program, program.init(jax.random.key(0)), data)
+    return np.asarray(losses, np.float32), jax.device_get(program.params(state))
+
+
+def test_dropout_masks_agree_on_recompute():
+    """A mask that differed between forward and backward would give other gradients, hence other losses after a step.
+
+    Gradient descent, since Adam makes a step of what is rounding alone: a bias of the keys has no gradient.
+    """
+    model, data, tx = gpt.layered_gpt(C), tokens(3), optax.sgd(0.5)
+    fields = {"stage": 3, "num_microbatches": 2}
+    expected, params = train(model, zj.ZeroConfig(**fields), data, tx)
+    for activations in ("selective", HOST):
+        config = zj.ZeroConfig(**fields, activations=activations, gather_ahead=True, params=HOST)
+        losses, after = train(model, config, data, tx)
+        np.testing.assert_allclose(losses, expected, rtol=1e-6, err_msg=activations)
+        toys.assert_trees_close(after, params, atol=1e-6)
+
+
+def traced(mode, saved=(), offloaded=(), block=None):
+    model = gpt.layered_gpt(C)
+    x = jax.random.normal(jax.random.key(1), (4, C.seq, C.hidden))
+    key = jax.random.key(2)
+    params = model.init_block(jax.random.key(0))
+    block = block or model.block
+    return plan_layer(block, params, x, key, mode, saved, offloaded), block, (params, x, key)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layers_derivative_given_what_it_keeps(mode):
+    layer, block, (params, x, key) = traced(mode)
+    dy = jax.random.normal(jax.random.key(3), x.shape)
+    y, kept = jax.jit(layer.forward)(params, x, key)
+    expected_y, derivative = jax.vjp(lambda p, x: block(p, x, key), params, x)
+    np.testing.assert_allclose(y, expected_y, rtol=1e-6, atol=1e-6)
+    actual = jax.jit(layer.backward)(params, x, key, kept, dy)
+    toys.assert_trees_close(actual, derivative(dy), atol=2e-5)
+    # what was kept is used, not computed again: another value gives another derivative
+    if kept:
+        wrong = jax.jit(layer.backward)(params, x, key, [a + 1 if a.dtype == jnp.float32 else ~a for a in kept], dy)
+        assert (
+            max(float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(wrong), jax.tree.leaves(actual), strict=True))
+            > 1e-2
+        )
+
+
+def test_selective_keeps_no_scores_and_remat_keeps_nothing():
+    scores = 4 * C.heads * C.seq * C.seq
+
+    def sizes(mode):
+        return [a.size for a in traced(mode)[0].shapes]
+
+    assert sum(n == scores for n in sizes("save")) >= 2  # scores, weights, dropout mask
+    assert scores not in sizes("selective")
+    assert len(sizes("selective")) > 5
+    assert sizes("remat") == []
+
+
+def test_nothing_of_the_parameters_is_kept():
+    """A transposed or scaled weight is as large as the gathered layer: keeping it would end ZeRO-3's bound."""
+
+    def block(p, x, key):
+        del key
+        w = (2 * p["w"]).T
+        return x + jnp.tanh(x @ w) @ p["w"]
+
+    params, x = {"w": jnp.ones((16, 16))}, jnp.ones((64, 16))
+    for mode in MODES:
+        layer = plan_layer(block, params, x, None, mode, (), ())
+        assert all(a.shape == (64, 16) for a in layer.shapes), mode
+
+
+def named_model():
+    def block(p, x, key):
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * p["scale"]
+        hidden = checkpoint_name(jax.nn.gelu(y @ p["w1"] + p["b1"]), "hidden")
+        return (x + checkpoint_name(p["gate"] * (hidden @ p["w2"]), "out")).astype(x.dtype)
+
+    m = toys.layered()
+    return zj.LayeredModel(m.num_layers, m.init_embed, m.embed, m.init_block, block, m.init_head, m.head)
+
+
+def test_named_tensors_are_kept_where_asked():
+    data = toys.batches(4)
+    expected, params = train(named_model(), zj.ZeroConfig(stage=3), data, toys.optimizer())
+    for fields in (
+        {"saved_names": ("hidden",)},
+        {"offloaded_names": ("hidden",)},
+        {"offloaded_names": ("hidden",), "params": HOST},
+    ):
+        losses, after = train(named_model(), zj.ZeroConfig(stage=3, activations="remat", **fields), data, toys.optimizer())
+        np.testing.assert_allclose(losses, expected, rtol=3e-7)
+        toys.assert_trees_close(after, params, atol=1e-6)
+    mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    config = zj.ZeroConfig(stage=3, activations="remat", offloaded_names=("hidden",))
+    program = zj.build_train_step(named_model(), toys.optimizer(), config, mesh)
+    abstract = program._streamed.abstract_scratch(program.layout.abstract_state.params, program.abstract_batch(data[0]))
+    (hidden,) = abstract["kept"]
+    assert hidden.shape == (toys.LAYERS, toys.BATCH, toys.SEQ, toys.INNER)
+    assert hidden.sharding.memory_kind == HOST
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are():
+    config = zj.ZeroConfig(stage=3, activations="remat", saved_names=("hiden",))
+    with pytest.raises(ValueError, match=r"\['hiden'\].*it marks \['hidden', 'out'\]"):
+        zj.build_train_step(named_model(), toys.optimizer(), config, zj.make_mesh(), batch=toys.batches(1)[0])

@@ -1,0 +1,93 @@
+"""Streamed = resident: where the bytes rest, how they are fetched and where the optimizer runs change no number."""
+
+import jax
+import matrix
+import numpy as np
+import pytest
+import toys
+
+import zerojax as zj
+
+HOST = matrix.HOST
+
+
+@pytest.mark.parametrize("case", matrix.pairwise_cases(), ids=matrix.name_of)
+def test_streamed_step_equals_the_resident_one(case):
+    ulps, relative = matrix.differences(case)
+    most_ulps, most_relative = matrix.bounds(case)
+    assert ulps <= most_ulps
+    assert relative <= most_relative
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", matrix.every_case(), ids=matrix.name_of)
+def test_every_streamed_step_equals_the_resident_one(case):
+    test_streamed_step_equals_the_resident_one(case)
+
+
+def train(model, config, steps=6, tx=None):
+    program = zj.build_train_step(model, tx or toys.optimizer(), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4]))
+    losses, state = toys.run(program, program.init(jax.random.key(0)), toys.batches(steps))
+    return np.asarray(losses, np.float32), state, program
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"opt_state": HOST, "grads": HOST},
+        {"opt_state": HOST, "update_on": "host", "grads": HOST, "params": HOST},
+        {"opt_state": HOST, "opt_state_device_fraction": 0.5, "params": HOST},
+        {"opt_state": HOST, "opt_state_device_fraction": 0.7, "num_microbatches": 4},
+    ],
+    ids=["device", "host", "half", "two_of_three"],
+)
+def test_clipping_is_exact_in_every_tier(fields):
+    count = {"num_microbatches": fields.get("num_microbatches", 1)}
+    expected, before, _ = train(toys.layered(), zj.ZeroConfig(stage=3, clip_norm=0.5, **count))
+    losses, after, program = train(toys.layered(), zj.ZeroConfig(stage=3, clip_norm=0.5, **fields))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    toys.assert_trees_close(program.params(after), before.params, atol=2e-6)
+    # and what was clipped is what optax clips
+    plain, _ = toys.plain_run(jax.device_get(program.params(program.init(jax.random.key(0)))), toys.batches(6), 0.5)
+    np.testing.assert_allclose(losses, plain, rtol=1e-5)
+
+
+@pytest.mark.parametrize("update_on", ["device", "host"])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_resident_model_with_its_optimizer_state_on_the_host(stage, num_microbatches, update_on):
+    fields = {"stage": stage, "clip_norm": 0.5, "num_microbatches": num_microbatches}
+    expected, before, _ = train(toys.unrolled(), zj.ZeroConfig(**fields))
+    losses, after, _ = train(toys.unrolled(), zj.ZeroConfig(**fields, opt_state=HOST, update_on=update_on))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    toys.assert_trees_close(after.params, before.params, atol=5e-6)
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(after.opt_state) if leaf.ndim}
+    assert kinds == {HOST}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_tiers_agree_bit_for_bit_in_16_bits(precision):
+    """A streamed step on the device and one in host memory; the resident step fuses, and so rounds, differently."""
+    on_device, a, _ = train(toys.layered(), zj.ZeroConfig(stage=3, precision=precision, activations="selective"))
+    fields = {"params": HOST, "grads": HOST, "opt_state": HOST, "prefetch_distance": 2}
+    on_host, b, _ = train(toys.layered(), zj.ZeroConfig(stage=3, precision=precision, activations="selective", **fields))
+    np.testing.assert_array_equal(on_host, on_device)
+    toys.assert_trees_close(jax.device_get(b.master), jax.device_get(a.master), atol=0)
+
+
+def test_one_layer_and_more_distance_than_layers():
+    model = toys.layered()
+    one = zj.LayeredModel(1, *(getattr(model, f) for f in ("init_embed", "embed", "init_block", "block", "init_head", "head")))
+    expected, _, _ = train(one, zj.ZeroConfig(stage=3), steps=3)
+    for ahead in (False, True):
+        fields = {"params": HOST, "opt_state": HOST, "activations": HOST, "grads": HOST, "prefetch_distance": 5}
+        losses, _, _ = train(one, zj.ZeroConfig(stage=3, gather_ahead=ahead, **fields), steps=3)
+        np.testing.assert_allclose(losses, expected, rtol=3e-7)
+
+
+def test_stages_below_3_stream_what_they_shard():
+    for stage in (0, 1, 2):
+        expected, _, _ = train(toys.layered(), zj.ZeroConfig(stage=stage), steps=3)
+        fields = {"opt_state": HOST, "grads": HOST, "activations": HOST}
+        losses, _, _ = train(toys.layered(), zj.ZeroConfig(stage=stage, **fields), steps=3)
+        np.testing.assert_allclose(losses, expected, rtol=3e-7)

@@ -1,0 +1,123 @@
+"""The optimizer on the host: bytes across the link, the delayed update, errors that are told and not hung upon."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toys
+
+import zerojax as zj
+
+HOST = "pinned_host"
+
+
+def build(fields, model=None, tx=None):
+    mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    config = zj.ZeroConfig(stage=3, opt_state=HOST, update_on="host", **fields)
+    return zj.build_train_step(model or toys.layered(), tx or toys.optimizer(), config, mesh)
+
+
+def trained_bytes(program, itemsize):
+    """Bytes of all parameters, those that fsdp does not split counted on each of 4 devices."""
+    total = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(program.layout.abstract_params)[0]:
+        spec = program.layout.specs[jax.tree_util.keystr(path)]
+        total += leaf.size * itemsize * (4 if spec.sharded == spec.base else 1)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("fields", "down", "up"),
+    [
+        ({"precision": "bf16"}, 2, 2),  # ZeRO-Offload's 4 bytes a parameter
+        ({"precision": "bf16", "grads": HOST, "update": "after_backward"}, 2, 2),
+        ({"precision": "bf16", "params": HOST, "update": "in_backward"}, 2, 0),  # the parameters are there already
+        ({"precision": "bf16", "num_microbatches": 4}, 4, 2),  # float32 sums, once and not four times
+        ({"precision": "bf16", "delayed_update": True}, 2, 2),
+        ({"params": HOST}, 4, 0),
+        ({}, 8, 4),  # float32 weights on the device go down as well
+    ],
+)
+def test_bytes_that_cross_the_link(fields, down, up):
+    program = build(fields)
+    state = program.init(jax.random.key(0))
+    traffic = program._host.host.traffic
+    for step, batch in enumerate(toys.batches(2)):
+        before = (traffic.to_host, traffic.to_device)
+        state, _ = program.step(state, batch)
+        assert traffic.to_host - before[0] == trained_bytes(program, down)
+        first = fields.get("delayed_update") and step == 0  # nothing to install yet
+        assert traffic.to_device - before[1] == (0 if first else trained_bytes(program, up))
+
+
+def delayed_reference(params, data, tx):
+    """Each step's gradient is applied after the next step's is taken."""
+    opt_state, losses, pending = tx.init(params), [], None
+    for batch in data:
+        loss, grads = jax.value_and_grad(toys.plain_loss)(params, batch)
+        losses.append(float(loss))
+        if pending is not None:
+            updates, opt_state = tx.update(pending, opt_state, params)
+            params = optax.apply_updates(params, updates)
+        pending = grads
+    return losses, params
+
+
+@pytest.mark.parametrize("fields", [{}, {"clip_norm": 0.5, "num_microbatches": 4}], ids=["plain", "clipped"])
+def test_delayed_update_is_one_step_late(fields):
+    program, data = build({"params": HOST, "delayed_update": True, **fields}), toys.batches(6)
+    state = program.init(jax.random.key(0))
+    params = jax.device_get(program.params(state))
+    clip = fields.get("clip_norm")
+    tx = toys.optimizer() if clip is None else optax.chain(optax.clip_by_global_norm(clip), toys.optimizer())
+    expected, after = delayed_reference(params, data, tx)
+    losses, state = toys.run(program, state, data)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    toys.assert_trees_close(program.params(state), jax.device_get(after), atol=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_updates_nothing():
+    for fields in ({}, {"grads": HOST}, {"params": HOST, "update": "in_backward"}, {"precision": "bf16"}):
+        program = build(fields)
+        state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
+        kept = jax.tree.map(lambda a: np.array(a), (program.params(state), state.master, state.opt_state))
+        bad = toys.batches(2)[1] | {"weight": np.float32(np.nan)}
+        state, metrics = program.step(state, bad)
+        assert float(metrics["skipped_steps"]) == 1
+        after = jax.tree.map(lambda a: np.array(a), (program.params(state), state.master, state.opt_state))
+        jax.tree.map(np.testing.assert_array_equal, after, kept)
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd"])
+def test_any_elementwise_optimizer_runs_there(name):
+    tx = {"lion": optax.lion(1e-3), "sgd": optax.sgd(0.05, 0.9)}[name]
+    data, mesh = toys.batches(5), zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    resident = zj.build_train_step(toys.layered(), tx, zj.ZeroConfig(stage=3), mesh)
+    expected, before = toys.run(resident, resident.init(jax.random.key(0)), data)
+    program = build({"params": HOST}, tx=tx)
+    losses, after = toys.run(program, program.init(jax.random.key(0)), data)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    if name == "sgd":
+        toys.assert_trees_close(program.params(after), before.params, atol=1e-5)
+
+
+def test_an_error_in_a_callback_is_raised_by_the_step_and_hangs_nothing():
+    program = build({"params": HOST})
+    state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
+    calls = []
+
+    def fail(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError("no such thing")
+
+    program._host.host._run_kernel = fail
+    with pytest.raises(RuntimeError, match="update on the host failed, and the state is lost") as error:
+        program.step(state, toys.batches(1)[0])
+    assert isinstance(error.value.__cause__, OSError)
+    assert len(calls) > 3  # the other devices and layers went on
+
+
+def test_an_optimizer_that_is_not_elementwise_is_refused_when_building():
+    with pytest.raises(ValueError, match=r"opt_state='pinned_host' updates layer by layer.*reduce_sum combines"):
+        build({}, tx=optax.lamb(1e-3))
