@@ -30,7 +30,7 @@ import optax
 
 import zerojax as zj
 from zerojax import aot, hlo
-from zerojax.resident import build_step, plain_loss
+from zerojax.resident import build_step, build_update, plain_loss
 
 FORMS = {"scan": gpt.layered_gpt, "separate blocks": gpt.unrolled_gpt}
 
@@ -46,7 +46,7 @@ def compile_case(c: gpt.GPTConfig, form: str, gpus: int, *, plain: bool = False,
     if plain:
         layout = program.layout
         step = jax.jit(
-            build_step(program.model, tx, layout, plain_loss(program.model, layout)),
+            build_step(program.model, layout, plain_loss(program.model, layout), build_update(tx, layout)),
             donate_argnums=0,
             out_shardings=(layout.shardings, None),
         )

@@ -214,8 +214,9 @@ def train(options: Options) -> dict[str, float]:
     if options.sample_bytes:
         prompt = options.prompt.encode()
         generate = jax.jit(lambda params, key: gpt.sample(c, params, prompt, options.sample_bytes, key))
+        params = jax.tree.map(lambda a: jax.device_put(a, a.sharding.with_memory_kind("device")), program.params(state))
         with jax.set_mesh(mesh):
-            generated = generate(program.params(state), jax.random.key(options.seed))
+            generated = generate(params, jax.random.key(options.seed))
         written = bytes(np.asarray(generated.addressable_shards[0].data))
         console.print(f"\n--- sample ---\n{options.prompt}{written.decode(errors='replace')}", markup=False)
     program.close()

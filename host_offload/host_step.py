@@ -9,12 +9,13 @@ moments stay in host memory, where a fused kernel updates one layer's records in
 Delayed by a step (section 5.2), the kernels work on the gradients of the step before while this one computes, and their results
 wait beside the parameters that it reads:
 
-    start(scalars)                      begin to update every leaf with the gradients that are pending
-    install(layer)                      wait for that; hand the new parameters over, and make this step's gradients the pending ones
+    start(scalars)          begin to update every leaf with the gradients that are pending
+    install(layer)          wait for that; hand the new parameters over; this step's gradients are now the pending ones
 
 The memory is that of arrays which the program is given and hands back, as far as XLA knows, untouched; outside of a step they
-are ordinary arrays. On a CPU each callback is handed them, on a GPU they are bound before the step (`bind`). A callback never raises, since another device may be waiting in a collective: it records its error, and `check` raises
-it when the step is over. Where parameters rest in host memory too, the kernel writes them there, and nothing goes up.
+are ordinary arrays. On a CPU each callback is handed them, on a GPU they are bound before the step (`bind`). A callback never
+raises, since another device may be waiting in a collective: it records its error, and `check` raises it when the step is over.
+Where parameters rest in host memory too, the kernel writes them there, and nothing goes up.
 """
 
 import dataclasses
@@ -40,8 +41,8 @@ class LeafKernel:
       weight_on_device: the float32 weight is no host array: it is an operand, and the new one a result.
       casts: the kernel returns a compute-dtype weight besides.
       params_on_device: the parameters are a result of the callback; else they are written to the host.
-      delayed: the new parameters are made beside the old ones. The weight is then in host memory, and in place only if the kernel
-        casts.
+      delayed: the new parameters are made beside the old ones. The weight is then in host memory, and in place only if the
+        kernel casts.
     """
 
     kernel: Kernel

@@ -112,7 +112,7 @@ def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes:
         return np.empty(shape, dtype)
-    memory = (ctypes.c_char * num_bytes).from_address(address)
+    memory: Any = (ctypes.c_char * num_bytes).from_address(address)
     return np.frombuffer(memory, dtype=dtype).reshape(shape)
 
 

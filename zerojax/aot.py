@@ -17,10 +17,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.lib import xla_client  # the compile-only client has no public face
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]  it has no public face
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxlib import _jax
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from zerojax.mesh import make_mesh
 

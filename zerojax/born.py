@@ -56,7 +56,7 @@ def _local_bytes(leaf: Any) -> int:
 
 
 def _allocate(leaf: Any) -> Array:
-    def zeros(index: tuple[slice, ...]) -> np.ndarray:
+    def zeros(index: Any) -> np.ndarray:
         shape = [len(range(*i.indices(n))) for i, n in zip(index, leaf.shape, strict=True)]
         return np.zeros(shape, leaf.dtype)
 
@@ -68,8 +68,8 @@ def build_born_init(
 ) -> Callable[[Array, Array, Array, list[Array]], TrainState]:
     """Return `init(key, order, one, empty) -> state`.
 
-    Its arguments are a key, i32[L] holding 0 .. L-1, i32[] holding 1, and one empty array, donated, for each leaf of the abstract
-    state in host memory, in order.
+    Its arguments are a key, i32[L] holding 0 .. L-1, i32[] holding 1, and one empty array, donated, for each leaf of the
+    abstract state in host memory, in order.
     """
     abstract = layout.abstract_state
     precision = PRECISIONS[layout.config.precision]
@@ -136,18 +136,26 @@ def _fill_ends(parts: Parts, tx: optax.GradientTransformation, states: States, m
     for index, value in zip(parts.ends, made, strict=True):
         own = parts.update.states_of((index,))
 
-        def body(_: Array, carry: Any, index: int = index, value: Array = value, own: tuple[int, ...] = own) -> Any:
+        masters = states.master
+
+        def body(
+            _: Array,
+            carry: Any,
+            index: int = index,
+            value: Array = value,
+            own: tuple[int, ...] = own,
+            has_master: bool = masters is not None,
+        ) -> Any:
             del carry
             value = jax.lax.with_sharding_constraint(value, parts.grads[index].sharding)
             state = _init(parts, tx, (index,), (value,))
-            master = None if states.master is None else parts.master[index].store(value)
+            master = parts.master[index].store(value) if has_master else None
             return (
                 parts.params[index].store(parts.cast(index, value)),
                 master,
                 [parts.opt_record(j).store(state[j]) for j in own],
             )
 
-        masters = states.master
         carry = (states.params[index], None if masters is None else masters[index], [states.opt[j] for j in own])
         away = any(r.is_away for r in (parts.params[index], parts.master[index], *(parts.opt_record(j) for j in own)))
         carry = jax.lax.fori_loop(0, one, body, carry) if away else body(one, carry)

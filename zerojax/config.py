@@ -159,17 +159,17 @@ class ZeroConfig:
             )
         if self.update == "in_backward" and self.precision == "fp16":
             raise ValueError(
-                "update='in_backward' with precision='fp16': an overflow must skip the whole update, and is known only after the "
-                "backward pass; use precision='bf16', or update='after_backward'"
+                "update='in_backward' with precision='fp16': an overflow must skip the whole update, and is known only after "
+                "the backward pass; use precision='bf16', or update='after_backward'"
             )
         if self.delayed_update and (self.update_on != "host" or self.update == "in_backward"):
             raise ValueError(
-                "delayed_update=True needs update_on='host' and update='after_backward': it is the host's update that is delayed"
+                "delayed_update=True needs update_on='host' and update='after_backward': what is delayed is the host's update"
             )
         if self.delayed_update and self.precision == "fp32" and self.params == "device":
             raise ValueError(
-                "delayed_update=True with precision='fp32' and params='device': the host has no weights of its own to update; use "
-                "params='pinned_host', or precision='bf16'"
+                "delayed_update=True with precision='fp32' and params='device': the host has no weights of its own to update; "
+                "use params='pinned_host', or precision='bf16'"
             )
         if self.opt_state_device_fraction and (self.opt_state == "device" or self.update_on == "host"):
             raise ValueError(

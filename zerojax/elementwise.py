@@ -175,7 +175,8 @@ class _Reader:
         if len(read) > 1:
             return f"{name} combines {' and '.join(sorted(self.names[r] for r in read if r is not None))}"
         leaf = next(iter(read), None)
-        shapes = [v.aval.shape for v in i.eqn.outvars]
+        avals: list[Any] = [v.aval for v in i.eqn.outvars]
+        shapes = [a.shape for a in avals]
         if leaf is None:
             even = name in POINTWISE | _FILLS and not any(self.is_uneven(ref) for ref in i.ins)
             for out, shape in zip(i.outs, shapes, strict=True):
@@ -183,7 +184,8 @@ class _Reader:
                 if shape and not even:
                     self.uneven.add(out)
             return None
-        operands: list[Any] = [v.aval.shape for v in i.eqn.invars]
+        read_avals: list[Any] = [v.aval for v in i.eqn.invars]
+        operands = [a.shape for a in read_avals]
         own = [s for ref, s in zip(i.ins, operands, strict=True) if isinstance(ref, int) and self.leaf.get(ref) is not None]
         fits = all(s == shapes[0] for s in own) and all(s in ((), shapes[0]) for s in operands)
         if name not in POINTWISE | _FILLS or not fits or i.has_jaxpr:

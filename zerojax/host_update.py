@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import PartitionSpec
 
@@ -374,7 +373,7 @@ class _Rule:
         reads = [ref for i in self.elements for ref in i.ins] + list(self.program.outputs)
         self.crossing = tuple(dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies))
         dtypes = {slot: a.dtype for slot, a in zip(self.program.inputs[self.num_arrays :], scalars, strict=True)}
-        shapes = {out: v.aval for i in self.before for out, v in zip(i.outs, i.eqn.outvars, strict=True)}
+        shapes: dict[int, Any] = {out: v.aval for i in self.before for out, v in zip(i.outs, i.eqn.outvars, strict=True)}
         self.fills = {slot: shapes[slot].shape for slot in self.crossing if slot in shapes and shapes[slot].shape}
         crossed = [jax.ShapeDtypeStruct((), jnp.float32) for _ in self.crossing]
         kinds = [shapes[slot].dtype if slot in shapes else dtypes[slot] for slot in self.crossing]

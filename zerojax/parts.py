@@ -136,7 +136,8 @@ class Parts:
         loss: Array,
         ok: Array,
         on_device: bool,
-    ) -> States:
+        landing: Any = None,
+    ) -> tuple[States, Any]:
         """Update one layer and write it back.
 
         Args:
@@ -148,11 +149,30 @@ class Parts:
           loss: f32[].
           ok: bool[], whether to update at all.
           on_device: whether a Split's first part is meant.
+          landing: what this tick fetches from the same stacks, if anything: it is read before they are written.
+
+        Returns:
+          The states, and `landing`.
         """
         count = len(self.blocks)
-        old, opt = read[:count], read[count:]
-        new, after = self._move(self.blocks, grads, old, opt, shared, loss, ok)
-        return self.write_layer(states, layer, new, after, on_device)
+
+        def move(values: Any) -> Any:
+            grads, read, landing = values
+            return *self._move(self.blocks, grads, read[:count], read[count:], shared, loss, ok), landing
+
+        def keep(values: Any) -> Any:
+            _, read, landing = values
+            return list(read[:count]), list(read[count:]), landing
+
+        # A stack is read, and then updated in place. XLA for GPUs keeps that order by barriers. XLA for CPUs drops them, and
+        # merges slices of the stack into what uses them; then it cannot tell the order, and copies the stack in every tick. It
+        # does not merge what goes through a branch.
+        values = (list(grads), list(read), landing)
+        if self.mesh.devices.flat[0].platform == "cpu":
+            new, after, landing = jax.lax.cond(ok, lambda v: _opaque(move(v)), lambda v: _opaque(keep(v)), values)
+        else:
+            new, after, landing = jax.lax.optimization_barrier(move(jax.lax.optimization_barrier(values)))
+        return self.write_layer(states, layer, new, after, on_device), landing
 
     def write_layer(
         self, states: States, layer: Array, new: Sequence[Array], after: Sequence[Array], on_device: bool
@@ -189,7 +209,7 @@ class Parts:
     def _move(
         self, part: Sequence[int], grads: Any, old: Any, opt: Any, shared: Any, loss: Array, ok: Array
     ) -> tuple[list[Array], list[Array]]:
-        """Update slices of the leaves in `part`; slices of stacked leaves get a layer dim of 1, so that dims are counted right."""
+        """Update slices of the leaves in `part`. Those of stacked leaves get a layer dim of 1: rules may count dims."""
 
         def grow(values: Sequence[Array], indices: Sequence[int | None]) -> list[Array]:
             return [v[None] if i in self.blocks else v for v, i in zip(values, indices, strict=True)]
@@ -238,11 +258,8 @@ class Parts:
 
         masters = states.master
         leaf = (states.params[index], None if masters is None else masters[index], pick(states.opt, own))
-        carry = (leaf, one)
-        if any(r.is_away for r in records):
-            carry = jax.lax.fori_loop(0, one, body, carry)
-        else:
-            carry = body(one, carry)
+        carry, is_away = (leaf, one), any(r.is_away for r in records)
+        carry = jax.lax.fori_loop(0, one, body, carry) if is_away else body(one, carry)
         (param, master, opt), one = carry
         params, state = list(states.params), list(states.opt)
         params[index] = param
@@ -252,6 +269,17 @@ class Parts:
         for j, value in zip(own, opt, strict=True):
             state[j] = value
         return States(params, masters, state), one
+
+
+def _opaque(moved: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Return the result of a branch, what only passes through it computed in a way that XLA does not see through."""
+    *values, landing = moved
+
+    def same(a: Array) -> Array:
+        first = jnp.ravel(a)[0]
+        return jnp.where((first != first) & (first == first), jnp.zeros_like(a), a)
+
+    return *values, jax.tree.map(same, landing)  # pyright: ignore[reportReturnType]
 
 
 def update_in_parts(parts: Parts, one: Array) -> Update:

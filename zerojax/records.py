@@ -136,10 +136,18 @@ def run_phase(
       fetch: `fetch(carry, layer) -> record`, the arrays that are fetched ahead.
       device_layers: layers whose optimizer state stays on the device.
     """
-    ring = None
+    ring: Any = None
+    single = len(phase.preload) == 1  # one slot is carried as it is
+
+    def take(slots: Array, slot: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(slots, slot, 0, keepdims=False)
+
+    def place_in(slots: Array, value: Array, slot: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(slots, value, slot, 0)
+
     if len(phase.preload):
         first = [fetch(carry, plan["preload"][i]) for i in range(len(phase.preload))]
-        ring = [jnp.stack(leaves) for leaves in zip(*first, strict=True)]
+        ring = first[0] if len(first) == 1 else [jnp.stack(leaves) for leaves in zip(*first, strict=True)]
     kinds = [
         (int(f) >= 0, int(c) >= 0, int(slot) >= 0, int(layer) < device_layers)
         for f, c, slot, layer in zip(phase.fetch, phase.consume, phase.use_slot, phase.layer, strict=True)
@@ -150,7 +158,7 @@ def run_phase(
 
         def body(
             t: Array,
-            state: tuple[Any, Any],
+            state: Any,
             fetches: bool = fetches,
             takes: bool = takes,
             from_ring: bool = from_ring,
@@ -160,7 +168,7 @@ def run_phase(
             layer, consume = plan["layer"][t], plan["consume"][t]
             taken, landing, write = None, None, layer
             if takes and from_ring:
-                taken = [jax.lax.dynamic_index_in_dim(r, plan["use_slot"][t], 0, keepdims=False) for r in ring]
+                taken = ring if single else [take(r, plan["use_slot"][t]) for r in ring]
             if fetches and ring is not None:
                 landing = fetch(carry, plan["fetch"][t])
                 if set(phase.fetches) & set(phase.writes):
@@ -170,7 +178,7 @@ def run_phase(
             carry, landed = tick(carry, Now(layer, write, consume, taken, landing, takes, on_device))
             if landed is not None:
                 slot = plan["fetch_slot"][t]
-                ring = [jax.lax.dynamic_update_index_in_dim(r, v, slot, 0) for r, v in zip(ring, landed, strict=True)]
+                ring = landed if single else [place_in(r, v, slot) for r, v in zip(ring or (), landed, strict=True)]
             return carry, ring
 
         end = stop if stop - start > 1 else start + one

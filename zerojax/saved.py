@@ -32,8 +32,8 @@ from zerojax.jaxprs import Instruction, Program, bind, evaluate, flatten
 MODES = ("save", "selective", "remat")
 
 _LAYOUT = frozenset(
-    {"broadcast_in_dim", "iota", "reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "slice", "copy", "copy_p",
-     "stop_gradient", "random_wrap", "random_unwrap", "random_fold_in", "random_split", "random_seed", "rev", "split"}
+    {"broadcast_in_dim", "iota", "reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "slice", "copy",
+     "copy_p", "stop_gradient", "random_wrap", "random_unwrap", "random_fold_in", "random_split", "random_seed", "rev", "split"}
 )  # fmt: skip
 """Equations whose results are made again from what they read."""
 
@@ -100,8 +100,8 @@ class Layer:
 def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any) -> tuple[Any, Any]:
     """Return `function(*args)`, and `work`, which must be there before the last quarter of the function's matrix products.
 
-    XLA's scheduler starts a collective, or a copy, as late as its result allows: what only the next layer needs would begin where
-    this one ends. So its result is tied to a product of this layer, and it runs beside the products before that.
+    XLA's scheduler starts a collective, or a copy, as late as its result allows: what only the next layer needs would begin
+    where this one ends. So its result is tied to a product of this layer, and it runs beside the products before that.
     """
     if not jax.tree.leaves(work):
         return function(*args), work
@@ -204,13 +204,13 @@ def _reached(program: Program, starts: set[int]) -> set[int]:
 def _candidates(program: Program, num_params: int) -> dict[int, Any]:
     """Return the slots that depend on data and cost something to make again."""
     data = _reached(program, set(program.inputs[num_params:]))
-    return {
+    made: dict[int, Any] = {
         out: v.aval
         for i in program.instructions
         if i.eqn.primitive.name not in _LAYOUT
         for out, v in zip(i.outs, i.eqn.outvars, strict=True)
-        if out in data and not jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
     }
+    return {s: a for s, a in made.items() if s in data and not jnp.issubdtype(a.dtype, jax.dtypes.extended)}
 
 
 def _attention_inner(program: Program, num_params: int, num_data: int) -> frozenset[int]:

@@ -94,8 +94,8 @@ def check_unlayered(config: ZeroConfig) -> None:
     for name, without in needs.items():
         if (value := getattr(config, name)) not in without:
             raise ValueError(
-                f"{name}={value!r} works layer by layer, and the layers of a Model are not known: use {name}={without[0]!r}, or "
-                "give a LayeredModel (zerojax.from_flax(embed=..., block=..., head=..., num_layers=...))"
+                f"{name}={value!r} works layer by layer, and the layers of a Model are not known: use {name}={without[0]!r}, "
+                "or give a LayeredModel (zerojax.from_flax(embed=..., block=..., head=..., num_layers=...))"
             )
 
 

@@ -196,7 +196,7 @@ class StreamedStep:
         shard = jax.lax.with_sharding_constraint(shard, named(self.mesh, stored))
         return jax.lax.with_sharding_constraint(shard, named(self.mesh, whole))
 
-    def block_tree(self, leaves: Sequence[Array]) -> Any:
+    def block_tree(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(self.layout.abstract_params[BLOCKS]), leaves)
 
     # --- what is kept ------------------------------------------------------------------------------------------------------
@@ -207,11 +207,12 @@ class StreamedStep:
         params = self.block_tree(
             [jax.ShapeDtypeStruct(self.abstract[i].shape[1:], self.abstract[i].dtype) for i in self.blocks]
         )
-        check_block(self.model, params, *one)
+        x_one, key_one = one
+        check_block(self.model, params, x_one, key_one)
         config = self.config
         mode = config.activations if config.activations in MODES else "remat"
-        layer = plan_layer(self.model.block, params, *one, mode, config.saved_names, config.offloaded_names)
-        leaves, x_tree = jax.tree.flatten(one[0])
+        layer = plan_layer(self.model.block, params, x_one, key_one, mode, config.saved_names, config.offloaded_names)
+        leaves, x_tree = jax.tree.flatten(x_one)
         tier = config.activations if config.activations not in MODES else "device"
         records = [self._activation(a, tier, leaves[0].shape[:1]) for a in leaves]
         away = ["pinned_host" if off else "device" for off in layer.offloaded]
@@ -412,7 +413,7 @@ class StreamedStep:
         dy: Any,
         carried: Any,
         blocks: Callable[[Any], list[Array]],
-        use: Callable[[Any, Now, list[Array], list[Array]], Any],
+        use: Callable[[Any, Now, list[Array], list[Array], Any], tuple[Any, Any]],
     ) -> tuple[Any, Any]:
         """Run the layers' derivatives, last layer first.
 
@@ -425,8 +426,8 @@ class StreamedStep:
           dy: cotangent of the last output.
           carried: whatever `use` passes on.
           blocks: `blocks(carried)` are the stacks of parameters.
-          use: `use(carried, now, grads, params) -> carried`, given one layer's summed gradients, on their shards, and its gathered
-            parameters.
+          use: `use(carried, now, grads, params, landing) -> (carried, landing)`, given one layer's summed gradients, on their
+            shards, its gathered parameters, and the record on its way.
 
         Returns:
           The cotangent of the first layer's input, and `carried`.
@@ -458,13 +459,14 @@ class StreamedStep:
 
             total = self.zeros(self.blocks) if self.count > 1 else []
             work = (full_after if now.takes else None, now.landing) if self.count == 1 else None
-            grads, (dx, done) = self.fold(lambda *one: derive(*one, work), total, dx, values, keys)
+            grads, (dx, done) = self.fold(lambda dx, v, k: derive(dx, v, k, work), total, dx, values, keys)
             full_after, landing = self.after(work, done, full_after, now)
             # What uses the gradients waits for dx, so that they are reduced beside the products that are left.
             grads, dx = jax.lax.optimization_barrier((grads, dx))
             if self.count > 1:  # else what runs beside the microbatches' loop would start after it
                 grads, full_after, landing = jax.lax.optimization_barrier((grads, full_after, landing))
-            return (dx, full_after, acts_after, use(carried, now, grads, full)), landing
+            carried, landing = use(carried, now, grads, full, landing)
+            return (dx, full_after, acts_after, carried), landing
 
         first = acts = None
         if self.ahead:
@@ -495,18 +497,19 @@ class StreamedStep:
         del loss
         leaves = jax.tree.leaves(state.params[BLOCKS])
         host = self.host if self.host is not None and self.host.stashes else None
-        empty = [] if host else [
-            self._empty(self.grads[i], jax.ShapeDtypeStruct(self.abstract[i].shape[1:], self.grad_dtype(i))) for i in self.blocks
-        ] if not self.grads_away else scratch["grads"]  # fmt: skip
+        empty = scratch["grads"]
+        if not host and not self.grads_away:
+            shapes = [jax.ShapeDtypeStruct(self.abstract[i].shape[1:], self.grad_dtype(i)) for i in self.blocks]
+            empty = [self._empty(self.grads[i], shape) for i, shape in zip(self.blocks, shapes, strict=True)]
 
-        def use(carried: Any, now: Now, grads: list[Array], params: list[Array]) -> Any:
+        def use(carried: Any, now: Now, grads: list[Array], params: list[Array], landing: Any) -> Any:
             del params
             squares = carried["squares"] + self.squares(grads, state)
             if host:
-                return {"grads": [], "squares": squares, "token": host.stash(now.layer, grads, carried["token"])}
+                return {"grads": [], "squares": squares, "token": host.stash(now.layer, grads, carried["token"])}, landing
             pairs = zip(self.blocks, carried["grads"], grads, strict=True)
             written = [self.grads[i].write(s, now.write, g) for i, s, g in pairs]
-            return {"grads": written, "squares": squares, "token": carried["token"]}
+            return {"grads": written, "squares": squares, "token": carried["token"]}, landing
 
         carried = {"grads": empty, "squares": jnp.float32(0), "token": token}
         return self.run_backward(plan, one, keys, kept, stacks, dy, carried, lambda _: leaves, use)
@@ -536,7 +539,7 @@ class StreamedStep:
         shared = [states.opt[j] for j in parts.update.shared]
         scalars = host.scalars(shared, loss, jnp.float32(1), jnp.float32(1)) if host else None
 
-        def use(carried: Any, now: Now, grads: list[Array], params: list[Array]) -> Any:
+        def use(carried: Any, now: Now, grads: list[Array], params: list[Array], landing: Any) -> Any:
             states, squares = carried["states"], carried["squares"]
             if host and scalars is not None:
                 squares = squares + self.squares(grads, state)
@@ -545,7 +548,7 @@ class StreamedStep:
                 old = [jax.lax.with_sharding_constraint(p, self.grads[i].sharding) for p, i in pairs]
                 ok = jnp.isfinite(squares)
                 states, token = host.update_layer(states, now.write, grads, old, ok, scalars, carried["token"])
-                return {"states": states, "squares": squares, "token": token}
+                return {"states": states, "squares": squares, "token": token}, landing
             read = parts.read_opt(states, now.layer, now.on_device)
             if states.master is None:
                 own = zip(self.blocks, params, strict=True)
@@ -553,8 +556,8 @@ class StreamedStep:
             squares = squares + self.squares(grads, state)
             mean = [self.mean(g) for g in grads]
             ok = jnp.isfinite(squares)
-            states = parts.update_layer(states, now.write, mean, read, shared, loss, ok, now.on_device)
-            return {"states": states, "squares": squares, "token": carried["token"]}
+            update = parts.update_layer(states, now.write, mean, read, shared, loss, ok, now.on_device, landing)
+            return {"states": update[0], "squares": squares, "token": carried["token"]}, update[1]
 
         def stacked(carried: Any) -> list[Array]:
             return [carried["states"].params[i] for i in self.blocks]
@@ -618,6 +621,7 @@ class StreamedStep:
         assert parts is not None
         assert host is not None
         assert pending is not None
+        before: Pending = pending
         norm = jnp.sqrt(carried["squares"] + self.squares(g_ends, state))
         ok = jnp.isfinite(norm)
         clip = self.config.clip_norm
@@ -626,7 +630,7 @@ class StreamedStep:
         token = host.stash_ends(g_ends, carried["token"])
 
         def tick(carry: Any, now: Now) -> Any:
-            return host.install(carry[0], parts.blocks, now.write, pending, carry[1]), now.landing
+            return host.install(carry[0], parts.blocks, now.write, before, carry[1]), now.landing
 
         phase = self.schedule.phase("update")
         carry = run_phase(phase, plan, (parts.flat(state), token), tick, one, fetch=lambda carry, layer: [])
@@ -707,8 +711,7 @@ class StreamedStep:
                 old, taken = (taken[:num], taken[num:]) if old_away else (parts.read_params(states, now.layer), taken)
             opt = taken if opt_ahead and not now.on_device else parts.read_opt(states, now.layer, now.on_device)
             mean = [ready(g) for g in grads]
-            states = parts.update_layer(states, now.write, mean, old + opt, shared, loss, ok, now.on_device)
-            return states, now.landing
+            return parts.update_layer(states, now.write, mean, old + opt, shared, loss, ok, now.on_device, now.landing)
 
         layers = self.layout.device_layers
         states = run_phase(self.schedule.phase("update"), plan, states, tick, one, fetch=fetch, device_layers=layers)

@@ -1,14 +1,20 @@
-"""benchmarks/step_time.py runs, agrees with itself, and fails when a contender learns something else."""
+"""benchmarks/step_time.py and gpu_check.py run, agree with themselves, and fail when something is wrong."""
 
+import argparse
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import gpu_check
+import jax
 import numpy as np
 import problem
+import pytest
 import step_time
+
+from zerojax import aot
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SMALL = problem.Problem(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=4)
@@ -48,3 +54,107 @@ def test_problem_is_the_same_whatever_else_is_made():
     tokens, targets = problem.batches(SMALL)[0]
     np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
     assert tokens.max() < SMALL.vocab
+
+
+def run_gpu_check(folder: pathlib.Path, *words: str) -> tuple[str, dict]:
+    """Run the script on a CPU with tiny sizes, and return its table and its JSON."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--small", *words]
+    command += ["--out", str(folder / "table.md"), "--json", str(folder / "rows.json")]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=450, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return (folder / "table.md").read_text(), json.loads((folder / "rows.json").read_text())
+
+
+def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path):
+    text, facts = run_gpu_check(tmp_path)
+    rows = {name: {row["name"]: row for row in rows} for name, rows in facts["rows"].items()}
+    assert list(rows) == list(gpu_check.CHECKS)
+    for check in ("slices", "fp32", "bf16", "activations"):
+        assert rows[check], check
+        assert all(row["ok"] is True for row in rows[check].values())
+    assert len(rows["fp32"]) == len(gpu_check.FEW["fp32"])
+    assert rows["memory"]["peak device memory"]["figure"] == "skipped: cpu devices do not count theirs"
+    speed = rows["speed"]
+    assert speed["all, in_backward: step over resident"]["values"]["ratio"] > 0
+    link = speed["all, in_backward: link"]["values"]
+    assert link["to_device"] > link["to_host"] > 0
+    assert "FSDP2, CPUOffloadPolicy" in speed
+    assert all(row["ok"] is not False for found in rows.values() for row in found.values())
+    assert facts["versions"]["jax"] == jax.__version__
+    assert "| fp32 | half of opt_state, distance 2 | loss " in text
+
+
+def test_gpu_check_compiles_without_a_gpu(tmp_path):
+    try:
+        aot.gpu_devices("h200", 1, 1)
+    except RuntimeError as e:
+        if "linux" in sys.platform:
+            raise
+        pytest.skip(f"compiling for GPUs without one needs Linux and zerojax[aot]: {e}")
+    text, facts = run_gpu_check(tmp_path, "--compile-only", "--only", "slices", "memory")
+    rows = {name: {row["name"]: row for row in rows} for name, rows in facts["rows"].items()}
+    assert rows["slices"]["update"]["values"]["slices"] == 2
+    streamed = rows["memory"]["all, activations, in_backward"]
+    assert streamed["ok"] is True
+    assert streamed["values"]["slices"] > 0
+    assert "an H200 that is not there" in text
+
+
+def test_gpu_check_goes_on_after_a_failure(tmp_path):
+    def breaks():
+        yield gpu_check.Row("first", "1", ok=True)
+        raise RuntimeError("broken | here") from OSError("the disk")
+
+    def refuses():
+        raise NotImplementedError("not built")
+        yield
+
+    first, second = gpu_check.attempt("breaks", breaks)
+    assert first.ok
+    assert (second.ok, second.figure) == (False, "RuntimeError: broken | here OSError: the disk")
+    assert gpu_check.line("check", second) == "| check | breaks | RuntimeError: broken / here OSError: the disk |  | NO |"
+    (row,) = gpu_check.attempt("refuses", refuses)
+    assert (row.ok, row.figure) == (None, "skipped: not built")
+    options = argparse.Namespace(small=True, compile_only=False, peer_python=None, limit=1.0)
+    for seconds, why in ((0.05, "stopped after 0 s"), (0.0, "not run: the others took the 1 s")):
+        _, (row,) = gpu_check.run_check("slices", options, str(tmp_path), seconds)
+        assert row.ok is False
+        assert row.figure == why
+
+
+def test_gpu_check_sees_another_loss_and_another_parameter():
+    job = gpu_check.Job(name="mix", problem=SMALL, fields={})
+    tolerance = gpu_check.Tolerance(ulp=2, params=1e-6)
+    losses, leaves = np.array([2, 1], np.float32), [np.array([0, 4], np.float32), np.zeros(2, np.float32)]
+
+    def compared(losses, leaves):
+        right = (np.array([2, 1], np.float32), leaves_before, [np.array([0, 4], np.float32), np.zeros(2, np.float32)])
+        return gpu_check.compare(job, (losses, leaves_before, leaves), right, tolerance)
+
+    leaves_before = [np.zeros(2, np.float32)] * 2
+    assert compared(losses, leaves).values == {"loss_ulp": 0, "params": 0}
+    near = compared(np.nextafter(losses, np.float32(9)), leaves)
+    assert near.ok
+    assert near.values["loss_ulp"] == 1
+    assert not compared(losses * np.float32(1.0001), leaves).ok
+    assert not compared(losses * np.float32("nan"), leaves).ok
+    assert compared(losses, [leaves[0] + np.float32([1, 0]), leaves[1]]).values["params"] == 0.25
+    assert not compared(losses, [leaves[0], leaves[1] + np.float32(1e-20)]).ok  # a leaf that is zero must stay so
+
+
+@pytest.mark.parametrize(
+    ("step", "hidden", "floor"),
+    [(3.0, 1.0, 1.0), (4.0, 0.0, 4 / 3)],
+)
+def test_gpu_check_tells_how_much_of_the_transfers_is_hidden(step, hidden, floor):
+    job = gpu_check.Job(name="mix", problem=SMALL, fields=gpu_check.IN_BACKWARD)
+    link = gpu_check.Link(to_device=20.0, to_host=10.0, both=25.0)
+    assert link.seconds(20.0, 5.0) == 1.0
+    assert link.seconds(20.0, 20.0) == 2.0
+    assert link.seconds(25.0, 12.5) == 1.5
+    rows = list(gpu_check.speed_rows(job, [step] * 3, [3.0] * 3, {"to_device": 20.0, "to_host": 5.0}, link))
+    assert [row.name for row in rows] == ["mix: step over resident", "mix: link", "mix: transfers hidden"]
+    assert rows[0].values["ratio"] == step / 3
+    assert rows[2].values["hidden"] == hidden
+    assert rows[2].values["over_floor"] == floor

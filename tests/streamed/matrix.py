@@ -97,4 +97,4 @@ def differences(case: dict[str, Any]) -> tuple[float, float]:
 
 def bounds(case: dict[str, Any]) -> tuple[float, float]:
     """Return the largest differences allowed: with the update on the device 2 ulp and 1e-6, on the host 1e-5 of either."""
-    return (2.0, 1e-6) if case["update"][1] == "device" else (1e-5 / np.finfo(np.float32).eps, 1e-5)
+    return (2.0, 1e-6) if case["update"][1] == "device" else (1e-5 / float(np.finfo(np.float32).eps), 1e-5)

@@ -23,7 +23,9 @@ ELEMENTWISE = {
     "lion": optax.lion(1e-2),
     "nesterov": optax.sgd(0.1, 0.9, nesterov=True),
     "clipped_elements": optax.chain(optax.clip(0.5), optax.rmsprop(1e-2)),
-    "masked": optax.chain(optax.masked(optax.adam(1e-2), is_a), optax.masked(optax.set_to_zero(), {"a": False, "b": {"c": True, "s": False}})),
+    "masked": optax.chain(
+        optax.masked(optax.adam(1e-2), is_a), optax.masked(optax.set_to_zero(), {"a": False, "b": {"c": True, "s": False}})
+    ),
     "partitioned": optax.multi_transform({"x": optax.adam(1e-2), "y": optax.sgd(0.1)}, {"a": "x", "b": {"c": "y", "s": "x"}}),
     "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
     "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
@@ -76,7 +78,7 @@ def test_what_is_not_elementwise_is_refused_by_the_equation(name):
 
 def test_a_leaf_in_anothers_update_is_refused():
     def update(updates, state, params=None):
-        return {"a": updates["a"], "b": {"c": updates["b"]["c"] * params["b"]["s"], "s": updates["b"]["s"]}}, state
+        return {"a": updates["a"], "b": {"c": updates["b"]["c"] * (params or {})["b"]["s"], "s": updates["b"]["s"]}}, state
 
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     with pytest.raises(ValueError, match=r"mul combines \['b'\]\['c'\] and \['b'\]\['s'\]"):
