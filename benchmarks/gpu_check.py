@@ -491,13 +491,17 @@ def check_memory(sizes: Sizes) -> Iterator[Row]:
     if not jax.devices()[0].memory_stats():
         yield skipped("peak device memory", f"{jax.default_backend()} devices do not count theirs")
         return
-    words = [*(["--small"] if sizes is SMALL else []), "--peak"]
-    with tempfile.TemporaryDirectory() as folder:
-        for job in memory_jobs(sizes):
+    words = [sys.executable, str(HERE / "gpu_check.py"), *(["--small"] if sizes is SMALL else []), "--peak"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4)) as pool,
+    ):
+        all_jobs = memory_jobs(sizes)
+        peaks = [pool.submit(run_process, Contender(job.name, 1, [*words, job.name]), folder, None) for job in all_jobs]
+        for job, peak in zip(all_jobs, peaks, strict=True):
 
-            def rows(job: Job = job) -> Iterator[Row]:
-                command = [sys.executable, str(HERE / "gpu_check.py"), *words, job.name]
-                seen = run_process(Contender(job.name, 1, command), folder, None)
+            def rows(job: Job = job, peak: Any = peak) -> Iterator[Row]:
+                seen = peak.result()
                 what = f"{seen['peak'] / 2**30:.3g} GiB" + (" (of init)" if seen["peak"] == seen["peak_of_init"] else "")
                 for against, bound in (("account", ACCOUNT_RATIO), ("compiled", COMPILED_RATIO)):
                     ratio = seen["peak"] / seen[against]
@@ -803,7 +807,7 @@ def run_check(name: str, options: argparse.Namespace, folder: str, seconds: floa
         command = [sys.executable, str(HERE / "gpu_check.py"), *words]
         process = subprocess.Popen(command, env=env, stderr=out, start_new_session=True)
         try:
-            status = process.wait(seconds)
+            status = process.wait(seconds if seconds < float("inf") else None)
             why = f"exit status {status}"
         except subprocess.TimeoutExpired:
             status, why = 1, f"stopped after {seconds:.0f} s"
@@ -857,12 +861,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile-only", action="store_true", help="compile every program for an H200 that is not there")
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), default=list(CHECKS), help="run these checks alone")
     parser.add_argument("--peer-python", help="python of an environment with torch; this one if it has torch")
-    parser.add_argument("--limit", type=float, default=TIME_LIMIT, help="seconds for all checks")
+    parser.add_argument("--limit", type=float, help=f"seconds for all checks; {TIME_LIMIT:g}, or none where nothing is run")
     parser.add_argument("--json", help="write the rows here")
     parser.add_argument("--out", help="write the table here")
     for name in ("worker", "rows", "peak"):
         parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.limit is None:
+        options.limit = float("inf") if options.compile_only else TIME_LIMIT
+    return options
 
 
 def main() -> None:

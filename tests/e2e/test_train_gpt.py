@@ -13,6 +13,9 @@ import text_data
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
+ON_HOST = [f"--{kind}=pinned_host" for kind in ("params", "grads", "opt-state", "activations")]
+
+
 def run(tmp_path: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--logdir", str(tmp_path / "log"), *arguments]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -31,7 +34,7 @@ def folder(tmp_path: pathlib.Path) -> str:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--mesh", "data=2,fsdp=2", "--precision", "bf16", "--num-microbatches", "2"],
+        ["--mesh", "data=2,fsdp=2", "--precision", "bf16", "--num-microbatches", "2", *ON_HOST],
         ["--model", "unrolled", "--mesh", "fsdp=2,tensor=2", "--dropout", "0.1"],
         ["--stage", "1", "--precision", "fp16", "--activations", "remat", "--loss-scaling.initial", "1024"],
     ],

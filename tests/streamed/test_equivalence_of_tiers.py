@@ -91,3 +91,27 @@ def test_stages_below_3_stream_what_they_shard():
         fields = {"opt_state": HOST, "grads": HOST, "activations": HOST}
         losses, _, _ = train(toys.layered(), zj.ZeroConfig(stage=stage, **fields), steps=3)
         np.testing.assert_allclose(losses, expected, rtol=3e-7)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_is_born_in_its_tier_with_the_same_bits(precision):
+    mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+
+    def born(**fields):
+        program = zj.build_train_step(
+            toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3, precision=precision, **fields), mesh
+        )
+        return program, program.init(jax.random.key(3))
+
+    resident, expected = born()
+    for fields in ({"params": HOST, "opt_state": HOST}, {"opt_state": HOST, "opt_state_device_fraction": 0.5}):
+        program, state = born(**fields)
+        jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim) or pytest.fail(str(s)), state, program.shardings)
+        toys.assert_trees_close(jax.device_get(state.params), jax.device_get(expected.params), atol=0)
+        for (name, tree), (other, same) in zip(program.iter_params(state), resident.iter_params(expected), strict=True):
+            assert name == other
+            toys.assert_trees_close(jax.device_get(tree), jax.device_get(same), atol=0)
+        batch = toys.batches(1)[0]
+        np.testing.assert_allclose(
+            program.eval(state, batch), resident.eval(expected, batch), rtol=1e-6 if precision == "fp32" else 1e-2
+        )

@@ -37,6 +37,18 @@ import zerojax as zj
         ({"params": "pinned_host", "stage": 2}, ["params='pinned_host'", "stage=3", "stage=2"]),
         ({"update_on": "host"}, ["update_on='host'", "opt_state"]),
         ({"opt_state": "nvme"}, ["swap_dir"]),
+        ({"update": "in_backward", "precision": "fp16"}, ["in_backward", "fp16", "overflow"]),
+        ({"delayed_update": True}, ["delayed_update=True", "update_on='host'"]),
+        (
+            {"delayed_update": True, "update_on": "host", "opt_state": "pinned_host"},
+            ["precision='fp32'", "params='pinned_host'"],
+        ),
+        ({"opt_state_device_fraction": 0.5}, ["opt_state_device_fraction=0.5", "opt_state='device'"]),
+        ({"opt_state_device_fraction": 1.0, "opt_state": "pinned_host"}, ["opt_state_device_fraction=1.0", "below 1"]),
+        ({"gather_ahead": True, "stage": 2}, ["gather_ahead=True", "stage=3", "stage=2"]),
+        ({"saved_names": ["x"]}, ["saved_names=['x']", "tuple"]),
+        ({"saved_names": ("x",), "offloaded_names": ("x",)}, ["['x']", "one place"]),
+        ({"device_budget_bytes": 0}, ["device_budget_bytes=0"]),
         ({"reduce_dtype": "int8"}, ["reduce_dtype='int8'"]),
         ({"reduce_dtype": "float16", "precision": "bf16"}, ["float16", "bf16"]),
     ],
@@ -50,15 +62,9 @@ def test_config_refuses(fields, words):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"params": "pinned_host"},
-        {"opt_state": "pinned_host"},
-        {"grads": "pinned_host"},
         {"params": "nvme", "swap_dir": "/nowhere"},
-        {"activations": "selective"},
-        {"activations": "pinned_host"},
+        {"activations": "nvme", "swap_dir": "/nowhere"},
         {"partition_activations": True},
-        {"update": "in_backward"},
-        {"opt_state": "pinned_host", "update_on": "host"},
         {"precision": "bf16", "reduce_dtype": "float32"},
     ],
 )
@@ -211,3 +217,38 @@ def test_block_that_changes_its_input():
 def test_offload_with_a_plain_model():
     with pytest.raises(ValueError, match=r"params='pinned_host'.*LayeredModel"):
         build(model=toys.unrolled(), params="pinned_host")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"params": "pinned_host"},
+        {"grads": "pinned_host"},
+        {"activations": "pinned_host"},
+        {"activations": "selective"},
+        {"update": "in_backward"},
+        {"gather_ahead": True},
+        {"saved_names": ("x",)},
+        {"opt_state_device_fraction": 0.5, "opt_state": "pinned_host"},
+        {"delayed_update": True, "update_on": "host", "opt_state": "pinned_host", "precision": "bf16"},
+    ],
+)
+def test_a_model_without_layers_is_refused_what_works_layer_by_layer(fields):
+    name, value = next(iter(fields.items()))
+    refused([f"{name}={value!r}", "layers of a Model are not known", "from_flax"], model=toys.unrolled(), **fields)
+
+
+def test_a_schedule_that_exceeds_its_budget_says_what_fits():
+    with pytest.raises(ValueError, match=r"budget_bytes=\d+: prefetch_distance=4.*nothing fits"):
+        build(params="pinned_host", prefetch_distance=4, device_budget_bytes=100)
+    least = build(params="pinned_host", prefetch_distance=1).schedule.peak_bytes
+    with pytest.raises(ValueError, match=r"prefetch_distance=4.*prefetch_distance=1"):
+        build(params="pinned_host", prefetch_distance=4, device_budget_bytes=least)
+    build(params="pinned_host", prefetch_distance=1, device_budget_bytes=least)
+
+
+def test_host_memory_that_is_not_there_is_refused_with_the_bytes(monkeypatch):
+    program = build(params="pinned_host", opt_state="pinned_host")
+    monkeypatch.setattr("host_offload.limits.available_bytes", lambda: 1000)
+    with pytest.raises(RuntimeError, match=r"no room for \d+ bytes .* of pinned host memory.*1000 bytes"):
+        program.init(jax.random.key(0))
