@@ -52,6 +52,7 @@ sys.path.insert(0, str(HERE.parent / "examples"))
 
 TIME_LIMIT = 480.0  # seconds, for all checks
 EPSILON = 1e-3  # of Adam: an element whose gradient is rounding alone must not be moved by it
+NOISE = 0.02  # added to what the GPT is born with, biases above all
 CLIP = 0.5
 ACCOUNT_RATIO = 1.15  # most that device memory may be over program.memory, which leaves out what one layer makes and drops
 COMPILED_RATIO = 1.1  # and over what the compiler counts, which leaves out its libraries' workspace
@@ -239,7 +240,7 @@ class Job:
             layers=p.layers, hidden=p.hidden, heads=p.heads, seq=p.seq, vocab=p.vocab, tied=False,
             dtype=jnp.bfloat16 if p.precision == "bf16" else jnp.float32,
         )  # fmt: skip
-        model = gpt.layered_gpt(c)
+        model = without_zeros(gpt.layered_gpt(c))
         tx = optax.adamw(p.learning_rate, b2=0.95, eps=EPSILON, weight_decay=0.1)
         if self.gradients:
             model, tx = with_a_name(model), optax.sgd(1.0)
@@ -262,6 +263,22 @@ class Job:
                 state, metrics = program.step(state, batch)
                 losses.append(jax.device_get(metrics["loss"]))
             return np.array(losses, np.float32), before, leaves_of(program, state)
+
+
+def without_zeros(model: Any) -> Any:
+    """Return a LayeredModel none of whose leaves is born near zero: differences are told over a leaf's largest magnitude."""
+    import jax
+
+    def shaken(init: Any) -> Any:
+        def made(key: Any) -> Any:
+            leaves, tree = jax.tree.flatten(init(key))
+            keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
+            return tree.unflatten([a + NOISE * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
+
+        return made
+
+    inits = {name: shaken(getattr(model, name)) for name in ("init_embed", "init_block", "init_head")}
+    return dataclasses.replace(model, **inits)
 
 
 def with_a_name(model: Any) -> Any:

@@ -113,6 +113,11 @@ class HostStep:
         """Give the memory of a leaf's pending gradients."""
         self.pending[device, leaf] = grads
 
+    def release(self) -> None:
+        """Let go of all memory; what a later step needs is reserved again."""
+        for held in (self.arrays, self.stashed, self.pending, self.made):
+            held.clear()
+
     def check(self) -> None:
         """Raise the first error of the callbacks since the last check.
 

@@ -7,7 +7,8 @@ not. Only then does updating layer by layer, on any device, give what one update
 the traced update is read equation by equation, and for each value the set of leaves it depends on.
 
 To update a part, the whole tree's structure is kept, and every other leaf is empty (shape (0, ...)): masks and labels see
-the paths and the number of dims that they see in a whole update.
+the paths and the number of dims that they see in a whole update. A rule that reads sizes (a mask of large leaves, a step
+scaled by a leaf's size) would see others: so the update of each part is traced too, and its equations must be the whole's.
 """
 
 import dataclasses
@@ -108,21 +109,24 @@ class ElementwiseUpdate:
         return [moved[i] for i in part], [after[i] for i in own], [after[i] for i in self.shared]
 
 
-def elementwise_update(tx: optax.GradientTransformation, params: Any, opt_state: Any, why: str) -> ElementwiseUpdate:
-    """Return the optimizer as one that may be applied to parts.
+def elementwise_update(
+    tx: optax.GradientTransformation, params: Any, opt_state: Any, why: str, stacked: Sequence[int] = ()
+) -> ElementwiseUpdate:
+    """Return the optimizer as one that may be applied to parts: one layer of the stacked leaves, or one other leaf.
 
     Args:
       tx: the optimizer.
       params: abstract float32 parameters.
       opt_state: its abstract state over them.
       why: the setting that needs it, for the error.
+      stacked: indices of the parameter leaves that are stacks of layers.
 
     Raises:
       ValueError: the optimizer is not elementwise; names the equation and the leaves.
     """
     update = ElementwiseUpdate(tx, params, opt_state, owners(opt_state, params))
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    fault = _fault(update, names)
+    fault = _fault(update, names) or _fault_of_parts(update, names, tuple(stacked))
     if fault is not None:
         raise ValueError(
             f"{why} updates layer by layer, which needs an optimizer whose every element is updated by itself, but {fault}; "
@@ -146,6 +150,71 @@ def _fault(update: ElementwiseUpdate, names: Sequence[str]) -> str | None:
     every = range(len(names))
     reads = [*every, *update.owners, *every, None]
     return _Reader(program, reads, names).fault([*every, *update.owners])
+
+
+def _fault_of_parts(update: ElementwiseUpdate, names: Sequence[str], stacked: tuple[int, ...]) -> str | None:
+    """Return how the update of a part differs from the whole's, or None."""
+    leaves, states = jax.tree.leaves(update.params), jax.tree.leaves(update.opt_state)
+    every = tuple(range(len(leaves)))
+    whole = _trace(update, every, leaves, states)
+    parts = [stacked] if stacked else []
+    for part in [*parts, *((i,) for i in every if i not in stacked), ()]:
+        own = set(update.states_of(part))
+        ones = [_one_layer(a) if i in stacked else a for i, a in enumerate(leaves)]
+        mirrored = [_one_layer(a) if update.owners[j] in stacked else a for j, a in enumerate(states)]
+        try:
+            alone = _trace(update, part, ones, mirrored)
+        except Exception as error:  # the user's code: whatever it raises
+            return f"its update of {[names[i] for i in part]} alone fails: {error!r}"
+        for key in [*(("p", i) for i in part), *(("s", j) for j in (*own, *update.shared))]:
+            if _equations(*whole, key) != _equations(*alone, key):
+                what = names[key[1]] if key[0] == "p" else f"its state {key[1]}"
+                return f"its rule for {what} depends on the sizes of arrays"
+    return None
+
+
+def _one_layer(a: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype)
+
+
+def _trace(
+    update: ElementwiseUpdate, part: Sequence[int], leaves: Sequence[Any], states: Sequence[Any]
+) -> tuple[Program, dict[int, Any], dict[Any, Any]]:
+    """Trace the update of a part; returns it, and what its inputs and outputs are."""
+    own, shared = update.states_of(part), update.shared
+    arrays = [leaves[i] for i in part]
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    args = (arrays, arrays, [states[j] for j in own], [states[j] for j in shared], scalar)
+    closed = jax.make_jaxpr(lambda *a: update(part, *a))(*args)
+    program = flatten(closed.jaxpr, closed.consts)
+    of_states = [("s", j) for j in (*own, *shared)]
+    roles = [*(("g", i) for i in part), *(("p", i) for i in part), *of_states, "loss"]
+    outputs = [*(("p", i) for i in part), *of_states]
+    return program, dict(zip(program.inputs, roles, strict=True)), dict(zip(outputs, program.outputs, strict=True))
+
+
+def _equations(program: Program, roles: dict[int, Any], outputs: dict[Any, Any], key: Any) -> list[Any]:
+    """Return the equations of one output, in a form that does not name shapes."""
+    needed = {outputs[key]} if isinstance(outputs[key], int) else set()
+    kept = []
+    for i in reversed(program.instructions):
+        if any(out in needed for out in i.outs):
+            kept.append(i)
+            needed.update(ref for ref in i.ins if isinstance(ref, int))
+    names: dict[int, Any] = dict(roles)
+
+    def name(ref: Any) -> Any:
+        if isinstance(ref, int):
+            return names[ref]
+        value = np.asarray(ref.value)
+        return ("constant", str(value.dtype), value.reshape(-1)[:1].tolist())
+
+    found = []
+    for number, i in enumerate(reversed(kept)):
+        keep = {k: str(v) for k, v in i.eqn.params.items() if k in ("y", "new_dtype", "direction", "mode")}
+        found.append((i.eqn.primitive.name, keep, [name(ref) for ref in i.ins]))
+        names.update({out: (number, n) for n, out in enumerate(i.outs)})
+    return [*found, name(outputs[key])]
 
 
 class _Reader:

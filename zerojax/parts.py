@@ -66,12 +66,11 @@ class Parts:
         leaves = jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]
         paths = [path for path, _ in leaves]
         specs: list[LeafSpec] = [layout.specs[jax.tree_util.keystr(path)] for path in paths]
-        self.update: ElementwiseUpdate = elementwise_update(
-            tx, layout.abstract_params, init_opt_state_shape(tx, layout.abstract_params), why
-        )
         is_layered = isinstance(layout.abstract_params, dict) and BLOCKS in layout.abstract_params
         stacked = [is_layered and layout.num_layers is not None and path[0] == jax.tree_util.DictKey(BLOCKS) for path in paths]
         self.blocks = tuple(i for i, s in enumerate(stacked) if s)
+        state_shape = init_opt_state_shape(tx, layout.abstract_params)
+        self.update: ElementwiseUpdate = elementwise_update(tx, layout.abstract_params, state_shape, why, self.blocks)
         self.ends = tuple(i for i, s in enumerate(stacked) if not s)
 
         def records(sharded: bool, tier: str) -> list[Record]:

@@ -70,6 +70,11 @@ def build_train_step(
     if isinstance(model, Model):
         check_unlayered(config)
     require_built(config)
+    if config.device_budget_bytes is not None and (isinstance(model, Model) or not streams(config)):
+        raise ValueError(
+            f"device_budget_bytes={config.device_budget_bytes} bounds what a streamed step has in flight, and this step "
+            "does not stream: leave it None, or put params, grads, opt_state or activations of a LayeredModel elsewhere"
+        )
     check_mesh(mesh)
     with jax.set_mesh(mesh):
         program = Program(model, tx, build_layout(model, tx, config, mesh))
@@ -127,12 +132,12 @@ class _Jitted:
     Attributes:
       step: `step(state, batch, plans, one, scratch) -> ((state, scratch), metrics)`.
       abstract_scratch: shapes and shardings of `scratch`.
-      scratch: the arrays, allocated at the first step; None while a step that failed has them.
+      kept: its activations, allocated at the first step; None where a step that failed, or one of another shape, had them.
     """
 
     step: Any
     abstract_scratch: Scratch
-    scratch: Scratch | None = None
+    kept: list[jax.Array] | None = None
 
 
 class Program:
@@ -175,6 +180,7 @@ class Program:
             self._init = jax.jit(born, donate_argnums=3, out_shardings=layout.shardings)
         self._step, self._options = step, options
         self._compiled: dict[Any, _Jitted] = {}
+        self._grads: list[jax.Array] | None = None
         self._eval = jax.jit(evaluate, compiler_options=options)
 
     def __enter__(self) -> Self:
@@ -186,6 +192,9 @@ class Program:
     def close(self) -> None:
         """Release what the program holds between steps: host memory for gradients and activations."""
         self._compiled.clear()
+        self._grads = None
+        if self._host is not None:
+            self._host.host.release()
 
     @property
     def shardings(self) -> TrainState:
@@ -254,22 +263,57 @@ class Program:
         """
         if state.step.is_deleted():  # jax 0.10 on CPU crashes the process on some donated arguments
             raise ValueError("this state was donated to an earlier step, and is gone: go on with the state that step returned")
+        self._check_state(state)
         batch = self.shard_batch(batch)
         with jax.set_mesh(self.mesh):
             jitted, (plans, one) = self._jitted(batch), self._indices()
-            scratch = jitted.scratch
-            if scratch is None:
-                self._check_host()
-                leaves, tree = jax.tree.flatten(jitted.abstract_scratch)
-                scratch = jax.tree.unflatten(tree, allocate_all(leaves))
-            jitted.scratch = None  # donated; a step that fails leaves none
+            scratch = self._take_scratch(jitted)
             if self._host is None:
-                (state, jitted.scratch), metrics = jitted.step(state, batch, plans, one, scratch)
+                (state, scratch), metrics = jitted.step(state, batch, plans, one, scratch)
+                self._keep_scratch(jitted, scratch)
                 return state, metrics
             memory = self._host.prepare(jax.block_until_ready(state))
-            (state, jitted.scratch), metrics = jax.block_until_ready(jitted.step(state, batch, plans, one, scratch))
+            (state, scratch), metrics = jax.block_until_ready(jitted.step(state, batch, plans, one, scratch))
+            self._keep_scratch(jitted, scratch)
             self._host.check(memory, state)
             return state, metrics
+
+    def _check_state(self, state: TrainState) -> None:
+        """Raise ValueError for a state that another program made."""
+        expected = self.layout.abstract_state
+        if jax.tree.structure(state) != jax.tree.structure(expected):
+            raise ValueError(
+                "this state is of another structure than this program's: it was made by a program of another config"
+            )
+        for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(expected), strict=True):
+            if is_away(a) != is_away(b) or a.shape != b.shape:
+                places = ["host memory" if is_away(leaf) else "device memory" for leaf in (a, b)]
+                raise ValueError(
+                    f"this state's {jax.tree_util.keystr(path)} is {a.shape} in {places[0]}, and this program's is {b.shape} "
+                    f"in {places[1]}: it was made by a program of another model or config"
+                )
+
+    def _take_scratch(self, jitted: _Jitted) -> Scratch:
+        """Return the host memory of a step, which is donated: a step that fails leaves none. Allocates it where there is none.
+
+        Gradients do not depend on the batch, and are shared; of activations only the last shape's are kept.
+        """
+        abstract = jitted.abstract_scratch
+        if not abstract:
+            return abstract
+        if jitted.kept is None and abstract["kept"]:
+            for other in self._compiled.values():
+                other.kept = None
+        if (jitted.kept is None and abstract["kept"]) or (self._grads is None and abstract["grads"]):
+            self._check_host()
+        kept = allocate_all(abstract["kept"]) if jitted.kept is None else jitted.kept
+        grads = allocate_all(abstract["grads"]) if self._grads is None else self._grads
+        jitted.kept = self._grads = None
+        return {"kept": kept, "grads": grads}
+
+    def _keep_scratch(self, jitted: _Jitted, scratch: Scratch) -> None:
+        if scratch:
+            jitted.kept, self._grads = scratch["kept"], scratch["grads"]
 
     def _indices(self) -> tuple[Plans, jax.Array]:
         """Return the schedule's arrays as arguments of the step: known when compiling, XLA would derive wrong slices."""

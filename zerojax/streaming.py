@@ -208,6 +208,16 @@ class StreamedStep:
             [jax.ShapeDtypeStruct(self.abstract[i].shape[1:], self.abstract[i].dtype) for i in self.blocks]
         )
         x_one, key_one = one
+        wrong = [
+            f"{jax.tree_util.keystr(path) or 'x'} is {a.dtype}"
+            for path, a in jax.tree_util.tree_flatten_with_path(x_one)[0]
+            if not jnp.issubdtype(a.dtype, jnp.floating)
+        ]
+        if wrong:
+            raise ValueError(
+                f"a streamed step hands floating activations from layer to layer, but {', '.join(wrong)}: cast them in embed, "
+                "or read them from the batch in head"
+            )
         check_block(self.model, params, x_one, key_one)
         config = self.config
         mode = config.activations if config.activations in MODES else "remat"

@@ -121,3 +121,26 @@ def test_an_error_in_a_callback_is_raised_by_the_step_and_hangs_nothing(monkeypa
 def test_an_optimizer_that_is_not_elementwise_is_refused_when_building():
     with pytest.raises(ValueError, match=r"opt_state='pinned_host' updates layer by layer.*reduce_sum combines"):
         build({}, tx=optax.lamb(1e-3))
+
+
+def test_host_memory_is_shared_between_batch_shapes_and_released():
+    mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    config = zj.ZeroConfig(stage=3, params=HOST, grads=HOST, activations=HOST)
+    program = zj.build_train_step(toys.layered(), toys.optimizer(), config, mesh)
+    state = program.init(jax.random.key(0))
+    for size in (32, 16, 32):
+        state, _ = program.step(state, toys.batches(1, size)[0])
+    held = [jitted.kept for jitted in program._compiled.values()]
+    assert len(held) == 2
+    assert sum(kept is not None for kept in held) == 1
+    assert program._grads
+    program.close()
+    assert program._grads is None
+    delayed = build({"precision": "bf16", "delayed_update": True})
+    state, _ = delayed.step(delayed.init(jax.random.key(0)), toys.batches(1)[0])
+    host = delayed._host.host
+    assert host.stashed
+    delayed.close()
+    assert not any((host.stashed, host.made, host.arrays, host.pending))
+    state, metrics = delayed.step(state, toys.batches(2)[1])  # reserved again
+    assert np.isfinite(float(metrics["loss"]))

@@ -252,3 +252,23 @@ def test_host_memory_that_is_not_there_is_refused_with_the_bytes(monkeypatch):
     monkeypatch.setattr("host_offload.limits.available_bytes", lambda: 1000)
     with pytest.raises(RuntimeError, match=r"no room for \d+ bytes .* of pinned host memory.*1000 bytes"):
         program.init(jax.random.key(0))
+
+
+def test_a_budget_where_nothing_streams_is_refused():
+    refused(["device_budget_bytes=1", "does not stream"], device_budget_bytes=1)
+    refused(["device_budget_bytes=1"], model=toys.unrolled(), device_budget_bytes=1, opt_state="pinned_host")
+
+
+def test_a_state_of_another_program_is_refused():
+    one = build(params="pinned_host")
+    with pytest.raises(ValueError, match=r"host memory, and this program's is .* in device memory"):
+        build().step(one.init(jax.random.key(0)), toys.batches(1)[0])
+
+
+def test_activations_that_are_not_floating_are_refused_when_streamed():
+    m = toys.layered()
+    embed = lambda p, batch, key: {"h": m.embed(p, batch, key), "i": batch["tokens"]}  # noqa: E731
+    block = lambda p, x, key: {"h": m.block(p, x["h"], key), "i": x["i"]}  # noqa: E731
+    head = lambda p, e, x, batch, key: m.head(p, e, x["h"], batch, key)  # noqa: E731
+    model = zj.LayeredModel(2, m.init_embed, embed, m.init_block, block, m.init_head, head)
+    refused([r"['i'] is int32", "floating activations"], model=model, params="pinned_host", batch=toys.batches(1)[0])

@@ -38,6 +38,21 @@ REFUSED = {
     "muon": (optax.contrib.muon(1e-2), "mirrors no parameter"),
     "adaptive clipping": (optax.adaptive_grad_clip(0.1), "reduce_sum combines"),
     "accumulation": (optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(), "cond combines"),
+    "size in the rate": (
+        optax.chain(optax.scale_by_adam(), optax.stateless(lambda u, p: jax.tree.map(lambda x: -1e-3 * x.size**0.5 * x, u))),
+        r"its rule for \['a'\] depends on the sizes",
+    ),
+    "size in a mask": (
+        optax.adamw(1e-2, weight_decay=1.0, mask=lambda tree: jax.tree.map(lambda p: p.size > 8, tree)),
+        r"depends on the sizes",
+    ),
+    "size in a label": (
+        optax.multi_transform(
+            {"a": optax.adam(1e-2), "b": optax.sgd(1e-3)},
+            lambda tree: jax.tree.map(lambda p: "a" if p.size > 8 else "b", tree),
+        ),
+        "alone fails|depends on the sizes",
+    ),
     "centred": (optax.centralize(), "combines elements|different constants"),
 }
 
@@ -73,7 +88,7 @@ def test_updating_in_parts_equals_updating_the_tree(name):
 def test_what_is_not_elementwise_is_refused_by_the_equation(name):
     tx, why = REFUSED[name]
     with pytest.raises(ValueError, match=why):
-        elementwise_update(tx, ABSTRACT, jax.eval_shape(tx.init, ABSTRACT), "update_on='host'")
+        elementwise_update(tx, ABSTRACT, jax.eval_shape(tx.init, ABSTRACT), "update_on='host'", stacked=(0,))
 
 
 def test_a_leaf_in_anothers_update_is_refused():

@@ -174,12 +174,11 @@ def test_account_equals_what_tiers_hold(config):
     (jitted,) = program._compiled.values()
     indices = 4 + 4 * sum(a.size for arrays in program.schedule.arrays().values() for a in arrays.values())
     assert report.argument_bytes == held((state, batch), "device") + indices
-    assert report.host_argument_bytes == held((state, jitted.scratch), HOST)
+    assert report.host_argument_bytes == held((state, jitted.kept, program._grads), HOST)
     for kind in memory._STATE:
         assert report.tiers[HOST][kind] == held(getattr(state, kind), HOST)
-    scratch = jitted.scratch or {}
-    assert report.tiers[HOST]["grads"] == held(scratch["grads"], HOST)
-    assert report.tiers[HOST]["activations"] == held(scratch["kept"], HOST)
+    assert report.tiers[HOST]["grads"] == held(program._grads or [], HOST)
+    assert report.tiers[HOST]["activations"] == held(jitted.kept or [], HOST)
     assert "host link" in str(report)
 
 
