@@ -75,10 +75,12 @@ class Tolerance:
     Attributes:
       ulp: of a loss, in float32.
       params: of a leaf's largest magnitude.
+      gradients: likewise, after one step; some leaves of a gradient are small sums of large terms.
     """
 
     ulp: float
     params: float
+    gradients: float = 1e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,8 +104,8 @@ class Sizes:
     few: bool = False
 
 
-_TINY = Problem(layers=3, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=10, learning_rate=3e-3)
-_LAPTOP = Problem(layers=8, hidden=128, heads=4, seq=64, vocab=512, batch=4, steps=10, learning_rate=3e-3)
+_TINY = Problem(layers=3, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=10, learning_rate=1e-3)
+_LAPTOP = Problem(layers=8, hidden=128, heads=4, seq=64, vocab=512, batch=4, steps=10, learning_rate=1e-3)
 _LARGE = Problem(layers=16, hidden=2048, heads=16, seq=1024, vocab=32768, batch=8, steps=6, precision="bf16")
 SMALL = Sizes(equal=_TINY, lean=_TINY, fast=_TINY, rounds=3, link_bytes=1 << 22, few=True)
 CPU = Sizes(equal=_LAPTOP, lean=_LAPTOP, fast=dataclasses.replace(_LAPTOP, hidden=256, seq=128), rounds=5, link_bytes=1 << 26)
@@ -119,10 +121,10 @@ GPU = Sizes(
 # any compiler rounds where one program has a fusion and the other has not.
 TOLERANCES = MappingProxyType(
     {
-        ("cpu", "fp32"): Tolerance(ulp=4, params=1e-6),
-        ("cpu", "bf16"): Tolerance(ulp=5e3, params=5e-2),
+        ("cpu", "fp32"): Tolerance(ulp=4, params=1e-6, gradients=1e-6),
+        ("cpu", "bf16"): Tolerance(ulp=1e5, params=3e-2),
         ("gpu", "fp32"): Tolerance(ulp=100, params=1e-5),
-        ("gpu", "bf16"): Tolerance(ulp=5e3, params=5e-2),
+        ("gpu", "bf16"): Tolerance(ulp=1e5, params=3e-2),
     }
 )
 HOST_PARAMS = 1e-5  # at least, for a mix that is updated on the host
@@ -158,7 +160,6 @@ ACTIVATION_MIXES: Mapping[str, Fields] = {
     "a named value": {"activations": "remat", "offloaded_names": ("squashed",)},
     "a named value, 4 microbatches": {"activations": "remat", "offloaded_names": ("squashed",), "num_microbatches": 4},
     "a named value, pinned_host, gather_ahead": {"activations": H, "offloaded_names": ("squashed",), "gather_ahead": True},
-    "selective": {"activations": "selective"},
 }  # fmt: skip
 
 RESIDENT: dict[str, Any] = {"activations": "remat"}
@@ -438,7 +439,7 @@ def compare(job: Job, found: Trained, right: Trained, tolerance: Tolerance) -> R
         after = [a - b for a, b in zip(after, before, strict=True)]
         right_after = [a - b for a, b in zip(right_after, right_before, strict=True)]
     ulp, part = largest_ulp(losses, right_losses), largest_part(after, right_after)
-    limit = max(tolerance.params, HOST_PARAMS if job.on_host else 0)
+    limit = tolerance.gradients if job.gradients else max(tolerance.params, HOST_PARAMS if job.on_host else 0)
     return Row(
         job.name,
         f"loss {ulp:.1f} ulp, {'gradients' if job.gradients else 'params'} {part:.1e}",

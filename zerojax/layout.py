@@ -99,6 +99,21 @@ def named(mesh: Mesh, spec: Spec | PartitionSpec, tier: str = "device") -> Named
     return sharding if sharding.memory_kind else place(mesh, spec, tier)
 
 
+def explicit(tree: Any) -> Any:
+    """Return shardings whose memory kind is told, where the mesh knows memory kinds.
+
+    JAX pairs donated arguments with results by shape, and minds their memory only if it is told the memory of all of them.
+    """
+
+    def tell(sharding: NamedSharding) -> NamedSharding:
+        if sharding.memory_kind is not None:
+            return sharding
+        told = NamedSharding(sharding.mesh, sharding.spec, memory_kind="device")
+        return sharding if told.memory_kind is None else told
+
+    return jax.tree.map(tell, tree)
+
+
 def place(mesh: Mesh, spec: Spec | PartitionSpec, tier: str) -> NamedSharding:
     """Return the sharding to which `jax.device_put` moves an array inside a traced program: its memory kind is explicit."""
     return NamedSharding(mesh.abstract_mesh, PartitionSpec(*spec), memory_kind=memory_kind(tier))

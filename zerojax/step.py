@@ -23,7 +23,7 @@ from zerojax.aot import CompiledProgram, compile_with_callbacks, is_there
 from zerojax.born import allocate_all, build_born_init, is_away
 from zerojax.config import ZeroConfig, require_built, streams, updates_by_parts
 from zerojax.host_update import HostUpdate, update_on_host
-from zerojax.layout import Layout, batch_sharding, build_layout, check_batch, named
+from zerojax.layout import Layout, batch_sharding, build_layout, check_batch, explicit, named
 from zerojax.mesh import FSDP, check_mesh
 from zerojax.model import BLOCKS, LayeredModel, Model
 from zerojax.partition import Replicated
@@ -177,7 +177,14 @@ class Program:
             self._init = jax.jit(build_init(model, tx, layout), out_shardings=layout.shardings)
         else:
             born = build_born_init(model, tx, layout, self._parts)
-            self._init = jax.jit(born, donate_argnums=3, out_shardings=layout.shardings)
+            whole = explicit(named(self.mesh, ()))
+            empty = [a.sharding for a in jax.tree.leaves(layout.abstract_state) if is_away(a)]
+            self._init = jax.jit(
+                born,
+                donate_argnums=3,
+                in_shardings=(whole, whole, whole, empty),
+                out_shardings=explicit(layout.shardings),
+            )
         self._step, self._options = step, options
         self._compiled: dict[Any, _Jitted] = {}
         self._grads: list[jax.Array] | None = None
@@ -330,8 +337,16 @@ class Program:
             scratch: Scratch = {}
             if self._streamed is not None:
                 scratch = self._streamed.abstract_scratch(self.layout.abstract_state.params, abstract)
-            places = (self.layout.shardings, jax.tree.map(lambda a: a.sharding, scratch))
-            step = jax.jit(self._step, donate_argnums=(0, 4), out_shardings=(places, None), compiler_options=self._options)
+            whole, state = explicit(named(self.mesh, ())), explicit(self.layout.shardings)
+            host = jax.tree.map(lambda a: a.sharding, scratch)
+            batches = jax.tree.map(lambda a: explicit(batch_sharding(self.mesh, len(a.shape))), batch)
+            step = jax.jit(
+                self._step,
+                donate_argnums=(0, 4),
+                in_shardings=(state, batches, whole, whole, host),
+                out_shardings=((state, host), whole),
+                compiler_options=self._options,
+            )
             self._compiled[key] = _Jitted(step, scratch)
         return self._compiled[key]
 

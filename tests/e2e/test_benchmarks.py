@@ -125,7 +125,7 @@ def test_gpu_check_goes_on_after_a_failure(tmp_path):
 
 def test_gpu_check_sees_another_loss_and_another_parameter():
     job = gpu_check.Job(name="mix", problem=SMALL, fields={})
-    tolerance = gpu_check.Tolerance(ulp=2, params=1e-6)
+    tolerance = gpu_check.Tolerance(ulp=2, params=1e-6, gradients=1e-6)
     losses, leaves = np.array([2, 1], np.float32), [np.array([0, 4], np.float32), np.zeros(2, np.float32)]
 
     def compared(losses, leaves):
