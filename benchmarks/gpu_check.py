@@ -772,12 +772,15 @@ def head(sizes: Sizes) -> dict[str, Any]:
     if platform_name() == "gpu" and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
-    names = ("jax", "jaxlib", "flax", "optax", "numba")
+    versions = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "flax", "optax", "numba"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     return {
         "hardware": f"{device.device_kind}, {os.cpu_count()} cores of {cpu_name()}",
         "driver": driver,
         "platform": " ".join(device.client.platform_version.split()),
-        "versions": {n: importlib.metadata.version(n) for n in names} | {"python": platform.python_version()},
+        "versions": versions,
         "sizes": dataclasses.asdict(sizes),
     }
 
