@@ -49,6 +49,7 @@ class HostUpdate:
         self.config = parts.layout.config
         self.has_master = parts.layout.abstract_state.master is not None
         self.params_away = self.config.params != "device"
+        self.needs_weights = not self.has_master and not self.params_away  # float32 weights rest on the device
         self.order = (*parts.blocks, *parts.ends)
         self.rules = [_Rule(self, index) for index in self.order]
         platform = self.mesh.devices.flat[0].platform
@@ -61,7 +62,7 @@ class HostUpdate:
         self.host = HostStep(leaves, link_of(platform))
 
     def _leaf(self, rule: "_Rule", index: int, scalars: slice) -> LeafKernel:
-        weight_on_device, delayed = not self.has_master and not self.params_away, self.config.delayed_update
+        weight_on_device, delayed = self.needs_weights, self.config.delayed_update
         states = len(rule.own)
         in_place = self.has_master or not (weight_on_device or delayed)
         aliases = [(1 + k, 2 + k) for k in range(states)] + ([(0, 1)] if in_place else [])
@@ -225,7 +226,7 @@ class HostUpdate:
     ) -> tuple[States, Array]:
         """Update every leaf that is no stack of layers. The weights on the device, if any, are read from `states`."""
         ends = self.parts.ends
-        old = [] if self.has_master or self.params_away else [states.params[i] for i in ends]
+        old = [states.params[i] for i in ends] if self.needs_weights else []
         old = [jax.lax.with_sharding_constraint(v, self.parts.grads[i].sharding) for v, i in zip(old, ends, strict=False)]
         new, token = self._update(states, ends, len(self.parts.blocks), jnp.int32(0), grads, old, go, scalars, token)
         params = list(states.params)
@@ -325,8 +326,7 @@ def update_on_host(host: HostUpdate) -> Update:
             jnp.float32(1) if config.clip_norm is None else jnp.where(norm < config.clip_norm, 1.0, config.clip_norm / norm)
         )
         states = parts.flat(state)
-        shared = [states.opt[j] for j in parts.update.shared]
-        scalars = host.scalars(shared, value, factor, scale)
+        scalars = host.scalars(parts.shared_of(states), value, factor, scale)
         grads = [g.astype(host.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))]  # exact: cast up before
         states, _ = host.update_ends(states, grads, ok, scalars, host.first_token())
         states = parts.close(states, parts.shared(states, value, ok))

@@ -43,7 +43,8 @@ from zerojax.parts import Parts
 from zerojax.precision import PRECISIONS
 from zerojax.records import Record
 from zerojax.stages import STAGES
-from zerojax.streaming import StreamedStep, layer_bytes
+from zerojax.streamed_layout import layer_bytes
+from zerojax.streaming import StreamedStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,9 +334,10 @@ def _resident_bytes(
 def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> _Running:
     config, parts = layout.config, streamed.parts
     num_layers = streamed.model.num_layers
-    records, shapes = _kept(layout, streamed, abstract_batch)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
+    whole = streamed.abstract_kept(layout.abstract_state.params, shapes)
     kept = {"device": 0, "pinned_host": 0}
-    for record, a in zip(records, shapes, strict=True):
+    for record, a in zip(whole.records, whole.shapes, strict=True):
         kept[record.tier] += _record_bytes(record, a.shape, a.dtype)
 
     shard = _grad_elements(layout, blocks=True) // num_layers * _grad_itemsize(layout)
@@ -354,13 +356,13 @@ def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
 
     # What is not stacked: loaded once, and updated after all layers, one leaf at a time (all at once by callbacks).
     loaded = sum(
-        _record_bytes(streamed.params[i], streamed.abstract[i].shape, streamed.abstract[i].dtype)
-        for i in streamed.ends
-        if streamed.params_away
+        _record_bytes(streamed.records.params[i], streamed.records.abstract[i].shape, streamed.records.abstract[i].dtype)
+        for i in streamed.records.ends
+        if streamed.records.params_away
     )
-    updates, called = _updates(parts, streamed.ends)
-    _, layer_called = _updates(parts, streamed.blocks)
-    gathered = _gathered_bytes(layout, num_layers, 1 + config.gather_ahead, streamed.params_away)
+    updates, called = _updates(parts, streamed.records.ends)
+    _, layer_called = _updates(parts, streamed.records.blocks)
+    gathered = _gathered_bytes(layout, num_layers, 1 + config.gather_ahead, streamed.records.params_away)
     if not gathered:
         size["gathered"] = 0
     written = size | {"grads": shard}
@@ -383,20 +385,6 @@ def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
     }
     link = _sum([_schedule_link(streamed.schedule, size | {"grads": shard}, written), {"to_device": loaded}, *updates])
     return _Running(device, host, link, _sum([*called, *layer_called * num_layers]))
-
-
-def _kept(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> tuple[Sequence[Record], Sequence[Any]]:
-    """Return how forward keeps each array of a layer, and its shape."""
-
-    def first(params: Any, batch: Any) -> Any:
-        batch, keys = streamed.split(batch, jax.random.key(0) if streamed.model.stochastic else None)
-        ends = {name: tree for name, tree in params.items() if name != BLOCKS}
-        return streamed.each(lambda b, k: streamed.embed(ends, b, k), batch, keys), keys
-
-    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), layout.abstract_state.params)
-    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
-    kept = streamed.plan(*jax.eval_shape(first, params, batch))
-    return kept.records, kept.shapes
 
 
 def _record_bytes(record: Record, shape: Sequence[int], dtype: Any) -> int:

@@ -100,9 +100,13 @@ class Parts:
         opt_tree = jax.tree.structure(state.opt_state, is_leaf=is_split)
         return jax.tree.unflatten(tree, states.params), master, jax.tree.unflatten(opt_tree, states.opt)
 
+    def shared_of(self, states: States) -> list[Array]:
+        """Return the scalars of the optimizer state."""
+        return pick(states.opt, self.update.shared)
+
     def shared(self, states: States, loss: Array, ok: Array) -> list[Array]:
         """Return the scalars of the optimizer state after the step."""
-        before = pick(states.opt, self.update.shared)
+        before = self.shared_of(states)
         *_, after = self.update((), (), (), (), before, loss)
         return [jnp.where(ok, a, b) for a, b in zip(after, before, strict=True)]
 
@@ -293,8 +297,7 @@ def update_in_parts(parts: Parts, one: Array) -> Update:
         config = parts.layout.config
         grads, norm, finite = scale_grads(config, state, grads)
         states = parts.flat(state)
-        shared = pick(states.opt, parts.update.shared)
-        states = parts.update_ends(states, jax.tree.leaves(grads), shared, value, finite, one)
+        states = parts.update_ends(states, jax.tree.leaves(grads), parts.shared_of(states), value, finite, one)
         states = parts.close(states, parts.shared(states, value, finite))
         return finish(state, *parts.trees(state, states), value, norm, finite, config.loss_scaling)
 

@@ -26,23 +26,21 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from host_offload.schedule import Schedule, build_schedule
-from zerojax.config import ZeroConfig, updates_by_parts
+from zerojax.config import ZeroConfig
 from zerojax.gather import Spec, without_axis
-from zerojax.host_update import HostUpdate
 from zerojax.layout import Layout, named
 from zerojax.mesh import FSDP, num_batch_shards
 from zerojax.model import BLOCKS, LayeredModel, check_block
 from zerojax.on_use import gather_on_use
 from zerojax.optim import stored_spec
-from zerojax.partition import LeafSpec, local_elements
-from zerojax.parts import Parts, States, batch_spec, reason
-from zerojax.precision import PRECISIONS
+from zerojax.parts import batch_spec
 from zerojax.records import Now, Plan, Record, run_phase
-from zerojax.resident import build_rule, build_update, checked, constrain_batch, finish, split_microbatches
+from zerojax.resident import build_rule, checked, constrain_batch, split_microbatches
 from zerojax.saved import MODES, Layer, beside, plan_layer
 from zerojax.stages import STAGES
-from zerojax.state import Pending, TrainState
+from zerojax.state import TrainState
+from zerojax.streamed_layout import StreamedLayout
+from zerojax.streamed_update import Ending, Sums, ending_of, loss_scale
 
 Array = jax.Array
 Plans = Mapping[str, Plan]
@@ -81,40 +79,15 @@ class StreamedStep:
     """The equations of one streamed step over a model, an optimizer and a layout."""
 
     def __init__(
-        self,
-        model: LayeredModel,
-        tx: optax.GradientTransformation,
-        layout: Layout,
-        report: Callable[[str], None],
+        self, model: LayeredModel, tx: optax.GradientTransformation, layout: Layout, report: Callable[[str], None]
     ) -> None:
         self.model, self.layout = model, layout
         self.config, self.mesh, self.stage = layout.config, layout.mesh, STAGES[layout.config.stage]
-        self.count = self.config.num_microbatches
-        self.ahead = self.config.gather_ahead
-        self.parts = Parts(tx, layout, reason(self.config)) if updates_by_parts(self.config) else None
-        stashes = self.config.grads != "device" or self.config.delayed_update
-        stashes = stashes and self.config.update != "in_backward"
-        on_host = self.parts is not None and self.config.update_on == "host"
-        self.host = HostUpdate(self.parts, stashes=stashes, summed=self.count) if self.parts is not None and on_host else None
-        self.schedule = plan_schedule(model.num_layers, layout, self.parts)
-        self.whole_update = build_update(tx, layout)
+        self.count, self.ahead = self.config.num_microbatches, self.config.gather_ahead
+        self.records = StreamedLayout(model, tx, layout)
+        self.parts, self.host, self.schedule = self.records.parts, self.records.host, self.records.schedule
+        self.ending: Ending = ending_of(self.records, tx)
         self.rule = build_rule(model, layout, self.stage.params, report)
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]]
-        stacked = [path[0] == jax.tree_util.DictKey(BLOCKS) for path in paths]
-        self.blocks = tuple(i for i, s in enumerate(stacked) if s)
-        self.ends = tuple(i for i, s in enumerate(stacked) if not s)
-        specs = [layout.specs[jax.tree_util.keystr(path)] for path in paths]
-
-        def records(sharded: bool, tiers: tuple[str, str]) -> list[Record]:
-            each = [stored_spec(s, sharded) for s in specs]
-            return [Record(self.mesh, e[1:] if s else e, tiers[not s]) for e, s in zip(each, stacked, strict=True)]
-
-        self.params = records(self.stage.params, (self.config.params, self.config.params))
-        grads_tier = self.config.grads if self.host is None else "device"
-        self.grads = records(self.stage.opt_state, (grads_tier, "device"))
-        self.params_away = self.config.params != "device"
-        self.grads_away = grads_tier != "device" and self.config.update != "in_backward"
-        self.abstract = jax.tree.leaves(layout.abstract_state.params)
 
     # --- pieces ------------------------------------------------------------------------------------------------------------
 
@@ -137,11 +110,9 @@ class StreamedStep:
 
     def zeros(self, indices: Sequence[int]) -> list[Array]:
         """Return where the gradients of one layer's leaves, or of unstacked leaves, are summed."""
-        shapes = [self.abstract[i].shape[1:] if i in self.blocks else self.abstract[i].shape for i in indices]
-        return [
-            jax.lax.with_sharding_constraint(jnp.zeros(shape, jnp.float32), self.grads[i].sharding)
-            for i, shape in zip(indices, shapes, strict=True)
-        ]
+        records = self.records
+        shapes = [records.abstract[i].shape[1:] if i in records.blocks else records.abstract[i].shape for i in indices]
+        return records.on_shards([jnp.zeros(shape, jnp.float32) for shape in shapes], indices)
 
     def split(self, batch: Any, key: Any) -> tuple[Any, Any]:
         """Return the microbatches and their keys."""
@@ -157,7 +128,9 @@ class StreamedStep:
         """Return the parameters that are no stack of layers, sharded, on the device."""
         ends = {name: tree for name, tree in params.items() if name != BLOCKS}
         leaves, tree = jax.tree.flatten(ends)
-        return jax.tree.unflatten(tree, [self.params[i].load(a) for i, a in zip(self.ends, leaves, strict=True)])
+        return jax.tree.unflatten(
+            tree, [self.records.params[i].load(a) for i, a in zip(self.records.ends, leaves, strict=True)]
+        )
 
     def on_shards(self, function: Callable[..., Any], ends: Any, *args: Any) -> Any:
         """Evaluate `function(ends, *args)`, its parameters gathered on use and their gradients reduced to their shards."""
@@ -187,7 +160,7 @@ class StreamedStep:
 
     def gather(self, shards: Sequence[Array]) -> list[Array]:
         """All_gather one layer: W[D_fsdp, F] -> W[D, F]."""
-        return [self._gather(shard, self.params[i].spec) for i, shard in zip(self.blocks, shards, strict=True)]
+        return [self._gather(shard, self.records.params[i].spec) for i, shard in zip(self.records.blocks, shards, strict=True)]
 
     def _gather(self, shard: Array, stored: Spec) -> Array:
         whole = without_axis(stored, FSDP)
@@ -204,9 +177,8 @@ class StreamedStep:
     def plan(self, x: Any, keys: Any) -> Kept:
         """Choose what forward keeps, from the shapes of the first layer's input."""
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:] if self.count > 1 else a.shape, a.dtype), (x, keys))
-        params = self.block_tree(
-            [jax.ShapeDtypeStruct(self.abstract[i].shape[1:], self.abstract[i].dtype) for i in self.blocks]
-        )
+        stacks = [self.records.abstract[i] for i in self.records.blocks]
+        params = self.block_tree([jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks])
         x_one, key_one = one
         wrong = [
             f"{jax.tree_util.keystr(path) or 'x'} is {a.dtype}"
@@ -242,20 +214,11 @@ class StreamedStep:
     def stacks(self, kept: Kept, scratch: Scratch) -> list[Array]:
         """Return the empty stacks that forward fills."""
         given = dict(zip(kept.away, scratch["kept"], strict=True))
-        return [
-            given[i] if i in given else self._empty(r, a)
-            for i, (r, a) in enumerate(zip(kept.records, kept.shapes, strict=True))
-        ]
+        pairs = enumerate(zip(kept.records, kept.shapes, strict=True))
+        return [given[i] if i in given else self.records.empty(r, a) for i, (r, a) in pairs]
 
-    def _empty(self, record: Record, a: Any) -> Array:
-        stack = jnp.zeros((self.model.num_layers, *a.shape), a.dtype)
-        return jax.lax.with_sharding_constraint(stack, named(self.mesh, (None, *record.spec)))
-
-    def grad_dtype(self, index: int) -> Any:
-        return self.abstract[index].dtype if self.count == 1 else jnp.dtype(jnp.float32)
-
-    def abstract_scratch(self, abstract_params: Any, abstract_batch: Any) -> Scratch:
-        """Return shapes and shardings of the stacks in host memory that live inside a step."""
+    def abstract_kept(self, abstract_params: Any, abstract_batch: Any) -> Kept:
+        """Return what forward keeps of a batch, from shapes alone."""
 
         def first(params: Any, batch: Any) -> Any:
             batch, keys = self.split(batch, jax.random.key(0) if self.model.stochastic else None)
@@ -263,14 +226,16 @@ class StreamedStep:
             return self.each(lambda b, k: self.embed(ends, b, k), batch, keys), keys
 
         on_device = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_params)
-        kept = self.plan(*jax.eval_shape(first, on_device, abstract_batch))
+        return self.plan(*jax.eval_shape(first, on_device, abstract_batch))
 
-        def stack(record: Record, shape: tuple[int, ...], dtype: Any) -> Any:
-            sharding = named(self.mesh, (None, *record.spec), record.tier)
-            return jax.ShapeDtypeStruct((self.model.num_layers, *shape), dtype, sharding=sharding)
-
-        grads = [stack(self.grads[i], self.abstract[i].shape[1:], self.grad_dtype(i)) for i in self.blocks if self.grads_away]
-        return {"kept": [stack(kept.records[i], kept.shapes[i].shape, kept.shapes[i].dtype) for i in kept.away], "grads": grads}
+    def abstract_scratch(self, abstract_params: Any, abstract_batch: Any) -> Scratch:
+        """Return shapes and shardings of the stacks in host memory that live inside a step."""
+        kept, records = self.abstract_kept(abstract_params, abstract_batch), self.records
+        grads = zip(records.blocks, records.grad_shapes(), strict=True)
+        return {
+            "kept": [records.abstract_stack(kept.records[i], kept.shapes[i]) for i in kept.away],
+            "grads": [records.abstract_stack(records.grads[i], a) for i, a in grads if records.grads_away],
+        }
 
     # --- the step ----------------------------------------------------------------------------------------------------------
 
@@ -295,36 +260,15 @@ class StreamedStep:
         x = self.each(lambda b, k: self.embed(ends, b, k), batch, keys)
         kept = self.plan(x, keys)
         y, stacks = self.forward(state.params[BLOCKS], x, keys, plans["forward"], one, kept, self.stacks(kept, scratch))
-        scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
         # What backward fetches first may overlap the head, and not the layers.
         plan, y = jax.lax.optimization_barrier((plans["backward"], y))
-        loss, dy, g_ends = self.head_and_grads(ends, y, batch, keys, scale)
-        backward = self.backward if self.config.update != "in_backward" else self.backward_updating
-        dx, carried = backward(state, loss, dy, keys, plan, one, kept, stacks, scratch, token)
+        loss, dy, g_ends = self.head_and_grads(ends, y, batch, keys, loss_scale(state))
+        carried = self.ending.begin(state, loss, scratch["grads"], token)
+        dx, carried = self.backward(state, keys, plan, one, kept, stacks, dy, carried)
         g_ends = self.embed_grads(ends, batch, keys, dx, g_ends)
-        scratch = scratch | {"kept": [stacks[i] for i in kept.away]}
-        if self.config.update == "in_backward":
-            return self.close_updated(state, loss, carried, g_ends, one, scratch)
-        if state.pending is not None:
-            return self.delay(state, loss, carried, g_ends, plans["update"], one, scratch)
-        if self.host is not None:
-            return self.update_on_host(state, loss, carried, g_ends, plans["update"], one, scratch)
-        if self.parts is not None:
-            return self.update(state, loss, carried, g_ends, plans["update"], one, scratch)
-        grads = dict(zip((*self.blocks, *self.ends), [*carried["grads"], *g_ends], strict=True))
-        tree = jax.tree.structure(state.params)
-        mean = [self.mean(grads[i]) for i in range(len(grads))]
-        after, metrics = self.whole_update(state, loss, jax.tree.unflatten(tree, mean))
-        return (after, scratch), metrics
-
-    def mean(self, grad: Array) -> Array:
-        """Return the float32 mean over microbatches of a summed gradient."""
-        grad = grad.astype(jnp.float32)
-        return grad if self.count == 1 else grad / self.count
-
-    def unscaled(self, grad: Array, state: TrainState) -> Array:
-        grad = self.mean(grad)
-        return grad if state.loss_scale is None else grad / state.loss_scale.scale
+        after, metrics = self.ending.end(Sums(state, loss, carried, g_ends, plans.get("update", {}), one))
+        grads = carried["grads"] if self.records.grads_away else []
+        return (after, {"kept": [stacks[i] for i in kept.away], "grads": grads}), metrics
 
     def forward(
         self, blocks: Any, x: Any, keys: Any, plan: Plan, one: Array, kept: Kept | None, stacks: list[Array]
@@ -334,11 +278,13 @@ class StreamedStep:
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
             del carry
-            return self.read_params(leaves, layer)
+            return self.records.read_params(leaves, layer)
 
         def tick(carry: Any, now: Now) -> Any:
             x, full, stacks = carry
-            full, after = self.turn(full, now, lambda: now.taken if self.params_away else self.read_params(leaves, now.consume))
+            full, after = self.turn(
+                full, now, lambda: now.taken if self.records.params_away else self.records.read_params(leaves, now.consume)
+            )
             params = self.block_tree(full)
 
             block = self.plain_block if kept is None else kept.layer.forward
@@ -356,7 +302,7 @@ class StreamedStep:
             return (y, after, stacks), landing
 
         phase = self.schedule.phase("forward")
-        first = self.gather(self.read_params(leaves, plan["first"][0])) if self.ahead else None
+        first = self.gather(self.records.read_params(leaves, plan["first"][0])) if self.ahead else None
         y, _, stacks = run_phase(phase, plan, (x, first, stacks), tick, one, fetch=fetch)
         return y, stacks
 
@@ -375,10 +321,6 @@ class StreamedStep:
             return full, now.landing
         return (done[0] if work[0] is not None else full), done[1]
 
-    def read_params(self, stacks: Sequence[Array], layer: Array) -> list[Array]:
-        """Return one layer's shards, on the device."""
-        return [self.params[i].read(stack, layer) for i, stack in zip(self.blocks, stacks, strict=True)]
-
     def head_and_grads(self, ends: Any, y: Any, batch: Any, keys: Any, scale: Array) -> tuple[Array, Any, list[Array]]:
         """Return the mean loss, dloss/dy, and the summed gradients of `ends`; the derivative is that of scale * loss."""
 
@@ -392,13 +334,12 @@ class StreamedStep:
             (g, dy), value = jax.grad(scaled, argnums=(0, 1), has_aux=True)(ends, y)
             return self.reduced(g), (value, self.constrain(dy))
 
-        g, (value, dy) = self.fold(one, self.zeros(self.ends), y, batch, keys)
+        g, (value, dy) = self.fold(one, self.zeros(self.records.ends), y, batch, keys)
         return (value if self.count == 1 else jnp.sum(value) / self.count), dy, g
 
     def reduced(self, ends: Any) -> list[Array]:
         """Return gradients of the unstacked leaves, on their shards."""
-        pairs = zip(self.ends, jax.tree.leaves(ends), strict=True)
-        return [jax.lax.with_sharding_constraint(g, self.grads[i].sharding) for i, g in pairs]
+        return self.records.on_shards(jax.tree.leaves(ends), self.records.ends)
 
     def embed_grads(self, ends: Any, batch: Any, keys: Any, dx: Any, g_ends: list[Array]) -> list[Array]:
         """Add the embedding's gradients to those of the head."""
@@ -411,48 +352,46 @@ class StreamedStep:
             return self.fold(one, g_ends, dx, batch, keys)[0]
         return [a + b for a, b in zip(g_ends, one(dx, batch, keys)[0], strict=True)]
 
-    # --- backward ----------------------------------------------------------------------------------------------------------
-
-    def run_backward(
+    def backward(
         self,
+        state: TrainState,
+        keys: Any,
         plan: Plan,
         one: Array,
-        keys: Any,
         kept: Kept,
         stacks: list[Array],
         dy: Any,
-        carried: Any,
-        blocks: Callable[[Any], list[Array]],
-        use: Callable[[Any, Now, list[Array], list[Array], Any], tuple[Any, Any]],
-    ) -> tuple[Any, Any]:
+        carried: dict[str, Any],
+    ) -> tuple[Any, dict[str, Any]]:
         """Run the layers' derivatives, last layer first.
 
         Args:
+          state: before the step.
+          keys: of the microbatches.
           plan: the phase's arrays.
           one: i32[] holding 1.
-          keys: of the microbatches.
           kept: what forward kept, and how.
           stacks: of it.
           dy: cotangent of the last output.
-          carried: whatever `use` passes on.
-          blocks: `blocks(carried)` are the stacks of parameters.
-          use: `use(carried, now, grads, params, landing) -> (carried, landing)`, given one layer's summed gradients, on their
-            shards, its gathered parameters, and the record on its way.
+          carried: by the ending.
 
         Returns:
           The cotangent of the first layer's input, and `carried`.
         """
-        num = len(self.blocks) if self.params_away else 0
+        records, ending = self.records, self.ending
+        num = len(records.blocks) if records.params_away else 0
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
-            shards = self.read_params(blocks(carry[3]), layer) if self.params_away else []
+            shards = records.read_params(ending.params(state, carry[3]), layer) if records.params_away else []
             return shards + [kept.records[i].read(stacks[i], layer) for i in kept.away]
 
         def tick(carry: Any, now: Now) -> Any:
             dx, full, acts, carried = carry
             taken = now.taken or []
             full, full_after = self.turn(
-                full, now, lambda: taken[:num] if self.params_away else self.read_params(blocks(carried), now.consume)
+                full,
+                now,
+                lambda: taken[:num] if num else records.read_params(ending.params(state, carried), now.consume),
             )
             acts, acts_after = (acts, taken[num:] if now.takes else acts) if self.ahead else (taken[num:], None)
             away = dict(zip(kept.away, acts, strict=True))
@@ -463,11 +402,9 @@ class StreamedStep:
                 x, own = kept.parts(values)
                 args = (params, self.constrain(x), key_of(key, now.layer), own, dx)
                 (g, dx), work = beside(kept.layer.backward, args, work)
-                leaves = zip(self.blocks, jax.tree.leaves(g), strict=True)
-                g = [jax.lax.with_sharding_constraint(v, self.grads[i].sharding) for i, v in leaves]
-                return g, (self.constrain(dx), work)
+                return records.on_shards(jax.tree.leaves(g), records.blocks), (self.constrain(dx), work)
 
-            total = self.zeros(self.blocks) if self.count > 1 else []
+            total = self.zeros(records.blocks) if self.count > 1 else []
             work = (full_after if now.takes else None, now.landing) if self.count == 1 else None
             grads, (dx, done) = self.fold(lambda dx, v, k: derive(dx, v, k, work), total, dx, values, keys)
             full_after, landing = self.after(work, done, full_after, now)
@@ -475,13 +412,13 @@ class StreamedStep:
             grads, dx = jax.lax.optimization_barrier((grads, dx))
             if self.count > 1:  # else what runs beside the microbatches' loop would start after it
                 grads, full_after, landing = jax.lax.optimization_barrier((grads, full_after, landing))
-            carried, landing = use(carried, now, grads, full, landing)
+            carried, landing = ending.use(state, carried, now, grads, full, landing)
             return (dx, full_after, acts_after, carried), landing
 
         first = acts = None
         if self.ahead:
             record = fetch((None, None, None, carried), plan["first"][0])
-            shards = record[:num] if self.params_away else self.read_params(blocks(carried), plan["first"][0])
+            shards = record[:num] if num else records.read_params(ending.params(state, carried), plan["first"][0])
             first, acts = self.gather(shards), record[num:]
         carry = (dy, first, acts, carried)
         layers = self.layout.device_layers if self.config.update == "in_backward" else 0
@@ -489,244 +426,6 @@ class StreamedStep:
             self.schedule.phase("backward"), plan, carry, tick, one, fetch=fetch, device_layers=layers
         )
         return dx, carried
-
-    def backward(
-        self,
-        state: TrainState,
-        loss: Array,
-        dy: Any,
-        keys: Any,
-        plan: Plan,
-        one: Array,
-        kept: Kept,
-        stacks: list[Array],
-        scratch: Scratch,
-        token: Array,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Run backward and store each layer's gradient; returns dx, the stacks of gradients and the sum of their squares."""
-        del loss
-        leaves = jax.tree.leaves(state.params[BLOCKS])
-        host = self.host if self.host is not None and self.host.stashes else None
-        empty = scratch["grads"]
-        if not host and not self.grads_away:
-            shapes = [jax.ShapeDtypeStruct(self.abstract[i].shape[1:], self.grad_dtype(i)) for i in self.blocks]
-            empty = [self._empty(self.grads[i], shape) for i, shape in zip(self.blocks, shapes, strict=True)]
-
-        def use(carried: Any, now: Now, grads: list[Array], params: list[Array], landing: Any) -> Any:
-            del params
-            squares = carried["squares"] + self.squares(grads, state)
-            if host:
-                return {"grads": [], "squares": squares, "token": host.stash(now.layer, grads, carried["token"])}, landing
-            pairs = zip(self.blocks, carried["grads"], grads, strict=True)
-            written = [self.grads[i].write(s, now.write, g) for i, s, g in pairs]
-            return {"grads": written, "squares": squares, "token": carried["token"]}, landing
-
-        carried = {"grads": empty, "squares": jnp.float32(0), "token": token}
-        return self.run_backward(plan, one, keys, kept, stacks, dy, carried, lambda _: leaves, use)
-
-    def squares(self, grads: Sequence[Array], state: TrainState) -> Array:
-        """Return the sum of squares of finished gradients: f32[]."""
-        return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
-
-    def backward_updating(
-        self,
-        state: TrainState,
-        loss: Array,
-        dy: Any,
-        keys: Any,
-        plan: Plan,
-        one: Array,
-        kept: Kept,
-        stacks: list[Array],
-        scratch: Scratch,
-        token: Array,
-    ) -> tuple[Any, dict[str, Any]]:
-        """Run backward and update each layer as soon as its gradient is there."""
-        del scratch
-        parts = self.parts
-        assert parts is not None
-        states, host = parts.flat(state), self.host
-        shared = [states.opt[j] for j in parts.update.shared]
-        scalars = host.scalars(shared, loss, jnp.float32(1), jnp.float32(1)) if host else None
-
-        def use(carried: Any, now: Now, grads: list[Array], params: list[Array], landing: Any) -> Any:
-            states, squares = carried["states"], carried["squares"]
-            if host and scalars is not None:
-                squares = squares + self.squares(grads, state)
-                old = [] if host.has_master or self.params_away else params
-                pairs = zip(old, self.blocks, strict=False)
-                old = [jax.lax.with_sharding_constraint(p, self.grads[i].sharding) for p, i in pairs]
-                ok = jnp.isfinite(squares)
-                states, token = host.update_layer(states, now.write, grads, old, ok, scalars, carried["token"])
-                return {"states": states, "squares": squares, "token": token}, landing
-            read = parts.read_opt(states, now.layer, now.on_device)
-            if states.master is None:
-                own = zip(self.blocks, params, strict=True)
-                read = [jax.lax.with_sharding_constraint(p, self.grads[i].sharding) for i, p in own] + read
-            squares = squares + self.squares(grads, state)
-            mean = [self.mean(g) for g in grads]
-            ok = jnp.isfinite(squares)
-            update = parts.update_layer(states, now.write, mean, read, shared, loss, ok, now.on_device, landing)
-            return {"states": update[0], "squares": squares, "token": carried["token"]}, update[1]
-
-        def stacked(carried: Any) -> list[Array]:
-            return [carried["states"].params[i] for i in self.blocks]
-
-        carried = {"states": states, "squares": jnp.float32(0), "token": token}
-        return self.run_backward(plan, one, keys, kept, stacks, dy, carried, stacked, use)
-
-    # --- update ------------------------------------------------------------------------------------------------------------
-
-    def close_updated(
-        self, state: TrainState, loss: Array, carried: Any, g_ends: list[Array], one: Array, scratch: Scratch
-    ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
-        """Update what is left after a backward that updated the layers."""
-        squares = carried["squares"] + self.squares(g_ends, state)
-        norm = jnp.sqrt(squares)
-        if self.host is not None:
-            return self.close_on_host(state, carried["states"], loss, norm, None, g_ends, carried["token"], scratch)
-        return self.close(state, carried["states"], loss, norm, [self.mean(g) for g in g_ends], one, scratch)
-
-    def close(
-        self, state: TrainState, states: States, loss: Array, norm: Array, g_ends: list[Array], one: Array, scratch: Scratch
-    ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
-        """Update the unstacked leaves and the shared scalars, and finish the step."""
-        parts = self.parts
-        assert parts is not None
-        ok = jnp.isfinite(norm)
-        shared = [states.opt[j] for j in parts.update.shared]
-        states = parts.update_ends(states, g_ends, shared, loss, ok, one)
-        states = parts.close(states, parts.shared(states, loss, ok))
-        after, metrics = finish(state, *parts.trees(state, states), loss, norm, ok, self.config.loss_scaling)
-        return (after, scratch), metrics
-
-    def close_on_host(
-        self,
-        state: TrainState,
-        states: States,
-        loss: Array,
-        norm: Array,
-        scalars: Array | None,
-        g_ends: list[Array],
-        token: Array,
-        scratch: Scratch,
-    ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
-        """As `close`, the unstacked leaves on the host too."""
-        parts, host = self.parts, self.host
-        assert parts is not None
-        assert host is not None
-        ok = jnp.isfinite(norm)
-        shared = [states.opt[j] for j in parts.update.shared]
-        scalars = host.scalars(shared, loss, jnp.float32(1), jnp.float32(1)) if scalars is None else scalars
-        states, _ = host.update_ends(states, g_ends, ok, scalars, token)
-        states = parts.close(states, parts.shared(states, loss, ok))
-        after, metrics = finish(state, *parts.trees(state, states), loss, norm, ok, self.config.loss_scaling)
-        return (after, scratch), metrics
-
-    def delay(
-        self, state: TrainState, loss: Array, carried: Any, g_ends: list[Array], plan: Plan, one: Array, scratch: Scratch
-    ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
-        """Take over the parameters that the host made meanwhile, and leave this step's update to the next one."""
-        parts, host, pending = self.parts, self.host, state.pending
-        assert parts is not None
-        assert host is not None
-        assert pending is not None
-        before: Pending = pending
-        norm = jnp.sqrt(carried["squares"] + self.squares(g_ends, state))
-        ok = jnp.isfinite(norm)
-        clip = self.config.clip_norm
-        factor = jnp.float32(1) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
-        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        token = host.stash_ends(g_ends, carried["token"])
-
-        def tick(carry: Any, now: Now) -> Any:
-            return host.install(carry[0], parts.blocks, now.write, before, carry[1]), now.landing
-
-        phase = self.schedule.phase("update")
-        carry = run_phase(phase, plan, (parts.flat(state), token), tick, one, fetch=lambda carry, layer: [])
-        states, _ = host.install(carry[0], parts.ends, jnp.int32(0), pending, carry[1])
-        shared = [states.opt[j] for j in parts.update.shared]
-        pending = Pending(pending.grads, shared, jnp.stack([loss, factor, scale]), ok)
-        states = parts.close(states, parts.shared(states, loss, ok))
-        trees = parts.trees(state, states)
-        after, metrics = finish(state, *trees, loss, norm, ok, self.config.loss_scaling, pending)
-        return (after, scratch), metrics
-
-    def update_on_host(
-        self, state: TrainState, loss: Array, carried: Any, g_ends: list[Array], plan: Plan, one: Array, scratch: Scratch
-    ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
-        """Scale by the global norm and update layer by layer, on the host."""
-        parts, host = self.parts, self.host
-        assert parts is not None
-        assert host is not None
-        norm = jnp.sqrt(carried["squares"] + self.squares(g_ends, state))
-        ok = jnp.isfinite(norm)
-        clip = self.config.clip_norm
-        factor = jnp.float32(1) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
-        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        states = parts.flat(state)
-        shared = [states.opt[j] for j in parts.update.shared]
-        scalars = host.scalars(shared, loss, factor, scale)
-        needs_old = not host.has_master and not self.params_away
-
-        def tick(carry: Any, now: Now) -> Any:
-            states, token = carry
-            grads = [self.grads[i].read(s, now.layer) for i, s in zip(self.blocks, carried["grads"], strict=False)]
-            old = parts.read_params(states, now.layer) if needs_old else []
-            return host.update_layer(states, now.write, grads, old, ok, scalars, token), now.landing
-
-        token = carried["token"]
-        phase = self.schedule.phase("update")
-        states, token = run_phase(phase, plan, (states, token), tick, one, fetch=lambda carry, layer: [])
-        return self.close_on_host(state, states, loss, norm, scalars, g_ends, token, scratch)
-
-    def update(
-        self, state: TrainState, loss: Array, carried: Any, g_ends: list[Array], plan: Plan, one: Array, scratch: Scratch
-    ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
-        """Scale by the global norm and update layer by layer."""
-        parts = self.parts
-        assert parts is not None
-        # What the update fetches first comes after backward, not before it.
-        plan, squares = jax.lax.optimization_barrier((plan, carried["squares"]))
-        norm = jnp.sqrt(squares + self.squares(g_ends, state))
-        ok = jnp.isfinite(norm)
-        clip = self.config.clip_norm
-        factor = None if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
-        stacks = carried["grads"]
-
-        def ready(grad: Array) -> Array:
-            grad = self.unscaled(grad, state)
-            return grad if factor is None else grad * factor
-
-        def read_grads(layer: Array) -> list[Array]:
-            return [self.grads[i].read(s, layer) for i, s in zip(self.blocks, stacks, strict=True)]
-
-        states = parts.flat(state)
-        shared = [states.opt[j] for j in parts.update.shared]
-        old_away = states.master is None and self.params_away
-        opt_away = self.config.opt_state != "device"
-        opt_ahead = opt_away and not (self.layout.device_layers and (old_away or self.grads_away))
-        num = len(self.blocks)
-
-        def fetch(states: States, layer: Array) -> list[Array]:
-            record = read_grads(layer) if self.grads_away else []
-            record += parts.read_params(states, layer) if old_away else []
-            return record + (parts.read_opt(states, layer, False) if opt_ahead else [])
-
-        def tick(states: States, now: Now) -> tuple[States, Any]:
-            taken = list(now.taken or [])
-            grads, taken = (taken[:num], taken[num:]) if self.grads_away else (read_grads(now.layer), taken)
-            old: list[Array] = []
-            if states.master is None:
-                old, taken = (taken[:num], taken[num:]) if old_away else (parts.read_params(states, now.layer), taken)
-            opt = taken if opt_ahead and not now.on_device else parts.read_opt(states, now.layer, now.on_device)
-            mean = [ready(g) for g in grads]
-            return parts.update_layer(states, now.write, mean, old + opt, shared, loss, ok, now.on_device, now.landing)
-
-        layers = self.layout.device_layers
-        states = run_phase(self.schedule.phase("update"), plan, states, tick, one, fetch=fetch, device_layers=layers)
-        scratch = scratch | {"grads": stacks if self.grads_away else []}
-        return self.close(state, states, loss, norm, [ready(g) for g in g_ends], one, scratch)
 
     # --- evaluation --------------------------------------------------------------------------------------------------------
 
@@ -750,59 +449,3 @@ class StreamedStep:
 def key_of(key: Any, layer: int | Array) -> Any:
     """Return the key of one layer, or None."""
     return None if key is None else jax.random.fold_in(key, layer)
-
-
-def layer_bytes(layout: Layout, parts: Parts | None) -> dict[str, int]:
-    """Return the bytes of one layer's records on each device, as `host_offload.build_schedule` takes them.
-
-    "grads" is the layer's whole gradient, which is there before it is reduced to its shards. Activations are not counted: their
-    shapes are known once there is a batch.
-    """
-    mesh, stage = layout.mesh, STAGES[layout.config.stage]
-    itemsize = jnp.dtype(PRECISIONS[layout.config.precision].compute_dtype).itemsize
-    paths = jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]
-    blocks = [
-        (leaf.shape[1:], layout.specs[jax.tree_util.keystr(path)])
-        for path, leaf in paths
-        if path[0] == jax.tree_util.DictKey(BLOCKS)
-    ]
-
-    def elements(spec_of: Callable[[LeafSpec], Spec]) -> int:
-        return sum(local_elements(shape, spec_of(spec)[1:], mesh) for shape, spec in blocks)
-
-    opt_state = elements(lambda s: stored_spec(s, stage.opt_state)) * 4 if layout.abstract_state.master is not None else 0
-    if parts is not None:
-        states = jax.tree.leaves(parts.update.opt_state)
-        for j in parts.update.states_of(parts.blocks):
-            shape = states[j].shape[1:]
-            opt_state += local_elements(shape, parts.opt_record(j).spec, mesh) * states[j].dtype.itemsize
-    whole = elements(lambda s: s.base) * itemsize
-    params = elements(lambda s: stored_spec(s, stage.params)) * itemsize
-    return {"params": params, "gathered": whole, "grads": whole, "opt_state": opt_state}
-
-
-def plan_schedule(num_layers: int, layout: Layout, parts: Parts | None) -> Schedule:
-    """Return the schedule of a streamed step.
-
-    Raises:
-      ValueError: it does not fit `device_budget_bytes`.
-    """
-    config = layout.config
-    activations = "pinned_host" if config.offloaded_names else config.activations
-    on_host = config.update_on == "host"  # then its callbacks read and write the state, and nothing of it is fetched
-    return build_schedule(
-        num_layers,
-        config.prefetch_distance,
-        tiers={
-            "params": config.params,
-            "grads": "device" if on_host else config.grads,
-            "opt_state": "device" if on_host else config.opt_state,
-            "activations": "device" if activations in MODES else activations,
-        },
-        update=config.update or "after_backward",
-        gather_ahead=config.gather_ahead,
-        master=layout.abstract_state.master is not None or on_host,
-        device_layers=layout.device_layers,
-        record_bytes=layer_bytes(layout, parts),
-        budget_bytes=config.device_budget_bytes,
-    )

@@ -1,0 +1,176 @@
+"""How the records of a streamed step rest and move: specs, tiers, dtypes of every leaf, and the schedule that follows.
+
+A layer's record of a kind is its shards of that kind on one device. `StreamedLayout` is what the loops (`zerojax.streaming`)
+and the endings (`zerojax.streamed_update`) both read; it computes nothing but the sums and scales of gradients they need.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from host_offload.schedule import Schedule, build_schedule
+from zerojax.config import updates_by_parts
+from zerojax.gather import Spec
+from zerojax.host_update import HostUpdate
+from zerojax.layout import Layout, named
+from zerojax.model import BLOCKS, LayeredModel
+from zerojax.optim import stored_spec
+from zerojax.partition import LeafSpec, local_elements
+from zerojax.parts import Parts, reason
+from zerojax.precision import PRECISIONS
+from zerojax.records import Record
+from zerojax.saved import MODES
+from zerojax.stages import STAGES
+from zerojax.state import TrainState
+
+Array = jax.Array
+
+
+class StreamedLayout:
+    """Records, tiers and schedule of one streamed step.
+
+    Attributes:
+      count: microbatches.
+      parts: the optimizer by parts, or None where the whole tree is updated on the device.
+      host: the host's update, or None.
+      schedule: of the step.
+      blocks: indices of the parameter leaves that are stacked layers.
+      ends: the other indices.
+      params: how each parameter rests.
+      grads: how each gradient rests from backward to update.
+      params_away: whether parameters rest off the device.
+      grads_away: whether gradients rest in stacks off the device, which XLA writes and reads.
+      abstract: ShapeDtypeStruct of each parameter in the compute dtype.
+    """
+
+    def __init__(self, model: LayeredModel, tx: optax.GradientTransformation, layout: Layout) -> None:
+        """Check that the step can be streamed.
+
+        Raises:
+          ValueError: the optimizer is not elementwise where it must be, or the schedule exceeds `device_budget_bytes`.
+        """
+        self.layout, self.config, self.mesh = layout, layout.config, layout.mesh
+        self.num_layers, self.count = model.num_layers, layout.config.num_microbatches
+        stage, config = STAGES[layout.config.stage], layout.config
+        self.parts = Parts(tx, layout, reason(config)) if updates_by_parts(config) else None
+        after_backward = config.update != "in_backward"
+        self.host = None
+        if self.parts is not None and config.update_on == "host":
+            stashes = after_backward and (config.grads != "device" or config.delayed_update)
+            self.host = HostUpdate(self.parts, stashes=stashes, summed=self.count)
+        self.schedule = plan_schedule(model.num_layers, layout, self.parts)
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]]
+        stacked = [path[0] == jax.tree_util.DictKey(BLOCKS) for path in paths]
+        self.blocks = tuple(i for i, s in enumerate(stacked) if s)
+        self.ends = tuple(i for i, s in enumerate(stacked) if not s)
+        specs = [layout.specs[jax.tree_util.keystr(path)] for path in paths]
+
+        def records(sharded: bool, blocks_tier: str, ends_tier: str) -> list[Record]:
+            each = zip((stored_spec(s, sharded) for s in specs), stacked, strict=True)
+            return [Record(self.mesh, e[1:], blocks_tier) if s else Record(self.mesh, e, ends_tier) for e, s in each]
+
+        grads_tier = config.grads if self.host is None else "device"
+        self.params = records(stage.params, config.params, config.params)
+        self.grads = records(stage.opt_state, grads_tier, "device")
+        self.params_away = config.params != "device"
+        self.grads_away = grads_tier != "device" and after_backward
+        self.abstract = jax.tree.leaves(layout.abstract_state.params)
+
+    def grad_dtype(self, index: int) -> Any:
+        """Return the dtype in which a leaf's gradient is summed."""
+        return self.abstract[index].dtype if self.count == 1 else jnp.dtype(jnp.float32)
+
+    def grad_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the gradient of one layer."""
+        return [jax.ShapeDtypeStruct(self.abstract[i].shape[1:], self.grad_dtype(i)) for i in self.blocks]
+
+    def empty(self, record: Record, a: Any) -> Array:
+        """Return an empty stack of a record on the device."""
+        stack = jnp.zeros((self.num_layers, *a.shape), a.dtype)
+        return jax.lax.with_sharding_constraint(stack, named(self.mesh, (None, *record.spec)))
+
+    def abstract_stack(self, record: Record, a: Any) -> Any:
+        """Return the shape and sharding of a stack of a record where it rests."""
+        sharding = named(self.mesh, (None, *record.spec), record.tier)
+        return jax.ShapeDtypeStruct((self.num_layers, *a.shape), a.dtype, sharding=sharding)
+
+    def read_params(self, stacks: Sequence[Any], layer: Array) -> list[Array]:
+        """Return one layer's shards, on the device."""
+        return [self.params[i].read(stack, layer) for i, stack in zip(self.blocks, stacks, strict=True)]
+
+    def on_shards(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
+        """Return one layer's, or unstacked leaves', gradients or weights, on the shards of the optimizer state."""
+        return [jax.lax.with_sharding_constraint(g, self.grads[i].sharding) for g, i in zip(grads, indices, strict=True)]
+
+    def mean(self, grad: Array) -> Array:
+        """Return the float32 mean over microbatches of a summed gradient."""
+        grad = grad.astype(jnp.float32)
+        return grad if self.count == 1 else grad / self.count
+
+    def unscaled(self, grad: Array, state: TrainState) -> Array:
+        """Return the mean gradient without the loss scale."""
+        grad = self.mean(grad)
+        return grad if state.loss_scale is None else grad / state.loss_scale.scale
+
+    def squares(self, grads: Sequence[Array], state: TrainState) -> Array:
+        """Return the sum of squares of unscaled gradients: f32[]."""
+        return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
+
+
+def layer_bytes(layout: Layout, parts: Parts | None) -> dict[str, int]:
+    """Return the bytes of one layer's records on each device, as `host_offload.build_schedule` takes them.
+
+    "grads" is the layer's whole gradient, which is there before it is reduced to its shards. Activations are not counted: their
+    shapes are known once there is a batch.
+    """
+    mesh, stage = layout.mesh, STAGES[layout.config.stage]
+    itemsize = jnp.dtype(PRECISIONS[layout.config.precision].compute_dtype).itemsize
+    paths = jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]
+    blocks = [
+        (leaf.shape[1:], layout.specs[jax.tree_util.keystr(path)])
+        for path, leaf in paths
+        if path[0] == jax.tree_util.DictKey(BLOCKS)
+    ]
+
+    def elements(spec_of: Callable[[LeafSpec], Spec]) -> int:
+        return sum(local_elements(shape, spec_of(spec)[1:], mesh) for shape, spec in blocks)
+
+    opt_state = elements(lambda s: stored_spec(s, stage.opt_state)) * 4 if layout.abstract_state.master is not None else 0
+    if parts is not None:
+        states = jax.tree.leaves(parts.update.opt_state)
+        for j in parts.update.states_of(parts.blocks):
+            shape = states[j].shape[1:]
+            opt_state += local_elements(shape, parts.opt_record(j).spec, mesh) * states[j].dtype.itemsize
+    whole = elements(lambda s: s.base) * itemsize
+    params = elements(lambda s: stored_spec(s, stage.params)) * itemsize
+    return {"params": params, "gathered": whole, "grads": whole, "opt_state": opt_state}
+
+
+def plan_schedule(num_layers: int, layout: Layout, parts: Parts | None) -> Schedule:
+    """Return the schedule of a streamed step.
+
+    Raises:
+      ValueError: it does not fit `device_budget_bytes`.
+    """
+    config = layout.config
+    activations = "pinned_host" if config.offloaded_names else config.activations
+    on_host = config.update_on == "host"  # then its callbacks read and write the state, and nothing of it is fetched
+    return build_schedule(
+        num_layers,
+        config.prefetch_distance,
+        tiers={
+            "params": config.params,
+            "grads": "device" if on_host else config.grads,
+            "opt_state": "device" if on_host else config.opt_state,
+            "activations": "device" if activations in MODES else activations,
+        },
+        update=config.update or "after_backward",
+        gather_ahead=config.gather_ahead,
+        master=layout.abstract_state.master is not None or on_host,
+        device_layers=layout.device_layers,
+        record_bytes=layer_bytes(layout, parts),
+        budget_bytes=config.device_budget_bytes,
+    )

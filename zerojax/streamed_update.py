@@ -1,0 +1,328 @@
+"""What a streamed step does with a layer's gradient, and how it ends: five endings of one backward.
+
+    ending          backward, at layer l                          after backward
+    WholeTree       store g[l] on the device                      norm, clip, one update of the whole tree
+    ByLayers        store g[l] in its tier                        norm; for each layer: fetch, scale, update, write back
+    InBackward      fetch w[l], s[l]; update; write back          the leaves that are no stack of layers
+    OnHost          store g[l], on the device or on the host      norm; the host updates each layer
+      in backward   the host updates layer l                      the other leaves
+    Delayed         store g[l] on the host                        take over what the host made of the last step's gradients
+
+Backward carries a dict: "squares", the sum of squares of the gradients so far, and what the ending needs. Clipping is exact:
+the scale is applied when all layers' gradients are known.
+"""
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax.host_update import HostUpdate
+from zerojax.model import BLOCKS
+from zerojax.parts import Parts, States
+from zerojax.records import Now, Plan, run_phase
+from zerojax.resident import build_update, finish
+from zerojax.state import Pending, TrainState
+from zerojax.streamed_layout import StreamedLayout
+
+Array = jax.Array
+Result = tuple[TrainState, dict[str, Array]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sums:
+    """What is known when backward is over.
+
+    Attributes:
+      state: before the step.
+      loss: f32[], the mean over microbatches.
+      carried: by backward.
+      ends: summed gradients of the leaves that are no stack of layers.
+      plan: the update phase's arrays.
+      one: i32[] holding 1.
+    """
+
+    state: TrainState
+    loss: Array
+    carried: dict[str, Any]
+    ends: list[Array]
+    plan: Plan
+    one: Array
+
+
+class Ending(Protocol):
+    """How a step uses gradients."""
+
+    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> dict[str, Any]:
+        """Return what backward carries; `grads` are the stacks in host memory, if any."""
+        ...
+
+    def params(self, state: TrainState, carried: dict[str, Any]) -> list[Array]:
+        """Return the stacks of parameters that backward reads."""
+        ...
+
+    def use(
+        self, state: TrainState, carried: dict[str, Any], now: Now, grads: list[Array], params: list[Array], landing: Any
+    ) -> tuple[dict[str, Any], Any]:
+        """Take one layer's summed gradients, given its gathered parameters; returns what is carried on, and `landing`."""
+        ...
+
+    def end(self, sums: Sums) -> Result:
+        """Finish the step."""
+        ...
+
+
+def ending_of(layout: StreamedLayout, tx: optax.GradientTransformation) -> Ending:
+    """Return the ending that a config asks for."""
+    in_backward = layout.config.update == "in_backward"
+    if layout.parts is None:
+        return WholeTree(layout, tx)
+    if layout.host is None:
+        return InBackward(layout, layout.parts) if in_backward else ByLayers(layout, layout.parts)
+    if layout.config.delayed_update:
+        return Delayed(layout, layout.parts, layout.host)
+    return HostInBackward(layout, layout.parts, layout.host) if in_backward else OnHost(layout, layout.parts, layout.host)
+
+
+class _Stored:
+    """Gradients are stored until all are known."""
+
+    def __init__(self, layout: StreamedLayout) -> None:
+        self.layout, self.config = layout, layout.config
+
+    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> dict[str, Any]:
+        del state, loss
+        layout = self.layout
+        if not layout.grads_away:
+            grads = [layout.empty(layout.grads[i], a) for i, a in zip(layout.blocks, layout.grad_shapes(), strict=True)]
+        return {"squares": jnp.float32(0), "grads": grads, "token": token}
+
+    def params(self, state: TrainState, carried: dict[str, Any]) -> list[Array]:
+        del carried
+        return jax.tree.leaves(state.params[BLOCKS])
+
+    def use(
+        self, state: TrainState, carried: dict[str, Any], now: Now, grads: list[Array], params: list[Array], landing: Any
+    ) -> tuple[dict[str, Any], Any]:
+        del params
+        return self.store(carried, now, grads) | {"squares": carried["squares"] + self.layout.squares(grads, state)}, landing
+
+    def store(self, carried: dict[str, Any], now: Now, grads: list[Array]) -> dict[str, Any]:
+        pairs = zip(self.layout.blocks, carried["grads"], grads, strict=True)
+        return carried | {"grads": [self.layout.grads[i].write(s, now.write, g) for i, s, g in pairs]}
+
+    def read_grads(self, carried: dict[str, Any], layer: Array) -> list[Array]:
+        return [self.layout.grads[i].read(s, layer) for i, s in zip(self.layout.blocks, carried["grads"], strict=True)]
+
+    def norm(self, sums: Sums) -> Array:
+        """Return the global norm of the unscaled gradients."""
+        return jnp.sqrt(sums.carried["squares"] + self.layout.squares(sums.ends, sums.state))
+
+    def factor(self, norm: Array) -> Array:
+        """Return what clipping multiplies gradients by."""
+        clip = self.config.clip_norm
+        return jnp.float32(1) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
+
+
+class WholeTree(_Stored):
+    """Everything that the optimizer reads is on the device: any optimizer runs, once, on whole trees."""
+
+    def __init__(self, layout: StreamedLayout, tx: optax.GradientTransformation) -> None:
+        super().__init__(layout)
+        self.update = build_update(tx, layout.layout)
+
+    def end(self, sums: Sums) -> Result:
+        layout = self.layout
+        grads = dict(zip((*layout.blocks, *layout.ends), [*sums.carried["grads"], *sums.ends], strict=True))
+        tree = jax.tree.structure(sums.state.params)
+        mean = [layout.mean(grads[i]) for i in range(len(grads))]
+        return self.update(sums.state, sums.loss, jax.tree.unflatten(tree, mean))
+
+
+class ByLayers(_Stored):
+    """The update is a loop over layers, whose records come from where they rest and go back."""
+
+    def __init__(self, layout: StreamedLayout, parts: Parts) -> None:
+        super().__init__(layout)
+        self.parts = parts
+
+    def end(self, sums: Sums) -> Result:
+        layout, parts, state = self.layout, self.parts, sums.state
+        # What the update fetches first comes after backward, not before it.
+        plan, squares = jax.lax.optimization_barrier((sums.plan, sums.carried["squares"]))
+        sums = dataclasses.replace(sums, carried=sums.carried | {"squares": squares})
+        norm = self.norm(sums)
+        ok, factor = jnp.isfinite(norm), self.factor(norm)
+
+        def ready(grad: Array) -> Array:
+            grad = layout.unscaled(grad, state)
+            return grad if self.config.clip_norm is None else grad * factor
+
+        states = parts.flat(state)
+        shared = parts.shared_of(states)
+        old_away = states.master is None and layout.params_away
+        opt_away = self.config.opt_state != "device"
+        opt_ahead = opt_away and not (layout.layout.device_layers and (old_away or layout.grads_away))
+        num = len(layout.blocks)
+
+        def fetch(states: States, layer: Array) -> list[Array]:
+            record = self.read_grads(sums.carried, layer) if layout.grads_away else []
+            record += parts.read_params(states, layer) if old_away else []
+            return record + (parts.read_opt(states, layer, False) if opt_ahead else [])
+
+        def tick(states: States, now: Now) -> tuple[States, Any]:
+            taken = list(now.taken or [])
+            grads = self.read_grads(sums.carried, now.layer) if not layout.grads_away else taken[:num]
+            taken = taken[num:] if layout.grads_away else taken
+            old: list[Array] = []
+            if states.master is None:
+                old, taken = (taken[:num], taken[num:]) if old_away else (parts.read_params(states, now.layer), taken)
+            opt = taken if opt_ahead and not now.on_device else parts.read_opt(states, now.layer, now.on_device)
+            mean = [ready(g) for g in grads]
+            return parts.update_layer(states, now.write, mean, old + opt, shared, sums.loss, ok, now.on_device, now.landing)
+
+        phase, layers = layout.schedule.phase("update"), layout.layout.device_layers
+        states = run_phase(phase, plan, states, tick, sums.one, fetch=fetch, device_layers=layers)
+        return close(parts, sums, states, norm, [ready(g) for g in sums.ends])
+
+
+def close(parts: Parts, sums: Sums, states: States, norm: Array, ends: list[Array]) -> Result:
+    """Update the leaves that are no stack of layers, given their finished gradients, and finish the step."""
+    ok = jnp.isfinite(norm)
+    states = parts.update_ends(states, ends, parts.shared_of(states), sums.loss, ok, sums.one)
+    return closed(parts, sums, states, norm)
+
+
+def closed(parts: Parts, sums: Sums, states: States, norm: Array, pending: Pending | None = None) -> Result:
+    """Move the shared scalars on and finish the step."""
+    ok, state = jnp.isfinite(norm), sums.state
+    states = parts.close(states, parts.shared(states, sums.loss, ok))
+    return finish(state, *parts.trees(state, states), sums.loss, norm, ok, parts.layout.config.loss_scaling, pending)
+
+
+class InBackward:
+    """A layer is updated in the tick that makes its gradient, which is never stored."""
+
+    def __init__(self, layout: StreamedLayout, parts: Parts) -> None:
+        self.layout, self.parts = layout, parts
+
+    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> dict[str, Any]:
+        del grads
+        return {"squares": jnp.float32(0), "states": self.parts.flat(state), "loss": loss, "token": token}
+
+    def params(self, state: TrainState, carried: dict[str, Any]) -> list[Array]:
+        del state
+        return [carried["states"].params[i] for i in self.layout.blocks]
+
+    def use(
+        self, state: TrainState, carried: dict[str, Any], now: Now, grads: list[Array], params: list[Array], landing: Any
+    ) -> tuple[dict[str, Any], Any]:
+        layout, parts, states = self.layout, self.parts, carried["states"]
+        old = layout.on_shards(params, layout.blocks) if states.master is None else []
+        read = old + parts.read_opt(states, now.layer, now.on_device)
+        squares = carried["squares"] + layout.squares(grads, state)
+        shared, mean, ok = parts.shared_of(states), [layout.mean(g) for g in grads], jnp.isfinite(squares)
+        states, landing = parts.update_layer(states, now.write, mean, read, shared, carried["loss"], ok, now.on_device, landing)
+        return carried | {"states": states, "squares": squares}, landing
+
+    def end(self, sums: Sums) -> Result:
+        norm = jnp.sqrt(sums.carried["squares"] + self.layout.squares(sums.ends, sums.state))
+        return close(self.parts, sums, sums.carried["states"], norm, [self.layout.mean(g) for g in sums.ends])
+
+
+class HostInBackward(InBackward):
+    """The same, on the host."""
+
+    def __init__(self, layout: StreamedLayout, parts: Parts, host: HostUpdate) -> None:
+        super().__init__(layout, parts)
+        self.host = host
+
+    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> dict[str, Any]:
+        carried = super().begin(state, loss, grads, token)
+        shared, one = self.parts.shared_of(carried["states"]), jnp.float32(1)
+        return carried | {"scalars": self.host.scalars(shared, loss, one, one)}
+
+    def use(
+        self, state: TrainState, carried: dict[str, Any], now: Now, grads: list[Array], params: list[Array], landing: Any
+    ) -> tuple[dict[str, Any], Any]:
+        squares = carried["squares"] + self.layout.squares(grads, state)
+        old = self.layout.on_shards(params, self.layout.blocks) if self.host.needs_weights else []
+        states, token = self.host.update_layer(
+            carried["states"], now.write, grads, old, jnp.isfinite(squares), carried["scalars"], carried["token"]
+        )
+        return carried | {"states": states, "squares": squares, "token": token}, landing
+
+    def end(self, sums: Sums) -> Result:
+        carried, norm = sums.carried, jnp.sqrt(sums.carried["squares"] + self.layout.squares(sums.ends, sums.state))
+        states, _ = self.host.update_ends(
+            carried["states"], sums.ends, jnp.isfinite(norm), carried["scalars"], carried["token"]
+        )
+        return closed(self.parts, sums, states, norm)
+
+
+class OnHost(_Stored):
+    """The host updates every layer when the norm is known. Gradients wait on the device, or stashed in host memory."""
+
+    def __init__(self, layout: StreamedLayout, parts: Parts, host: HostUpdate) -> None:
+        super().__init__(layout)
+        self.parts, self.host = parts, host
+
+    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> dict[str, Any]:
+        carried = super().begin(state, loss, grads, token)
+        return carried | {"grads": []} if self.host.stashes else carried
+
+    def store(self, carried: dict[str, Any], now: Now, grads: list[Array]) -> dict[str, Any]:
+        if self.host.stashes:
+            return carried | {"token": self.host.stash(now.layer, grads, carried["token"])}
+        return super().store(carried, now, grads)
+
+    def end(self, sums: Sums) -> Result:
+        layout, parts, host, state = self.layout, self.parts, self.host, sums.state
+        norm = self.norm(sums)
+        ok, states = jnp.isfinite(norm), parts.flat(state)
+        scalars = host.scalars(parts.shared_of(states), sums.loss, self.factor(norm), loss_scale(state))
+
+        def tick(carry: Any, now: Now) -> Any:
+            states, token = carry
+            grads = [] if host.stashes else self.read_grads(sums.carried, now.layer)
+            old = parts.read_params(states, now.layer) if host.needs_weights else []
+            return host.update_layer(states, now.write, grads, old, ok, scalars, token), now.landing
+
+        carry = (states, sums.carried["token"])
+        states, token = run_phase(layout.schedule.phase("update"), sums.plan, carry, tick, sums.one, fetch=_nothing)
+        states, _ = host.update_ends(states, sums.ends, ok, scalars, token)
+        return closed(parts, sums, states, norm)
+
+
+class Delayed(OnHost):
+    """The host works on the gradients of the step before while this one computes (ZeRO-Offload, section 5.2)."""
+
+    def end(self, sums: Sums) -> Result:
+        layout, parts, host, state = self.layout, self.parts, self.host, sums.state
+        pending = state.pending
+        assert pending is not None
+        norm = self.norm(sums)
+        token = host.stash_ends(sums.ends, sums.carried["token"])
+
+        def tick(carry: Any, now: Now) -> Any:
+            return host.install(carry[0], parts.blocks, now.write, pending, carry[1]), now.landing
+
+        carry = (parts.flat(state), token)
+        states, token = run_phase(layout.schedule.phase("update"), sums.plan, carry, tick, sums.one, fetch=_nothing)
+        states, _ = host.install(states, parts.ends, jnp.int32(0), pending, token)
+        scalars = jnp.stack([sums.loss, self.factor(norm), loss_scale(state)])
+        left = Pending(pending.grads, parts.shared_of(states), scalars, jnp.isfinite(norm))
+        return closed(parts, sums, states, norm, left)
+
+
+def loss_scale(state: TrainState) -> Array:
+    """Return the scale of the loss: 1 where there is none."""
+    return jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+
+
+def _nothing(carry: Any, layer: Array) -> list[Array]:
+    """Fetch nothing ahead."""
+    del carry, layer
+    return []
