@@ -12,5 +12,19 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "streamed"), str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(scope="session")
+def h200_compiler():
+    """Skip where nothing can be compiled for an H200 that is not there; on Linux that is a failure."""
+    from zerojax import aot
+
+    try:
+        aot.gpu_devices("h200", 1, 1)
+    except RuntimeError as e:
+        if sys.platform == "linux":
+            raise
+        pytest.skip(f"compiling for GPUs without one needs Linux and zerojax[aot]: {e}")

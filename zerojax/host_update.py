@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import PartitionSpec
@@ -24,7 +23,8 @@ from jax.sharding import PartitionSpec
 from host_offload.fused import build_kernel
 from host_offload.host_step import HostStep, LeafKernel
 from host_offload.link import link_of, view
-from zerojax.jaxprs import Instruction, Program, evaluate, flatten
+from zerojax.host_rule import HostRule
+from zerojax.optim import clip_factor
 from zerojax.parts import Parts, States
 from zerojax.records import Record
 from zerojax.resident import Update, finish, scale_grads
@@ -51,7 +51,7 @@ class HostUpdate:
         self.params_away = self.config.params != "device"
         self.needs_weights = not self.has_master and not self.params_away  # float32 weights rest on the device
         self.order = (*parts.blocks, *parts.ends)
-        self.rules = [_Rule(self, index) for index in self.order]
+        self.rules = [HostRule(parts, i, self.grad_dtype(i), self.summed, self.has_master) for i in self.order]
         platform = self.mesh.devices.flat[0].platform
         self.hands_over = platform == "cpu"  # a GPU program cannot pass host memory to a callback
         start, leaves = 0, []
@@ -61,7 +61,7 @@ class HostUpdate:
             leaves.append(self._leaf(rule, index, scalars))
         self.host = HostStep(leaves, link_of(platform))
 
-    def _leaf(self, rule: "_Rule", index: int, scalars: slice) -> LeafKernel:
+    def _leaf(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
         weight_on_device, delayed = self.needs_weights, self.config.delayed_update
         states = len(rule.own)
         in_place = self.has_master or not (weight_on_device or delayed)
@@ -322,9 +322,7 @@ def update_on_host(host: HostUpdate) -> Update:
         # The kernels divide by the loss scale and clip.
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         _, norm, ok = scale_grads(config, state, grads)
-        factor = (
-            jnp.float32(1) if config.clip_norm is None else jnp.where(norm < config.clip_norm, 1.0, config.clip_norm / norm)
-        )
+        factor = clip_factor(norm, config.clip_norm)
         states = parts.flat(state)
         scalars = host.scalars(parts.shared_of(states), value, factor, scale)
         grads = [g.astype(host.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))]  # exact: cast up before
@@ -333,75 +331,3 @@ def update_on_host(host: HostUpdate) -> Update:
         return finish(state, *parts.trees(state, states), value, norm, ok, config.loss_scaling)
 
     return update
-
-
-class _Rule:
-    """The update of one leaf, divided into scalars of the program and a kernel over elements."""
-
-    def __init__(self, update: HostUpdate, index: int) -> None:
-        parts, config = update.parts, update.config
-        self.own = parts.update.states_of((index,))
-        weight = jax.tree.leaves(parts.update.params)[index]
-        state = jax.tree.leaves(parts.update.opt_state)
-        one = (1, *weight.shape[1:]) if index in parts.blocks else weight.shape
-        f32 = jax.ShapeDtypeStruct((), jnp.float32)
-        scalars = [*(state[j] for j in parts.update.shared), f32, f32, f32]
-        dtype = update.grad_dtype(index)
-        arrays = [jax.ShapeDtypeStruct(one, d) for d in (dtype, jnp.float32, *(state[j].dtype for j in self.own))]
-
-        def rule(arrays: list[Array], scalars: list[Array]) -> list[Array]:
-            grad, old, *before = arrays
-            *shared, loss, factor, scale = scalars
-            grad = grad.astype(jnp.float32)
-            grad = grad / update.summed if update.summed > 1 else grad
-            grad = grad / scale if parts.layout.abstract_state.loss_scale is not None else grad
-            grad = grad * factor if config.clip_norm is not None else grad
-            (new,), after, _ = parts.update((index,), (grad,), (old,), before, shared, loss)
-            return [new, *after, *([new.astype(parts.dtypes[index])] if update.has_master else [])]
-
-        closed = jax.make_jaxpr(rule)(arrays, scalars)
-        self.program = flatten(closed.jaxpr, closed.consts)
-        live = _live(self.program)
-        self.num_arrays = len(arrays)
-        varies = set(self.program.inputs[: self.num_arrays])
-        self.elements: list[Instruction] = []
-        self.before: list[Instruction] = []
-        for i in live:
-            of_arrays = any(ref in varies for ref in i.ins if isinstance(ref, int))
-            (self.elements if of_arrays else self.before).append(i)
-            varies.update(i.outs if of_arrays else ())
-        reads = [ref for i in self.elements for ref in i.ins] + list(self.program.outputs)
-        self.crossing = tuple(dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies))
-        dtypes = {slot: a.dtype for slot, a in zip(self.program.inputs[self.num_arrays :], scalars, strict=True)}
-        shapes: dict[int, Any] = {out: v.aval for i in self.before for out, v in zip(i.outs, i.eqn.outvars, strict=True)}
-        self.fills = {slot: shapes[slot].shape for slot in self.crossing if slot in shapes and shapes[slot].shape}
-        crossed = [jax.ShapeDtypeStruct((), jnp.float32) for _ in self.crossing]
-        kinds = [shapes[slot].dtype if slot in shapes else dtypes[slot] for slot in self.crossing]
-
-        def kernel(arrays: list[Array], values: list[Array]) -> list[Array]:
-            slots: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=False))
-            for slot, value, kind in zip(self.crossing, values, kinds, strict=True):
-                value = value.astype(kind)
-                slots[slot] = jnp.broadcast_to(value, self.fills[slot]) if slot in self.fills else value
-            evaluate(self.elements, slots)
-            return [slots[ref] if isinstance(ref, int) else ref.value for ref in self.program.outputs]
-
-        self.kernel: jex.ClosedJaxpr = jax.make_jaxpr(kernel)(arrays, crossed)
-
-    def scalars(self, values: Sequence[Array]) -> list[Array]:
-        """Return what crosses from the program to the kernel, f32[] each; `values` are the rule's scalars."""
-        slots: dict[int, Any] = dict(zip(self.program.inputs[self.num_arrays :], values, strict=True))
-        evaluate(self.before, slots)
-        # An array that depends on no array is a scalar broadcast: its elements are equal.
-        return [jnp.ravel(slots[slot])[0].astype(jnp.float32) for slot in self.crossing]
-
-
-def _live(program: Program) -> list[Instruction]:
-    """Return the instructions that the outputs need."""
-    needed = {ref for ref in program.outputs if isinstance(ref, int)}
-    kept = []
-    for i in reversed(program.instructions):
-        if any(out in needed for out in i.outs):
-            kept.append(i)
-            needed.update(ref for ref in i.ins if isinstance(ref, int))
-    return kept[::-1]

@@ -91,10 +91,9 @@ def global_norm(grads: Any) -> jax.Array:
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
-def clip_by_norm(grads: Any, norm: jax.Array, clip_norm: float) -> Any:
-    """Scale `grads` so that their norm is at most `clip_norm`."""
-    factor = jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
-    return jax.tree.map(lambda g: g * factor, grads)
+def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
+    """Return what gradients of global norm `norm` are multiplied by, so that it is at most `clip_norm`: f32[]."""
+    return jnp.float32(1) if clip_norm is None else jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
 
 
 def select(condition: jax.Array, on_true: Any, on_false: Any) -> Any:

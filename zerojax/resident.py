@@ -25,7 +25,7 @@ from zerojax.mesh import BATCH_AXES, FSDP, num_batch_shards
 from zerojax.metrics import step_metrics
 from zerojax.model import BLOCKS, LayeredModel, Model, layered_loss
 from zerojax.on_use import gather_on_use
-from zerojax.optim import call_update, clip_by_norm, global_norm, select, stored_spec
+from zerojax.optim import call_update, clip_factor, global_norm, select, stored_spec
 from zerojax.precision import PRECISIONS, LossScaling, init_loss_scale, update_loss_scale
 from zerojax.remat import remat_by_segments
 from zerojax.stages import STAGES
@@ -214,7 +214,8 @@ def scale_grads(config: ZeroConfig, state: TrainState, grads: Any) -> tuple[Any,
         grads = jax.tree.map(lambda g: g / scale, grads)
     norm = global_norm(grads)
     if config.clip_norm is not None:
-        grads = clip_by_norm(grads, norm, config.clip_norm)
+        factor = clip_factor(norm, config.clip_norm)
+        grads = jax.tree.map(lambda g: g * factor, grads)
     return grads, norm, jnp.isfinite(norm)
 
 

@@ -21,6 +21,7 @@ import optax
 
 from zerojax.host_update import HostUpdate
 from zerojax.model import BLOCKS
+from zerojax.optim import clip_factor
 from zerojax.parts import Parts, States
 from zerojax.records import Now, Plan, run_phase
 from zerojax.resident import build_update, finish
@@ -120,11 +121,6 @@ class _Stored:
         """Return the global norm of the unscaled gradients."""
         return jnp.sqrt(sums.carried["squares"] + self.layout.squares(sums.ends, sums.state))
 
-    def factor(self, norm: Array) -> Array:
-        """Return what clipping multiplies gradients by."""
-        clip = self.config.clip_norm
-        return jnp.float32(1) if clip is None else jnp.where(norm < clip, 1.0, clip / norm)
-
 
 class WholeTree(_Stored):
     """Everything that the optimizer reads is on the device: any optimizer runs, once, on whole trees."""
@@ -154,7 +150,7 @@ class ByLayers(_Stored):
         plan, squares = jax.lax.optimization_barrier((sums.plan, sums.carried["squares"]))
         sums = dataclasses.replace(sums, carried=sums.carried | {"squares": squares})
         norm = self.norm(sums)
-        ok, factor = jnp.isfinite(norm), self.factor(norm)
+        ok, factor = jnp.isfinite(norm), clip_factor(norm, self.config.clip_norm)
 
         def ready(grad: Array) -> Array:
             grad = layout.unscaled(grad, state)
@@ -282,7 +278,7 @@ class OnHost(_Stored):
         layout, parts, host, state = self.layout, self.parts, self.host, sums.state
         norm = self.norm(sums)
         ok, states = jnp.isfinite(norm), parts.flat(state)
-        scalars = host.scalars(parts.shared_of(states), sums.loss, self.factor(norm), loss_scale(state))
+        scalars = host.scalars(parts.shared_of(states), sums.loss, clip_factor(norm, self.config.clip_norm), loss_scale(state))
 
         def tick(carry: Any, now: Now) -> Any:
             states, token = carry
@@ -312,7 +308,7 @@ class Delayed(OnHost):
         carry = (parts.flat(state), token)
         states, token = run_phase(layout.schedule.phase("update"), sums.plan, carry, tick, sums.one, fetch=_nothing)
         states, _ = host.install(states, parts.ends, jnp.int32(0), pending, token)
-        scalars = jnp.stack([sums.loss, self.factor(norm), loss_scale(state)])
+        scalars = jnp.stack([sums.loss, clip_factor(norm, self.config.clip_norm), loss_scale(state)])
         left = Pending(pending.grads, parts.shared_of(states), scalars, jnp.isfinite(norm))
         return closed(parts, sums, states, norm, left)
 

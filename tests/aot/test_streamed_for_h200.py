@@ -109,16 +109,6 @@ class Compiled:
         return [s for s in hlo_overlap.spans(self.text) if s.kind in kinds and s.times > 1 and s.num_bytes > SMALL]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _topology():
-    try:
-        aot.gpu_devices("h200", 1, 1)
-    except RuntimeError as e:
-        if jax.default_backend() == "cpu" and "linux" in __import__("sys").platform:
-            raise
-        pytest.skip(f"compiling for GPUs without one needs Linux and zerojax[aot]: {e}")
-
-
 @pytest.fixture(autouse=True)
 def _sharded(capfd):
     """Refuse what the partitioner could not shard."""

@@ -13,8 +13,11 @@ import numpy as np
 import problem
 import pytest
 import step_time
-
-from zerojax import aot
+from gpu_checks.equality import Tolerance, compare
+from gpu_checks.jobs import Job
+from gpu_checks.mixes import FEW, IN_BACKWARD
+from gpu_checks.rows import Row, attempt, line
+from gpu_checks.speed import Link, speed_rows
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SMALL = problem.Problem(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=4)
@@ -73,7 +76,7 @@ def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path):
     for check in ("slices", "fp32", "bf16", "activations"):
         assert rows[check], check
         assert all(row["ok"] is True for row in rows[check].values())
-    assert len(rows["fp32"]) == len(gpu_check.FEW["fp32"])
+    assert len(rows["fp32"]) == len(FEW["fp32"])
     assert rows["memory"]["peak device memory"]["figure"] == "skipped: cpu devices do not count theirs"
     speed = rows["speed"]
     assert speed["all, in_backward: step over resident"]["values"]["ratio"] > 0
@@ -85,13 +88,8 @@ def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path):
     assert "| fp32 | half of opt_state, distance 2 | loss " in text
 
 
+@pytest.mark.usefixtures("h200_compiler")
 def test_gpu_check_compiles_without_a_gpu(tmp_path):
-    try:
-        aot.gpu_devices("h200", 1, 1)
-    except RuntimeError as e:
-        if "linux" in sys.platform:
-            raise
-        pytest.skip(f"compiling for GPUs without one needs Linux and zerojax[aot]: {e}")
     text, facts = run_gpu_check(tmp_path, "--compile-only", "--only", "slices", "memory")
     rows = {name: {row["name"]: row for row in rows} for name, rows in facts["rows"].items()}
     assert rows["slices"]["update"]["values"]["slices"] == 2
@@ -103,18 +101,18 @@ def test_gpu_check_compiles_without_a_gpu(tmp_path):
 
 def test_gpu_check_goes_on_after_a_failure(tmp_path):
     def breaks():
-        yield gpu_check.Row("first", "1", ok=True)
+        yield Row("first", "1", ok=True)
         raise RuntimeError("broken | here") from OSError("the disk")
 
     def refuses():
         raise NotImplementedError("not built")
         yield
 
-    first, second = gpu_check.attempt("breaks", breaks)
+    first, second = attempt("breaks", breaks)
     assert first.ok
     assert (second.ok, second.figure) == (False, "RuntimeError: broken | here OSError: the disk")
-    assert gpu_check.line("check", second) == "| check | breaks | RuntimeError: broken / here OSError: the disk |  | NO |"
-    (row,) = gpu_check.attempt("refuses", refuses)
+    assert line("check", second) == "| check | breaks | RuntimeError: broken / here OSError: the disk |  | NO |"
+    (row,) = attempt("refuses", refuses)
     assert (row.ok, row.figure) == (None, "skipped: not built")
     options = argparse.Namespace(small=True, compile_only=False, peer_python=None, limit=1.0)
     for seconds, why in ((0.05, "stopped after 0 s"), (0.0, "not run: the others took the 1 s")):
@@ -124,13 +122,13 @@ def test_gpu_check_goes_on_after_a_failure(tmp_path):
 
 
 def test_gpu_check_sees_another_loss_and_another_parameter():
-    job = gpu_check.Job(name="mix", problem=SMALL, fields={})
-    tolerance = gpu_check.Tolerance(ulp=2, params=1e-6, gradients=1e-6)
+    job = Job(name="mix", problem=SMALL, fields={})
+    tolerance = Tolerance(ulp=2, params=1e-6, gradients=1e-6)
     losses, leaves = np.array([2, 1], np.float32), [np.array([0, 4], np.float32), np.zeros(2, np.float32)]
 
     def compared(losses, leaves):
         right = (np.array([2, 1], np.float32), leaves_before, [np.array([0, 4], np.float32), np.zeros(2, np.float32)])
-        return gpu_check.compare(job, (losses, leaves_before, leaves), right, tolerance)
+        return compare(job, (losses, leaves_before, leaves), right, tolerance)
 
     leaves_before = [np.zeros(2, np.float32)] * 2
     assert compared(losses, leaves).values == {"loss_ulp": 0, "params": 0}
@@ -148,12 +146,12 @@ def test_gpu_check_sees_another_loss_and_another_parameter():
     [(3.0, 1.0, 1.0), (4.0, 0.0, 4 / 3)],
 )
 def test_gpu_check_tells_how_much_of_the_transfers_is_hidden(step, hidden, floor):
-    job = gpu_check.Job(name="mix", problem=SMALL, fields=gpu_check.IN_BACKWARD)
-    link = gpu_check.Link(to_device=20.0, to_host=10.0, both=25.0)
+    job = Job(name="mix", problem=SMALL, fields=IN_BACKWARD)
+    link = Link(to_device=20.0, to_host=10.0, both=25.0)
     assert link.seconds(20.0, 5.0) == 1.0
     assert link.seconds(20.0, 20.0) == 2.0
     assert link.seconds(25.0, 12.5) == 1.5
-    rows = list(gpu_check.speed_rows(job, [step] * 3, [3.0] * 3, {"to_device": 20.0, "to_host": 5.0}, link))
+    rows = list(speed_rows(job, [step] * 3, [3.0] * 3, {"to_device": 20.0, "to_host": 5.0}, link))
     assert [row.name for row in rows] == ["mix: step over resident", "mix: link", "mix: transfers hidden"]
     assert rows[0].values["ratio"] == step / 3
     assert rows[2].values["hidden"] == hidden

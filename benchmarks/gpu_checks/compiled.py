@@ -1,0 +1,44 @@
+"""What the checks run, compiled for an H200 that is not there."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gpu_checks.jobs import Job
+from gpu_checks.memory import ACCOUNT_RATIO, memory_row
+from gpu_checks.mixes import Sizes
+from gpu_checks.rows import Row, attempt
+from gpu_checks.slices import compile_forms
+
+
+def compile_rows(check: str, jobs: Sequence[Job], sizes: Sizes) -> Iterator[Row]:
+    """Compile what a check would run, jobs or forms, for an H200; look for host slices that are not provably right."""
+    import jax
+
+    from zerojax import aot, hlo_host
+
+    mesh = aot.gpu_mesh(gpus_per_host=1)
+
+    def judged(name: str, compiled: Any, seconds: float) -> Row:
+        text = compiled.as_text()
+        slices, unsafe = hlo_host.host_slices(text, unknown_trips=1), hlo_host.unsafe_host_slices(text, unknown_trips=1)
+        figure = f"{len(slices)} host slices, {len(unsafe)} not provably right; {seconds:.1f} s"
+        return Row(name, figure, "0", not unsafe, {"slices": len(slices), "unsafe": len(unsafe), "seconds": seconds})
+
+    def compile_job(job: Job) -> Iterator[Row]:
+        start, program = time.perf_counter(), job.build(mesh)
+        batch = job.data()[0]
+        with jax.default_matmul_precision("highest" if check not in ("memory", "speed") else None):
+            compiled = program.lower(batch).compile()
+        yield judged(job.name, compiled, time.perf_counter() - start)
+        if check == "memory":
+            stats = compiled.memory_analysis()
+            taken = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+            ratio = taken / sum(program.memory(batch).tiers["device"].values())
+            figure = f"{ratio:.3f} ({taken / 2**30:.3g} GiB)"
+            yield memory_row(f"{job.name}: compiled over program.memory", figure, ratio, ACCOUNT_RATIO, sizes, {"bytes": taken})
+
+    for job in jobs:
+        yield from attempt(job.name, lambda job=job: compile_job(job))
+    if check == "slices":
+        yield from compile_forms(mesh, judged)

@@ -1,0 +1,139 @@
+"""A mix of tiers as a program: a GPT, its optimizer, its data."""
+
+import dataclasses
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+from problem import Problem, batches
+
+from gpu_checks.mixes import Fields
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
+
+EPSILON = 1e-3  # of Adam: an element whose gradient is rounding alone must not be moved by it
+NOISE = 0.02  # added to what the GPT is born with, biases above all
+
+Trained = tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]
+"""What `Job.train` returns."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One program: a GPT, an optimizer and a config.
+
+    Attributes:
+      name: of its rows.
+      problem: sizes.
+      fields: of the ZeroConfig.
+      gradients: a step of gradient descent at rate 1, on blocks that mark a value.
+    """
+
+    name: str
+    problem: Problem
+    fields: Fields
+    gradients: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the optimizer runs on the host."""
+        return self.fields.get("update_on") == "host"
+
+    def build(self, mesh: Any) -> Any:
+        """Return the program.
+
+        Raises:
+          NotImplementedError: this version does not build it.
+        """
+        import gpt
+        import jax.numpy as jnp
+        import optax
+
+        import zerojax as zj
+
+        p = self.problem
+        c = gpt.GPTConfig(
+            layers=p.layers, hidden=p.hidden, heads=p.heads, seq=p.seq, vocab=p.vocab, tied=False,
+            dtype=jnp.bfloat16 if p.precision == "bf16" else jnp.float32,
+        )  # fmt: skip
+        model = without_zeros(gpt.layered_gpt(c))
+        tx = optax.adamw(p.learning_rate, b2=0.95, eps=EPSILON, weight_decay=0.1)
+        if self.gradients:
+            model, tx = with_a_name(model), optax.sgd(1.0)
+        fields: dict[str, Any] = {"precision": p.precision, **self.fields}
+        return zj.build_train_step(model, tx, zj.ZeroConfig(**fields), mesh)
+
+    def data(self) -> list[dict[str, np.ndarray]]:
+        """Return the batch of each step."""
+        return [{"tokens": t.astype(np.int32), "targets": u.astype(np.int32)} for t, u in batches(self.problem)]
+
+    def train(self, mesh: Any) -> Trained:
+        """Train from key 0; returns losses f32[steps], and the float32 parameters' leaves before and after."""
+        import jax
+
+        # TF32 would differ from program to program.
+        with jax.default_matmul_precision("highest"), self.build(mesh) as program:
+            state = program.init(jax.random.key(0))
+            before, losses = leaves_of(program, state), []
+            for batch in self.data():
+                state, metrics = program.step(state, batch)
+                losses.append(jax.device_get(metrics["loss"]))
+            return np.array(losses, np.float32), before, leaves_of(program, state)
+
+
+def without_zeros(model: Any) -> Any:
+    """Return a LayeredModel none of whose leaves is born near zero: differences are told over a leaf's largest magnitude."""
+    import jax
+
+    def shaken(init: Any) -> Any:
+        def made(key: Any) -> Any:
+            leaves, tree = jax.tree.flatten(init(key))
+            keys = jax.random.split(jax.random.fold_in(key, 1), len(leaves))
+            return tree.unflatten([a + NOISE * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)])
+
+        return made
+
+    inits = {name: shaken(getattr(model, name)) for name in ("init_embed", "init_block", "init_head")}
+    return dataclasses.replace(model, **inits)
+
+
+def with_a_name(model: Any) -> Any:
+    """Return a LayeredModel whose blocks mark a value, "squashed", that their derivative reads."""
+    import jax
+    import jax.numpy as jnp
+    from jax.ad_checkpoint import checkpoint_name
+
+    def block(params: Any, x: Any, key: Any) -> Any:
+        return model.block(params, jax.tree.map(lambda a: checkpoint_name(jnp.tanh(a), "squashed"), x), key)
+
+    return dataclasses.replace(model, block=block)
+
+
+def leaves_of(program: Any, state: Any) -> list[np.ndarray]:
+    """Return the float32 parameters as numpy arrays; leaves in two places as one."""
+    import jax
+
+    from zerojax.state import Split, is_split
+
+    def whole(leaf: Any) -> np.ndarray:
+        parts = (leaf.device, leaf.host) if isinstance(leaf, Split) else (leaf,)
+        return np.concatenate([np.atleast_1d(jax.device_get(part)) for part in parts])
+
+    return [whole(leaf) for leaf in jax.tree.leaves(program.master_params(state), is_leaf=is_split)]
+
+
+def one_device() -> Any:
+    """Return the mesh of the first device."""
+    import jax
+
+    import zerojax as zj
+
+    return zj.make_mesh(devices=jax.devices()[:1])
+
+
+def platform_name() -> str:
+    """Return "cpu" or "gpu"."""
+    import jax
+
+    return "cpu" if jax.default_backend() == "cpu" else "gpu"

@@ -1,0 +1,123 @@
+"""The mixes of tiers that are checked, and the sizes at which."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from problem import Problem
+
+CLIP = 0.5
+H = "pinned_host"
+Fields = Mapping[str, Any]
+STATES: dict[str, Any] = {"params": H, "grads": H, "opt_state": H}
+IN_BACKWARD: dict[str, Any] = STATES | {"update": "in_backward"}
+ON_HOST: dict[str, Any] = {"opt_state": H, "update_on": "host"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of every check.
+
+    Attributes:
+      equal: of "fp32", "bf16" and "activations".
+      lean: of "memory": little is active, so that states count.
+      fast: of "speed".
+      rounds: timed steps of each mix.
+      link_bytes: of the array that measures the link.
+      few: run only the mixes of FEW.
+    """
+
+    equal: Problem
+    lean: Problem
+    fast: Problem
+    rounds: int
+    link_bytes: int
+    few: bool = False
+
+
+_TINY = Problem(layers=3, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=10, learning_rate=1e-3)
+_LAPTOP = Problem(layers=8, hidden=128, heads=4, seq=64, vocab=512, batch=4, steps=10, learning_rate=1e-3)
+_LARGE = Problem(layers=16, hidden=2048, heads=16, seq=1024, vocab=32768, batch=8, steps=6, precision="bf16")
+SMALL = Sizes(equal=_TINY, lean=_TINY, fast=_TINY, rounds=3, link_bytes=1 << 22, few=True)
+CPU = Sizes(equal=_LAPTOP, lean=_LAPTOP, fast=dataclasses.replace(_LAPTOP, hidden=256, seq=128), rounds=5, link_bytes=1 << 26)
+GPU = Sizes(
+    equal=dataclasses.replace(_LAPTOP, hidden=256, seq=128, vocab=1024, batch=8),
+    lean=dataclasses.replace(_LARGE, layers=8, seq=128, vocab=8192, batch=1),
+    fast=_LARGE,
+    rounds=6,
+    link_bytes=1 << 30,
+)
+
+
+EQUAL_MIXES: Mapping[str, Fields] = {
+    "params, distance 0": {"params": H, "prefetch_distance": 0},
+    "params, 4 microbatches": {"params": H, "num_microbatches": 4},
+    "grads, clipped": {"grads": H, "clip_norm": CLIP},
+    "grads, opt_state, distance 0": {"grads": H, "opt_state": H, "prefetch_distance": 0},
+    "opt_state, clipped": {"opt_state": H, "clip_norm": CLIP},
+    "half of opt_state, distance 2": {"opt_state": H, "opt_state_device_fraction": 0.5, "prefetch_distance": 2},
+    "params, half of opt_state, in_backward": {
+        "params": H, "opt_state": H, "opt_state_device_fraction": 0.5, "update": "in_backward",
+    },
+    "all, clipped, distance 2, gather_ahead": STATES | {"clip_norm": CLIP, "prefetch_distance": 2, "gather_ahead": True},
+    "all, activations, clipped, 4 microbatches": STATES | {"activations": H, "clip_norm": CLIP, "num_microbatches": 4},
+    "all, in_backward, distance 0": IN_BACKWARD | {"prefetch_distance": 0},
+    "all, in_backward, 4 microbatches": IN_BACKWARD | {"num_microbatches": 4},
+    "all, activations, in_backward, gather_ahead": IN_BACKWARD | {"activations": H, "gather_ahead": True},
+    "all, in_backward, distance 2, gather_ahead": IN_BACKWARD | {"prefetch_distance": 2, "gather_ahead": True},
+    "opt_state, updated on the host": ON_HOST,
+    "all, activations, updated on the host": STATES | ON_HOST | {"activations": H},
+    "all, clipped, 4 microbatches, updated on the host": STATES | ON_HOST | {"clip_norm": CLIP, "num_microbatches": 4},
+    "all, in_backward, updated on the host": IN_BACKWARD | ON_HOST,
+}  # fmt: skip
+
+ACTIVATION_MIXES: Mapping[str, Fields] = {
+    "pinned_host": {"activations": H},
+    "pinned_host, distance 0": {"activations": H, "prefetch_distance": 0},
+    "pinned_host, params, distance 2, 4 microbatches": {
+        "activations": H, "params": H, "prefetch_distance": 2, "num_microbatches": 4,
+    },
+    "a named value": {"activations": "remat", "offloaded_names": ("squashed",)},
+    "a named value, 4 microbatches": {"activations": "remat", "offloaded_names": ("squashed",), "num_microbatches": 4},
+    "a named value, pinned_host, gather_ahead": {"activations": H, "offloaded_names": ("squashed",), "gather_ahead": True},
+}  # fmt: skip
+
+RESIDENT: dict[str, Any] = {"activations": "remat"}
+RESIDENT_STEP = "resident"
+MEMORY_MIXES: Mapping[str, Fields] = {
+    RESIDENT_STEP: RESIDENT,
+    "opt_state": RESIDENT | {"opt_state": H},
+    "all, activations": STATES | {"activations": H},
+    "all, activations, in_backward": IN_BACKWARD | {"activations": H},
+    "all, activations, in_backward, distance 2": IN_BACKWARD | {"activations": H, "prefetch_distance": 2},
+}
+
+SPEED_MIXES: Mapping[str, Fields] = {
+    "all, in_backward": RESIDENT | IN_BACKWARD,
+    "all, in_backward, distance 0": RESIDENT | IN_BACKWARD | {"prefetch_distance": 0},
+    "all, in_backward, distance 2": RESIDENT | IN_BACKWARD | {"prefetch_distance": 2},
+    "all": RESIDENT | STATES,
+    "params": RESIDENT | {"params": H},
+    "opt_state": RESIDENT | {"opt_state": H},
+    "all, activations, in_backward": IN_BACKWARD | {"activations": H},
+    "all, in_backward, updated on the host": RESIDENT | IN_BACKWARD | ON_HOST,
+}
+BESIDE_PEER: dict[str, Any] = IN_BACKWARD | ON_HOST | {"activations": "save"}
+"""What FSDP2's CPUOffloadPolicy does: states and optimizer on the host, activations kept on the device."""
+
+FEW: Mapping[str, Sequence[str]] = {
+    "fp32": [
+        "half of opt_state, distance 2",
+        "all, activations, in_backward, gather_ahead",
+        "all, activations, updated on the host",
+    ],
+    "bf16": ["all, activations, clipped, 4 microbatches"],
+    "activations": ["a named value, pinned_host, gather_ahead"],
+    "memory": [RESIDENT_STEP, "all, activations, in_backward"],
+    "speed": ["all, in_backward"],
+}
+
+
+def chosen(check: str, mixes: Mapping[str, Fields], sizes: Sizes) -> dict[str, Fields]:
+    """Return the mixes that a check runs at these sizes."""
+    return {name: fields for name, fields in mixes.items() if not sizes.few or name in FEW[check]}

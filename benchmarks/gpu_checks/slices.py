@@ -1,0 +1,55 @@
+"""The forms in which a step slices host memory: run, or compiled."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from gpu_checks.mixes import H, Sizes
+from gpu_checks.rows import Row, attempt
+
+
+def check_slices(sizes: Sizes) -> Iterator[Row]:
+    """Run each form of access to host memory, in both directions."""
+    import jax
+
+    from host_offload import self_test
+
+    del sizes
+    for name, form in self_test.forms().items():
+
+        def rows(name: str = name, form: Any = form) -> Iterator[Row]:
+            program, wrong = self_test.build_form(form, jax.devices()[0]), []
+            stack = self_test.records()
+            for direction, order in (("ascending", range(len(stack))), ("descending", reversed(range(len(stack))))):
+                order = np.array(list(order), np.int32)
+                found, right = program(order, stack), form.expect(order, stack)
+                wrong += [direction] if any(not np.array_equal(f, r) for f, r in zip(found, right, strict=True)) else []
+            text = f"wrong records {' and '.join(wrong)}" if wrong else "right"
+            yield Row(name, text, "right", not wrong, {"wrong": len(wrong)})
+
+        yield from attempt(name, rows)
+
+
+def compile_forms(mesh: Any, judged: Callable[[str, Any, float], Row]) -> Iterator[Row]:
+    """Compile the forms of access to host memory."""
+    import jax
+
+    from host_offload import self_test
+    from zerojax.layout import named
+
+    stack = self_test.records()
+    for name, form in self_test.forms().items():
+
+        def rows(name: str = name, form: Any = form) -> Iterator[Row]:
+            start = time.perf_counter()
+            with jax.set_mesh(mesh):
+                here, there = named(mesh, ()), named(mesh, (), H)
+                order = jax.ShapeDtypeStruct(stack.shape[:1], np.int32, sharding=here)
+                given = jax.ShapeDtypeStruct(stack.shape, stack.dtype, sharding=there)
+                step = jax.jit(lambda order, stack: form.run(order, stack, H), donate_argnums=1, out_shardings=(there, here))
+                compiled = step.lower(order, given).compile()
+            yield judged(name, compiled, time.perf_counter() - start)
+
+        yield from attempt(name, rows)

@@ -1,0 +1,161 @@
+"""The link, step times, overlap, and the peer."""
+
+import dataclasses
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from problem import Problem
+from step_time import WARMUP, Contender, run_process
+
+from gpu_checks.jobs import Job, one_device, platform_name
+from gpu_checks.mixes import BESIDE_PEER, RESIDENT, RESIDENT_STEP, SPEED_MIXES, H, Sizes, chosen
+from gpu_checks.rows import Row, attempt, skipped
+
+HERE = pathlib.Path(__file__).resolve().parents[1]
+HIDDEN = 0.5  # least part of the shorter of compute and transfers that a mix updated in backward must hide, on a GPU
+
+
+def speed_jobs(sizes: Sizes) -> list[Job]:
+    """Return the jobs of "speed": first the resident step, then the mixes, last the one beside the peer."""
+    mixes = {RESIDENT_STEP: RESIDENT, **chosen("speed", SPEED_MIXES, sizes), "as the peer": BESIDE_PEER}
+    return [Job(name=name, problem=sizes.fast, fields=f) for name, f in mixes.items()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Bytes a second between pinned host memory and the device: each way alone, and both at once, summed."""
+
+    to_device: float
+    to_host: float
+    both: float
+
+    def seconds(self, to_device: float, to_host: float) -> float:
+        """Return the least time of a transfer."""
+        return max(to_device / self.to_device, to_host / self.to_host, (to_device + to_host) / self.both)
+
+
+def measure_link(mesh: Any, num_bytes: int, repeats: int = 5) -> Link:
+    """Time `jax.device_put` of arrays of `num_bytes`."""
+    import jax
+    import jax.numpy as jnp
+
+    from zerojax.layout import named
+
+    on_device, on_host = named(mesh, ()), named(mesh, (), H)
+    x = jax.device_put(jnp.ones(num_bytes // 4, jnp.float32), on_device)
+    y = jax.device_put(x, on_host)
+
+    def best(*pairs: Any) -> float:
+        found = []
+        for _ in range(repeats + 1):  # the first allocates
+            jax.block_until_ready((x, y))
+            start = time.perf_counter()
+            moved = [jax.device_put(a, sharding, may_alias=False) for a, sharding in pairs]
+            jax.block_until_ready(moved)
+            found.append(time.perf_counter() - start)
+            del moved
+        return len(pairs) * x.nbytes / min(found[1:])
+
+    return Link(best((y, on_device)), best((x, on_host)), best((y, on_device), (x, on_host)))
+
+
+def check_speed(sizes: Sizes, peer_python: str | None) -> Iterator[Row]:
+    """Measure the link, each mix beside the resident step, and the peer."""
+    import jax
+
+    mesh = one_device()
+    link = measure_link(mesh, sizes.link_bytes)
+    for way, rate in dataclasses.asdict(link).items():
+        yield Row(f"link, {way.replace('_', ' ')}", f"{rate / 1e9:.1f} GB/s", values={"bytes_per_second": rate})
+    first, *others = speed_jobs(sizes)
+    beside = others[-1]
+    key, seconds = jax.random.key(0), float("nan")
+
+    def run(program: Any, state: Any, batch: Any) -> tuple[Any, float]:
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(program.step(state, batch))
+        return state, time.perf_counter() - start
+
+    with first.build(mesh) as resident:
+        data = [resident.shard_batch(b) for b in first.data()]
+        base = resident.init(key)
+        for _ in range(WARMUP):
+            base, _ = run(resident, base, data[0])
+        for job in others:
+
+            def rows(job: Job = job) -> Iterator[Row]:
+                nonlocal base, seconds
+                times, base_times = [], []
+                with job.build(mesh) as program:
+                    moved = getattr(program.memory(data[0]), "host_link", None)
+                    state = program.init(key)
+                    for _ in range(WARMUP):
+                        state, _ = run(program, state, data[0])
+                    for i in range(sizes.rounds):
+                        base, t = run(resident, base, data[i % len(data)])
+                        base_times.append(t)
+                        state, t = run(program, state, data[i % len(data)])
+                        times.append(t)
+                    del state
+                seconds = statistics.median(times)
+                yield from speed_rows(job, times, base_times, moved, link)
+
+            yield from attempt(job.name, rows)
+    del base
+    yield from attempt("FSDP2, CPUOffloadPolicy", lambda: peer_rows(sizes.fast, peer_python, beside.name, seconds))
+
+
+def speed_rows(
+    job: Job, times: Sequence[float], base_times: Sequence[float], moved: Mapping[str, float] | None, link: Link
+) -> Iterator[Row]:
+    """Say how long a mix took, and how much of its transfers it hid."""
+    step, compute = statistics.median(times), statistics.median(base_times)
+    ratios = [t / b for t, b in zip(times, base_times, strict=True)]
+    ratio = statistics.median(ratios)
+    text = f"{ratio:.2f} ({min(ratios):.2f}-{max(ratios):.2f}; {1e3 * step:.1f} ms over {1e3 * compute:.1f})"
+    yield Row(f"{job.name}: step over resident", text, values={"ratio": ratio, "seconds": step, "resident_seconds": compute})
+    if moved is None:
+        yield skipped(f"{job.name}: link", "program.memory does not count its bytes")
+        return
+    up, down = moved["to_device"], moved["to_host"]
+    rate = (up + down) / step
+    text = f"{up / 1e6:.1f} MB up, {down / 1e6:.1f} MB down: {rate / 1e9:.1f} GB/s reached"
+    yield Row(f"{job.name}: link", text, values={"to_device": up, "to_host": down, "bytes_per_second": rate})
+    if job.on_host or job.fields.get("activations") == "save":
+        return  # the host's own work, or less to compute than in the resident step, would count as transfers
+    transfer = link.seconds(up, down)
+    hidden = (compute + transfer - step) / min(compute, transfer)
+    judged = platform_name() == "gpu" and job.fields.get("update") == "in_backward" and job.fields.get("prefetch_distance") != 0
+    yield Row(
+        f"{job.name}: transfers hidden",
+        f"{hidden:.2f} (compute {1e3 * compute:.1f} ms, transfers {1e3 * transfer:.1f} ms, "
+        f"{step / max(compute, transfer):.2f} of the floor)",
+        f"at least {HIDDEN:g}" if judged else "",
+        hidden >= HIDDEN if judged else None,
+        {"hidden": hidden, "transfer_seconds": transfer, "over_floor": step / max(compute, transfer)},
+    )
+
+
+def peer_rows(p: Problem, python: str | None, beside: str, seconds: float) -> Iterator[Row]:
+    """Time FSDP2 with its states and its optimizer on the host."""
+    name = "FSDP2, CPUOffloadPolicy"
+    python = python or sys.executable
+    if subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
+        yield skipped(name, "no torch: give --peer-python")
+        return
+    launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(HERE / "peer.py")]
+    p = dataclasses.replace(p, steps=WARMUP + 4)
+    with tempfile.TemporaryDirectory() as folder:
+        seen = run_process(Contender(name, 1, [*launch, *p.arguments(), "--mode", "fsdp2-offload"]), folder, python)
+    own = statistics.median(seen["seconds"][WARMUP:])
+    text = f"{1e3 * own:.1f} ms, {own / seconds:.2f} of ours {beside!r} ({seen['version']})"
+    yield Row(name, text, "finite losses", bool(np.isfinite(seen["losses"]).all()), {"seconds": own, "ratio": own / seconds})
+    if seen["peak_bytes"]:
+        yield Row(f"{name}: peak device memory", f"{seen['peak_bytes'] / 2**30:.2f} GiB", values={"bytes": seen["peak_bytes"]})
