@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from host_offload.schedule import Schedule, build_schedule
 from host_offload.self_test import check_host_slices
-from zerojax import memory
+from zerojax.accounting import MemoryReport, program_memory
 from zerojax.aot import CompiledProgram, compile_with_callbacks, is_there
 from zerojax.born import allocate_all, build_born_init, is_away
 from zerojax.config import ZeroConfig, require_built, streams, updates_by_parts
@@ -432,11 +432,11 @@ class Program:
             lowered = self._abstract_call(abstract_batch, lambda step, *args: step.lower(*args))
         return LoweredStep(lowered, self.mesh, self._options, self._host is not None)
 
-    def memory(self, batch: Any) -> memory.MemoryReport:
+    def memory(self, batch: Any) -> MemoryReport:
         """Return the bytes of a step on each device, per tier, and those that its collectives and its host link move."""
         check_batch(batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
-            return memory.program_memory(
+            return program_memory(
                 self.layout,
                 plain_loss(self.model, self.layout),
                 self.abstract_batch(batch),

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from zerojax import aot, hlo, memory, resident
+from zerojax.accounting import MemoryReport
 
 CONFIG = gpt.GPTConfig(layers=16, hidden=4096, heads=32, seq=512, vocab=4096, dtype=jnp.bfloat16, tied=False)
 LAYER_BYTES = 2 * (12 * CONFIG.hidden**2 + 13 * CONFIG.hidden)
@@ -33,7 +34,7 @@ class Compiled:
     program: zj.Program
     text: str
     stats: Any
-    report: memory.MemoryReport
+    report: MemoryReport
     warnings: str
 
     def elements(self) -> dict[str, float]:

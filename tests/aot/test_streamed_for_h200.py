@@ -15,7 +15,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
-from zerojax import aot, hlo, hlo_host, hlo_overlap, memory
+from zerojax import aot, hlo, hlo_host, hlo_overlap
+from zerojax.accounting import MemoryReport
 
 pytestmark = pytest.mark.xdist_group("h200")  # tests share compiled programs, so they share a process
 HIDDEN, VOCAB, SEQ, BATCH, GPUS, LAYERS = 4096, 512, 64, 2, 8, 24
@@ -97,7 +98,7 @@ class Compiled:
     program: zj.Program
     text: str
     stats: Any
-    report: memory.MemoryReport
+    report: MemoryReport
 
     @property
     def temp_layers(self) -> float:

@@ -13,7 +13,8 @@ import pytest
 import toys
 
 import zerojax as zj
-from zerojax import memory
+from zerojax import accounting, memory
+from zerojax.accounting import MemoryReport
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def small(**config: Any) -> tuple[zj.Program, Any]:
     return program, program.shard_batch(jnp.ones((8, 8)))
 
 
-def report_of(num_layers: int = toys.LAYERS, **config: Any) -> memory.MemoryReport:
+def report_of(num_layers: int = toys.LAYERS, **config: Any) -> MemoryReport:
     return streamed(num_layers, **config).memory(toys.batches(1)[0])
 
 
@@ -137,7 +138,7 @@ def held(tree: Any, kind: str) -> int:
 
 def test_tiers_add_up_to_the_same_totals():
     def totals(report):
-        return {k: sum(report.tiers[t].get(k, 0) for t in report.tiers) for k in (*memory._STATE, "grads", "activations")}
+        return {k: sum(report.tiers[t].get(k, 0) for t in report.tiers) for k in (*accounting._STATE, "grads", "activations")}
 
     everywhere = list(itertools.product(["device", HOST], repeat=4))
     for precision, count in (("bf16", 1), ("fp32", 4)):
@@ -175,7 +176,7 @@ def test_account_equals_what_tiers_hold(config):
     indices = 4 + 4 * sum(a.size for arrays in program.schedule.arrays().values() for a in arrays.values())
     assert report.argument_bytes == held((state, batch), "device") + indices
     assert report.host_argument_bytes == held((state, jitted.kept, program._grads), HOST)
-    for kind in memory._STATE:
+    for kind in accounting._STATE:
         assert report.tiers[HOST][kind] == held(getattr(state, kind), HOST)
     assert report.tiers[HOST]["grads"] == held(program._grads or [], HOST)
     assert report.tiers[HOST]["activations"] == held(jitted.kept or [], HOST)
