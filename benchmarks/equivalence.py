@@ -52,8 +52,8 @@ def table(found: list[Found], total: int, command: str, seconds: float) -> str:
         f"# Streamed against resident, {datetime.date.today():%Y-%m}",
         "",
         f"{len(found)} of {total} cases were run, 10 steps each on 4 simulated devices; {within} are within their "
-        "bounds: with the update on the device 2 units in the last place of a loss and 1e-6 of a leaf's largest parameter, on the "
-        "host 1e-5 of both.",
+        "bounds: with the update on the device 2 units in the last place of a loss and 1e-6 of a leaf's largest parameter, on "
+        "the host 1e-5 of both.",
         f"Hardware: {os.cpu_count()} cores of {cpu_name()}. jax {jax.__version__}, Python {platform.python_version()}. "
         f"Command: `{command}`; {seconds / 60:.0f} min.",
         "",
