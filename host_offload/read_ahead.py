@@ -6,7 +6,8 @@ before the last write of its record that precedes it,
     start(i)  >  max { j < i : moves[j] writes the record of moves[i] }
 
 with the sequence continued by itself, since the next step follows this one: the first layers of the next forward are read while
-this step ends, and only those whose update has been handed over.
+this step ends, and only those whose update has been handed over. The reads of a kind start in their order: one that must wait
+lets none pass, or the buffers would fill with what is wanted last.
 
 A `Window` follows one device through the sequence. Callbacks of a program may come in another order where nothing orders them
 (two kinds read in one tick), so a move is looked for among the next few, and what is not there is done all the same: the
@@ -106,19 +107,21 @@ class Window:
         Args:
           waiting: (kind, layer) of the records that were read, or are being read, and are not used yet.
         """
-        seen, n = set(waiting), len(self.moves)
-        count: dict[str, int] = {}
+        n, passed = len(self.moves), set[tuple[str, int]]()
+        room = {kind: self.distance for kind in {move.kind for move in self.moves}}
         for kind, _ in waiting:
-            count[kind] = count.get(kind, 0) + 1
+            room[kind] = room.get(kind, 0) - 1
         for i in range(self.position, self.position + self._horizon):
             move = self.moves[i % n]
-            if move.writes or (i < n and self._done[i]) or not self._may_start(int(self._after[i])):
+            if move.writes or (i < n and self._done[i]):
                 continue
             record = (move.kind, move.layer)
-            if record not in seen and count.get(move.kind, 0) < self.distance:
-                seen.add(record)
-                count[move.kind] = count.get(move.kind, 0) + 1
+            if record in passed or not self._may_start(int(self._after[i])):
+                room[move.kind] = 0  # it comes before the reads after it
+            elif record not in waiting and room[move.kind] > 0:
+                room[move.kind] -= 1
                 yield move
+            passed.add(record)
 
     def _may_start(self, after: int) -> bool:
         """Tell whether the write that a read follows has been handed over."""
