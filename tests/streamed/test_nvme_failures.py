@@ -201,8 +201,10 @@ def test_many_steps_on_many_devices_grow_nothing(tmp_path, steps):
         for step in range(steps):
             state, metrics = program.step(state, batch)
             if step == 50:
+                program.layout.disk.engine.flush()
                 gc.collect()
                 before = (threading.active_count(), len(os.listdir("/proc/self/fd")), resident_bytes())
+        program.layout.disk.engine.flush()
         gc.collect()
         after = (threading.active_count(), len(os.listdir("/proc/self/fd")), resident_bytes())
         assert np.isfinite(float(metrics["loss"]))
