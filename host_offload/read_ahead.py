@@ -108,7 +108,7 @@ class Window:
           waiting: (kind, layer) of the records that were read, or are being read, and are not used yet.
         """
         n, passed = len(self.moves), set[tuple[str, int]]()
-        room = {kind: self.distance for kind in {move.kind for move in self.moves}}
+        room = dict.fromkeys({move.kind for move in self.moves}, self.distance)
         for kind, _ in waiting:
             room[kind] = room.get(kind, 0) - 1
         for i in range(self.position, self.position + self._horizon):
