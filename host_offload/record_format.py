@@ -1,0 +1,101 @@
+"""How the leaves of one layer lie in a record: one after the other, each at a cache line, the whole in a disk's blocks.
+
+leaf 0 | to 64 bytes | leaf 1 | ... | to 4096 bytes
+"""
+
+import dataclasses
+import math
+
+import ml_dtypes
+import numpy as np
+
+LEAF_BYTES = 64
+"""A leaf starts at a multiple of this: a cache line."""
+BLOCK_BYTES = 4096
+"""A record's size is a multiple of this: the largest sector of a disk, so that O_DIRECT serves it whole."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafFormat:
+    """One leaf of a record.
+
+    Attributes:
+      name: path of the leaf in its tree.
+      shape: of what one device holds of it.
+      dtype: a name of numpy, or of ml_dtypes such as "bfloat16".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the leaf, padding left out."""
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordFormat:
+    """How the leaves of one layer lie in its record."""
+
+    leaves: tuple[LeafFormat, ...]
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each leaf starts, in bytes."""
+        offsets, end = [], 0
+        for leaf in self.leaves:
+            start = _round_up(end, LEAF_BYTES)
+            offsets.append(start)
+            end = start + leaf.num_bytes
+        return tuple(offsets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes up to the end of the last leaf."""
+        return self.offsets[-1] + self.leaves[-1].num_bytes if self.leaves else 0
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of the record's file."""
+        return max(_round_up(self.num_bytes, BLOCK_BYTES), BLOCK_BYTES)
+
+    def views(self, buffer: np.ndarray) -> list[np.ndarray]:
+        """Return each leaf as an array in the buffer's own memory.
+
+        Args:
+          buffer: uint8[n], contiguous, n >= num_bytes.
+
+        Raises:
+          ValueError: the buffer is not so.
+        """
+        check_buffer(buffer, self.num_bytes)
+        return [
+            buffer[start : start + leaf.num_bytes].view(numpy_dtype(leaf.dtype)).reshape(leaf.shape)
+            for start, leaf in zip(self.offsets, self.leaves, strict=True)
+        ]
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """Return the dtype of that name, those of ml_dtypes included.
+
+    Raises:
+      ValueError: there is none.
+    """
+    try:
+        return np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError as error:
+        raise ValueError(f"dtype {name!r} is neither numpy's nor of ml_dtypes") from error
+
+
+def check_buffer(buffer: np.ndarray, num_bytes: int) -> None:
+    """Raise ValueError unless a buffer is uint8[n], contiguous, n >= num_bytes."""
+    if buffer.dtype != np.uint8 or buffer.ndim != 1 or not buffer.flags.c_contiguous or buffer.nbytes < num_bytes:
+        raise ValueError(
+            f"{buffer.dtype}{list(buffer.shape)}, strides {buffer.strides}: a contiguous uint8[n], n >= {num_bytes} is needed"
+        )
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,152 @@
+"""A private folder below the user's swap_dir, for one process, that goes when the process does.
+
+The folder holds model state, so only its user may read it (0700), and two programs in one would overwrite each other's records,
+so a lock on a file inside says who uses it. The kernel lets go of the lock (flock) with the process, however it ends: a folder
+whose lock is free was left by a process that was killed, and is emptied and used again.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import weakref
+from types import TracebackType
+
+from host_offload.swap_error import SwapError, explain
+
+logger = logging.getLogger(__name__)
+_LOCK = "lock"
+
+
+class SwapFolder:
+    """The folder `root/zerojax-swap-{process}`; a context manager.
+
+    Attributes:
+      path: of the folder.
+    """
+
+    def __init__(self, root: str, process: int = 0) -> None:
+        """Make the folder, or take over one that a killed process left.
+
+        Args:
+          root: the user's swap_dir; on a disk of its own, best. It must exist: a path mistyped would fill another disk.
+          process: `jax.process_index()`; processes of one machine share the root.
+
+        Raises:
+          ValueError: root is no folder.
+          SwapError: it cannot be written to, or another process or program uses the folder.
+        """
+        if not os.path.isdir(root):
+            what = "is not a folder" if os.path.exists(root) else "does not exist"
+            raise ValueError(f"swap_dir={root!r} {what}: give an existing folder of a fast local disk, or create it (mkdir -p)")
+        self.path = os.path.join(os.path.abspath(root), f"zerojax-swap-{process}")
+        try:
+            fd = _lock(self.path)
+        except OSError as error:
+            raise explain(error, doing="making the swap folder", file=self.path) from error
+        self._close = weakref.finalize(self, _remove, self.path, fd, os.getpid())  # at exit too
+        close = self._close
+        os.register_at_fork(after_in_child=lambda: _forget(close, fd))
+        try:
+            self._begin(fd)
+        except OSError as error:
+            self._close()
+            raise explain(error, doing="emptying the swap folder", file=self.path) from error
+
+    def _begin(self, fd: int) -> None:
+        os.chmod(self.path, 0o700)
+        before = os.pread(fd, 64, 0).decode(errors="replace").strip()
+        if before:
+            logger.warning("%s was left by process %s, which is gone: it is emptied and used again", self.path, before)
+        _empty(self.path)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+    def free_bytes(self) -> int:
+        """Return what this user can still write to the file system."""
+        found = os.statvfs(self.path)
+        return found.f_bavail * found.f_frsize
+
+    def close(self) -> None:
+        """Remove the folder and all in it; once closed, do nothing. Whatever uses it must be closed before."""
+        self._close()
+
+    def __enter__(self) -> "SwapFolder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _lock(path: str) -> int:
+    """Return the descriptor of the folder's lock file, locked; make both if need be."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise SwapError(
+                f"{path} is not a folder of this user (uid {os.geteuid()}): remove it, or set swap_dir to another folder",
+                file=path,
+            )
+        name = os.path.join(path, _LOCK)
+        try:
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:  # the folder was removed since
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(name).st_ino == os.fstat(fd).st_ino:
+                return fd
+        except FileNotFoundError:  # its owner removed it just before it let go of the lock
+            pass
+        except BlockingIOError as error:
+            owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
+            os.close(fd)
+            raise _in_use(path, owner) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _in_use(path: str, owner: str) -> SwapError:
+    if owner == str(os.getpid()):
+        remedy = f"this process (pid {owner}): close that program first (program.close()), or give this one another swap_dir"
+    else:
+        remedy = (
+            f"process {owner or 'unknown'}; wait for it or end it (kill {owner or 'PID'}), or set swap_dir to another folder"
+        )
+    return SwapError(f"{path} is in use by {remedy}", file=path, errno=errno.EWOULDBLOCK)
+
+
+def _empty(path: str) -> None:
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name != _LOCK:
+                os.unlink(entry.path)
+
+
+def _remove(path: str, fd: int, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child must not remove its parent's folder
+        return
+    try:
+        _empty(path)
+        os.unlink(os.path.join(path, _LOCK))
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # removed by hand; or taken over since the lock file went
+            logger.warning("%s was not removed: %s; remove it by hand", path, error)
+    finally:
+        os.close(fd)
+
+
+def _forget(close: weakref.finalize, fd: int) -> None:
+    """In a forked child: give back the descriptor, or the child would keep the lock when its parent is gone."""
+    if close.detach() is not None:
+        os.close(fd)
