@@ -117,9 +117,7 @@ def _in_use(path: str, owner: str) -> SwapError:
     if owner == str(os.getpid()):
         remedy = f"this process (pid {owner}): close that program first (program.close()), or give this one another swap_dir"
     else:
-        remedy = (
-            f"process {owner or 'unknown'}; wait for it or end it (kill {owner or 'PID'}), or set swap_dir to another folder"
-        )
+        remedy = f"process {owner or 'unknown'}: wait for it or end it (kill {owner or 'PID'}), or set another swap_dir"
     return SwapError(f"{path} is in use by {remedy}", file=path, errno=errno.EWOULDBLOCK)
 
 
