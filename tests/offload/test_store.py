@@ -1,4 +1,5 @@
 import errno
+import fcntl
 import gc
 import json
 import logging
@@ -168,6 +169,18 @@ def test_preallocate_reserves_the_disk_and_keeps_what_is_written(folder):
     assert pathlib.Path(store.record_path(3)).read_bytes() == record.tobytes()
 
 
+def test_preallocate_counts_what_is_reserved_already(folder, monkeypatch):
+    store = Store(folder.path, "params", 0, 4, TWO)
+    free = [store.num_bytes]
+    monkeypatch.setattr("host_offload.store._free_bytes", lambda path: free[0])
+    store.preallocate()
+    free[0] = 0
+    store.preallocate()
+    os.unlink(store.record_path(2))
+    with pytest.raises(SwapError, match="has 4096 bytes too few"):
+        store.preallocate()
+
+
 def test_preallocate_tells_the_bytes_that_the_disk_lacks(folder):
     store = Store(folder.path, "opt_state", 0, 1024, RecordFormat((LeafFormat("m", (1 << 40,), "float32"),)))
     missing = store.num_bytes - folder.free_bytes()
@@ -332,22 +345,41 @@ if child == 0:
     sys.exit()  # runs what is registered with atexit
 os.waitpid(child, 0)
 assert os.path.exists(os.path.join(folder.path, "lock")), "the child removed its parent's folder"
-ready, written = os.pipe()
-if os.fork() == 0:  # outlives the folder
-    os.close(written)
-    os.read(ready, 1)
-    os._exit(0)
-folder.close()
-SwapFolder(sys.argv[1]).close()
-print("free")
-os.write(written, b"x")
+print(os.getpid(), flush=True)
+os.fork()
+sys.stdin.readline()
+os._exit(0)
 """
 
 
-def test_a_forked_child_neither_removes_the_folder_nor_keeps_it_locked(tmp_path):
+def test_a_forked_child_neither_removes_the_folder_nor_keeps_it_locked(tmp_path, caplog):
     with run_python(FORKER, tmp_path) as process:
-        out = process.communicate(timeout=60)[0]
-    assert (out.strip(), process.returncode) == ("free", 0)
+        pid = process.stdout.readline().strip()
+        assert pid, "see its traceback"
+        process.kill()  # its second child lives on
+        process.wait(timeout=60)
+        with SwapFolder(str(tmp_path)):
+            assert f"process {pid}, which is gone" in caplog.text
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("removes", ["lock", "folder"])
+def test_a_folder_that_its_owner_removes_meanwhile_is_made_anew(tmp_path, monkeypatch, removes):
+    path, real, calls = tmp_path / "zerojax-swap-0", fcntl.flock, []
+
+    def race(fd, operation):
+        calls.append(fd)
+        if len(calls) == 1:  # between open and lock
+            (path / "lock").unlink()
+            if removes == "folder":
+                path.rmdir()
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", race)
+    with SwapFolder(str(tmp_path)), pytest.raises(SwapError, match="in use"):
+        SwapFolder(str(tmp_path))  # a lock on a file that is gone would keep nobody out
+    assert len(calls) == 3
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_was_removed_by_hand_closes_without_an_error(tmp_path, caplog):
