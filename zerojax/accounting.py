@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from host_offload.schedule import Schedule
 from zerojax.born import is_away
+from zerojax.disk import Disk
 from zerojax.gather import without_axis
 from zerojax.layout import Layout
 from zerojax.memory import collective_elements
@@ -54,11 +55,12 @@ class MemoryReport:
             holds the most. With "gathered" it is the peak of the schedule.
 
         Gradients and activations of a streamed step in "pinned_host" are arguments too, as are the "pending" gradients of a
-        delayed update. No argument are the gradients that callbacks keep for an update on the host, "stashed", and the
-        parameters that a delayed one makes beside the old ones, "made".
+        delayed update. No argument are the gradients that callbacks keep for an update on the host, "stashed", the
+        parameters that a delayed one makes beside the old ones, "made", and the "buffers" of the nvme tier. On disk the
+        masters are part of "opt_state", and bytes are those of files.
       collectives: bytes that each device sends, by collective.
       host_link: bytes that cross each device's link to the host in a step: "to_device" and "to_host".
-      callback_link: those of them that callbacks move, for an update on the host.
+      callback_link: those of them that callbacks move, for an update on the host and for the nvme tier.
       num_params: P, tensor-parallel shards counted once.
     """
 
@@ -76,7 +78,7 @@ class MemoryReport:
     @property
     def host_argument_bytes(self) -> int:
         """Bytes that a compiled step takes as arguments in pinned host memory."""
-        return sum(n for kind, n in self.tiers["pinned_host"].items() if kind not in ("stashed", "made"))
+        return sum(n for kind, n in self.tiers["pinned_host"].items() if kind not in ("stashed", "made", "buffers"))
 
     @property
     def device_bytes(self) -> int:
@@ -135,13 +137,25 @@ def program_memory(
         "scalars": small,
     }
     host = {kind: held["pinned_host"] for kind, held in kinds.items()} | {"pending": pending["pinned_host"]}
+    on_disk, buffers = ({}, {}) if layout.disk is None else _disk_bytes(layout.disk)
     return MemoryReport(
-        tiers={"device": device | running.device, "pinned_host": host | running.host, "nvme": {}},
+        tiers={"device": device | running.device, "pinned_host": host | running.host | buffers, "nvme": on_disk},
         collectives=_collectives(layout, leaves, streamed is not None),
         host_link=_sum([running.link, running.called]),
         callback_link=running.called,
         num_params=sum(math.prod(leaf.shape) for leaf in leaves.values()),
     )
+
+
+def _disk_bytes(disk: Disk) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of a device's records by kind of state, and of the buffers in host memory."""
+    held: dict[str, int] = {}
+    buffers = 0
+    for kind, records in disk.kinds.items():
+        name = kind.split(".")[0].replace("master", "opt_state")
+        held[name] = held.get(name, 0) + records.num_layers * records.num_bytes
+        buffers += disk.num_buffers(records) * records.num_bytes
+    return held, {"buffers": buffers}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +227,9 @@ def _resident_bytes(
         "activations": _residual_bytes(layout, loss, abstract_batch),
         "in_flight": max(max(map(_both, updates), default=0), _sum(called)["to_device"]),
     }
-    return _Running(device, {"grads": 0, "activations": 0}, _sum(updates), _sum(called))
+    swapped, link = _sum(_swaps(parts, parts.ends if parts is not None else ())), _sum(updates)
+    link = {way: link[way] - swapped[way] for way in link}
+    return _Running(device, {"grads": 0, "activations": 0}, link, _sum([*called, swapped]))
 
 
 # --- the streamed step -----------------------------------------------------------------------------------------------------
@@ -223,14 +239,14 @@ def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
     config, parts = layout.config, streamed.parts
     num_layers = streamed.model.num_layers
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
-    whole = streamed.abstract_kept(layout.abstract_state.params, shapes)
-    kept = {"device": 0, "pinned_host": 0}
+    whole = streamed.abstract_kept(layout.abstract_arrays.params, shapes)
+    kept = {"device": 0, "pinned_host": 0, "nvme": 0}
     for record, a in zip(whole.records, whole.shapes, strict=True):
         kept[record.tier] += _record_bytes(record, a.shape, a.dtype)
 
     shard = _grad_elements(layout, blocks=True) // num_layers * _grad_itemsize(layout)
     ends = _grad_elements(layout, blocks=False) * _grad_itemsize(layout)
-    size = layer_bytes(layout, parts) | {"activations": kept["pinned_host"]}
+    size = layer_bytes(layout, parts) | {"activations": kept["pinned_host"] + kept["nvme"]}
     stored = 0 if config.update == "in_backward" else shard * num_layers
     host = {"grads": 0, "activations": kept["pinned_host"] * num_layers}
     stashes = streamed.host is not None and streamed.host.stashes
@@ -271,8 +287,16 @@ def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
         "activations": kept["device"] * num_layers,
         "in_flight": loaded + max(0, max(peaks) - gathered),
     }
-    link = _sum([_schedule_link(streamed.schedule, size | {"grads": shard}, written), {"to_device": loaded}, *updates])
-    return _Running(device, host, link, _sum([*called, *layer_called * num_layers]))
+    moved = _schedule_link(streamed.schedule, size | {"grads": shard}, written)
+    tiers, swaps = streamed.schedule.tiers, _swaps(parts, streamed.records.ends)
+    by_disk = {kind: n if tiers[kind] == "nvme" else 0 for kind, n in (size | {"grads": shard}).items() if kind in tiers}
+    by_disk["activations"] = kept["nvme"]
+    swapped = _sum([_schedule_link(streamed.schedule, by_disk, written | by_disk), *swaps])
+    if config.params == "nvme":
+        swapped["to_device"] += loaded
+    link = _sum([moved, {"to_device": loaded}, *updates])
+    link = {way: link[way] - swapped[way] for way in link}
+    return _Running(device, host, link, _sum([*called, *layer_called * num_layers, swapped]))
 
 
 def _record_bytes(record: Record, shape: Sequence[int], dtype: Any) -> int:
@@ -300,14 +324,28 @@ def _weights(parts: Parts, index: int) -> tuple[int, ...]:
     return shape[1:] if index in parts.blocks else shape
 
 
-def _device_update(parts: Parts, index: int) -> _Moved:
-    """Return what an update on the device moves: the leaf's state both ways, and its parameters where they rest."""
+def _swaps(parts: Parts | None, indices: Iterable[int]) -> list[_Moved]:
+    """Return what of that is moved by callbacks of the nvme tier."""
+    if parts is None or parts.layout.disk is None or parts.layout.config.update_on == "host":
+        return []
+    return [_device_update(parts, i, on_disk=True) for i in indices]
+
+
+def _device_update(parts: Parts, index: int, on_disk: bool = False) -> _Moved:
+    """Return what an update on the device moves: the leaf's state both ways, and its parameters where they rest.
+
+    Args:
+      parts: the optimizer by parts.
+      index: of a parameter leaf.
+      on_disk: count only what rests on disk.
+    """
     master = parts.layout.abstract_state.master is not None
     opt = jax.tree.leaves(parts.update.opt_state)
     moved = {"to_device": 0, "to_host": 0}
 
     def add(record: Record, dtype: Any, read: bool = True) -> None:
         size = _record_bytes(record, _weights(parts, index), dtype) if record.is_away else 0
+        size = 0 if on_disk and record.shelf is None else size
         moved["to_device"] += size if read else 0
         moved["to_host"] += size
 
@@ -403,7 +441,7 @@ def _residual_bytes(layout: Layout, loss: Any, abstract_batch: Any) -> int:
         lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]) if len(a.shape) else a.shape, a.dtype),
         abstract_batch,
     )
-    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), layout.abstract_state.params)
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), layout.abstract_arrays.params)
 
     def residuals(params: Any, batch: Any) -> list[Any]:
         return jax.tree.leaves(jax.vjp(lambda p: loss(p, batch, None), params)[1])

@@ -22,7 +22,7 @@ from zerojax.layout import Layout
 from zerojax.model import LayeredModel, Model
 from zerojax.parts import Parts, States
 from zerojax.precision import PRECISIONS, init_loss_scale
-from zerojax.state import Split, TrainState, is_split
+from zerojax.state import OnDisk, Split, TrainState, is_stored
 
 Array = jax.Array
 
@@ -65,22 +65,26 @@ def _allocate(leaf: Any) -> Array:
 
 def build_born_init(
     model: Model | LayeredModel, tx: optax.GradientTransformation, layout: Layout, parts: Parts
-) -> Callable[[Array, Array, Array, list[Array]], TrainState]:
-    """Return `init(key, order, one, empty) -> state`.
+) -> Callable[[Array, Array, Array, list[Array], Array], TrainState]:
+    """Return `init(key, order, one, empty, number) -> state`.
 
-    Its arguments are a key, i32[L] holding 0 .. L-1, i32[] holding 1, and one empty array, donated, for each leaf of the
-    abstract state in host memory, in order.
+    Its arguments are a key, i32[L] holding 0 .. L-1, i32[] holding 1, one empty array, donated, for each leaf of the
+    abstract state in host memory, in order, and i32[], the number of the state, which leaves on disk carry.
     """
     abstract = layout.abstract_state
     precision = PRECISIONS[layout.config.precision]
 
-    def init(key: Array, order: Array, one: Array, empty: list[Array]) -> TrainState:
+    def init(key: Array, order: Array, one: Array, empty: list[Array], number: Array) -> TrainState:
         given = iter(empty)
 
-        def room(leaf: Any) -> Array:
+        def room(leaf: Any) -> Any:
+            if isinstance(leaf, OnDisk):
+                return OnDisk(jnp.full(leaf.token.shape, number), leaf.shape, leaf.dtype)
             return next(given) if is_away(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
-        rooms = jax.tree.map(room, (abstract.params, abstract.master, abstract.opt_state))
+        rooms = jax.tree.map(
+            room, (abstract.params, abstract.master, abstract.opt_state), is_leaf=lambda node: isinstance(node, OnDisk)
+        )
         states = _states(rooms)
         made = _unstacked(model, key)
         shared = _shared(parts, tx)
@@ -89,14 +93,14 @@ def build_born_init(
         if isinstance(model, LayeredModel):
             keys = jax.random.split(jax.random.split(key, 3)[1], model.num_layers)
             states = _fill_blocks(model, parts, tx, states, keys, order)
-        tree = jax.tree.structure(abstract.params)
+        tree = jax.tree.structure(abstract.params, is_leaf=is_stored)
         return TrainState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
             key=jax.random.fold_in(key, 0x5EED),
             params=jax.tree.unflatten(tree, states.params),
             master=None if states.master is None else jax.tree.unflatten(tree, states.master),
-            opt_state=jax.tree.unflatten(jax.tree.structure(abstract.opt_state, is_leaf=is_split), states.opt),
+            opt_state=jax.tree.unflatten(jax.tree.structure(abstract.opt_state, is_leaf=is_stored), states.opt),
             loss_scale=init_loss_scale(layout.config.loss_scaling) if precision.scales_loss else None,
             pending=jax.tree.map(room, abstract.pending),
         )
@@ -106,8 +110,9 @@ def build_born_init(
 
 def _states(rooms: tuple[Any, Any, Any]) -> States:
     params, master, opt_state = rooms
-    masters = None if master is None else jax.tree.leaves(master, is_leaf=is_split)
-    return States(jax.tree.leaves(params), masters, jax.tree.leaves(opt_state, is_leaf=is_split))
+    masters = None if master is None else jax.tree.leaves(master, is_leaf=is_stored)
+    weights = jax.tree.leaves(params, is_leaf=is_stored)
+    return States(weights, masters, jax.tree.leaves(opt_state, is_leaf=is_stored))
 
 
 def _unstacked(model: Model | LayeredModel, key: Array) -> list[Array]:
@@ -146,14 +151,14 @@ def _fill_ends(parts: Parts, tx: optax.GradientTransformation, states: States, m
             own: tuple[int, ...] = own,
             has_master: bool = masters is not None,
         ) -> Any:
-            del carry
+            param, master, opt = carry
             value = jax.lax.with_sharding_constraint(value, parts.grads[index].sharding)
             state = _init(parts, tx, (index,), (value,))
-            master = parts.master[index].store(value) if has_master else None
+            master = parts.master[index].store(value, master) if has_master else None
             return (
-                parts.params[index].store(parts.cast(index, value)),
+                parts.params[index].store(parts.cast(index, value), param),
                 master,
-                [parts.opt_record(j).store(state[j]) for j in own],
+                [parts.opt_record(j).store(state[j], old) for j, old in zip(own, opt, strict=True)],
             )
 
         carry = (states.params[index], None if masters is None else masters[index], [states.opt[j] for j in own])

@@ -31,10 +31,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 _BUILT: dict[str, tuple[Any, ...]] = {
-    "params": ("device", "pinned_host"),
-    "grads": ("device", "pinned_host"),
-    "opt_state": ("device", "pinned_host"),
-    "activations": ("save", "remat", "selective", "pinned_host"),
     "partition_activations": (False,),
 }
 """What this version builds."""
@@ -184,7 +180,7 @@ class ZeroConfig:
             raise ValueError(f"params={self.params!r} needs stage=3, got stage={self.stage}: below it parameters are whole")
         if self.update_on == "host" and self.opt_state == "device":
             raise ValueError("update_on='host' needs opt_state='pinned_host' or 'nvme', got opt_state='device'")
-        if "nvme" in (self.params, self.grads, self.opt_state, self.activations) and self.swap_dir is None:
+        if uses_disk(self) and self.swap_dir is None:
             raise ValueError("the nvme tier needs a folder: set swap_dir")
         compute = PRECISIONS[self.precision].compute_dtype
         if self.reduce_dtype is not None and self.reduce_dtype not in (compute, "float32"):
@@ -201,6 +197,11 @@ def streams(config: ZeroConfig) -> bool:
     return bool(off_device or kept or config.update == "in_backward" or config.gather_ahead)
 
 
+def uses_disk(config: ZeroConfig) -> bool:
+    """Tell whether anything rests on disk."""
+    return "nvme" in (config.params, config.grads, config.opt_state, config.activations)
+
+
 def updates_by_parts(config: ZeroConfig) -> bool:
     """Tell whether the optimizer is applied to a layer or a leaf at a time, and so must be elementwise."""
     return {config.params, config.grads, config.opt_state} != {"device"} or config.update == "in_backward"
@@ -212,6 +213,8 @@ def require_built(config: ZeroConfig) -> None:
         if (value := getattr(config, name)) not in built:
             supported = ", ".join(map(repr, built))
             raise NotImplementedError(f"{name}={value!r} is not built in this version, which has {supported}")
+    if config.update_on == "host" and uses_disk(config):
+        raise NotImplementedError("update_on='host' with a tier on nvme is not built in this version: use update_on='device'")
     compute = PRECISIONS[config.precision].compute_dtype
     if config.reduce_dtype not in (None, compute):
         raise NotImplementedError(

@@ -13,7 +13,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from host_offload.tiers import memory_kind
-from zerojax.config import ZeroConfig
+from zerojax.config import ZeroConfig, uses_disk
+from zerojax.disk import Disk
 from zerojax.elementwise import owners
 from zerojax.gather import Spec
 from zerojax.mesh import BATCH_AXES, FSDP, num_batch_shards
@@ -22,7 +23,7 @@ from zerojax.optim import init_opt_state_shape, opt_state_specs, stored_spec
 from zerojax.partition import LeafSpec, Replicated, param_specs, replicated_leaves
 from zerojax.precision import PRECISIONS, LossScale
 from zerojax.stages import STAGES
-from zerojax.state import Pending, Split, TrainState
+from zerojax.state import OnDisk, Pending, Split, TrainState, is_stored
 
 logger = logging.getLogger("zerojax")
 
@@ -36,22 +37,26 @@ class Layout:
       config: as given.
       specs: LeafSpec of each parameter, by path.
       abstract_params: the parameter tree in float32 shapes.
-      abstract_state: TrainState of ShapeDtypeStruct, with shardings.
+      abstract_arrays: TrainState of ShapeDtypeStruct with shardings, as if nothing were on disk.
+      abstract_state: the same, as a program takes it: leaves of the nvme tier are OnDisk.
       shardings: TrainState of NamedSharding.
       replicated: leaves that the ZeRO axis does not split.
       num_layers: of a LayeredModel, else None.
       device_layers: layers of a LayeredModel whose optimizer state stays on the device while `opt_state` is off it.
+      disk: the nvme tier, where there is one.
     """
 
     mesh: Mesh
     config: ZeroConfig
     specs: dict[str, LeafSpec]
     abstract_params: Any
+    abstract_arrays: TrainState
     abstract_state: TrainState
     shardings: TrainState
     replicated: tuple[Replicated, ...]
     num_layers: int | None = None
     device_layers: int = 0
+    disk: Disk | None = None
 
     def param_shardings(self, sharded: bool) -> Any:
         """Return the parameters' shardings on the device, split over the ZeRO axis or not."""
@@ -158,10 +163,10 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     shardings = state_of(
         scalar,
         scalar,
-        _param_shardings(made, specs, mesh, stage.params, config.params),
-        _param_shardings(made, specs, mesh, stage.opt_state, config.opt_state),
+        _param_shardings(made, specs, mesh, stage.params, _array_tier(config.params)),
+        _param_shardings(made, specs, mesh, stage.opt_state, _array_tier(config.opt_state)),
         jax.tree.map(
-            lambda s, a: named(mesh, stored_spec(s, stage.opt_state), config.opt_state if a.shape else "device"),
+            lambda s, a: named(mesh, stored_spec(s, stage.opt_state), _array_tier(config.opt_state) if a.shape else "device"),
             opt_specs, opt_state, is_leaf=lambda s: isinstance(s, LeafSpec),
         ),
         scalar,
@@ -180,7 +185,41 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
         pending = _pending(master, opt_state, specs, config, mesh)
         abstract_state = dataclasses.replace(abstract_state, pending=pending)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
-    return Layout(mesh, config, specs, master, abstract_state, shardings, replicated, num_layers, device_layers)
+    arrays, disk = abstract_state, None
+    if uses_disk(config):
+        disk = Disk(config, mesh)
+        abstract_state = _on_disk(abstract_state, config, mesh)
+        shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
+    return Layout(mesh, config, specs, master, arrays, abstract_state, shardings, replicated, num_layers, device_layers, disk)
+
+
+def _array_tier(tier: str) -> str:
+    """Return the tier of the arrays that a leaf would be if it were not on disk."""
+    return "device" if tier == "nvme" else tier
+
+
+def _on_disk(state: TrainState, config: ZeroConfig, mesh: Mesh) -> TrainState:
+    """Put OnDisk in place of the leaves of the nvme tier; scalars of the optimizer state are none."""
+    token: Any = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=named(mesh, (mesh.axis_names,)))
+
+    def placed(leaf: Any) -> Any:
+        if isinstance(leaf, Split):
+            return Split(leaf.device, placed(leaf.host))
+        return OnDisk(token, leaf.shape, leaf.dtype) if leaf.shape else leaf
+
+    def all_placed(tree: Any, tier: str) -> Any:
+        return jax.tree.map(placed, tree, is_leaf=is_stored) if tier == "nvme" else tree
+
+    def weights(tree: Any, tier: str) -> Any:  # a parameter that is a scalar has a record too
+        whole = lambda leaf: placed(leaf) if is_stored(leaf) else OnDisk(token, leaf.shape, leaf.dtype)  # noqa: E731
+        return jax.tree.map(whole, tree, is_leaf=is_stored) if tier == "nvme" else tree
+
+    return dataclasses.replace(
+        state,
+        params=weights(state.params, config.params),
+        master=weights(state.master, config.opt_state),
+        opt_state=all_placed(state.opt_state, config.opt_state),
+    )
 
 
 def _pending(params: Any, opt_state: Any, specs: dict[str, LeafSpec], config: ZeroConfig, mesh: Mesh) -> Pending:

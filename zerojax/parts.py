@@ -17,17 +17,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from host_offload.read_ahead import Move
 from zerojax.config import ZeroConfig
+from zerojax.disk import Disk
 from zerojax.elementwise import ElementwiseUpdate, elementwise_update
 from zerojax.layout import Layout
 from zerojax.mesh import BATCH_AXES
 from zerojax.model import BLOCKS
 from zerojax.optim import init_opt_state_shape, stored_spec
 from zerojax.partition import LeafSpec
-from zerojax.records import Record, pick
+from zerojax.records import Record, pick, read_layer, write_layer
 from zerojax.resident import Update, finish, scale_grads
 from zerojax.stages import STAGES
-from zerojax.state import TrainState, is_split
+from zerojax.state import TrainState, is_stored
 
 Array = jax.Array
 
@@ -77,6 +79,8 @@ class Parts:
             each = [stored_spec(s, sharded) for s in specs]
             return [Record(self.mesh, spec[1:] if s else spec, tier) for spec, s in zip(each, stacked, strict=True)]
 
+        names = [jax.tree_util.keystr(path) for path in paths]
+
         config = layout.config
         self.params = records(stage.params, config.params)
         self.master = records(stage.opt_state, config.opt_state if layout.abstract_state.master is not None else config.params)
@@ -86,18 +90,72 @@ class Parts:
             None if owner is None else Record(self.mesh, self.grads[owner].spec, config.opt_state if leaf.shape else "device")
             for owner, leaf in zip(self.update.owners, state, strict=True)
         ]
-        self.dtypes = [a.dtype for a in jax.tree.leaves(layout.abstract_state.params)]
+        self.dtypes = [a.dtype for a in jax.tree.leaves(layout.abstract_arrays.params)]
+        if layout.disk is not None:
+            self._shelve(layout.disk, names)
+
+    def _shelve(self, disk: Disk, names: Sequence[str]) -> None:
+        """Declare the records of the nvme tier: one kind for the stacked layers, and one for each other leaf."""
+        config, shapes = self.layout.config, [a.shape for a in jax.tree.leaves(self.layout.abstract_params)]
+        has_master = self.layout.abstract_state.master is not None
+        num_layers, state = self.layout.num_layers or 1, jax.tree.leaves(self.update.opt_state)
+
+        def shelve(kind: str, count: int, held: list[tuple[list[Any], int, str, Any]]) -> None:
+            """Declare `kind`; `held` is (list that holds the Record, index, name, shape of one layer) of each leaf."""
+            if not held:
+                return
+            rests = [records[i] for records, i, _, _ in held]
+            shelf = disk.declare(kind, count, [name for *_, name, _ in held], [a for *_, a in held], [r.spec for r in rests])
+            for (records, i, _, _), record in zip(held, rests, strict=True):
+                records[i] = dataclasses.replace(record, shelf=shelf)
+
+        def weight(records: list[Any], i: int, dtype: Any) -> tuple[list[Any], int, str, Any]:
+            return records, i, names[i], jax.ShapeDtypeStruct(shapes[i][1:] if i in self.blocks else shapes[i], dtype)
+
+        def moment(j: int) -> tuple[list[Any], int, str, Any]:
+            stacked = self.owner(j) in self.blocks
+            shape = state[j].shape[1:] if stacked else state[j].shape
+            return self.opt, j, f"{j} of {names[self.owner(j)]}", jax.ShapeDtypeStruct(shape, state[j].dtype)
+
+        if config.params == "nvme":
+            shelve("params", num_layers, [weight(self.params, i, self.dtypes[i]) for i in self.blocks])
+            for i in self.ends:
+                shelve(f"params.{i}", 1, [weight(self.params, i, self.dtypes[i])])
+        if config.opt_state == "nvme":
+            masters = [weight(self.master, i, jnp.float32) for i in self.blocks] if has_master else []
+            own = [moment(j) for j in self.update.states_of(self.blocks)]
+            shelve("opt_state", num_layers - self.layout.device_layers, masters + own)
+            for i in self.ends:
+                if has_master:
+                    shelve(f"master.{i}", 1, [weight(self.master, i, jnp.float32)])
+                for j in self.update.states_of((i,)):
+                    if state[j].shape:
+                        shelve(f"opt_state.{j}", 1, [moment(j)])
+
+    def end_moves(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+        """Return the moves of the leaves that are no stack of layers: those before the layers, and those of their update."""
+        first: list[Move] = []
+        last: list[Move] = []
+        for i in self.ends:
+            own = [self.opt_record(j) for j in self.update.states_of((i,))]
+            has_master = self.layout.abstract_state.master is not None
+            reads = [self.master[i] if has_master else self.params[i], *own]
+            writes = [self.params[i], *([self.master[i]] if has_master else []), *own]
+            for moves, records, does_write in ((first, [self.params[i]], False), (last, reads, False), (last, writes, True)):
+                moves += [Move(r.shelf.kind, 0, does_write) for r in records if r.shelf is not None]
+        return tuple(first), tuple(last)
 
     def flat(self, state: TrainState) -> States:
         """Return the state's leaves."""
-        master = None if state.master is None else jax.tree.leaves(state.master, is_leaf=is_split)
-        return States(jax.tree.leaves(state.params), master, jax.tree.leaves(state.opt_state, is_leaf=is_split))
+        master = None if state.master is None else jax.tree.leaves(state.master, is_leaf=is_stored)
+        params, opt = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (state.params, state.opt_state))
+        return States(params, master, opt)
 
     def trees(self, state: TrainState, states: States) -> tuple[Any, Any, Any]:
         """Return params, master and opt_state as trees like those of `state`."""
-        tree = jax.tree.structure(state.params)
+        tree = jax.tree.structure(state.params, is_leaf=is_stored)
         master = None if states.master is None else jax.tree.unflatten(tree, states.master)
-        opt_tree = jax.tree.structure(state.opt_state, is_leaf=is_split)
+        opt_tree = jax.tree.structure(state.opt_state, is_leaf=is_stored)
         return jax.tree.unflatten(tree, states.params), master, jax.tree.unflatten(opt_tree, states.opt)
 
     def shared_of(self, states: States) -> list[Array]:
@@ -119,15 +177,18 @@ class Parts:
 
     def read_opt(self, states: States, layer: Array, on_device: bool) -> list[Array]:
         """Return one layer's masters, where there are any, and optimizer state, on the device."""
-        masters = (
-            [] if states.master is None else [self.master[i].read(states.master[i], layer, on_device) for i in self.blocks]
-        )
-        own = self.update.states_of(self.blocks)
-        return masters + [self.opt_record(j).read(states.opt[j], layer, on_device) for j in own]
+        return read_layer(*self._opt(states), layer, on_device)
 
     def read_params(self, states: States, layer: Array) -> list[Array]:
         """Return one layer's parameters, sharded, on the device."""
-        return [self.params[i].read(states.params[i], layer) for i in self.blocks]
+        return read_layer(pick(self.params, self.blocks), pick(states.params, self.blocks), layer)
+
+    def _opt(self, states: States) -> tuple[list[Record], list[Any]]:
+        """Return how the masters, where there are any, and the optimizer state of the stacked layers rest, and their stacks."""
+        own = self.update.states_of(self.blocks)
+        masters = [] if states.master is None else pick(states.master, self.blocks)
+        records = (pick(self.master, self.blocks) if masters else []) + [self.opt_record(j) for j in own]
+        return records, masters + pick(states.opt, own)
 
     def update_layer(
         self,
@@ -183,12 +244,18 @@ class Parts:
         """Write one layer: float32 weights, and the leaves of its optimizer state."""
         own = self.update.states_of(self.blocks)
         params, master, state = list(states.params), states.master and list(states.master), list(states.opt)
-        for i, value in zip(self.blocks, new, strict=True):
-            params[i] = self.params[i].write(params[i], layer, self.cast(i, value))
-            if master is not None:
-                master[i] = self.master[i].write(master[i], layer, value, on_device)
-        for j, value in zip(own, after, strict=True):
-            state[j] = self.opt_record(j).write(state[j], layer, value, on_device)
+        cast = [self.cast(i, value) for i, value in zip(self.blocks, new, strict=True)]
+        for i, stack in zip(
+            self.blocks, write_layer(pick(self.params, self.blocks), pick(params, self.blocks), layer, cast), strict=True
+        ):
+            params[i] = stack
+        records, stacks = self._opt(states)
+        stacks = write_layer(records, stacks, layer, [*(new if master is not None else []), *after], on_device)
+        if master is not None:
+            for i, stack in zip(self.blocks, stacks, strict=False):
+                master[i] = stack
+        for j, stack in zip(own, stacks[len(stacks) - len(own) :], strict=True):
+            state[j] = stack
         return States(params, master, state)
 
     def owner(self, index: int) -> int:
@@ -255,9 +322,10 @@ class Parts:
             old = self.params[index].load(param) if master is None else self.master[index].load(master)
             before = [self.opt_record(j).load(s) for j, s in zip(own, opt, strict=True)]
             (new,), after = self._move((index,), (grad,), (old,), before, shared, loss, ok)
-            param = self.params[index].store(self.cast(index, new))
-            master = None if master is None else self.master[index].store(new)
-            return (param, master, [self.opt_record(j).store(s) for j, s in zip(own, after, strict=True)]), trips
+            param = self.params[index].store(self.cast(index, new), param)
+            master = None if master is None else self.master[index].store(new, master)
+            opt = [self.opt_record(j).store(s, old) for j, s, old in zip(own, after, opt, strict=True)]
+            return (param, master, opt), trips
 
         masters = states.master
         leaf = (states.params[index], None if masters is None else masters[index], pick(states.opt, own))

@@ -20,10 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
+from host_offload.ops import Records
 from host_offload.schedule import Phase
 from zerojax.gather import Spec
 from zerojax.layout import named, place
-from zerojax.state import Split
+from zerojax.state import OnDisk, Split
 
 Array = jax.Array
 Plan = Mapping[str, Array]
@@ -37,12 +38,14 @@ class Record:
     Attributes:
       mesh: the device mesh.
       spec: of the leaf, without the layer dim.
-      tier: "device" or "pinned_host"; of a Split stack, the tier of its second part.
+      tier: where it rests; of a Split stack, the tier of its second part.
+      shelf: of the nvme tier, the records that it is part of.
     """
 
     mesh: Mesh
     spec: Spec
     tier: str
+    shelf: Records | None = None
 
     @property
     def is_away(self) -> bool:
@@ -78,14 +81,77 @@ class Record:
             return Split(stack.device, jax.lax.dynamic_update_index_in_dim(stack.host, self.store(value), layer, 0))
         return jax.lax.dynamic_update_index_in_dim(stack, self.store(value), layer, 0)
 
-    def load(self, value: Array) -> Array:
-        """Move a value from the tier to the device."""
+    def load(self, value: Any) -> Array:
+        """Move a value from the tier to the device; of the nvme tier, a leaf with a record of its own."""
+        if isinstance(value, OnDisk):
+            return read_layer([self], [value], jnp.int32(0))[0]
         return jax.device_put(value, place(self.mesh, self.spec, "device")) if self.is_away else value
 
-    def store(self, value: Array) -> Array:
-        """Move a value from the device to the tier."""
+    def store(self, value: Array, old: Any = None) -> Any:
+        """Move a value from the device to the tier; of the nvme tier, over `old`."""
+        if isinstance(old, OnDisk):
+            return write_layer([self], [old], jnp.int32(0), [value])[0]
         value = jax.lax.with_sharding_constraint(value, self.sharding)
         return jax.device_put(value, place(self.mesh, self.spec, self.tier)) if self.is_away else value
+
+
+def read_layer(records: Sequence[Record], stacks: Sequence[Any], layer: Array, on_device: bool = False) -> list[Array]:
+    """Return layer `layer` of several stacks, on the device.
+
+    Args:
+      records: how each rests. Those on disk are all the leaves of one kind, in its order.
+      stacks: [L, ...] each, Splits, or OnDisk.
+      layer: i32[], read from an array of the schedule.
+      on_device: of Splits, that the layer is in their first parts.
+    """
+    there = [] if on_device else [i for i, stack in enumerate(stacks) if _on_disk(stack) is not None]
+    if not there:
+        return [r.read(stack, layer, on_device) for r, stack in zip(records, stacks, strict=True)]
+    shelf, leaf = _shelf(records[there[0]]), _on_disk(stacks[there[0]])
+    assert leaf is not None
+    fetched = dict(zip(there, shelf.fetch(leaf.token, _record(stacks[there[0]], layer)), strict=True))
+    each = enumerate(zip(records, stacks, strict=True))
+    return [fetched[i] if i in fetched else r.read(stack, layer, on_device) for i, (r, stack) in each]
+
+
+def write_layer(
+    records: Sequence[Record], stacks: Sequence[Any], layer: Array, values: Sequence[Array], on_device: bool = False
+) -> list[Any]:
+    """Return the stacks with `values` as their layer `layer`."""
+    there = [] if on_device else [i for i, stack in enumerate(stacks) if _on_disk(stack) is not None]
+    each = zip(records, stacks, values, strict=True)
+    if not there:
+        return [r.write(stack, layer, value, on_device) for r, stack, value in each]
+    shelf, leaf = _shelf(records[there[0]]), _on_disk(stacks[there[0]])
+    assert leaf is not None
+    shards = [jax.lax.with_sharding_constraint(values[i], records[i].sharding) for i in there]
+    token = shelf.store(leaf.token, _record(stacks[there[0]], layer), shards)
+    after = []
+    for i, (record, stack, value) in enumerate(each):
+        if i not in there:
+            after.append(record.write(stack, layer, value, on_device))
+            continue
+        leaf = _on_disk(stack)
+        assert leaf is not None
+        leaf = dataclasses.replace(leaf, token=token)
+        after.append(Split(stack.device, leaf) if isinstance(stack, Split) else leaf)
+    return after
+
+
+def _on_disk(stack: Any) -> OnDisk | None:
+    """Return what of a stack is on disk."""
+    rest = stack.host if isinstance(stack, Split) else stack
+    return rest if isinstance(rest, OnDisk) else None
+
+
+def _record(stack: Any, layer: Array) -> Array:
+    """Return the index of a layer's record."""
+    return layer - stack.device.shape[0] if isinstance(stack, Split) else layer
+
+
+def _shelf(record: Record) -> Records:
+    assert record.shelf is not None
+    return record.shelf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +251,19 @@ def run_phase(
         carry, ring = jax.lax.fori_loop(start, end, body, (carry, ring))
         start = stop
     return carry
+
+
+def wait_for(plan: Plan, values: Any, mesh: Mesh) -> tuple[Plan, Any]:
+    """Return a phase's arrays, known only when `values` are, and `values`: what the phase fetches first comes after them.
+
+    XLA for CPUs drops barriers. There the arrays are computed from a value, in a way that it does not see through.
+    """
+    plan, values = jax.lax.optimization_barrier((plan, values))
+    if mesh.devices.flat[0].platform != "cpu":
+        return plan, values
+    first = jnp.ravel(jax.tree.leaves(values)[0])[0]
+    never = ((first != first) & (first == first)).astype(jnp.int32)
+    return {name: a + never for name, a in plan.items()}, values
 
 
 def index_arrays(arrays: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Array]]:

@@ -19,11 +19,11 @@ class Split:
 
     Attributes:
       device: [k, ...], layers 0 .. k-1.
-      host: [L-k, ...], the rest, in pinned host memory.
+      host: [L-k, ...], the rest, in pinned host memory or OnDisk.
     """
 
     device: jax.Array
-    host: jax.Array
+    host: Any
 
 
 @jax.tree_util.register_dataclass
@@ -44,9 +44,25 @@ class Pending:
     ready: jax.Array
 
 
-def is_split(node: Any) -> bool:
-    """Tell whether a node of a state tree is a Split, for `is_leaf`."""
-    return isinstance(node, Split)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OnDisk:
+    """A leaf that rests on disk; `Program.iter_params` reads it.
+
+    Attributes:
+      token: i32[devices], the number of the state whose records are on disk.
+      shape: of the array that it stands for.
+      dtype: likewise.
+    """
+
+    token: jax.Array
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+
+def is_stored(node: Any) -> bool:
+    """Tell whether a node of a state tree stands for one leaf: a Split or OnDisk, for `is_leaf`."""
+    return isinstance(node, Split | OnDisk)
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +77,7 @@ class TrainState:
       params: in the compute dtype; whole below stage 3, sharded at stage 3.
       master: float32 weights where the compute dtype is narrower, else None.
       opt_state: optax's state over the float32 weights. With a fraction on the device, stacked leaves are `Split`, as are
-        those of `master`.
+        those of `master`. Leaves of the nvme tier are `OnDisk`, here and in params.
       loss_scale: dynamic loss scaling with precision="fp16", else None.
       pending: with `delayed_update`, the update that the next step does, else None.
     """

@@ -6,7 +6,7 @@ can be built, lowered and accounted for on a mesh that is not there.
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from host_offload.ops import Records
+from host_offload.read_ahead import Move, moves_of
 from host_offload.schedule import Schedule, build_schedule
 from host_offload.self_test import check_host_slices
 from zerojax.accounting import MemoryReport, program_memory
@@ -28,14 +30,14 @@ from zerojax.mesh import FSDP, check_mesh
 from zerojax.model import BLOCKS, LayeredModel, Model
 from zerojax.partition import Replicated
 from zerojax.parts import Parts, reason, update_in_parts
-from zerojax.records import Plan, Record, index_arrays
+from zerojax.records import Plan, index_arrays
 from zerojax.resident import build_init, build_step, build_update, plain_loss, sharded_loss, unit_bytes
-from zerojax.state import TrainState, is_split
+from zerojax.state import OnDisk, TrainState, is_stored
 from zerojax.streaming import Plans, Scratch, StreamedStep
 
 logger = logging.getLogger("zerojax")
 
-Metrics = Mapping[str, jax.Array]
+Metrics = Mapping[str, jax.Array | float]
 
 
 def build_train_step(
@@ -57,11 +59,12 @@ def build_train_step(
         the first step.
 
     Returns:
-      The program. Nothing is allocated before `program.init`.
+      The program. Nothing is allocated before `program.init`; the nvme tier's folder is taken, and probed for a second.
 
     Raises:
       ValueError: what cannot work, with names, numbers and the repair.
       NotImplementedError: a setting that this version does not build.
+      SwapError: the nvme tier's folder cannot be written to, or another program uses it.
     """
     if not isinstance(model, Model | LayeredModel):
         raise ValueError(f"model must be a zerojax.Model or LayeredModel, got {type(model).__name__}; see zerojax.from_flax")
@@ -80,6 +83,8 @@ def build_train_step(
         program = Program(model, tx, build_layout(model, tx, config, mesh))
     if batch is not None:
         program.check(batch)
+    if program.layout.disk is not None and is_there(mesh):
+        program.layout.disk.claim()
     return program
 
 
@@ -132,11 +137,13 @@ class _Jitted:
     Attributes:
       step: `step(state, batch, plans, one, scratch) -> ((state, scratch), metrics)`.
       abstract_scratch: shapes and shardings of `scratch`.
+      on_disk: records that it writes before it reads them.
       kept: its activations, allocated at the first step; None where a step that failed, or one of another shape, had them.
     """
 
     step: Any
     abstract_scratch: Scratch
+    on_disk: Sequence[Records] = ()
     kept: list[jax.Array] | None = None
 
 
@@ -146,6 +153,7 @@ class Program:
     def __init__(self, model: Model | LayeredModel, tx: optax.GradientTransformation, layout: Layout) -> None:
         self.model, self.tx, self.layout = model, tx, layout
         self.mesh, self.config = layout.mesh, layout.config
+        self._disk = layout.disk
         self._reported: dict[str, None] = {}
         self._arrays: tuple[Plans, jax.Array] | None = None
         options = compiler_options(model, layout)
@@ -182,7 +190,7 @@ class Program:
             self._init = jax.jit(
                 born,
                 donate_argnums=3,
-                in_shardings=(whole, whole, whole, empty),
+                in_shardings=(whole, whole, whole, empty, whole),
                 out_shardings=explicit(layout.shardings),
             )
         self._step, self._options = step, options
@@ -202,6 +210,22 @@ class Program:
         self._grads = None
         if self._host is not None:
             self._host.host.release()
+        if self._disk is not None:
+            self._disk.close()
+
+    @cached_property
+    def _moves(self) -> tuple[Move, ...]:
+        """What a step reads from disk and writes to it, in order."""
+        assert self._disk is not None
+        first, last = ((), ()) if self._parts is None else self._parts.end_moves()
+        return (*first, *moves_of(self.schedule, self._disk.kinds.keys()), *last)
+
+    @cached_property
+    def _eval_moves(self) -> tuple[Move, ...]:
+        assert self._disk is not None
+        first = () if self._parts is None else self._parts.end_moves()[0]
+        forward = moves_of(self.schedule, self._disk.kinds.keys(), ("forward",))
+        return (*first, *(move for move in forward if move.kind == "params"))
 
     @property
     def shardings(self) -> TrainState:
@@ -241,12 +265,20 @@ class Program:
         if key.shape:
             raise ValueError(f"init takes one random key, got an array of shape {key.shape}")
         with jax.set_mesh(self.mesh):
+            if self._disk is not None:
+                self._disk.open()
             if self._parts is None:
                 return self._init(key)
             self._check_host()
             order = jnp.arange(self.layout.num_layers or 0)
             empty = allocate_all([a for a in jax.tree.leaves(self.layout.abstract_state) if is_away(a)])
-            return self._init(key, order, jnp.int32(1), empty)
+            if self._disk is None:
+                return self._init(key, order, jnp.int32(1), empty, jnp.int32(0))
+            self._disk.begin(())
+            state = self._init(key, order, jnp.int32(1), empty, jnp.int32(self._disk.swap.generation))
+            jax.block_until_ready(state)
+            self._disk.finish()
+            return state
 
     def _check_host(self) -> None:
         """Test, once a process, that the devices read the right records of host memory; a CPU does."""
@@ -275,8 +307,13 @@ class Program:
         with jax.set_mesh(self.mesh):
             jitted, (plans, one) = self._jitted(batch), self._indices()
             scratch = self._take_scratch(jitted)
+            if self._disk is not None:
+                self._disk.begin(self._moves, jitted.on_disk)
             if self._host is None:
                 (state, scratch), metrics = jitted.step(state, batch, plans, one, scratch)
+                if self._disk is not None:
+                    jax.block_until_ready((state, metrics))
+                    metrics |= self._disk.finish()
                 self._keep_scratch(jitted, scratch)
                 return state, metrics
             memory = self._host.prepare(jax.block_until_ready(state))
@@ -336,7 +373,7 @@ class Program:
             abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
             scratch: Scratch = {}
             if self._streamed is not None:
-                scratch = self._streamed.abstract_scratch(self.layout.abstract_state.params, abstract)
+                scratch = self._streamed.abstract_scratch(self.layout.abstract_arrays.params, abstract)
             whole, state = explicit(named(self.mesh, ())), explicit(self.layout.shardings)
             host = jax.tree.map(lambda a: a.sharding, scratch)
             batches = jax.tree.map(lambda a: explicit(batch_sharding(self.mesh, len(a.shape))), batch)
@@ -347,7 +384,10 @@ class Program:
                 out_shardings=((state, host), whole),
                 compiler_options=self._options,
             )
-            self._compiled[key] = _Jitted(step, scratch)
+            on_disk: Sequence[Records] = ()
+            if self._streamed is not None and self._disk is not None:
+                on_disk = self._streamed.on_disk(self.layout.abstract_arrays.params, abstract)
+            self._compiled[key] = _Jitted(step, scratch, on_disk)
         return self._compiled[key]
 
     def eval(self, state: TrainState, batch: Any) -> jax.Array:
@@ -355,7 +395,12 @@ class Program:
         batch = self.shard_batch(batch, num_microbatches=1)
         with jax.set_mesh(self.mesh):
             plans, one = self._indices()
-            return self._eval(state.params, batch, plans["forward"], one)
+            if self._disk is None:
+                return self._eval(state.params, batch, plans["forward"], one)
+            self._disk.begin(self._eval_moves)
+            loss = jax.block_until_ready(self._eval(state.params, batch, plans["forward"], one))
+            self._disk.finish()
+            return loss
 
     def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
         """Place a batch on the mesh: dim 0 over `data` and `fsdp`. Leaves already there stay.
@@ -430,7 +475,8 @@ class Program:
         check_batch(abstract_batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
             lowered = self._abstract_call(abstract_batch, lambda step, *args: step.lower(*args))
-        return LoweredStep(lowered, self.mesh, self._options, self._host is not None)
+        has_callbacks = self._host is not None or self._disk is not None
+        return LoweredStep(lowered, self.mesh, self._options, has_callbacks)
 
     def memory(self, batch: Any) -> MemoryReport:
         """Return the bytes of a step on each device, per tier, and those that its collectives and its host link move."""
@@ -461,34 +507,51 @@ class Program:
 
         A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head"; a Model one leaf at a time.
         """
-        params = self.master_params(state)
-        if isinstance(self.model, LayeredModel):
-            yield "embed", self._on_device(params["embed"])
-            for layer in range(self.model.num_layers):
-                with jax.set_mesh(self.mesh):
-                    tree = self._read_layer(params[BLOCKS], jnp.int32(layer), layer < self.layout.device_layers)
-                yield f"{BLOCKS}/{layer}", tree
-            yield "head", self._on_device(params["head"])
-        else:
-            for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-                yield jax.tree_util.keystr(path), self._on_device(leaf)
+        if not isinstance(self.model, LayeredModel):
+            for index, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(self.layout.abstract_params)[0]):
+                yield jax.tree_util.keystr(path), self._read_end(state, index)
+            return
+        tree = self.layout.abstract_params
+        indices = jax.tree.unflatten(jax.tree.structure(tree), range(len(jax.tree.leaves(tree))))
+        yield "embed", jax.tree.map(lambda i: self._read_end(state, i), indices["embed"])
+        for layer in range(self.model.num_layers):
+            yield f"{BLOCKS}/{layer}", self._read(self._read_layer, state, jnp.int32(layer), layer < self.layout.device_layers)
+        yield "head", jax.tree.map(lambda i: self._read_end(state, i), indices["head"])
 
-    def _on_device(self, tree: Any) -> Any:
-        return jax.tree.map(lambda a: jax.device_put(a, a.sharding.with_memory_kind("device")), tree)
+    def _read(self, read: Any, held: Any, *args: Any) -> Any:
+        """Call `read(held, *args)`, which reads from any tier."""
+        with jax.set_mesh(self.mesh):
+            if self._disk is None:
+                return read(held, *args)
+            self._disk.begin(())
+            values = jax.block_until_ready(read(held, *args))
+            self._disk.finish()
+            return values
+
+    def _read_end(self, state: TrainState, index: int) -> jax.Array:
+        """Return a parameter that is no stack of layers, float32 where there is a master, on the device."""
+        leaf = jax.tree.leaves(self.master_params(state), is_leaf=is_stored)[index]
+        if not isinstance(leaf, OnDisk):
+            return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+        parts = self._parts
+        assert parts is not None
+        record = (parts.params if state.master is None else parts.master)[index]
+        return self._read(jax.jit(record.load), leaf)
 
     @cached_property
     def _read_layer(self) -> Any:
-        """Return `read(stacks, layer, on_device)`: one layer of stacks that rest in any tier."""
-        abstract, away = self.layout.abstract_state, self.config.opt_state
-        if abstract.master is None:
-            away = self.config.params
-        leaves = jax.tree.leaves(self.master_params(abstract)[BLOCKS], is_leaf=is_split)
-        specs = [(leaf.host if is_split(leaf) else leaf).sharding.spec for leaf in leaves]
+        """Return `read(state, layer, on_device)`: one layer of stacks that rest in any tier."""
+        tree = jax.tree.structure(self.layout.abstract_params[BLOCKS]) if isinstance(self.model, LayeredModel) else None
+        assert tree is not None
+        parts = self._parts
 
-        def read(stacks: Any, layer: jax.Array, on_device: bool) -> Any:
-            leaves, tree = jax.tree.flatten(stacks, is_leaf=is_split)
-            records = [Record(self.mesh, tuple(spec[1:]), away) for spec in specs]
-            return jax.tree.unflatten(tree, [r.read(a, layer, on_device) for r, a in zip(records, leaves, strict=True)])
+        def read(state: TrainState, layer: jax.Array, on_device: bool) -> Any:
+            if parts is None:
+                stacks = self.master_params(state)[BLOCKS]
+                return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False), stacks)
+            states = parts.flat(state)
+            leaves = parts.read_params(states, layer) if state.master is None else parts.read_opt(states, layer, on_device)
+            return jax.tree.unflatten(tree, leaves[: len(parts.blocks)])
 
         return jax.jit(read, static_argnums=2)
 

@@ -4,6 +4,7 @@ A layer's record of a kind is its shards of that kind on one device. `StreamedLa
 and the endings (`zerojax.streamed_update`) both read; it computes nothing but the sums and scales of gradients they need.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,10 +22,10 @@ from zerojax.optim import stored_spec
 from zerojax.partition import LeafSpec, local_elements
 from zerojax.parts import Parts, reason
 from zerojax.precision import PRECISIONS
-from zerojax.records import Record
+from zerojax.records import Record, pick, read_layer
 from zerojax.saved import MODES
 from zerojax.stages import STAGES
-from zerojax.state import TrainState
+from zerojax.state import OnDisk, TrainState
 
 Array = jax.Array
 
@@ -42,7 +43,8 @@ class StreamedLayout:
       params: how each parameter rests.
       grads: how each gradient rests from backward to update.
       params_away: whether parameters rest off the device.
-      grads_away: whether gradients rest in stacks off the device, which XLA writes and reads.
+      grads_away: whether gradients rest off the device.
+      grads_in_memory: whether they rest in stacks in host memory, which XLA writes and reads.
       abstract: ShapeDtypeStruct of each parameter in the compute dtype.
     """
 
@@ -73,11 +75,18 @@ class StreamedLayout:
             return [Record(self.mesh, e[1:], blocks_tier) if s else Record(self.mesh, e, ends_tier) for e, s in each]
 
         grads_tier = config.grads if self.host is None else "device"
-        self.params = records(stage.params, config.params, config.params)
+        self.params = records(stage.params, config.params, config.params) if self.parts is None else self.parts.params
         self.grads = records(stage.opt_state, grads_tier, "device")
         self.params_away = config.params != "device"
         self.grads_away = grads_tier != "device" and after_backward
-        self.abstract = jax.tree.leaves(layout.abstract_state.params)
+        self.grads_in_memory = self.grads_away and grads_tier == "pinned_host"
+        self.abstract = jax.tree.leaves(layout.abstract_arrays.params)
+        if layout.disk is not None and self.grads_away and not self.grads_in_memory:
+            names = [jax.tree_util.keystr(paths[i]) for i in self.blocks]
+            grads_specs = [self.grads[i].spec for i in self.blocks]
+            shelf = layout.disk.declare("grads", model.num_layers, names, self.grad_shapes(), grads_specs, is_state=False)
+            for i in self.blocks:
+                self.grads[i] = dataclasses.replace(self.grads[i], shelf=shelf)
 
     def grad_dtype(self, index: int) -> Any:
         """Return the dtype in which a leaf's gradient is summed."""
@@ -87,8 +96,10 @@ class StreamedLayout:
         """Return the gradient of one layer."""
         return [jax.ShapeDtypeStruct(self.abstract[i].shape[1:], self.grad_dtype(i)) for i in self.blocks]
 
-    def empty(self, record: Record, a: Any) -> Array:
-        """Return an empty stack of a record on the device."""
+    def empty(self, record: Record, a: Any) -> Any:
+        """Return an empty stack of a record, on the device or on disk."""
+        if record.shelf is not None:
+            return OnDisk(record.shelf.first_token(), (self.num_layers, *a.shape), a.dtype)
         stack = jnp.zeros((self.num_layers, *a.shape), a.dtype)
         return jax.lax.with_sharding_constraint(stack, named(self.mesh, (None, *record.spec)))
 
@@ -99,7 +110,7 @@ class StreamedLayout:
 
     def read_params(self, stacks: Sequence[Any], layer: Array) -> list[Array]:
         """Return one layer's shards, on the device."""
-        return [self.params[i].read(stack, layer) for i, stack in zip(self.blocks, stacks, strict=True)]
+        return read_layer(pick(self.params, self.blocks), stacks, layer)
 
     def on_shards(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
         """Return one layer's, or unstacked leaves', gradients or weights, on the shards of the optimizer state."""

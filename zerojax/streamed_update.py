@@ -23,9 +23,9 @@ from zerojax.host_update import HostUpdate
 from zerojax.model import BLOCKS
 from zerojax.optim import clip_factor
 from zerojax.parts import Parts, States
-from zerojax.records import Now, Plan, run_phase
+from zerojax.records import Now, Plan, pick, read_layer, run_phase, wait_for, write_layer
 from zerojax.resident import build_update, finish
-from zerojax.state import Pending, TrainState
+from zerojax.state import Pending, TrainState, is_stored
 from zerojax.streamed_layout import StreamedLayout
 
 Array = jax.Array
@@ -96,13 +96,13 @@ class _Stored:
     def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> dict[str, Any]:
         del state, loss
         layout = self.layout
-        if not layout.grads_away:
+        if not layout.grads_in_memory:
             grads = [layout.empty(layout.grads[i], a) for i, a in zip(layout.blocks, layout.grad_shapes(), strict=True)]
         return {"squares": jnp.float32(0), "grads": grads, "token": token}
 
     def params(self, state: TrainState, carried: dict[str, Any]) -> list[Array]:
         del carried
-        return jax.tree.leaves(state.params[BLOCKS])
+        return jax.tree.leaves(state.params[BLOCKS], is_leaf=is_stored)
 
     def use(
         self, state: TrainState, carried: dict[str, Any], now: Now, grads: list[Array], params: list[Array], landing: Any
@@ -111,11 +111,11 @@ class _Stored:
         return self.store(carried, now, grads) | {"squares": carried["squares"] + self.layout.squares(grads, state)}, landing
 
     def store(self, carried: dict[str, Any], now: Now, grads: list[Array]) -> dict[str, Any]:
-        pairs = zip(self.layout.blocks, carried["grads"], grads, strict=True)
-        return carried | {"grads": [self.layout.grads[i].write(s, now.write, g) for i, s, g in pairs]}
+        records = pick(self.layout.grads, self.layout.blocks)
+        return carried | {"grads": write_layer(records, carried["grads"], now.write, grads)}
 
     def read_grads(self, carried: dict[str, Any], layer: Array) -> list[Array]:
-        return [self.layout.grads[i].read(s, layer) for i, s in zip(self.layout.blocks, carried["grads"], strict=True)]
+        return read_layer(pick(self.layout.grads, self.layout.blocks), carried["grads"], layer)
 
     def norm(self, sums: Sums) -> Array:
         """Return the global norm of the unscaled gradients."""
@@ -147,7 +147,7 @@ class ByLayers(_Stored):
     def end(self, sums: Sums) -> Result:
         layout, parts, state = self.layout, self.parts, sums.state
         # What the update fetches first comes after backward, not before it.
-        plan, squares = jax.lax.optimization_barrier((sums.plan, sums.carried["squares"]))
+        plan, squares = wait_for(sums.plan, sums.carried["squares"], layout.mesh)
         sums = dataclasses.replace(sums, carried=sums.carried | {"squares": squares})
         norm = self.norm(sums)
         ok, factor = jnp.isfinite(norm), clip_factor(norm, self.config.clip_norm)

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from host_offload.ops import Records
 from zerojax.config import ZeroConfig
 from zerojax.gather import Spec, without_axis
 from zerojax.layout import Layout, named
@@ -34,11 +35,11 @@ from zerojax.model import BLOCKS, LayeredModel, check_block
 from zerojax.on_use import gather_on_use
 from zerojax.optim import stored_spec
 from zerojax.parts import batch_spec
-from zerojax.records import Now, Plan, Record, run_phase
+from zerojax.records import Now, Plan, Record, pick, read_layer, run_phase, wait_for, write_layer
 from zerojax.resident import build_rule, checked, constrain_batch, split_microbatches
 from zerojax.saved import MODES, Layer, beside, plan_layer
 from zerojax.stages import STAGES
-from zerojax.state import TrainState
+from zerojax.state import TrainState, is_stored
 from zerojax.streamed_layout import StreamedLayout
 from zerojax.streamed_update import Ending, Sums, ending_of, loss_scale
 
@@ -68,6 +69,11 @@ class Kept:
     def away(self) -> tuple[int, ...]:
         """Indices of the arrays that rest off the device."""
         return tuple(i for i, r in enumerate(self.records) if r.is_away)
+
+    @property
+    def in_memory(self) -> tuple[int, ...]:
+        """Indices of those that rest in host memory, which XLA reads and writes."""
+        return tuple(i for i in self.away if self.records[i].shelf is None)
 
     def parts(self, values: Sequence[Array]) -> tuple[Any, list[Array]]:
         """Return the layer's input, and what the block kept."""
@@ -127,7 +133,7 @@ class StreamedStep:
     def load_ends(self, params: Any) -> Any:
         """Return the parameters that are no stack of layers, sharded, on the device."""
         ends = {name: tree for name, tree in params.items() if name != BLOCKS}
-        leaves, tree = jax.tree.flatten(ends)
+        leaves, tree = jax.tree.flatten(ends, is_leaf=is_stored)
         return jax.tree.unflatten(
             tree, [self.records.params[i].load(a) for i, a in zip(self.records.ends, leaves, strict=True)]
         )
@@ -201,6 +207,12 @@ class StreamedStep:
         records += [self._activation(a, t, leaves[0].shape[:1]) for a, t in zip(layer.shapes, away, strict=True)]
         lead = (self.count,) if self.count > 1 else ()
         shapes = tuple(jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for a in (*leaves, *layer.shapes))
+        if tier == "nvme" and self.layout.disk is not None:
+            names = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]]
+            inputs, num = records[: len(leaves)], self.model.num_layers
+            specs = [r.spec for r in inputs]
+            shelf = self.layout.disk.declare("activations", num, names, shapes[: len(leaves)], specs, is_state=False)
+            records[: len(leaves)] = [dataclasses.replace(r, shelf=shelf) for r in inputs]
         return Kept(layer, tuple(records), shapes, x_tree)
 
     def _activation(self, a: Any, tier: str, batch: tuple[int, ...]) -> Record:
@@ -213,7 +225,7 @@ class StreamedStep:
 
     def stacks(self, kept: Kept, scratch: Scratch) -> list[Array]:
         """Return the empty stacks that forward fills."""
-        given = dict(zip(kept.away, scratch["kept"], strict=True))
+        given = dict(zip(kept.in_memory, scratch["kept"], strict=True))
         pairs = enumerate(zip(kept.records, kept.shapes, strict=True))
         return [given[i] if i in given else self.records.empty(r, a) for i, (r, a) in pairs]
 
@@ -233,9 +245,15 @@ class StreamedStep:
         kept, records = self.abstract_kept(abstract_params, abstract_batch), self.records
         grads = zip(records.blocks, records.grad_shapes(), strict=True)
         return {
-            "kept": [records.abstract_stack(kept.records[i], kept.shapes[i]) for i in kept.away],
-            "grads": [records.abstract_stack(records.grads[i], a) for i, a in grads if records.grads_away],
+            "kept": [records.abstract_stack(kept.records[i], kept.shapes[i]) for i in kept.in_memory],
+            "grads": [records.abstract_stack(records.grads[i], a) for i, a in grads if records.grads_in_memory],
         }
+
+    def on_disk(self, abstract_params: Any, abstract_batch: Any) -> list[Records]:
+        """Return the records that a step writes before it reads them."""
+        shelves = [r.shelf for r in self.abstract_kept(abstract_params, abstract_batch).records]
+        shelves += [r.shelf for r in self.records.grads]
+        return list(dict.fromkeys(s for s in shelves if s is not None))
 
     # --- the step ----------------------------------------------------------------------------------------------------------
 
@@ -261,20 +279,20 @@ class StreamedStep:
         kept = self.plan(x, keys)
         y, stacks = self.forward(state.params[BLOCKS], x, keys, plans["forward"], one, kept, self.stacks(kept, scratch))
         # What backward fetches first may overlap the head, and not the layers.
-        plan, y = jax.lax.optimization_barrier((plans["backward"], y))
+        plan, y = wait_for(plans["backward"], y, self.mesh)
         loss, dy, g_ends = self.head_and_grads(ends, y, batch, keys, loss_scale(state))
         carried = self.ending.begin(state, loss, scratch["grads"], token)
         dx, carried = self.backward(state, keys, plan, one, kept, stacks, dy, carried)
         g_ends = self.embed_grads(ends, batch, keys, dx, g_ends)
         after, metrics = self.ending.end(Sums(state, loss, carried, g_ends, plans.get("update", {}), one))
-        grads = carried["grads"] if self.records.grads_away else []
-        return (after, {"kept": [stacks[i] for i in kept.away], "grads": grads}), metrics
+        grads = carried["grads"] if self.records.grads_in_memory else []
+        return (after, {"kept": [stacks[i] for i in kept.in_memory], "grads": grads}), metrics
 
     def forward(
         self, blocks: Any, x: Any, keys: Any, plan: Plan, one: Array, kept: Kept | None, stacks: list[Array]
     ) -> tuple[Any, list[Array]]:
         """Run the layers; returns the last output, and the stacks of what is kept."""
-        leaves = jax.tree.leaves(blocks)
+        leaves = jax.tree.leaves(blocks, is_leaf=is_stored)
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
             del carry
@@ -298,7 +316,7 @@ class StreamedStep:
             after, landing = self.after(work, done, after, now)
             if kept is not None:
                 values = [*jax.tree.leaves(x), *values]
-                stacks = [r.write(s, now.write, v) for r, s, v in zip(kept.records, stacks, values, strict=True)]
+                stacks = write_layer(kept.records, stacks, now.write, values)
             return (y, after, stacks), landing
 
         phase = self.schedule.phase("forward")
@@ -383,7 +401,7 @@ class StreamedStep:
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
             shards = records.read_params(ending.params(state, carry[3]), layer) if records.params_away else []
-            return shards + [kept.records[i].read(stacks[i], layer) for i in kept.away]
+            return shards + read_layer(pick(kept.records, kept.away), pick(stacks, kept.away), layer)
 
         def tick(carry: Any, now: Now) -> Any:
             dx, full, acts, carried = carry

@@ -114,13 +114,13 @@ def leaves_of(program: Any, state: Any) -> list[np.ndarray]:
     """Return the float32 parameters as numpy arrays; leaves in two places as one."""
     import jax
 
-    from zerojax.state import Split, is_split
+    from zerojax.state import Split, is_stored
 
     def whole(leaf: Any) -> np.ndarray:
         parts = (leaf.device, leaf.host) if isinstance(leaf, Split) else (leaf,)
         return np.concatenate([np.atleast_1d(jax.device_get(part)) for part in parts])
 
-    return [whole(leaf) for leaf in jax.tree.leaves(program.master_params(state), is_leaf=is_split)]
+    return [whole(leaf) for leaf in jax.tree.leaves(program.master_params(state), is_leaf=is_stored)]
 
 
 def one_device() -> Any:

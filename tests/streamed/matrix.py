@@ -27,6 +27,17 @@ AXES: dict[str, tuple[Any, ...]] = {
     "gather_ahead": (False, True),
 }
 
+DISK = "nvme"
+DISK_AXES: dict[str, tuple[Any, ...]] = {
+    **AXES,
+    "params": ("device", HOST, DISK),
+    "grads": ("device", HOST, DISK),
+    "opt_state": ("device", HOST, DISK),
+    "update": UPDATES[:2],
+    "activations": ("save", "remat", HOST, DISK),
+    "io": ("direct", "tensorstore"),
+}
+
 
 def is_valid(case: dict[str, Any]) -> bool:
     return case["update"][1] == "device" or case["opt_state"] == HOST
@@ -37,9 +48,14 @@ def every_case() -> list[dict[str, Any]]:
     return [case for case in cases if is_valid(case)]
 
 
-def pairwise_cases() -> list[dict[str, Any]]:
+def every_case_on_disk() -> list[dict[str, Any]]:
+    """Every case of which something rests on disk."""
+    cases = [dict(zip(DISK_AXES, values, strict=True)) for values in itertools.product(*DISK_AXES.values())]
+    return [case for case in cases if DISK in case.values()]
+
+
+def pairwise(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Choose cases greedily until every pair of values of two axes is in one of them."""
-    cases = every_case()
 
     def pairs(case: dict[str, Any]) -> set[Any]:
         return set(itertools.combinations(sorted(case.items()), 2))
@@ -58,9 +74,9 @@ def name_of(case: dict[str, Any]) -> str:
     return "-".join("_".join(v) if isinstance(v, tuple) else str(v) for v in case.values())
 
 
-def config_of(case: dict[str, Any]) -> zj.ZeroConfig:
+def config_of(case: dict[str, Any], swap_dir: str | None = None) -> zj.ZeroConfig:
     fields = {name: value for name, value in case.items() if name not in ("mesh", "update")}
-    return zj.ZeroConfig(stage=3, update=case["update"][0], update_on=case["update"][1], **fields)
+    return zj.ZeroConfig(stage=3, update=case["update"][0], update_on=case["update"][1], swap_dir=swap_dir, **fields)
 
 
 def train(mesh: str, config: zj.ZeroConfig) -> tuple[np.ndarray, Any]:
@@ -70,7 +86,7 @@ def train(mesh: str, config: zj.ZeroConfig) -> tuple[np.ndarray, Any]:
         toys.layered(tensor="tensor" in axes), toys.optimizer(), config, zj.make_mesh(**axes, devices=jax.devices()[:4])
     )
     losses, state = toys.run(program, program.init(jax.random.key(0)), toys.batches(STEPS))
-    params = jax.device_get(program.params(state))
+    params = {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
     program.close()
     return np.asarray(losses, np.float32), params
 
@@ -80,11 +96,11 @@ def resident(mesh: str, num_microbatches: int) -> tuple[np.ndarray, Any]:
     return train(mesh, zj.ZeroConfig(stage=3, num_microbatches=num_microbatches))
 
 
-def differences(case: dict[str, Any]) -> tuple[float, float]:
+def differences(case: dict[str, Any], swap_dir: str | None = None) -> tuple[float, float]:
     """Return how far a case is from the resident step: units in the last place of a loss, and the largest parameter difference
     over its leaf's largest magnitude.
     """
-    losses, params = train(case["mesh"], config_of(case))
+    losses, params = train(case["mesh"], config_of(case, swap_dir))
     expected_losses, expected = resident(case["mesh"], case["num_microbatches"])
     ulps = float(np.max(np.abs(losses - expected_losses) / np.spacing(np.abs(expected_losses))))
 

@@ -62,8 +62,6 @@ def test_config_refuses(fields, words):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"params": "nvme", "swap_dir": "/nowhere"},
-        {"activations": "nvme", "swap_dir": "/nowhere"},
         {"partition_activations": True},
         {"precision": "bf16", "reduce_dtype": "float32"},
     ],

@@ -1,0 +1,399 @@
+"""Records between disk and buffers while a jitted step runs: read ahead, written behind.
+
+Callbacks of the program ask for a record or hand one over (`host_offload.ops`), one after the other on each device:
+
+    fetch(kind, rank, layer)     wait for its buffer, copy out of it, give it back; then start the reads whose turn has come
+    store(kind, rank, layer)     wait for an empty buffer, copy into it, start the write
+
+Buffers are fixed: of each kind on each device `distance` to read ahead, one more for the record in use, and as many to write.
+Reads are taken from one ring and writes from another. A write waits only for the disk, a read that nothing foresaw for the one
+record in use; so nothing waits in a circle, and a full ring is a wait that is counted (`Stats.stall_seconds`), not an error.
+
+    read of a record whose write is pending     starts when that write is done
+    write of a record that was read ahead       the read is forgotten
+    write of a record whose write is pending    starts when the other is done
+
+A callback must not raise, since another device may be waiting in a collective: the first error is kept, every later call
+returns at once with zeros, and `check` raises it when the step is over. What is on disk is then no state: `failed` stays set
+until `reset`.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from host_offload.buffers import Ring
+from host_offload.read_ahead import Move, Window
+from host_offload.store import Store
+from host_offload.swap_error import SwapError, explain
+
+Views = list[np.ndarray]
+Key = tuple[str, int]
+MOST_EVENTS = 100_000  # transfers whose times are kept
+
+
+class Io(Protocol):
+    """How records are read and written: `host_offload.direct_io` or `host_offload.tensorstore_io`."""
+
+    def read(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
+
+    def write(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
+
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One transfer, or one wait for it.
+
+    Attributes:
+      name: "read", "write", or "wait" of the step for either.
+      kind: of the record.
+      rank: position of the device in the mesh.
+      layer: index of the record.
+      start: seconds, of `time.perf_counter`.
+      seconds: how long.
+    """
+
+    name: str
+    kind: str
+    rank: int
+    layer: int
+    start: float
+    seconds: float
+
+
+@dataclasses.dataclass
+class Stats:
+    """What moved since the statistics were last taken, all devices of this process summed.
+
+    Attributes:
+      bytes_read: payload and padding.
+      bytes_written: likewise.
+      read_seconds: transfers, summed, although they overlap.
+      write_seconds: likewise.
+      stall_seconds: time that callbacks waited, by kind.
+      misses: reads that were not ahead of their use.
+      most_queued: most transfers under way at one moment.
+    """
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    read_seconds: float = 0.0
+    write_seconds: float = 0.0
+    stall_seconds: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
+    misses: int = 0
+    most_queued: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class _Shelf:
+    """The records of one kind on one device, and their buffers."""
+
+    store: Store
+    reads: Ring
+    writes: Ring
+
+
+@dataclasses.dataclass(eq=False)
+class _Read:
+    """A record on its way into a buffer."""
+
+    buffer: np.ndarray
+    done: "Future[float]"
+
+
+class _Lane:
+    """One device's records. Its attributes are guarded by `lock`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.shelves: dict[str, _Shelf] = {}
+        self.window = Window((), 0)
+        self.reading: dict[Key, _Read] = {}
+        self.writing: dict[Key, Future[float]] = {}
+
+
+class Engine:
+    """Moves the records of this process's devices."""
+
+    def __init__(self, io: Io, distance: int, pin: Literal["lock", "cuda", "none"] = "lock") -> None:
+        """Use `io`, which is closed with the engine, and read `distance` records of a kind ahead."""
+        self.io, self.distance = io, distance
+        self.pin: Literal["lock", "cuda", "none"] = pin
+        self._lanes: dict[int, _Lane] = {}
+        self._lock = threading.Lock()  # of what follows
+        self._error: SwapError | None = None
+        self._stats = Stats()
+        self._queued = 0
+        self._events: collections.deque[Event] = collections.deque(maxlen=MOST_EVENTS)
+
+    # --- what there is -----------------------------------------------------------------------------------------------------
+
+    def add(self, kind: str, rank: int, store: Store) -> None:
+        """Take over the records of a kind on a device, and make their buffers."""
+        lane = self._lanes.setdefault(rank, _Lane())
+        count, size = min(self.distance + 1, store.num_layers), store.format.padded_bytes
+        shelf = _Shelf(store, Ring(count, size, pin=self.pin), Ring(count, size, pin=self.pin))
+        with lane.lock:
+            lane.shelves[kind] = shelf
+
+    def remove(self, kind: str) -> None:
+        """Let go of the records of a kind, when nothing uses them."""
+        for lane in self._lanes.values():
+            self._forget(lane, lambda key: key[0] == kind)
+            self._wait_for_writes(lane)
+            with lane.lock:
+                shelf = lane.shelves.pop(kind, None)
+            if shelf is not None:
+                shelf.reads.close()
+                shelf.writes.close()
+
+    def kinds(self) -> set[str]:
+        """Return the kinds that were added."""
+        return {kind for lane in self._lanes.values() for kind in lane.shelves}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers."""
+        stores = [shelf.store for lane in self._lanes.values() for shelf in lane.shelves.values()]
+        return sum(2 * min(self.distance + 1, s.num_layers) * s.format.padded_bytes for s in stores)
+
+    # --- around a program --------------------------------------------------------------------------------------------------
+
+    def begin(self, moves: Sequence[Move]) -> None:
+        """Expect these moves on every device, from the first on, and read ahead.
+
+        Raises:
+          SwapError: an earlier step failed.
+        """
+        self.check()
+        for rank, lane in self._lanes.items():
+            window = Window(moves, self.distance)
+            soon = {(m.kind, m.layer) for m in window.ahead(())}
+            self._forget(lane, lambda key, soon=soon: key not in soon)
+            with lane.lock:
+                lane.window = window
+            self._read_ahead(lane, rank)
+
+    def check(self) -> None:
+        """Raise the first error.
+
+        Raises:
+          SwapError: a record could not be moved, and the state is lost.
+        """
+        if (error := self._error) is not None:
+            raise SwapError(str(error), file=error.file, layer=error.layer, errno=error.errno) from error
+
+    @property
+    def failed(self) -> bool:
+        """Whether the records are no state any more."""
+        return self._error is not None
+
+    def reset(self) -> None:
+        """Forget what was read ahead, and the error: records are about to be written anew."""
+        for lane in self._lanes.values():
+            self._forget(lane, lambda _: True)
+            self._wait_for_writes(lane)
+        with self._lock:
+            self._error = None
+
+    def flush(self) -> None:
+        """Wait for all that is under way.
+
+        Raises:
+          SwapError: a write, or an earlier move, failed.
+        """
+        for lane in self._lanes.values():
+            self._wait_for_writes(lane)
+            with lane.lock:
+                pending = [read.done for read in lane.reading.values()]
+            for done in pending:
+                done.exception()
+        self.check()
+
+    def take_stats(self) -> Stats:
+        """Return the statistics since this was last called."""
+        with self._lock:
+            taken, self._stats = self._stats, Stats()
+            return taken
+
+    def take_events(self) -> list[Event]:
+        """Return transfers and waits since this was last called, at most the last MOST_EVENTS."""
+        with self._lock:
+            taken = list(self._events)
+            self._events.clear()
+            return taken
+
+    def close(self) -> None:
+        """Wait for what is under way, and release buffers and threads."""
+        for lane in self._lanes.values():
+            self._forget(lane, lambda _: True)
+            self._wait_for_writes(lane)
+        for kind in self.kinds():
+            self.remove(kind)
+        self._lanes.clear()
+        self.io.close()
+
+    # --- inside a program --------------------------------------------------------------------------------------------------
+
+    def fetch(self, kind: str, rank: int, layer: int, use: Callable[[Views], None]) -> None:
+        """Let `use` read the leaves of a record.
+
+        Raises:
+          SwapError: it cannot be read, or an earlier move failed.
+        """
+        self.check()
+        lane = self._lanes[rank]
+        shelf = lane.shelves[kind]
+        with lane.lock:
+            read = lane.reading.pop((kind, layer), None)
+        if read is None:
+            buffer = self._waiting(kind, rank, layer, shelf.reads.take)
+            with lane.lock:
+                read = self._start_read(lane, shelf, kind, rank, layer, buffer)
+            with self._lock:
+                self._stats.misses += 1
+        try:
+            with lane.lock:
+                lane.window.advance(Move(kind, layer))
+            self._read_ahead(lane, rank)
+            self._waiting(kind, rank, layer, read.done.result)
+            use(shelf.store.format.views(read.buffer))
+        finally:
+            shelf.reads.give(read.buffer)
+        self._read_ahead(lane, rank)
+
+    def store(self, kind: str, rank: int, layer: int, fill: Callable[[Views], None]) -> None:
+        """Write a record whose leaves `fill` puts in place; returns when they are copied.
+
+        Raises:
+          SwapError: an earlier move failed.
+        """
+        self.check()
+        lane = self._lanes[rank]
+        shelf = lane.shelves[kind]
+        buffer = self._waiting(kind, rank, layer, shelf.writes.take)
+        try:
+            fill(shelf.store.format.views(buffer))
+        except BaseException:
+            shelf.writes.give(buffer)
+            raise
+        self._forget(lane, lambda key: key == (kind, layer))
+        with lane.lock:
+            before = lane.writing.get((kind, layer))
+            done = self._transfer("write", kind, rank, layer, shelf.store, buffer, before)
+            lane.writing[kind, layer] = done
+            lane.window.advance(Move(kind, layer, True))
+
+        def release(done: "Future[float]") -> None:
+            with lane.lock:
+                if lane.writing.get((kind, layer)) is done:
+                    del lane.writing[kind, layer]
+            shelf.writes.give(buffer)
+
+        done.add_done_callback(release)
+        self._read_ahead(lane, rank)
+
+    def fail(self, error: Exception, kind: str = "", layer: int | None = None) -> None:
+        """Keep an error for `check`."""
+        found = error
+        if not isinstance(found, SwapError):
+            found = explain(found, doing=f"moving {kind or 'a record'}", file=None, layer=layer)
+        with self._lock:
+            if self._error is None:
+                self._error = found
+
+    # --- pieces ------------------------------------------------------------------------------------------------------------
+
+    def _read_ahead(self, lane: _Lane, rank: int) -> None:
+        with lane.lock:
+            for move in lane.window.ahead(lane.reading.keys()):
+                shelf = lane.shelves.get(move.kind)
+                if shelf is None or not shelf.reads.free:
+                    continue
+                with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
+                    buffer = shelf.reads.take(0)
+                    lane.reading[move.kind, move.layer] = self._start_read(lane, shelf, move.kind, rank, move.layer, buffer)
+
+    def _start_read(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int, buffer: np.ndarray) -> _Read:
+        after = lane.writing.get((kind, layer))
+        return _Read(buffer, self._transfer("read", kind, rank, layer, shelf.store, buffer, after))
+
+    def _transfer(
+        self, name: str, kind: str, rank: int, layer: int, store: Store, buffer: np.ndarray, after: "Future[float] | None"
+    ) -> "Future[float]":
+        """Read or write a record, after another transfer is done if one is given."""
+        done: Future[float] = Future()
+
+        def begin(_: Any = None) -> None:
+            with self._lock:
+                self._queued += 1
+                self._stats.most_queued = max(self._stats.most_queued, self._queued)
+            try:
+                moved = (self.io.read if name == "read" else self.io.write)(store, layer, buffer)
+            except Exception as error:
+                moved = Future()
+                moved.set_exception(error)
+            moved.add_done_callback(finish)
+
+        def finish(moved: "Future[float]") -> None:
+            error = moved.exception()
+            with self._lock:
+                self._queued -= 1
+                if error is None:
+                    self._count(name, kind, rank, layer, moved.result(), buffer.nbytes)
+            if error is None:
+                done.set_result(moved.result())
+                return
+            if name == "write" and isinstance(error, Exception):
+                self.fail(error, kind, layer)
+            done.set_exception(error)
+
+        if after is None:
+            begin()
+        else:
+            after.add_done_callback(begin)
+        return done
+
+    def _count(self, name: str, kind: str, rank: int, layer: int, seconds: float, num_bytes: int) -> None:
+        stats = self._stats
+        if name == "read":
+            stats.bytes_read += num_bytes
+            stats.read_seconds += seconds
+        else:
+            stats.bytes_written += num_bytes
+            stats.write_seconds += seconds
+        self._events.append(Event(name, kind, rank, layer, time.perf_counter() - seconds, seconds))
+
+    def _waiting(self, kind: str, rank: int, layer: int, call: Callable[[], Any]) -> Any:
+        """Call, and count the time as a stall."""
+        start = time.perf_counter()
+        try:
+            return call()
+        finally:
+            seconds = time.perf_counter() - start
+            with self._lock:
+                self._stats.stall_seconds[kind] += seconds
+                self._events.append(Event("wait", kind, rank, layer, start, seconds))
+
+    def _forget(self, lane: _Lane, chosen: Callable[[Key], bool]) -> None:
+        """Drop what was read ahead and is not wanted."""
+        with lane.lock:
+            dropped = [(lane.shelves[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
+        for shelf, read in dropped:
+            read.done.exception()  # waits; an error of what nobody wants is none
+            shelf.reads.give(read.buffer)
+
+    def _wait_for_writes(self, lane: _Lane) -> None:
+        with lane.lock:
+            pending = list(lane.writing.values())
+        for done in pending:
+            done.exception()

@@ -1,0 +1,213 @@
+"""Fetch and store of records inside a jitted program: small `shard_map` islands around `buffer_callback`.
+
+    values = fetch(token, layer)             disk -> buffer -> device     each device its own shard: W[D_fsdp, F]
+    token  = store(token, layer, values)     device -> buffer -> disk
+
+Every device moves its own part over its own link (bandwidth-centric partitioning, ZeRO-Infinity, arXiv:2104.07857, 6.1).
+The token, i32[devices], stands for the records of a kind as they are: a store returns a new one, a fetch needs one, and that
+orders them. It holds the number of the state that was last made on this disk, so that a state whose records were overwritten
+is refused.
+
+A `Swap` is the seam between programs, which are traced before there is a disk, and an engine. A callback never raises: an
+exception in one of several devices would leave the others waiting in a collective. It hands the error to the engine, whose
+`check` raises it after the step; the values are zeros then.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from host_offload.engine import Engine
+from host_offload.link import Link, link_of
+from host_offload.store import LeafFormat, RecordFormat
+
+Array = jax.Array
+
+
+class Swap:
+    """What the callbacks of a mesh's programs work on.
+
+    Attributes:
+      mesh: the device mesh.
+      engine: set before a program runs; a program that is only compiled has none.
+      generation: number of the state that is on disk.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.engine: Engine | None = None
+        self.generation = 0
+        self._link: Link | None = None
+
+    @property
+    def link(self) -> Link:
+        if self._link is None:
+            self._link = link_of(self.mesh.devices.flat[0].platform)
+        return self._link
+
+    def on_fetch(self, context: Any, out: Any, where: Any, token: Any, *, kind: str) -> None:
+        """Fill the leaves of a record.
+
+        Args:
+          context: of the callback.
+          out: the leaves.
+          where: i32[3], device, layer, and the state's number or 0.
+          token: orders callbacks.
+          kind: of the record.
+        """
+        del token
+        rank = layer = None
+        try:
+            rank, layer, number = self.link.read(context, where, (kind, "where")).tolist()
+            engine = self._engine(number)
+
+            def use(views: list[np.ndarray]) -> None:
+                for leaf, (buffer, value) in enumerate(zip(out, views, strict=True)):
+                    place = (kind, rank, leaf)
+                    np.copyto(self.link.room(buffer, place), value)
+                    self.link.write(context, buffer, place)
+
+            engine.fetch(kind, rank, layer, use)
+        except Exception as error:  # a callback must not raise: see the module's docstring
+            self._fail(error, kind, layer)
+            for leaf, buffer in enumerate(out):
+                self.link.room(buffer, (kind, rank, leaf))[...] = 0
+                self.link.write(context, buffer, (kind, rank, leaf))
+
+    def on_store(self, context: Any, out: Any, where: Any, token: Any, *values: Any, kind: str) -> None:
+        """Take the leaves of a record; `out` is the next token."""
+        layer, given = None, np.zeros(1, np.int32)
+        try:
+            given = self.link.read(context, token, (kind, "before"))
+            rank, layer, number = self.link.read(context, where, (kind, "where")).tolist()
+            engine = self._engine(number)
+
+            def fill(views: list[np.ndarray]) -> None:
+                for leaf, (buffer, room) in enumerate(zip(values, views, strict=True)):
+                    np.copyto(room, self.link.read(context, buffer, (kind, rank, leaf)))
+
+            engine.store(kind, rank, layer, fill)
+        except Exception as error:  # as above
+            self._fail(error, kind, layer)
+        self.link.room(out, (kind, "token"))[...] = given
+        self.link.write(context, out, (kind, "token"))
+
+    def _engine(self, number: int) -> Engine:
+        if self.engine is None:
+            raise RuntimeError("the program is closed, and its records are gone")
+        if number not in (0, self.generation):
+            raise RuntimeError(
+                f"this state (number {number}) is gone: a later init of the program, number {self.generation}, has overwritten "
+                "its records; there is one state on a disk"
+            )
+        return self.engine
+
+    def _fail(self, error: Exception, kind: str, layer: int | None) -> None:
+        if self.engine is not None:
+            self.engine.fail(error, kind, layer)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Records:
+    """The records of one kind: one for each layer and device, holding the device's shards of several leaves.
+
+    Attributes:
+      swap: of the program.
+      kind: name of the folder.
+      num_layers: records on each device.
+      names: of the leaves.
+      shapes: ShapeDtypeStruct of each leaf of one layer, whole.
+      specs: PartitionSpec of each.
+      is_state: whether they outlive a step, so that a state must be the one on disk.
+    """
+
+    swap: Swap
+    kind: str
+    num_layers: int
+    names: tuple[str, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    specs: tuple[PartitionSpec, ...]
+    is_state: bool = True
+
+    @property
+    def format(self) -> RecordFormat:
+        """What a record holds on one device."""
+        leaves = zip(self.names, self._local(), strict=True)
+        return RecordFormat(tuple(LeafFormat(name, tuple(a.shape), str(a.dtype)) for name, a in leaves))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one device's record, padding included."""
+        return self.format.padded_bytes
+
+    def _local(self) -> list[jax.ShapeDtypeStruct]:
+        shardings = [NamedSharding(self.swap.mesh, spec) for spec in self.specs]
+        return [
+            jax.ShapeDtypeStruct(s.shard_shape(tuple(a.shape)), a.dtype) for s, a in zip(shardings, self.shapes, strict=True)
+        ]
+
+    def first_token(self) -> Array:
+        """Return the token of records that this step writes first."""
+        return jnp.zeros(self.swap.mesh.size, jnp.int32)
+
+    def fetch(self, token: Array, layer: Array) -> list[Array]:
+        """Return one layer's leaves, sharded as `specs` say.
+
+        Args:
+          token: i32[devices].
+          layer: i32[].
+        """
+        every = PartitionSpec(self.swap.mesh.axis_names)
+
+        def local(position: Array, token: Array, layer: Array) -> list[Array]:
+            callback = _named(self.swap.on_fetch, self.kind)
+            return buffer_callback(callback, self._local(), has_side_effect=True)(self._where(position, token, layer), token)
+
+        island = jax.shard_map(
+            local,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=(every, every, PartitionSpec()),
+            out_specs=list(self.specs),
+            check_vma=False,
+        )
+        return island(self._positions(), token, layer)
+
+    def store(self, token: Array, layer: Array, values: Sequence[Array]) -> Array:
+        """Write one layer's leaves; returns the next token."""
+        every = PartitionSpec(self.swap.mesh.axis_names)
+
+        def local(position: Array, token: Array, layer: Array, values: list[Array]) -> Array:
+            callback = _named(self.swap.on_store, self.kind)
+            after = jax.ShapeDtypeStruct((1,), jnp.int32)
+            where = self._where(position, token, layer)
+            return buffer_callback(callback, after, has_side_effect=True)(where, token, *values)
+
+        island = jax.shard_map(
+            local,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=(every, every, PartitionSpec(), list(self.specs)),
+            out_specs=every,
+            check_vma=False,
+        )
+        values = [v.astype(a.dtype) for v, a in zip(values, self.shapes, strict=True)]
+        return island(self._positions(), token, layer, values)
+
+    def _where(self, position: Array, token: Array, layer: Array) -> Array:
+        number = token if self.is_state else jnp.zeros_like(token)
+        return jnp.concatenate([position, layer[None].astype(jnp.int32), number])
+
+    def _positions(self) -> Array:
+        return jnp.arange(self.swap.mesh.size, dtype=jnp.int32)
+
+
+def _named(method: Any, kind: str) -> Any:
+    def callback(context: Any, out: Any, *args: Any) -> None:
+        method(context, out, *args, kind=kind)
+
+    return callback

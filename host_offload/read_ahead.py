@@ -1,0 +1,128 @@
+"""Which records a train step moves between disk and buffers, in which order, and how early each read may start: pure functions.
+
+A step is a fixed sequence of **moves**, repeated: it follows from the `Schedule`. A read may start ahead of its turn, but not
+before the last write of its record that precedes it,
+
+    start(i)  >  max { j < i : moves[j] writes the record of moves[i] }
+
+with the sequence continued by itself, since the next step follows this one: the first layers of the next forward are read while
+this step ends, and only those whose update has been handed over. The reads of a kind start in their order: one that must wait
+lets none pass, or the buffers would fill with what is wanted last.
+
+A `Window` follows one device through the sequence. Callbacks of a program may come in another order where nothing orders them
+(two kinds read in one tick), so a move is looked for among the next few, and what is not there is done all the same: the
+sequence only tells what to read early, never what is right.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.schedule import Schedule
+
+
+class Move(NamedTuple):
+    """One record read from disk, or written to it.
+
+    Attributes:
+      kind: of the record.
+      layer: index of the record among those of its kind.
+      writes: whether it is written.
+    """
+
+    kind: str
+    layer: int
+    writes: bool = False
+
+
+def moves_of(schedule: Schedule, kinds: Collection[str], phases: Collection[str] | None = None) -> tuple[Move, ...]:
+    """Return the moves of a step.
+
+    Args:
+      schedule: of the step.
+      kinds: those that rest on disk. Records of "opt_state" are counted from the first layer that is not on the device.
+      phases: names of the phases wanted; all by default.
+    """
+    moves: list[Move] = []
+    for phase in schedule.phases:
+        if phases is not None and phase.name not in phases:
+            continue
+
+        def add(names: Sequence[str], layer: int, writes: bool = False, first: int = phase.device_layers) -> None:
+            for kind in names:
+                record = layer - first if kind == "opt_state" else layer
+                if kind in kinds and layer >= 0 and record >= 0:
+                    moves.append(Move(kind, record, writes))
+
+        add(phase.fetches, phase.first)
+        for layer in phase.preload.tolist():
+            add(phase.fetches, layer)
+        for tick, layer in enumerate(phase.layer.tolist()):
+            waits = not len(phase.preload)  # no ring: a tick fetches what it takes itself
+            add(phase.fetches, int(phase.consume[tick]) if waits else int(phase.fetch[tick]))
+            add(phase.reads, layer)
+            add(phase.writes, int(phase.store[tick]), writes=True)
+    return tuple(moves)
+
+
+def ready_after(moves: Sequence[Move]) -> np.ndarray:
+    """Return for each move of two rounds the last move before it that writes its record: int64[2n], -1 where there is none."""
+    written: dict[tuple[str, int], int] = {}
+    after = np.full(2 * len(moves), -1, np.int64)
+    for i in range(2 * len(moves)):
+        move = moves[i % len(moves)]
+        record = (move.kind, move.layer)
+        after[i] = written.get(record, -1)
+        if move.writes:
+            written[record] = i
+    return after
+
+
+class Window:
+    """One device's place in a sequence of moves."""
+
+    def __init__(self, moves: Sequence[Move], distance: int) -> None:
+        """Start before the first move; `distance` records of a kind are read ahead."""
+        self.moves, self.distance = tuple(moves), distance
+        self._after = ready_after(self.moves)
+        kinds = {move.kind for move in self.moves}
+        self._horizon = min(len(self.moves), 2 * (distance + 2) * (len(kinds) + 1))
+        self._done = np.zeros(len(self.moves), bool)
+        self.position = 0
+
+    def advance(self, move: Move) -> bool:
+        """Note that a move has been handed over; returns whether it was expected."""
+        for i in range(self.position, min(self.position + self._horizon, len(self.moves))):
+            if self.moves[i] == move and not self._done[i]:
+                self._done[i] = True
+                while self.position < len(self.moves) and self._done[self.position]:
+                    self.position += 1
+                return True
+        return False
+
+    def ahead(self, waiting: Collection[tuple[str, int]]) -> Iterator[Move]:
+        """Yield the reads to start now, the next one first.
+
+        Args:
+          waiting: (kind, layer) of the records that were read, or are being read, and are not used yet.
+        """
+        n, passed = len(self.moves), set[tuple[str, int]]()
+        room = dict.fromkeys({move.kind for move in self.moves}, self.distance)
+        for kind, _ in waiting:
+            room[kind] = room.get(kind, 0) - 1
+        for i in range(self.position, self.position + self._horizon):
+            move = self.moves[i % n]
+            if move.writes or (i < n and self._done[i]):
+                continue
+            record = (move.kind, move.layer)
+            if record in passed or not self._may_start(int(self._after[i])):
+                room[move.kind] = 0  # it comes before the reads after it
+            elif record not in waiting and room[move.kind] > 0:
+                room[move.kind] -= 1
+                yield move
+            passed.add(record)
+
+    def _may_start(self, after: int) -> bool:
+        """Tell whether the write that a read follows has been handed over."""
+        return after < self.position or (after < len(self.moves) and bool(self._done[after]))

@@ -1,0 +1,185 @@
+"""The nvme tier of one program: which records there are, and the folder, buffers and threads behind them.
+
+Records of a kind hold one layer's leaves on one device. The stacked layers are four kinds, "params", "grads", "opt_state" (with
+the float32 masters) and "activations"; a leaf that is no stack of layers is a kind of its own, with one record. Kinds are
+declared while programs are built and traced; folder, buffers and threads come with the first state (`open`).
+
+A fetch by the schedule's `distance` is one from buffers to the device; from disk to buffers the engine reads as many records
+again ahead of that.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from host_offload.direct_io import DirectIo, tune
+from host_offload.engine import Engine, Event
+from host_offload.ops import Records, Swap
+from host_offload.read_ahead import Move
+from host_offload.store import Store, SwapFolder
+from host_offload.tensorstore_io import TensorstoreIo
+from zerojax.config import ZeroConfig
+from zerojax.gather import Spec
+
+logger = logging.getLogger("zerojax")
+
+
+class Disk:
+    """Records of a program on disk."""
+
+    def __init__(self, config: ZeroConfig, mesh: Mesh) -> None:
+        self.config, self.mesh, self.swap = config, mesh, Swap(mesh)
+        self.kinds: dict[str, Records] = {}
+        self._folder: SwapFolder | None = None
+
+    def declare(
+        self,
+        kind: str,
+        num_layers: int,
+        names: Sequence[str],
+        shapes: Sequence[Any],
+        specs: Sequence[Spec],
+        is_state: bool = True,
+    ) -> Records:
+        """Return the records of a kind, the same for the same shapes.
+
+        Args:
+          kind: name of its folder.
+          num_layers: records on each device.
+          names: of the leaves.
+          shapes: of each leaf of one layer, whole: ShapeDtypeStruct.
+          specs: of each.
+          is_state: whether they outlive a step.
+        """
+        plain = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes)
+        records = Records(self.swap, kind, num_layers, tuple(names), plain, tuple(PartitionSpec(*s) for s in specs), is_state)
+        if (known := self.kinds.get(kind)) is not None and known.format == records.format and known.num_layers == num_layers:
+            return known
+        self.kinds[kind] = records
+        return records
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of a claimed disk.
+
+        Raises:
+          RuntimeError: the program was closed.
+        """
+        if self.swap.engine is None:
+            raise RuntimeError("this program is closed, and what it had on disk is gone: make a state by init")
+        return self.swap.engine
+
+    def claim(self) -> None:
+        """Take the swap folder, and find out how it is read best.
+
+        Raises:
+          ValueError: it is not there, or is no folder.
+          SwapError: it cannot be written to, or another program uses it.
+        """
+        if self._folder is not None:
+            return
+        folder = SwapFolder(self.config.swap_dir or "", jax.process_index())
+        settings = tune(folder.path)
+        io = DirectIo(settings) if self.config.io == "direct" else TensorstoreIo(settings)
+        pin = "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock"
+        self._folder, self.swap.engine = folder, Engine(io, self.config.prefetch_distance, pin)
+
+    def open(self) -> None:
+        """Make files and buffers for what was declared; a second time it starts anew.
+
+        Raises:
+          SwapError: the disk is too small, or as `claim`.
+        """
+        self.claim()
+        self.engine.reset()
+        self.swap.generation += 1
+        self._make([records for records in self.kinds.values() if records.is_state])
+        logger.info(
+            "nvme tier: %.2f GiB in %s, %.1f MiB of buffers", self.num_bytes / 2**30, self.config.swap_dir,
+            self.engine.buffer_bytes / 2**20,
+        )  # fmt: skip
+
+    def num_buffers(self, records: Records) -> int:
+        """Return how many buffers a kind has on each device: to read and to write."""
+        return 2 * min(self.config.prefetch_distance + 1, records.num_layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk of this process's devices."""
+        return len(self._ranks()) * sum(r.num_layers * r.num_bytes for r in self.kinds.values())
+
+    def _ranks(self) -> list[int]:
+        local = set(self.mesh.local_devices)
+        return [rank for rank, device in enumerate(self.mesh.devices.flat) if device in local]
+
+    def _make(self, wanted: Sequence[Records]) -> None:
+        """Make files and buffers of kinds that have none."""
+        assert self._folder is not None
+        there = self.engine.kinds()
+        for records in wanted:
+            if records.kind in there:
+                continue
+            metadata = {
+                "specs": [str(s) for s in records.specs],
+                "mesh": dict(self.mesh.shape),
+                "shapes": [list(a.shape) for a in records.shapes],
+            }
+            for rank in self._ranks():
+                store = Store(self._folder.path, records.kind, rank, records.num_layers, records.format, metadata)
+                store.preallocate()
+                self.engine.add(records.kind, rank, store)
+
+    # --- around programs ---------------------------------------------------------------------------------------------------
+
+    def begin(self, moves: Sequence[Move], scratch: Sequence[Records] = ()) -> None:
+        """Prepare for a program: make the records that live inside it, and read ahead.
+
+        Args:
+          moves: of the program, in order.
+          scratch: kinds that the program writes before it reads them.
+
+        Raises:
+          SwapError: an earlier step failed, or the disk is too small.
+        """
+        self.engine.check()
+        for records in scratch:
+            known = self.kinds[records.kind]
+            if known.format != records.format and records.kind in self.engine.kinds():  # of another batch
+                self.engine.remove(records.kind)
+            self.kinds[records.kind] = records
+        self._make(scratch)
+        self.engine.begin(moves)
+
+    def finish(self) -> dict[str, float]:
+        """Return what the program moved.
+
+        Raises:
+          SwapError: a record could not be moved; the state is lost.
+        """
+        self.engine.check()
+        stats = self.engine.take_stats()
+        return {
+            "swap_read_bytes": float(stats.bytes_read),
+            "swap_write_bytes": float(stats.bytes_written),
+            "swap_read_seconds": stats.read_seconds,
+            "swap_write_seconds": stats.write_seconds,
+            "swap_stall_seconds": sum(stats.stall_seconds.values()),
+            "swap_misses": float(stats.misses),
+            "swap_most_queued": float(stats.most_queued),
+        }
+
+    def events(self) -> list[Event]:
+        """Return the transfers and waits since this was last called."""
+        return self.engine.take_events()
+
+    def close(self) -> None:
+        """Release threads and buffers, and remove the folder."""
+        engine, self.swap.engine = self.swap.engine, None
+        if engine is not None:
+            engine.close()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.close()
