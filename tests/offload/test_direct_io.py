@@ -412,7 +412,8 @@ def test_a_full_disk_is_an_error_and_leaves_the_folder_removable(small_disk, io)
     assert os.listdir(small_disk) == []
 
 
-def test_a_limit_on_the_size_of_files_is_an_error(store, io):
+def test_a_write_that_fails_is_an_error_and_the_record_counts_as_lost(store, io):
+    io.write(store, 0, random_record(store)).result(60)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
@@ -422,7 +423,8 @@ def test_a_limit_on_the_size_of_files_is_an_error(store, io):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert not store.written[0]
+    with pytest.raises(SwapError, match="never written completely"):
+        io.read(store, 0, random_record(store)).result(60)
 
 
 def test_many_cycles_with_failures_leave_no_descriptors_and_no_threads(store):
