@@ -201,7 +201,7 @@ def run(options: Options, c: gpt.GPTConfig, program: zj.Program) -> dict[str, fl
     me, processes = jax.process_index(), jax.process_count()
     if options.batch_size % processes:
         raise ValueError(f"--batch-size {options.batch_size} does not divide by {processes} processes")
-    console = Console(quiet=me != 0, highlight=False, width=None if sys.stdout.isatty() else 110)
+    console = Console(quiet=me != 0, highlight=False, width=None if sys.stdout.isatty() else 140)
 
     text, held_text = load_corpus(options.data)
     local = options.batch_size // processes
@@ -282,7 +282,7 @@ def describe(figures: dict[str, float]) -> str:
         parts.append(f"MFU {100 * figures['speed/mfu']:.1f} %")
     if "speed/stall" in figures:
         parts.append(f"stall {100 * figures['speed/stall']:.0f} %")
-        parts.append(f"{figures['speed/swap_bytes_per_second'] / 1e9:.2f} GB/s")
+        parts.append(f"{figures['speed/swap_bytes_per_second'] / 1e9:.2f} GB/s swapped")
     if figures["train/skipped_steps"]:
         parts.append(f"skipped {figures['train/skipped_steps']:.0f}")
     return "  ".join(parts)
