@@ -102,10 +102,7 @@ class Swap:
         if self.engine is None:
             raise RuntimeError("the program is closed, and its records are gone")
         if number not in (0, self.generation):
-            raise RuntimeError(
-                f"this state (number {number}) is gone: a later init of the program, number {self.generation}, has overwritten "
-                "its records; there is one state on a disk"
-            )
+            raise RuntimeError(f"records of state {number} were asked for, and those of state {self.generation} are on disk")
         return self.engine
 
     def _fail(self, error: Exception, kind: str, layer: int | None) -> None:

@@ -274,7 +274,7 @@ class Program:
             empty = allocate_all([a for a in jax.tree.leaves(self.layout.abstract_state) if is_away(a)])
             if self._disk is None:
                 return self._init(key, order, jnp.int32(1), empty, jnp.int32(0))
-            self._disk.begin(())
+            self._disk.begin((), ())
             state = self._init(key, order, jnp.int32(1), empty, jnp.int32(self._disk.swap.generation))
             jax.block_until_ready(state)
             self._disk.finish()
@@ -308,7 +308,7 @@ class Program:
             jitted, (plans, one) = self._jitted(batch), self._indices()
             scratch = self._take_scratch(jitted)
             if self._disk is not None:
-                self._disk.begin(self._moves, jitted.on_disk)
+                self._disk.begin(state, self._moves, jitted.on_disk)
             if self._host is None:
                 (state, scratch), metrics = jitted.step(state, batch, plans, one, scratch)
                 if self._disk is not None:
@@ -397,7 +397,7 @@ class Program:
             plans, one = self._indices()
             if self._disk is None:
                 return self._eval(state.params, batch, plans["forward"], one)
-            self._disk.begin(self._eval_moves)
+            self._disk.begin(state.params, self._eval_moves)
             loss = jax.block_until_ready(self._eval(state.params, batch, plans["forward"], one))
             self._disk.finish()
             return loss
@@ -523,7 +523,7 @@ class Program:
         with jax.set_mesh(self.mesh):
             if self._disk is None:
                 return read(held, *args)
-            self._disk.begin(())
+            self._disk.begin(held, ())
             values = jax.block_until_ready(read(held, *args))
             self._disk.finish()
             return values

@@ -118,9 +118,19 @@ def test_a_state_that_a_later_init_overwrote_is_refused(tmp_path):
     with build(tmp_path) as program:
         first = program.init(jax.random.key(0))
         second = program.init(jax.random.key(1))
-        with pytest.raises(SwapError, match="later init"):
-            program.step(first, toys.batches(1)[0])
-        del second
+        batch = toys.batches(1)[0]
+        for call in (
+            lambda: program.step(first, batch),
+            lambda: program.eval(first, batch),
+            lambda: next(program.iter_params(first)),
+        ):
+            with pytest.raises(ValueError, match="later init"):
+                call()
+        (tmp_path / "other").mkdir()
+        again = build(tmp_path / "other")
+        expected, _ = losses_of(again, again.init(jax.random.key(1)))
+        again.close()
+        assert losses_of(program, second)[0] == expected  # what was refused has done no harm
 
 
 def test_a_folder_serves_one_program(tmp_path):
