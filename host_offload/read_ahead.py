@@ -13,7 +13,7 @@ A `Window` follows one device through the sequence. Callbacks of a program may c
 sequence only tells what to read early, never what is right.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,13 +35,23 @@ class Move(NamedTuple):
     writes: bool = False
 
 
-def moves_of(schedule: Schedule, kinds: Collection[str], phases: Collection[str] | None = None) -> tuple[Move, ...]:
+Kinds = tuple[str, ...]
+
+
+def moves_of(
+    schedule: Schedule,
+    kinds: Collection[str],
+    phases: Collection[str] | None = None,
+    besides: Mapping[str, tuple[Kinds, Kinds]] | None = None,
+) -> tuple[Move, ...]:
     """Return the moves of a step.
 
     Args:
       schedule: of the step.
       kinds: those that rest on disk. Records of "opt_state" are counted from the first layer that is not on the device.
       phases: names of the phases wanted; all by default.
+      besides: phase -> kinds that a tick reads, and kinds that it writes, of its own layer, which the schedule does not know
+        of because the device does not have them: an update on the host.
     """
     moves: list[Move] = []
     for phase in schedule.phases:
@@ -54,14 +64,16 @@ def moves_of(schedule: Schedule, kinds: Collection[str], phases: Collection[str]
                 if kind in kinds and layer >= 0 and record >= 0:
                     moves.append(Move(kind, record, writes))
 
+        reads, writes = (besides or {}).get(phase.name, ((), ()))
         add(phase.fetches, phase.first)
         for layer in phase.preload.tolist():
             add(phase.fetches, layer)
         for tick, layer in enumerate(phase.layer.tolist()):
             waits = not len(phase.preload)  # no ring: a tick fetches what it takes itself
             add(phase.fetches, int(phase.consume[tick]) if waits else int(phase.fetch[tick]))
-            add(phase.reads, layer)
+            add((*phase.reads, *reads), layer)
             add(phase.writes, int(phase.store[tick]), writes=True)
+            add(writes, layer, writes=True)
     return tuple(moves)
 
 
