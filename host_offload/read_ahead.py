@@ -113,7 +113,10 @@ class Window:
         return False
 
     def ahead(self, waiting: Collection[tuple[str, int]]) -> Iterator[Move]:
-        """Yield the reads to start now, the next one first.
+        """Yield the reads to start now, the next one first: of the next `distance` of a kind those that may start.
+
+        A later one that may start must not take a buffer of an earlier one that may not yet: what a loop writes last, the next
+        loop often reads first.
 
         Args:
           waiting: (kind, layer) of the records that were read, or are being read, and are not used yet.
@@ -122,12 +125,14 @@ class Window:
         count: dict[str, int] = {}
         for kind, _ in waiting:
             count[kind] = count.get(kind, 0) + 1
+        coming: dict[str, int] = {}
         for i in range(self.position, self.position + self._horizon):
             move = self.moves[i % n]
-            if move.writes or (i < n and self._done[i]) or not self._may_start(int(self._after[i])):
+            if move.writes or (i < n and self._done[i]) or coming.get(move.kind, 0) == self.distance:
                 continue
+            coming[move.kind] = coming.get(move.kind, 0) + 1
             record = (move.kind, move.layer)
-            if record not in seen and count.get(move.kind, 0) < self.distance:
+            if record not in seen and count.get(move.kind, 0) < self.distance and self._may_start(int(self._after[i])):
                 seen.add(record)
                 count[move.kind] = count.get(move.kind, 0) + 1
                 yield move
