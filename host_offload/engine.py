@@ -373,8 +373,8 @@ class Engine:
     def _write(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int, buffer: np.ndarray) -> None:
         """Start to write a record, when it is its turn."""
         self._waiting(kind, rank, layer, shelf.turns.acquire)
-        self._forget(lane, lambda key: key == (kind, layer))
-        with lane.lock:
+        with lane.lock:  # from here on a read of the record waits for this write, and what was read before is forgotten
+            stale = lane.reading.pop((kind, layer), None)
             before = lane.writing.get((kind, layer))
             done = self._transfer("write", kind, rank, layer, shelf.store, buffer, before)
             lane.writing[kind, layer] = done
@@ -390,6 +390,8 @@ class Engine:
                 self._read_ahead(lane, rank)
 
         done.add_done_callback(release)
+        if stale is not None:
+            self._drop(shelf, stale)
 
     @contextlib.contextmanager
     def _wanting(self, lane: _Lane, key: Key) -> Iterator[None]:
@@ -477,8 +479,12 @@ class Engine:
         with lane.lock:
             dropped = [(lane.shelves[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
         for shelf, read in dropped:
-            read.done.exception()  # waits; an error of what nobody wants is none
-            shelf.reads.give(read.buffer)
+            self._drop(shelf, read)
+
+    def _drop(self, shelf: _Shelf, read: _Read) -> None:
+        """Give back the buffer of a read that nobody wants; its error is none."""
+        read.done.exception()  # waits
+        shelf.reads.give(read.buffer)
 
     def _drain(self, lane: _Lane) -> None:
         """Expect nothing, and wait for what is under way."""

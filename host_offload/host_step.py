@@ -185,6 +185,7 @@ class HostStep:
           first: index of a leaf.
         """
         del after
+        number = 0
         try:
             device, layer, number = self.link.read(context, where, "where").tolist()
             kinds = {rest.kind for plan in self.leaves[first : first + len(grads)] if (rest := plan.grad) is not None}
@@ -193,9 +194,9 @@ class HostStep:
                     room = self._stashed(device, leaf, layer, views)
                     np.copyto(room, self.link.read(context, grad, (device, leaf, "grad")))
                     self._count(to_host=room.nbytes)
-            self._finish(context, out, number)
         except Exception as error:  # a callback must not raise: see the module's docstring
             self._fail(error)
+        self._finish(context, out, number)
 
     def update(
         self,
@@ -225,11 +226,11 @@ class HostStep:
           stashed: whether the gradients are in host memory.
         """
         del after
+        number, (results, token) = 0, out
         try:
             device, layer, go, number = self.link.read(context, where, "where").tolist()
             self._take(device, first, count, memory)
             values = self.link.read(context, scalars, "scalars")
-            results, token = out
             rest, made = iter(operands), iter(results)
             leaves = range(first, first + count)
             grads = [None if stashed else next(rest) for _ in leaves]
@@ -245,9 +246,9 @@ class HostStep:
                 with self._borrowed(device, layer, modes, number) as views:
                     for leaf in part:
                         self._update_leaf(context, device, leaf, layer, *given[leaf], values, views)
-            self._finish(context, token, number)
         except Exception as error:  # as above
             self._fail(error)
+        self._finish(context, token, number)
 
     def start(self, context: Any, out: Any, where: Any, after: Any, memory: Any, scalars: Any) -> None:
         """Begin to update every leaf with the pending gradients.
@@ -261,6 +262,7 @@ class HostStep:
           scalars: f32[n], of every leaf.
         """
         del after
+        number = 0
         try:
             device, go, number = self.link.read(context, where, "where").tolist()
             self._take(device, 0, len(self.leaves), memory)
@@ -269,9 +271,9 @@ class HostStep:
             self._jobs[device] = job
             if job is not None:
                 job.start()
-            self._finish(context, out, number)
         except Exception as error:  # as above
             self._fail(error)
+        self._finish(context, out, number)
 
     def _update_all(self, device: int, values: np.ndarray) -> None:
         try:
@@ -296,12 +298,12 @@ class HostStep:
           count: leaves.
         """
         del after
+        number, (results, token) = 0, out
         try:
             device, layer, number = self.link.read(context, where, "where").tolist()
             self._take(device, first, count, memory)
             if (job := self._jobs.get(device)) is not None:
                 job.join()
-            results, token = out
             rest = iter(results)
             for leaf in range(first, first + count):
                 place, result = (device, leaf), next(rest) if self.leaves[leaf].params_on_device else None
@@ -309,9 +311,9 @@ class HostStep:
                     self._install_leaf(context, place, layer, result)
                 pending = self._record(self.pending[place], leaf, layer)
                 np.copyto(pending, self._record(self.stashed[place], leaf, layer))
-            self._finish(context, token, number)
         except Exception as error:  # as above
             self._fail(error)
+        self._finish(context, token, number)
 
     def _install_leaf(self, context: Any, place: tuple[int, int], layer: int, result: Any) -> None:
         made = self._record(self.made[place], place[1], layer)
@@ -412,8 +414,11 @@ class HostStep:
         return array[layer, ...] if self.leaves[leaf].stacked else array  # a view, also where a record is one number
 
     def _finish(self, context: Any, token: Any, number: int) -> None:
-        self.link.room(token, "token")[...] = number
-        self.link.write(context, token, "token")
+        try:
+            self.link.room(token, "token")[...] = number
+            self.link.write(context, token, "token")
+        except Exception as error:  # as above
+            self._fail(error)
 
     def _count(self, to_host: int = 0, to_device: int = 0) -> None:
         with self._lock:
