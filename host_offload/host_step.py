@@ -188,8 +188,9 @@ class HostStep:
         number = 0
         try:
             device, layer, number = self.link.read(context, where, "where").tolist()
-            kinds = {rest.kind for plan in self.leaves[first : first + len(grads)] if (rest := plan.grad) is not None}
-            with self._borrowed(device, layer, dict.fromkeys(kinds, "write"), number) as views:
+            plans = self.leaves[first : first + len(grads)]
+            modes: dict[str, Mode] = {p.grad.kind: "write" for p in plans if p.grad is not None}
+            with self._borrowed(device, layer, modes, number) as views:
                 for leaf, grad in enumerate(grads, first):
                     room = self._stashed(device, leaf, layer, views)
                     np.copyto(room, self.link.read(context, grad, (device, leaf, "grad")))
@@ -239,7 +240,7 @@ class HostStep:
             given = dict(zip(leaves, zip(grads, olds, places, strict=True), strict=True))
             # The stacked leaves of a layer share records, any other leaf has its own.
             for part in [leaves] if self.leaves[first].stacked else [[leaf] for leaf in leaves]:
-                modes = {kind: mode for leaf in part for kind, mode in self.leaves[leaf].records.items()}
+                modes: dict[str, Mode] = {kind: mode for n in part for kind, mode in self.leaves[n].records.items()}
                 if not go:
                     self._skip(device, layer, modes, number)
                     continue

@@ -15,6 +15,7 @@ import toys
 
 import zerojax as zj
 from host_offload.swap_error import SwapError, explain
+from zerojax.state import OnDisk, is_stored
 
 DISK, HOST = matrix.DISK, matrix.HOST
 
@@ -76,7 +77,7 @@ def test_resident_model_with_its_optimizer_state_on_disk(precision, tmp_path):
     fields = {"stage": 1, "clip_norm": 0.5, "num_microbatches": 4, "precision": precision}
     expected, before = train(build(tmp_path, fields | {"opt_state": HOST}, toys.unrolled()), toys.batches(4))
     program = build(tmp_path, fields, toys.unrolled())
-    assert all(isinstance(leaf, zj.state.OnDisk) or leaf.dtype == jnp.int32 for leaf in opt_leaves(program))
+    assert all(isinstance(leaf, OnDisk) or leaf.dtype == jnp.int32 for leaf in opt_leaves(program))
     losses, after = train(program, toys.batches(4))
     np.testing.assert_array_equal(losses, expected)
     for a, b in zip(after, before, strict=True):
@@ -84,7 +85,7 @@ def test_resident_model_with_its_optimizer_state_on_disk(precision, tmp_path):
 
 
 def opt_leaves(program):
-    return jax.tree.leaves(program.layout.abstract_state.opt_state, is_leaf=zj.state.is_stored)
+    return jax.tree.leaves(program.layout.abstract_state.opt_state, is_leaf=is_stored)
 
 
 @pytest.mark.parametrize("name", ["lion", "sgd"])
@@ -253,8 +254,8 @@ def test_leaves_on_disk_keep_the_number_of_their_state(tmp_path):
         program.init(jax.random.key(0))
         state = program.init(jax.random.key(0))
         for batch in toys.batches(2):
-            leaves = jax.tree.leaves((state.params, state.master, state.opt_state), is_leaf=zj.state.is_stored)
-            held = [leaf for leaf in leaves if isinstance(leaf, zj.state.OnDisk)]
+            leaves = jax.tree.leaves((state.params, state.master, state.opt_state), is_leaf=is_stored)
+            held = [leaf for leaf in leaves if isinstance(leaf, OnDisk)]
             assert len(held) == len(leaves) - 1  # all but the count of steps
             assert all((np.asarray(leaf.token) == 2).all() for leaf in held)
             state, _ = program.step(state, batch)
