@@ -4,10 +4,13 @@ Callbacks of the program ask for a record or hand one over (`host_offload.ops`),
 
     fetch(kind, rank, layer)     wait for its buffer, copy out of it, give it back; then start the reads whose turn has come
     store(kind, rank, layer)     wait for an empty buffer, copy into it, start the write
+    borrow(kind, rank, layer)    the buffer itself, for what works in host memory: read, updated in place, or filled
 
 Buffers are fixed: of each kind on each device `distance` to read ahead, one more for the record in use, and as many to write.
-Reads are taken from one ring and writes from another. A write waits only for the disk, a read that nothing foresaw for the one
-record in use; so nothing waits in a circle, and a full ring is a wait that is counted (`Stats.stall_seconds`), not an error.
+Reads are taken from one ring and writes from another. Records that are updated in place are written from the buffer into which
+they were read, so theirs is one ring of as many buffers, of which no more are being written than a ring to write would have.
+A write waits only for the disk, a read that nothing foresaw for the one record in use; so nothing waits in a circle, and a full
+ring is a wait that is counted (`Stats.stall_seconds`), not an error.
 
     read of a record whose write is pending     starts when that write is done
     write of a record that was read ahead       the read is forgotten
@@ -23,7 +26,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
@@ -36,6 +39,8 @@ from host_offload.swap_error import SwapError, explain
 
 Views = list[np.ndarray]
 Key = tuple[str, int]
+Mode = Literal["read", "update", "write"]
+"""What is done to a borrowed record: its views are read; or read and written; or filled, whatever they hold."""
 MOST_EVENTS = 100_000  # transfers whose times are kept
 
 
@@ -95,11 +100,19 @@ class Stats:
 
 @dataclasses.dataclass(eq=False)
 class _Shelf:
-    """The records of one kind on one device, and their buffers."""
+    """The records of one kind on one device, and their buffers.
+
+    Attributes:
+      store: the records.
+      reads: buffers to read into; of records that are updated in place, all buffers.
+      writes: buffers to write from; the same ring where records are updated in place.
+      turns: one for each write that may be under way.
+    """
 
     store: Store
     reads: Ring
     writes: Ring
+    turns: threading.Semaphore
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,6 +132,12 @@ class _Lane:
         self.window = Window((), 0)
         self.reading: dict[Key, _Read] = {}
         self.writing: dict[Key, Future[float]] = {}
+        self.wanted: list[Key] = []  # records for which a callback takes a buffer: reading them ahead could take the last
+
+
+def num_buffers(distance: int, num_layers: int, in_place: bool) -> int:
+    """Return how many buffers a kind has on each device, to read and to write."""
+    return min(2 * (distance + 1), num_layers) if in_place else 2 * min(distance + 1, num_layers)
 
 
 class Engine:
@@ -137,11 +156,20 @@ class Engine:
 
     # --- what there is -----------------------------------------------------------------------------------------------------
 
-    def add(self, kind: str, rank: int, store: Store) -> None:
-        """Take over the records of a kind on a device, and make their buffers."""
+    def add(self, kind: str, rank: int, store: Store, *, in_place: bool = False) -> None:
+        """Take over the records of a kind on a device, and make their buffers.
+
+        Args:
+          kind: of the records.
+          rank: position of the device in the mesh.
+          store: the records.
+          in_place: they are updated in the buffers into which they are read.
+        """
         lane = self._lanes.setdefault(rank, _Lane())
-        count, size = min(self.distance + 1, store.num_layers), store.format.padded_bytes
-        shelf = _Shelf(store, Ring(count, size, pin=self.pin), Ring(count, size, pin=self.pin))
+        count, size = num_buffers(self.distance, store.num_layers, in_place), store.format.padded_bytes
+        reads = Ring(count if in_place else count // 2, size, pin=self.pin)
+        writes = reads if in_place else Ring(count // 2, size, pin=self.pin)
+        shelf = _Shelf(store, reads, writes, threading.Semaphore(self.distance + 1))
         with lane.lock:
             lane.shelves[kind] = shelf
 
@@ -163,8 +191,9 @@ class Engine:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all buffers."""
-        stores = [shelf.store for lane in self._lanes.values() for shelf in lane.shelves.values()]
-        return sum(2 * min(self.distance + 1, s.num_layers) * s.format.padded_bytes for s in stores)
+        shelves = [shelf for lane in self._lanes.values() for shelf in lane.shelves.values()]
+        rings = [ring for shelf in shelves for ring in dict.fromkeys((shelf.reads, shelf.writes))]
+        return sum(ring.num_buffers * ring.num_bytes for ring in rings)
 
     # --- around a program --------------------------------------------------------------------------------------------------
 
@@ -200,8 +229,7 @@ class Engine:
     def reset(self) -> None:
         """Forget what was read ahead, and the error: records are about to be written anew."""
         for lane in self._lanes.values():
-            self._forget(lane, lambda _: True)
-            self._wait_for_writes(lane)
+            self._drain(lane)
         with self._lock:
             self._error = None
 
@@ -235,8 +263,7 @@ class Engine:
     def close(self) -> None:
         """Wait for what is under way, and release buffers and threads."""
         for lane in self._lanes.values():
-            self._forget(lane, lambda _: True)
-            self._wait_for_writes(lane)
+            self._drain(lane)
         for kind in self.kinds():
             self.remove(kind)
         self._lanes.clear()
@@ -250,26 +277,8 @@ class Engine:
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
         """
-        self.check()
-        lane = self._lanes[rank]
-        shelf = lane.shelves[kind]
-        with lane.lock:
-            read = lane.reading.pop((kind, layer), None)
-        if read is None:
-            buffer = self._waiting(kind, rank, layer, shelf.reads.take)
-            with lane.lock:
-                read = self._start_read(lane, shelf, kind, rank, layer, buffer)
-            with self._lock:
-                self._stats.misses += 1
-        try:
-            with lane.lock:
-                lane.window.advance(Move(kind, layer))
-            self._read_ahead(lane, rank)
-            self._waiting(kind, rank, layer, read.done.result)
-            use(shelf.store.format.views(read.buffer))
-        finally:
-            shelf.reads.give(read.buffer)
-        self._read_ahead(lane, rank)
+        with self.borrow(kind, rank, layer) as views:
+            use(views)
 
     def store(self, kind: str, rank: int, layer: int, fill: Callable[[Views], None]) -> None:
         """Write a record whose leaves `fill` puts in place; returns when they are copied.
@@ -277,29 +286,54 @@ class Engine:
         Raises:
           SwapError: an earlier move failed.
         """
+        with self.borrow(kind, rank, layer, "write") as views:
+            fill(views)
+
+    @contextlib.contextmanager
+    def borrow(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> Iterator[Views]:
+        """Lend the leaves of a record, in the memory of its buffer.
+
+        The write of what was updated or filled starts when the context ends; if it ends by an error, nothing is written.
+
+        Args:
+          kind: of the record; to update it, one that was added with `in_place`.
+          rank: position of the device in the mesh.
+          layer: index of the record.
+          mode: what is done to it.
+
+        Raises:
+          SwapError: it cannot be read, or an earlier move failed.
+        """
         self.check()
         lane = self._lanes[rank]
         shelf = lane.shelves[kind]
-        buffer = self._waiting(kind, rank, layer, shelf.writes.take)
+        assert mode != "update" or shelf.reads is shelf.writes, f"{kind} was not added to be updated in place"
+        ring = shelf.writes if mode == "write" else shelf.reads
+        buffer = self._empty(lane, shelf, kind, rank, layer) if mode == "write" else self._read(lane, shelf, kind, rank, layer)
         try:
-            fill(shelf.store.format.views(buffer))
+            yield shelf.store.format.views(buffer)
         except BaseException:
-            shelf.writes.give(buffer)
+            ring.give(buffer)
             raise
-        self._forget(lane, lambda key: key == (kind, layer))
+        if mode == "read":
+            ring.give(buffer)
+        else:
+            self._write(lane, shelf, kind, rank, layer, buffer)
+        self._read_ahead(lane, rank)
+
+    def skip(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> None:
+        """Expect the moves of a record no longer that would come now: nothing is done to it in this step.
+
+        Raises:
+          SwapError: an earlier move failed.
+        """
+        self.check()
+        lane = self._lanes[rank]
+        if mode != "write":
+            self._forget(lane, lambda key: key == (kind, layer))
         with lane.lock:
-            before = lane.writing.get((kind, layer))
-            done = self._transfer("write", kind, rank, layer, shelf.store, buffer, before)
-            lane.writing[kind, layer] = done
-            lane.window.advance(Move(kind, layer, True))
-
-        def release(done: "Future[float]") -> None:
-            with lane.lock:
-                if lane.writing.get((kind, layer)) is done:
-                    del lane.writing[kind, layer]
-            shelf.writes.give(buffer)
-
-        done.add_done_callback(release)
+            for writes in {"read": (False,), "update": (False, True), "write": (True,)}[mode]:
+                lane.window.advance(Move(kind, layer, writes))
         self._read_ahead(lane, rank)
 
     def fail(self, error: Exception, kind: str = "", layer: int | None = None) -> None:
@@ -313,11 +347,71 @@ class Engine:
 
     # --- pieces ------------------------------------------------------------------------------------------------------------
 
+    def _read(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int) -> np.ndarray:
+        """Return a buffer that holds a record."""
+        with self._wanting(lane, (kind, layer)):
+            with lane.lock:
+                read = lane.reading.pop((kind, layer), None)
+            if read is None:
+                buffer = self._waiting(kind, rank, layer, shelf.reads.take)
+                with lane.lock:
+                    read = self._start_read(lane, shelf, kind, rank, layer, buffer)
+                with self._lock:
+                    self._stats.misses += 1
+        try:
+            with lane.lock:
+                lane.window.advance(Move(kind, layer))
+            self._read_ahead(lane, rank)
+            self._waiting(kind, rank, layer, read.done.result)
+        except BaseException:
+            shelf.reads.give(read.buffer)
+            raise
+        return read.buffer
+
+    def _empty(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int) -> np.ndarray:
+        """Return a buffer to fill."""
+        with self._wanting(lane, (kind, layer)):
+            self._forget(lane, lambda key: key == (kind, layer))
+            return self._waiting(kind, rank, layer, shelf.writes.take)
+
+    def _write(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int, buffer: np.ndarray) -> None:
+        """Start to write a record, when it is its turn."""
+        self._waiting(kind, rank, layer, shelf.turns.acquire)
+        with lane.lock:  # from here on a read of the record waits for this write, and what was read before is forgotten
+            stale = lane.reading.pop((kind, layer), None)
+            before = lane.writing.get((kind, layer))
+            done = self._transfer("write", kind, rank, layer, shelf.store, buffer, before)
+            lane.writing[kind, layer] = done
+            lane.window.advance(Move(kind, layer, True))
+
+        def release(done: "Future[float]") -> None:
+            with lane.lock:
+                if lane.writing.get((kind, layer)) is done:
+                    del lane.writing[kind, layer]
+            shelf.turns.release()
+            shelf.writes.give(buffer)
+            if shelf.reads is shelf.writes:  # there may be a read that found no buffer
+                self._read_ahead(lane, rank)
+
+        done.add_done_callback(release)
+        if stale is not None:
+            self._drop(shelf, stale)
+
+    @contextlib.contextmanager
+    def _wanting(self, lane: _Lane, key: Key) -> Iterator[None]:
+        with lane.lock:
+            lane.wanted.append(key)
+        try:
+            yield
+        finally:
+            with lane.lock:
+                lane.wanted.remove(key)
+
     def _read_ahead(self, lane: _Lane, rank: int) -> None:
         with lane.lock:
             for move in lane.window.ahead(lane.reading.keys()):
                 shelf = lane.shelves.get(move.kind)
-                if shelf is None or not shelf.reads.free:
+                if shelf is None or not shelf.reads.free or (move.kind, move.layer) in lane.wanted:
                     continue
                 with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
                     buffer = shelf.reads.take(0)
@@ -389,8 +483,19 @@ class Engine:
         with lane.lock:
             dropped = [(lane.shelves[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
         for shelf, read in dropped:
-            read.done.exception()  # waits; an error of what nobody wants is none
-            shelf.reads.give(read.buffer)
+            self._drop(shelf, read)
+
+    def _drop(self, shelf: _Shelf, read: _Read) -> None:
+        """Give back the buffer of a read that nobody wants; its error is none."""
+        read.done.exception()  # waits
+        shelf.reads.give(read.buffer)
+
+    def _drain(self, lane: _Lane) -> None:
+        """Expect nothing, and wait for what is under way."""
+        with lane.lock:
+            lane.window = Window((), 0)
+        self._forget(lane, lambda _: True)
+        self._wait_for_writes(lane)
 
     def _wait_for_writes(self, lane: _Lane) -> None:
         with lane.lock:

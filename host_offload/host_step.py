@@ -12,21 +12,49 @@ wait beside the parameters that it reads:
     start(scalars)          begin to update every leaf with the gradients that are pending
     install(layer)          wait for that; hand the new parameters over; this step's gradients are now the pending ones
 
+What rests on disk is updated in the buffers through which it goes (ZeRO-Infinity, arXiv:2104.07857, section 5.2.2),
+
+    disk -> buffer;  kernel(g, w, s, scalars), in place;  buffer -> disk
+
+and crosses no link either. It is borrowed from the engine, which reads the next layer's records meanwhile and writes the last
+one's (`host_offload.engine`); gradients are stashed in records, and parameters filled into them, in the same way.
+
 The memory is that of arrays which the program is given and hands back, as far as XLA knows, untouched; outside of a step they
 are ordinary arrays. On a CPU each callback is handed them, on a GPU they are bound before the step (`bind`). A callback never
-raises, since another device may be waiting in a collective: it records its error, and `check` raises it when the step is over.
+raises, since another device may be waiting in a collective: it records its error, and `check` raises it when the step is over,
+or the engine's own `check` what the disk did. Tokens order callbacks, and hold the number of the state that is on disk.
 Where parameters rest in host memory too, the kernel writes them there, and nothing goes up.
 """
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from host_offload.engine import Mode, Views
 from host_offload.fused import Kernel
 from host_offload.link import Link, writable
+from host_offload.ops import Swap
+from host_offload.swap_error import SwapError
+
+
+class OnRecord(NamedTuple):
+    """Where a leaf rests on disk.
+
+    Attributes:
+      kind: of the records.
+      leaf: its place among their leaves.
+    """
+
+    kind: str
+    leaf: int
+
+
+Rest = OnRecord | None
+"""Where an array rests: in a record, or in host memory."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,6 +64,8 @@ class LeafKernel:
     Attributes:
       kernel: from (gradient, weight, states, scalars) to (weight, states, and the cast weight if `casts`).
       scalars: where this leaf's scalars lie in the vector of all.
+      held: where the arrays rest that the kernel works on: the weight (unless on the device), the states, and the parameters
+        that it casts to (unless on the device).
       num_states: leaves of optimizer state.
       stacked: whether its arrays hold all layers.
       weight_on_device: the float32 weight is no host array: it is an operand, and the new one a result.
@@ -43,16 +73,29 @@ class LeafKernel:
       params_on_device: the parameters are a result of the callback; else they are written to the host.
       delayed: the new parameters are made beside the old ones. The weight is then in host memory, and in place only if the
         kernel casts.
+      grad: where the gradient waits, if it does.
     """
 
     kernel: Kernel
     scalars: slice
+    held: tuple[Rest, ...]
     num_states: int
     stacked: bool
     weight_on_device: bool
     casts: bool
     params_on_device: bool
     delayed: bool = False
+    grad: Rest = None
+
+    @property
+    def records(self) -> dict[str, Mode]:
+        """What is done to the records of each kind that an update needs."""
+        modes: dict[str, Mode] = {} if self.grad is None else {self.grad.kind: "read"}
+        for n, rest in enumerate(self.held):
+            if rest is not None:
+                is_cast = self.casts and not self.params_on_device and n == len(self.held) - 1
+                modes[rest.kind] = "write" if is_cast else "update"
+        return modes
 
 
 @dataclasses.dataclass
@@ -66,8 +109,8 @@ class Traffic:
 class HostStep:
     """The callbacks of one program, and the host memory that they work on."""
 
-    def __init__(self, leaves: Sequence[LeafKernel], link: Link) -> None:
-        self.leaves, self.link = tuple(leaves), link
+    def __init__(self, leaves: Sequence[LeafKernel], link: Link, swap: Swap | None = None) -> None:
+        self.leaves, self.link, self.swap = tuple(leaves), link, swap
         self.arrays: dict[tuple[int, int], list[np.ndarray]] = {}
         self.stashed: dict[tuple[int, int], np.ndarray] = {}
         self.pending: dict[tuple[int, int], np.ndarray] = {}
@@ -80,9 +123,7 @@ class HostStep:
     @property
     def num_memory(self) -> tuple[int, ...]:
         """How many arrays each leaf has in host memory, pending gradients included."""
-        return tuple(
-            p.num_states + (not p.weight_on_device) + (p.casts and not p.params_on_device) + p.delayed for p in self.leaves
-        )
+        return tuple(p.held.count(None) + p.delayed for p in self.leaves)
 
     def _take(self, device: int, first: int, count: int, memory: Sequence[Any]) -> None:
         """Bind the arrays that a callback was handed: those of each leaf in turn, the pending gradients last."""
@@ -96,7 +137,7 @@ class HostStep:
             self.bind(device, leaf, arrays)
 
     def bind(self, device: int, leaf: int, arrays: Sequence[np.ndarray]) -> None:
-        """Give a leaf's memory on one device: weight (unless on the device), states, and parameters (unless on the device)."""
+        """Give a leaf's memory on one device: of its `LeafKernel.held` what rests in host memory."""
         self.arrays[device, leaf] = list(arrays)
 
     def reserve(self, device: int, leaf: int, shape: Sequence[int], dtype: Any) -> None:
@@ -124,31 +165,39 @@ class HostStep:
         Raises:
           RuntimeError: an update failed; the state is then neither that before the step nor that after it.
         """
-        errors, self._errors = self._errors, []
-        if errors:
+        if errors := self.take_errors():
             raise RuntimeError("the optimizer's update on the host failed, and the state is lost: restore it") from errors[0]
 
+    def take_errors(self) -> list[BaseException]:
+        """Return the errors of the callbacks since this was last called."""
+        errors, self._errors = self._errors, []
+        return errors
+
     def stash(self, context: Any, out: Any, where: Any, after: Any, *grads: Any, first: int) -> None:
-        """Copy gradients to host memory.
+        """Copy gradients to host memory, or to a record.
 
         Args:
           context: of the callback.
           out: i32[1], a token.
-          where: i32[2], device and layer.
+          where: i32[3], device, layer, and the number of the state on disk.
           after: the token of the device's callback before this one.
           *grads: one for each leaf from `first` on.
           first: index of a leaf.
         """
         del after
+        number = 0
         try:
-            device, layer = self.link.read(context, where, "where").tolist()
-            for leaf, grad in enumerate(grads, first):
-                room = self._record(self.stashed[device, leaf], leaf, layer)
-                np.copyto(room, self.link.read(context, grad, (device, leaf, "grad")))
-                self._count(to_host=room.nbytes)
-            self._finish(context, out)
+            device, layer, number = self.link.read(context, where, "where").tolist()
+            plans = self.leaves[first : first + len(grads)]
+            modes: dict[str, Mode] = {p.grad.kind: "write" for p in plans if p.grad is not None}
+            with self._borrowed(device, layer, modes, number) as views:
+                for leaf, grad in enumerate(grads, first):
+                    room = self._stashed(device, leaf, layer, views)
+                    np.copyto(room, self.link.read(context, grad, (device, leaf, "grad")))
+                    self._count(to_host=room.nbytes)
         except Exception as error:  # a callback must not raise: see the module's docstring
-            self._errors.append(error)
+            self._fail(error)
+        self._finish(context, out, number)
 
     def update(
         self,
@@ -168,7 +217,7 @@ class HostStep:
         Args:
           context: of the callback.
           out: (list of new parameters, and new weights, that live on the device; token).
-          where: i32[3], device, layer and whether to update at all.
+          where: i32[4], device, layer, whether to update at all, and the number of the state on disk.
           after: the token of the device's callback before this one.
           memory: the leaves' arrays in host memory, or nothing where they are bound.
           scalars: f32[n], of every leaf.
@@ -178,21 +227,29 @@ class HostStep:
           stashed: whether the gradients are in host memory.
         """
         del after
+        number, (results, token) = 0, out
         try:
-            device, layer, go = self.link.read(context, where, "where").tolist()
+            device, layer, go, number = self.link.read(context, where, "where").tolist()
             self._take(device, first, count, memory)
             values = self.link.read(context, scalars, "scalars")
-            results, token = out
             rest, made = iter(operands), iter(results)
-            grads = [None if stashed else next(rest) for _ in range(count)]
-            for leaf, grad in enumerate(grads, first):
-                old = next(rest) if self.leaves[leaf].weight_on_device else None
-                result = next(made) if self.leaves[leaf].params_on_device else None
-                if go:
-                    self._update_leaf(context, device, leaf, layer, grad, old, result, values)
-            self._finish(context, token)
+            leaves = range(first, first + count)
+            grads = [None if stashed else next(rest) for _ in leaves]
+            olds = [next(rest) if self.leaves[leaf].weight_on_device else None for leaf in leaves]
+            places = [next(made) if self.leaves[leaf].params_on_device else None for leaf in leaves]
+            given = dict(zip(leaves, zip(grads, olds, places, strict=True), strict=True))
+            # The stacked leaves of a layer share records, any other leaf has its own.
+            for part in [leaves] if self.leaves[first].stacked else [[leaf] for leaf in leaves]:
+                modes: dict[str, Mode] = {kind: mode for n in part for kind, mode in self.leaves[n].records.items()}
+                if not go:
+                    self._skip(device, layer, modes, number)
+                    continue
+                with self._borrowed(device, layer, modes, number) as views:
+                    for leaf in part:
+                        self._update_leaf(context, device, leaf, layer, *given[leaf], values, views)
         except Exception as error:  # as above
-            self._errors.append(error)
+            self._fail(error)
+        self._finish(context, token, number)
 
     def start(self, context: Any, out: Any, where: Any, after: Any, memory: Any, scalars: Any) -> None:
         """Begin to update every leaf with the pending gradients.
@@ -200,23 +257,24 @@ class HostStep:
         Args:
           context: of the callback.
           out: i32[1], a token.
-          where: i32[2], device and whether to update at all.
+          where: i32[3], device, whether to update at all, and 0.
           after: the token of the device's callback before this one.
           memory: as for `update`, of every leaf.
           scalars: f32[n], of every leaf.
         """
         del after
+        number = 0
         try:
-            device, go = self.link.read(context, where, "where").tolist()
+            device, go, number = self.link.read(context, where, "where").tolist()
             self._take(device, 0, len(self.leaves), memory)
             values = self.link.read(context, scalars, "scalars").copy()
             job = threading.Thread(target=self._update_all, args=(device, values), daemon=True) if go else None
             self._jobs[device] = job
             if job is not None:
                 job.start()
-            self._finish(context, out)
         except Exception as error:  # as above
-            self._errors.append(error)
+            self._fail(error)
+        self._finish(context, out, number)
 
     def _update_all(self, device: int, values: np.ndarray) -> None:
         try:
@@ -226,7 +284,7 @@ class HostStep:
                     g, room = self._record(grads, leaf, layer), self._record(made, leaf, layer)
                     self._run_kernel(device, leaf, layer, g, None, room, values)
         except Exception as error:  # as above
-            self._errors.append(error)
+            self._fail(error)
 
     def install(self, context: Any, out: Any, where: Any, after: Any, memory: Any, *, first: int, count: int) -> None:
         """Hand over one layer's new parameters, and make its stashed gradients the pending ones.
@@ -234,19 +292,19 @@ class HostStep:
         Args:
           context: of the callback.
           out: (list of new parameters that live on the device; token).
-          where: i32[2], device and layer.
+          where: i32[3], device, layer and 0.
           after: the token of the device's callback before this one.
           memory: as for `update`.
           first: index of a leaf.
           count: leaves.
         """
         del after
+        number, (results, token) = 0, out
         try:
-            device, layer = self.link.read(context, where, "where").tolist()
+            device, layer, number = self.link.read(context, where, "where").tolist()
             self._take(device, first, count, memory)
             if (job := self._jobs.get(device)) is not None:
                 job.join()
-            results, token = out
             rest = iter(results)
             for leaf in range(first, first + count):
                 place, result = (device, leaf), next(rest) if self.leaves[leaf].params_on_device else None
@@ -254,9 +312,9 @@ class HostStep:
                     self._install_leaf(context, place, layer, result)
                 pending = self._record(self.pending[place], leaf, layer)
                 np.copyto(pending, self._record(self.stashed[place], leaf, layer))
-            self._finish(context, token)
         except Exception as error:  # as above
-            self._errors.append(error)
+            self._fail(error)
+        self._finish(context, token, number)
 
     def _install_leaf(self, context: Any, place: tuple[int, int], layer: int, result: Any) -> None:
         made = self._record(self.made[place], place[1], layer)
@@ -271,19 +329,28 @@ class HostStep:
         self._count(to_device=room.nbytes)
 
     def _update_leaf(
-        self, context: Any, device: int, leaf: int, layer: int, grad: Any, old: Any, result: Any, values: np.ndarray
+        self,
+        context: Any,
+        device: int,
+        leaf: int,
+        layer: int,
+        grad: Any,
+        old: Any,
+        result: Any,
+        values: np.ndarray,
+        views: Mapping[str, Views],
     ) -> None:
         place, weight = (device, leaf), None
         if old is not None:
             weight = self.link.read(context, old, (*place, "weight"))
             self._count(to_host=weight.nbytes)
         if grad is None:
-            g = self._record(self.stashed[place], leaf, layer)
+            g = self._stashed(device, leaf, layer, views)
         else:
             g = self.link.read(context, grad, (*place, "grad"))
             self._count(to_host=g.nbytes)
         room = None if result is None else self.link.room(result, (*place, "params"))
-        self._run_kernel(device, leaf, layer, g, weight, room, values)
+        self._run_kernel(device, leaf, layer, g, weight, room, values, views)
         if room is not None:
             self.link.write(context, result, (*place, "params"))
             self._count(to_device=room.nbytes)
@@ -297,10 +364,15 @@ class HostStep:
         weight: np.ndarray | None,
         room: np.ndarray | None,
         values: np.ndarray,
+        views: Mapping[str, Views] | None = None,
     ) -> None:
-        """Update one record. `room` is where the new parameters go, unless that is in place."""
+        """Update one record. `room` is where the new parameters go, unless that is in place; `views` are what is borrowed."""
         plan = self.leaves[leaf]
-        held = [self._record(a, leaf, layer) for a in self.arrays.get((device, leaf), [])]
+        memory = iter(self.arrays.get((device, leaf), []))
+        held = [
+            self._record(next(memory), leaf, layer) if rest is None else (views or {})[rest.kind][rest.leaf]
+            for rest in plan.held
+        ]
         weight = held.pop(0) if weight is None else weight
         states, params = held[: plan.num_states], held[plan.num_states :]
         if plan.casts:
@@ -310,12 +382,44 @@ class HostStep:
         inputs = [a.reshape(-1) for a in (g, weight, *states)]
         plan.kernel([*inputs, *values[plan.scalars]], [None if a is None else a.reshape(-1) for a in outputs])
 
+    # --- records on disk ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _borrowed(self, device: int, layer: int, modes: Mapping[str, Mode], number: int) -> Iterator[dict[str, Views]]:
+        """Borrow one layer's records of several kinds; `number` is that of their state."""
+        with contextlib.ExitStack() as stack:
+            if not modes:
+                yield {}
+                return
+            assert self.swap is not None
+            engine = self.swap.engine_of(number)
+            yield {kind: stack.enter_context(engine.borrow(kind, device, layer, mode)) for kind, mode in modes.items()}
+
+    def _skip(self, device: int, layer: int, modes: Mapping[str, Mode], number: int) -> None:
+        for kind, mode in modes.items():
+            assert self.swap is not None
+            self.swap.engine_of(number).skip(kind, device, layer, mode)
+
+    def _stashed(self, device: int, leaf: int, layer: int, views: Mapping[str, Views]) -> np.ndarray:
+        """Return where a gradient waits."""
+        rest = self.leaves[leaf].grad
+        return self._record(self.stashed[device, leaf], leaf, layer) if rest is None else views[rest.kind][rest.leaf]
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, SwapError) and self.swap is not None:
+            self.swap.fail(error)
+        else:
+            self._errors.append(error)
+
     def _record(self, array: np.ndarray, leaf: int, layer: int) -> np.ndarray:
         return array[layer, ...] if self.leaves[leaf].stacked else array  # a view, also where a record is one number
 
-    def _finish(self, context: Any, token: Any) -> None:
-        self.link.room(token, "token")[...] = 0
-        self.link.write(context, token, "token")
+    def _finish(self, context: Any, token: Any, number: int) -> None:
+        try:
+            self.link.room(token, "token")[...] = number
+            self.link.write(context, token, "token")
+        except Exception as error:  # as above
+            self._fail(error)
 
     def _count(self, to_host: int = 0, to_device: int = 0) -> None:
         with self._lock:

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from host_offload.engine import Engine
 from host_offload.link import Link, link_of
 from host_offload.store import LeafFormat, RecordFormat
+from host_offload.swap_error import SwapError
 
 Array = jax.Array
 
@@ -65,7 +66,7 @@ class Swap:
         rank = layer = None
         try:
             rank, layer, number = self.link.read(context, where, (kind, "where")).tolist()
-            engine = self._engine(number)
+            engine = self.engine_of(number)
 
             def use(views: list[np.ndarray]) -> None:
                 for leaf, (buffer, value) in enumerate(zip(out, views, strict=True)):
@@ -75,7 +76,7 @@ class Swap:
 
             engine.fetch(kind, rank, layer, use)
         except Exception as error:  # a callback must not raise: see the module's docstring
-            self._fail(error, kind, layer)
+            self.fail(error, kind, layer)
             for leaf, buffer in enumerate(out):
                 self.link.room(buffer, (kind, rank, leaf))[...] = 0
                 self.link.write(context, buffer, (kind, rank, leaf))
@@ -86,7 +87,7 @@ class Swap:
         try:
             given = self.link.read(context, token, (kind, "before"))
             rank, layer, number = self.link.read(context, where, (kind, "where")).tolist()
-            engine = self._engine(number)
+            engine = self.engine_of(number)
 
             def fill(views: list[np.ndarray]) -> None:
                 for leaf, (buffer, room) in enumerate(zip(values, views, strict=True)):
@@ -94,18 +95,24 @@ class Swap:
 
             engine.store(kind, rank, layer, fill)
         except Exception as error:  # as above
-            self._fail(error, kind, layer)
+            self.fail(error, kind, layer)
         self.link.room(out, (kind, "token"))[...] = given
         self.link.write(context, out, (kind, "token"))
 
-    def _engine(self, number: int) -> Engine:
+    def engine_of(self, number: int) -> Engine:
+        """Return the engine for the records of a state, or of 0 for those that live inside a step.
+
+        Raises:
+          SwapError: they are gone.
+        """
         if self.engine is None:
-            raise RuntimeError("the program is closed, and its records are gone")
+            raise SwapError("the program is closed, and its records are gone")
         if number not in (0, self.generation):
-            raise RuntimeError(f"records of state {number} were asked for, and those of state {self.generation} are on disk")
+            raise SwapError(f"records of state {number} were asked for, and those of state {self.generation} are on disk")
         return self.engine
 
-    def _fail(self, error: Exception, kind: str, layer: int | None) -> None:
+    def fail(self, error: Exception, kind: str = "", layer: int | None = None) -> None:
+        """Keep an error for the engine's `check`."""
         if self.engine is not None:
             self.engine.fail(error, kind, layer)
 
@@ -122,6 +129,7 @@ class Records:
       shapes: ShapeDtypeStruct of each leaf of one layer, whole.
       specs: PartitionSpec of each.
       is_state: whether they outlive a step, so that a state must be the one on disk.
+      in_place: whether the host updates them in the buffers into which they are read.
     """
 
     swap: Swap
@@ -131,6 +139,7 @@ class Records:
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     specs: tuple[PartitionSpec, ...]
     is_state: bool = True
+    in_place: bool = False
 
     @property
     def format(self) -> RecordFormat:

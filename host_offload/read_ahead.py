@@ -6,15 +6,15 @@ before the last write of its record that precedes it,
     start(i)  >  max { j < i : moves[j] writes the record of moves[i] }
 
 with the sequence continued by itself, since the next step follows this one: the first layers of the next forward are read while
-this step ends, and only those whose update has been handed over. The reads of a kind start in their order: one that must wait
-lets none pass, or the buffers would fill with what is wanted last.
+this step ends, and only those whose update has been handed over. Of each kind the next `distance` reads may start and no others,
+or the buffers would fill with what is wanted last.
 
 A `Window` follows one device through the sequence. Callbacks of a program may come in another order where nothing orders them
 (two kinds read in one tick), so a move is looked for among the next few, and what is not there is done all the same: the
 sequence only tells what to read early, never what is right.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,13 +36,23 @@ class Move(NamedTuple):
     writes: bool = False
 
 
-def moves_of(schedule: Schedule, kinds: Collection[str], phases: Collection[str] | None = None) -> tuple[Move, ...]:
+Kinds = tuple[str, ...]
+
+
+def moves_of(
+    schedule: Schedule,
+    kinds: Collection[str],
+    phases: Collection[str] | None = None,
+    besides: Mapping[str, tuple[Kinds, Kinds]] | None = None,
+) -> tuple[Move, ...]:
     """Return the moves of a step.
 
     Args:
       schedule: of the step.
       kinds: those that rest on disk. Records of "opt_state" are counted from the first layer that is not on the device.
       phases: names of the phases wanted; all by default.
+      besides: phase -> kinds that a tick reads, and kinds that it writes, of its own layer, which the schedule does not know
+        of because the device does not have them: an update on the host.
     """
     moves: list[Move] = []
     for phase in schedule.phases:
@@ -55,14 +65,16 @@ def moves_of(schedule: Schedule, kinds: Collection[str], phases: Collection[str]
                 if kind in kinds and layer >= 0 and record >= 0:
                     moves.append(Move(kind, record, writes))
 
+        reads, writes = (besides or {}).get(phase.name, ((), ()))
         add(phase.fetches, phase.first)
         for layer in phase.preload.tolist():
             add(phase.fetches, layer)
         for tick, layer in enumerate(phase.layer.tolist()):
             waits = not len(phase.preload)  # no ring: a tick fetches what it takes itself
             add(phase.fetches, int(phase.consume[tick]) if waits else int(phase.fetch[tick]))
-            add(phase.reads, layer)
+            add((*phase.reads, *reads), layer)
             add(phase.writes, int(phase.store[tick]), writes=True)
+            add(writes, layer, writes=True)
     return tuple(moves)
 
 
@@ -102,26 +114,29 @@ class Window:
         return False
 
     def ahead(self, waiting: Collection[tuple[str, int]]) -> Iterator[Move]:
-        """Yield the reads to start now, the next one first.
+        """Yield the reads to start now, the next one first: of the next `distance` of a kind those that may start.
+
+        A later one that may start must not take a buffer of an earlier one that may not yet: what a loop writes last, the next
+        loop often reads first.
 
         Args:
           waiting: (kind, layer) of the records that were read, or are being read, and are not used yet.
         """
-        n, passed = len(self.moves), set[tuple[str, int]]()
-        room = dict.fromkeys({move.kind for move in self.moves}, self.distance)
+        n, found = len(self.moves), set(waiting)
+        count: dict[str, int] = {}
         for kind, _ in waiting:
-            room[kind] = room.get(kind, 0) - 1
+            count[kind] = count.get(kind, 0) + 1
+        coming: dict[str, int] = {}  # reads of each kind that were passed: a later one would take their buffers
         for i in range(self.position, self.position + self._horizon):
             move = self.moves[i % n]
-            if move.writes or (i < n and self._done[i]):
+            if move.writes or (i < n and self._done[i]) or coming.get(move.kind, 0) == self.distance:
                 continue
+            coming[move.kind] = coming.get(move.kind, 0) + 1
             record = (move.kind, move.layer)
-            if record in passed or not self._may_start(int(self._after[i])):
-                room[move.kind] = 0  # it comes before the reads after it
-            elif record not in waiting and room[move.kind] > 0:
-                room[move.kind] -= 1
+            if record not in found and count.get(move.kind, 0) < self.distance and self._may_start(int(self._after[i])):
+                found.add(record)
+                count[move.kind] = count.get(move.kind, 0) + 1
                 yield move
-            passed.add(record)
 
     def _may_start(self, after: int) -> bool:
         """Tell whether the write that a read follows has been handed over."""

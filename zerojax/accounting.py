@@ -249,8 +249,9 @@ def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
     size = layer_bytes(layout, parts) | {"activations": kept["pinned_host"] + kept["nvme"]}
     stored = 0 if config.update == "in_backward" else shard * num_layers
     host = {"grads": 0, "activations": kept["pinned_host"] * num_layers}
-    stashes = streamed.host is not None and streamed.host.stashes
-    rests = "stashed" if stashes else "device" if streamed.host is not None else config.grads
+    rests = config.grads
+    if streamed.host is not None:  # callbacks keep what waits off the device
+        rests = "device" if not streamed.host.stashes else "nvme" if streamed.host.on_disk is not None else "stashed"
     if rests == "pinned_host":
         host["grads"] = stored
     elif rests == "stashed":
@@ -291,7 +292,8 @@ def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
     tiers, swaps = streamed.schedule.tiers, _swaps(parts, streamed.records.ends)
     by_disk = {kind: n if tiers[kind] == "nvme" else 0 for kind, n in (size | {"grads": shard}).items() if kind in tiers}
     by_disk["activations"] = kept["nvme"]
-    swapped = _sum([_schedule_link(streamed.schedule, by_disk, written | by_disk), *swaps])
+    written_by_disk = written | by_disk | ({} if streamed.host is None else {"params": 0})
+    swapped = _sum([_schedule_link(streamed.schedule, by_disk, written_by_disk), *swaps])
     if config.params == "nvme":
         swapped["to_device"] += loaded
     link = _sum([moved, {"to_device": loaded}, *updates])

@@ -213,8 +213,12 @@ def require_built(config: ZeroConfig) -> None:
         if (value := getattr(config, name)) not in built:
             supported = ", ".join(map(repr, built))
             raise NotImplementedError(f"{name}={value!r} is not built in this version, which has {supported}")
-    if config.update_on == "host" and uses_disk(config):
-        raise NotImplementedError("update_on='host' with a tier on nvme is not built in this version: use update_on='device'")
+    if config.delayed_update and uses_disk(config):
+        tiers = {name: getattr(config, name) for name in ("params", "grads", "opt_state", "activations")}
+        name = next(name for name, tier in tiers.items() if tier == "nvme")
+        raise NotImplementedError(
+            f"delayed_update=True is not built in this version with {name}='nvme': use delayed_update=False, or 'pinned_host'"
+        )
     compute = PRECISIONS[config.precision].compute_dtype
     if config.reduce_dtype not in (None, compute):
         raise NotImplementedError(

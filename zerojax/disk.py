@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.direct_io import DirectIo, tune
-from host_offload.engine import Engine, Event
+from host_offload.engine import Engine, Event, num_buffers
 from host_offload.ops import Records, Swap
 from host_offload.read_ahead import Move
 from host_offload.store import Store, SwapFolder
@@ -45,6 +45,7 @@ class Disk:
         shapes: Sequence[Any],
         specs: Sequence[Spec],
         is_state: bool = True,
+        in_place: bool = False,
     ) -> Records:
         """Return the records of a kind, the same for the same shapes.
 
@@ -55,9 +56,13 @@ class Disk:
           shapes: of each leaf of one layer, whole: ShapeDtypeStruct.
           specs: of each.
           is_state: whether they outlive a step.
+          in_place: whether the host updates them in the buffers into which they are read.
         """
-        plain = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes)
-        records = Records(self.swap, kind, num_layers, tuple(names), plain, tuple(PartitionSpec(*s) for s in specs), is_state)
+        plain, all_specs = (
+            tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes),
+            tuple(PartitionSpec(*s) for s in specs),
+        )
+        records = Records(self.swap, kind, num_layers, tuple(names), plain, all_specs, is_state, in_place)
         if (known := self.kinds.get(kind)) is not None and known.format == records.format and known.num_layers == num_layers:
             return known
         self.kinds[kind] = records
@@ -106,7 +111,7 @@ class Disk:
 
     def num_buffers(self, records: Records) -> int:
         """Return how many buffers a kind has on each device: to read and to write."""
-        return 2 * min(self.config.prefetch_distance + 1, records.num_layers)
+        return num_buffers(self.config.prefetch_distance, records.num_layers, records.in_place)
 
     @property
     def num_bytes(self) -> int:
@@ -132,7 +137,7 @@ class Disk:
             for rank in self._ranks():
                 store = Store(self._folder.path, records.kind, rank, records.num_layers, records.format, metadata)
                 store.preallocate()
-                self.engine.add(records.kind, rank, store)
+                self.engine.add(records.kind, rank, store, in_place=records.in_place)
 
     # --- around programs ---------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,10 @@ over host memory (`host_offload.fused`). So any elementwise optimizer runs there
     g[l] = reduce_scatter(dp)    --g-->   g, w, s = ...;  w, s = update(g, w, s);  in place
     params[l] = cast(w)          <--p--   cast(w)                       4 bytes a parameter in 16 bits
 
-Where parameters rest in host memory the kernel writes them there, and nothing comes up but what the next step fetches.
+Where parameters rest in host memory the kernel writes them there, and nothing comes up but what the next step fetches. Of the
+nvme tier the host reads a layer's records, updates them in their buffers and writes them (`host_offload.host_step`):
+
+    disk:  w[l], s[l]  -->  buffer, in place  -->  disk        while the device computes, and the disk reads ahead, other layers
 """
 
 import functools
@@ -21,14 +24,15 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import PartitionSpec
 
 from host_offload.fused import build_kernel
-from host_offload.host_step import HostStep, LeafKernel
+from host_offload.host_step import HostStep, LeafKernel, OnRecord, Rest
 from host_offload.link import link_of, view
+from host_offload.ops import Records
 from zerojax.host_rule import HostRule
 from zerojax.optim import clip_factor
 from zerojax.parts import Parts, States
 from zerojax.records import Record
 from zerojax.resident import Update, finish, scale_grads
-from zerojax.state import Pending, TrainState
+from zerojax.state import OnDisk, Pending, TrainState, is_stored
 
 Array = jax.Array
 
@@ -36,15 +40,16 @@ Array = jax.Array
 class HostUpdate:
     """The host's part of a program: kernels, memory, and the operations that call them inside the step."""
 
-    def __init__(self, parts: Parts, *, stashes: bool, summed: int) -> None:
+    def __init__(self, parts: Parts, *, stashes: bool, summed: int, on_disk: Records | None = None) -> None:
         """Build the kernels.
 
         Args:
           parts: of the program.
-          stashes: gradients of the layers wait in host memory for their scale.
+          stashes: gradients of the layers wait in host memory, or on disk, for their scale.
           summed: gradients are handed over as sums of so many microbatches.
+          on_disk: the records in which they wait, if on disk: one leaf for each of `parts.blocks`.
         """
-        self.summed = summed
+        self.summed, self.on_disk = summed, on_disk
         self.parts, self.mesh, self.stashes = parts, parts.mesh, stashes
         self.config = parts.layout.config
         self.has_master = parts.layout.abstract_state.master is not None
@@ -59,7 +64,8 @@ class HostUpdate:
             scalars = slice(start, start + len(rule.crossing))
             start = scalars.stop
             leaves.append(self._leaf(rule, index, scalars))
-        self.host = HostStep(leaves, link_of(platform))
+        disk = parts.layout.disk
+        self.host = HostStep(leaves, link_of(platform), None if disk is None else disk.swap)
 
     def _leaf(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
         weight_on_device, delayed = self.needs_weights, self.config.delayed_update
@@ -67,7 +73,10 @@ class HostUpdate:
         in_place = self.has_master or not (weight_on_device or delayed)
         aliases = [(1 + k, 2 + k) for k in range(states)] + ([(0, 1)] if in_place else [])
         arrays = [True] * (2 + states) + [False] * len(rule.crossing)
+        waits = self.on_disk is not None and index in self.parts.blocks
         return LeafKernel(
+            grad=OnRecord(self.on_disk.kind, self.parts.blocks.index(index)) if waits and self.on_disk else None,
+            held=tuple(_rest(record) for record in self._rests(index)),
             kernel=build_kernel(rule.kernel, aliases, arrays=arrays),
             scalars=scalars,
             num_states=states,
@@ -83,15 +92,18 @@ class HostUpdate:
     def prepare(self, state: TrainState) -> list[int]:
         """Make room for what a step keeps in host memory, and bind the state's memory where callbacks are not handed it.
 
+        Errors of a step that was given up for another reason are forgotten.
+
         Returns:
           The addresses bound.
         """
+        self.host.take_errors()
         positions = {device: n for n, device in enumerate(self.mesh.devices.flat)}
         local = [positions[d] for d in self.mesh.local_devices]
         for leaf, index in enumerate(self.order):
             shape, delayed = self._shard_shape(index), self.config.delayed_update
             for device in local:
-                if delayed or (self.stashes and index in self.parts.blocks):
+                if delayed or (self.stashes and self.on_disk is None and index in self.parts.blocks):
                     self.host.reserve(device, leaf, shape, self.grad_dtype(index))
                 if delayed:
                     self.host.reserve_made(device, leaf, shape, self.parts.dtypes[index])
@@ -124,11 +136,32 @@ class HostUpdate:
         return arrays, specs
 
     def _held(self, states: States, index: int) -> list[Any]:
-        held = [] if states.master is None else [states.master[index]]
-        if states.master is None and self.params_away:
-            held = [states.params[index]]
-        held += [states.opt[j] for j in self.parts.update.states_of((index,))]
-        return held + ([states.params[index]] if self.has_master and self.params_away else [])
+        """Return the arrays of a leaf that its kernel works on, of those that rest in host memory."""
+        return [a for a in self._chosen(states.params, states.master, states.opt, index) if not isinstance(a, OnDisk)]
+
+    def _rests(self, index: int) -> list[Record]:
+        """Return how all of them rest."""
+        return self._chosen(self.parts.params, self.parts.master if self.has_master else None, self.parts.opt, index)
+
+    def _chosen(self, params: Sequence[Any], master: Sequence[Any] | None, opt: Sequence[Any], index: int) -> list[Any]:
+        """Return of a leaf the weight, unless it is on the device, the states, and the parameter to cast to, unless it is."""
+        weight = master[index : index + 1] if master is not None else params[index : index + 1] if self.params_away else []
+        cast = params[index : index + 1] if self.has_master and self.params_away else []
+        return [*weight, *(opt[j] for j in self.parts.update.states_of((index,))), *cast]
+
+    def moves(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Return the kinds of stacked records that callbacks read and write in a tick of each phase: {phase: (reads, writes)}.
+
+        Parameters that are written are the schedule's own.
+        """
+        records = [r for i in self.parts.blocks for r in self._rests(i)]
+        on_disk = dict.fromkeys(r.shelf for r in records if r.shelf is not None)
+        updated = tuple(shelf.kind for shelf in on_disk if shelf.in_place)
+        writes = tuple(kind for kind in updated if kind != "params")
+        if self.config.update == "in_backward":
+            return {"backward": (updated, writes)}
+        grads = () if self.on_disk is None else (self.on_disk.kind,)
+        return {"backward": ((), grads), "update": ((*grads, *updated), writes)}
 
     def _shard_shape(self, index: int) -> tuple[int, ...]:
         leaf = jax.tree.leaves(self.parts.layout.abstract_params)[index]
@@ -273,7 +306,7 @@ class HostUpdate:
         Args:
           callback: takes (context, out, where, token, memory if any, scalars if any, *operands).
           results: parameter leaves of which it makes one layer's, or a whole leaf's, shards in the compute dtype.
-          where: i32[] each, sent after the device's position in the mesh.
+          where: i32[] each, sent after the device's position in the mesh, and before the token.
           memory: arrays in host memory, and their specs, or None.
           scalars: f32[n], or None.
           operands: sharded as `records` say.
@@ -293,7 +326,7 @@ class HostUpdate:
         arrays, specs = memory or ([], [])
 
         def local(position: Array, token: Array, where: Array, arrays: Any, scalars: Any, operands: list[Array]) -> Any:
-            where = jnp.concatenate([position, where])
+            where = jnp.concatenate([position, where, token])
             out = after if only_token else (made, after)
             extra = ([] if memory is None else [arrays]) + ([] if scalars is None else [scalars])
             got = buffer_callback(callback, out, has_side_effect=True)(where, token, *extra, *operands)
@@ -309,9 +342,15 @@ class HostUpdate:
         positions = jnp.arange(self.mesh.size, dtype=jnp.int32)
         return island(positions, token, jnp.stack(list(where)), arrays, scalars, list(operands))
 
-    def first_token(self) -> Array:
-        """Return the token before a step's first callback: i32[devices]."""
-        return jnp.zeros(self.mesh.size, jnp.int32)
+    def first_token(self, state: TrainState) -> Array:
+        """Return the token before a step's first callback, i32[devices]: the number of the state that is on disk, or 0."""
+        leaves = jax.tree.leaves((state.params, state.master, state.opt_state), is_leaf=is_stored)
+        tokens = [leaf.token for leaf in leaves if isinstance(leaf, OnDisk)]
+        return tokens[0] if tokens else jnp.zeros(self.mesh.size, jnp.int32)
+
+
+def _rest(record: Record) -> Rest:
+    return None if record.shelf is None else OnRecord(record.shelf.kind, record.leaf)
 
 
 def update_on_host(host: HostUpdate) -> Update:
@@ -326,7 +365,7 @@ def update_on_host(host: HostUpdate) -> Update:
         states = parts.flat(state)
         scalars = host.scalars(parts.shared_of(states), value, factor, scale)
         grads = [g.astype(host.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))]  # exact: cast up before
-        states, _ = host.update_ends(states, grads, ok, scalars, host.first_token())
+        states, _ = host.update_ends(states, grads, ok, scalars, host.first_token(state))
         states = parts.close(states, parts.shared(states, value, ok))
         return finish(state, *parts.trees(state, states), value, norm, ok, config.loss_scaling)
 

@@ -148,6 +148,8 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     opt_state = init_opt_state_shape(tx, master)
     opt_specs = opt_state_specs(opt_state, master, specs, mesh, FSDP, config.min_shard_bytes)
     scalar = named(mesh, ())
+    tree = jax.tree.structure(opt_state)
+    is_shared = jax.tree.unflatten(tree, [owner is None for owner in owners(opt_state, master)])  # scalars of the program
 
     def state_of(scalar: Any, key: Any, params: Any, master: Any, opt_state: Any, counter: Any) -> TrainState:
         return TrainState(
@@ -166,8 +168,10 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
         _param_shardings(made, specs, mesh, stage.params, _array_tier(config.params)),
         _param_shardings(made, specs, mesh, stage.opt_state, _array_tier(config.opt_state)),
         jax.tree.map(
-            lambda s, a: named(mesh, stored_spec(s, stage.opt_state), _array_tier(config.opt_state) if a.shape else "device"),
-            opt_specs, opt_state, is_leaf=lambda s: isinstance(s, LeafSpec),
+            lambda s, shared: named(
+                mesh, stored_spec(s, stage.opt_state), "device" if shared else _array_tier(config.opt_state)
+            ),
+            opt_specs, is_shared, is_leaf=lambda s: isinstance(s, LeafSpec),
         ),
         scalar,
     )  # fmt: skip
@@ -188,7 +192,7 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     arrays, disk = abstract_state, None
     if uses_disk(config):
         disk = Disk(config, mesh)
-        abstract_state = _on_disk(abstract_state, config, mesh)
+        abstract_state = _on_disk(abstract_state, is_shared, config, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     return Layout(mesh, config, specs, master, arrays, abstract_state, shardings, replicated, num_layers, device_layers, disk)
 
@@ -198,27 +202,23 @@ def _array_tier(tier: str) -> str:
     return "device" if tier == "nvme" else tier
 
 
-def _on_disk(state: TrainState, config: ZeroConfig, mesh: Mesh) -> TrainState:
-    """Put OnDisk in place of the leaves of the nvme tier; scalars of the optimizer state are none."""
+def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) -> TrainState:
+    """Put OnDisk in place of the leaves of the nvme tier; scalars that the whole optimizer state shares are none."""
     token: Any = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=named(mesh, (mesh.axis_names,)))
 
-    def placed(leaf: Any) -> Any:
+    def placed(leaf: Any, shared: bool = False) -> Any:
         if isinstance(leaf, Split):
             return Split(leaf.device, placed(leaf.host))
-        return OnDisk(token, leaf.shape, leaf.dtype) if leaf.shape else leaf
+        return leaf if shared else OnDisk(token, leaf.shape, leaf.dtype)
 
-    def all_placed(tree: Any, tier: str) -> Any:
+    def weights(tree: Any, tier: str) -> Any:
         return jax.tree.map(placed, tree, is_leaf=is_stored) if tier == "nvme" else tree
 
-    def weights(tree: Any, tier: str) -> Any:  # a parameter that is a scalar has a record too
-        whole = lambda leaf: placed(leaf) if is_stored(leaf) else OnDisk(token, leaf.shape, leaf.dtype)  # noqa: E731
-        return jax.tree.map(whole, tree, is_leaf=is_stored) if tier == "nvme" else tree
-
+    opt_state = state.opt_state
+    if config.opt_state == "nvme":
+        opt_state = jax.tree.map(placed, opt_state, is_shared, is_leaf=is_stored)
     return dataclasses.replace(
-        state,
-        params=weights(state.params, config.params),
-        master=weights(state.master, config.opt_state),
-        opt_state=all_placed(state.opt_state, config.opt_state),
+        state, params=weights(state.params, config.params), master=weights(state.master, config.opt_state), opt_state=opt_state
     )
 
 

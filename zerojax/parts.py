@@ -85,10 +85,9 @@ class Parts:
         self.params = records(stage.params, config.params)
         self.master = records(stage.opt_state, config.opt_state if layout.abstract_state.master is not None else config.params)
         self.grads = records(stage.opt_state, "device")
-        state = jax.tree.leaves(self.update.opt_state)
         self.opt = [
-            None if owner is None else Record(self.mesh, self.grads[owner].spec, config.opt_state if leaf.shape else "device")
-            for owner, leaf in zip(self.update.owners, state, strict=True)
+            None if owner is None else Record(self.mesh, self.grads[owner].spec, config.opt_state)
+            for owner in self.update.owners
         ]
         self.dtypes = [a.dtype for a in jax.tree.leaves(layout.abstract_arrays.params)]
         if layout.disk is not None:
@@ -99,15 +98,17 @@ class Parts:
         config, shapes = self.layout.config, [a.shape for a in jax.tree.leaves(self.layout.abstract_params)]
         has_master = self.layout.abstract_state.master is not None
         num_layers, state = self.layout.num_layers or 1, jax.tree.leaves(self.update.opt_state)
+        on_host = config.update_on == "host"
 
-        def shelve(kind: str, count: int, held: list[tuple[list[Any], int, str, Any]]) -> None:
+        def shelve(kind: str, count: int, held: list[tuple[list[Any], int, str, Any]], updated: bool = True) -> None:
             """Declare `kind`; `held` is (list that holds the Record, index, name, shape of one layer) of each leaf."""
             if not held:
                 return
             rests = [records[i] for records, i, _, _ in held]
-            shelf = disk.declare(kind, count, [name for *_, name, _ in held], [a for *_, a in held], [r.spec for r in rests])
-            for (records, i, _, _), record in zip(held, rests, strict=True):
-                records[i] = dataclasses.replace(record, shelf=shelf)
+            names, shapes, specs = [name for *_, name, _ in held], [a for *_, a in held], [r.spec for r in rests]
+            shelf = disk.declare(kind, count, names, shapes, specs, in_place=on_host and updated)
+            for leaf, ((records, i, _, _), record) in enumerate(zip(held, rests, strict=True)):
+                records[i] = dataclasses.replace(record, shelf=shelf, leaf=leaf)
 
         def weight(records: list[Any], i: int, dtype: Any) -> tuple[list[Any], int, str, Any]:
             return records, i, names[i], jax.ShapeDtypeStruct(shapes[i][1:] if i in self.blocks else shapes[i], dtype)
@@ -118,9 +119,9 @@ class Parts:
             return self.opt, j, f"{j} of {names[self.owner(j)]}", jax.ShapeDtypeStruct(shape, state[j].dtype)
 
         if config.params == "nvme":
-            shelve("params", num_layers, [weight(self.params, i, self.dtypes[i]) for i in self.blocks])
+            shelve("params", num_layers, [weight(self.params, i, self.dtypes[i]) for i in self.blocks], not has_master)
             for i in self.ends:
-                shelve(f"params.{i}", 1, [weight(self.params, i, self.dtypes[i])])
+                shelve(f"params.{i}", 1, [weight(self.params, i, self.dtypes[i])], not has_master)
         if config.opt_state == "nvme":
             masters = [weight(self.master, i, jnp.float32) for i in self.blocks] if has_master else []
             own = [moment(j) for j in self.update.states_of(self.blocks)]
@@ -129,8 +130,7 @@ class Parts:
                 if has_master:
                     shelve(f"master.{i}", 1, [weight(self.master, i, jnp.float32)])
                 for j in self.update.states_of((i,)):
-                    if state[j].shape:
-                        shelve(f"opt_state.{j}", 1, [moment(j)])
+                    shelve(f"opt_state.{j}", 1, [moment(j)])
 
     def end_moves(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
         """Return the moves of the leaves that are no stack of layers: those before the layers, and those of their update."""

@@ -40,12 +40,14 @@ class Record:
       spec: of the leaf, without the layer dim.
       tier: where it rests; of a Split stack, the tier of its second part.
       shelf: of the nvme tier, the records that it is part of.
+      leaf: its place among their leaves.
     """
 
     mesh: Mesh
     spec: Spec
     tier: str
     shelf: Records | None = None
+    leaf: int = 0
 
     @property
     def is_away(self) -> bool:

@@ -218,7 +218,8 @@ class Program:
         """What a step reads from disk and writes to it, in order."""
         assert self._disk is not None
         first, last = ((), ()) if self._parts is None else self._parts.end_moves()
-        return (*first, *moves_of(self.schedule, self._disk.kinds.keys()), *last)
+        by_host = {} if self._host is None else self._host.moves()
+        return (*first, *moves_of(self.schedule, self._disk.kinds.keys(), besides=by_host), *last)
 
     @cached_property
     def _eval_moves(self) -> tuple[Move, ...]:
@@ -307,19 +308,17 @@ class Program:
         with jax.set_mesh(self.mesh):
             jitted, (plans, one) = self._jitted(batch), self._indices()
             scratch = self._take_scratch(jitted)
+            memory = [] if self._host is None else self._host.prepare(jax.block_until_ready(state))
             if self._disk is not None:
                 self._disk.begin(state, self._moves, jitted.on_disk)
-            if self._host is None:
-                (state, scratch), metrics = jitted.step(state, batch, plans, one, scratch)
-                if self._disk is not None:
-                    jax.block_until_ready((state, metrics))
-                    metrics |= self._disk.finish()
-                self._keep_scratch(jitted, scratch)
-                return state, metrics
-            memory = self._host.prepare(jax.block_until_ready(state))
-            (state, scratch), metrics = jax.block_until_ready(jitted.step(state, batch, plans, one, scratch))
+            (state, scratch), metrics = jitted.step(state, batch, plans, one, scratch)
+            if self._host is not None or self._disk is not None:
+                jax.block_until_ready((state, scratch, metrics))
             self._keep_scratch(jitted, scratch)
-            self._host.check(memory, state)
+            if self._disk is not None:
+                metrics |= self._disk.finish()
+            if self._host is not None:
+                self._host.check(memory, state)
             return state, metrics
 
     def _check_state(self, state: TrainState) -> None:

@@ -59,10 +59,7 @@ class StreamedLayout:
         stage, config = STAGES[layout.config.stage], layout.config
         self.parts = Parts(tx, layout, reason(config)) if updates_by_parts(config) else None
         after_backward = config.update != "in_backward"
-        self.host = None
-        if self.parts is not None and config.update_on == "host":
-            stashes = after_backward and (config.grads != "device" or config.delayed_update)
-            self.host = HostUpdate(self.parts, stashes=stashes, summed=self.count)
+        on_host = config.update_on == "host"
         self.schedule = plan_schedule(model.num_layers, layout, self.parts)
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]]
         stacked = [path[0] == jax.tree_util.DictKey(BLOCKS) for path in paths]
@@ -74,19 +71,24 @@ class StreamedLayout:
             each = zip((stored_spec(s, sharded) for s in specs), stacked, strict=True)
             return [Record(self.mesh, e[1:], blocks_tier) if s else Record(self.mesh, e, ends_tier) for e, s in each]
 
-        grads_tier = config.grads if self.host is None else "device"
+        grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
         self.params = records(stage.params, config.params, config.params) if self.parts is None else self.parts.params
         self.grads = records(stage.opt_state, grads_tier, "device")
         self.params_away = config.params != "device"
         self.grads_away = grads_tier != "device" and after_backward
         self.grads_in_memory = self.grads_away and grads_tier == "pinned_host"
         self.abstract = jax.tree.leaves(layout.abstract_arrays.params)
-        if layout.disk is not None and self.grads_away and not self.grads_in_memory:
+        shelf = None
+        if layout.disk is not None and config.grads == "nvme" and after_backward:
             names = [jax.tree_util.keystr(paths[i]) for i in self.blocks]
             grads_specs = [self.grads[i].spec for i in self.blocks]
             shelf = layout.disk.declare("grads", model.num_layers, names, self.grad_shapes(), grads_specs, is_state=False)
-            for i in self.blocks:
-                self.grads[i] = dataclasses.replace(self.grads[i], shelf=shelf)
+            for leaf, i in enumerate(self.blocks):
+                self.grads[i] = dataclasses.replace(self.grads[i], shelf=shelf, leaf=leaf)
+        self.host = None
+        if self.parts is not None and on_host:
+            stashes = after_backward and (config.grads != "device" or config.delayed_update)
+            self.host = HostUpdate(self.parts, stashes=stashes, summed=self.count, on_disk=shelf)
 
     def grad_dtype(self, index: int) -> Any:
         """Return the dtype in which a leaf's gradient is summed."""

@@ -271,7 +271,7 @@ class StreamedStep:
         """
         key = jax.random.fold_in(state.key, state.step) if self.model.stochastic else None
         batch, keys = self.split(batch, key)
-        token = self.host.first_token() if self.host is not None else jnp.int32(0)
+        token = self.host.first_token(state) if self.host is not None else jnp.int32(0)
         if self.host is not None and state.pending is not None:
             token = self.host.start(self.host.parts.flat(state), state.pending, token)
         ends = self.load_ends(state.params)

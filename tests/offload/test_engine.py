@@ -208,6 +208,156 @@ def test_an_error_is_kept_and_nothing_runs_after_it(folder):
     engine.close()
 
 
+def in_place(io, folder, distance=1, layers=LAYERS):
+    engine = Engine(io, distance, pin="none")
+    engine.add("opt_state", RANK, Store(folder.path, "opt_state", RANK, layers, FORMAT), in_place=True)
+    for layer in range(layers):
+        put(engine, layer, layer, "opt_state")
+    engine.flush()
+    engine.take_stats()
+    return engine
+
+
+def add_one(engine, layer):
+    with engine.borrow("opt_state", RANK, layer, "update") as views:
+        views[0][...] += 1
+        views[1][...] -= 1
+
+
+UPDATES = [Move("opt_state", layer, writes) for layer in range(LAYERS) for writes in (False, True)]
+
+
+@pytest.mark.parametrize("distance", [0, 1, 2, 6])
+def test_records_updated_in_place_are_what_was_updated(folder, distance):
+    engine = in_place(HeldIo(), folder, distance)
+    assert engine.buffer_bytes == min(2 * (distance + 1), LAYERS) * FORMAT.padded_bytes
+    for _ in range(3):
+        engine.begin(UPDATES)
+        for layer in range(LAYERS):
+            add_one(engine, layer)
+    engine.flush()
+    stats = engine.take_stats()
+    assert stats.misses == (0 if distance else 3 * LAYERS)
+    assert stats.bytes_written == 3 * LAYERS * FORMAT.padded_bytes
+    assert [got(engine, layer, "opt_state") for layer in range(LAYERS)] == [layer + 3 for layer in range(LAYERS)]
+    engine.close()
+
+
+def test_a_borrowed_record_is_the_buffer_itself_and_is_written_from_it(folder):
+    io, written = HeldIo(), []
+    engine = in_place(io, folder)
+    write, io.write = (
+        io.write,
+        lambda store, layer, buffer: (written.append(buffer.ctypes.data), write(store, layer, buffer))[1],
+    )
+    with engine.borrow("opt_state", RANK, 3, "update") as views:
+        address = views[0].ctypes.data
+        assert (views[0] == 3).all()
+    assert written == [address]
+    with engine.borrow("opt_state", RANK, 3) as views:
+        assert (views[0] == 3).all()
+    assert written == [address]  # what was only read is not written
+    engine.close()
+
+
+def test_what_ends_by_an_error_is_not_written_and_gives_its_buffer_back(folder):
+    engine = in_place(HeldIo(), folder, distance=0)
+    for mode in ("read", "update", "write"):
+        for _ in range(5):  # more often than there are buffers
+            with pytest.raises(ZeroDivisionError), engine.borrow("opt_state", RANK, 1, mode) as views:
+                views[0][...] = 1 / 0
+    assert engine.take_stats().bytes_written == 0
+    assert got(engine, 1, "opt_state") == 1
+    engine.close()
+
+
+@pytest.mark.parametrize("layers", [1, 3, LAYERS])
+def test_slow_writes_of_records_updated_in_place_leave_buffers_to_read_ahead(folder, layers):
+    """As many writes may be under way as a ring to write would hold; then the next waits for the disk, and no read does."""
+    io = HeldIo()
+    engine, ended = in_place(io, folder, distance=1, layers=layers), threading.Event()
+    engine.begin([move for move in UPDATES if move.layer < layers])
+    io.held = []
+
+    def run():
+        for layer in range(layers):
+            add_one(engine, layer)
+        ended.set()
+
+    worker = threading.Thread(target=run)
+    worker.start()
+    while not ended.wait(0.02):
+        under_way = [name for name, *_ in io.held or []]
+        assert under_way.count("write") <= 2
+        if under_way.count("write") == 2 and layers == LAYERS:  # full: the third waits, and the read after it is under way
+            assert not ended.wait(0.05)
+        io.release()
+    worker.join()
+    while io.held:
+        io.release()
+    io.held = None
+    engine.flush()
+    assert [got(engine, layer, "opt_state") for layer in range(layers)] == [layer + 1 for layer in range(layers)]
+    engine.close()
+
+
+def test_a_record_alone_in_its_ring_is_read_ahead_when_its_write_is_done(folder):
+    io = HeldIo()
+    engine = in_place(io, folder, distance=2, layers=1)
+    moves = [Move("opt_state", 0), Move("opt_state", 0, True)]
+    engine.begin(moves)
+    io.held = []
+    add_one(engine, 0)  # its only buffer is on its way to the disk
+    engine.begin(moves)
+    assert [name for name, *_ in io.held] == ["write"]
+    io.release()
+    assert [name for name, *_ in io.held] == ["read"]
+    io.release()
+    io.held = None
+    assert got(engine, 0, "opt_state") == 1
+    assert engine.take_stats().misses == 0
+    engine.close()
+
+
+def test_what_is_skipped_is_neither_read_nor_waited_for(folder):
+    io = HeldIo()
+    engine = in_place(io, folder, distance=1)
+    io.reads.clear()
+    engine.begin(UPDATES)
+    for layer in range(3):
+        engine.skip("opt_state", RANK, layer, "update")
+    assert engine._lanes[RANK].window.position == 6
+    assert io.reads == [0, 1, 2, 3]  # ahead, one at a time, and forgotten
+    add_one(engine, 3)
+    assert engine.take_stats().misses == 0
+    assert [got(engine, layer, "opt_state") for layer in range(LAYERS)] == [0, 1, 2, 4, 4]
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["read", "write"])
+def test_an_error_of_a_record_updated_in_place_is_kept(folder, name):
+    io = HeldIo()
+    engine = in_place(io, folder, distance=0)
+
+    def fail(store, layer, buffer):
+        done = Future()
+        done.set_exception(SwapError("the disk failed", file="f", layer=layer, errno=errno.EIO))
+        return done
+
+    setattr(io, name, fail)
+    if name == "read":
+        with pytest.raises(SwapError, match="the disk failed"):
+            add_one(engine, 2)
+    else:
+        add_one(engine, 2)  # handed over: the next call tells
+        with pytest.raises(SwapError, match="the disk failed"):
+            add_one(engine, 3)
+        assert engine.failed
+    shelf = engine._lanes[RANK].shelves["opt_state"]
+    assert shelf.reads.free == shelf.reads.num_buffers
+    engine.close()
+
+
 def test_many_threads_and_a_real_disk(folder):
     """Two kinds on three devices at once: every value is the last one stored, and nothing waits for ever."""
     kinds, ranks, rounds = ("params", "opt_state"), (0, 1, 2), 20
@@ -251,4 +401,41 @@ def test_many_threads_and_a_real_disk(folder):
     engine.flush()
     stats = engine.take_stats()
     assert stats.bytes_written == len(ranks) * len(kinds) * LAYERS * rounds * FORMAT.padded_bytes
+    engine.close()
+
+
+@pytest.mark.parametrize("layers", [1, 2, LAYERS])
+@pytest.mark.parametrize("distance", [0, 3])
+def test_records_updated_in_place_in_any_order_on_a_real_disk(folder, distance, layers):
+    """Reads, updates and writes that the sequence of moves does not foresee: late, and never wrong or stuck."""
+    random, ranks = np.random.default_rng(0), (0, 1)
+    engine = Engine(DirectIo(IoSettings(3, 4096)), distance, pin="none")
+    for rank in ranks:
+        engine.add("opt_state", rank, Store(folder.path, "opt_state", rank, layers, FORMAT), in_place=True)
+        for layer in range(layers):
+            engine.store("opt_state", rank, layer, lambda views: [np.copyto(v, np.float32(0)) for v in views])
+    engine.begin([move for move in UPDATES if move.layer < layers])
+    calls = list(zip(random.integers(0, layers, 200).tolist(), random.choice(["read", "update", "write"], 200), strict=True))
+    errors = []
+
+    def run(rank):
+        expected = np.zeros(layers, np.float32)
+        try:
+            for layer, mode in calls:
+                with engine.borrow("opt_state", rank, layer, mode) as views:
+                    assert mode == "write" or all((v == expected[layer]).all() for v in views)
+                    if mode != "read":
+                        expected[layer] = expected[layer] + 1 if mode == "update" else 0
+                        for v in views:
+                            v[...] = expected[layer]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not errors
     engine.close()

@@ -1,5 +1,6 @@
 """Reads start early, never before the write that they must see, and as many at once as there are buffers."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,7 +93,7 @@ def test_the_next_round_is_read_while_this_one_ends():
     window = Window(moves, 1)
     for move in moves[:3]:
         window.advance(move)
-    assert list(window.ahead(())) == []  # p0 comes before p1, and is not handed over yet
+    assert list(window.ahead(())) == []  # p0 is not handed over yet; p1 is, but would take its buffer
     window.advance(moves[3])
     assert list(window.ahead(())) == [Move("p", 0)]
 
@@ -106,3 +107,17 @@ def test_a_record_that_is_read_twice_in_a_row_is_not_overtaken():
     assert list(window.ahead({("p", 1)})) == []
     window.advance(Move("p", 1))
     assert list(window.ahead(())) == [Move("p", 1)]
+
+
+@pytest.mark.parametrize("distance", [1, 2])
+def test_what_is_written_last_and_read_first_is_read_ahead(distance):
+    """Activations, and gradients before the update: a loop reads in the opposite order of the loop that wrote."""
+    moves = [*(Move("a", layer, True) for layer in range(5)), *(Move("a", layer) for layer in reversed(range(5)))]
+    window, waiting, misses = Window(moves, distance), set(), 0
+    for move in moves:
+        record = (move.kind, move.layer)
+        misses += not move.writes and record not in waiting
+        waiting.discard(record)
+        window.advance(move)
+        waiting |= {(read.kind, read.layer) for read in window.ahead(waiting)}
+    assert misses == 0

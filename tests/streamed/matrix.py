@@ -39,8 +39,16 @@ DISK_AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
+HOST_AND_DISK_AXES: dict[str, tuple[Any, ...]] = {
+    **DISK_AXES,
+    "opt_state": (HOST, DISK),
+    "update": UPDATES[2:],
+    "activations": ("remat", DISK),
+}
+
+
 def is_valid(case: dict[str, Any]) -> bool:
-    return case["update"][1] == "device" or case["opt_state"] == HOST
+    return case["update"][1] == "device" or case["opt_state"] != "device"
 
 
 def every_case() -> list[dict[str, Any]]:
@@ -48,10 +56,16 @@ def every_case() -> list[dict[str, Any]]:
     return [case for case in cases if is_valid(case)]
 
 
-def every_case_on_disk() -> list[dict[str, Any]]:
+def every_case_on_disk(axes: dict[str, tuple[Any, ...]] = DISK_AXES) -> list[dict[str, Any]]:
     """Every case of which something rests on disk."""
-    cases = [dict(zip(DISK_AXES, values, strict=True)) for values in itertools.product(*DISK_AXES.values())]
+    cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     return [case for case in cases if DISK in case.values()]
+
+
+def every_case_on_host_and_disk() -> list[dict[str, Any]]:
+    """Every case whose optimizer runs on the host while something that it works on rests on disk."""
+    cases = every_case_on_disk(HOST_AND_DISK_AXES)
+    return [case for case in cases if DISK in (case["params"], case["grads"], case["opt_state"])]
 
 
 def pairwise(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -240,6 +240,53 @@ def test_an_update_on_the_host_moves_gradients_down_and_parameters_up(config):
         assert report.host_link == {"to_device": params, "to_host": params}  # 2 + 2 bytes a parameter
 
 
+DISK = "nvme"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"opt_state": DISK},
+        {"opt_state": DISK, "grads": DISK, "params": DISK, "activations": DISK, "prefetch_distance": 2},
+        {"opt_state": DISK, "params": DISK, "update": "in_backward", "precision": "fp32"},
+        {"opt_state": HOST, "params": DISK, "grads": DISK, "num_microbatches": 2},
+    ],
+    ids=["opt_state", "all", "in_backward", "params_and_grads"],
+)
+def test_an_update_on_the_host_with_the_nvme_tier_is_accounted_for(config, tmp_path):
+    program, batch = small(**{"precision": "bf16", "update_on": "host", "swap_dir": str(tmp_path), **config})
+    with program:
+        report, state = program.memory(batch), program.init(jax.random.key(0))
+        engine, traffic = program._disk.engine, program._host.host.traffic
+        crossed = {"to_device": 0, "to_host": 0}  # by callbacks that move records to the device and from it
+
+        def counted(move: Any, way: str) -> Any:
+            def call(kind: str, rank: int, layer: int, use: Any) -> None:
+                def used(views: Any) -> None:
+                    crossed[way] += sum(v.nbytes for v in views)
+                    use(views)
+
+                move(kind, rank, layer, used)
+
+            return call
+
+        engine.fetch, engine.store = counted(engine.fetch, "to_device"), counted(engine.store, "to_host")
+        program.step(state, batch)
+        assert {way: n + getattr(traffic, way) for way, n in crossed.items()} == {
+            way: 2 * n for way, n in report.callback_link.items()
+        }
+        assert report.host_link == report.callback_link
+        assert engine.buffer_bytes == 2 * report.tiers[HOST]["buffers"]
+        for kind, n in report.tiers[DISK].items():
+            files = [path for path in tmp_path.rglob("c.*") if path.parent.parent.name.split(".")[0] in (kind, OTHER.get(kind))]
+            assert sum(path.stat().st_size for path in files) == 2 * n
+        assert set(report.tiers[DISK]) == {kind for kind, tier in config.items() if tier == DISK}
+        assert not report.tiers[HOST].get("stashed")
+
+
+OTHER = {"opt_state": "master"}  # of the leaves that are no stack of layers
+
+
 def test_a_delayed_update_keeps_gradients_and_parameters_twice():
     program, batch = small(precision="bf16", opt_state=HOST, update_on="host", delayed_update=True)
     report, at_once = program.memory(batch), small(precision="bf16", opt_state=HOST, update_on="host")[0].memory(batch)

@@ -1,0 +1,261 @@
+"""The optimizer on the host with what it works on on disk: the same numbers, nothing of it on the link, no error unseen."""
+
+import errno
+import pathlib
+import threading
+from concurrent.futures import Future
+
+import jax
+import jax.numpy as jnp
+import matrix
+import numpy as np
+import optax
+import pytest
+import toys
+
+import zerojax as zj
+from host_offload.swap_error import SwapError, explain
+from zerojax.state import OnDisk, is_stored
+
+DISK, HOST = matrix.DISK, matrix.HOST
+
+
+def build(tmp_path, fields, model=None, tx=None):
+    mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    config = zj.ZeroConfig(**{"stage": 3, "opt_state": DISK, "update_on": "host", "swap_dir": str(tmp_path), **fields})
+    return zj.build_train_step(model or toys.layered(), tx or toys.optimizer(), config, mesh)
+
+
+def train(program, data):
+    """Return losses and float32 parameters."""
+    with program:
+        losses, state = toys.run(program, program.init(jax.random.key(0)), data)
+        return losses, [np.asarray(a) for _, tree in program.iter_params(state) for a in jax.tree.leaves(tree)]
+
+
+def on_disk(program, tmp_path, kinds=("opt_state", "master", "params")):
+    """Return the bytes of every record of some kinds, by file."""
+    program._disk.engine.flush()
+    files = [path for path in tmp_path.rglob("c.*") if path.parent.parent.name.split(".")[0] in kinds]
+    assert files
+    return {str(path): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("case", matrix.pairwise(matrix.every_case_on_host_and_disk()), ids=matrix.name_of)
+def test_step_equals_the_resident_one(case, tmp_path):
+    ulps, relative = matrix.differences(case, str(tmp_path))
+    most_ulps, most_relative = matrix.bounds(case)
+    assert ulps <= most_ulps
+    assert relative <= most_relative
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize(
+    ("fields", "tiers"),
+    [
+        ({"precision": "bf16", "clip_norm": 0.5}, {"params": DISK, "grads": DISK, "opt_state": DISK, "prefetch_distance": 2}),
+        ({"precision": "bf16", "update": "in_backward"}, {"params": DISK, "opt_state": DISK, "io": "tensorstore"}),
+        ({"precision": "fp16"}, {"params": HOST, "grads": DISK, "opt_state": DISK}),
+        ({"num_microbatches": 4}, {"params": DISK, "grads": DISK, "opt_state": HOST, "io": "tensorstore"}),
+        ({"update": "in_backward"}, {"params": DISK, "opt_state": DISK, "prefetch_distance": 0}),
+    ],
+    ids=["bf16", "bf16_in_backward", "fp16", "microbatches", "fp32_in_backward"],
+)
+def test_disk_and_host_memory_agree_bit_for_bit(fields, tiers, tmp_path):
+    """The kernels are the same, and so are the gradients: where they wait, and how they are read, is all that differs."""
+    memory = {name: HOST if tier == DISK else tier for name, tier in tiers.items() if name != "io"}
+    expected, before = train(build(tmp_path, fields | memory), toys.batches(4))
+    losses, after = train(build(tmp_path, fields | tiers), toys.batches(4))
+    np.testing.assert_array_equal(losses, expected)
+    for a, b in zip(after, before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resident_model_with_its_optimizer_state_on_disk(precision, tmp_path):
+    """Of its leaves some are numbers: they rest where the others do."""
+    fields = {"stage": 1, "clip_norm": 0.5, "num_microbatches": 4, "precision": precision}
+    expected, before = train(build(tmp_path, fields | {"opt_state": HOST}, toys.unrolled()), toys.batches(4))
+    program = build(tmp_path, fields, toys.unrolled())
+    assert all(isinstance(leaf, OnDisk) or leaf.dtype == jnp.int32 for leaf in opt_leaves(program))
+    losses, after = train(program, toys.batches(4))
+    np.testing.assert_array_equal(losses, expected)
+    for a, b in zip(after, before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def opt_leaves(program):
+    return jax.tree.leaves(program.layout.abstract_state.opt_state, is_leaf=is_stored)
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd"])
+def test_any_elementwise_optimizer_runs_there(name, tmp_path):
+    tx = {"lion": optax.lion(1e-3), "sgd": optax.sgd(0.05, 0.9)}[name]
+    expected, before = train(build(tmp_path, {"opt_state": HOST, "params": HOST}, tx=tx), toys.batches(3))
+    losses, after = train(build(tmp_path, {"params": DISK}, tx=tx), toys.batches(3))
+    np.testing.assert_array_equal(losses, expected)
+    for a, b in zip(after, before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def trained_bytes(program, itemsize):
+    """Bytes of all parameters, those that fsdp does not split counted on each of 4 devices."""
+    total = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(program.layout.abstract_params)[0]:
+        spec = program.layout.specs[jax.tree_util.keystr(path)]
+        total += leaf.size * itemsize * (4 if spec.sharded == spec.base else 1)
+    return total
+
+
+def files_bytes(program, kinds):
+    """Bytes of the records of some kinds, all devices together."""
+    shelves = program._disk.kinds.values()
+    return 4 * sum(r.num_layers * r.num_bytes for r in shelves if r.kind.split(".")[0] in kinds)
+
+
+@pytest.mark.parametrize(
+    ("fields", "down", "up", "read", "written"),
+    [
+        ({"precision": "bf16"}, 2, 2, ("opt_state", "master"), ("opt_state", "master")),
+        ({"precision": "bf16", "grads": DISK}, 2, 2, ("opt_state", "master", "grads"), ("opt_state", "master", "grads")),
+        ({"precision": "bf16", "update": "in_backward"}, 2, 2, ("opt_state", "master"), ("opt_state", "master")),
+        ({"params": HOST}, 4, 0, ("opt_state",), ("opt_state",)),
+        ({}, 8, 4, ("opt_state",), ("opt_state",)),  # float32 weights on the device go down as well
+        ({"opt_state": HOST, "grads": DISK, "precision": "bf16"}, 2, 2, ("grads",), ("grads",)),
+    ],
+)
+def test_the_optimizer_state_goes_to_the_disk_and_back_once_and_never_to_the_device(fields, down, up, read, written, tmp_path):
+    with build(tmp_path, {"prefetch_distance": 0, **fields}) as program:  # nothing is read for the next step
+        state = program.init(jax.random.key(0))
+        traffic, engine = program._host.host.traffic, program._disk.engine
+        program._disk.finish = dict  # keeps the statistics
+        for batch in toys.batches(2):
+            settle(engine)
+            engine.take_stats()
+            before = (traffic.to_host, traffic.to_device)
+            state, _ = program.step(state, batch)
+            settle(engine)
+            stats = engine.take_stats()
+            assert traffic.to_host - before[0] == trained_bytes(program, down)
+            assert traffic.to_device - before[1] == trained_bytes(program, up)
+            assert stats.bytes_read == files_bytes(program, read)
+            assert stats.bytes_written == files_bytes(program, written)
+
+
+def settle(engine):
+    """Wait for what is written."""
+    engine.flush()
+    while any(lane.writing for lane in engine._lanes.values()):
+        threading.Event().wait(0.001)
+
+
+@pytest.mark.parametrize("distance", [0, 1, 2])
+@pytest.mark.parametrize(
+    "fields",
+    [{"grads": DISK, "activations": DISK, "precision": "bf16"}, {"update": "in_backward"}],
+    ids=["after_backward", "in_backward"],
+)
+def test_reads_run_ahead_of_the_kernels(fields, distance, tmp_path):
+    with build(tmp_path, {"prefetch_distance": distance, **fields}) as program:
+        state = program.init(jax.random.key(0))
+        for step, batch in enumerate(toys.batches(4)):
+            state, metrics = program.step(state, batch)
+            late = float(metrics["swap_misses"])
+            assert (late == 0 or step == 0) if distance else late > 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"precision": "bf16", "params": DISK, "grads": DISK},
+        {"params": DISK, "update": "in_backward"},
+        {"precision": "fp16", "grads": HOST},
+    ],
+    ids=["bf16", "in_backward", "fp16"],
+)
+def test_a_gradient_that_is_not_finite_updates_nothing(fields, tmp_path):
+    good, bad = toys.batches(3), toys.batches(2)[1] | {"weight": np.float32(np.nan)}
+    with build(tmp_path, fields) as program:
+        state, _ = program.step(program.init(jax.random.key(0)), good[0])
+        kept = on_disk(program, tmp_path)
+        state, metrics = program.step(state, bad)
+        assert float(metrics["skipped_steps"]) == 1
+        assert on_disk(program, tmp_path) == kept
+        for lane in program._disk.engine._lanes.values():  # nothing is read ahead but what the next step begins with
+            assert lane.window.position == len(lane.window.moves)
+        state, metrics = program.step(state, good[2])
+        assert on_disk(program, tmp_path) != kept
+        assert np.isfinite(float(metrics["loss"]))
+
+
+def break_disk(program, name, kind, layer):
+    """Let one record's reads or writes fail, as a disk does."""
+    io = program._disk.engine.io
+    whole = getattr(io, name)
+
+    def broken(store, at, buffer):
+        if (store.kind, at) != (kind, layer):
+            return whole(store, at, buffer)
+        done = Future()
+        done.set_exception(explain(OSError(errno.EIO, "broken"), doing=f"{name} {kind}", file=store.path, layer=at))
+        return done
+
+    setattr(io, name, broken)
+    return lambda: setattr(io, name, whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("read", "opt_state"), ("write", "opt_state"), ("write", "grads"), ("write", "params")]
+)
+def test_an_error_of_the_disk_is_raised_by_the_step_and_hangs_nothing(name, kind, tmp_path):
+    data = toys.batches(3)
+    with build(tmp_path, {"precision": "bf16", "params": DISK, "grads": DISK, "prefetch_distance": 2}) as program:
+        expected, state = toys.run(program, program.init(jax.random.key(0)), data)
+        state, _ = program.step(program.init(jax.random.key(0)), data[0])
+        repair = break_disk(program, name, kind, 1)
+        with pytest.raises(SwapError, match=f"{name} {kind} of layer 1.*EIO") as error:
+            toys.run(program, state, data[1:])  # a write of the step's end may fail after it
+        assert (error.value.layer, error.value.errno) == (1, errno.EIO)
+        repair()
+        losses, _ = toys.run(program, program.init(jax.random.key(0)), data)  # the disk is replaced: a new state trains
+        np.testing.assert_array_equal(losses, expected)
+
+
+def test_an_error_of_a_kernel_is_raised_by_the_step(tmp_path, monkeypatch):
+    with build(tmp_path, {"params": DISK}) as program:
+        state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
+        calls = []
+
+        def fail(*args):
+            calls.append(args)
+            raise OSError("no such thing")
+
+        monkeypatch.setattr(program._host.host, "_run_kernel", fail)
+        with pytest.raises(RuntimeError, match="update on the host failed, and the state is lost") as error:
+            program.step(state, toys.batches(1)[0])
+        assert isinstance(error.value.__cause__, OSError)
+        assert len(calls) > 4  # other layers went on
+
+
+def test_a_state_whose_records_were_overwritten_is_refused(tmp_path):
+    with build(tmp_path, {}) as program:
+        old, new = program.init(jax.random.key(0)), program.init(jax.random.key(1))
+        kept = on_disk(program, tmp_path)
+        with pytest.raises(SwapError, match=r"this state \(number 1\) is gone: a later init.*number 2"):
+            program.step(old, toys.batches(1)[0])
+        with pytest.raises(SwapError):
+            on_disk(program, tmp_path)
+        assert all(pathlib.Path(path).read_bytes() == was for path, was in kept.items())
+        del new
+
+
+def test_leaves_on_disk_keep_the_number_of_their_state(tmp_path):
+    with build(tmp_path, {"params": DISK, "precision": "bf16"}) as program:
+        program.init(jax.random.key(0))
+        state = program.init(jax.random.key(0))
+        for batch in toys.batches(2):
+            leaves = jax.tree.leaves((state.params, state.master, state.opt_state), is_leaf=is_stored)
+            held = [leaf for leaf in leaves if isinstance(leaf, OnDisk)]
+            assert len(held) == len(leaves) - 1  # all but the count of steps
+            assert all((np.asarray(leaf.token) == 2).all() for leaf in held)
+            state, _ = program.step(state, batch)
