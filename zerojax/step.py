@@ -474,7 +474,7 @@ class Program:
         check_batch(abstract_batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
             lowered = self._abstract_call(abstract_batch, lambda step, *args: step.lower(*args))
-        return LoweredStep(lowered, self.mesh, self._options, self._host is not None)
+        return LoweredStep(lowered, self.mesh, self._options, self._host is not None or self._disk is not None)
 
     def memory(self, batch: Any) -> MemoryReport:
         """Return the bytes of a step on each device, per tier, and those that its collectives and its host link move."""
