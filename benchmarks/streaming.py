@@ -1,11 +1,17 @@
 """Step time of the streamed step, tier by tier, over the resident step.
 
     python benchmarks/streaming.py                                       # 24 layers x 512 on 2 simulated devices
+    python benchmarks/streaming.py --swap-dir /mnt/disk                  # and from a folder of that disk
     python benchmarks/streaming.py --save benchmarks/results/NAME.md
 
 Every program trains the same GPT, in one process, in turns: a round runs each once, and a ratio is taken within a round, so
 that a slow minute of the machine falls on all. On a CPU host memory and device memory are the same, so the ratio is what
 streaming costs by itself: slices, copies, loops. What a link costs only a GPU tells: benchmarks/gpu_check.py.
+
+Of a step from disk the table also tells the time that its bytes take at the disk's own speed, measured before the rounds (plain
+preadv and pwritev), what devices waited for the disk on average, and how much of the former is thereby hidden,
+
+    hidden = 1 - stall / (bytes read / read bandwidth + bytes written / write bandwidth)
 """
 
 import argparse
@@ -20,6 +26,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -30,6 +37,9 @@ import gpt  # noqa: E402
 from step_time import cpu_name  # noqa: E402
 
 import zerojax as zj  # noqa: E402
+from host_offload.bandwidth import PLAIN, Bench, Rates  # noqa: E402
+from host_offload.direct_io import tune  # noqa: E402
+from host_offload.store import SwapFolder  # noqa: E402
 
 HOST = "pinned_host"
 BASE = "resident, remat"
@@ -42,6 +52,22 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "all in host memory, update on host": {**ALL, "update_on": "host"},
     "optimizer state in host memory": {"activations": "remat", "opt_state": HOST},
 }
+DISK = {"params": "nvme", "grads": "nvme", "opt_state": "nvme", "activations": "nvme"}
+ON_DISK: dict[str, dict[str, Any]] = {
+    "all on disk": DISK,
+    "all on disk, update in backward": {**DISK, "update": "in_backward"},
+    "params and optimizer state on disk, update in backward": {
+        "params": "nvme", "opt_state": "nvme", "activations": "remat", "update": "in_backward",
+    },
+    "optimizer state on disk": {"activations": "remat", "opt_state": "nvme"},
+}  # fmt: skip
+
+
+def disk_rates(folder: str) -> Rates:
+    """Return the disk's own bandwidth: the best of three rounds."""
+    with SwapFolder(folder) as swap, Bench(swap.path, tune(swap.path)) as bench:
+        rounds = [bench.round()[PLAIN] for _ in range(3)]
+    return Rates(read=max(r.read for r in rounds), write=max(r.write for r in rounds))
 
 
 def main() -> None:
@@ -49,22 +75,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     for name, default in (("layers", 24), ("hidden", 512), ("seq", 128), ("batch", 8), ("devices", 2), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--distance", type=int, default=1, help="layers fetched ahead")
+    parser.add_argument("--swap-dir", help="folder of the nvme tier, whose programs run too")
     parser.add_argument("--only", nargs="*", help="parts of the names of the programs to run beside the base")
     parser.add_argument("--save", help="write the table here; a temporary folder by default")
     options = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", options.devices)
     mesh = zj.make_mesh(fsdp=options.devices, devices=jax.devices()[: options.devices])
-    c = gpt.GPTConfig(layers=options.layers, hidden=options.hidden, heads=options.hidden // 64 or 1, seq=options.seq)
+    c = gpt.GPTConfig(
+        layers=options.layers, hidden=options.hidden, heads=options.hidden // 64 or 1, seq=options.seq,
+        dtype=jnp.bfloat16 if options.precision == "bf16" else jnp.float32,
+    )  # fmt: skip
     random = np.random.default_rng(0)
     batch = {name: random.integers(0, c.vocab, (options.batch, c.seq)) for name in ("tokens", "targets")}
-    wanted = [n for n in PROGRAMS if n == BASE or options.only is None or any(part in n for part in options.only)]
+    known = PROGRAMS | (ON_DISK if options.swap_dir else {})
+    rates = disk_rates(options.swap_dir) if options.swap_dir else None
+    wanted = [n for n in known if n == BASE or options.only is None or any(part in n for part in options.only)]
     programs, states = {}, {}
     for name in wanted:
-        config = zj.ZeroConfig(stage=3, **PROGRAMS[name])
+        folder = tempfile.mkdtemp(dir=options.swap_dir) if name in ON_DISK else None
+        config = zj.ZeroConfig(
+            stage=3, precision=options.precision, prefetch_distance=options.distance, swap_dir=folder, **known[name]
+        )
         programs[name] = zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-3), config, mesh)
         states[name] = programs[name].init(jax.random.key(0))
     seconds: dict[str, list[float]] = {name: [] for name in wanted}
     losses: dict[str, list[float]] = {name: [] for name in wanted}
+    told: dict[str, dict[str, float]] = {}
     for turn in range(options.rounds + 1):
         for name in wanted:
             start = time.monotonic()
@@ -73,33 +111,52 @@ def main() -> None:
             if turn:  # the first compiles
                 seconds[name].append(time.monotonic() - start)
             losses[name].append(float(metrics["loss"]))
+            told[name] = {key: float(value) for key, value in metrics.items()}
         print(f"round {turn}: " + ", ".join(f"{name} {seconds[name][-1]:.2f} s" for name in wanted if turn), flush=True)
     lines = [
         f"# The streamed step, {datetime.date.today():%Y-%m}",
         "",
         f"GPT of {c.layers} layers x {c.hidden}, {c.num_params / 1e6:.1f} M parameters, batch {options.batch} x {c.seq}, "
-        f"float32, AdamW, stage 3 over {options.devices} devices.",
+        f"{options.precision}, AdamW, stage 3 over {options.devices} devices, prefetch_distance {options.distance}.",
         f"Hardware: {jax.devices()[0].device_kind}, {os.cpu_count()} cores of {cpu_name()}. jax {jax.__version__}, "
         f"Python {platform.python_version()}.",
         f"Command: `{' '.join(['python benchmarks/streaming.py', *sys.argv[1:]])}`",
         "",
         f"{options.rounds} rounds in one process; a ratio is taken within a round. Below 1 is faster than the resident step.",
         "",
-        "| program | ms a step | time over resident, median | range | largest loss difference |",
-        "|---|---|---|---|---|",
+        "| program | ms a step | time over resident, median | range | largest loss difference "
+        "| MB read, written | disk alone, ms | stall, ms | hidden |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
+    if rates is not None:
+        disk = f"The disk by itself: {rates.read / 1e9:.2f} GB/s read, {rates.write / 1e9:.2f} GB/s written."
+        lines.insert(lines.index("", 3), disk)
     for name in wanted:
         ratio = [a / b for a, b in zip(seconds[name], seconds[BASE], strict=True)]
         away = max(abs(a - b) for a, b in zip(losses[name], losses[BASE], strict=True))
         lines.append(
             f"| {name} | {1e3 * statistics.median(seconds[name]):.0f} | {statistics.median(ratio):.2f} "
-            f"| {min(ratio):.2f}-{max(ratio):.2f} | {away:.1e} |"
+            f"| {min(ratio):.2f}-{max(ratio):.2f} | {away:.1e} | {swapped(told[name], rates, options.devices)} |"
         )
     text = "\n".join(lines) + "\n"
     print(f"\n{text}")
     target = pathlib.Path(options.save or pathlib.Path(tempfile.mkdtemp()) / "streaming.md")
     target.write_text(text)
     print(f"saved as {target}")
+    for program in programs.values():
+        program.close()
+        if program.config.swap_dir:
+            pathlib.Path(program.config.swap_dir, "zerojax-swap-io.json").unlink(missing_ok=True)
+            os.rmdir(program.config.swap_dir)
+
+
+def swapped(metrics: dict[str, float], rates: Rates | None, devices: int) -> str:
+    """Return the cells of a step from disk."""
+    if rates is None or "swap_read_bytes" not in metrics:
+        return " | | |"
+    read, written = metrics["swap_read_bytes"], metrics["swap_write_bytes"]
+    alone, stall = read / rates.read + written / rates.write, metrics["swap_stall_seconds"] / devices
+    return f"{read / 1e6:.0f}, {written / 1e6:.0f} | {1e3 * alone:.0f} | {1e3 * stall:.0f} | {1 - stall / alone:.2f}"
 
 
 if __name__ == "__main__":

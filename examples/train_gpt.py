@@ -2,16 +2,19 @@
 
     python examples/train_gpt.py                                    # simulated devices on a CPU, about 3 minutes
     python examples/train_gpt.py --preset 124m --precision bf16     # on the GPUs that are there
+    python examples/train_gpt.py --params nvme --opt-state nvme --swap-dir /mnt/disk    # states on a disk
     srun python examples/train_gpt.py --preset 6.7b ...             # on a cluster: see examples/slurm/
 
 With no arguments the text is the source of the Python standard library, as bytes, and a small GPT is trained at ZeRO stage 3.
-Every field of `zerojax.ZeroConfig` is an option.
+Every field of `zerojax.ZeroConfig` is an option. Where states rest on a disk, a line of progress tells for how much of the time
+the step waited for it.
 """
 
 import dataclasses
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import gpt
@@ -57,7 +60,7 @@ class Options:
       seed: of the parameters and the order of the text.
       eval_every: steps between validations.
       eval_batches: held-out batches in a validation.
-      sample_bytes: bytes of text to generate at the end.
+      sample_bytes: bytes of text to generate at the end, with all parameters on the device; 0 where they do not fit there.
       prompt: how that text begins.
       logdir: folder of the TensorBoard event files.
     """
@@ -139,6 +142,32 @@ def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.
     return c, zj.build_train_step(model, tx, options.zero, mesh, batch={"tokens": tokens, "targets": tokens})
 
 
+# --- the disk ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Swapped:
+    """What several steps moved to and from this process's disk, and how long its devices waited for it, summed."""
+
+    num_bytes: float = 0.0
+    stall_seconds: float = 0.0
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Add one step's metrics; without a tier on disk they tell nothing."""
+        if "swap_stall_seconds" in metrics:
+            self.num_bytes += float(metrics["swap_read_bytes"]) + float(metrics["swap_write_bytes"])
+            self.stall_seconds += float(metrics["swap_stall_seconds"])
+
+    def figures(self, seconds: float, devices: int) -> dict[str, float]:
+        """Return the part of the time that a device waited, and bytes a second, over so many seconds on so many devices."""
+        if not self.num_bytes:
+            return {}
+        return {
+            "speed/stall": self.stall_seconds / (devices * seconds),
+            "speed/swap_bytes_per_second": self.num_bytes / seconds,
+        }
+
+
 # --- the loop ------------------------------------------------------------------------------------------------------------
 
 
@@ -147,14 +176,32 @@ def validate(program: zj.Program, state: zj.TrainState, held_out: list[Any]) -> 
     return float(np.mean([float(program.eval(state, batch)) for batch in held_out]))
 
 
+def whole_params(c: gpt.GPTConfig, program: zj.Program, state: zj.TrainState) -> Any:
+    """Return the parameter tree on the device, read piece by piece from a disk if it rests there."""
+    if program.config.params != "nvme":
+        return jax.tree.map(lambda a: jax.device_put(a, a.sharding.with_memory_kind("device")), program.params(state))
+    pieces = dict(program.iter_params(state))  # float32
+    layers = [pieces[f"blocks/{i}"] for i in range(c.layers)]
+    stack = jax.jit(lambda *layers: jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers))
+    with jax.set_mesh(program.mesh):
+        return {"embed": pieces["embed"], "blocks": stack(*layers), "head": pieces["head"]}
+
+
 def train(options: Options) -> dict[str, float]:
     """Train, and return the last figures."""
     mesh = start(options)
     c, program = build(options, mesh)
+    with program:  # what is on a disk goes at the end, and after an error
+        return run(options, c, program)
+
+
+def run(options: Options, c: gpt.GPTConfig, program: zj.Program) -> dict[str, float]:
+    """Train a program, validate and sample it, and return the last figures."""
+    mesh = program.mesh
     me, processes = jax.process_index(), jax.process_count()
     if options.batch_size % processes:
         raise ValueError(f"--batch-size {options.batch_size} does not divide by {processes} processes")
-    console = Console(quiet=me != 0, highlight=False, width=None if sys.stdout.isatty() else 110)
+    console = Console(quiet=me != 0, highlight=False, width=None if sys.stdout.isatty() else 140)
 
     text, held_text = load_corpus(options.data)
     local = options.batch_size // processes
@@ -187,16 +234,19 @@ def train(options: Options) -> dict[str, float]:
 
     with Progress(*columns, console=console, disable=me != 0 or not sys.stdout.isatty()) as progress:
         bar = progress.add_task("compiling", total=options.steps)
-        since, counted = time.monotonic(), 0
+        since, counted, swapped = time.monotonic(), 0, Swapped()
         for step in range(1, options.steps + 1):
             state, metrics = program.step(state, next(data))
             values = {f"train/{name}": float(value) for name, value in metrics.items()}  # waits for the step
             counted += 1
+            swapped.add(metrics)
             if step == 1:
-                since, counted = time.monotonic(), 0  # the first step compiles
+                since, counted, swapped = time.monotonic(), 0, Swapped()  # the first step compiles
                 console.print(f"step {step:>5}  loss {values['train/loss']:.3f}  (compiled)")
             if step > 1:
-                rate = counted / (time.monotonic() - since)
+                seconds = time.monotonic() - since
+                rate = counted / seconds
+                values |= swapped.figures(seconds, len(mesh.local_devices))
                 values["speed/tokens_per_second"] = rate * tokens_a_step
                 values["speed/model_flops_per_second"] = rate * tokens_a_step * c.flops_per_token
                 if peak is not None:
@@ -207,19 +257,18 @@ def train(options: Options) -> dict[str, float]:
             if step % options.eval_every == 0 or step == options.steps:
                 record(step, {"validation/loss": validate(program, state, held_out)})
                 console.print(f"step {step:>5}  {line}  validation {figures['validation/loss']:.3f}")
-                since, counted = time.monotonic(), 0
+                since, counted, swapped = time.monotonic(), 0, Swapped()
     if writer is not None:
         writer.close()
 
     if options.sample_bytes:
         prompt = options.prompt.encode()
         generate = jax.jit(lambda params, key: gpt.sample(c, params, prompt, options.sample_bytes, key))
-        params = jax.tree.map(lambda a: jax.device_put(a, a.sharding.with_memory_kind("device")), program.params(state))
+        params = whole_params(c, program, state)
         with jax.set_mesh(mesh):
             generated = generate(params, jax.random.key(options.seed))
         written = bytes(np.asarray(generated.addressable_shards[0].data))
         console.print(f"\n--- sample ---\n{options.prompt}{written.decode(errors='replace')}", markup=False)
-    program.close()
     return figures
 
 
@@ -231,6 +280,9 @@ def describe(figures: dict[str, float]) -> str:
         parts.append(f"{figures['speed/model_flops_per_second'] / 1e9:,.1f} GFLOP/s")
     if "speed/mfu" in figures:
         parts.append(f"MFU {100 * figures['speed/mfu']:.1f} %")
+    if "speed/stall" in figures:
+        parts.append(f"stall {100 * figures['speed/stall']:.0f} %")
+        parts.append(f"{figures['speed/swap_bytes_per_second'] / 1e9:.2f} GB/s swapped")
     if figures["train/skipped_steps"]:
         parts.append(f"skipped {figures['train/skipped_steps']:.0f}")
     return "  ".join(parts)

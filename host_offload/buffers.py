@@ -41,7 +41,9 @@ def allocate(num_bytes: int) -> np.ndarray:
     try:
         memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no {room} bytes of memory for a buffer: {error}") from error
+        raise MemoryError(
+            f"no memory for a buffer of {num_bytes} bytes: {error}; use fewer buffers, or more devices"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)

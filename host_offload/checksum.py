@@ -1,8 +1,9 @@
 """A 64-bit checksum of a record, cheap beside the disk: XXH3 of the library xxhash, which releases the GIL.
 
 Compared on one core of an AMD EPYC, on 1 GiB in memory: XXH3 35 GB/s; a vectorised loop of numba, the sum of words times odd
-weights, 39 GB/s; zlib.crc32 7 GB/s; memory itself (numpy's sum of words) 39 GB/s. Verifying every record read at 3.7 GB/s costs
-4 % of that rate, on the thread that moved its last block. A change goes unseen with a chance of 2^-64. The sum sees any single
+weights, 39 GB/s; zlib.crc32 7 GB/s; memory itself (numpy's sum of words) 39 GB/s. Checked records of 64 MiB are read at 0.98
+of the disk's 3.8 GB/s, as unchecked ones are, and written at 0.87 of its 7.5 GB/s, where unchecked ones are written at 0.98
+(two cores, which also do a virtual disk's work). A change goes unseen with a chance of 2^-64. The sum sees any single flipped
 bit for certain, but is weaker against the rest, and would be code of our own.
 """
 

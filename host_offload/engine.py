@@ -234,13 +234,17 @@ class Engine:
             self._error = None
 
     def flush(self) -> None:
-        """Wait for all writes.
+        """Wait for all that is under way.
 
         Raises:
-          SwapError: one of them, or an earlier move, failed.
+          SwapError: a write, or an earlier move, failed.
         """
         for lane in self._lanes.values():
             self._wait_for_writes(lane)
+            with lane.lock:
+                pending = [read.done for read in lane.reading.values()]
+            for done in pending:
+                done.exception()
         self.check()
 
     def take_stats(self) -> Stats:

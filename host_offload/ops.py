@@ -108,10 +108,7 @@ class Swap:
         if self.engine is None:
             raise SwapError("the program is closed, and its records are gone")
         if number not in (0, self.generation):
-            raise SwapError(
-                f"this state (number {number}) is gone: a later init of the program, number {self.generation}, has overwritten "
-                "its records; there is one state on a disk"
-            )
+            raise SwapError(f"records of state {number} were asked for, and those of state {self.generation} are on disk")
         return self.engine
 
     def fail(self, error: Exception, kind: str = "", layer: int | None = None) -> None:

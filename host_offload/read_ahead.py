@@ -6,7 +6,8 @@ before the last write of its record that precedes it,
     start(i)  >  max { j < i : moves[j] writes the record of moves[i] }
 
 with the sequence continued by itself, since the next step follows this one: the first layers of the next forward are read while
-this step ends, and only those whose update has been handed over.
+this step ends, and only those whose update has been handed over. Of each kind the next `distance` reads may start and no
+others, or the buffers would fill with what is wanted last.
 
 A `Window` follows one device through the sequence. Callbacks of a program may come in another order where nothing orders them
 (two kinds read in one tick), so a move is looked for among the next few, and what is not there is done all the same: the
@@ -121,19 +122,19 @@ class Window:
         Args:
           waiting: (kind, layer) of the records that were read, or are being read, and are not used yet.
         """
-        seen, n = set(waiting), len(self.moves)
+        n, found = len(self.moves), set(waiting)
         count: dict[str, int] = {}
         for kind, _ in waiting:
             count[kind] = count.get(kind, 0) + 1
-        coming: dict[str, int] = {}
+        coming: dict[str, int] = {}  # reads of each kind that were passed: a later one would take their buffers
         for i in range(self.position, self.position + self._horizon):
             move = self.moves[i % n]
             if move.writes or (i < n and self._done[i]) or coming.get(move.kind, 0) == self.distance:
                 continue
             coming[move.kind] = coming.get(move.kind, 0) + 1
             record = (move.kind, move.layer)
-            if record not in seen and count.get(move.kind, 0) < self.distance and self._may_start(int(self._after[i])):
-                seen.add(record)
+            if record not in found and count.get(move.kind, 0) < self.distance and self._may_start(int(self._after[i])):
+                found.add(record)
                 count[move.kind] = count.get(move.kind, 0) + 1
                 yield move
 

@@ -218,8 +218,10 @@ def _free_bytes(path: str) -> int:
 
 def _reserve(fd: int, size: int) -> None:
     try:
-        os.posix_fallocate(fd, 0, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+            return
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
-        os.ftruncate(fd, max(size, os.fstat(fd).st_size))
+    os.ftruncate(fd, max(size, os.fstat(fd).st_size))

@@ -11,7 +11,7 @@ import re
 TRUNCATED = "truncated"
 CHECKSUM = "checksum"
 
-_LOST = "the record's contents are lost: restore the state from a checkpoint"
+_LOST = "the record's contents are lost, and the state with it: make one by init, or restore one"
 _REMEDIES: dict[int | str, str] = {
     errnos.ENOSPC: "free space on that file system, or set swap_dir to a folder of a larger disk",
     errnos.EDQUOT: "the user's disk quota is used up: free space, raise the quota, or set swap_dir to another file system",

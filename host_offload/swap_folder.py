@@ -47,7 +47,7 @@ class SwapFolder:
             fd = _lock(self.path)
         except OSError as error:
             raise explain(error, doing="making the swap folder", file=self.path) from error
-        self._close = weakref.finalize(self, _remove, self.path, fd, os.getpid())  # at exit too
+        self._close = weakref.finalize(self, _remove, self.path, fd)  # at exit too
         close = self._close
         os.register_at_fork(after_in_child=lambda: _forget(close, fd))
         try:
@@ -117,9 +117,7 @@ def _in_use(path: str, owner: str) -> SwapError:
     if owner == str(os.getpid()):
         remedy = f"this process (pid {owner}): close that program first (program.close()), or give this one another swap_dir"
     else:
-        remedy = (
-            f"process {owner or 'unknown'}; wait for it or end it (kill {owner or 'PID'}), or set swap_dir to another folder"
-        )
+        remedy = f"process {owner or 'unknown'}: wait for it or end it (kill {owner or 'PID'}), or set another swap_dir"
     return SwapError(f"{path} is in use by {remedy}", file=path, errno=errno.EWOULDBLOCK)
 
 
@@ -132,9 +130,7 @@ def _empty(path: str) -> None:
                 os.unlink(entry.path)
 
 
-def _remove(path: str, fd: int, owner: int) -> None:
-    if os.getpid() != owner:  # a forked child must not remove its parent's folder
-        return
+def _remove(path: str, fd: int) -> None:
     try:
         _empty(path)
         os.unlink(os.path.join(path, _LOCK))
@@ -147,6 +143,6 @@ def _remove(path: str, fd: int, owner: int) -> None:
 
 
 def _forget(close: weakref.finalize, fd: int) -> None:
-    """In a forked child: give back the descriptor, or the child would keep the lock when its parent is gone."""
+    """In a forked child: leave the folder to the parent, and give back the descriptor, which would keep the lock without it."""
     if close.detach() is not None:
         os.close(fd)

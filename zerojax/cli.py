@@ -1,19 +1,23 @@
-"""The `zerojax` command: closed forms on the command line.
+"""The `zerojax` command: closed forms on the command line, and what a disk gives.
 
 zerojax memory --params 7.5e9 --shards 64 --precision bf16
+zerojax bench-io FOLDER
 """
 
 import argparse
 from collections.abc import Sequence
 
-from zerojax import memory
+from host_offload.swap_error import SwapError
+from zerojax import bench_io, memory
 from zerojax.precision import PRECISIONS
 from zerojax.stages import STAGES
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="zerojax", description="ZeRO in JAX: bytes of model states and collectives")
+    parser = argparse.ArgumentParser(
+        prog="zerojax", description="ZeRO in JAX: bytes of model states and collectives, and of disks"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     states = commands.add_parser("memory", help="model states on each device, and elements moved a step, by ZeRO stage")
     states.add_argument("--params", type=float, required=True, help="parameters of the model, such as 7.5e9")
@@ -21,7 +25,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     states.add_argument("--precision", choices=list(PRECISIONS), default="bf16")
     states.add_argument("--moments", type=int, default=8, help="bytes of optimizer state for one parameter; Adam: 8")
     states.add_argument("--microbatches", type=int, default=1)
+    disk = commands.add_parser("bench-io", help="bandwidth of a folder's disk, and the models and step times that it supports")
+    disk.add_argument("folder", help="an existing folder, such as a swap_dir; only a small file with the settings found stays")
+    disk.add_argument("--gib", type=float, default=1.0, help="GiB that each reader writes and reads in a round")
+    disk.add_argument("--rounds", type=int, default=3, help="the median of so many is shown")
     options = parser.parse_args(arguments)
+    if options.command == "bench-io":
+        if options.gib <= 0 or options.rounds < 1:
+            parser.error("--gib must be more than 0, and --rounds at least 1")
+        try:
+            print(bench_io.report(options.folder, num_bytes=int(options.gib * 2**30), num_rounds=options.rounds))
+        except (ValueError, SwapError) as error:
+            parser.exit(1, f"zerojax bench-io: {error}\n")
+        return
     if options.params < 1 or options.shards < 1 or options.microbatches < 1 or options.moments < 0:
         parser.error("--params, --shards and --microbatches must be at least 1, and --moments at least 0")
     print(memory_table(int(options.params), options.shards, options.precision, options.moments, options.microbatches))

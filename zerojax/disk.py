@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.direct_io import DirectIo, tune
@@ -25,6 +26,7 @@ from host_offload.store import Store, SwapFolder
 from host_offload.tensorstore_io import TensorstoreIo
 from zerojax.config import ZeroConfig
 from zerojax.gather import Spec
+from zerojax.state import OnDisk
 
 logger = logging.getLogger("zerojax")
 
@@ -141,17 +143,27 @@ class Disk:
 
     # --- around programs ---------------------------------------------------------------------------------------------------
 
-    def begin(self, moves: Sequence[Move], scratch: Sequence[Records] = ()) -> None:
+    def begin(self, held: Any, moves: Sequence[Move], scratch: Sequence[Records] = ()) -> None:
         """Prepare for a program: make the records that live inside it, and read ahead.
 
         Args:
+          held: the state that it reads, or part of one.
           moves: of the program, in order.
           scratch: kinds that the program writes before it reads them.
 
         Raises:
+          ValueError: the state is not the one on disk.
           SwapError: an earlier step failed, or the disk is too small.
         """
         self.engine.check()
+        leaves = jax.tree.leaves(held, is_leaf=lambda node: isinstance(node, OnDisk))
+        if (leaf := next((a for a in leaves if isinstance(a, OnDisk)), None)) is not None:
+            number = int(np.asarray(leaf.token.addressable_data(0))[0])
+            if number != self.swap.generation:
+                raise ValueError(
+                    f"this state (number {number}) is gone: a later init of the program made number {self.swap.generation}, "
+                    "and there is one state on a disk"
+                )
         for records in scratch:
             known = self.kinds[records.kind]
             if known.format != records.format and records.kind in self.engine.kinds():  # of another batch

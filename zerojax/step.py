@@ -275,7 +275,7 @@ class Program:
             empty = allocate_all([a for a in jax.tree.leaves(self.layout.abstract_state) if is_away(a)])
             if self._disk is None:
                 return self._init(key, order, jnp.int32(1), empty, jnp.int32(0))
-            self._disk.begin(())
+            self._disk.begin((), ())
             state = self._init(key, order, jnp.int32(1), empty, jnp.int32(self._disk.swap.generation))
             jax.block_until_ready(state)
             self._disk.finish()
@@ -310,7 +310,7 @@ class Program:
             scratch = self._take_scratch(jitted)
             memory = [] if self._host is None else self._host.prepare(jax.block_until_ready(state))
             if self._disk is not None:
-                self._disk.begin(self._moves, jitted.on_disk)
+                self._disk.begin(state, self._moves, jitted.on_disk)
             (state, scratch), metrics = jitted.step(state, batch, plans, one, scratch)
             if self._host is not None or self._disk is not None:
                 jax.block_until_ready((state, scratch, metrics))
@@ -396,7 +396,7 @@ class Program:
             plans, one = self._indices()
             if self._disk is None:
                 return self._eval(state.params, batch, plans["forward"], one)
-            self._disk.begin(self._eval_moves)
+            self._disk.begin(state.params, self._eval_moves)
             loss = jax.block_until_ready(self._eval(state.params, batch, plans["forward"], one))
             self._disk.finish()
             return loss
@@ -474,7 +474,8 @@ class Program:
         check_batch(abstract_batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
             lowered = self._abstract_call(abstract_batch, lambda step, *args: step.lower(*args))
-        return LoweredStep(lowered, self.mesh, self._options, self._host is not None or self._disk is not None)
+        has_callbacks = self._host is not None or self._disk is not None
+        return LoweredStep(lowered, self.mesh, self._options, has_callbacks)
 
     def memory(self, batch: Any) -> MemoryReport:
         """Return the bytes of a step on each device, per tier, and those that its collectives and its host link move."""
@@ -521,7 +522,7 @@ class Program:
         with jax.set_mesh(self.mesh):
             if self._disk is None:
                 return read(held, *args)
-            self._disk.begin(())
+            self._disk.begin(held, ())
             values = jax.block_until_ready(read(held, *args))
             self._disk.finish()
             return values

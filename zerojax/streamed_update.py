@@ -23,7 +23,7 @@ from zerojax.host_update import HostUpdate
 from zerojax.model import BLOCKS
 from zerojax.optim import clip_factor
 from zerojax.parts import Parts, States
-from zerojax.records import Now, Plan, pick, read_layer, run_phase, write_layer
+from zerojax.records import Now, Plan, pick, read_layer, run_phase, wait_for, write_layer
 from zerojax.resident import build_update, finish
 from zerojax.state import Pending, TrainState, is_stored
 from zerojax.streamed_layout import StreamedLayout
@@ -147,7 +147,7 @@ class ByLayers(_Stored):
     def end(self, sums: Sums) -> Result:
         layout, parts, state = self.layout, self.parts, sums.state
         # What the update fetches first comes after backward, not before it.
-        plan, squares = jax.lax.optimization_barrier((sums.plan, sums.carried["squares"]))
+        plan, squares = wait_for(sums.plan, sums.carried["squares"], layout.mesh)
         sums = dataclasses.replace(sums, carried=sums.carried | {"squares": squares})
         norm = self.norm(sums)
         ok, factor = jnp.isfinite(norm), clip_factor(norm, self.config.clip_norm)

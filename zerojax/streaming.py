@@ -35,7 +35,7 @@ from zerojax.model import BLOCKS, LayeredModel, check_block
 from zerojax.on_use import gather_on_use
 from zerojax.optim import stored_spec
 from zerojax.parts import batch_spec
-from zerojax.records import Now, Plan, Record, pick, read_layer, run_phase, write_layer
+from zerojax.records import Now, Plan, Record, pick, read_layer, run_phase, wait_for, write_layer
 from zerojax.resident import build_rule, checked, constrain_batch, split_microbatches
 from zerojax.saved import MODES, Layer, beside, plan_layer
 from zerojax.stages import STAGES
@@ -279,7 +279,7 @@ class StreamedStep:
         kept = self.plan(x, keys)
         y, stacks = self.forward(state.params[BLOCKS], x, keys, plans["forward"], one, kept, self.stacks(kept, scratch))
         # What backward fetches first may overlap the head, and not the layers.
-        plan, y = jax.lax.optimization_barrier((plans["backward"], y))
+        plan, y = wait_for(plans["backward"], y, self.mesh)
         loss, dy, g_ends = self.head_and_grads(ends, y, batch, keys, loss_scale(state))
         carried = self.ending.begin(state, loss, scratch["grads"], token)
         dx, carried = self.backward(state, keys, plan, one, kept, stacks, dy, carried)

@@ -1,41 +1,74 @@
-"""Steps with the nvme tier compiled for H200s that are not there: what is on disk is in no memory of the program."""
+"""Facts of steps with everything on disk, compiled for H200s that are not there: what the device holds, whatever the layers."""
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from test_streamed_for_h200 import ACTIVATION_BYTES, BATCH, INVOLUNTARY, LAYER_BYTES, SEQ, SMALL, layered, schedule_bytes
 
 import zerojax as zj
-from zerojax import aot
+from zerojax import aot, hlo, hlo_host
 
 pytestmark = pytest.mark.xdist_group("h200")
-HIDDEN, LAYERS, GPUS = 1024, 12, 8
-LAYER_PARAMS = 2 * HIDDEN**2
+DISK = "nvme"
+CASES: dict[str, dict[str, Any]] = {
+    "8 GPUs": {"gpus": 8},
+    "8 GPUs, 96 layers": {"gpus": 8, "layers": 96},
+    "8 GPUs, in backward, gather ahead": {"gpus": 8, "update": "in_backward", "gather_ahead": True},
+    "512 GPUs": {"gpus": 512},
+}
 
 
-def layered():
-    return zj.LayeredModel(
-        LAYERS,
-        lambda key: jax.random.normal(key, (HIDDEN,)),
-        lambda p, batch, key: batch * p,
-        lambda key: {name: jax.random.normal(key, (HIDDEN, HIDDEN)) for name in "ab"},
-        lambda p, x, key: x + jnp.tanh(x @ p["a"]) @ p["b"],
-        lambda key: jnp.ones(()),  # a number, and its moments
-        lambda p, p_embed, x, batch, key: p * jnp.mean(jnp.square(x.astype(jnp.float32))),
+@functools.cache
+def compiled(name: str) -> tuple[zj.Program, Any, Any]:
+    fields = dict(CASES[name])
+    gpus, layers = fields.pop("gpus"), fields.pop("layers", 24)
+    config = zj.ZeroConfig(
+        precision="bf16", params=DISK, grads=DISK, opt_state=DISK, activations=DISK, swap_dir="not there", **fields
     )
+    mesh = aot.gpu_mesh("h200", hosts=gpus // 8, gpus_per_host=8)
+    program = zj.build_train_step(layered(layers, False), optax.adamw(1e-3), config, mesh)
+    tokens = jax.ShapeDtypeStruct((BATCH * gpus, SEQ), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens}
+    return program, program.lower(batch).compile(), program.memory(batch)
 
 
-@pytest.mark.parametrize("update", ["after_backward", "in_backward"])
-@pytest.mark.parametrize("update_on", ["device", "host"])
-def test_a_device_holds_a_few_layers_of_a_state_on_disk(update_on, update, tmp_path):
-    tiers = dict.fromkeys(("params", "grads", "opt_state", "activations"), "nvme")
-    config = zj.ZeroConfig(precision="bf16", update=update, update_on=update_on, swap_dir=str(tmp_path), **tiers)
-    program = zj.build_train_step(layered(), optax.adam(1e-3), config, aot.gpu_mesh("h200", gpus_per_host=GPUS, fsdp=GPUS))
-    batch = jax.ShapeDtypeStruct((GPUS, HIDDEN), jnp.float32)
-    used, report = program.lower(batch).compile().memory_analysis(), program.memory(batch)
-    assert used.host_argument_size_in_bytes == used.host_temp_size_in_bytes == 0
-    assert used.argument_size_in_bytes <= report.argument_bytes + 1024  # tokens of what is on disk
-    state = report.tiers["nvme"]["opt_state"]
-    assert state > LAYERS * 12 * LAYER_PARAMS / GPUS
-    gathered = 2 * LAYER_PARAMS
-    assert used.temp_size_in_bytes < 3 * gathered < state / 2  # a layer, its gradient, and what is on its way
+@pytest.mark.parametrize("name", CASES)
+def test_nvme_step_holds_a_few_layers_and_no_state(name, capfd):
+    program, result, report = compiled(name)
+    stats = result.memory_analysis()
+    ahead = int(program.config.gather_ahead)
+    assert stats.temp_size_in_bytes < (program.config.prefetch_distance + 3 + ahead) * LAYER_BYTES + 4 * ACTIVATION_BYTES
+    assert stats.host_argument_size_in_bytes == stats.host_temp_size_in_bytes == 0
+    unread = report.argument_bytes - stats.argument_size_in_bytes
+    assert 0 <= unread <= schedule_bytes(program)
+    assert stats.argument_size_in_bytes < 1 << 16  # tokens, counters, the schedule and the batch
+    assert not hlo_host.host_slices(result.as_text(), unknown_trips=1)
+    assert INVOLUNTARY not in capfd.readouterr().err
+
+
+def test_nvme_step_takes_the_same_memory_at_24_and_96_layers():
+    few, many = (compiled(name)[1].memory_analysis() for name in ("8 GPUs", "8 GPUs, 96 layers"))
+    assert few.temp_size_in_bytes == many.temp_size_in_bytes
+    assert many.argument_size_in_bytes - few.argument_size_in_bytes < 100 * (96 - 24)  # the schedule
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nvme_step_gathers_and_reduces_layer_by_layer(name):
+    text = compiled(name)[1].as_text()
+    found = [c for c in hlo.collectives(text, unknown_trips=1) if c.num_bytes > SMALL // 8]
+    assert {"all-gather", "reduce-scatter"} <= {c.op for c in found}
+    assert max(c.num_bytes for c in found) <= LAYER_BYTES
+
+
+def test_nvme_account_is_that_of_the_files():
+    program, _, report = compiled("8 GPUs")
+    disk = program.layout.disk
+    assert report.tiers["nvme"].keys() == {"params", "grads", "opt_state", "activations"}
+    assert sum(report.tiers["nvme"].values()) == sum(r.num_layers * r.num_bytes for r in disk.kinds.values())
+    states = sum(report.tiers["nvme"][kind] for kind in ("params", "grads", "opt_state"))
+    assert states == pytest.approx(16 * report.num_params / 8, rel=0.01)  # 2 + 2 + 12 bytes a parameter
+    assert 0 < report.tiers["pinned_host"]["buffers"] < report.tiers["nvme"]["opt_state"] / 4

@@ -2,13 +2,16 @@
 
 import os
 import pathlib
+import re
 import socket
+import struct
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import text_data
+from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
@@ -50,6 +53,44 @@ def test_train_gpt_runs_on_a_folder_of_text(tmp_path, arguments):
     assert "tokens/s" in lines[-1]
     assert "validation" in lines[-1]
     assert list((tmp_path / "log").glob("events.out.tfevents.*"))
+
+
+def scalars(log: pathlib.Path, name: str) -> list[float]:
+    """Return the values of a figure, in float32, from the folder's only event file."""
+    (path,) = log.glob("events.out.tfevents.*")
+    data, start, found = path.read_bytes(), 0, []
+    while start < len(data):  # u64 length, u32 checksum, the event, u32 checksum
+        (size,) = struct.unpack_from("<Q", data, start)
+        event = Event.FromString(data[start + 12 : start + 12 + size])
+        found += [value.simple_value for value in event.summary.value if value.tag == name]
+        start += size + 16
+    return found
+
+
+def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path):
+    """Losses, validation and the sampled text are the same; the line tells of the disk, and nothing stays on it."""
+    text, swap = folder(tmp_path), tmp_path / "swap"
+    swap.mkdir()
+    sizes = ["--data", text, "--devices", "2", "--steps", "8", "--seq", "32", "--batch-size", "8", "--eval-every", "4"]
+    lines, figures, samples = [], [], []
+    for flags in ([], ["--params", "nvme", "--opt-state", "nvme", "--swap-dir", str(swap)]):
+        log = tmp_path / f"log{len(figures)}"
+        done = run(tmp_path, *sizes, "--sample-bytes", "20", *flags, "--logdir", str(log))
+        assert done.returncode == 0, done.stderr
+        lines.append([line for line in done.stdout.splitlines() if line.startswith("step")])
+        figures.append({name: scalars(log, name) for name in ("train/loss", "validation/loss")})
+        samples.append(done.stdout.split("--- sample ---")[1])
+    assert [len(figures[1][name]) for name in figures[1]] == [8, 2]
+    for name in figures[0]:
+        np.testing.assert_allclose(figures[1][name], figures[0][name], rtol=0, atol=1e-5)
+    assert samples[1] == samples[0]
+    assert "stall" not in "".join(lines[0])
+    for line in lines[1][1:]:
+        found = re.search(r"stall (\d+) %  (\d+\.\d\d) GB/s swapped", line)
+        assert found, line
+        assert int(found[1]) <= 100
+        assert float(found[2]) > 0
+    assert not [path for path in swap.iterdir() if path.is_dir()]
 
 
 def test_train_gpt_joins_a_cluster(tmp_path):

@@ -1,0 +1,49 @@
+"""States train on disk under a memory limit that the same states in memory break."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+LIMIT_GB = 2.3  # 0.3 more than the one takes on 2 cores, 0.3 less than the other
+
+
+def run(tmp_path: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Train 24 layers x 512 on 2 cores: XLA's threads, whose number follows from the cores, count as address space."""
+    script = str(ROOT / "examples" / "train_larger_than_memory.py")
+    sizes = ["--layers", "24", "--hidden", "512", "--heads", "8", "--seq", "64", "--steps", "2"]
+    command = [sys.executable, script, "--swap-dir", str(tmp_path), "--limit-gb", str(LIMIT_GB), *sizes, *arguments]
+
+    def use_two_cores() -> None:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.run(command, env=env, preexec_fn=use_two_cores, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a process to RLIMIT_AS")
+def test_larger_than_memory_trains_on_disk_under_a_limit_that_memory_breaks(tmp_path):
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"the limit of {LIMIT_GB:.2f} GB (RLIMIT_AS)" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("step   2")]
+    found = re.search(r"([\d.]+) s  loss ([\d.]+)  peak resident ([\d.]+) GB  stall (\d+) %  ([\d.]+) GB at", line)
+    assert found, line
+    seconds, loss, peak, stall, moved = map(float, found.groups())
+    assert seconds > 0
+    assert 3 < loss < 6
+    assert peak < LIMIT_GB
+    assert 0 <= stall <= 100
+    (states, *_) = map(float, re.findall(r"states ([\d.]+) GB", done.stdout))
+    assert states == pytest.approx(0.91, abs=0.01)  # 75.8 M parameters x 12 bytes
+    assert moved == pytest.approx(states / 12 * 28, rel=0.05)  # weights 3 x 4 bytes, moments 2 x 8; and activations
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+    resident = run(tmp_path, "--tier", "device")
+    assert resident.returncode != 0
+    assert "step   2" not in resident.stdout
+    assert re.search("Out of memory|bad_alloc|MemoryError|can't start new thread", resident.stderr), resident.stderr

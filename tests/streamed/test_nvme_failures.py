@@ -1,0 +1,230 @@
+"""What goes wrong on the disk is told by program.step, with file and layer; nothing hangs, and no wrong number is returned."""
+
+import errno
+import gc
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+import toys
+
+import zerojax as zj
+from host_offload.store import RecordFormat
+from host_offload.swap_error import SwapError
+
+DISK = "nvme"
+ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+def build(swap_dir, devices=4, **fields):
+    config = zj.ZeroConfig(stage=3, swap_dir=str(swap_dir), **{**ALL, **fields})
+    mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
+    return zj.build_train_step(toys.layered(), toys.optimizer(), config, mesh)
+
+
+def folder_of(swap_dir):
+    (folder,) = (path for path in pathlib.Path(swap_dir).iterdir() if path.is_dir())
+    return folder
+
+
+def losses_of(program, state, steps=3):
+    losses = []
+    for batch in toys.batches(steps):
+        state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def cut(path):
+    os.truncate(path, 100)
+
+
+def remove(path):
+    path.unlink()
+
+
+def flip(path):
+    with open(path, "r+b") as file:
+        file.seek(17)
+        byte = file.read(1)[0]
+        file.seek(17)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("io", ["direct", "tensorstore"])
+@pytest.mark.parametrize("damage", [cut, remove, flip])
+def test_a_damaged_record_is_named_and_the_state_is_lost(tmp_path, damage, io):
+    with build(tmp_path, io=io, prefetch_distance=0) as program:
+        expected, _ = losses_of(program, program.init(jax.random.key(0)))
+        state = program.init(jax.random.key(0))
+        state, _ = program.step(state, toys.batches(1)[0])
+        record = folder_of(tmp_path) / "opt_state" / "1" / "c.1.0"
+        program.layout.disk.engine.flush()
+        damage(record)
+        start = time.monotonic()
+        with pytest.raises(SwapError) as error:
+            program.step(state, toys.batches(1)[0])
+        assert time.monotonic() - start < 20
+        assert error.value.layer == 1
+        assert error.value.file == str(record)
+        for call in (lambda: program.step(state, toys.batches(1)[0]), lambda: program.eval(state, toys.batches(1)[0])):
+            with pytest.raises((SwapError, ValueError)):
+                call()
+        found, _ = losses_of(program, program.init(jax.random.key(0)))
+        assert found == expected
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_an_io_error_in_the_middle_of_a_step(tmp_path, monkeypatch, name):
+    with build(tmp_path) as program:
+        state = program.init(jax.random.key(0))
+        state, _ = program.step(state, toys.batches(1)[0])
+        program.layout.disk.engine.flush()
+        calls = []
+
+        def broken(*args):
+            calls.append(args)
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, name, broken)
+        with pytest.raises(SwapError) as error:  # a write that fails behind the last callback is told by the next step
+            losses_of(program, state, 2)
+        assert calls
+        assert error.value.errno == errno.EIO
+        assert error.value.file is not None
+        monkeypatch.undo()
+        losses_of(program, program.init(jax.random.key(0)))
+
+
+def test_an_exception_inside_a_callback_is_carried_out(tmp_path, monkeypatch):
+    with build(tmp_path) as program:
+        state = program.init(jax.random.key(0))
+        monkeypatch.setattr(RecordFormat, "views", lambda *_: 1 / 0)
+        with pytest.raises(SwapError) as error:
+            program.step(state, toys.batches(1)[0])
+        assert "ZeroDivisionError" in str(error.value.__cause__) or "division" in str(error.value)
+
+
+def test_a_state_that_a_later_init_overwrote_is_refused(tmp_path):
+    with build(tmp_path) as program:
+        first = program.init(jax.random.key(0))
+        second = program.init(jax.random.key(1))
+        batch = toys.batches(1)[0]
+        for call in (
+            lambda: program.step(first, batch),
+            lambda: program.eval(first, batch),
+            lambda: next(program.iter_params(first)),
+        ):
+            with pytest.raises(ValueError, match="later init"):
+                call()
+        (tmp_path / "other").mkdir()
+        again = build(tmp_path / "other")
+        expected, _ = losses_of(again, again.init(jax.random.key(1)))
+        again.close()
+        assert losses_of(program, second)[0] == expected  # what was refused has done no harm
+
+
+def test_a_folder_serves_one_program(tmp_path):
+    with build(tmp_path) as program:
+        with pytest.raises(SwapError, match=str(os.getpid())):
+            build(tmp_path)
+        losses_of(program, program.init(jax.random.key(0)), 1)
+        assert folder_of(tmp_path).stat().st_mode & 0o777 == 0o700
+    with build(tmp_path) as program:
+        losses_of(program, program.init(jax.random.key(0)), 1)
+
+
+def test_a_closed_program_says_so_and_can_begin_again(tmp_path):
+    program = build(tmp_path)
+    expected, state = losses_of(program, program.init(jax.random.key(0)))
+    program.close()
+    program.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        program.step(state, toys.batches(1)[0])
+    assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
+    program.close()
+
+
+def test_swap_dir_must_be_there(tmp_path):
+    with pytest.raises(ValueError, match="nowhere"):
+        build(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="not a folder"):
+        build(tmp_path / "file")
+
+
+KILLED = """
+import os, signal, sys, threading
+sys.path[:0] = [{tests!r}, {streamed!r}]
+import conftest, jax, toys
+import test_nvme_failures as t
+program = t.build({folder!r})
+state = program.init(jax.random.key(0))
+state, _ = program.step(state, toys.batches(1)[0])
+engine, calls = program.layout.disk.engine, []
+store = engine.store
+def killed(*args):
+    calls.append(args)
+    if len(calls) == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    store(*args)
+engine.store = killed
+print("ready", flush=True)
+program.step(state, toys.batches(1)[0])
+"""
+
+
+def test_a_folder_of_a_killed_process_is_recognised(tmp_path, caplog):
+    tests = ROOT / "tests"
+    code = KILLED.format(tests=str(tests), streamed=str(tests / "streamed"), folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "ready", done.stderr
+    assert done.returncode == -signal.SIGKILL
+    assert list(folder_of(tmp_path).rglob("c.*"))
+    with caplog.at_level("WARNING"), build(tmp_path) as program:
+        losses_of(program, program.init(jax.random.key(0)), 1)
+    assert [r for r in caplog.records if "zerojax-swap" in r.getMessage()]
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def resident_bytes():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def own_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("zerojax")]
+
+
+def steps_of(program, state, batch, steps):
+    """Train; returns the state, and threads, descriptors and resident bytes when nothing is under way."""
+    for step in range(steps):
+        state, metrics = program.step(state, batch)
+        assert np.isfinite(float(metrics["loss"]))
+        assert step == 0 or metrics["swap_misses"] == 0
+    program.layout.disk.engine.flush()
+    gc.collect()
+    return state, (len(own_threads()), len(os.listdir("/proc/self/fd")), resident_bytes())
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
+@pytest.mark.parametrize("steps", [100, pytest.param(300, marks=pytest.mark.exhaustive)])
+def test_many_steps_on_many_devices_grow_nothing(tmp_path, steps):
+    """On 8 devices: no hang, and no growth of threads, descriptors or memory."""
+    batch = toys.batches(1)[0]
+    assert not own_threads()
+    with build(tmp_path, devices=8, update="in_backward") as program:
+        state = program.init(jax.random.key(0))
+        state, before = steps_of(program, state, batch, 50)
+        state, after = steps_of(program, state, batch, steps - 50)
+        assert after[:2] == before[:2]
+        assert after[2] - before[2] < 16 << 20
+    assert not own_threads()
