@@ -6,8 +6,8 @@ before the last write of its record that precedes it,
     start(i)  >  max { j < i : moves[j] writes the record of moves[i] }
 
 with the sequence continued by itself, since the next step follows this one: the first layers of the next forward are read while
-this step ends, and only those whose update has been handed over. Of each kind the next `distance` reads may start and no others,
-or the buffers would fill with what is wanted last.
+this step ends, and only those whose update has been handed over. Of each kind the next `distance` reads may start and no
+others, or the buffers would fill with what is wanted last.
 
 A `Window` follows one device through the sequence. Callbacks of a program may come in another order where nothing orders them
 (two kinds read in one tick), so a move is looked for among the next few, and what is not there is done all the same: the

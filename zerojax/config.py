@@ -62,7 +62,7 @@ class ZeroConfig:
         there; after a gradient that is not finite it skips the layers that are left.
       update_on: where the optimizer runs when `opt_state` is off the device.
       delayed_update: with update_on="host", the optimizer works on a step's gradients while the next step computes, whose
-        parameters are therefore one update old (ZeRO-Offload, section 5.2).
+        parameters are therefore one update old (ZeRO-Offload, section 5.2). Not with the nvme tier.
       prefetch_distance: layers fetched ahead of their use, by the tiers off the device. 0: none.
       gather_ahead: at stage 3 the next layer of a LayeredModel is gathered while one computes, at the price of one more
         gathered layer.

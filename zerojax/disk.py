@@ -4,6 +4,8 @@ Records of a kind hold one layer's leaves on one device. The stacked layers are 
 the float32 masters) and "activations"; a leaf that is no stack of layers is a kind of its own, with one record. Kinds are
 declared while programs are built and traced; folder, buffers and threads come with the first state (`open`).
 
+With the optimizer on the host, what it updates goes disk -> buffer -> disk, in one buffer, and never to the device.
+
 A fetch by the schedule's `distance` is one from buffers to the device; from disk to buffers the engine reads as many records
 again ahead of that.
 """

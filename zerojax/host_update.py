@@ -73,18 +73,18 @@ class HostUpdate:
         in_place = self.has_master or not (weight_on_device or delayed)
         aliases = [(1 + k, 2 + k) for k in range(states)] + ([(0, 1)] if in_place else [])
         arrays = [True] * (2 + states) + [False] * len(rule.crossing)
-        waits = self.on_disk is not None and index in self.parts.blocks
+        shelf = self.on_disk if index in self.parts.blocks else None
         return LeafKernel(
-            grad=OnRecord(self.on_disk.kind, self.parts.blocks.index(index)) if waits and self.on_disk else None,
-            held=tuple(_rest(record) for record in self._rests(index)),
             kernel=build_kernel(rule.kernel, aliases, arrays=arrays),
             scalars=scalars,
+            held=tuple(_rest(record) for record in self._rests(index)),
             num_states=states,
             stacked=index in self.parts.blocks,
             weight_on_device=weight_on_device,
             casts=self.has_master,
             params_on_device=not self.params_away,
             delayed=delayed,
+            grad=None if shelf is None else OnRecord(shelf.kind, self.parts.blocks.index(index)),
         )
 
     # --- around a step -----------------------------------------------------------------------------------------------------
@@ -155,8 +155,7 @@ class HostUpdate:
         Parameters that are written are the schedule's own.
         """
         records = [r for i in self.parts.blocks for r in self._rests(i)]
-        on_disk = dict.fromkeys(r.shelf for r in records if r.shelf is not None)
-        updated = tuple(shelf.kind for shelf in on_disk if shelf.in_place)
+        updated = tuple(dict.fromkeys(r.shelf.kind for r in records if r.shelf is not None and r.shelf.in_place))
         writes = tuple(kind for kind in updated if kind != "params")
         if self.config.update == "in_backward":
             return {"backward": (updated, writes)}

@@ -276,6 +276,7 @@ def test_slow_writes_of_records_updated_in_place_leave_buffers_to_read_ahead(fol
     """As many writes may be under way as a ring to write would hold; then the next waits for the disk, and no read does."""
     io = HeldIo()
     engine, ended = in_place(io, folder, distance=1, layers=layers), threading.Event()
+    io.reads.clear()
     engine.begin([move for move in UPDATES if move.layer < layers])
     io.held = []
 
@@ -286,11 +287,14 @@ def test_slow_writes_of_records_updated_in_place_leave_buffers_to_read_ahead(fol
 
     worker = threading.Thread(target=run)
     worker.start()
-    while not ended.wait(0.02):
-        under_way = [name for name, *_ in io.held or []]
-        assert under_way.count("write") <= 2
-        if under_way.count("write") == 2 and layers == LAYERS:  # full: the third waits, and the read after it is under way
-            assert not ended.wait(0.05)
+    for _ in range(20):  # reads end, writes do not
+        ended.wait(0.01)
+        io.release("read")
+    written = [layer for name, layer, *_ in io.held if name == "write"]
+    assert written == [0, 1][:layers]
+    assert io.reads == [0, 1, 2, 3][:layers]  # layer 2 is in use, or waits to be written, and layer 3 was read meanwhile
+    assert ended.is_set() == (layers == 1)
+    while not ended.wait(0.01):
         io.release()
     worker.join()
     while io.held:
