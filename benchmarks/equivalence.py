@@ -74,6 +74,7 @@ def main() -> None:
     """Run the cases and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--where", nargs="*", default=[], metavar="AXIS=VALUE", help="only cases with these values")
+    parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N, which another run has seen")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after this time")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--save", help="write the table here")
@@ -84,6 +85,7 @@ def main() -> None:
     wanted = dict(pair.split("=") for pair in options.where)
     cases = [case for case in matrix.every_case() if all(str(case[axis]) == value for axis, value in wanted.items())]
     random.Random(0).shuffle(cases)
+    cases = cases[options.skip :]
     found: list[Found] = []
     began = time.monotonic()
     with concurrent.futures.ProcessPoolExecutor(options.jobs, initializer=start, max_tasks_per_child=40) as pool:
