@@ -243,6 +243,11 @@ def test_a_state_whose_records_were_overwritten_is_refused(tmp_path):
         kept = on_disk(program, tmp_path)
         with pytest.raises(ValueError, match=r"this state \(number 1\) is gone: a later init.*number 2"):
             program.step(old, toys.batches(1)[0])
+        assert on_disk(program, tmp_path) == kept
+        begin = program._disk.begin
+        program._disk.begin = lambda held, *args: begin((), *args)  # as if the step had not looked: callbacks do
+        with pytest.raises(SwapError, match=r"this state \(number 1\) is gone: a later init.*number 2"):
+            program.step(old, toys.batches(1)[0])
         assert all(pathlib.Path(path).read_bytes() == was for path, was in kept.items())
         del new
 
