@@ -18,6 +18,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8 GPUs": {"gpus": 8},
     "8 GPUs, 96 layers": {"gpus": 8, "layers": 96},
     "8 GPUs, in backward, gather ahead": {"gpus": 8, "update": "in_backward", "gather_ahead": True},
+    "8 GPUs, update on the host": {"gpus": 8, "update_on": "host"},
     "512 GPUs": {"gpus": 512},
 }
 
