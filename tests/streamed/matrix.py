@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import random
 from typing import Any
 
 import jax
@@ -10,62 +11,40 @@ import toys
 
 import zerojax as zj
 
-HOST = "pinned_host"
+HOST, DISK = "pinned_host", "nvme"
 STEPS = 10
 MESHES: dict[str, dict[str, int]] = {"fsdp4": {"fsdp": 4}, "fsdp2_tensor2": {"fsdp": 2, "tensor": 2}}
 UPDATES = (("after_backward", "device"), ("in_backward", "device"), ("after_backward", "host"), ("in_backward", "host"))
 
 AXES: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(MESHES),
-    "params": ("device", HOST),
-    "grads": ("device", HOST),
-    "opt_state": ("device", HOST),
-    "prefetch_distance": (0, 1, 2),
-    "update": UPDATES,
-    "activations": ("save", "remat", "selective", HOST),
-    "num_microbatches": (1, 4),
-    "gather_ahead": (False, True),
-}
-
-DISK = "nvme"
-DISK_AXES: dict[str, tuple[Any, ...]] = {
-    **AXES,
     "params": ("device", HOST, DISK),
     "grads": ("device", HOST, DISK),
     "opt_state": ("device", HOST, DISK),
-    "update": UPDATES[:2],
-    "activations": ("save", "remat", HOST, DISK),
+    "prefetch_distance": (0, 1, 2),
+    "update": UPDATES,
+    "activations": ("save", "remat", "selective", HOST, DISK),
+    "num_microbatches": (1, 4),
+    "gather_ahead": (False, True),
     "io": ("direct", "tensorstore"),
 }
-
-
-HOST_AND_DISK_AXES: dict[str, tuple[Any, ...]] = {
-    **DISK_AXES,
-    "opt_state": (HOST, DISK),
-    "update": UPDATES[2:],
-    "activations": ("remat", DISK),
-}
+CANDIDATES = 1500  # of which a pairwise choice is made
 
 
 def is_valid(case: dict[str, Any]) -> bool:
     return case["update"][1] == "device" or case["opt_state"] != "device"
 
 
-def every_case() -> list[dict[str, Any]]:
-    cases = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
+def every_case(disk: bool = False) -> list[dict[str, Any]]:
+    """Return every case; without `disk` those of which nothing rests there."""
+    axes = AXES if disk else {name: tuple(v for v in values if v != DISK) for name, values in AXES.items() if name != "io"}
+    cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     return [case for case in cases if is_valid(case)]
 
 
-def every_case_on_disk(axes: dict[str, tuple[Any, ...]] = DISK_AXES) -> list[dict[str, Any]]:
-    """Every case of which something rests on disk."""
-    cases = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    return [case for case in cases if DISK in case.values()]
-
-
-def every_case_on_host_and_disk() -> list[dict[str, Any]]:
-    """Every case whose optimizer runs on the host while something that it works on rests on disk."""
-    cases = every_case_on_disk(HOST_AND_DISK_AXES)
-    return [case for case in cases if DISK in (case["params"], case["grads"], case["opt_state"])]
+def pairwise_cases() -> list[dict[str, Any]]:
+    """Choose greedily, out of some of the cases, until every pair of values of two axes is in one."""
+    return pairwise(random.Random(0).sample(every_case(disk=True), CANDIDATES))
 
 
 def pairwise(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -41,15 +41,6 @@ def on_disk(program, tmp_path, kinds=("opt_state", "master", "params")):
     return {str(path): path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("case", matrix.pairwise(matrix.every_case_on_host_and_disk()), ids=matrix.name_of)
-def test_step_equals_the_resident_one(case, tmp_path):
-    ulps, relative = matrix.differences(case, str(tmp_path))
-    most_ulps, most_relative = matrix.bounds(case)
-    assert ulps <= most_ulps
-    assert relative <= most_relative
-    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-
-
 @pytest.mark.parametrize(
     ("fields", "tiers"),
     [
