@@ -17,12 +17,13 @@ def run(tmp_path: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[
     script = str(ROOT / "examples" / "train_larger_than_memory.py")
     sizes = ["--layers", "24", "--hidden", "512", "--heads", "8", "--seq", "64", "--steps", "2"]
     command = [sys.executable, script, "--swap-dir", str(tmp_path), "--limit-gb", str(LIMIT_GB), *sizes, *arguments]
-
-    def use_two_cores() -> None:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-
+    # Not preexec_fn: it forks, which JAX warns of.
+    on_two_cores = (
+        "import os, sys; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2]); os.execv(sys.argv[1], sys.argv[1:])"
+    )
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    return subprocess.run(command, env=env, preexec_fn=use_two_cores, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-c", on_two_cores, *command]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps a process to RLIMIT_AS")
