@@ -33,6 +33,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from host_offload.buffers import Ring
+from host_offload.copies import Copies, HostCopies
 from host_offload.read_ahead import Move, Window
 from host_offload.store import Store
 from host_offload.swap_error import SwapError, explain
@@ -126,8 +127,9 @@ class _Read:
 class _Lane:
     """One device's records. Its attributes are guarded by `lock`."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.lock = threading.RLock()  # a read may be done before the call that starts it returns
         self.shelves: dict[str, _Shelf] = {}
         self.window = Window((), 0)
         self.reading: dict[Key, _Read] = {}
@@ -143,9 +145,11 @@ def num_buffers(distance: int, num_layers: int, in_place: bool) -> int:
 class Engine:
     """Moves the records of this process's devices."""
 
-    def __init__(self, io: Io, distance: int, pin: Literal["lock", "cuda", "none"] = "lock") -> None:
-        """Use `io`, which is closed with the engine, and read `distance` records of a kind ahead."""
-        self.io, self.distance = io, distance
+    def __init__(
+        self, io: Io, distance: int, pin: Literal["lock", "cuda", "none"] = "lock", copies: Copies | None = None
+    ) -> None:
+        """Use `io` and `copies`, which are closed with the engine, and read `distance` records of a kind ahead."""
+        self.io, self.distance, self.copies = io, distance, copies or HostCopies()
         self.pin: Literal["lock", "cuda", "none"] = pin
         self._lanes: dict[int, _Lane] = {}
         self._lock = threading.Lock()  # of what follows
@@ -156,7 +160,9 @@ class Engine:
 
     # --- what there is -----------------------------------------------------------------------------------------------------
 
-    def add(self, kind: str, rank: int, store: Store, *, in_place: bool = False) -> None:
+    def add(
+        self, kind: str, rank: int, store: Store, *, in_place: bool = False, fetched: bool = True, stored: bool = True
+    ) -> None:
         """Take over the records of a kind on a device, and make their buffers.
 
         Args:
@@ -164,12 +170,16 @@ class Engine:
           rank: position of the device in the mesh.
           store: the records.
           in_place: they are updated in the buffers into which they are read.
+          fetched: the device reads them.
+          stored: the device writes them.
         """
-        lane = self._lanes.setdefault(rank, _Lane())
+        lane = self._lanes.setdefault(rank, _Lane(rank))
         count, size = num_buffers(self.distance, store.num_layers, in_place), store.format.padded_bytes
         reads = Ring(count if in_place else count // 2, size, pin=self.pin)
         writes = reads if in_place else Ring(count // 2, size, pin=self.pin)
         shelf = _Shelf(store, reads, writes, threading.Semaphore(self.distance + 1))
+        many = store.num_layers > 1
+        self.copies.add(kind, rank, size, up=fetched and many, down=stored and many)
         with lane.lock:
             lane.shelves[kind] = shelf
 
@@ -181,6 +191,7 @@ class Engine:
             with lane.lock:
                 shelf = lane.shelves.pop(kind, None)
             if shelf is not None:
+                self.copies.remove(kind)
                 shelf.reads.close()
                 shelf.writes.close()
 
@@ -204,13 +215,13 @@ class Engine:
           SwapError: an earlier step failed.
         """
         self.check()
-        for rank, lane in self._lanes.items():
+        for lane in self._lanes.values():
             window = Window(moves, self.distance)
             soon = {(m.kind, m.layer) for m in window.ahead(())}
             self._forget(lane, lambda key, soon=soon: key not in soon)
             with lane.lock:
                 lane.window = window
-            self._read_ahead(lane, rank)
+            self._read_ahead(lane)
 
     def check(self) -> None:
         """Raise the first error.
@@ -267,6 +278,7 @@ class Engine:
         for kind in self.kinds():
             self.remove(kind)
         self._lanes.clear()
+        self.copies.close()
         self.io.close()
 
     # --- inside a program --------------------------------------------------------------------------------------------------
@@ -277,17 +289,17 @@ class Engine:
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
         """
-        with self.borrow(kind, rank, layer) as views:
-            use(views)
+        with self._reading(kind, rank, layer) as (shelf, buffer):
+            use(shelf.store.format.views(buffer))
 
-    def store(self, kind: str, rank: int, layer: int, fill: Callable[[Views], None]) -> None:
-        """Write a record whose leaves `fill` puts in place; returns when they are copied.
+    def store(self, kind: str, rank: int, layer: int, fill: "Callable[[Views], Future[None] | None]") -> None:
+        """Write a record whose leaves `fill` puts in place, at once or, where it returns a future, until that is done.
 
         Raises:
           SwapError: an earlier move failed.
         """
-        with self.borrow(kind, rank, layer, "write") as views:
-            fill(views)
+        with self._writing(kind, rank, layer) as (shelf, buffer, filled):
+            filled.append(fill(shelf.store.format.views(buffer)))
 
     @contextlib.contextmanager
     def borrow(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> Iterator[Views]:
@@ -304,22 +316,47 @@ class Engine:
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
         """
+        if mode == "write":
+            with self._writing(kind, rank, layer) as (shelf, buffer, _):
+                yield shelf.store.format.views(buffer)
+            return
+        with self._reading(kind, rank, layer, update=mode == "update") as (shelf, buffer):
+            self.copies.drop(kind, rank, buffer)
+            yield shelf.store.format.views(buffer)
+
+    @contextlib.contextmanager
+    def _reading(self, kind: str, rank: int, layer: int, update: bool = False) -> Iterator[tuple[_Shelf, np.ndarray]]:
+        """Lend a buffer that holds a record, and give it back, or write it."""
         self.check()
         lane = self._lanes[rank]
         shelf = lane.shelves[kind]
-        assert mode != "update" or shelf.reads is shelf.writes, f"{kind} was not added to be updated in place"
-        ring = shelf.writes if mode == "write" else shelf.reads
-        buffer = self._empty(lane, shelf, kind, rank, layer) if mode == "write" else self._read(lane, shelf, kind, rank, layer)
+        assert not update or shelf.reads is shelf.writes, f"{kind} was not added to be updated in place"
+        buffer = self._read(lane, shelf, kind, rank, layer)
         try:
-            yield shelf.store.format.views(buffer)
+            yield shelf, buffer
         except BaseException:
-            ring.give(buffer)
+            self._give(shelf, kind, rank, buffer)
             raise
-        if mode == "read":
-            ring.give(buffer)
+        if update:
+            self._write(lane, shelf, kind, rank, layer, buffer, None)
         else:
-            self._write(lane, shelf, kind, rank, layer, buffer)
-        self._read_ahead(lane, rank)
+            self._give(shelf, kind, rank, buffer)
+        self._read_ahead(lane)
+
+    @contextlib.contextmanager
+    def _writing(self, kind: str, rank: int, layer: int) -> "Iterator[tuple[_Shelf, np.ndarray, list[Future[None] | None]]]":
+        """Lend a buffer to fill, and write it when what is put in the list is done."""
+        self.check()
+        lane = self._lanes[rank]
+        shelf = lane.shelves[kind]
+        buffer, filled = self._empty(lane, shelf, kind, rank, layer), []
+        try:
+            yield shelf, buffer, filled
+        except BaseException:
+            shelf.writes.give(buffer)
+            raise
+        self._write(lane, shelf, kind, rank, layer, buffer, filled[0] if filled else None)
+        self._read_ahead(lane)
 
     def skip(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> None:
         """Expect the moves of a record no longer that would come now: nothing is done to it in this step.
@@ -334,7 +371,7 @@ class Engine:
         with lane.lock:
             for writes in {"read": (False,), "update": (False, True), "write": (True,)}[mode]:
                 lane.window.advance(Move(kind, layer, writes))
-        self._read_ahead(lane, rank)
+        self._read_ahead(lane)
 
     def fail(self, error: Exception, kind: str = "", layer: int | None = None) -> None:
         """Keep an error for `check`."""
@@ -355,13 +392,13 @@ class Engine:
             if read is None:
                 buffer = self._waiting(kind, rank, layer, shelf.reads.take)
                 with lane.lock:
-                    read = self._start_read(lane, shelf, kind, rank, layer, buffer)
+                    read = self._start_read(lane, shelf, kind, layer, buffer)
                 with self._lock:
                     self._stats.misses += 1
         try:
             with lane.lock:
                 lane.window.advance(Move(kind, layer))
-            self._read_ahead(lane, rank)
+            self._read_ahead(lane)
             self._waiting(kind, rank, layer, read.done.result)
         except BaseException:
             shelf.reads.give(read.buffer)
@@ -374,13 +411,15 @@ class Engine:
             self._forget(lane, lambda key: key == (kind, layer))
             return self._waiting(kind, rank, layer, shelf.writes.take)
 
-    def _write(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int, buffer: np.ndarray) -> None:
-        """Start to write a record, when it is its turn."""
+    def _write(
+        self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int, buffer: np.ndarray, filled: "Future[None] | None"
+    ) -> None:
+        """Start to write a record when it is its turn, and `filled` is done."""
         self._waiting(kind, rank, layer, shelf.turns.acquire)
         with lane.lock:  # from here on a read of the record waits for this write, and what was read before is forgotten
             stale = lane.reading.pop((kind, layer), None)
             before = lane.writing.get((kind, layer))
-            done = self._transfer("write", kind, rank, layer, shelf.store, buffer, before)
+            done = self._transfer("write", kind, rank, layer, shelf.store, buffer, before, filled)
             lane.writing[kind, layer] = done
             lane.window.advance(Move(kind, layer, True))
 
@@ -391,11 +430,11 @@ class Engine:
             shelf.turns.release()
             shelf.writes.give(buffer)
             if shelf.reads is shelf.writes:  # there may be a read that found no buffer
-                self._read_ahead(lane, rank)
+                self._read_ahead(lane)
 
         done.add_done_callback(release)
         if stale is not None:
-            self._drop(shelf, stale)
+            self._drop(lane, shelf, kind, stale)
 
     @contextlib.contextmanager
     def _wanting(self, lane: _Lane, key: Key) -> Iterator[None]:
@@ -407,7 +446,7 @@ class Engine:
             with lane.lock:
                 lane.wanted.remove(key)
 
-    def _read_ahead(self, lane: _Lane, rank: int) -> None:
+    def _read_ahead(self, lane: _Lane) -> None:
         with lane.lock:
             for move in lane.window.ahead(lane.reading.keys()):
                 shelf = lane.shelves.get(move.kind)
@@ -415,16 +454,40 @@ class Engine:
                     continue
                 with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
                     buffer = shelf.reads.take(0)
-                    lane.reading[move.kind, move.layer] = self._start_read(lane, shelf, move.kind, rank, move.layer, buffer)
+                    read = self._start_read(lane, shelf, move.kind, move.layer, buffer)
+                    lane.reading[move.kind, move.layer] = read
+            self._lift(lane)
 
-    def _start_read(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int, buffer: np.ndarray) -> _Read:
+    def _lift(self, lane: _Lane) -> None:
+        """Copy toward the device, of each kind, the record that is wanted next, if it is there."""
+        try:
+            with lane.lock:
+                seen: set[str] = set()
+                for (kind, _), read in lane.reading.items():  # in the order in which they were started
+                    if kind not in seen and read.done.done() and read.done.exception() is None:
+                        self.copies.lift(kind, lane.rank, read.buffer)
+                    seen.add(kind)
+        except Exception as error:  # of the driver, in a thread of the disk
+            self.fail(error)
+
+    def _start_read(self, lane: _Lane, shelf: _Shelf, kind: str, layer: int, buffer: np.ndarray) -> _Read:
         after = lane.writing.get((kind, layer))
-        return _Read(buffer, self._transfer("read", kind, rank, layer, shelf.store, buffer, after))
+        done = self._transfer("read", kind, lane.rank, layer, shelf.store, buffer, after)
+        done.add_done_callback(lambda _: self._lift(lane))
+        return _Read(buffer, done)
 
     def _transfer(
-        self, name: str, kind: str, rank: int, layer: int, store: Store, buffer: np.ndarray, after: "Future[float] | None"
+        self,
+        name: str,
+        kind: str,
+        rank: int,
+        layer: int,
+        store: Store,
+        buffer: np.ndarray,
+        after: "Future[float] | None",
+        filled: "Future[None] | None" = None,
     ) -> "Future[float]":
-        """Read or write a record, after another transfer is done if one is given."""
+        """Read or write a record: after another transfer, if one is given, and when its buffer is filled."""
         done: Future[float] = Future()
 
         def begin(_: Any = None) -> None:
@@ -432,6 +495,8 @@ class Engine:
                 self._queued += 1
                 self._stats.most_queued = max(self._stats.most_queued, self._queued)
             try:
+                if filled is not None:
+                    filled.result()
                 moved = (self.io.read if name == "read" else self.io.write)(store, layer, buffer)
             except Exception as error:
                 moved = Future()
@@ -451,10 +516,16 @@ class Engine:
                 self.fail(error, kind, layer)
             done.set_exception(error)
 
-        if after is None:
-            begin()
+        def order(_: Any = None) -> None:
+            if after is None:
+                begin()
+            else:
+                after.add_done_callback(begin)
+
+        if filled is None:
+            order()
         else:
-            after.add_done_callback(begin)
+            filled.add_done_callback(order)
         return done
 
     def _count(self, name: str, kind: str, rank: int, layer: int, seconds: float, num_bytes: int) -> None:
@@ -481,14 +552,19 @@ class Engine:
     def _forget(self, lane: _Lane, chosen: Callable[[Key], bool]) -> None:
         """Drop what was read ahead and is not wanted."""
         with lane.lock:
-            dropped = [(lane.shelves[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
-        for shelf, read in dropped:
-            self._drop(shelf, read)
+            dropped = [(key[0], lane.shelves[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
+        for kind, shelf, read in dropped:
+            self._drop(lane, shelf, kind, read)
 
-    def _drop(self, shelf: _Shelf, read: _Read) -> None:
+    def _drop(self, lane: _Lane, shelf: _Shelf, kind: str, read: _Read) -> None:
         """Give back the buffer of a read that nobody wants; its error is none."""
         read.done.exception()  # waits
-        shelf.reads.give(read.buffer)
+        self._give(shelf, kind, lane.rank, read.buffer)
+
+    def _give(self, shelf: _Shelf, kind: str, rank: int, buffer: np.ndarray) -> None:
+        """Give back a buffer that was read into."""
+        self.copies.drop(kind, rank, buffer)
+        shelf.reads.give(buffer)
 
     def _drain(self, lane: _Lane) -> None:
         """Expect nothing, and wait for what is under way."""

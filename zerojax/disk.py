@@ -48,6 +48,8 @@ class Disk:
         specs: Sequence[Spec],
         is_state: bool = True,
         in_place: bool = False,
+        fetched: bool = True,
+        stored: bool = True,
     ) -> Records:
         """Return the records of a kind, the same for the same shapes.
 
@@ -59,12 +61,14 @@ class Disk:
           specs: of each.
           is_state: whether they outlive a step.
           in_place: whether the host updates them in the buffers into which they are read.
+          fetched: whether programs fetch them.
+          stored: whether programs store them.
         """
         plain, all_specs = (
             tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes),
             tuple(PartitionSpec(*s) for s in specs),
         )
-        records = Records(self.swap, kind, num_layers, tuple(names), plain, all_specs, is_state, in_place)
+        records = Records(self.swap, kind, num_layers, tuple(names), plain, all_specs, is_state, in_place, fetched, stored)
         if (known := self.kinds.get(kind)) is not None and known.format == records.format and known.num_layers == num_layers:
             return known
         self.kinds[kind] = records
@@ -94,7 +98,7 @@ class Disk:
         settings = tune(folder.path)
         io = DirectIo(settings) if self.config.io == "direct" else TensorstoreIo(settings)
         pin = "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock"
-        self._folder, self.swap.engine = folder, Engine(io, self.config.prefetch_distance, pin)
+        self._folder, self.swap.engine = folder, Engine(io, self.config.prefetch_distance, pin, self.swap.copies)
 
     def open(self) -> None:
         """Make files and buffers for what was declared; a second time it starts anew.
@@ -139,7 +143,9 @@ class Disk:
             for rank in self._ranks():
                 store = Store(self._folder.path, records.kind, rank, records.num_layers, records.format, metadata)
                 store.preallocate()
-                self.engine.add(records.kind, rank, store, in_place=records.in_place)
+                self.engine.add(
+                    records.kind, rank, store, in_place=records.in_place, fetched=records.fetched, stored=records.stored
+                )
 
     # --- around programs ---------------------------------------------------------------------------------------------------
 

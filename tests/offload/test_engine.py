@@ -82,6 +82,14 @@ def put(engine, layer, value, kind="params"):
     engine.store(kind, RANK, layer, fill)
 
 
+def fill(value):
+    def put(views):
+        for view in views:
+            view[...] = value
+
+    return put
+
+
 def got(engine, layer, kind="params"):
     seen = []
     engine.fetch(kind, RANK, layer, lambda views: seen.extend(v.astype(np.float32) for v in views))
@@ -372,9 +380,6 @@ def test_many_threads_and_a_real_disk(folder):
     moves = [Move(k, layer, w) for layer in range(LAYERS) for w in (False, True) for k in kinds]
     errors = []
 
-    def fill(value):
-        return lambda views: [np.copyto(v, value) for v in views]
-
     def run(rank):
         try:
             for round_ in range(1, rounds):
@@ -417,7 +422,7 @@ def test_records_updated_in_place_in_any_order_on_a_real_disk(folder, distance, 
     for rank in ranks:
         engine.add("opt_state", rank, Store(folder.path, "opt_state", rank, layers, FORMAT), in_place=True)
         for layer in range(layers):
-            engine.store("opt_state", rank, layer, lambda views: [np.copyto(v, np.float32(0)) for v in views])
+            engine.store("opt_state", rank, layer, fill(np.float32(0)))
     engine.begin([move for move in UPDATES if move.layer < layers])
     calls = list(zip(random.integers(0, layers, 200).tolist(), random.choice(["read", "update", "write"], 200), strict=True))
     errors = []
