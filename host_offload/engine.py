@@ -160,9 +160,7 @@ class Engine:
 
     # --- what there is -----------------------------------------------------------------------------------------------------
 
-    def add(
-        self, kind: str, rank: int, store: Store, *, in_place: bool = False, fetched: bool = True, stored: bool = True
-    ) -> None:
+    def add(self, kind: str, rank: int, store: Store, *, in_place: bool = False, up: bool = True, down: bool = True) -> None:
         """Take over the records of a kind on a device, and make their buffers.
 
         Args:
@@ -170,16 +168,15 @@ class Engine:
           rank: position of the device in the mesh.
           store: the records.
           in_place: they are updated in the buffers into which they are read.
-          fetched: the device reads them.
-          stored: the device writes them.
+          up: copies to the device run ahead of the program.
+          down: copies from the device run behind it.
         """
         lane = self._lanes.setdefault(rank, _Lane(rank))
         count, size = num_buffers(self.distance, store.num_layers, in_place), store.format.padded_bytes
         reads = Ring(count if in_place else count // 2, size, pin=self.pin)
         writes = reads if in_place else Ring(count // 2, size, pin=self.pin)
         shelf = _Shelf(store, reads, writes, threading.Semaphore(self.distance + 1))
-        many = store.num_layers > 1
-        self.copies.add(kind, rank, size, up=fetched and many, down=stored and many)
+        self.copies.add(kind, rank, size, up=up, down=down)
         with lane.lock:
             lane.shelves[kind] = shelf
 

@@ -154,6 +154,16 @@ class Records:
         """Bytes of one device's record, padding included."""
         return self.format.padded_bytes
 
+    @property
+    def slots(self) -> tuple[bool, bool]:
+        """Whether copies up run ahead of a program, and copies down behind it: a kind of one record has nothing to overlap."""
+        return self.fetched and self.num_layers > 1, self.stored and self.num_layers > 1
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of device memory beside a program on a GPU; see `host_offload.copies`."""
+        return 0 if self.swap.mesh.devices.flat[0].platform == "cpu" else sum(self.slots) * self.num_bytes
+
     def _local(self) -> list[jax.ShapeDtypeStruct]:
         shardings = [NamedSharding(self.swap.mesh, spec) for spec in self.specs]
         return [

@@ -143,9 +143,8 @@ class Disk:
             for rank in self._ranks():
                 store = Store(self._folder.path, records.kind, rank, records.num_layers, records.format, metadata)
                 store.preallocate()
-                self.engine.add(
-                    records.kind, rank, store, in_place=records.in_place, fetched=records.fetched, stored=records.stored
-                )
+                up, down = records.slots
+                self.engine.add(records.kind, rank, store, in_place=records.in_place, up=up, down=down)
 
     # --- around programs ---------------------------------------------------------------------------------------------------
 

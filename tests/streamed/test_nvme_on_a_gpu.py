@@ -40,5 +40,6 @@ def test_records_that_cross_by_slots_and_streams_are_the_same(name, tmp_path, mo
     assert losses == expected
     toys.assert_trees_close([tree for _, tree in same], [tree for _, tree in params], atol=0)
     beside = sum(num_bytes for stream, _, num_bytes in cuda.copies if stream)
-    assert beside > 0.5 * sum(num_bytes for *_, num_bytes in cuda.copies) / 2  # half of the way is between slot and program
+    least = 0 if "update_on" in CASES[name] else 0.25  # half of a way is between slot and program
+    assert beside > least * sum(num_bytes for *_, num_bytes in cuda.copies)
     assert cuda.streams == cuda.events == {}
