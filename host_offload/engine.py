@@ -24,6 +24,7 @@ until `reset`.
 import collections
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,7 @@ Views = list[np.ndarray]
 Key = tuple[str, int]
 Mode = Literal["read", "update", "write"]
 """What is done to a borrowed record: its views are read; or read and written; or filled, whatever they hold."""
-MOST_EVENTS = 100_000  # transfers whose times are kept
+MOST_EVENTS = 100_000  # transfers and waits whose times are kept, between two calls of take_stats
 
 
 class Io(Protocol):
@@ -59,21 +60,37 @@ class Io(Protocol):
 class Event:
     """One transfer, or one wait for it.
 
+    A record that is read is waited for once, and once more for a buffer if it was not read ahead; one that is written, once for
+    its turn, and before that for a buffer unless it has one. A wait may be of no length.
+
     Attributes:
-      name: "read", "write", or "wait" of the step for either.
+      name: "read" or "write"; "read_wait" or "write_wait" of the step for either.
       kind: of the record.
       rank: position of the device in the mesh.
       layer: index of the record.
+      number: of the transfer; a wait has the number of the transfer that it is for.
       start: seconds, of `time.perf_counter`.
       seconds: how long.
+      queued: when the disk was given the transfer, seconds likewise.
+      num_bytes: moved.
+      ahead: whether a read was started before its record was asked for.
     """
 
     name: str
     kind: str
     rank: int
     layer: int
-    start: float
-    seconds: float
+    number: int
+    start: float = 0.0
+    seconds: float = 0.0
+    queued: float = 0.0
+    num_bytes: int = 0
+    ahead: bool = False
+
+    @property
+    def end(self) -> float:
+        """When it was over, seconds of `time.perf_counter`."""
+        return self.start + self.seconds
 
 
 @dataclasses.dataclass
@@ -88,6 +105,8 @@ class Stats:
       stall_seconds: time that callbacks waited, by kind.
       misses: reads that were not ahead of their use.
       most_queued: most transfers under way at one moment.
+      events: the transfers and waits that are counted here, the last MOST_EVENTS of them.
+      num_events: how many there were.
     """
 
     bytes_read: int = 0
@@ -97,6 +116,13 @@ class Stats:
     stall_seconds: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
     misses: int = 0
     most_queued: int = 0
+    events: collections.deque[Event] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MOST_EVENTS))
+    num_events: int = 0
+
+    def note(self, event: Event) -> None:
+        """Keep an event, and forget the oldest where there are too many."""
+        self.events.append(event)
+        self.num_events += 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -122,6 +148,7 @@ class _Read:
 
     buffer: np.ndarray
     done: "Future[float]"
+    event: Event
 
 
 class _Lane:
@@ -156,7 +183,7 @@ class Engine:
         self._error: SwapError | None = None
         self._stats = Stats()
         self._queued = 0
-        self._events: collections.deque[Event] = collections.deque(maxlen=MOST_EVENTS)
+        self._numbers = itertools.count(1)  # of transfers
 
     # --- what there is -----------------------------------------------------------------------------------------------------
 
@@ -261,12 +288,10 @@ class Engine:
             taken, self._stats = self._stats, Stats()
             return taken
 
-    def take_events(self) -> list[Event]:
-        """Return transfers and waits since this was last called, at most the last MOST_EVENTS."""
+    def recent_events(self) -> list[Event]:
+        """Return transfers and waits that `take_stats` has not returned yet, at most the last MOST_EVENTS."""
         with self._lock:
-            taken = list(self._events)
-            self._events.clear()
-            return taken
+            return list(self._stats.events)
 
     def close(self) -> None:
         """Wait for what is under way, and release buffers and threads."""
@@ -335,7 +360,7 @@ class Engine:
             self._give(shelf, kind, rank, buffer)
             raise
         if update:
-            self._write(lane, shelf, kind, rank, layer, buffer, None)
+            self._write(lane, shelf, Event("write", kind, rank, layer, next(self._numbers)), buffer, None)
         else:
             self._give(shelf, kind, rank, buffer)
         self._read_ahead(lane)
@@ -346,13 +371,14 @@ class Engine:
         self.check()
         lane = self._lanes[rank]
         shelf = lane.shelves[kind]
-        buffer, filled = self._empty(lane, shelf, kind, rank, layer), []
+        event = Event("write", kind, rank, layer, next(self._numbers))
+        buffer, filled = self._empty(lane, shelf, event), []
         try:
             yield shelf, buffer, filled
         except BaseException:
             shelf.writes.give(buffer)
             raise
-        self._write(lane, shelf, kind, rank, layer, buffer, filled[0] if filled else None)
+        self._write(lane, shelf, event, buffer, filled[0] if filled else None)
         self._read_ahead(lane)
 
     def skip(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> None:
@@ -387,36 +413,37 @@ class Engine:
             with lane.lock:
                 read = lane.reading.pop((kind, layer), None)
             if read is None:
-                buffer = self._waiting(kind, rank, layer, shelf.reads.take)
+                event = Event("read", kind, rank, layer, next(self._numbers))
+                buffer = self._waiting(event, shelf.reads.take)
                 with lane.lock:
-                    read = self._start_read(lane, shelf, kind, layer, buffer)
+                    read = self._start_read(lane, shelf, event, buffer)
                 with self._lock:
                     self._stats.misses += 1
         try:
             with lane.lock:
                 lane.window.advance(Move(kind, layer))
             self._read_ahead(lane)
-            self._waiting(kind, rank, layer, read.done.result)
+            self._waiting(read.event, read.done.result)
         except BaseException:
             shelf.reads.give(read.buffer)
             raise
         return read.buffer
 
-    def _empty(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int) -> np.ndarray:
-        """Return a buffer to fill."""
-        with self._wanting(lane, (kind, layer)):
-            self._forget(lane, lambda key: key == (kind, layer))
-            return self._waiting(kind, rank, layer, shelf.writes.take)
+    def _empty(self, lane: _Lane, shelf: _Shelf, event: Event) -> np.ndarray:
+        """Return a buffer to fill, for a write."""
+        record = (event.kind, event.layer)
+        with self._wanting(lane, record):
+            self._forget(lane, lambda key: key == record)
+            return self._waiting(event, shelf.writes.take)
 
-    def _write(
-        self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int, buffer: np.ndarray, filled: "Future[None] | None"
-    ) -> None:
+    def _write(self, lane: _Lane, shelf: _Shelf, event: Event, buffer: np.ndarray, filled: "Future[None] | None") -> None:
         """Start to write a record when it is its turn, and `filled` is done."""
-        self._waiting(kind, rank, layer, shelf.turns.acquire)
+        kind, layer = event.kind, event.layer
+        self._waiting(event, shelf.turns.acquire)
         with lane.lock:  # from here on a read of the record waits for this write, and what was read before is forgotten
             stale = lane.reading.pop((kind, layer), None)
             before = lane.writing.get((kind, layer))
-            done = self._transfer("write", kind, rank, layer, shelf.store, buffer, before, filled)
+            done = self._transfer(event, shelf.store, buffer, before, filled)
             lane.writing[kind, layer] = done
             lane.window.advance(Move(kind, layer, True))
 
@@ -451,8 +478,8 @@ class Engine:
                     continue
                 with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
                     buffer = shelf.reads.take(0)
-                    read = self._start_read(lane, shelf, move.kind, move.layer, buffer)
-                    lane.reading[move.kind, move.layer] = read
+                    event = Event("read", move.kind, lane.rank, move.layer, next(self._numbers), ahead=True)
+                    lane.reading[move.kind, move.layer] = self._start_read(lane, shelf, event, buffer)
             self._lift(lane)
 
     def _lift(self, lane: _Lane) -> None:
@@ -467,18 +494,15 @@ class Engine:
         except Exception as error:  # of the driver, in a thread of the disk
             self.fail(error)
 
-    def _start_read(self, lane: _Lane, shelf: _Shelf, kind: str, layer: int, buffer: np.ndarray) -> _Read:
-        after = lane.writing.get((kind, layer))
-        done = self._transfer("read", kind, lane.rank, layer, shelf.store, buffer, after)
+    def _start_read(self, lane: _Lane, shelf: _Shelf, event: Event, buffer: np.ndarray) -> _Read:
+        after = lane.writing.get((event.kind, event.layer))
+        done = self._transfer(event, shelf.store, buffer, after)
         done.add_done_callback(lambda _: self._lift(lane))
-        return _Read(buffer, done)
+        return _Read(buffer, done, event)
 
     def _transfer(
         self,
-        name: str,
-        kind: str,
-        rank: int,
-        layer: int,
+        event: Event,
         store: Store,
         buffer: np.ndarray,
         after: "Future[float] | None",
@@ -486,15 +510,18 @@ class Engine:
     ) -> "Future[float]":
         """Read or write a record: after another transfer, if one is given, and when its buffer is filled."""
         done: Future[float] = Future()
+        queued = 0.0
 
         def begin(_: Any = None) -> None:
+            nonlocal queued
             with self._lock:
+                queued = time.perf_counter()
                 self._queued += 1
                 self._stats.most_queued = max(self._stats.most_queued, self._queued)
             try:
                 if filled is not None:
                     filled.result()
-                moved = (self.io.read if name == "read" else self.io.write)(store, layer, buffer)
+                moved = (self.io.read if event.name == "read" else self.io.write)(store, event.layer, buffer)
             except Exception as error:
                 moved = Future()
                 moved.set_exception(error)
@@ -505,12 +532,12 @@ class Engine:
             with self._lock:
                 self._queued -= 1
                 if error is None:
-                    self._count(name, kind, rank, layer, moved.result(), buffer.nbytes)
+                    self._count(event, queued, moved.result(), buffer.nbytes)
             if error is None:
                 done.set_result(moved.result())
                 return
-            if name == "write" and isinstance(error, Exception):
-                self.fail(error, kind, layer)
+            if event.name == "write" and isinstance(error, Exception):
+                self.fail(error, event.kind, event.layer)
             done.set_exception(error)
 
         def order(_: Any = None) -> None:
@@ -525,26 +552,29 @@ class Engine:
             filled.add_done_callback(order)
         return done
 
-    def _count(self, name: str, kind: str, rank: int, layer: int, seconds: float, num_bytes: int) -> None:
+    def _count(self, event: Event, queued: float, seconds: float, num_bytes: int) -> None:
         stats = self._stats
-        if name == "read":
+        if event.name == "read":
             stats.bytes_read += num_bytes
             stats.read_seconds += seconds
         else:
             stats.bytes_written += num_bytes
             stats.write_seconds += seconds
-        self._events.append(Event(name, kind, rank, layer, time.perf_counter() - seconds, seconds))
+        start = max(queued, time.perf_counter() - seconds)
+        stats.note(dataclasses.replace(event, start=start, seconds=seconds, queued=queued, num_bytes=num_bytes))
 
-    def _waiting(self, kind: str, rank: int, layer: int, call: Callable[[], Any]) -> Any:
-        """Call, and count the time as a stall."""
+    def _waiting(self, event: Event, call: Callable[[], Any]) -> Any:
+        """Call, and count the time as a stall of the step for a transfer."""
         start = time.perf_counter()
         try:
             return call()
         finally:
             seconds = time.perf_counter() - start
             with self._lock:
-                self._stats.stall_seconds[kind] += seconds
-                self._events.append(Event("wait", kind, rank, layer, start, seconds))
+                self._stats.stall_seconds[event.kind] += seconds
+                self._stats.note(
+                    dataclasses.replace(event, name=f"{event.name}_wait", start=start, seconds=seconds, queued=start)
+                )
 
     def _forget(self, lane: _Lane, chosen: Callable[[Key], bool]) -> None:
         """Drop what was read ahead and is not wanted."""

@@ -11,7 +11,9 @@ again ahead of that.
 """
 
 import logging
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -19,9 +21,11 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.direct_io import DirectIo, tune
-from host_offload.engine import Engine, Event, num_buffers
+from host_offload.engine import Engine, num_buffers
 from host_offload.ops import Records, Swap
+from host_offload.perfetto import check_path
 from host_offload.read_ahead import Move
+from host_offload.recorder import Recorder
 from host_offload.store import Store, SwapFolder
 from host_offload.tensorstore_io import TensorstoreIo
 from zerojax.config import ZeroConfig
@@ -38,6 +42,7 @@ class Disk:
         self.config, self.mesh, self.swap = config, mesh, Swap(mesh)
         self.kinds: dict[str, Records] = {}
         self._folder: SwapFolder | None = None
+        self._recorder = Recorder(config.prefetch_distance)
 
     def declare(
         self,
@@ -148,13 +153,14 @@ class Disk:
 
     # --- around programs ---------------------------------------------------------------------------------------------------
 
-    def begin(self, held: Any, moves: Sequence[Move], scratch: Sequence[Records] = ()) -> None:
+    def begin(self, held: Any, moves: Sequence[Move], scratch: Sequence[Records] = (), name: str = "step") -> None:
         """Prepare for a program: make the records that live inside it, and read ahead.
 
         Args:
           held: the state that it reads, or part of one.
           moves: of the program, in order.
           scratch: kinds that the program writes before it reads them.
+          name: of the program in a trace.
 
         Raises:
           ValueError: the state is not the one on disk.
@@ -175,6 +181,7 @@ class Disk:
                 self.engine.remove(records.kind)
             self.kinds[records.kind] = records
         self._make(scratch)
+        self._recorder.begin(name, moves, self.engine)
         self.engine.begin(moves)
 
     def finish(self) -> dict[str, float]:
@@ -185,6 +192,7 @@ class Disk:
         """
         self.engine.check()
         stats = self.engine.take_stats()
+        self._recorder.finish(stats)
         return {
             "swap_read_bytes": float(stats.bytes_read),
             "swap_write_bytes": float(stats.bytes_written),
@@ -195,9 +203,16 @@ class Disk:
             "swap_most_queued": float(stats.most_queued),
         }
 
-    def events(self) -> list[Event]:
-        """Return the transfers and waits since this was last called."""
-        return self.engine.take_events()
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Return a context whose runs are drawn into a file when it ends.
+
+        Raises:
+          ValueError: the file cannot be written; or, on entering, there is another trace.
+        """
+        check_path(path)
+        first = self.mesh.devices.flat[0]
+        metadata = {"io": self.config.io, "device": first.device_kind, "mesh": dict(self.mesh.shape)}
+        return self._recorder.trace(path, lambda: self.swap.engine, metadata | {"process": jax.process_index()})
 
     def close(self) -> None:
         """Release threads and buffers, and remove the folder."""

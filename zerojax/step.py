@@ -6,7 +6,9 @@ can be built, lowered and accounted for on a mesh that is not there.
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
@@ -250,6 +252,22 @@ class Program:
             return self._streamed.schedule
         return build_schedule(self.model.num_layers if isinstance(self.model, LayeredModel) else 1)
 
+    def trace_swaps(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Return a context whose steps are drawn into a file when it ends: swapping as planned, and as it was.
+
+        Args:
+          path: of a file that Perfetto opens (https://ui.perfetto.dev); compressed if it ends in ".gz". It tells of this
+            process's devices, so processes need a file each. The layout is in `host_offload.perfetto`.
+
+        Raises:
+          ValueError: nothing rests on nvme, or the file cannot be written.
+        """
+        if self._disk is None:
+            raise ValueError(
+                "this program has nothing on nvme, and so no swapping to trace: set params, opt_state, ... to 'nvme'"
+            )
+        return self._disk.trace(path)
+
     def init(self, key: jax.Array) -> TrainState:
         """Make the state, each device its own shard.
 
@@ -275,7 +293,7 @@ class Program:
             empty = allocate_all([a for a in jax.tree.leaves(self.layout.abstract_state) if is_away(a)])
             if self._disk is None:
                 return self._init(key, order, jnp.int32(1), empty, jnp.int32(0))
-            self._disk.begin((), ())
+            self._disk.begin((), (), name="init")
             state = self._init(key, order, jnp.int32(1), empty, jnp.int32(self._disk.swap.generation))
             jax.block_until_ready(state)
             self._disk.finish()
@@ -396,7 +414,7 @@ class Program:
             plans, one = self._indices()
             if self._disk is None:
                 return self._eval(state.params, batch, plans["forward"], one)
-            self._disk.begin(state.params, self._eval_moves)
+            self._disk.begin(state.params, self._eval_moves, name="eval")
             loss = jax.block_until_ready(self._eval(state.params, batch, plans["forward"], one))
             self._disk.finish()
             return loss
@@ -522,7 +540,7 @@ class Program:
         with jax.set_mesh(self.mesh):
             if self._disk is None:
                 return read(held, *args)
-            self._disk.begin(held, ())
+            self._disk.begin(held, (), name="read")
             values = jax.block_until_ready(read(held, *args))
             self._disk.finish()
             return values
