@@ -1,5 +1,7 @@
 """The example trains, reports and samples; its text is deterministic and its iterator can be resumed."""
 
+import gzip
+import json
 import os
 import pathlib
 import re
@@ -73,7 +75,8 @@ def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path):
     swap.mkdir()
     sizes = ["--data", text, "--devices", "2", "--steps", "8", "--seq", "32", "--batch-size", "8", "--eval-every", "4"]
     lines, figures, samples = [], [], []
-    for flags in ([], ["--params", "nvme", "--opt-state", "nvme", "--swap-dir", str(swap)]):
+    trace = tmp_path / "trace.json.gz"
+    for flags in ([], ["--params", "nvme", "--opt-state", "nvme", "--swap-dir", str(swap), "--swap-trace", str(trace)]):
         log = tmp_path / f"log{len(figures)}"
         done = run(tmp_path, *sizes, "--sample-bytes", "20", *flags, "--logdir", str(log))
         assert done.returncode == 0, done.stderr
@@ -91,6 +94,9 @@ def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path):
         assert int(found[1]) <= 100
         assert float(found[2]) > 0
     assert not [path for path in swap.iterdir() if path.is_dir()]
+    drawn = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    runs = [event["name"].split()[0] for event in drawn if event.get("cat") == "steps"]
+    assert runs == ["step"] * 3 + ["eval"] * runs.count("eval")
 
 
 def test_train_gpt_joins_a_cluster(tmp_path):
@@ -123,6 +129,7 @@ def test_train_gpt_joins_a_cluster(tmp_path):
         (["--mesh", "rows=3"], "the axes are data, fsdp and tensor"),
         (["--data", "nowhere"], "not a folder"),
         (["--params", "nvme"], "swap_dir"),
+        (["--swap-trace", "trace.json"], "nothing on nvme"),
         (["--stage", "5"], "5"),
     ],
 )
