@@ -29,7 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from host_offload.engine import Event
-from host_offload.read_ahead import Move, horizon_of, ready_after
+from host_offload.read_ahead import Move, horizon_of
 
 ASKED_TOO_LATE, DISK_BUSY = "asked too late", "disk busy"
 STILL_WRITTEN, EARLIER_WRITES = "still being written", "earlier writes"
@@ -332,11 +332,12 @@ def _released(
     That is when the `distance`-th read of its kind before it has been asked for, the one before of its own record likewise, and
     its record written; within the window's horizon; and if the run before had other moves, when its run begins.
     """
-    released = {}
+    released: dict[tuple[int, int], float] = {}
+    last_write: dict[tuple[str, int], float] = {}  # of each record so far: its end
     for index, run in enumerate(runs):
-        n, horizon, after = len(run.moves), horizon_of(run.moves, distance), ready_after(run.moves)
+        n, horizon = len(run.moves), horizon_of(run.moves, distance)
         first = index - 1 if index and runs[index - 1].moves == run.moves else index
-        begin = runs[first].start if first < index else run.start
+        begin = runs[first].start
 
         def at(turn: int, index: int = index, n: int = n) -> tuple[int, int]:
             """Return (run, turn) of one counted from this run's first, which may be of the run before."""
@@ -347,18 +348,18 @@ def _released(
         of_record: dict[tuple[str, int], int] = {}
         for turn in range(lowest, n):
             move = run.moves[turn % n]
-            if move.writes:
-                continue
             before, record = reads.setdefault(move.kind, []), (move.kind, move.layer)
+            if move.writes:
+                if turn >= 0:
+                    last_write[record] = written[index, turn]
+                continue
             if turn >= 0:
                 bounds = [turn - horizon] if turn - horizon >= lowest else []
                 bounds += [before[-distance]] if 0 < distance <= len(before) else []
                 bounds += [turn] if not distance else []
                 bounds += [of_record[record]] if record in of_record else []
-                times = [begin, *(wanted[run_][turn_] for run_, turn_ in map(at, bounds))]
-                if (write := int(after[n + turn]) - n) >= lowest:
-                    times.append(written[at(write)])
-                released[index, turn] = max(times)
+                times = [wanted[run_][turn_] for run_, turn_ in map(at, bounds)]
+                released[index, turn] = max([begin, last_write.get(record, begin), *times])
             before.append(turn)
             of_record[record] = turn
     return released

@@ -42,7 +42,7 @@ def runs_of_a_program(draw):
     """Two or three runs of a step, perhaps with one of other moves between, whose waits and transfers take any time."""
     kinds = draw(st.sets(st.sampled_from(KINDS), min_size=1))
     schedule = build_schedule(
-        draw(st.integers(1, 5)),
+        draw(st.integers(1, 12)),
         draw(st.integers(0, 2)),
         tiers={kind: "nvme" if kind in kinds else "device" for kind in KINDS},
         update=draw(st.sampled_from(["after_backward", "in_backward"])),
