@@ -265,7 +265,7 @@ def plan(runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event
     while waiting or ready:
         while waiting and (waiting[0][0] <= free or not ready):
             released, key = heapq.heappop(waiting)
-            free = max(free, released) if not ready else free
+            free = max(free, released)
             heapq.heappush(ready, key)
         run, turn = heapq.heappop(ready)
         free = place(run, turn, free)

@@ -51,7 +51,11 @@ def slices(trace: dict[str, Any], track: str, process: str = "") -> list[dict[st
 
 
 def check_runs(trace: dict[str, Any], moves: dict[str, Any], ranks: list[int]) -> None:
-    """Check that every move of every run is drawn once in the plan, and once on each device."""
+    """Check that every move of every run is drawn once in the plan, and once on each device, and a late read with its cause."""
+    for rank in ranks:
+        for args in (s["args"] for s in slices(trace, "read ", f"rank {rank}") if "move" in s["args"]):
+            assert ("cause" in args) == (args["before_use_ms"] < 0)
+            assert args.get("late_ms", 0) == max(0, -args["before_use_ms"])
     assert [s["name"] for s in slices(trace, "steps")] == list(moves)
     for process in ("planned", *(f"rank {rank}" for rank in ranks)):
         drawn = slices(trace, "read ", process) + slices(trace, "write ", process)

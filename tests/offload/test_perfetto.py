@@ -1,8 +1,11 @@
 """A trace holds each transfer and each wait once, in a form that Perfetto opens; of a long one the end is kept."""
 
+import functools
 import gzip
 import json
 import logging
+import threading
+import time
 from concurrent.futures import Future
 
 import numpy as np
@@ -68,13 +71,13 @@ def test_transfers_that_overlap_have_lanes_of_their_own(events):
             assert not values or values[-1][direction] == 0
 
 
-class SlowIo:
-    """A disk in memory whose transfers end when the next one begins, or when they are let go."""
+class MemoryIo:
+    """A disk in memory, which may be slow, or broken."""
 
     def __init__(self) -> None:
         self.records: dict[int, np.ndarray] = {}
-        self.pending: list[tuple[Future, object]] = []
         self.broken = False
+        self.delay = 0.0  # seconds
 
     def read(self, store, layer, buffer):
         return self._do(lambda: np.copyto(buffer, self.records[layer]))
@@ -88,7 +91,11 @@ class SlowIo:
             done.set_exception(OSError(5, "broken"))
         else:
             work()
-            done.set_result(1e-6)
+            end = functools.partial(done.set_result, self.delay)
+            if self.delay:
+                threading.Timer(self.delay, end).start()
+            else:
+                end()
         return done
 
     def close(self):
@@ -96,9 +103,9 @@ class SlowIo:
 
 
 @pytest.fixture
-def engine(tmp_path):
+def engine(tmp_path, request):
     with SwapFolder(str(tmp_path)) as folder:
-        engine = Engine(SlowIo(), 1, pin="none")
+        engine = Engine(MemoryIo(), getattr(request, "param", 1), pin="none")
         for rank in (0, 3):
             engine.add("p", rank, Store(folder.path, "p", rank, LAYERS, FORMAT))
         for rank in (0, 3):
@@ -124,11 +131,14 @@ def step(engine, recorder, moves=MOVES, name="step"):
     return stats
 
 
+@pytest.mark.parametrize("engine", [0, 1], indirect=True)
 def test_a_trace_of_an_engine_is_what_its_statistics_say(engine, tmp_path, caplog):
-    recorder, path = Recorder(1), tmp_path / "trace.json"
+    recorder, path = Recorder(engine.distance), tmp_path / "trace.json"
     step(engine, recorder)
     with caplog.at_level(logging.INFO), recorder.trace(path, lambda: engine, {"io": "memory"}):
-        found = [step(engine, recorder), step(engine, recorder, MOVES[::2], "eval"), step(engine, recorder)]
+        found = [step(engine, recorder), step(engine, recorder, MOVES[::2], "eval")]
+        engine.io.delay = 0.02  # the last writes end after the step
+        found.append(step(engine, recorder))
     assert found[0].bytes_written == LAYERS * 2 * FORMAT.padded_bytes
     assert "ui.perfetto.dev" in caplog.text
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
@@ -136,11 +146,32 @@ def test_a_trace_of_an_engine_is_what_its_statistics_say(engine, tmp_path, caplo
     names = ["step 1", "eval 1", "step 2"]
     traces.check(trace)
     assert trace["otherData"] == {
-        "io": "memory", "prefetch_distance": 1, "runs": 3, "runs_dropped": 0, "events_dropped": 0,
+        "io": "memory", "prefetch_distance": engine.distance, "runs": 3, "runs_dropped": 0, "events_dropped": 0,
     }  # fmt: skip
     traces.check_runs(trace, dict(zip(names, (MOVES, MOVES[::2], MOVES), strict=True)), [0, 3])
     for name, stats in zip(names, found, strict=True):
         traces.check_sums(trace, name, stats.bytes_read, stats.bytes_written, sum(stats.stall_seconds.values()), stats.misses)
+
+
+@pytest.mark.parametrize("engine", [0, 1], indirect=True)
+def test_events_of_an_engine_lie_where_they_were(engine):
+    engine.io.delay = 0.02
+    began = time.perf_counter()
+    events = step(engine, Recorder(engine.distance)).events
+    waits = {e.number: e for e in events if e.name.endswith("_wait")}  # the last for each
+    transfers = [e for e in events if e.name in ("read", "write")]
+    assert sum(e.name == "read" for e in transfers) >= 2 * LAYERS
+    for e in transfers:
+        assert began <= e.queued <= e.start
+        assert e.seconds == 0.02
+        wait = waits.get(e.number)
+        if wait is not None and e.name == "read":
+            assert e.end <= wait.end
+            assert e.ahead <= engine.distance
+        elif wait is not None:
+            assert wait.end <= e.queued
+    assert engine.distance == 0 or any(e.ahead for e in transfers)
+    assert any(w.seconds > 0.01 for w in waits.values())
 
 
 def test_a_trace_ends_with_the_error_that_ends_its_steps(engine, tmp_path):
