@@ -67,20 +67,21 @@ def shapes(p: Problem) -> dict[str, tuple[int, ...]]:
     return found | {"ln_f.weight": (h,), "ln_f.bias": (h,), "head.weight": (p.vocab, h)}
 
 
+def weight(p: Problem, name: str) -> np.ndarray:
+    """Return one initial float32 parameter: norms at one, biases at zero, matrices normal with GPT-2's deviations."""
+    shape, kind = shapes(p)[name], name.split(".")[-2]
+    if name.endswith("bias"):
+        return np.zeros(shape, np.float32)
+    if kind.startswith("ln"):
+        return np.ones(shape, np.float32)
+    std = 0.02 / (2 * p.layers) ** 0.5 if kind in ("proj", "out") else 0.02
+    random = np.random.default_rng([p.seed, zlib.crc32(name.encode())])
+    return random.standard_normal(shape, dtype=np.float32) * np.float32(std)
+
+
 def weights(p: Problem) -> dict[str, np.ndarray]:
-    """Return the initial float32 parameters: norms at one, biases at zero, matrices normal with GPT-2's deviations."""
-    values = {}
-    for name, shape in shapes(p).items():
-        kind = name.split(".")[-2]
-        if name.endswith("bias"):
-            values[name] = np.zeros(shape, np.float32)
-        elif kind.startswith("ln"):
-            values[name] = np.ones(shape, np.float32)
-        else:
-            std = 0.02 / (2 * p.layers) ** 0.5 if kind in ("proj", "out") else 0.02
-            random = np.random.default_rng([p.seed, zlib.crc32(name.encode())])
-            values[name] = random.standard_normal(shape, dtype=np.float32) * np.float32(std)
-    return values
+    """Return all initial parameters by name."""
+    return {name: weight(p, name) for name in shapes(p)}
 
 
 def batches(p: Problem) -> list[tuple[np.ndarray, np.ndarray]]:
