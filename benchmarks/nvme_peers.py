@@ -13,6 +13,9 @@ so that neither a slow minute of the machine nor a faster compiler counts for ei
 O_DIRECT; the bytes in the table are those that the kernel counts at the disk for each process (/proc/self/io). Losses of all
 contenders must agree at every step, else the exit status is 1.
 
+Measure on an idle machine: where other work takes a core, torch's threads spin while they wait for each other, and plain torch
+takes many times as long, unless OMP_WAIT_POLICY=passive is set.
+
 DeepSpeed keeps activations in memory; so does the contender "state on disk", which has the same kinds of state there. "all on
 disk" has the activations there as well, and recomputes each layer from its input.
 """

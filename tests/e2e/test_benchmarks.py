@@ -1,6 +1,7 @@
 """benchmarks/step_time.py, nvme_peers.py and gpu_check.py run, agree with themselves, and fail when something is wrong."""
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -66,6 +67,12 @@ def test_nvme_peers_agree_and_leave_nothing_on_the_disk(tmp_path):
     assert [row[1] for row in rows] == [nvme_peers.BASE, "zerojax, all on disk"]
     assert all(float(row[9]) < 1e-6 for row in rows)  # the same weights, whether born in memory or on disk
     assert list(disk.iterdir()) == []
+
+
+def test_problem_in_bf16_begins_with_numbers_of_bf16():
+    half = problem.weights(dataclasses.replace(SMALL, precision="bf16"))
+    for name, value in problem.weights(SMALL).items():
+        np.testing.assert_array_equal(half[name], value.astype(jax.numpy.bfloat16).astype(np.float32))
 
 
 def test_a_model_is_born_with_the_weights_of_the_problem():
