@@ -30,6 +30,8 @@ from zerojax.host_update import HostUpdate, update_on_host
 from zerojax.layout import Layout, batch_sharding, build_layout, check_batch, explicit, named
 from zerojax.mesh import FSDP, check_mesh
 from zerojax.model import BLOCKS, LayeredModel, Model
+from zerojax.moments import keep_in_bfloat16
+from zerojax.optim import check_optimizer
 from zerojax.partition import Replicated
 from zerojax.parts import Parts, reason, update_in_parts
 from zerojax.records import Plan, index_arrays
@@ -81,6 +83,9 @@ def build_train_step(
             "does not stream: leave it None, or put params, grads, opt_state or activations of a LayeredModel elsewhere"
         )
     check_mesh(mesh)
+    check_optimizer(tx)
+    if config.moments == "bfloat16":
+        tx = keep_in_bfloat16(tx)
     with jax.set_mesh(mesh):
         program = Program(model, tx, build_layout(model, tx, config, mesh))
     if batch is not None:

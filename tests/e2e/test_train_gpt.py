@@ -41,7 +41,18 @@ def folder(tmp_path: pathlib.Path) -> str:
     [
         ["--mesh", "data=2,fsdp=2", "--precision", "bf16", "--num-microbatches", "2", *ON_HOST],
         ["--model", "unrolled", "--mesh", "fsdp=2,tensor=2", "--dropout", "0.1"],
-        ["--stage", "1", "--precision", "fp16", "--activations", "remat", "--loss-scaling.initial", "1024"],
+        [
+            "--stage",
+            "1",
+            "--precision",
+            "fp16",
+            "--moments",
+            "bfloat16",
+            "--activations",
+            "remat",
+            "--loss-scaling.initial",
+            "1024",
+        ],
     ],
 )
 def test_train_gpt_runs_on_a_folder_of_text(tmp_path, arguments):
