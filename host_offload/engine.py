@@ -35,7 +35,7 @@ import numpy as np
 from host_offload.buffers import Ring
 from host_offload.read_ahead import Move, Window
 from host_offload.store import Store
-from host_offload.swap_error import SwapError, explain
+from host_offload.swap_error import STATE_LOST, SwapError, explain
 
 Views = list[np.ndarray]
 Key = tuple[str, int]
@@ -219,7 +219,7 @@ class Engine:
           SwapError: a record could not be moved, and the state is lost.
         """
         if (error := self._error) is not None:
-            raise SwapError(str(error), file=error.file, layer=error.layer, errno=error.errno) from error
+            raise SwapError(f"{error}; {STATE_LOST}", file=error.file, layer=error.layer, errno=error.errno) from error
 
     @property
     def failed(self) -> bool:

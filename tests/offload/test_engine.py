@@ -198,7 +198,7 @@ def test_an_error_is_kept_and_nothing_runs_after_it(folder):
     assert name == "write"
     io.held = None
     for call in (lambda: put(engine, 2, 1), lambda: got(engine, 0), lambda: engine.begin(()), engine.check, engine.flush):
-        with pytest.raises(SwapError, match="no space") as error:
+        with pytest.raises(SwapError, match=r"no space; the state on the disk is lost: make one by init$") as error:
             call()
         assert (error.value.layer, error.value.errno) == (1, errno.ENOSPC)
     assert engine.failed
