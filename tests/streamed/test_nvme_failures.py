@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import disks
 import jax
 import numpy as np
 import pytest
@@ -75,12 +76,39 @@ def test_a_damaged_record_is_named_and_the_state_is_lost(tmp_path, damage, io):
         assert time.monotonic() - start < 20
         assert error.value.layer == 1
         assert error.value.file == str(record)
-        for call in (lambda: program.step(state, toys.batches(1)[0]), lambda: program.eval(state, toys.batches(1)[0])):
-            with pytest.raises((SwapError, ValueError)):
-                call()
+        assert_refused(program, state)
         found, _ = losses_of(program, program.init(jax.random.key(0)))
         assert found == expected
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def assert_refused(program, state):
+    for call in (lambda: program.step(state, toys.batches(1)[0]), lambda: program.eval(state, toys.batches(1)[0])):
+        with pytest.raises((SwapError, ValueError)):
+            call()
+
+
+@pytest.mark.parametrize("io", ["direct", "tensorstore"])
+def test_a_disk_that_is_full_in_the_middle_of_a_step(tmp_path, io):
+    """Room is reserved before: "direct" finds none where a record has lost its own, "tensorstore" as it writes a file anew."""
+    with disks.mounted(tmp_path / "small", "size=4m") as disk:
+        with build(disk, io=io) as program:
+            expected, state = losses_of(program, program.init(jax.random.key(0)))
+            program.layout.disk.engine.flush()
+            record = folder_of(disk) / "grads" / "0" / "c.1.0"  # is written in the middle, and read only after that
+            os.truncate(record, 0)
+            ballast, start = disks.fill(disk), time.monotonic()
+            with pytest.raises(SwapError, match=r"ENOSPC \(28\).*free space.*state on the disk is lost") as error:
+                program.step(state, toys.batches(1)[0])
+            assert time.monotonic() - start < 20
+            assert (error.value.errno, error.value.layer is None) == (errno.ENOSPC, False)
+            assert error.value.file == str(record) if io == "direct" else error.value.file.startswith(str(disk))
+            assert_refused(program, state)
+            with pytest.raises(SwapError, match="ENOSPC"):  # nor is there room for another
+                program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
+            ballast.unlink()
+            assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
+        assert list(disk.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
