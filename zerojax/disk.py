@@ -8,6 +8,8 @@ With the optimizer on the host, what it updates goes disk -> buffer -> disk, in 
 
 A fetch by the schedule's `distance` is one from buffers to the device; from disk to buffers the engine reads as many records
 again ahead of that.
+
+Each process has the records of its own devices, in a folder of its own. What fails in one is raised in all.
 """
 
 import logging
@@ -23,9 +25,11 @@ from host_offload.engine import Engine, Event, num_buffers
 from host_offload.ops import Records, Swap
 from host_offload.read_ahead import Move
 from host_offload.store import Store, SwapFolder
+from host_offload.swap_error import SwapError
 from host_offload.tensorstore_io import TensorstoreIo
 from zerojax.config import ZeroConfig
 from zerojax.gather import Spec
+from zerojax.processes import Together
 from zerojax.state import OnDisk
 
 logger = logging.getLogger("zerojax")
@@ -38,6 +42,7 @@ class Disk:
         self.config, self.mesh, self.swap = config, mesh, Swap(mesh)
         self.kinds: dict[str, Records] = {}
         self._folder: SwapFolder | None = None
+        self._together = Together(mesh)
 
     def declare(
         self,
@@ -86,10 +91,17 @@ class Disk:
 
         Raises:
           ValueError: it is not there, or is no folder.
-          SwapError: it cannot be written to, or another program uses it.
+          SwapError: it cannot be written to, or another program uses it; or another process failed at this.
         """
         if self._folder is not None:
             return
+        try:
+            self._together.do(self._claim)
+        except Exception:
+            self.close()
+            raise
+
+    def _claim(self) -> None:
         folder = SwapFolder(self.config.swap_dir or "", jax.process_index())
         settings = tune(folder.path)
         io = DirectIo(settings) if self.config.io == "direct" else TensorstoreIo(settings)
@@ -103,13 +115,16 @@ class Disk:
           SwapError: the disk is too small, or as `claim`.
         """
         self.claim()
-        self.engine.reset()
         self.swap.generation += 1
-        self._make([records for records in self.kinds.values() if records.is_state])
+        self._together.do(self._renew)
         logger.info(
             "nvme tier: %.2f GiB in %s, %.1f MiB of buffers", self.num_bytes / 2**30, self.config.swap_dir,
             self.engine.buffer_bytes / 2**20,
         )  # fmt: skip
+
+    def _renew(self) -> None:
+        self.engine.reset()
+        self._make([records for records in self.kinds.values() if records.is_state])
 
     def num_buffers(self, records: Records) -> int:
         """Return how many buffers a kind has on each device: to read and to write."""
@@ -153,8 +168,11 @@ class Disk:
 
         Raises:
           ValueError: the state is not the one on disk.
-          SwapError: an earlier step failed, or the disk is too small.
+          SwapError: an earlier step failed, or the disk is too small; or another process failed at this.
         """
+        self._together.do(lambda: self._begin(held, moves, scratch))
+
+    def _begin(self, held: Any, moves: Sequence[Move], scratch: Sequence[Records]) -> None:
         self.engine.check()
         leaves = jax.tree.leaves(held, is_leaf=lambda node: isinstance(node, OnDisk))
         if (leaf := next((a for a in leaves if isinstance(a, OnDisk)), None)) is not None:
@@ -176,9 +194,13 @@ class Disk:
         """Return what the program moved.
 
         Raises:
-          SwapError: a record could not be moved; the state is lost.
+          SwapError: a record could not be moved, here or by another process; the state is lost.
         """
-        self.engine.check()
+        try:
+            self._together.do(self.engine.check)
+        except SwapError as error:
+            self.engine.fail(error)  # of another process: here none was kept
+            raise
         stats = self.engine.take_stats()
         return {
             "swap_read_bytes": float(stats.bytes_read),
