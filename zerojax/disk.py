@@ -22,6 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.direct_io import DirectIo, tune
 from host_offload.engine import Engine, Event, num_buffers
+from host_offload.limits import available_bytes
 from host_offload.ops import Records, Swap
 from host_offload.read_ahead import Move
 from host_offload.store import Store, SwapFolder
@@ -91,6 +92,7 @@ class Disk:
 
         Raises:
           ValueError: it is not there, or is no folder.
+          RuntimeError: the machine has no memory for the buffers.
           SwapError: it cannot be written to, or another program uses it; or another process failed at this.
         """
         if self._folder is not None:
@@ -102,6 +104,7 @@ class Disk:
             raise
 
     def _claim(self) -> None:
+        self._check_memory([records for records in self.kinds.values() if records.is_state])
         folder = SwapFolder(self.config.swap_dir or "", jax.process_index())
         settings = tune(folder.path)
         io = DirectIo(settings) if self.config.io == "direct" else TensorstoreIo(settings)
@@ -143,9 +146,9 @@ class Disk:
         """Make files and buffers of kinds that have none."""
         assert self._folder is not None
         there = self.engine.kinds()
-        for records in wanted:
-            if records.kind in there:
-                continue
+        missing = [records for records in wanted if records.kind not in there]
+        self._check_memory(missing)
+        for records in missing:
             metadata = {
                 "specs": [str(s) for s in records.specs],
                 "mesh": dict(self.mesh.shape),
@@ -155,6 +158,20 @@ class Disk:
                 store = Store(self._folder.path, records.kind, rank, records.num_layers, records.format, metadata)
                 store.preallocate()
                 self.engine.add(records.kind, rank, store, in_place=records.in_place)
+
+    def _check_memory(self, wanted: Sequence[Records]) -> None:
+        """Raise RuntimeError where the machine has less memory left than the buffers of some kinds take."""
+        ranks, available = len(self._ranks()), available_bytes()
+        sizes = {r.kind: ranks * self.num_buffers(r) * r.num_bytes for r in wanted}
+        if available is None or (needed := sum(sizes.values())) <= available:
+            return
+        largest = max(wanted, key=lambda r: sizes[r.kind])
+        raise RuntimeError(
+            f"the nvme tier's buffers take {needed} bytes ({needed / 2**30:.1f} GiB), {self.num_buffers(largest)} x "
+            f"{largest.num_bytes} bytes x {ranks} devices of them for {largest.kind}, and the machine has {available} bytes "
+            f"({available / 2**30:.1f} GiB) available: lower prefetch_distance={self.config.prefetch_distance}, use more "
+            "devices, or make layers smaller"
+        )
 
     # --- around programs ---------------------------------------------------------------------------------------------------
 
@@ -168,6 +185,7 @@ class Disk:
 
         Raises:
           ValueError: the state is not the one on disk.
+          RuntimeError: the machine has no memory for the buffers.
           SwapError: an earlier step failed, or the disk is too small; or another process failed at this.
         """
         self._together.do(lambda: self._begin(held, moves, scratch))

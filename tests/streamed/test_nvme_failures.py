@@ -12,6 +12,7 @@ import time
 
 import disks
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
@@ -180,6 +181,19 @@ def test_a_closed_program_says_so_and_can_begin_again(tmp_path):
         program.step(state, toys.batches(1)[0])
     assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
     program.close()
+
+
+def test_buffers_that_no_memory_holds_are_refused_when_the_program_is_built(tmp_path):
+    def init_block(key):
+        return {"w": jnp.ones((1 << 21, 1 << 20))}  # 8 TiB
+
+    model = toys.layered()
+    model = zj.LayeredModel(4, model.init_embed, model.embed, init_block, lambda p, x, key: x, model.init_head, model.head)
+    config = zj.ZeroConfig(stage=3, params=DISK, opt_state=DISK, swap_dir=str(tmp_path))
+    mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    with pytest.raises(RuntimeError, match=rf"4 x {2 << 41} bytes x 4 devices.* for opt_state, .*prefetch_distance=1"):
+        zj.build_train_step(model, toys.optimizer(), config, mesh)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_swap_dir_must_be_there(tmp_path):
