@@ -9,8 +9,8 @@ Callbacks of the program ask for a record or hand one over (`host_offload.ops`),
 Buffers are fixed: of each kind on each device `distance` to read ahead, one more for the record in use, and as many to write.
 Reads are taken from one ring and writes from another. Records that are updated in place are written from the buffer into which
 they were read, so theirs is one ring of as many buffers, of which no more are being written than a ring to write would have.
-A write waits only for the disk, a read that nothing foresaw for the one record in use; if what was read ahead has all buffers, the
-last of it gives way. So nothing waits in a circle, however few buffers there are, and a full ring is a wait that is counted
+A write waits only for the disk, a read that nothing foresaw for the one record in use; if what was read ahead has all buffers,
+the last of it gives way. So nothing waits in a circle, however few buffers there are, and a full ring is a wait that is counted
 (`Stats.stall_seconds`), not an error.
 
     read of a record whose write is pending     starts when that write is done

@@ -417,26 +417,26 @@ def test_many_threads_and_a_real_disk(folder):
     engine.close()
 
 
-class SlowIo(DirectIo):
+class SlowIo:
     """A disk that takes up to two milliseconds longer, so that transfers end in any order."""
 
     def __init__(self) -> None:
-        super().__init__(IoSettings(3, 4096))
-        self._slow, self._random = ThreadPoolExecutor(4), np.random.default_rng(0)
+        self.disk, self.random = DirectIo(IoSettings(3, 4096)), np.random.default_rng(0)
+        self.late = ThreadPoolExecutor(4)
 
     def read(self, store, layer, buffer):
-        return self._slow.submit(self._late, super().read, store, layer, buffer, self._random.uniform(0, 0.002))
+        return self.late.submit(self._move, self.disk.read, store, layer, buffer, self.random.uniform(0, 0.002))
 
     def write(self, store, layer, buffer):
-        return self._slow.submit(self._late, super().write, store, layer, buffer, self._random.uniform(0, 0.002))
+        return self.late.submit(self._move, self.disk.write, store, layer, buffer, self.random.uniform(0, 0.002))
 
-    def _late(self, move, store, layer, buffer, seconds):
+    def _move(self, move, store, layer, buffer, seconds):
         time.sleep(seconds)
         return move(store, layer, buffer).result()
 
     def close(self):
-        self._slow.shutdown()
-        super().close()
+        self.late.shutdown()
+        self.disk.close()
 
 
 @pytest.mark.parametrize("fewest", [False, True], ids=["as_many_buffers_as_needed", "one_buffer_of_each_kind"])
