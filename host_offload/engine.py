@@ -9,8 +9,9 @@ Callbacks of the program ask for a record or hand one over (`host_offload.ops`),
 Buffers are fixed: of each kind on each device `distance` to read ahead, one more for the record in use, and as many to write.
 Reads are taken from one ring and writes from another. Records that are updated in place are written from the buffer into which
 they were read, so theirs is one ring of as many buffers, of which no more are being written than a ring to write would have.
-A write waits only for the disk, a read that nothing foresaw for the one record in use; so nothing waits in a circle, and a full
-ring is a wait that is counted (`Stats.stall_seconds`), not an error.
+A write waits only for the disk, a read that nothing foresaw for the one record in use; if what was read ahead has all buffers,
+the last of it gives way. So nothing waits in a circle, however few buffers there are, and a full ring is a wait that is counted
+(`Stats.stall_seconds`), not an error.
 
     read of a record whose write is pending     starts when that write is done
     write of a record that was read ahead       the read is forgotten
@@ -37,7 +38,7 @@ from host_offload.buffers import Ring
 from host_offload.copies import Copies, HostCopies
 from host_offload.read_ahead import Move, Window
 from host_offload.store import Store
-from host_offload.swap_error import SwapError, explain
+from host_offload.swap_error import STATE_LOST, SwapError, explain
 
 Views = list[np.ndarray]
 Key = tuple[str, int]
@@ -161,7 +162,7 @@ class _Lane:
         self.window = Window((), 0)
         self.reading: dict[Key, _Read] = {}
         self.writing: dict[Key, Future[float]] = {}
-        self.wanted: list[Key] = []  # records for which a callback takes a buffer: reading them ahead could take the last
+        self.wanted: list[tuple[Key, Ring]] = []  # for which a callback takes a buffer: reading ahead must leave it one
 
 
 def num_buffers(distance: int, num_layers: int, in_place: bool) -> int:
@@ -254,7 +255,7 @@ class Engine:
           SwapError: a record could not be moved, and the state is lost.
         """
         if (error := self._error) is not None:
-            raise SwapError(str(error), file=error.file, layer=error.layer, errno=error.errno) from error
+            raise SwapError(f"{error}; {STATE_LOST}", file=error.file, layer=error.layer, errno=error.errno) from error
 
     @property
     def failed(self) -> bool:
@@ -409,10 +410,11 @@ class Engine:
 
     def _read(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int) -> np.ndarray:
         """Return a buffer that holds a record."""
-        with self._wanting(lane, (kind, layer)):
+        with self._wanting(lane, (kind, layer), shelf.reads):
             with lane.lock:
                 read = lane.reading.pop((kind, layer), None)
             if read is None:
+                self._give_way(lane, shelf, kind)
                 event = Event("read", kind, rank, layer, next(self._numbers))
                 buffer = self._waiting(event, shelf.reads.take)
                 with lane.lock:
@@ -432,8 +434,10 @@ class Engine:
     def _empty(self, lane: _Lane, shelf: _Shelf, event: Event) -> np.ndarray:
         """Return a buffer to fill, for a write."""
         record = (event.kind, event.layer)
-        with self._wanting(lane, record):
+        with self._wanting(lane, record, shelf.writes):
             self._forget(lane, lambda key: key == record)
+            if shelf.reads is shelf.writes:
+                self._give_way(lane, shelf, event.kind)
             return self._waiting(event, shelf.writes.take)
 
     def _write(self, lane: _Lane, shelf: _Shelf, event: Event, buffer: np.ndarray, filled: "Future[None] | None") -> None:
@@ -461,20 +465,30 @@ class Engine:
             self._drop(lane, shelf, kind, stale)
 
     @contextlib.contextmanager
-    def _wanting(self, lane: _Lane, key: Key) -> Iterator[None]:
+    def _wanting(self, lane: _Lane, key: Key, ring: Ring) -> Iterator[None]:
         with lane.lock:
-            lane.wanted.append(key)
+            lane.wanted.append((key, ring))
         try:
             yield
         finally:
             with lane.lock:
-                lane.wanted.remove(key)
+                lane.wanted.remove((key, ring))
+
+    def _give_way(self, lane: _Lane, shelf: _Shelf, kind: str) -> None:
+        """Let go of the last record that was read ahead, if no buffer is free."""
+        with lane.lock:
+            ahead = [key for key in lane.reading if key[0] == kind]
+            spare = None if shelf.reads.free or not ahead else lane.reading.pop(ahead[-1])
+        if spare is not None:
+            self._drop(lane, shelf, kind, spare)
 
     def _read_ahead(self, lane: _Lane) -> None:
         with lane.lock:
             for move in lane.window.ahead(lane.reading.keys()):
                 shelf = lane.shelves.get(move.kind)
-                if shelf is None or not shelf.reads.free or (move.kind, move.layer) in lane.wanted:
+                if shelf is None or any(key == (move.kind, move.layer) for key, _ in lane.wanted):
+                    continue
+                if shelf.reads.free <= sum(ring is shelf.reads for _, ring in lane.wanted):
                     continue
                 with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
                     buffer = shelf.reads.take(0)

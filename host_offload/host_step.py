@@ -166,7 +166,9 @@ class HostStep:
           RuntimeError: an update failed; the state is then neither that before the step nor that after it.
         """
         if errors := self.take_errors():
-            raise RuntimeError("the optimizer's update on the host failed, and the state is lost: restore it") from errors[0]
+            raise RuntimeError(
+                "the optimizer's update on the host failed, and the state is lost: make one by init"
+            ) from errors[0]
 
     def take_errors(self) -> list[BaseException]:
         """Return the errors of the callbacks since this was last called."""

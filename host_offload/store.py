@@ -158,7 +158,7 @@ class Store:
         if not self.written[layer]:
             path = self.record_path(layer)
             raise SwapError(
-                f"{self.kind} of layer {layer}, {path}, was never written completely; initialize or restore the state",
+                f"{self.kind} of layer {layer}, {path}, was never written completely",
                 file=path,
                 layer=layer,
             )

@@ -11,21 +11,21 @@ import re
 TRUNCATED = "truncated"
 CHECKSUM = "checksum"
 
-_LOST = "the record's contents are lost, and the state with it: make one by init, or restore one"
+STATE_LOST = "the state on the disk is lost: make one by init"
 _REMEDIES: dict[int | str, str] = {
     errnos.ENOSPC: "free space on that file system, or set swap_dir to a folder of a larger disk",
     errnos.EDQUOT: "the user's disk quota is used up: free space, raise the quota, or set swap_dir to another file system",
     errnos.EFBIG: "the file is larger than this process or file system allows: raise RLIMIT_FSIZE (ulimit -f)",
-    errnos.EIO: f"the disk failed (see dmesg and smartctl): set swap_dir to another disk; {_LOST}",
-    errnos.ENOENT: f"something removed it in use: keep cleaners (tmpwatch, systemd-tmpfiles) off swap_dir; {_LOST}",
+    errnos.EIO: "the disk failed (see dmesg and smartctl): set swap_dir to another disk",
+    errnos.ENOENT: "something removed it in use: keep cleaners (tmpwatch, systemd-tmpfiles) off swap_dir",
     errnos.EROFS: "the file system is mounted read-only (a failing disk is remounted so, see dmesg): set another swap_dir",
     errnos.EACCES: "give this user the right to read, write and search that folder, or set swap_dir to one of its own",
     errnos.EPERM: "give this user the right to read, write and search that folder, or set swap_dir to one of its own",
     errnos.EMFILE: "this process has too many files open: raise the limit (ulimit -n), or look for what leaks descriptors",
     errnos.ENFILE: "the machine has too many files open: raise fs.file-max",
-    errnos.ESTALE: f"the network file system lost the file: set swap_dir to a local disk; {_LOST}",
-    TRUNCATED: f"something else changed its size: keep other programs off swap_dir; {_LOST}",
-    CHECKSUM: f"bit flipped or overwritten by something else: keep other programs off swap_dir and check the disk; {_LOST}",
+    errnos.ESTALE: "the network file system lost the file: set swap_dir to a local disk",
+    TRUNCATED: "something else changed its size: keep other programs off swap_dir",
+    CHECKSUM: "bit flipped or overwritten by something else: keep other programs off swap_dir and check the disk",
 }
 
 

@@ -145,6 +145,15 @@ def run(program: zj.Program, state: Any, data: list[Any]) -> tuple[list[float], 
     return losses, state
 
 
+def trained_bytes(program: zj.Program, itemsize: int) -> int:
+    """Return the bytes of all parameters, those that `fsdp` does not split counted on each of its devices."""
+    total = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(program.layout.abstract_params)[0]:
+        spec = program.layout.specs[jax.tree_util.keystr(path)]
+        total += leaf.size * itemsize * (program.mesh.shape["fsdp"] if spec.sharded == spec.base else 1)
+    return total
+
+
 def assert_trees_close(actual: Any, expected: Any, atol: float) -> None:
     flat, expected_flat = (jax.tree_util.tree_flatten_with_path(t)[0] for t in (actual, expected))
     assert [p for p, _ in flat] == [p for p, _ in expected_flat]

@@ -8,6 +8,8 @@ With the optimizer on the host, what it updates goes disk -> buffer -> disk, in 
 
 A fetch by the schedule's `distance` is one from buffers to the device; from disk to buffers the engine reads as many records
 again ahead of that.
+
+Each process has the records of its own devices, in a folder of its own. What fails in one is raised in all.
 """
 
 import logging
@@ -22,14 +24,17 @@ from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.direct_io import DirectIo, tune
 from host_offload.engine import Engine, num_buffers
+from host_offload.limits import available_bytes
 from host_offload.ops import Records, Swap
 from host_offload.perfetto import check_path
 from host_offload.read_ahead import Move
 from host_offload.recorder import Recorder
 from host_offload.store import Store, SwapFolder
+from host_offload.swap_error import SwapError
 from host_offload.tensorstore_io import TensorstoreIo
 from zerojax.config import ZeroConfig
 from zerojax.gather import Spec
+from zerojax.processes import Together
 from zerojax.state import OnDisk
 
 logger = logging.getLogger("zerojax")
@@ -43,6 +48,7 @@ class Disk:
         self.kinds: dict[str, Records] = {}
         self._folder: SwapFolder | None = None
         self._recorder = Recorder(config.prefetch_distance)
+        self._together = Together(mesh)
 
     def declare(
         self,
@@ -95,10 +101,19 @@ class Disk:
 
         Raises:
           ValueError: it is not there, or is no folder.
-          SwapError: it cannot be written to, or another program uses it.
+          RuntimeError: the machine has no memory for the buffers.
+          SwapError: it cannot be written to, or another program uses it; or another process failed at this.
         """
         if self._folder is not None:
             return
+        try:
+            self._together.do(self._claim)
+        except Exception:
+            self.close()
+            raise
+
+    def _claim(self) -> None:
+        self._check_memory([records for records in self.kinds.values() if records.is_state])
         folder = SwapFolder(self.config.swap_dir or "", jax.process_index())
         settings = tune(folder.path)
         io = DirectIo(settings) if self.config.io == "direct" else TensorstoreIo(settings)
@@ -112,13 +127,16 @@ class Disk:
           SwapError: the disk is too small, or as `claim`.
         """
         self.claim()
-        self.engine.reset()
         self.swap.generation += 1
-        self._make([records for records in self.kinds.values() if records.is_state])
+        self._together.do(self._renew)
         logger.info(
             "nvme tier: %.2f GiB in %s, %.1f MiB of buffers", self.num_bytes / 2**30, self.config.swap_dir,
             self.engine.buffer_bytes / 2**20,
         )  # fmt: skip
+
+    def _renew(self) -> None:
+        self.engine.reset()
+        self._make([records for records in self.kinds.values() if records.is_state])
 
     def num_buffers(self, records: Records) -> int:
         """Return how many buffers a kind has on each device: to read and to write."""
@@ -137,9 +155,9 @@ class Disk:
         """Make files and buffers of kinds that have none."""
         assert self._folder is not None
         there = self.engine.kinds()
-        for records in wanted:
-            if records.kind in there:
-                continue
+        missing = [records for records in wanted if records.kind not in there]
+        self._check_memory(missing)
+        for records in missing:
             metadata = {
                 "specs": [str(s) for s in records.specs],
                 "mesh": dict(self.mesh.shape),
@@ -150,6 +168,20 @@ class Disk:
                 store.preallocate()
                 up, down = records.slots
                 self.engine.add(records.kind, rank, store, in_place=records.in_place, up=up, down=down)
+
+    def _check_memory(self, wanted: Sequence[Records]) -> None:
+        """Raise RuntimeError where the machine has less memory left than the buffers of some kinds take."""
+        ranks, available = len(self._ranks()), available_bytes()
+        sizes = {r.kind: ranks * self.num_buffers(r) * r.num_bytes for r in wanted}
+        if available is None or (needed := sum(sizes.values())) <= available:
+            return
+        largest = max(wanted, key=lambda r: sizes[r.kind])
+        raise RuntimeError(
+            f"the nvme tier's buffers take {needed} bytes ({needed / 2**30:.1f} GiB), {self.num_buffers(largest)} x "
+            f"{largest.num_bytes} bytes x {ranks} devices of them for {largest.kind}, and the machine has {available} bytes "
+            f"({available / 2**30:.1f} GiB) available: lower prefetch_distance={self.config.prefetch_distance}, use more "
+            "devices, or make layers smaller"
+        )
 
     # --- around programs ---------------------------------------------------------------------------------------------------
 
@@ -164,8 +196,12 @@ class Disk:
 
         Raises:
           ValueError: the state is not the one on disk.
-          SwapError: an earlier step failed, or the disk is too small.
+          RuntimeError: the machine has no memory for the buffers.
+          SwapError: an earlier step failed, or the disk is too small; or another process failed at this.
         """
+        self._together.do(lambda: self._begin(held, moves, scratch, name))
+
+    def _begin(self, held: Any, moves: Sequence[Move], scratch: Sequence[Records], name: str) -> None:
         self.engine.check()
         leaves = jax.tree.leaves(held, is_leaf=lambda node: isinstance(node, OnDisk))
         if (leaf := next((a for a in leaves if isinstance(a, OnDisk)), None)) is not None:
@@ -188,9 +224,13 @@ class Disk:
         """Return what the program moved.
 
         Raises:
-          SwapError: a record could not be moved; the state is lost.
+          SwapError: a record could not be moved, here or by another process; the state is lost.
         """
-        self.engine.check()
+        try:
+            self._together.do(self.engine.check)
+        except SwapError as error:
+            self.engine.fail(error)  # of another process: here none was kept
+            raise
         stats = self.engine.take_stats()
         self._recorder.finish(stats)
         return {

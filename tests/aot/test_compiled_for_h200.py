@@ -1,6 +1,6 @@
 """Facts of programs compiled for 64 (and 512) H200s that are not there: collectives, bytes, live parameters.
 
-The model is a GPT of 3.3 B parameters in bfloat16, as a scan over layers and as 16 separate Flax blocks.
+The model is a GPT of 1.6 B parameters in bfloat16, as a scan over layers and as 8 separate Flax blocks.
 """
 
 import dataclasses
@@ -21,12 +21,18 @@ import zerojax as zj
 from zerojax import aot, hlo, memory, resident
 from zerojax.accounting import MemoryReport
 
-CONFIG = gpt.GPTConfig(layers=16, hidden=4096, heads=32, seq=512, vocab=4096, dtype=jnp.bfloat16, tied=False)
+CONFIG = gpt.GPTConfig(layers=8, hidden=4096, heads=32, seq=512, vocab=4096, dtype=jnp.bfloat16, tied=False)
 LAYER_BYTES = 2 * (12 * CONFIG.hidden**2 + 13 * CONFIG.hidden)
 pytestmark = pytest.mark.xdist_group("h200")  # tests share compiled programs, so they share a process
 KINDS = {"layered": gpt.layered_gpt, "unrolled": gpt.unrolled_gpt}
 INVOLUNTARY = "nvoluntary full rematerialization"
 GPUS = 64
+# Below stage 3 both kinds are built by the same code: of the slow one, separate blocks, stage 2 stands for what is sharded.
+STAGES = [
+    pytest.param(kind, stage, marks=[pytest.mark.exhaustive] if kind == "unrolled" and stage < 2 else [])
+    for kind in KINDS
+    for stage in (0, 1, 2, 3)
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +81,9 @@ def test_the_partitioners_warning_is_seen_when_there_is_one(capfd):
     assert INVOLUNTARY in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("stage", "gathers", "scatters", "reduces"), [(0, 0, 0, 1), (1, 1, 1, 0), (2, 1, 1, 0), (3, 2, 1, 0)])
-def test_collectives_move_2p_2p_3p_elements(capfd, kind, stage, gathers, scatters, reduces):
+@pytest.mark.parametrize(("kind", "stage"), STAGES)
+def test_collectives_move_2p_2p_3p_elements(capfd, kind, stage):
+    gathers, scatters, reduces = [(0, 0, 1), (1, 1, 0), (1, 1, 0), (2, 1, 0)][stage]
     c = compile_step(capfd, kind, stage=stage)
     moved = c.elements()
     for op, expected in (("all-gather", gathers), ("reduce-scatter", scatters), ("all-reduce", reduces)):
@@ -92,14 +98,13 @@ def test_collectives_move_2p_2p_3p_elements(capfd, kind, stage, gathers, scatter
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gathers_are_bfloat16(capfd, kind):
-    for stage in (1, 3):
+    for stage in (2, 3):
         c = compile_step(capfd, kind, stage=stage)
         wide = sum(g.num_bytes * g.times for g in hlo.collectives(c.text) if g.op == "all-gather" and g.dtype != "bf16")
         assert wide < 0.001 * CONFIG.num_params
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("kind", "stage"), STAGES)
 def test_argument_bytes_equal_the_account(capfd, kind, stage):
     c = compile_step(capfd, kind, stage=stage)
     np.testing.assert_allclose(c.stats.argument_size_in_bytes, c.report.argument_bytes, rtol=0.01)
@@ -120,7 +125,7 @@ def test_stage_3_with_remat_gathers_a_layer_at_a_time(capfd):
     c = compile_step(capfd, "layered", stage=3, activations="remat")
     assert 0 < hlo.peak_gathered_bytes(c.text) <= 1.01 * LAYER_BYTES
     np.testing.assert_allclose(c.elements()["all-gather"], 2, rtol=0.02)
-    assert c.stats.temp_size_in_bytes < 2.5 * LAYER_BYTES  # of 16 layers; activations are 64 MiB of it
+    assert c.stats.temp_size_in_bytes < 2.5 * LAYER_BYTES  # of 8 layers; activations are 32 MiB of it
 
 
 def test_remat_of_separate_blocks_keeps_what_crosses_the_cuts(capfd):

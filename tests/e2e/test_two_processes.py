@@ -1,5 +1,6 @@
-"""Two processes on one machine (jax.distributed, gloo) train as one process does."""
+"""Two processes on one machine (jax.distributed, gloo) train as one process does, and what fails in one is raised in both."""
 
+import errno
 import json
 import os
 import pathlib
@@ -8,60 +9,143 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+pytestmark = pytest.mark.xdist_group("two_processes")  # tests share what the processes found
+DAMAGED = "opt_state/{rank}/c.1.0"
 
 WORKER = """
-import json, sys
+import errno, json, os, pathlib, sys, time
 import jax
 jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
-processes, me, port, out = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+processes, me, port, out = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], pathlib.Path(sys.argv[5])
 if processes > 1:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, me)
 import toys
 import zerojax as zj
+from host_offload.swap_error import SwapError
 
 mesh = zj.make_mesh(data=2, fsdp=4)
 assert mesh.size == 8
-losses = {}
+# numpy leaves hold this process's part: rows of the first data shard, then of the second
+part = slice(me * toys.BATCH // processes, (me + 1) * toys.BATCH // processes)
+local = [{k: v[part] if getattr(v, "ndim", 0) else v for k, v in b.items()} for b in toys.batches(6)]
+found = {}
+
+
+def build(kind, swap_dir=None, **fields):
+    config = zj.ZeroConfig(stage=3, clip_norm=0.5, swap_dir=swap_dir and str(swap_dir), **fields)
+    return zj.build_train_step(getattr(toys, kind)(), toys.optimizer(), config, mesh)
+
+
+def losses_of(program, data):
+    losses, state = toys.run(program, program.init(jax.random.key(0)), data)
+    return [*losses, float(program.eval(state, data[0]))], state
+
+
 for kind in ("layered", "unrolled"):
-    config = zj.ZeroConfig(stage=3, clip_norm=0.5, num_microbatches=2)
-    program = zj.build_train_step(getattr(toys, kind)(), toys.optimizer(), config, mesh)
-    state = program.init(jax.random.key(0))
-    # numpy leaves hold this process's part: rows of the first data shard, then of the second
-    data = toys.batches(6)
-    part = slice(me * toys.BATCH // processes, (me + 1) * toys.BATCH // processes)
-    local = [{k: v[part] if getattr(v, "ndim", 0) else v for k, v in b.items()} for b in data]
-    losses[kind], state = toys.run(program, state, local)
-    losses[kind].append(float(program.eval(state, local[0])))
-json.dump(losses, open(f"{out}.{me}", "w"))
-"""
+    found[kind] = losses_of(build(kind, num_microbatches=2), local)[0]
+
+DISK = dict.fromkeys(("params", "grads", "opt_state", "activations"), "nvme")
 
 
-def launch(tmp_path: pathlib.Path, processes: int) -> list[dict[str, list[float]]]:
+def failure(what, work):
+    start = time.monotonic()
+    try:
+        work()
+    except (SwapError, ValueError) as error:
+        assert time.monotonic() - start < 20
+        found[what] = [type(error).__name__, str(error), getattr(error, "file", None), getattr(error, "errno", None)]
+
+
+def fail_in_one(program):
+    "Let the last process fail: in a step, between two steps, and where a program is built."
+    engine, last = program.layout.disk.engine, me == processes - 1
+    state, _ = program.step(program.init(jax.random.key(0)), local[0])
+    engine.flush()
+    if last:
+        (out / f"zerojax-swap-{me}" / "DAMAGED".format(rank=max(engine._lanes))).unlink()
+    failure("in a step", lambda: program.step(state, local[1]))
+    found["failed"] = engine.failed
+    failure("after it", lambda: next(program.iter_params(program_state)))
+    state, _ = program.step(program.init(jax.random.key(0)), local[0])
+    if last:
+        engine.fail(OSError(errno.EIO, ""))  # as a write does that ends after its step
+    failure("between steps", lambda: program.step(state, local[1]))
+    found["after all"] = losses_of(program, local[:3])[0]
+    program.close()
+    failure("build", lambda: build("layered", out / "nowhere" if last else out, **DISK))
+
+
+with build("layered", out, **DISK) as program:
+    found["nvme"], program_state = losses_of(program, local[:3])
+    found["folders"] = sorted(path.name for path in out.glob("zerojax-swap-[0-9]*"))
+    found["ranks"] = sorted(program.layout.disk.engine._lanes)
+    if processes > 1:
+        fail_in_one(program)
+json.dump(found, open(out / f"{me}.json", "w"))
+""".replace("DAMAGED", DAMAGED)
+
+
+def launch(folder: pathlib.Path, processes: int) -> list[dict]:
+    """Return what each process found."""
+    folder.mkdir()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    out = tmp_path / f"losses{processes}"
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(8 // processes), str(processes), str(me), port, str(out)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+            [sys.executable, "-c", WORKER, str(8 // processes), str(processes), str(me), port, str(folder)],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
         )
         for me in range(processes)
     ]  # fmt: skip
-    for worker in workers:
-        output, _ = worker.communicate(timeout=300)
-        assert worker.returncode == 0, output
-    return [json.loads(pathlib.Path(f"{out}.{me}").read_text()) for me in range(processes)]
+    try:
+        for worker in workers:
+            output, _ = worker.communicate(timeout=120)
+            assert worker.returncode == 0, output
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert not list(folder.glob("zerojax-swap-[0-9]*"))
+    return [json.loads((folder / f"{me}.json").read_text()) for me in range(processes)]
 
 
-def test_two_processes_train_the_losses_of_one(tmp_path):
-    (alone,) = launch(tmp_path, 1)
-    first, second = launch(tmp_path, 2)
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What one process finds, and what each of two does."""
+    folder = tmp_path_factory.mktemp("processes")
+    return launch(folder / "one", 1) + launch(folder / "two", 2)
+
+
+@pytest.mark.parametrize("kind", ["layered", "unrolled", "nvme"])
+def test_two_processes_train_the_losses_of_one(found, kind):
+    alone, first, second = (each[kind] for each in found)
     assert first == second
-    for kind, losses in alone.items():
-        np.testing.assert_allclose(first[kind], losses, rtol=1e-5)
-        assert losses[-1] < losses[0]
+    np.testing.assert_allclose(first, alone, rtol=1e-5)
+    assert alone[-1] < alone[0]
+
+
+def test_each_process_has_its_own_swap_folder(found):
+    alone, first, second = found
+    assert alone["folders"] == ["zerojax-swap-0"]
+    assert first["folders"] == second["folders"] == ["zerojax-swap-0", "zerojax-swap-1"]
+    assert alone["ranks"] == sorted(first["ranks"] + second["ranks"]) == list(range(8))
+
+
+def test_what_fails_in_one_process_is_raised_in_both(found):
+    _, other, failed = found
+    for what, number in (("in a step", errno.ENOENT), ("between steps", errno.EIO), ("build", None)):
+        assert other[what][0] == "SwapError"
+        assert "process 1 failed" in other[what][1]
+        assert failed[what][3] == number
+    assert failed["in a step"][2].endswith(DAMAGED.format(rank=max(failed["ranks"])))
+    assert failed["build"][0] == "ValueError"
+    assert "nowhere" in failed["build"][1]
+    for each in (other, failed):
+        assert each["failed"]
+        assert "lost: make one by init" in each["after it"][1]
+        assert each["after all"] == each["nvme"]

@@ -355,7 +355,7 @@ def test_a_flipped_bit_passes_where_it_is_not_asked(store, io):
 
 def test_a_record_that_was_never_written_is_no_zeros(store, io):
     store.preallocate()
-    with pytest.raises(SwapError, match=r"params of layer 3, .*never written.*restore"):
+    with pytest.raises(SwapError, match=r"params of layer 3, .*never written completely"):
         io.read(store, 3, random_record(store)).result(60)
 
 

@@ -17,15 +17,6 @@ def build(fields, model=None, tx=None):
     return zj.build_train_step(model or toys.layered(), tx or toys.optimizer(), config, mesh)
 
 
-def trained_bytes(program, itemsize):
-    """Bytes of all parameters, those that fsdp does not split counted on each of 4 devices."""
-    total = 0
-    for path, leaf in jax.tree_util.tree_flatten_with_path(program.layout.abstract_params)[0]:
-        spec = program.layout.specs[jax.tree_util.keystr(path)]
-        total += leaf.size * itemsize * (4 if spec.sharded == spec.base else 1)
-    return total
-
-
 @pytest.mark.parametrize(
     ("fields", "down", "up"),
     [
@@ -45,9 +36,9 @@ def test_bytes_that_cross_the_link(fields, down, up):
     for step, batch in enumerate(toys.batches(2)):
         before = (traffic.to_host, traffic.to_device)
         state, _ = program.step(state, batch)
-        assert traffic.to_host - before[0] == trained_bytes(program, down)
+        assert traffic.to_host - before[0] == toys.trained_bytes(program, down)
         first = fields.get("delayed_update") and step == 0  # nothing to install yet
-        assert traffic.to_device - before[1] == (0 if first else trained_bytes(program, up))
+        assert traffic.to_device - before[1] == (0 if first else toys.trained_bytes(program, up))
 
 
 def delayed_reference(params, data, tx):

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 
+import disks
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
@@ -75,12 +77,39 @@ def test_a_damaged_record_is_named_and_the_state_is_lost(tmp_path, damage, io):
         assert time.monotonic() - start < 20
         assert error.value.layer == 1
         assert error.value.file == str(record)
-        for call in (lambda: program.step(state, toys.batches(1)[0]), lambda: program.eval(state, toys.batches(1)[0])):
-            with pytest.raises((SwapError, ValueError)):
-                call()
+        assert_refused(program, state)
         found, _ = losses_of(program, program.init(jax.random.key(0)))
         assert found == expected
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def assert_refused(program, state):
+    for call in (lambda: program.step(state, toys.batches(1)[0]), lambda: program.eval(state, toys.batches(1)[0])):
+        with pytest.raises((SwapError, ValueError)):
+            call()
+
+
+@pytest.mark.parametrize("io", ["direct", "tensorstore"])
+def test_a_disk_that_is_full_in_the_middle_of_a_step(tmp_path, io):
+    """Room is reserved before: "direct" finds none where a record has lost its own, "tensorstore" as it writes a file anew."""
+    with disks.mounted(tmp_path / "small", "size=4m") as disk:
+        with build(disk, io=io) as program:
+            expected, state = losses_of(program, program.init(jax.random.key(0)))
+            program.layout.disk.engine.flush()
+            record = folder_of(disk) / "grads" / "0" / "c.1.0"  # is written in the middle, and read only after that
+            os.truncate(record, 0)
+            ballast, start = disks.fill(disk), time.monotonic()
+            with pytest.raises(SwapError, match=r"ENOSPC \(28\).*free space.*state on the disk is lost") as error:
+                program.step(state, toys.batches(1)[0])
+            assert time.monotonic() - start < 20
+            assert (error.value.errno, error.value.layer is None) == (errno.ENOSPC, False)
+            assert error.value.file == str(record) if io == "direct" else error.value.file.startswith(str(disk))
+            assert_refused(program, state)
+            with pytest.raises(SwapError, match="ENOSPC"):  # nor is there room for another
+                program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
+            ballast.unlink()
+            assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
+        assert list(disk.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
@@ -152,6 +181,19 @@ def test_a_closed_program_says_so_and_can_begin_again(tmp_path):
         program.step(state, toys.batches(1)[0])
     assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
     program.close()
+
+
+def test_buffers_that_no_memory_holds_are_refused_when_the_program_is_built(tmp_path):
+    def init_block(key):
+        return {"w": jnp.ones((1 << 21, 1 << 20))}  # 8 TiB
+
+    model = toys.layered()
+    model = zj.LayeredModel(4, model.init_embed, model.embed, init_block, lambda p, x, key: x, model.init_head, model.head)
+    config = zj.ZeroConfig(stage=3, params=DISK, opt_state=DISK, swap_dir=str(tmp_path))
+    mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    with pytest.raises(RuntimeError, match=rf"4 x {2 << 41} bytes x 4 devices.* for opt_state, .*prefetch_distance=1"):
+        zj.build_train_step(model, toys.optimizer(), config, mesh)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_swap_dir_must_be_there(tmp_path):

@@ -89,15 +89,6 @@ def test_any_elementwise_optimizer_runs_there(name, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def trained_bytes(program, itemsize):
-    """Bytes of all parameters, those that fsdp does not split counted on each of 4 devices."""
-    total = 0
-    for path, leaf in jax.tree_util.tree_flatten_with_path(program.layout.abstract_params)[0]:
-        spec = program.layout.specs[jax.tree_util.keystr(path)]
-        total += leaf.size * itemsize * (4 if spec.sharded == spec.base else 1)
-    return total
-
-
 def files_bytes(program, kinds):
     """Bytes of the records of some kinds, all devices together."""
     shelves = program._disk.kinds.values()
@@ -127,8 +118,8 @@ def test_the_optimizer_state_goes_to_the_disk_and_back_once_and_never_to_the_dev
             state, _ = program.step(state, batch)
             settle(engine)
             stats = engine.take_stats()
-            assert traffic.to_host - before[0] == trained_bytes(program, down)
-            assert traffic.to_device - before[1] == trained_bytes(program, up)
+            assert traffic.to_host - before[0] == toys.trained_bytes(program, down)
+            assert traffic.to_device - before[1] == toys.trained_bytes(program, up)
             assert stats.bytes_read == files_bytes(program, read)
             assert stats.bytes_written == files_bytes(program, written)
 

@@ -73,11 +73,14 @@ def test_build_refuses_by_name_what_is_not_built(fields):
         build(**fields)
 
 
-@pytest.mark.parametrize("fields", [{"opt_state": "nvme"}, {"opt_state": "pinned_host", "grads": "nvme"}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"opt_state": "nvme"}, *({name: "nvme", "opt_state": "pinned_host"} for name in ("params", "grads", "activations"))],
+)
 def test_build_refuses_a_delayed_update_with_the_nvme_tier(fields):
     name = next(name for name, tier in fields.items() if tier == "nvme")
     with pytest.raises(NotImplementedError, match=f"delayed_update=True is not built.*{name}='nvme'"):
-        build(delayed_update=True, update_on="host", params="pinned_host", swap_dir="nowhere", **fields)
+        build(delayed_update=True, update_on="host", swap_dir="nowhere", **{"params": "pinned_host", **fields})
 
 
 @pytest.mark.parametrize(
