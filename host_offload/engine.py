@@ -22,15 +22,13 @@ returns at once with zeros, and `check` raises it when the step is over. What is
 until `reset`.
 """
 
-import collections
 import contextlib
 import dataclasses
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -39,91 +37,13 @@ from host_offload.copies import Copies, HostCopies
 from host_offload.read_ahead import Move, Window
 from host_offload.store import Store
 from host_offload.swap_error import STATE_LOST, SwapError, explain
+from host_offload.swap_stats import Event, Stats
+from host_offload.transfers import Io, Transfers
 
 Views = list[np.ndarray]
 Key = tuple[str, int]
 Mode = Literal["read", "update", "write"]
 """What is done to a borrowed record: its views are read; or read and written; or filled, whatever they hold."""
-MOST_EVENTS = 100_000  # transfers and waits whose times are kept, between two calls of take_stats
-
-
-class Io(Protocol):
-    """How records are read and written: `host_offload.direct_io` or `host_offload.tensorstore_io`."""
-
-    def read(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
-
-    def write(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
-
-    def close(self) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """One transfer, or one wait for it.
-
-    A record that is read is waited for once, and once more for a buffer if it was not read ahead; one that is written, once for
-    its turn, and before that for a buffer unless it has one. A wait may be of no length.
-
-    Attributes:
-      name: "read" or "write"; "read_wait" or "write_wait" of the step for either.
-      kind: of the record.
-      rank: position of the device in the mesh.
-      layer: index of the record.
-      number: of the transfer; a wait has the number of the transfer that it is for.
-      start: seconds, of `time.perf_counter`.
-      seconds: how long.
-      queued: when the disk was given the transfer, seconds likewise.
-      num_bytes: moved.
-      ahead: whether a read was started before its record was asked for.
-    """
-
-    name: str
-    kind: str
-    rank: int
-    layer: int
-    number: int
-    start: float = 0.0
-    seconds: float = 0.0
-    queued: float = 0.0
-    num_bytes: int = 0
-    ahead: bool = False
-
-    @property
-    def end(self) -> float:
-        """When it was over, seconds of `time.perf_counter`."""
-        return self.start + self.seconds
-
-
-@dataclasses.dataclass
-class Stats:
-    """What moved since the statistics were last taken, all devices of this process summed.
-
-    Attributes:
-      bytes_read: payload and padding.
-      bytes_written: likewise.
-      read_seconds: transfers, summed, although they overlap.
-      write_seconds: likewise.
-      stall_seconds: time that callbacks waited, by kind.
-      misses: reads that were not ahead of their use.
-      most_queued: most transfers under way at one moment.
-      events: the transfers and waits that are counted here, the last MOST_EVENTS of them.
-      num_events: how many there were.
-    """
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
-    stall_seconds: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
-    misses: int = 0
-    most_queued: int = 0
-    events: collections.deque[Event] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=MOST_EVENTS))
-    num_events: int = 0
-
-    def note(self, event: Event) -> None:
-        """Keep an event, and forget the oldest where there are too many."""
-        self.events.append(event)
-        self.num_events += 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -180,10 +100,9 @@ class Engine:
         self.io, self.distance, self.copies = io, distance, copies or HostCopies()
         self.pin: Literal["lock", "cuda", "none"] = pin
         self._lanes: dict[int, _Lane] = {}
-        self._lock = threading.Lock()  # of what follows
+        self._transfers = Transfers(io, self.fail)
+        self._lock = threading.Lock()  # of the error
         self._error: SwapError | None = None
-        self._stats = Stats()
-        self._queued = 0
         self._numbers = itertools.count(1)  # of transfers
 
     # --- what there is -----------------------------------------------------------------------------------------------------
@@ -285,14 +204,11 @@ class Engine:
 
     def take_stats(self) -> Stats:
         """Return the statistics since this was last called."""
-        with self._lock:
-            taken, self._stats = self._stats, Stats()
-            return taken
+        return self._transfers.take_stats()
 
     def recent_events(self) -> list[Event]:
-        """Return transfers and waits that `take_stats` has not returned yet, at most the last MOST_EVENTS."""
-        with self._lock:
-            return list(self._stats.events)
+        """Return the transfers and waits since the statistics were last taken; they stay there."""
+        return self._transfers.recent_events()
 
     def close(self) -> None:
         """Wait for what is under way, and release buffers and threads."""
@@ -416,16 +332,15 @@ class Engine:
             if read is None:
                 self._give_way(lane, shelf, kind)
                 event = Event("read", kind, rank, layer, next(self._numbers))
-                buffer = self._waiting(event, shelf.reads.take)
+                buffer = self._transfers.waiting(event, shelf.reads.take)
                 with lane.lock:
                     read = self._start_read(lane, shelf, event, buffer)
-                with self._lock:
-                    self._stats.misses += 1
+                self._transfers.count_miss()
         try:
             with lane.lock:
                 lane.window.advance(Move(kind, layer))
             self._read_ahead(lane)
-            self._waiting(read.event, read.done.result)
+            self._transfers.waiting(read.event, read.done.result)
         except BaseException:
             shelf.reads.give(read.buffer)
             raise
@@ -438,16 +353,16 @@ class Engine:
             self._forget(lane, lambda key: key == record)
             if shelf.reads is shelf.writes:
                 self._give_way(lane, shelf, event.kind)
-            return self._waiting(event, shelf.writes.take)
+            return self._transfers.waiting(event, shelf.writes.take)
 
     def _write(self, lane: _Lane, shelf: _Shelf, event: Event, buffer: np.ndarray, filled: "Future[None] | None") -> None:
         """Start to write a record when it is its turn, and `filled` is done."""
         kind, layer = event.kind, event.layer
-        self._waiting(event, shelf.turns.acquire)
+        self._transfers.waiting(event, shelf.turns.acquire)
         with lane.lock:  # from here on a read of the record waits for this write, and what was read before is forgotten
             stale = lane.reading.pop((kind, layer), None)
             before = lane.writing.get((kind, layer))
-            done = self._transfer(event, shelf.store, buffer, before, filled)
+            done = self._transfers.start(event, shelf.store, buffer, before, filled)
             lane.writing[kind, layer] = done
             lane.window.advance(Move(kind, layer, True))
 
@@ -510,85 +425,9 @@ class Engine:
 
     def _start_read(self, lane: _Lane, shelf: _Shelf, event: Event, buffer: np.ndarray) -> _Read:
         after = lane.writing.get((event.kind, event.layer))
-        done = self._transfer(event, shelf.store, buffer, after)
+        done = self._transfers.start(event, shelf.store, buffer, after)
         done.add_done_callback(lambda _: self._lift(lane))
         return _Read(buffer, done, event)
-
-    def _transfer(
-        self,
-        event: Event,
-        store: Store,
-        buffer: np.ndarray,
-        after: "Future[float] | None",
-        filled: "Future[None] | None" = None,
-    ) -> "Future[float]":
-        """Read or write a record: after another transfer, if one is given, and when its buffer is filled."""
-        done: Future[float] = Future()
-        queued = 0.0
-
-        def begin(_: Any = None) -> None:
-            nonlocal queued
-            with self._lock:
-                queued = time.perf_counter()
-                self._queued += 1
-                self._stats.most_queued = max(self._stats.most_queued, self._queued)
-            try:
-                if filled is not None:
-                    filled.result()
-                moved = (self.io.read if event.name == "read" else self.io.write)(store, event.layer, buffer)
-            except Exception as error:
-                moved = Future()
-                moved.set_exception(error)
-            moved.add_done_callback(finish)
-
-        def finish(moved: "Future[float]") -> None:
-            error = moved.exception()
-            with self._lock:
-                self._queued -= 1
-                if error is None:
-                    self._count(event, queued, moved.result(), buffer.nbytes)
-            if error is None:
-                done.set_result(moved.result())
-                return
-            if event.name == "write" and isinstance(error, Exception):
-                self.fail(error, event.kind, event.layer)
-            done.set_exception(error)
-
-        def order(_: Any = None) -> None:
-            if after is None:
-                begin()
-            else:
-                after.add_done_callback(begin)
-
-        if filled is None:
-            order()
-        else:
-            filled.add_done_callback(order)
-        return done
-
-    def _count(self, event: Event, queued: float, seconds: float, num_bytes: int) -> None:
-        stats = self._stats
-        if event.name == "read":
-            stats.bytes_read += num_bytes
-            stats.read_seconds += seconds
-        else:
-            stats.bytes_written += num_bytes
-            stats.write_seconds += seconds
-        start = max(queued, time.perf_counter() - seconds)
-        stats.note(dataclasses.replace(event, start=start, seconds=seconds, queued=queued, num_bytes=num_bytes))
-
-    def _waiting(self, event: Event, call: Callable[[], Any]) -> Any:
-        """Call, and count the time as a stall of the step for a transfer."""
-        start = time.perf_counter()
-        try:
-            return call()
-        finally:
-            seconds = time.perf_counter() - start
-            with self._lock:
-                self._stats.stall_seconds[event.kind] += seconds
-                self._stats.note(
-                    dataclasses.replace(event, name=f"{event.name}_wait", start=start, seconds=seconds, queued=start)
-                )
 
     def _forget(self, lane: _Lane, chosen: Callable[[Key], bool]) -> None:
         """Drop what was read ahead and is not wanted."""

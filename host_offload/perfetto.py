@@ -21,8 +21,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from host_offload.engine import Event
 from host_offload.planned import Causes, Intervals, Lateness, Planned, Run, Use, plan, transfers_of, uses_of
+from host_offload.swap_stats import Event
 
 DISK, PLANNED, RANKS = 1, 2, 3
 """Process ids: of what all devices share, of the plan, of the first device."""

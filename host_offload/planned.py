@@ -28,8 +28,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from host_offload.engine import Event
 from host_offload.read_ahead import Move, horizon_of
+from host_offload.swap_stats import Event
 
 ASKED_TOO_LATE, DISK_BUSY = "asked too late", "disk busy"
 STILL_WRITTEN, EARLIER_WRITES = "still being written", "earlier writes"

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from host_offload.engine import MOST_EVENTS, Engine, Stats
+from host_offload.engine import Engine
 from host_offload.perfetto import build_trace, write_trace
 from host_offload.planned import Run
 from host_offload.read_ahead import Move
 from host_offload.swap_error import SwapError
+from host_offload.swap_stats import MOST_EVENTS, Stats
 
 logger = logging.getLogger("zerojax")
 

@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from host_offload import recorder
-from host_offload.engine import Engine, Event, Stats
+from host_offload.engine import Engine
 from host_offload.perfetto import build_trace, check_path, write_trace
 from host_offload.planned import Run
 from host_offload.read_ahead import Move
 from host_offload.recorder import Recorder
 from host_offload.store import LeafFormat, RecordFormat, Store, SwapFolder
 from host_offload.swap_error import SwapError
+from host_offload.swap_stats import Event, Stats
 
 FORMAT = RecordFormat((LeafFormat("w", (1024,), "float32"),))
 LAYERS = 4

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from host_offload.engine import Event
 from host_offload.planned import (
     ASKED_TOO_LATE,
     DISK_BUSY,
@@ -22,6 +21,7 @@ from host_offload.planned import (
 )
 from host_offload.read_ahead import Move, Window, moves_of
 from host_offload.schedule import KINDS, build_schedule
+from host_offload.swap_stats import Event
 
 SIZE = 4096
 
