@@ -16,8 +16,9 @@ contenders must agree at every step, else the exit status is 1.
 Measure on an idle machine: where other work takes a core, torch's threads spin while they wait for each other, and plain torch
 takes many times as long, unless OMP_WAIT_POLICY=passive is set.
 
-DeepSpeed keeps activations in memory; so does the contender "state on disk", which has the same kinds of state there. "all on
-disk" has the activations there as well, and recomputes each layer from its input.
+DeepSpeed keeps activations in memory. So does the contender "state on disk", whose parameters and optimizer state are there,
+and whose gradients, of a layer at a time, rest nowhere. "all on disk" has the activations there as well, and recomputes each
+layer from its input.
 """
 
 import argparse
@@ -110,10 +111,8 @@ def slowdowns(rounds: list[dict[str, Result]], name: str) -> list[float]:
 
 
 def difference(rounds: list[dict[str, Result]], name: str) -> float:
-    """Return the largest difference of a loss from the base's, relative to it; infinite where one is not finite."""
+    """Return the largest difference of a loss from the base's, relative to it; NaN where one is not finite."""
     losses = np.array([[r[name]["losses"], r[BASE]["losses"]] for r in rounds])
-    if not np.isfinite(losses).all():
-        return float("inf")
     return float(np.abs(losses[:, 0] / losses[:, 1] - 1).max())
 
 
