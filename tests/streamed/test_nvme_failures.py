@@ -21,6 +21,7 @@ import zerojax as zj
 from host_offload.store import RecordFormat
 from host_offload.swap_error import SwapError
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent

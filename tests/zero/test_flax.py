@@ -215,6 +215,7 @@ def dropout_models() -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(
     ("name", "activations"),
     [("nnx_model", "save"), ("nnx_layered", "save"), ("nnx_layered", "remat"), ("linen_layered", "remat")],
