@@ -2,6 +2,7 @@
 
     python benchmarks/equivalence.py --save benchmarks/results/NAME.md          # hours of one core; --minutes cuts it short
     python benchmarks/equivalence.py --where gather_ahead=False --jobs 2
+    python benchmarks/equivalence.py --disk --where prefetch_distance=1     # those of which something rests on disk
 
 The cases are those of tests/streamed/matrix.py, 10 steps on 4 simulated devices each, in an order shuffled by a fixed seed: a
 run that is cut short has seen an even choice of them, and the table says how many. For each value of each axis it tells the
@@ -16,30 +17,40 @@ import pathlib
 import platform
 import random
 import sys
+import tempfile
 import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "streamed"), str(ROOT / "examples")]
 
+SWAP_DIR = "ZEROJAX_EQUIVALENCE_SWAP_DIR"  # of a worker
 Case = dict[str, Any]
 Found = tuple[Case, float, float, float, float]  # case; ulp of a loss, part of a leaf, and the bounds of both
 
 
-def start() -> None:
-    """Prepare a worker."""
+def start(folder: str | None = None) -> None:
+    """Prepare a worker; `folder` is for the swap folders of all."""
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
     jax.config.update("jax_num_cpu_devices", 4)
+    if folder is not None:
+        os.environ[SWAP_DIR] = os.path.join(folder, str(os.getpid()))  # the disk is probed once for each
+        os.mkdir(os.environ[SWAP_DIR])
 
 
 def run(case: Case) -> Found:
     """Train one case."""
     import matrix
 
-    return case, *matrix.differences(case), *matrix.bounds(case)
+    return case, *matrix.differences(case, os.environ[SWAP_DIR]), *matrix.bounds(case)
+
+
+def name_of(value: Any) -> str:
+    """Return the name of a value, in the table and on the command line."""
+    return ", on ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def table(found: list[Found], total: int, command: str, seconds: float) -> str:
@@ -64,7 +75,7 @@ def table(found: list[Found], total: int, command: str, seconds: float) -> str:
         for value in dict.fromkeys(case[axis] for case, *_ in found):
             rows = [entry for entry in found if entry[0][axis] == value]
             good = sum(u <= mu and p <= mp for _, u, p, mu, mp in rows)
-            name = ", on ".join(value) if isinstance(value, tuple) else value
+            name = name_of(value)
             ulps, part = max(r[1] for r in rows), max(r[2] for r in rows)
             lines.append(f"| {axis} | {name} | {len(rows)} | {ulps:.1f} | {part:.1e} | {good} |")
     return "\n".join(lines) + "\n"
@@ -74,6 +85,7 @@ def main() -> None:
     """Run the cases and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--where", nargs="*", default=[], metavar="AXIS=VALUE", help="only cases with these values")
+    parser.add_argument("--disk", action="store_true", help="the cases of which something rests on disk, and no others")
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="leave out the first N, which another run has seen")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after this time")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
@@ -83,12 +95,18 @@ def main() -> None:
     import matrix
 
     wanted = dict(pair.split("=") for pair in options.where)
-    cases = [case for case in matrix.every_case() if all(str(case[axis]) == value for axis, value in wanted.items())]
+    cases = [case for case in matrix.every_case(options.disk) if not options.disk or matrix.DISK in case.values()]
+    cases = [case for case in cases if all(name_of(case[axis]) == value for axis, value in wanted.items())]
     random.Random(0).shuffle(cases)
     cases = cases[options.skip :]
     found: list[Found] = []
     began = time.monotonic()
-    with concurrent.futures.ProcessPoolExecutor(options.jobs, initializer=start, max_tasks_per_child=40) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ProcessPoolExecutor(
+            options.jobs, initializer=start, initargs=(folder,), max_tasks_per_child=40
+        ) as pool,
+    ):
         waiting, rest = set(), iter(cases)
         while True:
             while len(waiting) < 2 * options.jobs and time.monotonic() - began < 60 * options.minutes:

@@ -12,6 +12,7 @@ that fails, crashes or hangs leaves its rows and stops none of the others. The c
     fp32, bf16     10 steps with every mix of tiers against the resident step: losses, parameters
     activations    gradients with activations in host memory against recomputed ones
     memory         peak device memory over `program.memory` and over the compiler's own count; a process for each mix
+    nvme           10 steps with mixes on disk against the resident step; the disk's speed; time and stall of such steps
     speed          the link's bandwidth; step time of each mix over the resident step, interleaved; overlap; FSDP2 offloaded
 
 The resident step recomputes its layers, as the mixes do, so that the extra of a mix is its transfers. With c its time, b the
@@ -41,7 +42,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gpu_checks import equality, memory, slices, speed
+from gpu_checks import equality, memory, slices, speed, swap
 from gpu_checks.compiled import compile_rows
 from gpu_checks.jobs import Job, platform_name
 from gpu_checks.mixes import CPU, GPU, SMALL, Sizes
@@ -83,6 +84,7 @@ CHECKS: Mapping[str, Check] = {
         run=lambda s, _: equality.compare_jobs(equality.activation_jobs(s)), programs=equality.activation_jobs
     ),
     "memory": Check(run=lambda s, _: memory.check_memory(s), programs=memory.memory_jobs),
+    "nvme": Check(run=lambda s, _: swap.check_swap(s), programs=swap.swap_jobs),
     "speed": Check(run=speed.check_speed, programs=speed.speed_jobs, preallocates=True),
 }
 

@@ -1,22 +1,29 @@
-"""The peers: the same GPT in plain torch, FSDP2 and DeepSpeed, on CPU (gloo) or GPUs (NCCL). Run by step_time.py, gpu_check.py.
+"""The peers: the same GPT in plain torch, FSDP2 and DeepSpeed, on CPU (gloo) or GPUs (NCCL). Run by step_time.py,
+nvme_peers.py, gpu_check.py.
 
-"fsdp2-offload" is FSDP2 with parameters, gradients and optimizer state in host memory, and the optimizer run there. Needs
-torch, and deepspeed for its modes, in the environment that runs it; nothing of zerojax. Prints one JSON line.
+"fsdp2-offload" is FSDP2 with parameters, gradients and optimizer state in host memory, and the optimizer run there.
+"deepspeed3-nvme" is ZeRO-3 with parameters and optimizer state in files below --swap-dir (ZeRO-Infinity), removed at the end.
+Needs torch, and deepspeed for its modes, in the environment that runs it; nothing of zerojax. Prints one JSON line.
 """
 
 import argparse
+import contextlib
+import functools
 import json
+import math
 import os
 import sys
+import tempfile
 import time
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from problem import Problem, add_arguments, batches, from_arguments, weights
+from problem import Problem, add_arguments, batches, from_arguments, shapes, weight
 from torch import nn
 from torch.nn import functional
+from usage import disk_bytes, peak_resident_bytes
 
 
 class Block(nn.Module):
@@ -55,32 +62,63 @@ class GPT(nn.Module):
         return functional.cross_entropy(self.head(self.ln_f(x)).float().flatten(0, 1), targets.flatten())
 
 
-def make_model(p: Problem, device: torch.device) -> GPT:
-    """Return the model with the problem's initial weights."""
-    model = GPT(p)
-    with torch.no_grad():
-        values = weights(p)
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(values.pop(name)))
-    assert not values
-    return model.to(device)
+def deepspeed_config(mode: str, p: Problem, folder: str | None) -> dict[str, Any]:
+    """Return DeepSpeed's settings; `folder` is for its files, where the mode has any."""
+    zero: dict[str, Any] = {"stage": int(mode.removeprefix("deepspeed")[0]), "overlap_comm": False}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": p.batch // dist.get_world_size(),
+        "gradient_clipping": 0.0,
+        "zero_optimization": zero,
+        "bf16": {"enabled": p.precision == "bf16"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": p.learning_rate, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        },
+        "steps_per_print": 10**9,
+    }
+    if folder is None:
+        return config
+    on_disk = {"device": "nvme", "nvme_path": folder, "pin_memory": torch.cuda.is_available()}
+    largest = max(math.prod(shape) for shape in shapes(p).values())
+    zero |= {
+        "offload_optimizer": on_disk | {"buffer_count": 4},
+        # A buffer holds one parameter; max_in_cpu and max_live_parameters would keep some of them off the disk.
+        "offload_param": on_disk | {"buffer_count": 8, "buffer_size": largest, "max_in_cpu": 0},
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+        "stage3_param_persistence_threshold": 10**4,
+        "stage3_prefetch_bucket_size": 0,
+    }
+    return config | {"aio": {"block_size": 2**20, "queue_depth": 32, "single_submit": False, "overlap_events": True}}
 
 
-def make_step(mode: str, p: Problem, model: GPT, device: torch.device) -> Any:
+def make_model(p: Problem, device: torch.device, config: dict[str, Any] | None = None) -> GPT:
+    """Return the model with the problem's initial weights, and with `config` born in DeepSpeed's files."""
+    if config is None:
+        model, whole = GPT(p), contextlib.nullcontext
+    else:
+        import deepspeed  # type: ignore[import-not-found]
+
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = GPT(p)
+        whole = functools.partial(deepspeed.zero.GatheredParameters, modifier_rank=0)
+    parameters = dict(model.named_parameters())
+    assert set(parameters) == set(shapes(p))
+    for name, parameter in parameters.items():
+        with whole(parameter), torch.no_grad():
+            parameter.copy_(torch.from_numpy(weight(p, name)))
+    return model if config is not None else model.to(device)
+
+
+def make_step(mode: str, p: Problem, device: torch.device, folder: str | None) -> Any:
     """Return step(tokens, targets) -> this rank's loss."""
     adam = {"lr": p.learning_rate, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     half = p.precision == "bf16"
     if mode.startswith("deepspeed"):
         import deepspeed  # type: ignore[import-not-found]
 
-        config = {
-            "train_micro_batch_size_per_gpu": p.batch // dist.get_world_size(),
-            "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": int(mode[-1]), "overlap_comm": False},
-            "bf16": {"enabled": half},
-            "optimizer": {"type": "AdamW", "params": adam | {"betas": list(adam["betas"])}},
-            "steps_per_print": 10**9,
-        }
+        config = deepspeed_config(mode, p, folder)
+        model = make_model(p, device, config if folder is not None else None)
         engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
         def deepspeed_step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -91,6 +129,7 @@ def make_step(mode: str, p: Problem, model: GPT, device: torch.device) -> Any:
 
         return deepspeed_step
 
+    model = make_model(p, device)
     if mode.startswith("fsdp2"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -130,11 +169,21 @@ def make_step(mode: str, p: Problem, model: GPT, device: torch.device) -> Any:
 def main() -> None:
     """Run one contender and print its losses and step times."""
     parser = argparse.ArgumentParser()
-    modes = ["plain", "fsdp2", "fsdp2-offload", "deepspeed1", "deepspeed2", "deepspeed3"]
+    modes = ["plain", "fsdp2", "fsdp2-offload", "deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3-nvme"]
     parser.add_argument("--mode", choices=modes, required=True)
+    parser.add_argument("--swap-dir", help="where deepspeed3-nvme makes a folder for its files")
     add_arguments(parser)
     options = parser.parse_args()
-    p = from_arguments(options)
+    on_disk = options.mode.endswith("nvme")
+    if on_disk and options.swap_dir is None:
+        parser.error(f"--mode {options.mode} needs --swap-dir, a folder on the disk")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.swap_dir)) if on_disk else None
+        train(options.mode, from_arguments(options), folder)
+
+
+def train(mode: str, p: Problem, folder: str | None) -> None:
+    """Train, and print the result on rank 0."""
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
@@ -142,11 +191,11 @@ def main() -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    if ranks > 1 or options.mode != "plain":
+    if ranks > 1 or mode != "plain":
         dist.init_process_group("nccl" if gpu else "gloo")
-    step = make_step(options.mode, p, make_model(p, device), device)
+    step = make_step(mode, p, device, folder)
     each = p.batch // ranks
-    losses, seconds = [], []
+    losses, seconds, disk = [], [], []
     for tokens, targets in batches(p):
         rows = slice(rank * each, (rank + 1) * each)
         local = [torch.from_numpy(np.ascontiguousarray(a[rows])).to(device) for a in (tokens, targets)]
@@ -158,14 +207,23 @@ def main() -> None:
         if ranks > 1:
             dist.all_reduce(loss)
         losses.append(loss.item() / ranks)
+        disk.append(disk_bytes())
     if rank == 0:
         version = f"torch {torch.__version__}"
-        if options.mode.startswith("deepspeed"):
+        if mode.startswith("deepspeed"):
             import deepspeed  # type: ignore[import-not-found]
 
             version = f"DeepSpeed {deepspeed.__version__}"
-        peak = torch.cuda.max_memory_allocated() if gpu else None
-        print("RESULT " + json.dumps({"losses": losses, "seconds": seconds, "version": version, "peak_bytes": peak}))
+        result = {
+            "losses": losses,
+            "seconds": seconds,
+            "version": version,
+            "threads": torch.get_num_threads(),
+            "peak_bytes": torch.cuda.max_memory_allocated() if gpu else None,
+            "resident_bytes": peak_resident_bytes(),
+            "disk_bytes": disk,
+        }
+        print("RESULT " + json.dumps(result))
         sys.stdout.flush()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -67,20 +67,32 @@ def shapes(p: Problem) -> dict[str, tuple[int, ...]]:
     return found | {"ln_f.weight": (h,), "ln_f.bias": (h,), "head.weight": (p.vocab, h)}
 
 
+def weight(p: Problem, name: str) -> np.ndarray:
+    """Return one initial float32 parameter: norms at one, biases at zero, matrices normal with GPT-2's deviations.
+
+    With precision "bf16" they are numbers of bf16: DeepSpeed makes its float32 masters from the rounded weights, and masters
+    that begin between two such numbers learn faster at first.
+    """
+    shape, kind = shapes(p)[name], name.split(".")[-2]
+    if name.endswith("bias"):
+        return np.zeros(shape, np.float32)
+    if kind.startswith("ln"):
+        return np.ones(shape, np.float32)
+    std = 0.02 / (2 * p.layers) ** 0.5 if kind in ("proj", "out") else 0.02
+    random = np.random.default_rng([p.seed, zlib.crc32(name.encode())])
+    value = random.standard_normal(shape, dtype=np.float32) * np.float32(std)
+    return to_bf16(value) if p.precision == "bf16" else value
+
+
+def to_bf16(value: np.ndarray) -> np.ndarray:
+    """Return float32 numbers rounded to the nearest that bf16 has, ties to even; they stay float32."""
+    bits = value.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
 def weights(p: Problem) -> dict[str, np.ndarray]:
-    """Return the initial float32 parameters: norms at one, biases at zero, matrices normal with GPT-2's deviations."""
-    values = {}
-    for name, shape in shapes(p).items():
-        kind = name.split(".")[-2]
-        if name.endswith("bias"):
-            values[name] = np.zeros(shape, np.float32)
-        elif kind.startswith("ln"):
-            values[name] = np.ones(shape, np.float32)
-        else:
-            std = 0.02 / (2 * p.layers) ** 0.5 if kind in ("proj", "out") else 0.02
-            random = np.random.default_rng([p.seed, zlib.crc32(name.encode())])
-            values[name] = random.standard_normal(shape, dtype=np.float32) * np.float32(std)
-    return values
+    """Return all initial parameters by name."""
+    return {name: weight(p, name) for name in shapes(p)}
 
 
 def batches(p: Problem) -> list[tuple[np.ndarray, np.ndarray]]:

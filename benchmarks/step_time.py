@@ -20,11 +20,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from typing import Any
 
 import numpy as np
-from problem import Problem, add_arguments, batches, from_arguments, weights
+from problem import Problem, add_arguments, from_arguments
+from problem_in_jax import flax_tree, gpt_config, optimizer, time_steps
 
 HERE = pathlib.Path(__file__).resolve().parent
 TOLERANCE = 1e-4
@@ -35,51 +35,18 @@ BASE = "jax plain"
 # --- one contender, in a process of its own ------------------------------------------------------------------------------
 
 
-def flax_tree(p: Problem) -> Any:
-    """Return the initial weights as the parameter tree of examples/gpt.py's layered form."""
-    values = weights(p)
-    heads, width = p.heads, p.hidden // p.heads
-
-    def dense(name: str) -> dict[str, np.ndarray]:
-        w, b = values[f"{name}.weight"], values[f"{name}.bias"]
-        if name.endswith("qkv"):  # torch's rows are [3, heads, width]; the Flax block's are [heads, 3, width]
-            w = w.reshape(3, heads, width, -1).swapaxes(0, 1).reshape(w.shape)
-            b = b.reshape(3, heads, width).swapaxes(0, 1).reshape(b.shape)
-        return {"kernel": np.ascontiguousarray(w.T), "bias": b}
-
-    def norm(name: str) -> dict[str, np.ndarray]:
-        return {"scale": values[f"{name}.weight"], "bias": values[f"{name}.bias"]}
-
-    def block(i: int) -> dict[str, Any]:
-        parts = {name: dense(f"blocks.{i}.{name}") for name in ("qkv", "proj", "fc", "out")}
-        return parts | {name: norm(f"blocks.{i}.{name}") for name in ("ln1", "ln2")}
-
-    return {
-        "embed": {"token": {"embedding": values["wte.weight"]}, "position": {"embedding": values["wpe.weight"]}},
-        "blocks": {i: block(i) for i in range(p.layers)},
-        "head": {"norm": norm("ln_f"), "out": {"kernel": np.ascontiguousarray(values["head.weight"].T)}},
-    }
-
-
 def run_jax(mode: str, p: Problem, devices: int) -> dict[str, Any]:
     """Train with "plain" (one jitted program, one device), or "zero0" .. "zero3", or "zero3-unrolled"."""
     import jax
 
     jax.config.update("jax_num_cpu_devices", devices)
-    sys.path.insert(0, str(HERE.parent / "examples"))
     import gpt
     import jax.numpy as jnp
     import optax
 
     import zerojax as zj
 
-    half = p.precision == "bf16"
-    c = gpt.GPTConfig(
-        layers=p.layers, hidden=p.hidden, heads=p.heads, seq=p.seq, vocab=p.vocab, tied=False,
-        dtype=jnp.bfloat16 if half else jnp.float32,
-    )  # fmt: skip
-    tx = optax.adamw(p.learning_rate, b2=0.95, weight_decay=0.1)
-    tree = flax_tree(p)
+    c, tx, tree = gpt_config(p), optimizer(p), flax_tree(p)
     if mode == "plain":
         loss = gpt.unrolled_gpt(c).loss
         master = jax.device_put(tree)
@@ -105,22 +72,7 @@ def run_jax(mode: str, p: Problem, devices: int) -> dict[str, Any]:
         masters = None if state.master is None else jax.tree.map(lambda a, s: jax.device_put(a, s.sharding), tree, state.master)
         state = dataclasses.replace(state, params=params, master=masters)
         step = program.step
-    losses, seconds = [], []
-    for tokens, targets in batches(p):
-        batch = {"tokens": tokens.astype(np.int32), "targets": targets.astype(np.int32)}
-        start = time.perf_counter()
-        state, metrics = step(state, batch)
-        jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - start)
-        losses.append(float(metrics["loss"]))
-    device = jax.devices()[0]
-    version = f"jax {jax.__version__}"
-    return {
-        "losses": losses,
-        "seconds": seconds,
-        "version": version,
-        "hardware": f"{len(jax.devices())} x {device.device_kind}",
-    }
+    return time_steps(step, state, p)
 
 
 # --- all contenders, in rounds -------------------------------------------------------------------------------------------

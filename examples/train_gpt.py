@@ -7,9 +7,10 @@
 
 With no arguments the text is the source of the Python standard library, as bytes, and a small GPT is trained at ZeRO stage 3.
 Every field of `zerojax.ZeroConfig` is an option. Where states rest on a disk, a line of progress tells for how much of the time
-the step waited for it.
+the step waited for it, and `--swap-trace FILE` draws the last steps' reads and writes for https://ui.perfetto.dev.
 """
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -30,6 +31,7 @@ from text_data import batches, load_corpus, validation_batches
 
 import zerojax as zj
 
+TRACED_STEPS = 3
 PEAK_FLOPS = {  # dense FLOP/s in 16 bits, by jax's device_kind; vendors' data sheets
     "NVIDIA H200": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -63,6 +65,7 @@ class Options:
       sample_bytes: bytes of text to generate at the end, with all parameters on the device; 0 where they do not fit there.
       prompt: how that text begins.
       logdir: folder of the TensorBoard event files.
+      swap_trace: file for a trace of the last TRACED_STEPS steps' swapping, such as trace.json.gz; of the first process.
     """
 
     zero: Annotated[zj.ZeroConfig, tyro.conf.arg(name="")] = dataclasses.field(
@@ -85,6 +88,7 @@ class Options:
     sample_bytes: int = 300
     prompt: str = "def "
     logdir: str = "runs/gpt"
+    swap_trace: str | None = None
 
 
 # --- the machine ---------------------------------------------------------------------------------------------------------
@@ -202,6 +206,7 @@ def run(options: Options, c: gpt.GPTConfig, program: zj.Program) -> dict[str, fl
     if options.batch_size % processes:
         raise ValueError(f"--batch-size {options.batch_size} does not divide by {processes} processes")
     console = Console(quiet=me != 0, highlight=False, width=None if sys.stdout.isatty() else 140)
+    trace = program.trace_swaps(options.swap_trace) if options.swap_trace and me == 0 else contextlib.nullcontext()
 
     text, held_text = load_corpus(options.data)
     local = options.batch_size // processes
@@ -232,10 +237,13 @@ def run(options: Options, c: gpt.GPTConfig, program: zj.Program) -> dict[str, fl
             for name, value in metrics.items():
                 writer.add_scalar(name, value, step)
 
-    with Progress(*columns, console=console, disable=me != 0 or not sys.stdout.isatty()) as progress:
+    show = Progress(*columns, console=console, disable=me != 0 or not sys.stdout.isatty())
+    with show as progress, contextlib.ExitStack() as last_steps:
         bar = progress.add_task("compiling", total=options.steps)
         since, counted, swapped = time.monotonic(), 0, Swapped()
         for step in range(1, options.steps + 1):
+            if step == max(1, options.steps + 1 - TRACED_STEPS):
+                last_steps.enter_context(trace)
             state, metrics = program.step(state, next(data))
             values = {f"train/{name}": float(value) for name, value in metrics.items()}  # waits for the step
             counted += 1

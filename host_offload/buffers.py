@@ -8,16 +8,17 @@ whoever asks waits, so that a slow disk slows the step and grows no memory.
 
 import ctypes
 import functools
-import importlib
 import logging
 import mmap
 import os
 import resource
 import threading
 import time
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+
+from host_offload.cuda_driver import driver
 
 logger = logging.getLogger(__name__)
 
@@ -96,61 +97,6 @@ def _warn_unlocked(num_bytes: int, reason: str) -> None:
     )
 
 
-def register_with_gpu(buffer: np.ndarray) -> None:
-    """Page-lock a buffer with the CUDA driver, for every context of the process: copies to a GPU then run asynchronously.
-
-    A CUDA context must be current or JAX's must exist: the primary context of GPU 0 is made current if none is.
-
-    Raises:
-      NotImplementedError: the package cuda-bindings is missing.
-      RuntimeError: the driver refuses.
-    """
-    driver = _driver()
-    _ensure_context(driver)
-    _check(
-        driver,
-        "cuMemHostRegister",
-        driver.cuMemHostRegister(buffer.ctypes.data, buffer.nbytes, driver.CU_MEMHOSTREGISTER_PORTABLE),
-    )
-
-
-def unregister(buffer: np.ndarray) -> None:
-    """Undo `register_with_gpu`; copies from or to the buffer must be done.
-
-    Raises:
-      RuntimeError: it is not registered.
-    """
-    driver = _driver()
-    _ensure_context(driver)
-    _check(driver, "cuMemHostUnregister", driver.cuMemHostUnregister(buffer.ctypes.data))
-
-
-def _driver() -> Any:
-    try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise NotImplementedError(
-            "the nvme tier on a GPU needs the package cuda-bindings to register its buffers with the driver: "
-            "pip install 'zerojax[cuda]', or pip install cuda-bindings"
-        ) from error
-
-
-def _ensure_context(driver: Any) -> None:
-    _check(driver, "cuInit", driver.cuInit(0))
-    current = _check(driver, "cuCtxGetCurrent", driver.cuCtxGetCurrent())
-    if int(current) == 0:
-        device = _check(driver, "cuDeviceGet", driver.cuDeviceGet(0))
-        context = _check(driver, "cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
-        _check(driver, "cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
-
-
-def _check(driver: Any, name: str, result: Any) -> Any:
-    status, *rest = result
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"{name} failed with {status.name} ({int(status)})")
-    return rest[0] if rest else None
-
-
 class Ring:
     """A fixed number of buffers of one size, handed out and given back by any thread; a context manager.
 
@@ -171,7 +117,7 @@ class Ring:
         Raises:
           ValueError: a size below 1, or an unknown `pin`.
           MemoryError: there is not so much memory.
-          NotImplementedError, RuntimeError: as `register_with_gpu`.
+          NotImplementedError, RuntimeError: as `host_offload.cuda_driver`, with pin="cuda".
         """
         if num_buffers < 1 or pin not in ("lock", "cuda", "none"):
             raise ValueError(f"num_buffers={num_buffers}, pin={pin!r}: 1 or more, and 'lock', 'cuda' or 'none' are needed")
@@ -186,7 +132,7 @@ class Ring:
         if pin == "cuda":
             try:
                 for buffer in self._free:
-                    register_with_gpu(buffer)
+                    driver().register(buffer)
                     self._registered.append(buffer)
             except BaseException:
                 self.close()
@@ -266,7 +212,7 @@ class Ring:
         kept = [b for b in self._registered if b is not buffer]
         if len(kept) < len(self._registered):
             self._registered = kept
-            unregister(buffer)
+            driver().unregister(buffer)
 
     def __enter__(self) -> "Ring":
         return self

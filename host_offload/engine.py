@@ -22,81 +22,28 @@ returns at once with zeros, and `check` raises it when the step is over. What is
 until `reset`.
 """
 
-import collections
 import contextlib
 import dataclasses
+import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from host_offload.buffers import Ring
+from host_offload.copies import Copies, HostCopies
 from host_offload.read_ahead import Move, Window
 from host_offload.store import Store
 from host_offload.swap_error import STATE_LOST, SwapError, explain
+from host_offload.swap_stats import Event, Stats
+from host_offload.transfers import Io, Transfers
 
 Views = list[np.ndarray]
 Key = tuple[str, int]
 Mode = Literal["read", "update", "write"]
 """What is done to a borrowed record: its views are read; or read and written; or filled, whatever they hold."""
-MOST_EVENTS = 100_000  # transfers whose times are kept
-
-
-class Io(Protocol):
-    """How records are read and written: `host_offload.direct_io` or `host_offload.tensorstore_io`."""
-
-    def read(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
-
-    def write(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
-
-    def close(self) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """One transfer, or one wait for it.
-
-    Attributes:
-      name: "read", "write", or "wait" of the step for either.
-      kind: of the record.
-      rank: position of the device in the mesh.
-      layer: index of the record.
-      start: seconds, of `time.perf_counter`.
-      seconds: how long.
-    """
-
-    name: str
-    kind: str
-    rank: int
-    layer: int
-    start: float
-    seconds: float
-
-
-@dataclasses.dataclass
-class Stats:
-    """What moved since the statistics were last taken, all devices of this process summed.
-
-    Attributes:
-      bytes_read: payload and padding.
-      bytes_written: likewise.
-      read_seconds: transfers, summed, although they overlap.
-      write_seconds: likewise.
-      stall_seconds: time that callbacks waited, by kind.
-      misses: reads that were not ahead of their use.
-      most_queued: most transfers under way at one moment.
-    """
-
-    bytes_read: int = 0
-    bytes_written: int = 0
-    read_seconds: float = 0.0
-    write_seconds: float = 0.0
-    stall_seconds: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
-    misses: int = 0
-    most_queued: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -122,13 +69,15 @@ class _Read:
 
     buffer: np.ndarray
     done: "Future[float]"
+    event: Event
 
 
 class _Lane:
     """One device's records. Its attributes are guarded by `lock`."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.lock = threading.RLock()  # a read may be done before the call that starts it returns
         self.shelves: dict[str, _Shelf] = {}
         self.window = Window((), 0)
         self.reading: dict[Key, _Read] = {}
@@ -144,20 +93,21 @@ def num_buffers(distance: int, num_layers: int, in_place: bool) -> int:
 class Engine:
     """Moves the records of this process's devices."""
 
-    def __init__(self, io: Io, distance: int, pin: Literal["lock", "cuda", "none"] = "lock") -> None:
-        """Use `io`, which is closed with the engine, and read `distance` records of a kind ahead."""
-        self.io, self.distance = io, distance
+    def __init__(
+        self, io: Io, distance: int, pin: Literal["lock", "cuda", "none"] = "lock", copies: Copies | None = None
+    ) -> None:
+        """Use `io` and `copies`, which are closed with the engine, and read `distance` records of a kind ahead."""
+        self.io, self.distance, self.copies = io, distance, copies or HostCopies()
         self.pin: Literal["lock", "cuda", "none"] = pin
         self._lanes: dict[int, _Lane] = {}
-        self._lock = threading.Lock()  # of what follows
+        self._transfers = Transfers(io, self.fail)
+        self._lock = threading.Lock()  # of the error
         self._error: SwapError | None = None
-        self._stats = Stats()
-        self._queued = 0
-        self._events: collections.deque[Event] = collections.deque(maxlen=MOST_EVENTS)
+        self._numbers = itertools.count(1)  # of transfers
 
     # --- what there is -----------------------------------------------------------------------------------------------------
 
-    def add(self, kind: str, rank: int, store: Store, *, in_place: bool = False) -> None:
+    def add(self, kind: str, rank: int, store: Store, *, in_place: bool = False, up: bool = True, down: bool = True) -> None:
         """Take over the records of a kind on a device, and make their buffers.
 
         Args:
@@ -165,12 +115,15 @@ class Engine:
           rank: position of the device in the mesh.
           store: the records.
           in_place: they are updated in the buffers into which they are read.
+          up: copies to the device run ahead of the program.
+          down: copies from the device run behind it.
         """
-        lane = self._lanes.setdefault(rank, _Lane())
+        lane = self._lanes.setdefault(rank, _Lane(rank))
         count, size = num_buffers(self.distance, store.num_layers, in_place), store.format.padded_bytes
         reads = Ring(count if in_place else count // 2, size, pin=self.pin)
         writes = reads if in_place else Ring(count // 2, size, pin=self.pin)
         shelf = _Shelf(store, reads, writes, threading.Semaphore(self.distance + 1))
+        self.copies.add(kind, rank, size, up=up, down=down)
         with lane.lock:
             lane.shelves[kind] = shelf
 
@@ -182,6 +135,7 @@ class Engine:
             with lane.lock:
                 shelf = lane.shelves.pop(kind, None)
             if shelf is not None:
+                self.copies.remove(kind)
                 shelf.reads.close()
                 shelf.writes.close()
 
@@ -205,13 +159,13 @@ class Engine:
           SwapError: an earlier step failed.
         """
         self.check()
-        for rank, lane in self._lanes.items():
+        for lane in self._lanes.values():
             window = Window(moves, self.distance)
             soon = {(m.kind, m.layer) for m in window.ahead(())}
             self._forget(lane, lambda key, soon=soon: key not in soon)
             with lane.lock:
                 lane.window = window
-            self._read_ahead(lane, rank)
+            self._read_ahead(lane)
 
     def check(self) -> None:
         """Raise the first error.
@@ -250,16 +204,11 @@ class Engine:
 
     def take_stats(self) -> Stats:
         """Return the statistics since this was last called."""
-        with self._lock:
-            taken, self._stats = self._stats, Stats()
-            return taken
+        return self._transfers.take_stats()
 
-    def take_events(self) -> list[Event]:
-        """Return transfers and waits since this was last called, at most the last MOST_EVENTS."""
-        with self._lock:
-            taken = list(self._events)
-            self._events.clear()
-            return taken
+    def recent_events(self) -> list[Event]:
+        """Return the transfers and waits since the statistics were last taken; they stay there."""
+        return self._transfers.recent_events()
 
     def close(self) -> None:
         """Wait for what is under way, and release buffers and threads."""
@@ -268,6 +217,7 @@ class Engine:
         for kind in self.kinds():
             self.remove(kind)
         self._lanes.clear()
+        self.copies.close()
         self.io.close()
 
     # --- inside a program --------------------------------------------------------------------------------------------------
@@ -278,17 +228,17 @@ class Engine:
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
         """
-        with self.borrow(kind, rank, layer) as views:
-            use(views)
+        with self._reading(kind, rank, layer) as (shelf, buffer):
+            use(shelf.store.format.views(buffer))
 
-    def store(self, kind: str, rank: int, layer: int, fill: Callable[[Views], None]) -> None:
-        """Write a record whose leaves `fill` puts in place; returns when they are copied.
+    def store(self, kind: str, rank: int, layer: int, fill: "Callable[[Views], Future[None] | None]") -> None:
+        """Write a record whose leaves `fill` puts in place, at once or, where it returns a future, until that is done.
 
         Raises:
           SwapError: an earlier move failed.
         """
-        with self.borrow(kind, rank, layer, "write") as views:
-            fill(views)
+        with self._writing(kind, rank, layer) as (shelf, buffer, filled):
+            filled.append(fill(shelf.store.format.views(buffer)))
 
     @contextlib.contextmanager
     def borrow(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> Iterator[Views]:
@@ -305,22 +255,48 @@ class Engine:
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
         """
+        if mode == "write":
+            with self._writing(kind, rank, layer) as (shelf, buffer, _):
+                yield shelf.store.format.views(buffer)
+            return
+        with self._reading(kind, rank, layer, update=mode == "update") as (shelf, buffer):
+            self.copies.drop(kind, rank, buffer)
+            yield shelf.store.format.views(buffer)
+
+    @contextlib.contextmanager
+    def _reading(self, kind: str, rank: int, layer: int, update: bool = False) -> Iterator[tuple[_Shelf, np.ndarray]]:
+        """Lend a buffer that holds a record, and give it back, or write it."""
         self.check()
         lane = self._lanes[rank]
         shelf = lane.shelves[kind]
-        assert mode != "update" or shelf.reads is shelf.writes, f"{kind} was not added to be updated in place"
-        ring = shelf.writes if mode == "write" else shelf.reads
-        buffer = self._empty(lane, shelf, kind, rank, layer) if mode == "write" else self._read(lane, shelf, kind, rank, layer)
+        assert not update or shelf.reads is shelf.writes, f"{kind} was not added to be updated in place"
+        buffer = self._read(lane, shelf, kind, rank, layer)
         try:
-            yield shelf.store.format.views(buffer)
+            yield shelf, buffer
         except BaseException:
-            ring.give(buffer)
+            self._give(shelf, kind, rank, buffer)
             raise
-        if mode == "read":
-            ring.give(buffer)
+        if update:
+            self._write(lane, shelf, Event("write", kind, rank, layer, next(self._numbers)), buffer, None)
         else:
-            self._write(lane, shelf, kind, rank, layer, buffer)
-        self._read_ahead(lane, rank)
+            self._give(shelf, kind, rank, buffer)
+        self._read_ahead(lane)
+
+    @contextlib.contextmanager
+    def _writing(self, kind: str, rank: int, layer: int) -> "Iterator[tuple[_Shelf, np.ndarray, list[Future[None] | None]]]":
+        """Lend a buffer to fill, and write it when what is put in the list is done."""
+        self.check()
+        lane = self._lanes[rank]
+        shelf = lane.shelves[kind]
+        event = Event("write", kind, rank, layer, next(self._numbers))
+        buffer, filled = self._empty(lane, shelf, event), []
+        try:
+            yield shelf, buffer, filled
+        except BaseException:
+            shelf.writes.give(buffer)
+            raise
+        self._write(lane, shelf, event, buffer, filled[0] if filled else None)
+        self._read_ahead(lane)
 
     def skip(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> None:
         """Expect the moves of a record no longer that would come now: nothing is done to it in this step.
@@ -335,7 +311,7 @@ class Engine:
         with lane.lock:
             for writes in {"read": (False,), "update": (False, True), "write": (True,)}[mode]:
                 lane.window.advance(Move(kind, layer, writes))
-        self._read_ahead(lane, rank)
+        self._read_ahead(lane)
 
     def fail(self, error: Exception, kind: str = "", layer: int | None = None) -> None:
         """Keep an error for `check`."""
@@ -355,36 +331,38 @@ class Engine:
                 read = lane.reading.pop((kind, layer), None)
             if read is None:
                 self._give_way(lane, shelf, kind)
-                buffer = self._waiting(kind, rank, layer, shelf.reads.take)
+                event = Event("read", kind, rank, layer, next(self._numbers))
+                buffer = self._transfers.waiting(event, shelf.reads.take)
                 with lane.lock:
-                    read = self._start_read(lane, shelf, kind, rank, layer, buffer)
-                with self._lock:
-                    self._stats.misses += 1
+                    read = self._start_read(lane, shelf, event, buffer)
+                self._transfers.count_miss()
         try:
             with lane.lock:
                 lane.window.advance(Move(kind, layer))
-            self._read_ahead(lane, rank)
-            self._waiting(kind, rank, layer, read.done.result)
+            self._read_ahead(lane)
+            self._transfers.waiting(read.event, read.done.result)
         except BaseException:
             shelf.reads.give(read.buffer)
             raise
         return read.buffer
 
-    def _empty(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int) -> np.ndarray:
-        """Return a buffer to fill."""
-        with self._wanting(lane, (kind, layer), shelf.writes):
-            self._forget(lane, lambda key: key == (kind, layer))
+    def _empty(self, lane: _Lane, shelf: _Shelf, event: Event) -> np.ndarray:
+        """Return a buffer to fill, for a write."""
+        record = (event.kind, event.layer)
+        with self._wanting(lane, record, shelf.writes):
+            self._forget(lane, lambda key: key == record)
             if shelf.reads is shelf.writes:
-                self._give_way(lane, shelf, kind)
-            return self._waiting(kind, rank, layer, shelf.writes.take)
+                self._give_way(lane, shelf, event.kind)
+            return self._transfers.waiting(event, shelf.writes.take)
 
-    def _write(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int, buffer: np.ndarray) -> None:
-        """Start to write a record, when it is its turn."""
-        self._waiting(kind, rank, layer, shelf.turns.acquire)
+    def _write(self, lane: _Lane, shelf: _Shelf, event: Event, buffer: np.ndarray, filled: "Future[None] | None") -> None:
+        """Start to write a record when it is its turn, and `filled` is done."""
+        kind, layer = event.kind, event.layer
+        self._transfers.waiting(event, shelf.turns.acquire)
         with lane.lock:  # from here on a read of the record waits for this write, and what was read before is forgotten
             stale = lane.reading.pop((kind, layer), None)
             before = lane.writing.get((kind, layer))
-            done = self._transfer("write", kind, rank, layer, shelf.store, buffer, before)
+            done = self._transfers.start(event, shelf.store, buffer, before, filled)
             lane.writing[kind, layer] = done
             lane.window.advance(Move(kind, layer, True))
 
@@ -395,11 +373,11 @@ class Engine:
             shelf.turns.release()
             shelf.writes.give(buffer)
             if shelf.reads is shelf.writes:  # there may be a read that found no buffer
-                self._read_ahead(lane, rank)
+                self._read_ahead(lane)
 
         done.add_done_callback(release)
         if stale is not None:
-            self._drop(shelf, stale)
+            self._drop(lane, shelf, kind, stale)
 
     @contextlib.contextmanager
     def _wanting(self, lane: _Lane, key: Key, ring: Ring) -> Iterator[None]:
@@ -417,9 +395,9 @@ class Engine:
             ahead = [key for key in lane.reading if key[0] == kind]
             spare = None if shelf.reads.free or not ahead else lane.reading.pop(ahead[-1])
         if spare is not None:
-            self._drop(shelf, spare)
+            self._drop(lane, shelf, kind, spare)
 
-    def _read_ahead(self, lane: _Lane, rank: int) -> None:
+    def _read_ahead(self, lane: _Lane) -> None:
         with lane.lock:
             for move in lane.window.ahead(lane.reading.keys()):
                 shelf = lane.shelves.get(move.kind)
@@ -429,80 +407,44 @@ class Engine:
                     continue
                 with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
                     buffer = shelf.reads.take(0)
-                    lane.reading[move.kind, move.layer] = self._start_read(lane, shelf, move.kind, rank, move.layer, buffer)
+                    event = Event("read", move.kind, lane.rank, move.layer, next(self._numbers), ahead=True)
+                    lane.reading[move.kind, move.layer] = self._start_read(lane, shelf, event, buffer)
+            self._lift(lane)
 
-    def _start_read(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int, buffer: np.ndarray) -> _Read:
-        after = lane.writing.get((kind, layer))
-        return _Read(buffer, self._transfer("read", kind, rank, layer, shelf.store, buffer, after))
-
-    def _transfer(
-        self, name: str, kind: str, rank: int, layer: int, store: Store, buffer: np.ndarray, after: "Future[float] | None"
-    ) -> "Future[float]":
-        """Read or write a record, after another transfer is done if one is given."""
-        done: Future[float] = Future()
-
-        def begin(_: Any = None) -> None:
-            with self._lock:
-                self._queued += 1
-                self._stats.most_queued = max(self._stats.most_queued, self._queued)
-            try:
-                moved = (self.io.read if name == "read" else self.io.write)(store, layer, buffer)
-            except Exception as error:
-                moved = Future()
-                moved.set_exception(error)
-            moved.add_done_callback(finish)
-
-        def finish(moved: "Future[float]") -> None:
-            error = moved.exception()
-            with self._lock:
-                self._queued -= 1
-                if error is None:
-                    self._count(name, kind, rank, layer, moved.result(), buffer.nbytes)
-            if error is None:
-                done.set_result(moved.result())
-                return
-            if name == "write" and isinstance(error, Exception):
-                self.fail(error, kind, layer)
-            done.set_exception(error)
-
-        if after is None:
-            begin()
-        else:
-            after.add_done_callback(begin)
-        return done
-
-    def _count(self, name: str, kind: str, rank: int, layer: int, seconds: float, num_bytes: int) -> None:
-        stats = self._stats
-        if name == "read":
-            stats.bytes_read += num_bytes
-            stats.read_seconds += seconds
-        else:
-            stats.bytes_written += num_bytes
-            stats.write_seconds += seconds
-        self._events.append(Event(name, kind, rank, layer, time.perf_counter() - seconds, seconds))
-
-    def _waiting(self, kind: str, rank: int, layer: int, call: Callable[[], Any]) -> Any:
-        """Call, and count the time as a stall."""
-        start = time.perf_counter()
+    def _lift(self, lane: _Lane) -> None:
+        """Copy toward the device, of each kind, the record that is wanted next, if it is there."""
         try:
-            return call()
-        finally:
-            seconds = time.perf_counter() - start
-            with self._lock:
-                self._stats.stall_seconds[kind] += seconds
-                self._events.append(Event("wait", kind, rank, layer, start, seconds))
+            with lane.lock:
+                seen: set[str] = set()
+                for (kind, _), read in lane.reading.items():  # in the order in which they were started
+                    if kind not in seen and read.done.done() and read.done.exception() is None:
+                        self.copies.lift(kind, lane.rank, read.buffer)
+                    seen.add(kind)
+        except Exception as error:  # of the driver, in a thread of the disk
+            self.fail(error)
+
+    def _start_read(self, lane: _Lane, shelf: _Shelf, event: Event, buffer: np.ndarray) -> _Read:
+        after = lane.writing.get((event.kind, event.layer))
+        done = self._transfers.start(event, shelf.store, buffer, after)
+        done.add_done_callback(lambda _: self._lift(lane))
+        return _Read(buffer, done, event)
 
     def _forget(self, lane: _Lane, chosen: Callable[[Key], bool]) -> None:
         """Drop what was read ahead and is not wanted."""
         with lane.lock:
-            dropped = [(lane.shelves[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
-        for shelf, read in dropped:
-            self._drop(shelf, read)
+            dropped = [(key[0], lane.shelves[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
+        for kind, shelf, read in dropped:
+            self._drop(lane, shelf, kind, read)
 
-    def _drop(self, shelf: _Shelf, read: _Read) -> None:
+    def _drop(self, lane: _Lane, shelf: _Shelf, kind: str, read: _Read) -> None:
         """Give back the buffer of a read that nobody wants; its error is none."""
         read.done.exception()  # waits
-        shelf.reads.give(read.buffer)
+        self._give(shelf, kind, lane.rank, read.buffer)
+
+    def _give(self, shelf: _Shelf, kind: str, rank: int, buffer: np.ndarray) -> None:
+        """Give back a buffer that was read into."""
+        self.copies.drop(kind, rank, buffer)
+        shelf.reads.give(buffer)
 
     def _drain(self, lane: _Lane) -> None:
         """Expect nothing, and wait for what is under way."""

@@ -15,7 +15,7 @@ from host_offload.fused_source import NUM_BYTES
 
 F32, F16, I64, I32, I16, I8 = ir.FloatType(), ir.HalfType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 MEMORY = {"float32": F32, "bfloat16": I16, "float16": I16, "int32": I32, "bool": I8}
-TYPES = {"int32": numba.int32, "bool": numba.boolean}  # every other dtype is computed in float32
+TYPES = {"int32": numba.int32, "uint32": numba.uint32, "bool": numba.boolean}  # every other dtype is computed in float32
 
 
 def _of_float(result: Any, write: Callable[..., Any]) -> Any:
@@ -51,6 +51,26 @@ def _round_float16(builder: Any, x: Any) -> Any:
 def _select(typing: Any, condition: Any, x: Any, y: Any) -> Any:
     kind = numba.types.unliteral(x)
     return kind(numba.boolean, kind, kind), lambda context, builder, sig, args: builder.select(*args)
+
+
+def _shift(name: str) -> Any:
+    """Return an intrinsic: (uint32, uint32) -> the first shifted by the second; 0 from 32 on, as in XLA."""
+
+    @intrinsic
+    def shift(typing: Any, x: Any, y: Any) -> Any:
+        def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            shifted = getattr(builder, name)(args[0], builder.and_(args[1], I32(31)))
+            return builder.select(builder.icmp_unsigned("<", args[1], I32(32)), shifted, I32(0))
+
+        return numba.uint32(numba.uint32, numba.uint32), write
+
+    return shift
+
+
+@intrinsic
+def _float_of(typing: Any, x: Any) -> Any:
+    """Return the float32 of these bits."""
+    return numba.float32(numba.uint32), lambda context, builder, sig, args: builder.bitcast(args[0], F32)
 
 
 @intrinsic
@@ -166,9 +186,14 @@ WORDS = {
     "math": math,
     "f32": np.float32,
     "i32": np.int32,
+    "u32": np.uint32,
     "inf": np.float32("inf"),
     "nan": np.float32("nan"),
     "select": _select,
+    "shift_left": _shift("shl"),
+    "shift_right": _shift("lshr"),
+    "bits_of": _of_float(numba.uint32, lambda builder, x: builder.bitcast(x, I32)),
+    "float_of": _float_of,
     "claim": _claim,
     "flush_subnormals": _flush_subnormals,
     "set_mode": _set_mode,

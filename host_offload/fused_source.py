@@ -13,7 +13,7 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
-NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "bool": 1}
+NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "bool": 1}
 """Dtypes of a kernel, and their sizes. The first three may be arrays."""
 
 ARRAYS = ("float32", "bfloat16", "float16")
@@ -110,6 +110,17 @@ INTEGERS = {
     "or": "{0} | {1}",
     "clamp": "min(max({1}, {0}), {2})",
 }
+UNSIGNED = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "xor": "{0} ^ {1}",
+    "shift_left": "shift_left({0}, {1})",
+    "shift_right_logical": "shift_right({0}, {1})",
+}
+"""Of uint32: modulo 2^32."""
 BOOLEANS = {"and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} != {1}", "not": "not {0}"}
 SAME = frozenset({"copy", "copy_p", "name"})
 SHAPED = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
@@ -188,7 +199,7 @@ def _expression(eqn: jex.JaxprEqn, ins: list[Value], dtype: str) -> str:
     args = [v.text for v in ins]
     if {dtype, *(v.dtype for v in ins)} - NUM_BYTES.keys():
         raise ValueError(f"{_named(eqn)}: host kernels know {', '.join(NUM_BYTES)}")
-    if name == "convert_element_type":
+    if name == "convert_element_type" and (dtype != "uint32" or source in ("uint32", "int32", "bool")):
         return _converted(args[0], str(source), dtype)
     if name == "select_n" and source == "bool" and len(ins) == 3:
         return f"select({args[0]}, {args[2]}, {args[1]})"
@@ -198,6 +209,10 @@ def _expression(eqn: jex.JaxprEqn, ins: list[Value], dtype: str) -> str:
         return f"abs({args[0]}) < inf"
     if dtype == "bool" and name in BOOLEANS:
         return BOOLEANS[name].format(*args)
+    if name == "bitcast_convert_type" and {dtype, source} == {"float32", "uint32"}:
+        return f"{'bits_of' if dtype == 'uint32' else 'float_of'}({args[0]})"
+    if dtype == "uint32" and name in UNSIGNED:
+        return f"u32({UNSIGNED[name].format(*args)})"
     if dtype == "int32" and name in INTEGERS:
         return f"i32({INTEGERS[name].format(*args)})"
     if dtype in ARRAYS:
@@ -216,10 +231,12 @@ def _converted(text: str, source: str, dtype: str) -> str:
     if source == dtype or (source in ARRAYS and dtype == "float32"):
         return text
     if dtype == "bool":
-        return f"{text} != {'i32' if source == 'int32' else 'f32'}(0)"
+        return f"{text} != {'f32' if source in ARRAYS else 'i32'}(0)"
+    if dtype == "uint32":
+        return f"u32({text})"
     if dtype == "int32":
-        return f"i32({text})" if source == "bool" else f"to_int32({text})"
-    if source in ("int32", "bool"):
+        return f"to_int32({text})" if source in ARRAYS else f"i32({text})"
+    if source not in ARRAYS:
         text = f"f32({text})"
     return _rounded(text, dtype)
 
@@ -236,8 +253,8 @@ def _constant(value: Any, aval: Any) -> Value:
     number = np.asarray(value, aval.dtype).reshape(())
     if dtype == "bool":
         return Value(repr(bool(number)), dtype)
-    if dtype == "int32":
-        return Value(f"i32({int(number)})", dtype)
+    if dtype in ("int32", "uint32"):
+        return Value(f"{dtype[0]}32({int(number)})", dtype)
     x = float(number.astype(np.float32))
     return Value(f"f32({x!r})" if math.isfinite(x) else "nan" if math.isnan(x) else f"f32({'-' * (x < 0)}inf)", dtype)
 

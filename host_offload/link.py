@@ -6,12 +6,13 @@ there too. The copies go through page-locked staging memory, one piece for each 
 """
 
 import ctypes
-import functools
 import math
 from collections.abc import Hashable
 from typing import Any, Protocol
 
 import numpy as np
+
+from host_offload.cuda_driver import driver
 
 
 class Link(Protocol):
@@ -52,11 +53,9 @@ class CudaLink:
         self.staging: dict[Hashable, np.ndarray] = {}
 
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
-        host = self.room(buffer, place)
-        pointer = ctypes.c_uint64(buffer.__cuda_array_interface__["data"][0])
-        stream = ctypes.c_void_p(context.stream)
-        _call("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(host.ctypes.data), pointer, ctypes.c_size_t(host.nbytes), stream)
-        _call("cuStreamSynchronize", stream)
+        host, call = self.room(buffer, (place, stream_of(context))), driver()  # a device's stream: devices read at once
+        call.copy(host.ctypes.data, pointer(buffer), host.nbytes, stream_of(context))
+        call.finish_stream(stream_of(context))
         return host
 
     def room(self, buffer: Any, place: Hashable) -> np.ndarray:
@@ -64,30 +63,25 @@ class CudaLink:
         key = (place, tuple(buffer.shape), str(dtype))
         if key not in self.staging:
             array = np.empty(buffer.shape, dtype)
-            if array.nbytes:  # portable: pinned for every context of the process
-                _call(
-                    "cuMemHostRegister_v2", ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), ctypes.c_uint(1)
-                )
+            if array.nbytes:
+                driver().register(array)
             self.staging[key] = array
         return self.staging[key]
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
-        host = self.room(buffer, place)
-        pointer = ctypes.c_uint64(buffer.__cuda_array_interface__["data"][0])
-        stream = ctypes.c_void_p(context.stream)
-        _call("cuMemcpyHtoDAsync_v2", pointer, ctypes.c_void_p(host.ctypes.data), ctypes.c_size_t(host.nbytes), stream)
-        _call("cuStreamSynchronize", stream)  # the staging memory is used again
+        host, call = self.room(buffer, place), driver()
+        call.copy(pointer(buffer), host.ctypes.data, host.nbytes, stream_of(context))
+        call.finish_stream(stream_of(context))  # the staging memory is used again
 
 
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+def stream_of(context: Any) -> int:
+    """Return the program's stream on a GPU, to which a callback may add."""
+    return int(context.stream)
 
 
-def _call(name: str, *args: Any) -> None:
-    status = getattr(_driver(), name)(*args)
-    if status:
-        raise RuntimeError(f"{name} failed with CUDA error {status}")
+def pointer(buffer: Any) -> int:
+    """Return the device address of a callback's buffer on a GPU."""
+    return int(buffer.__cuda_array_interface__["data"][0])
 
 
 def link_of(platform: str) -> Link:

@@ -14,15 +14,15 @@ exception in one of several devices would leave the others waiting in a collecti
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from host_offload.copies import Copies, copies_of
 from host_offload.engine import Engine
 from host_offload.link import Link, link_of
 from host_offload.store import LeafFormat, RecordFormat
@@ -45,12 +45,20 @@ class Swap:
         self.engine: Engine | None = None
         self.generation = 0
         self._link: Link | None = None
+        self._copies: Copies | None = None
 
     @property
     def link(self) -> Link:
         if self._link is None:
             self._link = link_of(self.mesh.devices.flat[0].platform)
         return self._link
+
+    @property
+    def copies(self) -> Copies:
+        """How records cross to the devices."""
+        if self._copies is None:
+            self._copies = copies_of(list(self.mesh.devices.flat))
+        return self._copies
 
     def on_fetch(self, context: Any, out: Any, where: Any, token: Any, *, kind: str) -> None:
         """Fill the leaves of a record.
@@ -63,41 +71,31 @@ class Swap:
           kind: of the record.
         """
         del token
-        rank = layer = None
+        layer = None
         try:
             rank, layer, number = self.link.read(context, where, (kind, "where")).tolist()
             engine = self.engine_of(number)
-
-            def use(views: list[np.ndarray]) -> None:
-                for leaf, (buffer, value) in enumerate(zip(out, views, strict=True)):
-                    place = (kind, rank, leaf)
-                    np.copyto(self.link.room(buffer, place), value)
-                    self.link.write(context, buffer, place)
-
-            engine.fetch(kind, rank, layer, use)
+            engine.fetch(kind, rank, layer, lambda views: self.copies.load(context, kind, rank, views, out))
         except Exception as error:  # a callback must not raise: see the module's docstring
             self.fail(error, kind, layer)
-            for leaf, buffer in enumerate(out):
-                self.link.room(buffer, (kind, rank, leaf))[...] = 0
-                self.link.write(context, buffer, (kind, rank, leaf))
+            self._try(lambda: self.copies.clear(context, out))
 
     def on_store(self, context: Any, out: Any, where: Any, token: Any, *values: Any, kind: str) -> None:
         """Take the leaves of a record; `out` is the next token."""
-        layer, given = None, np.zeros(1, np.int32)
+        layer = None
         try:
-            given = self.link.read(context, token, (kind, "before"))
             rank, layer, number = self.link.read(context, where, (kind, "where")).tolist()
             engine = self.engine_of(number)
-
-            def fill(views: list[np.ndarray]) -> None:
-                for leaf, (buffer, room) in enumerate(zip(values, views, strict=True)):
-                    np.copyto(room, self.link.read(context, buffer, (kind, rank, leaf)))
-
-            engine.store(kind, rank, layer, fill)
+            engine.store(kind, rank, layer, lambda views: self.copies.save(context, kind, rank, values, views))
         except Exception as error:  # as above
             self.fail(error, kind, layer)
-        self.link.room(out, (kind, "token"))[...] = given
-        self.link.write(context, out, (kind, "token"))
+        self._try(lambda: self.copies.pass_on(context, token, out))
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # as above
+            self.fail(error)
 
     def engine_of(self, number: int) -> Engine:
         """Return the engine for the records of a state, or of 0 for those that live inside a step.
@@ -130,6 +128,8 @@ class Records:
       specs: PartitionSpec of each.
       is_state: whether they outlive a step, so that a state must be the one on disk.
       in_place: whether the host updates them in the buffers into which they are read.
+      fetched: whether programs fetch them; what the host works on is not, and needs no room on a device.
+      stored: whether programs store them.
     """
 
     swap: Swap
@@ -140,6 +140,8 @@ class Records:
     specs: tuple[PartitionSpec, ...]
     is_state: bool = True
     in_place: bool = False
+    fetched: bool = True
+    stored: bool = True
 
     @property
     def format(self) -> RecordFormat:
@@ -151,6 +153,16 @@ class Records:
     def num_bytes(self) -> int:
         """Bytes of one device's record, padding included."""
         return self.format.padded_bytes
+
+    @property
+    def slots(self) -> tuple[bool, bool]:
+        """Whether copies up run ahead of a program, and copies down behind it: a kind of one record has nothing to overlap."""
+        return self.fetched and self.num_layers > 1, self.stored and self.num_layers > 1
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of device memory beside a program on a GPU; see `host_offload.copies`."""
+        return 0 if self.swap.mesh.devices.flat[0].platform == "cpu" else sum(self.slots) * self.num_bytes
 
     def _local(self) -> list[jax.ShapeDtypeStruct]:
         shardings = [NamedSharding(self.swap.mesh, spec) for spec in self.specs]

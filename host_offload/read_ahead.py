@@ -91,6 +91,12 @@ def ready_after(moves: Sequence[Move]) -> np.ndarray:
     return after
 
 
+def horizon_of(moves: Sequence[Move], distance: int) -> int:
+    """Return among how many of the next moves those are sought that are read ahead, or have just been made."""
+    kinds = {move.kind for move in moves}
+    return min(len(moves), 2 * (distance + 2) * (len(kinds) + 1))
+
+
 class Window:
     """One device's place in a sequence of moves."""
 
@@ -98,8 +104,7 @@ class Window:
         """Start before the first move; `distance` records of a kind are read ahead."""
         self.moves, self.distance = tuple(moves), distance
         self._after = ready_after(self.moves)
-        kinds = {move.kind for move in self.moves}
-        self._horizon = min(len(self.moves), 2 * (distance + 2) * (len(kinds) + 1))
+        self._horizon = horizon_of(self.moves, distance)
         self._done = np.zeros(len(self.moves), bool)
         self.position = 0
 

@@ -53,6 +53,7 @@ class MemoryReport:
           - "gathered": the largest layer or leaf held whole; two layers with gather_ahead.
           - "in_flight": other records on their way between tiers, and a layer's gradient before it is stored, in the tick that
             holds the most. With "gathered" it is the peak of the schedule.
+          - "slots": of the nvme tier on a GPU, where records are on their way beside the program.
 
         Gradients and activations of a streamed step in "pinned_host" are arguments too, as are the "pending" gradients of a
         delayed update. No argument are the gradients that callbacks keep for an update on the host, "stashed", the
@@ -137,9 +138,9 @@ def program_memory(
         "scalars": small,
     }
     host = {kind: held["pinned_host"] for kind, held in kinds.items()} | {"pending": pending["pinned_host"]}
-    on_disk, buffers = ({}, {}) if layout.disk is None else _disk_bytes(layout.disk)
+    on_disk, buffers, slots = ({}, {}, {}) if layout.disk is None else _disk_bytes(layout.disk)
     return MemoryReport(
-        tiers={"device": device | running.device, "pinned_host": host | running.host | buffers, "nvme": on_disk},
+        tiers={"device": device | running.device | slots, "pinned_host": host | running.host | buffers, "nvme": on_disk},
         collectives=_collectives(layout, leaves, streamed is not None),
         host_link=_sum([running.link, running.called]),
         callback_link=running.called,
@@ -147,15 +148,16 @@ def program_memory(
     )
 
 
-def _disk_bytes(disk: Disk) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of a device's records by kind of state, and of the buffers in host memory."""
+def _disk_bytes(disk: Disk) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Return the bytes of a device's records by kind of state, of the buffers in host memory, and of a GPU's slots."""
     held: dict[str, int] = {}
-    buffers = 0
+    buffers = slots = 0
     for kind, records in disk.kinds.items():
         name = kind.split(".")[0].replace("master", "opt_state")
         held[name] = held.get(name, 0) + records.num_layers * records.num_bytes
         buffers += disk.num_buffers(records) * records.num_bytes
-    return held, {"buffers": buffers}
+        slots += records.slot_bytes
+    return held, {"buffers": buffers}, {"slots": slots}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "opt_state": TIERS,
     "activations": ("save", "remat", "selective", "pinned_host", "nvme"),
     "precision": tuple(PRECISIONS),
+    "moments": ("float32", "bfloat16"),
     "reduce_dtype": (None, "float32", "bfloat16", "float16"),
     "update": (None, "after_backward", "in_backward"),
     "update_on": ("device", "host"),
@@ -54,7 +55,10 @@ class ZeroConfig:
       saved_names: values that the block marks by `jax.ad_checkpoint.checkpoint_name`, kept on the device besides.
       offloaded_names: likewise, kept in pinned host memory.
       partition_activations: layer-boundary activations are also split over `tensor` (ZeRO-R, Pa).
-      precision: dtype of compute and of gathers. Master weights and optimizer state stay float32; "fp16" scales its loss.
+      precision: dtype of compute and of gathers. Master weights stay float32, and moments as `moments` says; "fp16" scales
+        its loss.
+      moments: dtype in which the optimizer's moments rest, in every tier; the update itself is float32. "bfloat16" rounds them
+        stochastically and halves their bytes (`zerojax.moments`).
       reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype.
       num_microbatches: gradient accumulation steps inside the train step; divides each device's batch.
       clip_norm: largest global gradient norm, exact across shards. None: no clipping.
@@ -86,6 +90,7 @@ class ZeroConfig:
     offloaded_names: tuple[str, ...] = ()
     partition_activations: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    moments: Literal["float32", "bfloat16"] = "float32"
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     num_microbatches: int = 1
     clip_norm: float | None = None

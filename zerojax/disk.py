@@ -13,7 +13,9 @@ Each process has the records of its own devices, in a folder of its own. What fa
 """
 
 import logging
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -21,10 +23,12 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.direct_io import DirectIo, tune
-from host_offload.engine import Engine, Event, num_buffers
+from host_offload.engine import Engine, num_buffers
 from host_offload.limits import available_bytes
 from host_offload.ops import Records, Swap
+from host_offload.perfetto import check_path
 from host_offload.read_ahead import Move
+from host_offload.recorder import Recorder
 from host_offload.store import Store, SwapFolder
 from host_offload.swap_error import SwapError
 from host_offload.tensorstore_io import TensorstoreIo
@@ -43,6 +47,7 @@ class Disk:
         self.config, self.mesh, self.swap = config, mesh, Swap(mesh)
         self.kinds: dict[str, Records] = {}
         self._folder: SwapFolder | None = None
+        self._recorder = Recorder(config.prefetch_distance)
         self._together = Together(mesh)
 
     def declare(
@@ -54,6 +59,8 @@ class Disk:
         specs: Sequence[Spec],
         is_state: bool = True,
         in_place: bool = False,
+        fetched: bool = True,
+        stored: bool = True,
     ) -> Records:
         """Return the records of a kind, the same for the same shapes.
 
@@ -65,12 +72,14 @@ class Disk:
           specs: of each.
           is_state: whether they outlive a step.
           in_place: whether the host updates them in the buffers into which they are read.
+          fetched: whether programs fetch them.
+          stored: whether programs store them.
         """
         plain, all_specs = (
             tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes),
             tuple(PartitionSpec(*s) for s in specs),
         )
-        records = Records(self.swap, kind, num_layers, tuple(names), plain, all_specs, is_state, in_place)
+        records = Records(self.swap, kind, num_layers, tuple(names), plain, all_specs, is_state, in_place, fetched, stored)
         if (known := self.kinds.get(kind)) is not None and known.format == records.format and known.num_layers == num_layers:
             return known
         self.kinds[kind] = records
@@ -109,7 +118,7 @@ class Disk:
         settings = tune(folder.path)
         io = DirectIo(settings) if self.config.io == "direct" else TensorstoreIo(settings)
         pin = "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock"
-        self._folder, self.swap.engine = folder, Engine(io, self.config.prefetch_distance, pin)
+        self._folder, self.swap.engine = folder, Engine(io, self.config.prefetch_distance, pin, self.swap.copies)
 
     def open(self) -> None:
         """Make files and buffers for what was declared; a second time it starts anew.
@@ -157,7 +166,8 @@ class Disk:
             for rank in self._ranks():
                 store = Store(self._folder.path, records.kind, rank, records.num_layers, records.format, metadata)
                 store.preallocate()
-                self.engine.add(records.kind, rank, store, in_place=records.in_place)
+                up, down = records.slots
+                self.engine.add(records.kind, rank, store, in_place=records.in_place, up=up, down=down)
 
     def _check_memory(self, wanted: Sequence[Records]) -> None:
         """Raise RuntimeError where the machine has less memory left than the buffers of some kinds take."""
@@ -175,22 +185,23 @@ class Disk:
 
     # --- around programs ---------------------------------------------------------------------------------------------------
 
-    def begin(self, held: Any, moves: Sequence[Move], scratch: Sequence[Records] = ()) -> None:
+    def begin(self, held: Any, moves: Sequence[Move], scratch: Sequence[Records] = (), name: str = "step") -> None:
         """Prepare for a program: make the records that live inside it, and read ahead.
 
         Args:
           held: the state that it reads, or part of one.
           moves: of the program, in order.
           scratch: kinds that the program writes before it reads them.
+          name: of the program in a trace.
 
         Raises:
           ValueError: the state is not the one on disk.
           RuntimeError: the machine has no memory for the buffers.
           SwapError: an earlier step failed, or the disk is too small; or another process failed at this.
         """
-        self._together.do(lambda: self._begin(held, moves, scratch))
+        self._together.do(lambda: self._begin(held, moves, scratch, name))
 
-    def _begin(self, held: Any, moves: Sequence[Move], scratch: Sequence[Records]) -> None:
+    def _begin(self, held: Any, moves: Sequence[Move], scratch: Sequence[Records], name: str) -> None:
         self.engine.check()
         leaves = jax.tree.leaves(held, is_leaf=lambda node: isinstance(node, OnDisk))
         if (leaf := next((a for a in leaves if isinstance(a, OnDisk)), None)) is not None:
@@ -206,6 +217,7 @@ class Disk:
                 self.engine.remove(records.kind)
             self.kinds[records.kind] = records
         self._make(scratch)
+        self._recorder.begin(name, moves, self.engine)
         self.engine.begin(moves)
 
     def finish(self) -> dict[str, float]:
@@ -220,6 +232,7 @@ class Disk:
             self.engine.fail(error)  # of another process: here none was kept
             raise
         stats = self.engine.take_stats()
+        self._recorder.finish(stats)
         return {
             "swap_read_bytes": float(stats.bytes_read),
             "swap_write_bytes": float(stats.bytes_written),
@@ -230,9 +243,16 @@ class Disk:
             "swap_most_queued": float(stats.most_queued),
         }
 
-    def events(self) -> list[Event]:
-        """Return the transfers and waits since this was last called."""
-        return self.engine.take_events()
+    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Return a context whose runs are drawn into a file when it ends.
+
+        Raises:
+          ValueError: the file cannot be written; or, on entering, there is another trace.
+        """
+        check_path(path)
+        first = self.mesh.devices.flat[0]
+        metadata = {"io": self.config.io, "device": first.device_kind, "mesh": dict(self.mesh.shape)}
+        return self._recorder.trace(path, lambda: self.swap.engine, metadata | {"process": jax.process_index()})
 
     def close(self) -> None:
         """Release threads and buffers, and remove the folder."""

@@ -25,8 +25,9 @@ from zerojax.optim import call_update
 
 POINTWISE = ELEMENTWISE | {
     "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "is_finite", "rem", "nextafter", "add_any",
+    "bitcast_convert_type", "shift_left", "shift_right_logical", "shift_right_arithmetic",
 }  # fmt: skip
-"""Equations whose result at one index reads its operands at that index alone."""
+"""Equations whose result at one index reads its operands at that index alone (of a bitcast: where it keeps the shape)."""
 
 _FILLS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 

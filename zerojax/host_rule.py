@@ -53,9 +53,12 @@ class HostRule:
         self.elements: list[Instruction] = []
         self.before: list[Instruction] = []
         for i in live:
-            of_arrays = any(ref in varies for ref in i.ins if isinstance(ref, int))
-            (self.elements if of_arrays else self.before).append(i)
-            varies.update(i.outs if of_arrays else ())
+            avals: list[Any] = [v.aval for v in i.eqn.outvars]
+            # Scalars cross as float32, which holds a count of steps, but not 32 random bits: those are made over there.
+            is_wide = any(a.dtype == jnp.uint32 for a in avals)
+            of_kernel = is_wide or any(ref in varies for ref in i.ins if isinstance(ref, int))
+            (self.elements if of_kernel else self.before).append(i)
+            varies.update(i.outs if of_kernel else ())
         reads = [ref for i in self.elements for ref in i.ins] + list(self.program.outputs)
         self.crossing = tuple(dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies))
         dtypes = {slot: a.dtype for slot, a in zip(self.program.inputs[self.num_arrays :], scalars, strict=True)}

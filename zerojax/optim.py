@@ -40,14 +40,19 @@ def opt_state_specs(
     return jax.tree_util.tree_map_with_path(spec_of, abstract_opt_state)
 
 
+def check_optimizer(tx: Any) -> None:
+    """Raise ValueError for what is no optimizer."""
+    if not hasattr(tx, "init") or not hasattr(tx, "update"):
+        raise ValueError(f"tx must be an optax.GradientTransformation, got {type(tx).__name__}")
+
+
 def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any) -> Any:
     """Return the abstract optimizer state.
 
     Raises:
       ValueError: the optimizer's state is not made of arrays, or its update needs what a jitted sharded step cannot give.
     """
-    if not hasattr(tx, "init") or not hasattr(tx, "update"):
-        raise ValueError(f"tx must be an optax.GradientTransformation, got {type(tx).__name__}")
+    check_optimizer(tx)
     try:
         state = jax.eval_shape(tx.init, abstract_master)
     except Exception as e:  # the user's code: whatever it raises, the optimizer is at fault

@@ -6,7 +6,9 @@ can be built, lowered and accounted for on a mesh that is not there.
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
@@ -22,17 +24,21 @@ from host_offload.schedule import Schedule, build_schedule
 from host_offload.self_test import check_host_slices
 from zerojax.accounting import MemoryReport, program_memory
 from zerojax.aot import CompiledProgram, compile_with_callbacks, is_there
+from zerojax.batches import abstract_batch, place_batch
 from zerojax.born import allocate_all, build_born_init, is_away
 from zerojax.config import ZeroConfig, require_built, streams, updates_by_parts
 from zerojax.host_update import HostUpdate, update_on_host
 from zerojax.layout import Layout, batch_sharding, build_layout, check_batch, explicit, named
 from zerojax.mesh import FSDP, check_mesh
-from zerojax.model import BLOCKS, LayeredModel, Model
+from zerojax.model import LayeredModel, Model
+from zerojax.moments import keep_in_bfloat16
+from zerojax.optim import check_optimizer
 from zerojax.partition import Replicated
 from zerojax.parts import Parts, reason, update_in_parts
+from zerojax.reading import Reader, masters
 from zerojax.records import Plan, index_arrays
 from zerojax.resident import build_init, build_step, build_update, plain_loss, sharded_loss, unit_bytes
-from zerojax.state import OnDisk, TrainState, is_stored
+from zerojax.state import TrainState
 from zerojax.streaming import Plans, Scratch, StreamedStep
 
 logger = logging.getLogger("zerojax")
@@ -79,6 +85,9 @@ def build_train_step(
             "does not stream: leave it None, or put params, grads, opt_state or activations of a LayeredModel elsewhere"
         )
     check_mesh(mesh)
+    check_optimizer(tx)
+    if config.moments == "bfloat16":
+        tx = keep_in_bfloat16(tx)
     with jax.set_mesh(mesh):
         program = Program(model, tx, build_layout(model, tx, config, mesh))
     if batch is not None:
@@ -197,6 +206,7 @@ class Program:
         self._compiled: dict[Any, _Jitted] = {}
         self._grads: list[jax.Array] | None = None
         self._eval = jax.jit(evaluate, compiler_options=options)
+        self._reader = Reader(model, layout, self._parts)
 
     def __enter__(self) -> Self:
         return self
@@ -250,6 +260,22 @@ class Program:
             return self._streamed.schedule
         return build_schedule(self.model.num_layers if isinstance(self.model, LayeredModel) else 1)
 
+    def trace_swaps(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+        """Return a context whose steps are drawn into a file when it ends: swapping as planned, and as it was.
+
+        Args:
+          path: of a file that Perfetto opens (https://ui.perfetto.dev); compressed if it ends in ".gz". It tells of this
+            process's devices, so processes need a file each. The layout is in `host_offload.perfetto`.
+
+        Raises:
+          ValueError: nothing rests on nvme, or the file cannot be written.
+        """
+        if self._disk is None:
+            raise ValueError(
+                "this program has nothing on nvme, and so no swapping to trace: set params, opt_state, ... to 'nvme'"
+            )
+        return self._disk.trace(path)
+
     def init(self, key: jax.Array) -> TrainState:
         """Make the state, each device its own shard.
 
@@ -275,7 +301,7 @@ class Program:
             empty = allocate_all([a for a in jax.tree.leaves(self.layout.abstract_state) if is_away(a)])
             if self._disk is None:
                 return self._init(key, order, jnp.int32(1), empty, jnp.int32(0))
-            self._disk.begin((), ())
+            self._disk.begin((), (), name="init")
             state = self._init(key, order, jnp.int32(1), empty, jnp.int32(self._disk.swap.generation))
             jax.block_until_ready(state)
             self._disk.finish()
@@ -396,7 +422,7 @@ class Program:
             plans, one = self._indices()
             if self._disk is None:
                 return self._eval(state.params, batch, plans["forward"], one)
-            self._disk.begin(state.params, self._eval_moves)
+            self._disk.begin(state.params, self._eval_moves, name="eval")
             loss = jax.block_until_ready(self._eval(state.params, batch, plans["forward"], one))
             self._disk.finish()
             return loss
@@ -408,30 +434,7 @@ class Program:
           ValueError: the batch does not divide.
         """
         count = self.config.num_microbatches if num_microbatches is None else num_microbatches
-        processes = len({d.process_index for d in self.mesh.devices.flat})
-        batch = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, batch)
-
-        def parts(leaf: Any) -> int:
-            """Return how many processes hold a part of dim 0 each: 1 if the leaf is the whole batch already."""
-            is_whole = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-            return 1 if is_whole or leaf.ndim == 0 else processes
-
-        def whole(leaf: Any) -> Any:
-            if not hasattr(leaf, "shape"):
-                return leaf
-            return jax.ShapeDtypeStruct((leaf.shape[0] * parts(leaf), *leaf.shape[1:]) if leaf.ndim else (), leaf.dtype)
-
-        check_batch(jax.tree.map(whole, batch), self.mesh, count)
-
-        def place(leaf: Any) -> jax.Array:
-            sharding = batch_sharding(self.mesh, leaf.ndim)
-            if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-                return leaf
-            if parts(leaf) > 1:
-                return jax.make_array_from_process_local_data(sharding, leaf)
-            return jax.device_put(leaf, sharding)
-
-        return jax.tree.map(place, batch)
+        return place_batch(batch, self.mesh, count)
 
     def check(self, batch: Any) -> None:
         """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained. Nothing runs."""
@@ -458,12 +461,7 @@ class Program:
 
     def abstract_batch(self, batch: Any) -> Any:
         """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding."""
-
-        def abstract(a: Any) -> jax.ShapeDtypeStruct:
-            dtype = jax.dtypes.canonicalize_dtype(a.dtype)
-            return jax.ShapeDtypeStruct(a.shape, dtype, sharding=batch_sharding(self.mesh, len(a.shape)))
-
-        return jax.tree.map(abstract, batch)
+        return abstract_batch(batch, self.mesh)
 
     def lower(self, abstract_batch: Any) -> LoweredStep:
         """Lower the step for this mesh, which may be one of devices that are not there.
@@ -499,60 +497,14 @@ class Program:
 
         With a fraction of the optimizer state on the device, stacked leaves are `zerojax.state.Split`.
         """
-        return state.params if state.master is None else state.master
+        return masters(state)
 
     def iter_params(self, state: TrainState) -> Iterator[tuple[str, Any]]:
         """Yield the float32 parameters piece by piece, as (name, tree), on the device.
 
         A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head"; a Model one leaf at a time.
         """
-        if not isinstance(self.model, LayeredModel):
-            for index, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(self.layout.abstract_params)[0]):
-                yield jax.tree_util.keystr(path), self._read_end(state, index)
-            return
-        tree = self.layout.abstract_params
-        indices = jax.tree.unflatten(jax.tree.structure(tree), range(len(jax.tree.leaves(tree))))
-        yield "embed", jax.tree.map(lambda i: self._read_end(state, i), indices["embed"])
-        for layer in range(self.model.num_layers):
-            yield f"{BLOCKS}/{layer}", self._read(self._read_layer, state, jnp.int32(layer), layer < self.layout.device_layers)
-        yield "head", jax.tree.map(lambda i: self._read_end(state, i), indices["head"])
-
-    def _read(self, read: Any, held: Any, *args: Any) -> Any:
-        """Call `read(held, *args)`, which reads from any tier."""
-        with jax.set_mesh(self.mesh):
-            if self._disk is None:
-                return read(held, *args)
-            self._disk.begin(held, ())
-            values = jax.block_until_ready(read(held, *args))
-            self._disk.finish()
-            return values
-
-    def _read_end(self, state: TrainState, index: int) -> jax.Array:
-        """Return a parameter that is no stack of layers, float32 where there is a master, on the device."""
-        leaf = jax.tree.leaves(self.master_params(state), is_leaf=is_stored)[index]
-        if not isinstance(leaf, OnDisk):
-            return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-        parts = self._parts
-        assert parts is not None
-        record = (parts.params if state.master is None else parts.master)[index]
-        return self._read(jax.jit(record.load), leaf)
-
-    @cached_property
-    def _read_layer(self) -> Any:
-        """Return `read(state, layer, on_device)`: one layer of stacks that rest in any tier."""
-        tree = jax.tree.structure(self.layout.abstract_params[BLOCKS]) if isinstance(self.model, LayeredModel) else None
-        assert tree is not None
-        parts = self._parts
-
-        def read(state: TrainState, layer: jax.Array, on_device: bool) -> Any:
-            if parts is None:
-                stacks = self.master_params(state)[BLOCKS]
-                return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False), stacks)
-            states = parts.flat(state)
-            leaves = parts.read_params(states, layer) if state.master is None else parts.read_opt(states, layer, on_device)
-            return jax.tree.unflatten(tree, leaves[: len(parts.blocks)])
-
-        return jax.jit(read, static_argnums=2)
+        yield from self._reader.pieces(state)
 
 
 def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, Any] | None:

@@ -82,7 +82,10 @@ class StreamedLayout:
         if layout.disk is not None and config.grads == "nvme" and after_backward:
             names = [jax.tree_util.keystr(paths[i]) for i in self.blocks]
             grads_specs = [self.grads[i].spec for i in self.blocks]
-            shelf = layout.disk.declare("grads", model.num_layers, names, self.grad_shapes(), grads_specs, is_state=False)
+            shelf = layout.disk.declare(
+                "grads", model.num_layers, names, self.grad_shapes(), grads_specs, is_state=False,
+                fetched=not on_host, stored=not on_host,
+            )  # fmt: skip
             for leaf, i in enumerate(self.blocks):
                 self.grads[i] = dataclasses.replace(self.grads[i], shelf=shelf, leaf=leaf)
         self.host = None

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from problem import Problem
 
 from gpu_checks.jobs import Job, Trained, one_device, platform_name
-from gpu_checks.mixes import ACTIVATION_MIXES, EQUAL_MIXES, RESIDENT, RESIDENT_STEP, Fields, Sizes, chosen
+from gpu_checks.mixes import ACTIVATION_MIXES, EQUAL_MIXES, NVME_MIXES, RESIDENT, RESIDENT_STEP, Fields, Sizes, chosen
 from gpu_checks.rows import Row, attempt
 
 
@@ -94,6 +95,20 @@ def compare(job: Job, found: Trained, right: Trained, tolerance: Tolerance) -> R
         ulp <= tolerance.ulp and part <= limit,  # False where either is not a number
         {"loss_ulp": ulp, "params": part},
     )
+
+
+def nvme_jobs(sizes: Sizes, folder: str | None = None) -> list[Job]:
+    """Return the jobs of "nvme", each with a swap folder of its own in `folder`; without one they can only be compiled."""
+    return [
+        on_disk(job, folder) if "nvme" in job.fields.values() else job
+        for job in jobs("nvme", NVME_MIXES, dataclasses.replace(sizes.equal, precision="fp32"), sizes)
+    ]
+
+
+def on_disk(job: Job, folder: str | None) -> Job:
+    """Return a job with a swap folder in `folder`."""
+    swap_dir = "not there" if folder is None else tempfile.mkdtemp(dir=folder)
+    return dataclasses.replace(job, fields={**job.fields, "swap_dir": swap_dir})
 
 
 def compare_jobs(all_jobs: Sequence[Job]) -> Iterator[Row]:

@@ -111,16 +111,12 @@ def with_a_name(model: Any) -> Any:
 
 
 def leaves_of(program: Any, state: Any) -> list[np.ndarray]:
-    """Return the float32 parameters as numpy arrays; leaves in two places as one."""
+    """Return the float32 parameters as numpy arrays, those of the layers stacked, from any tier."""
     import jax
 
-    from zerojax.state import Split, is_stored
-
-    def whole(leaf: Any) -> np.ndarray:
-        parts = (leaf.device, leaf.host) if isinstance(leaf, Split) else (leaf,)
-        return np.concatenate([np.atleast_1d(jax.device_get(part)) for part in parts])
-
-    return [whole(leaf) for leaf in jax.tree.leaves(program.master_params(state), is_leaf=is_stored)]
+    pieces = {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
+    layers = [pieces.pop(f"blocks/{i}") for i in range(program.model.num_layers)]
+    return jax.tree.leaves({**pieces, "blocks": jax.tree.map(lambda *leaves: np.stack(leaves), *layers)})
 
 
 def one_device() -> Any:

@@ -22,6 +22,7 @@ class Sizes:
       equal: of "fp32", "bf16" and "activations".
       lean: of "memory": little is active, so that states count.
       fast: of "speed".
+      swapped: of the timed steps of "nvme".
       rounds: timed steps of each mix.
       link_bytes: of the array that measures the link.
       few: run only the mixes of FEW.
@@ -30,6 +31,7 @@ class Sizes:
     equal: Problem
     lean: Problem
     fast: Problem
+    swapped: Problem
     rounds: int
     link_bytes: int
     few: bool = False
@@ -38,12 +40,14 @@ class Sizes:
 _TINY = Problem(layers=3, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=10, learning_rate=1e-3)
 _LAPTOP = Problem(layers=8, hidden=128, heads=4, seq=64, vocab=512, batch=4, steps=10, learning_rate=1e-3)
 _LARGE = Problem(layers=16, hidden=2048, heads=16, seq=1024, vocab=32768, batch=8, steps=6, precision="bf16")
-SMALL = Sizes(equal=_TINY, lean=_TINY, fast=_TINY, rounds=3, link_bytes=1 << 22, few=True)
-CPU = Sizes(equal=_LAPTOP, lean=_LAPTOP, fast=dataclasses.replace(_LAPTOP, hidden=256, seq=128), rounds=5, link_bytes=1 << 26)
+SMALL = Sizes(equal=_TINY, lean=_TINY, fast=_TINY, swapped=_TINY, rounds=3, link_bytes=1 << 22, few=True)
+_FAST_LAPTOP = dataclasses.replace(_LAPTOP, hidden=256, seq=128)
+CPU = Sizes(equal=_LAPTOP, lean=_LAPTOP, fast=_FAST_LAPTOP, swapped=_FAST_LAPTOP, rounds=5, link_bytes=1 << 26)
 GPU = Sizes(
     equal=dataclasses.replace(_LAPTOP, hidden=256, seq=128, vocab=1024, batch=8),
     lean=dataclasses.replace(_LARGE, layers=8, seq=128, vocab=8192, batch=1),
     fast=_LARGE,
+    swapped=dataclasses.replace(_LARGE, layers=8, vocab=8192),
     rounds=6,
     link_bytes=1 << 30,
 )
@@ -102,6 +106,23 @@ SPEED_MIXES: Mapping[str, Fields] = {
     "all, activations, in_backward": IN_BACKWARD | {"activations": H},
     "all, in_backward, updated on the host": RESIDENT | IN_BACKWARD | ON_HOST,
 }
+D = "nvme"
+ON_DISK: dict[str, Any] = {"params": D, "grads": D, "opt_state": D}
+NVME_MIXES: Mapping[str, Fields] = {
+    "all, activations, clipped": ON_DISK | {"activations": D, "clip_norm": CLIP},
+    "all, in_backward, distance 2, gather_ahead": ON_DISK | {
+        "update": "in_backward", "prefetch_distance": 2, "gather_ahead": True,
+    },
+    "all, distance 0, 4 microbatches": ON_DISK | {"prefetch_distance": 0, "num_microbatches": 4},
+    "all, activations, updated on the host": ON_DISK | {"activations": D, "update_on": "host"},
+    "opt_state, by tensorstore": {"opt_state": D, "io": "tensorstore"},
+}  # fmt: skip
+NVME_SPEED_MIXES: Mapping[str, Fields] = {
+    "all, in_backward": RESIDENT | ON_DISK | {"update": "in_backward"},
+    "all, activations": ON_DISK | {"activations": D},
+    "all, in_backward, updated on the host": RESIDENT | ON_DISK | {"update": "in_backward", "update_on": "host"},
+    "params": RESIDENT | {"params": D},
+}
 BESIDE_PEER: dict[str, Any] = IN_BACKWARD | ON_HOST | {"activations": "save"}
 """What FSDP2's CPUOffloadPolicy does: states and optimizer on the host, activations kept on the device."""
 
@@ -115,6 +136,7 @@ FEW: Mapping[str, Sequence[str]] = {
     "activations": ["a named value, pinned_host, gather_ahead"],
     "memory": [RESIDENT_STEP, "all, activations, in_backward"],
     "speed": ["all, in_backward"],
+    "nvme": ["all, activations, clipped", "all, in_backward"],
 }
 
 

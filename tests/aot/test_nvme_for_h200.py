@@ -73,3 +73,12 @@ def test_nvme_account_is_that_of_the_files():
     states = sum(report.tiers["nvme"][kind] for kind in ("params", "grads", "opt_state"))
     assert states == pytest.approx(16 * report.num_params / 8, rel=0.01)  # 2 + 2 + 12 bytes a parameter
     assert 0 < report.tiers["pinned_host"]["buffers"] < report.tiers["nvme"]["opt_state"] / 4
+    ways = {"params": 2, "grads": 2, "opt_state": 2, "activations": 2}
+    assert report.tiers["device"]["slots"] == sum(n * disk.kinds[kind].num_bytes for kind, n in ways.items())
+
+
+def test_nvme_state_that_the_host_updates_takes_no_room_on_the_device():
+    program, _, report = compiled("8 GPUs, update on the host")
+    kinds = program.layout.disk.kinds
+    assert kinds["opt_state"].slot_bytes == kinds["grads"].slot_bytes == 0
+    assert report.tiers["device"]["slots"] == kinds["params"].num_bytes + 2 * kinds["activations"].num_bytes

@@ -1,5 +1,7 @@
 """The example trains, reports and samples; its text is deterministic and its iterator can be resumed."""
 
+import gzip
+import json
 import os
 import pathlib
 import re
@@ -39,7 +41,18 @@ def folder(tmp_path: pathlib.Path) -> str:
     [
         ["--mesh", "data=2,fsdp=2", "--precision", "bf16", "--num-microbatches", "2", *ON_HOST],
         ["--model", "unrolled", "--mesh", "fsdp=2,tensor=2", "--dropout", "0.1"],
-        ["--stage", "1", "--precision", "fp16", "--activations", "remat", "--loss-scaling.initial", "1024"],
+        [
+            "--stage",
+            "1",
+            "--precision",
+            "fp16",
+            "--moments",
+            "bfloat16",
+            "--activations",
+            "remat",
+            "--loss-scaling.initial",
+            "1024",
+        ],
     ],
 )
 def test_train_gpt_runs_on_a_folder_of_text(tmp_path, arguments):
@@ -73,7 +86,8 @@ def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path):
     swap.mkdir()
     sizes = ["--data", text, "--devices", "2", "--steps", "8", "--seq", "32", "--batch-size", "8", "--eval-every", "4"]
     lines, figures, samples = [], [], []
-    for flags in ([], ["--params", "nvme", "--opt-state", "nvme", "--swap-dir", str(swap)]):
+    trace = tmp_path / "trace.json.gz"
+    for flags in ([], ["--params", "nvme", "--opt-state", "nvme", "--swap-dir", str(swap), "--swap-trace", str(trace)]):
         log = tmp_path / f"log{len(figures)}"
         done = run(tmp_path, *sizes, "--sample-bytes", "20", *flags, "--logdir", str(log))
         assert done.returncode == 0, done.stderr
@@ -91,6 +105,9 @@ def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path):
         assert int(found[1]) <= 100
         assert float(found[2]) > 0
     assert not [path for path in swap.iterdir() if path.is_dir()]
+    drawn = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    runs = [event["name"].split()[0] for event in drawn if event.get("cat") == "steps"]
+    assert runs == ["step"] * 3 + ["eval"] * runs.count("eval")
 
 
 def test_train_gpt_joins_a_cluster(tmp_path):
@@ -123,6 +140,7 @@ def test_train_gpt_joins_a_cluster(tmp_path):
         (["--mesh", "rows=3"], "the axes are data, fsdp and tensor"),
         (["--data", "nowhere"], "not a folder"),
         (["--params", "nvme"], "swap_dir"),
+        (["--swap-trace", "trace.json"], "nothing on nvme"),
         (["--stage", "5"], "5"),
     ],
 )

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_cuda import SimulatedCuda
 
-from host_offload import buffers
+from host_offload import buffers, cuda_driver
 from host_offload.buffers import HUGE_BYTES, Ring, allocate, lock_pages
+from host_offload.cuda_driver import Driver
 
 MIB = 1 << 20
 
@@ -246,71 +248,30 @@ def test_a_ring_of_wrong_arguments_is_refused(arguments):
 # --- the CUDA driver -------------------------------------------------------------------------------------------------------
 
 
-class Driver(types.ModuleType):
-    """Stands for cuda.bindings.driver: keeps what is registered, and refuses from the `limit`th on."""
-
-    CU_MEMHOSTREGISTER_PORTABLE = 1
-
-    class CUresult:
-        CUDA_SUCCESS = 0
-
-    class Failure(int):
-        name = "CUDA_ERROR_OUT_OF_MEMORY"
-
-    def __init__(self, limit=100):
-        super().__init__("cuda.bindings.driver")
-        self.held, self.limit, self.context = {}, limit, 0
-
-    def cuInit(self, flags):  # noqa: N802
-        return (0,)
-
-    def cuCtxGetCurrent(self):  # noqa: N802
-        return 0, self.context
-
-    def cuDeviceGet(self, ordinal):  # noqa: N802
-        return 0, ordinal
-
-    def cuDevicePrimaryCtxRetain(self, device):  # noqa: N802
-        return 0, 77
-
-    def cuCtxSetCurrent(self, context):  # noqa: N802
-        self.context = context
-        return (0,)
-
-    def cuMemHostRegister(self, address, num_bytes, flags):  # noqa: N802
-        assert (self.context, flags) == (77, 1)
-        if len(self.held) == self.limit:
-            return (self.Failure(2),)
-        self.held[address] = num_bytes
-        return (0,)
-
-    def cuMemHostUnregister(self, address):  # noqa: N802
-        return (0,) if self.held.pop(address, None) else (self.Failure(713),)
-
-
 def test_a_ring_registers_its_buffers_with_the_driver_and_lets_go_of_them(monkeypatch):
-    driver = Driver()
-    monkeypatch.setattr(buffers, "_driver", lambda: driver)
+    driver = SimulatedCuda()
+    monkeypatch.setattr(buffers, "driver", lambda: Driver(driver))
     ring = Ring(3, 5000, pin="cuda")
     assert ring.locked
     buffer = ring.take()
-    assert driver.held[buffer.ctypes.data] == 5000
-    assert len(driver.held) == 3
+    assert driver.registered[buffer.ctypes.data] == 5000
+    assert len(driver.registered) == 3
     ring.close()
-    assert list(driver.held) == [buffer.ctypes.data], "copies of a buffer that is out may be on their way"
+    assert list(driver.registered) == [buffer.ctypes.data], "copies of a buffer that is out may be on their way"
     ring.give(buffer)
-    assert driver.held == {}
+    assert driver.registered == {}
 
 
 def test_a_driver_that_refuses_leaves_nothing_registered(monkeypatch):
-    driver = Driver(limit=2)
-    monkeypatch.setattr(buffers, "_driver", lambda: driver)
+    driver = SimulatedCuda(most_registered=2)
+    monkeypatch.setattr(buffers, "driver", lambda: Driver(driver))
     with pytest.raises(RuntimeError, match=r"cuMemHostRegister failed with CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
         Ring(3, 4096, pin="cuda")
-    assert driver.held == {}
+    assert driver.registered == {}
 
 
 def test_a_missing_binding_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    cuda_driver.driver.cache_clear()
     with pytest.raises(NotImplementedError, match=r"pip install 'zerojax\[cuda\]'"):
         Ring(1, 4096, pin="cuda")

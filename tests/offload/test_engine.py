@@ -83,6 +83,14 @@ def put(engine, layer, value, kind="params"):
     engine.store(kind, RANK, layer, fill)
 
 
+def fill(value):
+    def put(views):
+        for view in views:
+            view[...] = value
+
+    return put
+
+
 def got(engine, layer, kind="params"):
     seen = []
     engine.fetch(kind, RANK, layer, lambda views: seen.extend(v.astype(np.float32) for v in views))
@@ -380,10 +388,6 @@ def in_threads(ranks, run):
         thread.join(60)
         assert not thread.is_alive()
     assert not errors
-
-
-def fill(value):
-    return lambda views: [np.copyto(v, np.float32(value)) for v in views]
 
 
 def test_many_threads_and_a_real_disk(folder):

@@ -283,6 +283,34 @@ def test_equations_are_those_of_xla_on_any_numbers(pairs):
 
 
 @functools.cache
+def bit_equations():
+    def evaluate(x, y, n):
+        a, b = (jax.lax.bitcast_convert_type(v, jnp.uint32) for v in (x, y))
+        m = n.astype(jnp.uint32)
+        small = b & 63  # shifts by 32 and more as well
+        found = [a + b, a - b, a * b, a * m, m * m + a, a & b, a | m, a ^ b, a << small, a >> small, (m >> 5) ^ a, a << 31]
+        found += [jnp.where(a < b, a, m), jnp.where(a >= m, b, jnp.uint32(0xFFFFFFFF)), (a > 7).astype(jnp.uint32)]
+        counts = [(a >> 8).astype(jnp.float32), (a >> 1).astype(jnp.int32).astype(jnp.float32)]
+        return [jax.lax.bitcast_convert_type(v, jnp.float32) for v in found] + counts
+
+    arg = jax.ShapeDtypeStruct((4,), jnp.float32)
+    closed = jax.make_jaxpr(evaluate)(arg, arg, jax.ShapeDtypeStruct((), jnp.int32))
+    return jax.jit(evaluate), fused.build_kernel(closed), len(closed.out_avals)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 2**32 - 1)] * 2), min_size=1, max_size=40), st.integers(-(2**31), 2**31 - 1))
+@settings(deadline=None, max_examples=60)
+def test_bits_are_those_of_xla(pairs, n):
+    """Of uint32, and of float32 taken as such: no NaN and no subnormal number is changed on the way."""
+    x, y = (np.ascontiguousarray(column).view(np.float32) for column in np.array(pairs, np.uint32).T)
+    jitted, kernel, num = bit_equations()
+    outputs = [np.zeros_like(x) for _ in range(num)]
+    kernel([x, y, np.int32(n)], outputs)
+    for actual, desired in zip(outputs, jitted(x, y, jnp.int32(n)), strict=True):
+        np.testing.assert_array_equal(actual.view(np.uint32), np.asarray(desired).view(np.uint32))
+
+
+@functools.cache
 def conversions():
     narrow = lambda x: (x.astype(jnp.bfloat16), x.astype(jnp.float16))  # noqa: E731
     wide = lambda a, b: (a.astype(jnp.float32), b.astype(jnp.float32), a, -b)  # noqa: E731
@@ -355,6 +383,9 @@ def test_arrays_may_be_traced_without_dims():
         (lambda x: (x.reshape(2, 2) * 2).reshape(4), "reshape"),
         (lambda x: x * np.arange(4, dtype=np.float32), r"constant of shape \(4,\)"),
         (lambda x: x > 0, "output 0 is bool"),
+        (lambda x: jax.lax.bitcast_convert_type(x, jnp.int32).astype(jnp.float32), "bitcast_convert_type"),
+        (lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16)[:, 0].astype(jnp.float32), "bitcast_convert_type"),
+        (lambda x: x.astype(jnp.uint32).astype(jnp.float32), "convert_element_type"),
         (lambda x: jax.lax.cond(x[0] > 0, lambda: x, lambda: -x), "slice|squeeze|gather"),
     ],
 )

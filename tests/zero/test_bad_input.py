@@ -24,6 +24,7 @@ import zerojax as zj
         ({"colour": 3}, ["'colour'", "the fields are stage"]),
         ({"precision": "fp8"}, ["precision='fp8'", "'fp32', 'bf16', 'fp16'"]),
         ({"activations": "drop"}, ["activations='drop'"]),
+        ({"moments": "float16"}, ["moments='float16'", "'float32', 'bfloat16'"]),
         ({"num_microbatches": 0}, ["num_microbatches=0"]),
         ({"clip_norm": -1.0}, ["clip_norm=-1.0"]),
         ({"clip_norm": "1"}, ["clip_norm='1'"]),

@@ -1,0 +1,123 @@
+"""The nvme tier: the same numbers, the disk's speed, and what a step from disk waits for."""
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpu_checks.equality import compare_jobs, nvme_jobs, on_disk
+from gpu_checks.jobs import Job, one_device
+from gpu_checks.mixes import NVME_SPEED_MIXES, RESIDENT, RESIDENT_STEP, Sizes, chosen
+from gpu_checks.rows import Row, attempt
+
+if TYPE_CHECKING:
+    from host_offload.bandwidth import Rates
+
+WARMUP = 2  # steps: one compiles, and one finds the disk's queues empty
+
+
+def speed_jobs(sizes: Sizes, folder: str | None = None) -> list[Job]:
+    """Return the jobs that are timed, the resident step first."""
+    mixes = chosen("nvme", NVME_SPEED_MIXES, sizes)
+    timed = [Job(name=f"timed: {name}", problem=sizes.swapped, fields=fields) for name, fields in mixes.items()]
+    return [Job(name=f"timed: {RESIDENT_STEP}", problem=sizes.swapped, fields=RESIDENT)] + [on_disk(j, folder) for j in timed]
+
+
+def swap_jobs(sizes: Sizes) -> list[Job]:
+    """Return all jobs, to be compiled."""
+    return nvme_jobs(sizes) + speed_jobs(sizes)
+
+
+def check_swap(sizes: Sizes) -> Iterator[Row]:
+    """Compare, measure the disk, and time."""
+    from host_offload.bandwidth import PLAIN
+
+    with tempfile.TemporaryDirectory() as folder:
+        yield from compare_jobs(nvme_jobs(sizes, folder))
+        rates = measure_disk(folder, sizes.link_bytes)
+        for name, rate in rates.items():
+            text = f"{rate.read / 1e9:.2f} GB/s read, {rate.write / 1e9:.2f} GB/s written"
+            yield Row(f"disk: {name}", text, values=dataclasses.asdict(rate))
+        yield from time_jobs(speed_jobs(sizes, folder), sizes.rounds, rates[PLAIN])
+
+
+def measure_disk(folder: str, num_bytes: int) -> "dict[str, Rates]":
+    """Return the rates of a folder by reader, for files of `num_bytes` in all: the best of three rounds."""
+    from host_offload.bandwidth import Bench, Rates
+    from host_offload.direct_io import tune
+    from host_offload.store import SwapFolder
+
+    num_records = 16
+    with (
+        SwapFolder(tempfile.mkdtemp(dir=folder)) as swap,
+        Bench(swap.path, tune(swap.path), num_records=num_records, record_bytes=num_bytes // num_records) as bench,
+    ):
+        rounds = [bench.round() for _ in range(3)]
+    return {name: Rates(read=max(r[name].read for r in rounds), write=max(r[name].write for r in rounds)) for name in rounds[0]}
+
+
+def time_jobs(all_jobs: list[Job], rounds: int, disk: "Rates") -> Iterator[Row]:
+    """Time each job beside the resident step, in turns."""
+    import jax
+
+    mesh, (first, *others) = one_device(), all_jobs
+    key = jax.random.key(0)
+
+    def run(program: Any, state: Any, batch: Any) -> tuple[Any, float, Mapping[str, float]]:
+        start = time.perf_counter()
+        state, metrics = jax.block_until_ready(program.step(state, batch))
+        return state, time.perf_counter() - start, {name: float(value) for name, value in metrics.items()}
+
+    with first.build(mesh) as resident:
+        data = [resident.shard_batch(b) for b in first.data()]
+        base = resident.init(key)
+        for _ in range(WARMUP):
+            base, _, _ = run(resident, base, data[0])
+        for job in others:
+
+            def rows(job: Job = job) -> Iterator[Row]:
+                nonlocal base
+                times, base_times, told = [], [], []
+                with job.build(mesh) as program:
+                    state = program.init(key)
+                    for _ in range(WARMUP):
+                        state, _, _ = run(program, state, data[0])
+                    for i in range(rounds):
+                        base, t, _ = run(resident, base, data[i % len(data)])
+                        base_times.append(t)
+                        state, t, metrics = run(program, state, data[i % len(data)])
+                        times.append(t)
+                        told.append(metrics)
+                yield from swap_rows(job.name, times, base_times, told, disk)
+
+            yield from attempt(job.name, rows)
+
+
+def swap_rows(
+    name: str, times: list[float], base_times: list[float], told: list[Mapping[str, float]], disk: "Rates"
+) -> Iterator[Row]:
+    """Say how long a step took, what it moved, and what it waited for."""
+    step, compute = statistics.median(times), statistics.median(base_times)
+    read, written, stall = (
+        statistics.median(m[f"swap_{key}"] for m in told) for key in ("read_bytes", "write_bytes", "stall_seconds")
+    )
+    alone = read / disk.read + written / disk.write
+    ratios = [t / b for t, b in zip(times, base_times, strict=True)]
+    values = {"seconds": step, "resident_seconds": compute, "read_bytes": read, "write_bytes": written, "stall_seconds": stall}
+    yield Row(
+        f"{name}: step over resident",
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}; {1e3 * step:.0f} ms over {1e3 * compute:.0f})",
+        "finite losses",
+        bool(np.isfinite([m["loss"] for m in told]).all()),
+        values,
+    )
+    yield Row(
+        f"{name}: disk",
+        f"{read / 1e6:.0f} MB read, {written / 1e6:.0f} MB written: {(read + written) / step / 1e9:.2f} GB/s; "
+        f"alone {1e3 * alone:.0f} ms, stall {1e3 * stall:.0f} ms, {step / max(compute, alone):.2f} of the floor",
+        values={"alone_seconds": alone, "over_floor": step / max(compute, alone)},
+    )

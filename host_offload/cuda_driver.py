@@ -1,0 +1,110 @@
+"""The CUDA driver, as far as copies beside a running program need it: streams, events, copies, page-locked memory.
+
+A thin layer over the package cuda-bindings. Streams, events and addresses are plain integers, and what fails raises.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+import numpy as np
+
+
+class Driver:
+    """The calls of one process. Copies, fills and waits are queued on a stream and return at once."""
+
+    def __init__(self, api: Any) -> None:
+        """Use the module `api`, which is cuda.bindings.driver or does as it does."""
+        self._api = api
+        self._call("cuInit", 0)
+
+    def context_of(self, ordinal: int) -> int:
+        """Return the primary context of a GPU, which is the one that XLA uses."""
+        return int(self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", ordinal)))
+
+    def use(self, context: int) -> None:
+        """Make a context the calling thread's."""
+        self._call("cuCtxSetCurrent", context)
+
+    def ensure_context(self) -> None:
+        """Make the primary context of GPU 0 the calling thread's, unless it has one."""
+        if not int(self._call("cuCtxGetCurrent")):
+            self.use(self.context_of(0))
+
+    # --- memory ------------------------------------------------------------------------------------------------------------
+
+    def register(self, buffer: np.ndarray) -> None:
+        """Page-lock host memory for every context of the process: copies of it then run beside the program."""
+        self.ensure_context()
+        self._call("cuMemHostRegister", buffer.ctypes.data, buffer.nbytes, self._api.CU_MEMHOSTREGISTER_PORTABLE)
+
+    def unregister(self, buffer: np.ndarray) -> None:
+        """Undo `register`; copies of the memory must be done."""
+        self.ensure_context()
+        self._call("cuMemHostUnregister", buffer.ctypes.data)
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Copy between any two of host and device; host memory must be registered."""
+        if num_bytes:
+            self._call("cuMemcpyAsync", target, source, num_bytes, stream)
+
+    def clear(self, target: int, num_bytes: int, stream: int) -> None:
+        """Fill device memory with zeros."""
+        if num_bytes:
+            self._call("cuMemsetD8Async", target, 0, num_bytes, stream)
+
+    # --- order -------------------------------------------------------------------------------------------------------------
+
+    def make_stream(self) -> int:
+        """Return a stream of the current context that does not wait for the default one."""
+        return int(self._call("cuStreamCreate", self._api.CUstream_flags.CU_STREAM_NON_BLOCKING.value))
+
+    def make_event(self) -> int:
+        """Return an event of the current context."""
+        return int(self._call("cuEventCreate", self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING.value))
+
+    def record(self, event: int, stream: int) -> None:
+        """Let an event stand for all that was queued on a stream so far."""
+        self._call("cuEventRecord", event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        """Let what is queued on a stream from now on wait for an event as it was last recorded."""
+        self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def finish_event(self, event: int) -> None:
+        """Return when an event has happened."""
+        self._call("cuEventSynchronize", event)
+
+    def finish_stream(self, stream: int) -> None:
+        """Return when all that was queued on a stream is done."""
+        self._call("cuStreamSynchronize", stream)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy", stream)
+
+    def destroy_event(self, event: int) -> None:
+        self._call("cuEventDestroy", event)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        status, *rest = getattr(self._api, name)(*args)
+        if status != self._api.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"{name} failed with {status.name} ({int(status)})")
+        return rest[0] if rest else None
+
+
+@functools.cache
+def driver() -> Driver:
+    """Return the driver of this machine.
+
+    Raises:
+      NotImplementedError: the package cuda-bindings is missing.
+      RuntimeError: there is no driver, or it refuses.
+    """
+    try:
+        api = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise NotImplementedError(
+            "host memory and files beside a GPU need the package cuda-bindings to speak with the driver: "
+            "pip install 'zerojax[cuda]', or pip install cuda-bindings"
+        ) from error
+    return Driver(api)

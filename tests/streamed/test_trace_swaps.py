@@ -1,0 +1,72 @@
+"""The trace of a program with everything on disk: its plan once a step, its bytes and waits those of the metrics."""
+
+import gzip
+import json
+
+import jax
+import pytest
+import toys
+import traces
+
+import zerojax as zj
+
+DISK = "nvme"
+ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
+
+
+def build(swap_dir, **fields):
+    config = zj.ZeroConfig(stage=3, swap_dir=str(swap_dir), **{**ALL, **fields})
+    return zj.build_train_step(toys.layered(), toys.optimizer(), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4]))
+
+
+@pytest.mark.parametrize("fields", [{}, {"update": "in_backward", "update_on": "host", "prefetch_distance": 0}])
+def test_a_trace_has_the_plan_once_a_step_and_sums_to_the_metrics(tmp_path, fields):
+    path, batches = tmp_path / "trace.json.gz", toys.batches(4)
+    (tmp_path / "swap").mkdir()
+    with build(tmp_path / "swap", **fields) as program:
+        state, _ = program.step(program.init(jax.random.key(0)), batches[0])
+        found = []
+        with program.trace_swaps(path):
+            for batch in batches[1:]:
+                state, metrics = jax.block_until_ready(program.step(state, batch))
+                found.append(metrics)
+            jax.block_until_ready(program.eval(state, batches[0]))
+        moves, eval_moves = program._moves, program._eval_moves
+        state, metrics = jax.block_until_ready(program.step(state, batches[0]))  # untraced again
+        assert metrics["swap_read_bytes"] > 0
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    traces.check(trace)
+    assert trace["otherData"]["mesh"] == {"data": 1, "fsdp": 4, "tensor": 1}
+    assert trace["otherData"]["runs_dropped"] == trace["otherData"]["events_dropped"] == 0
+    steps = {f"step {i}": moves for i in (1, 2, 3)}
+    traces.check_runs(trace, steps | {"eval 1": eval_moves}, list(range(4)))
+    for step, metrics in zip(steps, found, strict=True):
+        names = ("swap_read_bytes", "swap_write_bytes", "swap_stall_seconds", "swap_misses")
+        traces.check_sums(trace, step, *(metrics[name] for name in names))
+    if not fields:
+        queued = [e["args"] for e in trace["traceEvents"] if e["ph"] == "C" and e["name"] == "transfers queued"]
+        assert max(a["read"] + a["write"] for a in queued) >= max(m["swap_most_queued"] for m in found) - 1
+
+
+def test_a_program_with_nothing_on_disk_cannot_be_traced(tmp_path):
+    config = zj.ZeroConfig(stage=3, params="pinned_host")
+    program = zj.build_train_step(toys.layered(), toys.optimizer(), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4]))
+    with pytest.raises(ValueError, match="nothing on nvme"):
+        program.trace_swaps(tmp_path / "trace.json")
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_it_begins(tmp_path):
+    with build(tmp_path) as program, pytest.raises(ValueError, match="nowhere"):
+        program.trace_swaps(tmp_path / "nowhere" / "trace.json")
+
+
+def test_a_program_closed_in_its_trace_is_written(tmp_path):
+    path = tmp_path / "trace.json"
+    (tmp_path / "swap").mkdir()
+    program = build(tmp_path / "swap")
+    with program.trace_swaps(path):
+        jax.block_until_ready(program.step(program.init(jax.random.key(0)), toys.batches(1)[0]))
+        program.close()
+    trace = json.loads(path.read_text())
+    traces.check(trace)
+    assert [s["name"] for s in traces.slices(trace, "steps")] == ["init 1", "step 1"]

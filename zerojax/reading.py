@@ -1,0 +1,75 @@
+"""Float32 parameters from any tier, one piece at a time: for export, where the whole tree would not fit."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.layout import Layout
+from zerojax.model import BLOCKS, LayeredModel, Model
+from zerojax.parts import Parts
+from zerojax.state import OnDisk, TrainState, is_stored
+
+
+class Reader:
+    """Reads the parameters that the optimizer updates, onto the device."""
+
+    def __init__(self, model: Model | LayeredModel, layout: Layout, parts: Parts | None) -> None:
+        """Read states of `layout`; `parts` says how they rest where they do not rest on the device."""
+        self.model, self.layout, self.parts = model, layout, parts
+
+    def pieces(self, state: TrainState) -> Iterator[tuple[str, Any]]:
+        """Yield (name, tree): "embed", "blocks/0" .. "blocks/L-1" and "head" of a LayeredModel, each leaf of a Model."""
+        if not isinstance(self.model, LayeredModel):
+            for index, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(self.layout.abstract_params)[0]):
+                yield jax.tree_util.keystr(path), self._end(state, index)
+            return
+        tree = self.layout.abstract_params
+        indices = jax.tree.unflatten(jax.tree.structure(tree), range(len(jax.tree.leaves(tree))))
+        yield "embed", jax.tree.map(lambda i: self._end(state, i), indices["embed"])
+        for layer in range(self.model.num_layers):
+            yield f"{BLOCKS}/{layer}", self._read(self._layer, state, jnp.int32(layer), layer < self.layout.device_layers)
+        yield "head", jax.tree.map(lambda i: self._end(state, i), indices["head"])
+
+    def _read(self, read: Any, held: Any, *args: Any) -> Any:
+        """Call `read(held, *args)`, which reads from any tier."""
+        disk = self.layout.disk
+        with jax.set_mesh(self.layout.mesh):
+            if disk is None:
+                return read(held, *args)
+            disk.begin(held, (), name="read")
+            values = jax.block_until_ready(read(held, *args))
+            disk.finish()
+            return values
+
+    def _end(self, state: TrainState, index: int) -> jax.Array:
+        """Return a parameter that is no stack of layers."""
+        leaf = jax.tree.leaves(masters(state), is_leaf=is_stored)[index]
+        if not isinstance(leaf, OnDisk):
+            return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+        parts = self.parts
+        assert parts is not None
+        record = (parts.params if state.master is None else parts.master)[index]
+        return self._read(jax.jit(record.load), leaf)
+
+    @cached_property
+    def _layer(self) -> Any:
+        """Return `read(state, layer, on_device)`: one layer of stacks that rest in any tier."""
+        tree, parts = jax.tree.structure(self.layout.abstract_params[BLOCKS]), self.parts
+
+        def read(state: TrainState, layer: jax.Array, on_device: bool) -> Any:
+            if parts is None:
+                stacks = masters(state)[BLOCKS]
+                return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False), stacks)
+            states = parts.flat(state)
+            leaves = parts.read_params(states, layer) if state.master is None else parts.read_opt(states, layer, on_device)
+            return jax.tree.unflatten(tree, leaves[: len(parts.blocks)])
+
+        return jax.jit(read, static_argnums=2)
+
+
+def masters(state: TrainState) -> Any:
+    """Return the float32 parameters that the optimizer updates, where they rest."""
+    return state.params if state.master is None else state.master
