@@ -25,8 +25,6 @@ def quick_fusions(monkeypatch):
     """
     from zerojax import step
 
-    if not importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones may not know the option
-        return
     options = step.compiler_options
     quick = {"xla_cpu_use_fusion_emitters": False} if jax.__version__.startswith("0.10.") else None
     monkeypatch.setattr(step, "compiler_options", lambda model, layout: options(model, layout) or quick)
