@@ -29,7 +29,7 @@ from zerojax.partition import LeafSpec
 from zerojax.records import Record, pick, read_layer, write_layer
 from zerojax.resident import Update, finish, scale_grads
 from zerojax.stages import STAGES
-from zerojax.state import TrainState, is_stored
+from zerojax.state import OnDisk, TrainState, is_stored
 
 Array = jax.Array
 
@@ -313,6 +313,15 @@ class Parts:
         for index, grad in zip(self.ends, grads, strict=True):
             states, one = self._update_leaf(states, index, grad, shared, loss, ok, one)
         return states
+
+    def end_token(self, states: States) -> Array | None:
+        """Return the token of the last of these leaves of which something is on disk, if there is one."""
+        for index in reversed(self.ends):
+            held = [states.params[index], *([] if states.master is None else [states.master[index]])]
+            held += pick(states.opt, self.update.states_of((index,)))
+            if (leaf := next((a for a in held if isinstance(a, OnDisk)), None)) is not None:
+                return leaf.token
+        return None
 
     def _update_leaf(
         self, states: States, index: int, grad: Array, shared: Sequence[Array], loss: Array, ok: Array, one: Array

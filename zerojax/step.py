@@ -229,7 +229,10 @@ class Program:
         assert self._disk is not None
         first, last = ((), ()) if self._parts is None else self._parts.end_moves()
         by_host = {} if self._host is None else self._host.moves()
-        return (*first, *moves_of(self.schedule, self._disk.kinds.keys(), besides=by_host), *last)
+        kinds, layers = self._disk.kinds.keys(), [phase.name for phase in self.schedule.phases]
+        after = ["update"] if self._streamed is not None and self._streamed.ending.ends_first else []
+        before = moves_of(self.schedule, kinds, [name for name in layers if name not in after], by_host)
+        return (*first, *before, *last, *moves_of(self.schedule, kinds, after, by_host))
 
     @cached_property
     def _eval_moves(self) -> tuple[Move, ...]:

@@ -56,6 +56,9 @@ class Sums:
 class Ending(Protocol):
     """How a step uses gradients."""
 
+    ends_first: bool
+    """Whether the leaves that are no stack of layers are updated before the layers."""
+
     def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> dict[str, Any]:
         """Return what backward carries; `grads` are the stacks in host memory, if any."""
         ...
@@ -89,6 +92,8 @@ def ending_of(layout: StreamedLayout, tx: optax.GradientTransformation) -> Endin
 
 class _Stored:
     """Gradients are stored until all are known."""
+
+    ends_first = False
 
     def __init__(self, layout: StreamedLayout) -> None:
         self.layout, self.config = layout, layout.config
@@ -143,6 +148,8 @@ class ByLayers(_Stored):
     def __init__(self, layout: StreamedLayout, parts: Parts) -> None:
         super().__init__(layout)
         self.parts = parts
+        # The layer updated first is the one whose gradient was stored last: on disk that write is done meanwhile.
+        self.ends_first = layout.layout.disk is not None
 
     def end(self, sums: Sums) -> Result:
         layout, parts, state = self.layout, self.parts, sums.state
@@ -179,16 +186,16 @@ class ByLayers(_Stored):
             mean = [ready(g) for g in grads]
             return parts.update_layer(states, now.write, mean, old + opt, shared, sums.loss, ok, now.on_device, now.landing)
 
+        ends = [ready(g) for g in sums.ends]
+        if self.ends_first:
+            states = parts.update_ends(states, ends, shared, sums.loss, ok, sums.one)
+            if (token := parts.end_token(states)) is not None:
+                plan, _ = wait_for(plan, token, layout.mesh)
         phase, layers = layout.schedule.phase("update"), layout.layout.device_layers
         states = run_phase(phase, plan, states, tick, sums.one, fetch=fetch, device_layers=layers)
-        return close(parts, sums, states, norm, [ready(g) for g in sums.ends])
-
-
-def close(parts: Parts, sums: Sums, states: States, norm: Array, ends: list[Array]) -> Result:
-    """Update the leaves that are no stack of layers, given their finished gradients, and finish the step."""
-    ok = jnp.isfinite(norm)
-    states = parts.update_ends(states, ends, parts.shared_of(states), sums.loss, ok, sums.one)
-    return closed(parts, sums, states, norm)
+        if not self.ends_first:
+            states = parts.update_ends(states, ends, shared, sums.loss, ok, sums.one)
+        return closed(parts, sums, states, norm)
 
 
 def closed(parts: Parts, sums: Sums, states: States, norm: Array, pending: Pending | None = None) -> Result:
@@ -200,6 +207,8 @@ def closed(parts: Parts, sums: Sums, states: States, norm: Array, pending: Pendi
 
 class InBackward:
     """A layer is updated in the tick that makes its gradient, which is never stored."""
+
+    ends_first = False
 
     def __init__(self, layout: StreamedLayout, parts: Parts) -> None:
         self.layout, self.parts = layout, parts
@@ -224,8 +233,11 @@ class InBackward:
         return carried | {"states": states, "squares": squares}, landing
 
     def end(self, sums: Sums) -> Result:
+        parts, states = self.parts, sums.carried["states"]
         norm = jnp.sqrt(sums.carried["squares"] + self.layout.squares(sums.ends, sums.state))
-        return close(self.parts, sums, sums.carried["states"], norm, [self.layout.mean(g) for g in sums.ends])
+        ends, shared = [self.layout.mean(g) for g in sums.ends], parts.shared_of(states)
+        states = parts.update_ends(states, ends, shared, sums.loss, jnp.isfinite(norm), sums.one)
+        return closed(parts, sums, states, norm)
 
 
 class HostInBackward(InBackward):
