@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from step_time import WARMUP, Contender, run_process
 from gpu_checks.jobs import Job, one_device, platform_name
 from gpu_checks.mixes import BESIDE_PEER, RESIDENT, RESIDENT_STEP, SPEED_MIXES, H, Sizes, chosen
 from gpu_checks.rows import Row, attempt, skipped
+from gpu_checks.turns import Timed, Turns
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
 HIDDEN = 0.5  # least part of the shorter of compute and transfers that a mix updated in backward must hide, on a GPU
@@ -68,63 +69,29 @@ def measure_link(mesh: Any, num_bytes: int, repeats: int = 5) -> Link:
 
 def check_speed(sizes: Sizes, peer_python: str | None) -> Iterator[Row]:
     """Measure the link, each mix beside the resident step, and the peer."""
-    import jax
-
-    mesh = one_device()
-    link = measure_link(mesh, sizes.link_bytes)
+    link = measure_link(one_device(), sizes.link_bytes)
     for way, rate in dataclasses.asdict(link).items():
         yield Row(f"link, {way.replace('_', ' ')}", f"{rate / 1e9:.1f} GB/s", values={"bytes_per_second": rate})
     first, *others = speed_jobs(sizes)
-    beside = others[-1]
-    key, seconds = jax.random.key(0), float("nan")
-
-    def run(program: Any, state: Any, batch: Any) -> tuple[Any, float]:
-        start = time.perf_counter()
-        state, _ = jax.block_until_ready(program.step(state, batch))
-        return state, time.perf_counter() - start
-
-    with first.build(mesh) as resident:
-        data = [resident.shard_batch(b) for b in first.data()]
-        base = resident.init(key)
-        for _ in range(WARMUP):
-            base, _ = run(resident, base, data[0])
+    beside, seconds = others[-1], float("nan")
+    with Turns(first) as turns:
         for job in others:
 
             def rows(job: Job = job) -> Iterator[Row]:
-                nonlocal base, seconds
-                times, base_times = [], []
-                with job.build(mesh) as program:
-                    moved = getattr(program.memory(data[0]), "host_link", None)
-                    state = program.init(key)
-                    for _ in range(WARMUP):
-                        state, _ = run(program, state, data[0])
-                    for i in range(sizes.rounds):
-                        base, t = run(resident, base, data[i % len(data)])
-                        base_times.append(t)
-                        state, t = run(program, state, data[i % len(data)])
-                        times.append(t)
-                    del state
-                seconds = statistics.median(times)
-                yield from speed_rows(job, times, base_times, moved, link)
+                nonlocal seconds
+                timed = turns.time(job, sizes.rounds)
+                seconds = statistics.median(timed.seconds)
+                yield from speed_rows(job, timed, link)
 
             yield from attempt(job.name, rows)
-    del base
     yield from attempt("FSDP2, CPUOffloadPolicy", lambda: peer_rows(sizes.fast, peer_python, beside.name, seconds))
 
 
-def speed_rows(
-    job: Job, times: Sequence[float], base_times: Sequence[float], moved: Mapping[str, float] | None, link: Link
-) -> Iterator[Row]:
+def speed_rows(job: Job, timed: Timed, link: Link) -> Iterator[Row]:
     """Say how long a mix took, and how much of its transfers it hid."""
-    step, compute = statistics.median(times), statistics.median(base_times)
-    ratios = [t / b for t, b in zip(times, base_times, strict=True)]
-    ratio = statistics.median(ratios)
-    text = f"{ratio:.2f} ({min(ratios):.2f}-{max(ratios):.2f}; {1e3 * step:.1f} ms over {1e3 * compute:.1f})"
-    yield Row(f"{job.name}: step over resident", text, values={"ratio": ratio, "seconds": step, "resident_seconds": compute})
-    if moved is None:
-        yield skipped(f"{job.name}: link", "program.memory does not count its bytes")
-        return
-    up, down = moved["to_device"], moved["to_host"]
+    step, compute = statistics.median(timed.seconds), statistics.median(timed.resident)
+    yield ratio_row(job.name, timed)
+    up, down = timed.to_device, timed.to_host
     rate = (up + down) / step
     text = f"{up / 1e6:.1f} MB up, {down / 1e6:.1f} MB down: {rate / 1e9:.1f} GB/s reached"
     yield Row(f"{job.name}: link", text, values={"to_device": up, "to_host": down, "bytes_per_second": rate})
@@ -141,6 +108,17 @@ def speed_rows(
         hidden >= HIDDEN if judged else None,
         {"hidden": hidden, "transfer_seconds": transfer, "over_floor": step / max(compute, transfer)},
     )
+
+
+def ratio_row(name: str, timed: Timed) -> Row:
+    """Say how long a mix took over the resident step."""
+    step, compute = statistics.median(timed.seconds), statistics.median(timed.resident)
+    ratios = [t / b for t, b in zip(timed.seconds, timed.resident, strict=True)]
+    ratio = statistics.median(ratios)
+    text = f"{ratio:.2f} ({min(ratios):.2f}-{max(ratios):.2f}; {1e3 * step:.1f} ms over {1e3 * compute:.1f})"
+    finite = bool(np.isfinite([m["loss"] for m in timed.metrics]).all())
+    values = {"ratio": ratio, "seconds": step, "resident_seconds": compute}
+    return Row(f"{name}: step over resident", text, "finite losses", finite, values)
 
 
 def peer_rows(p: Problem, python: str | None, beside: str, seconds: float) -> Iterator[Row]:

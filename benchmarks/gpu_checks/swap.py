@@ -3,21 +3,18 @@
 import dataclasses
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from gpu_checks.equality import compare_jobs, nvme_jobs, on_disk
-from gpu_checks.jobs import Job, one_device
+from gpu_checks.jobs import Job
 from gpu_checks.mixes import NVME_SPEED_MIXES, RESIDENT, RESIDENT_STEP, Sizes, chosen
 from gpu_checks.rows import Row, attempt
+from gpu_checks.speed import ratio_row
+from gpu_checks.turns import Timed, Turns
 
 if TYPE_CHECKING:
     from host_offload.bandwidth import Rates
-
-WARMUP = 2  # steps: one compiles, and one finds the disk's queues empty
 
 
 def speed_jobs(sizes: Sizes, folder: str | None = None) -> list[Job]:
@@ -61,63 +58,32 @@ def measure_disk(folder: str, num_bytes: int) -> "dict[str, Rates]":
 
 
 def time_jobs(all_jobs: list[Job], rounds: int, disk: "Rates") -> Iterator[Row]:
-    """Time each job beside the resident step, in turns."""
-    import jax
-
-    mesh, (first, *others) = one_device(), all_jobs
-    key = jax.random.key(0)
-
-    def run(program: Any, state: Any, batch: Any) -> tuple[Any, float, Mapping[str, float]]:
-        start = time.perf_counter()
-        state, metrics = jax.block_until_ready(program.step(state, batch))
-        return state, time.perf_counter() - start, {name: float(value) for name, value in metrics.items()}
-
-    with first.build(mesh) as resident:
-        data = [resident.shard_batch(b) for b in first.data()]
-        base = resident.init(key)
-        for _ in range(WARMUP):
-            base, _, _ = run(resident, base, data[0])
+    """Time each job in turns with the first, the resident step."""
+    first, *others = all_jobs
+    with Turns(first) as turns:
         for job in others:
 
             def rows(job: Job = job) -> Iterator[Row]:
-                nonlocal base
-                times, base_times, told = [], [], []
-                with job.build(mesh) as program:
-                    state = program.init(key)
-                    for _ in range(WARMUP):
-                        state, _, _ = run(program, state, data[0])
-                    for i in range(rounds):
-                        base, t, _ = run(resident, base, data[i % len(data)])
-                        base_times.append(t)
-                        state, t, metrics = run(program, state, data[i % len(data)])
-                        times.append(t)
-                        told.append(metrics)
-                yield from swap_rows(job.name, times, base_times, told, disk)
+                timed = turns.time(job, rounds)
+                yield ratio_row(job.name, timed)
+                yield swap_row(job.name, timed, disk)
 
             yield from attempt(job.name, rows)
 
 
-def swap_rows(
-    name: str, times: list[float], base_times: list[float], told: list[Mapping[str, float]], disk: "Rates"
-) -> Iterator[Row]:
-    """Say how long a step took, what it moved, and what it waited for."""
-    step, compute = statistics.median(times), statistics.median(base_times)
+def swap_row(name: str, timed: Timed, disk: "Rates") -> Row:
+    """Say what a step moved, and what it waited for."""
+    step, compute = statistics.median(timed.seconds), statistics.median(timed.resident)
     read, written, stall = (
-        statistics.median(m[f"swap_{key}"] for m in told) for key in ("read_bytes", "write_bytes", "stall_seconds")
+        statistics.median(m[f"swap_{key}"] for m in timed.metrics) for key in ("read_bytes", "write_bytes", "stall_seconds")
     )
     alone = read / disk.read + written / disk.write
-    ratios = [t / b for t, b in zip(times, base_times, strict=True)]
-    values = {"seconds": step, "resident_seconds": compute, "read_bytes": read, "write_bytes": written, "stall_seconds": stall}
-    yield Row(
-        f"{name}: step over resident",
-        f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}; {1e3 * step:.0f} ms over {1e3 * compute:.0f})",
-        "finite losses",
-        bool(np.isfinite([m["loss"] for m in told]).all()),
-        values,
-    )
-    yield Row(
+    return Row(
         f"{name}: disk",
         f"{read / 1e6:.0f} MB read, {written / 1e6:.0f} MB written: {(read + written) / step / 1e9:.2f} GB/s; "
         f"alone {1e3 * alone:.0f} ms, stall {1e3 * stall:.0f} ms, {step / max(compute, alone):.2f} of the floor",
-        values={"alone_seconds": alone, "over_floor": step / max(compute, alone)},
-    )
+        values={
+            "read_bytes": read, "write_bytes": written, "stall_seconds": stall, "alone_seconds": alone,
+            "over_floor": step / max(compute, alone),
+        },
+    )  # fmt: skip

@@ -22,6 +22,7 @@ from gpu_checks.jobs import Job
 from gpu_checks.mixes import FEW, IN_BACKWARD
 from gpu_checks.rows import Row, attempt, line
 from gpu_checks.speed import Link, speed_rows
+from gpu_checks.turns import Timed
 
 from zerojax.model import init_layered
 
@@ -145,6 +146,9 @@ def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path):
     link = speed["all, in_backward: link"]["values"]
     assert link["to_device"] > link["to_host"] > 0
     assert "FSDP2, CPUOffloadPolicy" in speed
+    assert rows["nvme"]["all, activations, clipped"]["ok"] is True
+    disk = rows["nvme"]["timed: all, in_backward: disk"]["values"]
+    assert disk["read_bytes"] > disk["write_bytes"] > 0
     assert all(row["ok"] is not False for found in rows.values() for row in found.values())
     assert facts["versions"]["jax"] == jax.__version__
     assert "| fp32 | half of opt_state, distance 2 | loss " in text
@@ -213,7 +217,7 @@ def test_gpu_check_tells_how_much_of_the_transfers_is_hidden(step, hidden, floor
     assert link.seconds(20.0, 5.0) == 1.0
     assert link.seconds(20.0, 20.0) == 2.0
     assert link.seconds(25.0, 12.5) == 1.5
-    rows = list(speed_rows(job, [step] * 3, [3.0] * 3, {"to_device": 20.0, "to_host": 5.0}, link))
+    rows = list(speed_rows(job, Timed([step] * 3, [3.0] * 3, [{"loss": 1.0}] * 3, 20, 5), link))
     assert [row.name for row in rows] == ["mix: step over resident", "mix: link", "mix: transfers hidden"]
     assert rows[0].values["ratio"] == step / 3
     assert rows[2].values["hidden"] == hidden
