@@ -13,7 +13,7 @@ A write waits only for the disk, a read that nothing foresaw for the one record 
 the last of it gives way. So nothing waits in a circle, however few buffers there are, and a full ring is a wait that is counted
 (`Stats.stall_seconds`), not an error.
 
-    read of a record whose write is pending     starts when that write is done
+    read of a record whose write is pending     is a copy out of that write's buffer
     write of a record that was read ahead       the read is forgotten
     write of a record whose write is pending    starts when the other is done
 
@@ -38,7 +38,7 @@ from host_offload.read_ahead import Move, Window
 from host_offload.store import Store
 from host_offload.swap_error import STATE_LOST, SwapError, explain
 from host_offload.swap_stats import Event, Stats
-from host_offload.transfers import Io, Transfers
+from host_offload.transfers import Io, Transfers, Write
 
 Views = list[np.ndarray]
 Key = tuple[str, int]
@@ -81,7 +81,7 @@ class _Lane:
         self.shelves: dict[str, _Shelf] = {}
         self.window = Window((), 0)
         self.reading: dict[Key, _Read] = {}
-        self.writing: dict[Key, Future[float]] = {}
+        self.writing: dict[Key, Write] = {}
         self.wanted: list[tuple[Key, Ring]] = []  # for which a callback takes a buffer: reading ahead must leave it one
 
 
@@ -218,7 +218,7 @@ class Engine:
             self.remove(kind)
         self._lanes.clear()
         self.copies.close()
-        self.io.close()
+        self._transfers.close()
 
     # --- inside a program --------------------------------------------------------------------------------------------------
 
@@ -359,23 +359,30 @@ class Engine:
         """Start to write a record when it is its turn, and `filled` is done."""
         kind, layer = event.kind, event.layer
         self._transfers.waiting(event, shelf.turns.acquire)
-        with lane.lock:  # from here on a read of the record waits for this write, and what was read before is forgotten
+        write = Write(buffer, filled)
+        with lane.lock:  # from here on the record is what is in this buffer, and what was read before is forgotten
             stale = lane.reading.pop((kind, layer), None)
             before = lane.writing.get((kind, layer))
-            done = self._transfers.start(event, shelf.store, buffer, before, filled)
-            lane.writing[kind, layer] = done
+            lane.writing[kind, layer] = write
+            self._transfers.write(event, shelf.store, write, before)
             lane.window.advance(Move(kind, layer, True))
 
-        def release(done: "Future[float]") -> None:
-            with lane.lock:
-                if lane.writing.get((kind, layer)) is done:
-                    del lane.writing[kind, layer]
+        def release(_: "Future[float]") -> None:
             shelf.turns.release()
+            with lane.lock:
+                if lane.writing.get((kind, layer)) is write:
+                    del lane.writing[kind, layer]
+            if write.copies:
+                write.copies[-1].add_done_callback(give)
+            else:
+                give()
+
+        def give(_: "Future[float] | None" = None) -> None:
             shelf.writes.give(buffer)
             if shelf.reads is shelf.writes:  # there may be a read that found no buffer
                 self._read_ahead(lane)
 
-        done.add_done_callback(release)
+        write.done.add_done_callback(release)
         if stale is not None:
             self._drop(lane, shelf, kind, stale)
 
@@ -424,8 +431,7 @@ class Engine:
             self.fail(error)
 
     def _start_read(self, lane: _Lane, shelf: _Shelf, event: Event, buffer: np.ndarray) -> _Read:
-        after = lane.writing.get((event.kind, event.layer))
-        done = self._transfers.start(event, shelf.store, buffer, after)
+        done = self._transfers.read(event, shelf.store, buffer, lane.writing.get((event.kind, event.layer)))
         done.add_done_callback(lambda _: self._lift(lane))
         return _Read(buffer, done, event)
 
@@ -456,5 +462,5 @@ class Engine:
     def _wait_for_writes(self, lane: _Lane) -> None:
         with lane.lock:
             pending = list(lane.writing.values())
-        for done in pending:
-            done.exception()
+        for write in pending:
+            write.done.exception()

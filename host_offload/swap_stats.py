@@ -50,6 +50,7 @@ class Stats:
     Attributes:
       bytes_read: payload and padding.
       bytes_written: likewise.
+      bytes_copied: those of bytes_read that came from the buffer of a write under way, and not from disk.
       read_seconds: transfers, summed, although they overlap.
       write_seconds: likewise.
       stall_seconds: time that callbacks waited, by kind.
@@ -61,6 +62,7 @@ class Stats:
 
     bytes_read: int = 0
     bytes_written: int = 0
+    bytes_copied: int = 0
     read_seconds: float = 0.0
     write_seconds: float = 0.0
     stall_seconds: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))

@@ -236,6 +236,7 @@ class Disk:
         return {
             "swap_read_bytes": float(stats.bytes_read),
             "swap_write_bytes": float(stats.bytes_written),
+            "swap_copied_bytes": float(stats.bytes_copied),
             "swap_read_seconds": stats.read_seconds,
             "swap_write_seconds": stats.write_seconds,
             "swap_stall_seconds": sum(stats.stall_seconds.values()),

@@ -13,6 +13,7 @@ from host_offload.engine import Engine
 from host_offload.read_ahead import Move
 from host_offload.store import LeafFormat, RecordFormat, Store, SwapFolder
 from host_offload.swap_error import SwapError
+from host_offload.transfers import Write
 
 FORMAT = RecordFormat((LeafFormat("w", (3, 5), "float32"), LeafFormat("b", (7,), "bfloat16")))
 RANK, LAYERS = 2, 5
@@ -111,21 +112,53 @@ def test_a_record_is_what_was_stored(folder):
     engine.close()
 
 
-def test_a_read_waits_for_the_pending_write_of_its_record(folder):
+def test_a_record_on_its_way_to_the_disk_is_read_from_that_buffer(folder):
     io = HeldIo()
     engine = engine_of(io, folder)
     put(engine, 1, 1)
     io.held = []
     put(engine, 1, 7)
-    reader = threading.Thread(target=lambda: found.append(got(engine, 1)))
-    found: list[float] = []
-    reader.start()
-    while io.held is not None and not found:  # what is let go at any moment, the value is the new one
-        io.release()
-    reader.join()
-    assert found == [7]
-    assert io.reads == [1]
+    assert got(engine, 1) == 7
+    put(engine, 1, 8)  # begins when the other has ended
+    assert got(engine, 1) == 8
+    assert io.reads == []
+    assert [name for name, *_ in io.held] == ["write"]
+    stats = engine.take_stats()
+    assert stats.bytes_copied == stats.bytes_read == 2 * FORMAT.padded_bytes
+    io.release()
+    io.release()
     io.held = None
+    assert got(engine, 1) == 8
+    assert io.reads == [1]
+    engine.close()
+
+
+def test_a_buffer_that_is_still_copied_out_of_is_not_filled_again(folder, monkeypatch):
+    io, go, copy_to = HeldIo(), threading.Event(), Write.copy_to
+    engine = engine_of(io, folder, distance=0)
+
+    def slow(write, buffer):
+        assert go.wait(20)
+        return copy_to(write, buffer)
+
+    monkeypatch.setattr(Write, "copy_to", slow)
+    io.held = []
+    put(engine, 1, 7)
+    found: list[float] = []
+    reader = threading.Thread(target=lambda: found.append(got(engine, 1)))
+    reader.start()
+    writes = engine._lanes[RANK].shelves["params"].writes
+    deadline = time.monotonic() + 20
+    while engine._transfers._queued != 2:
+        assert time.monotonic() < deadline
+    io.release()  # it is on disk, and its only buffer is not free
+    io.held = None
+    assert writes.free == 0
+    go.set()
+    reader.join(20)
+    assert found == [7]
+    put(engine, 2, 9)
+    assert got(engine, 2) == 9
     engine.close()
 
 
