@@ -1,6 +1,6 @@
 """What moments in bfloat16 do to the loss: a GPT on real text, trained with float32 moments, stochastic and nearest rounding.
 
-    python benchmarks/moments.py --save benchmarks/results/moments.md
+    python benchmarks/moments.py --save benchmarks/results/moments_cpu2_202611.md
 
 The three settings start from the same weights and see the same batches, for several seeds of the weights: a difference counts
 where it is beyond what another seed makes. Rounding to nearest is no setting of zerojax; it is here to show what the random

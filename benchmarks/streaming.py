@@ -102,7 +102,7 @@ def main() -> None:
         states[name] = programs[name].init(jax.random.key(0))
     seconds: dict[str, list[float]] = {name: [] for name in wanted}
     losses: dict[str, list[float]] = {name: [] for name in wanted}
-    told: dict[str, dict[str, float]] = {}
+    told: dict[str, list[dict[str, float]]] = {name: [] for name in wanted}
     for turn in range(options.rounds + 1):
         for name in wanted:
             start = time.monotonic()
@@ -111,7 +111,7 @@ def main() -> None:
             if turn:  # the first compiles
                 seconds[name].append(time.monotonic() - start)
             losses[name].append(float(metrics["loss"]))
-            told[name] = {key: float(value) for key, value in metrics.items()}
+            told[name].append({key: float(value) for key, value in metrics.items()})
         print(f"round {turn}: " + ", ".join(f"{name} {seconds[name][-1]:.2f} s" for name in wanted if turn), flush=True)
     lines = [
         f"# The streamed step, {datetime.date.today():%Y-%m}",
@@ -136,7 +136,7 @@ def main() -> None:
         away = max(abs(a - b) for a, b in zip(losses[name], losses[BASE], strict=True))
         lines.append(
             f"| {name} | {1e3 * statistics.median(seconds[name]):.0f} | {statistics.median(ratio):.2f} "
-            f"| {min(ratio):.2f}-{max(ratio):.2f} | {away:.1e} | {swapped(told[name], rates, options.devices)} |"
+            f"| {min(ratio):.2f}-{max(ratio):.2f} | {away:.1e} | {swapped(told[name][1:], rates, options.devices)} |"
         )
     text = "\n".join(lines) + "\n"
     print(f"\n{text}")
@@ -150,12 +150,14 @@ def main() -> None:
             os.rmdir(program.config.swap_dir)
 
 
-def swapped(metrics: dict[str, float], rates: Rates | None, devices: int) -> str:
-    """Return the cells of a step from disk."""
-    if rates is None or "swap_read_bytes" not in metrics:
+def swapped(steps: list[dict[str, float]], rates: Rates | None, devices: int) -> str:
+    """Return the cells of steps from disk: medians."""
+    if rates is None or "swap_read_bytes" not in steps[0]:
         return " | | |"
-    read, written = metrics["swap_read_bytes"], metrics["swap_write_bytes"]
-    alone, stall = read / rates.read + written / rates.write, metrics["swap_stall_seconds"] / devices
+    read, written, stall = (
+        statistics.median(step[f"swap_{key}"] for step in steps) for key in ("read_bytes", "write_bytes", "stall_seconds")
+    )
+    alone, stall = read / rates.read + written / rates.write, stall / devices
     return f"{read / 1e6:.0f}, {written / 1e6:.0f} | {1e3 * alone:.0f} | {1e3 * stall:.0f} | {1 - stall / alone:.2f}"
 
 
