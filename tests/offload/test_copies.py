@@ -253,3 +253,44 @@ def test_a_copy_down_that_fails_is_an_error_of_the_engine(tmp_path, monkeypatch)
             with pytest.raises(RuntimeError, match=r"(?s)layer 2.*CUDA_ERROR_ILLEGAL_ADDRESS"):
                 engine.flush()
         engine.close()
+
+
+def test_a_store_returns_while_its_record_is_copied_down(tmp_path):
+    gpu, held = Gpu(), threading.Event()
+    with SwapFolder(str(tmp_path)) as folder:
+        engine = Engine(DirectIo(IoSettings(1, 4096)), 1, pin="none", copies=gpu.copies)
+        engine.add("params", 0, Store(folder.path, "params", 0, LAYERS, FORMAT))
+        gpu.cuda._queue(gpu.down, held.wait)
+        values, fetched = gpu.values(5), gpu.values()
+        engine.store("params", 0, 2, lambda views: gpu.copies.save(gpu.context, "params", 0, values, views))
+        assert engine.take_stats().bytes_written == 0
+        held.set()
+        engine.fetch("params", 0, 2, lambda views: gpu.copies.load(gpu.context, "params", 0, views, fetched))
+        assert gpu.get(fetched) == 5
+        engine.close()
+
+
+def test_a_record_updated_on_the_host_is_not_what_was_lifted_before(tmp_path):
+    """The host updates records in buffers that were read ahead, and copied up, for the device."""
+    gpu, rounds = Gpu(delay=0.0), 4
+    moves = [Move("params", layer, writes) for layer in range(LAYERS) for writes in (False, True)]
+    with SwapFolder(str(tmp_path)) as folder:
+        engine = Engine(DirectIo(IoSettings(2, 4096)), 1, pin="none", copies=gpu.copies)
+        engine.add("params", 0, Store(folder.path, "params", 0, LAYERS, FORMAT), in_place=True)
+        kept = [gpu.values(layer) for layer in range(LAYERS)]
+        for layer, values in enumerate(kept):
+            engine.store("params", 0, layer, lambda views, v=values: gpu.copies.save(gpu.context, "params", 0, v, views))
+        for round_ in range(rounds):
+            engine.begin(moves)
+            deadline = time.monotonic() + 20
+            while gpu.copies._up["params", 0].held is None:  # the first record was read, and lifted
+                assert time.monotonic() < deadline
+            for layer in range(LAYERS):
+                with engine.borrow("params", 0, layer, "update") as views:
+                    for view in views:
+                        view += 1
+            for layer in range(LAYERS):
+                fetched = gpu.values()
+                engine.fetch("params", 0, layer, lambda views, f=fetched: gpu.copies.load(gpu.context, "params", 0, views, f))
+                assert gpu.get(fetched) == layer + round_ + 1
+        engine.close()
