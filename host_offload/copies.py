@@ -23,10 +23,11 @@ in flight where XLA may copy or reuse it. The price is one record of device memo
 A kind of a single record is never ahead of anything: it is copied on the program's stream, between page-locked memory.
 """
 
+import contextlib
 import dataclasses
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -168,6 +169,16 @@ class _Gpu:
         self._saved.put((event, done))
         return done
 
+    @contextlib.contextmanager
+    def finishing(self, stream: int) -> Iterator[None]:
+        """Leave by an error only when nothing that was queued on a stream is under way: buffers are used again then."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self.driver.finish_stream(stream)
+            raise
+
     def _watch(self) -> None:
         self.driver.use(self.context)
         while (job := self._saved.get()) is not None:
@@ -230,10 +241,11 @@ class GpuCopies:
                 return
             gpu, call = self._gpus[rank], self.driver
             call.use(gpu.context)
-            if slot.used:
-                call.wait(gpu.up, slot.empty)
-            call.copy(slot.address, buffer.ctypes.data, buffer.nbytes, gpu.up)
-            call.record(slot.full, gpu.up)
+            with gpu.finishing(gpu.up):
+                if slot.used:
+                    call.wait(gpu.up, slot.empty)
+                call.copy(slot.address, buffer.ctypes.data, buffer.nbytes, gpu.up)
+                call.record(slot.full, gpu.up)
             slot.held = buffer.ctypes.data
 
     def drop(self, kind: str, rank: int, buffer: np.ndarray) -> None:
@@ -276,7 +288,7 @@ class GpuCopies:
             call.finish_stream(stream)
             return None
         base = views[0].ctypes.data
-        with slot.lock:
+        with slot.lock, gpu.finishing(gpu.down):
             if slot.used:
                 call.wait(stream, slot.empty)
             for value, view in zip(values, views, strict=True):

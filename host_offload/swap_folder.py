@@ -43,6 +43,9 @@ class SwapFolder:
             what = "is not a folder" if os.path.exists(root) else "does not exist"
             raise ValueError(f"swap_dir={root!r} {what}: give an existing folder of a fast local disk, or create it (mkdir -p)")
         self.path = os.path.join(os.path.abspath(root), f"zerojax-swap-{process}")
+        self._take()
+
+    def _take(self) -> None:
         try:
             fd = _lock(self.path)
         except OSError as error:
@@ -70,6 +73,15 @@ class SwapFolder:
         found = os.statvfs(self.path)
         return found.f_bavail * found.f_frsize
 
+    def renew(self) -> None:
+        """Make the folder empty again; if it was removed, or taken over, take it anew.
+
+        Raises:
+          SwapError: another program has it now, or it cannot be made.
+        """
+        self.close()
+        self._take()
+
     def close(self) -> None:
         """Remove the folder and all in it; once closed, do nothing. Whatever uses it must be closed before."""
         self._close()
@@ -93,6 +105,12 @@ def _lock(path: str) -> int:
                 file=path,
             )
         name = os.path.join(path, _LOCK)
+        if os.listdir(path) and not os.path.lexists(name):
+            raise SwapError(
+                f"{path} holds files, and no lock of a program that made them: move them away if you need them, remove the "
+                "folder, or set swap_dir to another one",
+                file=path,
+            )
         try:
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:  # the folder was removed since
@@ -133,7 +151,8 @@ def _empty(path: str) -> None:
 def _remove(path: str, fd: int) -> None:
     try:
         _empty(path)
-        os.unlink(os.path.join(path, _LOCK))
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(path, _LOCK))
         os.rmdir(path)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # removed by hand; or taken over since the lock file went

@@ -5,6 +5,8 @@ files, and a write is atomic: another file, flushed and renamed, so the disk mus
 """
 
 import concurrent.futures
+import errno
+import os
 import threading
 import time
 import weakref
@@ -56,6 +58,8 @@ class TensorstoreIo:
 
         def write() -> None:
             store.begin_write(layer)
+            if not os.path.isdir(store.path):  # tensorstore would make it, with everybody's rights
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), store.path)
             self._array(store)[layer].write(record).result()
             store.end_write(layer, checksum_of(record) if checksum else 0)
 

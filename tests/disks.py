@@ -22,6 +22,11 @@ def mounted(path: pathlib.Path, options: str) -> Iterator[pathlib.Path]:
         subprocess.run(["umount", str(path)], check=True)
 
 
+def resize(path: pathlib.Path, size: str) -> None:
+    """Give a mounted tmpfs another size."""
+    subprocess.run(["mount", "-o", f"remount,size={size}", str(path)], check=True)
+
+
 def fill(path: pathlib.Path) -> pathlib.Path:
     """Leave no room on the file system of a folder; returns the file that takes it."""
     ballast = path / "ballast"

@@ -14,6 +14,7 @@ Each process has the records of its own devices, in a folder of its own. What fa
 
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -47,6 +48,7 @@ class Disk:
         self.config, self.mesh, self.swap = config, mesh, Swap(mesh)
         self.kinds: dict[str, Records] = {}
         self._folder: SwapFolder | None = None
+        self._made: dict[str, Records] = {}  # kinds that have files and buffers, on every device
         self._recorder = Recorder(config.prefetch_distance)
         self._together = Together(mesh)
 
@@ -80,7 +82,7 @@ class Disk:
             tuple(PartitionSpec(*s) for s in specs),
         )
         records = Records(self.swap, kind, num_layers, tuple(names), plain, all_specs, is_state, in_place, fetched, stored)
-        if (known := self.kinds.get(kind)) is not None and known.format == records.format and known.num_layers == num_layers:
+        if (known := self.kinds.get(kind)) is not None and _alike(known, records):
             return known
         self.kinds[kind] = records
         return records
@@ -114,11 +116,11 @@ class Disk:
 
     def _claim(self) -> None:
         self._check_memory([records for records in self.kinds.values() if records.is_state])
-        folder = SwapFolder(self.config.swap_dir or "", jax.process_index())
-        settings = tune(folder.path)
+        copies, pin = self.swap.copies, "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock"
+        self._folder = SwapFolder(self.config.swap_dir or "", jax.process_index())
+        settings = tune(self._folder.path)
         io = DirectIo(settings) if self.config.io == "direct" else TensorstoreIo(settings)
-        pin = "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock"
-        self._folder, self.swap.engine = folder, Engine(io, self.config.prefetch_distance, pin, self.swap.copies)
+        self.swap.engine = Engine(io, self.config.prefetch_distance, pin, copies)
 
     def open(self) -> None:
         """Make files and buffers for what was declared; a second time it starts anew.
@@ -135,7 +137,14 @@ class Disk:
         )  # fmt: skip
 
     def _renew(self) -> None:
+        assert self._folder is not None
+        failed = self.engine.failed
         self.engine.reset()
+        if failed or not os.path.isdir(self._folder.path):  # files may be missing
+            for kind in self.engine.kinds():
+                self.engine.remove(kind)
+            self._made.clear()
+            self._folder.renew()
         self._make([records for records in self.kinds.values() if records.is_state])
 
     def num_buffers(self, records: Records) -> int:
@@ -152,10 +161,15 @@ class Disk:
         return [rank for rank, device in enumerate(self.mesh.devices.flat) if device in local]
 
     def _make(self, wanted: Sequence[Records]) -> None:
-        """Make files and buffers of kinds that have none."""
+        """Make files and buffers of kinds that have none, or those of another batch."""
         assert self._folder is not None
-        there = self.engine.kinds()
-        missing = [records for records in wanted if records.kind not in there]
+        missing = [records for records in wanted if not _alike(self._made.get(records.kind), records)]
+        for kind in (records.kind for records in missing):  # what another batch has, or an attempt that failed has left
+            self._made.pop(kind, None)
+            if kind in self.engine.kinds():
+                self.engine.remove(kind)
+            if os.path.isdir(path := os.path.join(self._folder.path, kind)):
+                shutil.rmtree(path)
         self._check_memory(missing)
         for records in missing:
             metadata = {
@@ -168,6 +182,7 @@ class Disk:
                 store.preallocate()
                 up, down = records.slots
                 self.engine.add(records.kind, rank, store, in_place=records.in_place, up=up, down=down)
+            self._made[records.kind] = records
 
     def _check_memory(self, wanted: Sequence[Records]) -> None:
         """Raise RuntimeError where the machine has less memory left than the buffers of some kinds take."""
@@ -211,11 +226,6 @@ class Disk:
                     f"this state (number {number}) is gone: a later init of the program made number {self.swap.generation}, "
                     "and there is one state on a disk"
                 )
-        for records in scratch:
-            known = self.kinds[records.kind]
-            if known.format != records.format and records.kind in self.engine.kinds():  # of another batch
-                self.engine.remove(records.kind)
-            self.kinds[records.kind] = records
         self._make(scratch)
         self._recorder.begin(name, moves, self.engine)
         self.engine.begin(moves)
@@ -258,8 +268,14 @@ class Disk:
     def close(self) -> None:
         """Release threads and buffers, and remove the folder."""
         engine, self.swap.engine = self.swap.engine, None
+        self._made.clear()
         if engine is not None:
             engine.close()
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.close()
+
+
+def _alike(some: Records | None, others: Records) -> bool:
+    """Tell whether two kinds' files and buffers can be the same."""
+    return some is not None and (some.format, some.num_layers) == (others.format, others.num_layers)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from simulated_cuda import SimulatedCuda
+from simulated_cuda import Failure, SimulatedCuda
 
 from host_offload.copies import GpuCopies, HostCopies, copies_of
 from host_offload.cuda_driver import Driver
@@ -196,6 +196,24 @@ def test_a_copy_that_the_driver_refuses_is_told(gpu):
     with pytest.raises(RuntimeError, match="cuMemcpyAsync failed with CUDA_ERROR_OUT_OF_MEMORY"):
         gpu.copies.lift("params", 0, record(1)[0])
     gpu.cuda.fail_copies = False
+
+
+def test_a_store_that_fails_leaves_no_copy_under_way(gpu, monkeypatch):
+    gpu.cuda._queue(gpu.down, lambda: time.sleep(0.05))
+    values, (buffer, views), calls = gpu.values(1), empty(), []
+    copy = gpu.cuda.cuMemcpyAsync
+
+    def fourth_fails(*args):
+        calls.append(args)
+        return copy(*args) if len(calls) != 4 else (Failure(700),)
+
+    monkeypatch.setattr(gpu.cuda, "cuMemcpyAsync", fourth_fails)
+    with pytest.raises(RuntimeError, match="cuMemcpyAsync failed"):
+        gpu.copies.save(gpu.context, "params", 0, values, views)
+    assert (views[0] == 1).all()  # the one copy down that was queued has ended
+    buffer[...] = 7
+    gpu.driver.finish_stream(gpu.down)
+    assert (buffer == 7).all()
 
 
 def test_copies_of_a_cpu_need_no_driver():
