@@ -340,7 +340,7 @@ class Engine:
                 lane.window.advance(Move(kind, layer, writes))
         self._read_ahead(lane)
 
-    def fail(self, error: Exception, kind: str = "", layer: int | None = None) -> None:
+    def fail(self, error: BaseException, kind: str = "", layer: int | None = None) -> None:
         """Keep an error for `check`."""
         found = error
         if not isinstance(found, SwapError):

@@ -164,8 +164,11 @@ class HostStep:
 
         Raises:
           RuntimeError: an update failed; the state is then neither that before the step nor that after it.
+          BaseException: as it is, if it is no Exception, such as KeyboardInterrupt.
         """
         if errors := self.take_errors():
+            if not isinstance(errors[0], Exception):
+                raise errors[0]
             raise RuntimeError(
                 "the optimizer's update on the host failed, and the state is lost: make one by init"
             ) from errors[0]
@@ -197,7 +200,7 @@ class HostStep:
                     room = self._stashed(device, leaf, layer, views)
                     np.copyto(room, self.link.read(context, grad, (device, leaf, "grad")))
                     self._count(to_host=room.nbytes)
-        except Exception as error:  # a callback must not raise: see the module's docstring
+        except BaseException as error:  # a callback must not raise: see the module's docstring
             self._fail(error)
         self._finish(context, out, number)
 
@@ -249,7 +252,7 @@ class HostStep:
                 with self._borrowed(device, layer, modes, number) as views:
                     for leaf in part:
                         self._update_leaf(context, device, leaf, layer, *given[leaf], values, views)
-        except Exception as error:  # as above
+        except BaseException as error:  # as above
             self._fail(error)
         self._finish(context, token, number)
 
@@ -274,7 +277,7 @@ class HostStep:
             self._jobs[device] = job
             if job is not None:
                 job.start()
-        except Exception as error:  # as above
+        except BaseException as error:  # as above
             self._fail(error)
         self._finish(context, out, number)
 
@@ -285,7 +288,7 @@ class HostStep:
                 for layer in range(len(grads)) if plan.stacked else (0,):
                     g, room = self._record(grads, leaf, layer), self._record(made, leaf, layer)
                     self._run_kernel(device, leaf, layer, g, None, room, values)
-        except Exception as error:  # as above
+        except BaseException as error:  # as above
             self._fail(error)
 
     def install(self, context: Any, out: Any, where: Any, after: Any, memory: Any, *, first: int, count: int) -> None:
@@ -314,7 +317,7 @@ class HostStep:
                     self._install_leaf(context, place, layer, result)
                 pending = self._record(self.pending[place], leaf, layer)
                 np.copyto(pending, self._record(self.stashed[place], leaf, layer))
-        except Exception as error:  # as above
+        except BaseException as error:  # as above
             self._fail(error)
         self._finish(context, token, number)
 
@@ -407,7 +410,7 @@ class HostStep:
         rest = self.leaves[leaf].grad
         return self._record(self.stashed[device, leaf], leaf, layer) if rest is None else views[rest.kind][rest.leaf]
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         if isinstance(error, SwapError) and self.swap is not None:
             self.swap.fail(error)
         else:
@@ -420,7 +423,7 @@ class HostStep:
         try:
             self.link.room(token, "token")[...] = number
             self.link.write(context, token, "token")
-        except Exception as error:  # as above
+        except BaseException as error:  # as above
             self._fail(error)
 
     def _count(self, to_host: int = 0, to_device: int = 0) -> None:

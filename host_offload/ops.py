@@ -5,8 +5,8 @@
 
 Every device moves its own part over its own link (bandwidth-centric partitioning, ZeRO-Infinity, arXiv:2104.07857, 6.1).
 The token, i32[devices], stands for the records of a kind as they are: a store returns a new one, a fetch needs one, and that
-orders them. It holds the number of the state that was last made on this disk, so that a state whose records were overwritten
-is refused.
+orders them. It holds the number of the state that it belongs to. The first number of a state is drawn at random, each step
+makes the next, and any state but the one on this disk is refused: one that was overwritten, a copy, one of another program.
 
 A `Swap` is the seam between programs, which are traced before there is a disk, and an engine. A callback never raises: an
 exception in one of several devices would leave the others waiting in a collective. It hands the error to the engine, whose
@@ -37,7 +37,7 @@ class Swap:
     Attributes:
       mesh: the device mesh.
       engine: set before a program runs; a program that is only compiled has none.
-      generation: number of the state that is on disk.
+      generation: number of the state that is on disk; 0 where there is none.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -76,7 +76,7 @@ class Swap:
             rank, layer, number = self.link.read(context, where, (kind, "where")).tolist()
             engine = self.engine_of(number)
             engine.fetch(kind, rank, layer, lambda views: self.copies.load(context, kind, rank, views, out))
-        except Exception as error:  # a callback must not raise: see the module's docstring
+        except BaseException as error:  # a callback must not raise: see the module's docstring
             self.fail(error, kind, layer)
             self._try(lambda: self.copies.clear(context, out))
 
@@ -87,14 +87,14 @@ class Swap:
             rank, layer, number = self.link.read(context, where, (kind, "where")).tolist()
             engine = self.engine_of(number)
             engine.store(kind, rank, layer, lambda views: self.copies.save(context, kind, rank, values, views))
-        except Exception as error:  # as above
+        except BaseException as error:  # as above
             self.fail(error, kind, layer)
         self._try(lambda: self.copies.pass_on(context, token, out))
 
     def _try(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # as above
+        except BaseException as error:  # as above
             self.fail(error)
 
     def engine_of(self, number: int) -> Engine:
@@ -109,7 +109,7 @@ class Swap:
             raise SwapError(f"records of state {number} were asked for, and those of state {self.generation} are on disk")
         return self.engine
 
-    def fail(self, error: Exception, kind: str = "", layer: int | None = None) -> None:
+    def fail(self, error: BaseException, kind: str = "", layer: int | None = None) -> None:
         """Keep an error for the engine's `check`."""
         if self.engine is not None:
             self.engine.fail(error, kind, layer)

@@ -61,7 +61,7 @@ def of_tensorstore(error: ValueError) -> Exception:
     return OSError(errnos.ENOENT, text) if text.startswith("NOT_FOUND") else error
 
 
-def explain(error: Exception, *, doing: str, file: str | None = None, layer: int | None = None) -> SwapError:
+def explain(error: BaseException, *, doing: str, file: str | None = None, layer: int | None = None) -> SwapError:
     """Return the SwapError to raise, or to carry out of a thread, from an error.
 
     Args:
@@ -86,7 +86,7 @@ def explain(error: Exception, *, doing: str, file: str | None = None, layer: int
     return result
 
 
-def _remedy(error: Exception, number: int | None) -> str | None:
+def _remedy(error: BaseException, number: int | None) -> str | None:
     if isinstance(error, TruncatedError):
         return _REMEDIES[TRUNCATED]
     if isinstance(error, ChecksumError):

@@ -12,15 +12,16 @@ again ahead of that.
 Each process has the records of its own devices, in a folder of its own. What fails in one is raised in all.
 """
 
+import contextlib
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.direct_io import DirectIo, tune
@@ -51,6 +52,7 @@ class Disk:
         self._made: dict[str, Records] = {}  # kinds that have files and buffers, on every device
         self._recorder = Recorder(config.prefetch_distance)
         self._together = Together(mesh)
+        self._running: list[OnDisk] | None = None
 
     def declare(
         self,
@@ -129,7 +131,8 @@ class Disk:
           SwapError: the disk is too small, or as `claim`.
         """
         self.claim()
-        self.swap.generation += 1
+        self._end_last()
+        self.swap.generation = self._together.least(1 + secrets.randbelow(1 << 30))
         self._together.do(self._renew)
         logger.info(
             "nvme tier: %.2f GiB in %s, %.1f MiB of buffers", self.num_bytes / 2**30, self.config.swap_dir,
@@ -224,30 +227,57 @@ class Disk:
         self._together.do(lambda: self._begin(held, moves, scratch, name))
 
     def _begin(self, held: Any, moves: Sequence[Move], scratch: Sequence[Records], name: str) -> None:
+        self._end_last()
         self.engine.check()
         leaves = jax.tree.leaves(held, is_leaf=lambda node: isinstance(node, OnDisk))
-        if (leaf := next((a for a in leaves if isinstance(a, OnDisk)), None)) is not None:
-            number = int(np.asarray(leaf.token.addressable_data(0))[0])
-            if number != self.swap.generation:
-                raise ValueError(
-                    f"this state (number {number}) is gone: a later init of the program made number {self.swap.generation}, "
-                    "and there is one state on a disk"
-                )
+        on_disk = [leaf for leaf in leaves if isinstance(leaf, OnDisk)]
+        self._check_numbers(on_disk)
         self._make(scratch)
         self._recorder.begin(name, moves, self.engine)
         self.engine.begin(moves)
+        self._running = on_disk
 
-    def finish(self) -> dict[str, float]:
+    def _check_numbers(self, leaves: Sequence[OnDisk]) -> None:
+        """Raise ValueError for leaves of a state that is not the one on disk."""
+        numbers = jax.device_get([leaf.token.addressable_data(0) for leaf in leaves])
+        if wrong := {int(number[0]) for number in numbers} - {self.swap.generation}:
+            there = f"number {self.swap.generation}" if self.swap.generation else "none, since a step was left in the middle"
+            raise ValueError(
+                f"this state (number {min(wrong)}) is not the one on disk ({there}): a program has one state there, which its "
+                "last init or step returned; this one was overwritten by a later init or step, or is of another program. Go "
+                "on with that state, or make one by init"
+            )
+
+    def _end_last(self) -> None:
+        """Wait for the last program, if an exception left it, so that its callbacks do not come in the next."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        with contextlib.suppress(Exception):
+            jax.effects_barrier()
+        if any(leaf.token.is_deleted() for leaf in running):  # donated: it was a step, and it ran
+            self.swap.generation = 0
+
+    def finish(self, is_step: bool = False) -> dict[str, float]:
         """Return what the program moved.
+
+        Args:
+          is_step: the program made the next state.
 
         Raises:
           SwapError: a record could not be moved, here or by another process; the state is lost.
+          BaseException: as it was raised in a callback, if it is no Exception, such as KeyboardInterrupt; likewise.
         """
+        self._running = None
         try:
             self._together.do(self.engine.check)
         except SwapError as error:
             self.engine.fail(error)  # of another process: here none was kept
+            first = error.__cause__.__cause__ if error.__cause__ is not None else None
+            if first is not None and not isinstance(first, Exception):
+                raise first from error
             raise
+        self.swap.generation += is_step
         stats = self.engine.take_stats()
         self._recorder.finish(stats)
         return {
@@ -274,6 +304,7 @@ class Disk:
 
     def close(self) -> None:
         """Release threads and buffers, and remove the folder."""
+        self._end_last()
         engine, self.swap.engine = self.swap.engine, None
         self._made.clear()
         if engine is not None:

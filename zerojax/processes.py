@@ -5,7 +5,7 @@ the next, each tells the others whether something failed, by a reduction of one 
 
     failed = min over processes (its index if something failed in it, else the number of processes)
 
-A program of one process needs none of it and does none.
+A number that all must agree on is the least of theirs. A program of one process needs none of it and does none.
 """
 
 from collections.abc import Callable
@@ -58,8 +58,14 @@ class Together:
     def _first_of(self, failed: bool) -> int | None:
         """Return the first process that failed."""
         none = jax.process_count()
-        mine = np.full(1, jax.process_index() if failed else none, np.int32)
+        first = self.least(jax.process_index() if failed else none)
+        return None if first == none else first
+
+    def least(self, number: int) -> int:
+        """Return the least of the processes' numbers, of 32 bits. To be called by every process, at the same place."""
+        if self._is_alone:
+            return number
+        mine = np.full(1, number, np.int32)
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         given = jax.make_array_from_callback((self.mesh.size,), sharding, lambda _: mine)
-        first = int(self._least(given))
-        return None if first == none else first
+        return int(self._least(given))

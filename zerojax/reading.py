@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.interrupts import interrupts_wait
 from zerojax.layout import Layout
 from zerojax.model import BLOCKS, LayeredModel, Model
 from zerojax.parts import Parts
-from zerojax.state import OnDisk, TrainState, is_stored
+from zerojax.state import OnDisk, TrainState, check_is_there, is_stored
 
 
 class Reader:
@@ -30,15 +31,17 @@ class Reader:
         indices = jax.tree.unflatten(jax.tree.structure(tree), range(len(jax.tree.leaves(tree))))
         yield "embed", jax.tree.map(lambda i: self._end(state, i), indices["embed"])
         for layer in range(self.model.num_layers):
+            check_is_there(state)
             yield f"{BLOCKS}/{layer}", self._read(self._layer, state, jnp.int32(layer), layer < self.layout.device_layers)
         yield "head", jax.tree.map(lambda i: self._end(state, i), indices["head"])
 
     def _read(self, read: Any, held: Any, *args: Any) -> Any:
         """Call `read(held, *args)`, which reads from any tier."""
         disk = self.layout.disk
-        with jax.set_mesh(self.layout.mesh):
-            if disk is None:
+        if disk is None:
+            with jax.set_mesh(self.layout.mesh):
                 return read(held, *args)
+        with interrupts_wait(), jax.set_mesh(self.layout.mesh):
             disk.begin(held, (), name="read")
             values = jax.block_until_ready(read(held, *args))
             disk.finish()
@@ -46,6 +49,7 @@ class Reader:
 
     def _end(self, state: TrainState, index: int) -> jax.Array:
         """Return a parameter that is no stack of layers."""
+        check_is_there(state)
         leaf = jax.tree.leaves(masters(state), is_leaf=is_stored)[index]
         if not isinstance(leaf, OnDisk):
             return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))

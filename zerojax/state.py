@@ -50,7 +50,7 @@ class OnDisk:
     """A leaf that rests on disk; `Program.iter_params` reads it.
 
     Attributes:
-      token: i32[devices], the number of the state whose records are on disk.
+      token: i32[devices], the number of its state: a program has one state on disk, and works on no other.
       shape: of the array that it stands for.
       dtype: likewise.
     """
@@ -90,3 +90,18 @@ class TrainState:
     opt_state: Any
     loss_scale: LossScale | None
     pending: Pending | None = None
+
+
+def numbered_next(state: TrainState) -> TrainState:
+    """Return a state whose leaves on disk carry the next number."""
+
+    def following(node: Any) -> Any:
+        return dataclasses.replace(node, token=node.token + 1) if isinstance(node, OnDisk) else node
+
+    return jax.tree.map(following, state, is_leaf=lambda node: isinstance(node, OnDisk))
+
+
+def check_is_there(state: TrainState) -> None:
+    """Raise ValueError for a state that was donated."""
+    if state.step.is_deleted():  # jax 0.10 on CPU crashes the process on some donated arguments
+        raise ValueError("this state was donated to an earlier step, and is gone: go on with the state that step returned")

@@ -4,6 +4,7 @@ A `Program` holds no arrays. It knows the layout of its state (specs, shardings,
 can be built, lowered and accounted for on a mesh that is not there.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -28,6 +29,7 @@ from zerojax.batches import abstract_batch, place_batch
 from zerojax.born import allocate_all, build_born_init, is_away
 from zerojax.config import ZeroConfig, require_built, streams, updates_by_parts
 from zerojax.host_update import HostUpdate, update_on_host
+from zerojax.interrupts import interrupts_wait
 from zerojax.layout import Layout, batch_sharding, build_layout, check_batch, explicit, named
 from zerojax.mesh import FSDP, check_mesh
 from zerojax.model import LayeredModel, Model
@@ -38,7 +40,7 @@ from zerojax.parts import Parts, reason, update_in_parts
 from zerojax.reading import Reader, masters
 from zerojax.records import Plan, index_arrays
 from zerojax.resident import build_init, build_step, build_update, plain_loss, sharded_loss, unit_bytes
-from zerojax.state import TrainState
+from zerojax.state import TrainState, check_is_there, numbered_next
 from zerojax.streaming import Plans, Scratch, StreamedStep
 
 logger = logging.getLogger("zerojax")
@@ -202,7 +204,7 @@ class Program:
                 in_shardings=(whole, whole, whole, empty, whole),
                 out_shardings=explicit(layout.shardings),
             )
-        self._step, self._options = step, options
+        self._step, self._options = step if self._disk is None else _numbered(step), options
         self._compiled: dict[Any, _Jitted] = {}
         self._grads: list[jax.Array] | None = None
         self._eval = jax.jit(evaluate, compiler_options=options)
@@ -294,7 +296,7 @@ class Program:
             key = jax.random.wrap_key_data(key)
         if key.shape:
             raise ValueError(f"init takes one random key, got an array of shape {key.shape}")
-        with jax.set_mesh(self.mesh):
+        with self._calling(), jax.set_mesh(self.mesh):
             if self._disk is not None:
                 self._disk.open()
             if self._parts is None:
@@ -309,6 +311,10 @@ class Program:
             jax.block_until_ready(state)
             self._disk.finish()
             return state
+
+    def _calling(self) -> AbstractContextManager[None]:
+        """Return the context for a program, which an interrupt must not leave where it calls back."""
+        return interrupts_wait() if self._disk is not None or self._host is not None else contextlib.nullcontext()
 
     def _check_host(self) -> None:
         """Test, once a process, that the devices read the right records of host memory; a CPU does."""
@@ -330,11 +336,10 @@ class Program:
           ValueError: the state was donated before, the batch does not divide, or the loss is not a scalar; before anything
             runs.
         """
-        if state.step.is_deleted():  # jax 0.10 on CPU crashes the process on some donated arguments
-            raise ValueError("this state was donated to an earlier step, and is gone: go on with the state that step returned")
+        check_is_there(state)
         self._check_state(state)
         batch = self.shard_batch(batch)
-        with jax.set_mesh(self.mesh):
+        with self._calling(), jax.set_mesh(self.mesh):
             jitted, (plans, one) = self._jitted(batch), self._indices()
             scratch = self._take_scratch(jitted)
             memory = [] if self._host is None else self._host.prepare(jax.block_until_ready(state))
@@ -345,7 +350,7 @@ class Program:
                 jax.block_until_ready((state, scratch, metrics))
             self._keep_scratch(jitted, scratch)
             if self._disk is not None:
-                metrics |= self._disk.finish()
+                metrics |= self._disk.finish(is_step=True)
             if self._host is not None:
                 self._host.check(memory, state)
             return state, metrics
@@ -420,8 +425,9 @@ class Program:
 
     def eval(self, state: TrainState, batch: Any) -> jax.Array:
         """Return the loss of a batch, f32[], with key=None: deterministic, and without an update."""
+        check_is_there(state)
         batch = self.shard_batch(batch, num_microbatches=1)
-        with jax.set_mesh(self.mesh):
+        with self._calling(), jax.set_mesh(self.mesh):
             plans, one = self._indices()
             if self._disk is None:
                 return self._eval(state.params, batch, plans["forward"], one)
@@ -508,6 +514,16 @@ class Program:
         A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head"; a Model one leaf at a time.
         """
         yield from self._reader.pieces(state)
+
+
+def _numbered(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step whose state has the next number on disk."""
+
+    def numbered(*args: Any) -> Any:
+        (state, scratch), metrics = step(*args)
+        return (numbered_next(state), scratch), metrics
+
+    return numbered
 
 
 def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, Any] | None:

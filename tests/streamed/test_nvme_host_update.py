@@ -110,18 +110,20 @@ def test_the_optimizer_state_goes_to_the_disk_and_back_once_and_never_to_the_dev
     with build(tmp_path, {"prefetch_distance": 0, **fields}) as program:  # nothing is read for the next step
         state = program.init(jax.random.key(0))
         traffic, engine = program._host.host.traffic, program._disk.engine
-        program._disk.finish = dict  # keeps the statistics
+        taken, take = [], engine.take_stats
+        engine.take_stats = lambda: taken.append(take()) or taken[-1]  # by the step, while its last writes are under way
         for batch in toys.batches(2):
             settle(engine)
             engine.take_stats()
+            taken.clear()
             before = (traffic.to_host, traffic.to_device)
             state, _ = program.step(state, batch)
             settle(engine)
-            stats = engine.take_stats()
+            engine.take_stats()
             assert traffic.to_host - before[0] == toys.trained_bytes(program, down)
             assert traffic.to_device - before[1] == toys.trained_bytes(program, up)
-            assert stats.bytes_read == files_bytes(program, read)
-            assert stats.bytes_written == files_bytes(program, written)
+            assert sum(stats.bytes_read for stats in taken) == files_bytes(program, read)
+            assert sum(stats.bytes_written for stats in taken) == files_bytes(program, written)
 
 
 def settle(engine):
@@ -222,25 +224,32 @@ def test_an_error_of_a_kernel_is_raised_by_the_step(tmp_path, monkeypatch):
 def test_a_state_whose_records_were_overwritten_is_refused(tmp_path, monkeypatch):
     with build(tmp_path, {"grads": HOST}) as program:  # the number passes through a callback that needs no record
         old, new = program.init(jax.random.key(0)), program.init(jax.random.key(1))
-        kept = on_disk(program, tmp_path)
-        with pytest.raises(ValueError, match=r"this state \(number 1\) is gone: a later init.*number 2"):
+        kept, (first, second) = on_disk(program, tmp_path), (number_of(old), number_of(new))
+        with pytest.raises(ValueError, match=rf"this state \(number {first}\) is not the one on disk \(number {second}\)"):
             program.step(old, toys.batches(1)[0])
         assert on_disk(program, tmp_path) == kept
         begin = program._disk.begin
         monkeypatch.setattr(program._disk, "begin", lambda held, *args: begin((), *args))  # the callbacks look too
-        with pytest.raises(SwapError, match="records of state 1 were asked for, and those of state 2 are on disk"):
+        with pytest.raises(
+            SwapError, match=f"records of state {first} were asked for, and those of state {second} are on disk"
+        ):
             program.step(old, toys.batches(1)[0])
         assert all(pathlib.Path(path).read_bytes() == was for path, was in kept.items())
-        del new
 
 
-def test_leaves_on_disk_keep_the_number_of_their_state(tmp_path):
+def number_of(state):
+    leaves = jax.tree.leaves(state, is_leaf=is_stored)
+    return next(int(leaf.token[0]) for leaf in leaves if isinstance(leaf, OnDisk))
+
+
+def test_leaves_on_disk_carry_the_number_of_their_state(tmp_path):
     with build(tmp_path, {"params": DISK, "precision": "bf16"}) as program:
         program.init(jax.random.key(0))
         state = program.init(jax.random.key(0))
-        for batch in toys.batches(2):
+        first = program._disk.swap.generation
+        for step, batch in enumerate(toys.batches(2)):
             leaves = jax.tree.leaves((state.params, state.master, state.opt_state), is_leaf=is_stored)
             held = [leaf for leaf in leaves if isinstance(leaf, OnDisk)]
             assert len(held) == len(leaves) - 1  # all but the count of steps
-            assert all((np.asarray(leaf.token) == 2).all() for leaf in held)
+            assert all((np.asarray(leaf.token) == first + step).all() for leaf in held)
             state, _ = program.step(state, batch)
