@@ -359,6 +359,8 @@ def _opaque(moved: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
     *values, landing = moved
 
     def same(a: Array) -> Array:
+        if not a.size:
+            return a
         first = jnp.ravel(a)[0]
         return jnp.where((first != first) & (first == first), jnp.zeros_like(a), a)
 
