@@ -95,7 +95,7 @@ class Recorder:
             except Exception as error:
                 if not has_failed:
                     raise
-                logger.error("no trace was written to %s: %r", os.fspath(path), error)  # noqa: TRY400
+                logger.error("no trace was written to %s: %r", os.fspath(path), error)
 
     def _write(
         self, path: str | os.PathLike[str], runs: list[Run], before: Run | None, after: list[Any], metadata: Mapping[str, Any]
