@@ -11,6 +11,7 @@ import pytest
 import toys
 
 import zerojax as zj
+from host_offload.swap_error import SwapError
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,14 @@ def refused(words: list[str], **arguments: Any) -> None:
     with pytest.raises(ValueError) as e:  # noqa: PT011
         build(**arguments)
     assert all(word in str(e.value) for word in words), e.value
+
+
+def test_a_swap_folder_in_use_is_a_swap_error(tmp_path):
+    one = build(opt_state="nvme", swap_dir=str(tmp_path), batch=toys.batches(1)[0])
+    with pytest.raises(zj.SwapError, match="in use by this process") as e:
+        build(opt_state="nvme", swap_dir=str(tmp_path), batch=toys.batches(1)[0])
+    assert type(e.value) is SwapError
+    one.close()
 
 
 def test_batch_that_does_not_divide():
