@@ -15,6 +15,7 @@ it, which is the one that ended next: a record written last is counted by the ru
 
 import collections
 import dataclasses
+import errno
 import gzip
 import json
 import os
@@ -259,12 +260,23 @@ def _on_lanes(slices: Iterable[_Slice]) -> list[Json]:
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError where a trace cannot be written."""
-    folder = os.path.dirname(os.path.abspath(path))
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+    """Raise ValueError where a trace cannot be written. A file that is there stays as it is, and none is left that was not."""
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(name, str):
+        raise ValueError(f"a trace cannot be written to {path!r}: name a file, such as trace.json.gz")
+    try:
+        is_there = os.path.lexists(name)
+        if is_there and not os.path.isfile(name):
+            raise OSError(errno.EINVAL, "no regular file")
+        with open(name, "ab"):
+            pass
+        if not is_there:
+            os.unlink(name)
+    except OSError as error:
         raise ValueError(
-            f"a trace cannot be written to {os.fspath(path)}: name a file in a folder that exists and may be written to"
-        )
+            f"a trace cannot be written to {name or repr(name)} ({error.strerror}): "
+            "name a file in a folder that exists and may be written to"
+        ) from error
 
 
 def write_trace(trace: Json, path: str | os.PathLike[str]) -> None:

@@ -62,7 +62,7 @@ class Recorder:
     def trace(
         self, path: str | os.PathLike[str], engine: Callable[[], Engine | None], metadata: Mapping[str, Any]
     ) -> Iterator[None]:
-        """Write the runs of the context to a file when it ends, by an error too.
+        """Write the runs of the context to a file when it ends, by an error too; one of writing never hides that error.
 
         Args:
           path: of the file.
@@ -71,12 +71,15 @@ class Recorder:
 
         Raises:
           ValueError: in another trace.
+          OSError: the file could not be written when the context ended without an error; after one it is logged.
         """
         if self._traced is not None:
             raise ValueError("this program is traced already: end that trace first")
         self._traced, self._dropped = [], 0
+        has_failed = True
         try:
             yield
+            has_failed = False
         finally:
             runs, self._traced = self._traced, None
             after = []
@@ -87,7 +90,12 @@ class Recorder:
             if self._open is not None:  # it failed
                 runs, after = [*runs, dataclasses.replace(self._open, events=after, num_events=len(after))], []
             before, self._last = self._last, (runs or [self._last])[-1]
-            self._write(path, runs, before, after, metadata)
+            try:
+                self._write(path, runs, before, after, metadata)
+            except Exception as error:
+                if not has_failed:
+                    raise
+                logger.error("no trace was written to %s: %r", os.fspath(path), error)
 
     def _write(
         self, path: str | os.PathLike[str], runs: list[Run], before: Run | None, after: list[Any], metadata: Mapping[str, Any]

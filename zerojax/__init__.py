@@ -6,6 +6,7 @@ state   = program.init(jax.random.key(0))
 state, metrics = program.step(state, batch)
 """
 
+from host_offload.swap_error import SwapError as SwapError
 from zerojax.config import ZeroConfig as ZeroConfig
 from zerojax.flax import from_flax as from_flax
 from zerojax.mesh import make_mesh as make_mesh

@@ -14,12 +14,15 @@ writes take turns; computation hides behind that or hides it. Activations on nvm
 devices that share the disk.
 """
 
+import errno
 import os
 import statistics
 
 from host_offload.bandwidth import DIRECT, PLAIN, Bench, Rates
 from host_offload.direct_io import tune
 from host_offload.store import SwapFolder
+from host_offload.swap_error import SwapError
+from host_offload.tuning import IoSettings
 from zerojax.memory import StateBytes, state_bytes
 
 _ROWS = tuple((precision, update) for precision in ("bf16", "fp32") for update in ("after_backward", "in_backward"))
@@ -59,7 +62,7 @@ def report(folder: str, *, num_bytes: int = 1 << 30, num_rounds: int = 3) -> str
     with SwapFolder(folder) as swap:
         free, settings = swap.free_bytes(), tune(swap.path)
         size = max(num_bytes // num_records, 1 << 20)
-        with Bench(swap.path, settings, num_records=num_records, record_bytes=size) as bench:
+        with _bench(swap.path, settings, num_records, size) as bench:
             bench.round()  # first writes to new files are slower
             rounds = [bench.round() for _ in range(num_rounds)]
     rates = {
@@ -78,6 +81,22 @@ def report(folder: str, *, num_bytes: int = 1 << 30, num_rounds: int = 3) -> str
             *model_table(rates[DIRECT], free),
         ]
     )
+
+
+def _bench(path: str, settings: IoSettings, num_records: int, record_bytes: int) -> Bench:
+    try:
+        return Bench(path, settings, num_records=num_records, record_bytes=record_bytes)
+    except SwapError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        needed, found = num_records * record_bytes, os.statvfs(path)
+        free = found.f_bavail * found.f_frsize
+        raise SwapError(
+            f"measuring takes {needed} bytes ({needed / 2**30:.3g} GiB), and {path} has {free} free ({free / 2**30:.3g} GiB): "
+            "measure with fewer (a smaller --gib), or free space on that file system",
+            file=path,
+            errno=errno.ENOSPC,
+        ) from error
 
 
 def bandwidth_table(rates: dict[str, Rates]) -> list[str]:

@@ -6,6 +6,7 @@ A field is data for the builder, not a switch: the stage is a row of `zerojax.st
 
 import dataclasses
 import difflib
+import os
 from typing import Any, Literal
 
 import numpy as np
@@ -72,7 +73,7 @@ class ZeroConfig:
         gathered layer.
       device_budget_bytes: most bytes that records in flight, gathered layers among them, may take on a device. None: no limit.
       min_shard_bytes: parameters of fewer float32 bytes stay replicated (ZeRO's persistence threshold).
-      swap_dir: folder of the nvme tier.
+      swap_dir: folder of the nvme tier: a str, or an os.PathLike, which is kept as the str that it stands for.
       io: reader of the nvme tier.
       loss_scaling: dynamic loss scaling, read by precision="fp16" alone.
 
@@ -132,8 +133,11 @@ class ZeroConfig:
                 raise ValueError(f"{name}={value!r}: an integer of at least {least} is needed")
         if not isinstance(self.loss_scaling, LossScaling):
             raise ValueError(f"loss_scaling={self.loss_scaling!r}: a zerojax.LossScaling is needed")
-        if self.swap_dir is not None and not isinstance(self.swap_dir, str):
-            raise ValueError(f"swap_dir={self.swap_dir!r}: a path is needed")
+        if self.swap_dir is not None:
+            path = os.fspath(self.swap_dir) if isinstance(self.swap_dir, str | os.PathLike) else None
+            if not isinstance(path, str):
+                raise ValueError(f"swap_dir={self.swap_dir!r}: a folder's path is needed, a str or an os.PathLike of one")
+            object.__setattr__(self, "swap_dir", path)
         for name in ("partition_activations", "delayed_update", "gather_ahead"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: True or False is needed")

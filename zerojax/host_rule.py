@@ -82,7 +82,9 @@ class HostRule:
         slots: dict[int, Any] = dict(zip(self.program.inputs[self.num_arrays :], values, strict=True))
         evaluate(self.before, slots)
         # An array that depends on no array is a scalar broadcast: its elements are equal.
-        return [jnp.ravel(slots[slot])[0].astype(jnp.float32) for slot in self.crossing]
+        return [
+            jnp.ravel(slots[slot])[0].astype(jnp.float32) if jnp.size(slots[slot]) else jnp.float32(0) for slot in self.crossing
+        ]
 
 
 def _live(program: Program) -> list[Instruction]:

@@ -34,6 +34,7 @@ import optax
 
 from zerojax.elementwise import owners
 from zerojax.jaxprs import flatten
+from zerojax.optim import OptimizerError
 
 HIGH = 0xFFFF0000
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly
@@ -70,7 +71,7 @@ def keep_in_bfloat16(tx: optax.GradientTransformation, *, nearest: bool = False)
         leaves, tree = jax.tree.flatten(tx.init(params))
         chosen = _narrowed(tx, params)
         if not chosen:
-            raise ValueError(
+            raise OptimizerError(
                 "moments='bfloat16' narrows float32 moments, arrays that mirror a parameter, and this optimizer has none: "
                 "use moments='float32'"
             )

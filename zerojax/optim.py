@@ -21,6 +21,10 @@ from zerojax.gather import Spec
 from zerojax.partition import LeafSpec, leaf_spec
 
 
+class OptimizerError(ValueError):
+    """An optimizer that cannot work, told by this package's own wrappers: raised as it is."""
+
+
 def opt_state_specs(
     abstract_opt_state: Any, abstract_params: Any, specs: dict[str, LeafSpec], mesh: Mesh, axis: str, min_shard_bytes: int
 ) -> Any:
@@ -55,6 +59,8 @@ def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any)
     check_optimizer(tx)
     try:
         state = jax.eval_shape(tx.init, abstract_master)
+    except OptimizerError:
+        raise
     except Exception as e:  # the user's code: whatever it raises, the optimizer is at fault
         raise ValueError(f"the optimizer cannot be initialised as sharded arrays: {e!r}") from e
     scalar = jax.ShapeDtypeStruct((), jnp.float32)

@@ -10,6 +10,7 @@ whole state on the device.
 """
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from zerojax.stages import STAGES
 from zerojax.state import OnDisk, TrainState, is_stored
 
 Array = jax.Array
+logger = logging.getLogger("zerojax")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,6 +91,11 @@ class Parts:
             None if owner is None else Record(self.mesh, self.grads[owner].spec, config.opt_state)
             for owner in self.update.owners
         ]
+        if config.opt_state != "device" and layout.abstract_state.master is None and len(self.update.shared) == len(self.opt):
+            logger.warning(
+                "opt_state=%r keeps nothing there: this optimizer has no state that mirrors a parameter, and with precision=%r "
+                "the parameters are their own masters", config.opt_state, config.precision,
+            )  # fmt: skip
         self.dtypes = [a.dtype for a in jax.tree.leaves(layout.abstract_arrays.params)]
         if layout.disk is not None:
             self._shelve(layout.disk, names)
@@ -97,7 +104,7 @@ class Parts:
         """Declare the records of the nvme tier: one kind for the stacked layers, and one for each other leaf."""
         config, shapes = self.layout.config, [a.shape for a in jax.tree.leaves(self.layout.abstract_params)]
         has_master = self.layout.abstract_state.master is not None
-        num_layers, state = self.layout.num_layers or 1, jax.tree.leaves(self.update.opt_state)
+        num_layers, state = self.layout.num_layers or 1, jax.tree_util.tree_flatten_with_path(self.update.opt_state)[0]
         on_host = config.update_on == "host"
 
         def shelve(kind: str, count: int, held: list[tuple[list[Any], int, str, Any]], updated: bool = True) -> None:
@@ -117,9 +124,9 @@ class Parts:
             return records, i, names[i], jax.ShapeDtypeStruct(shapes[i][1:] if i in self.blocks else shapes[i], dtype)
 
         def moment(j: int) -> tuple[list[Any], int, str, Any]:
-            stacked = self.owner(j) in self.blocks
-            shape = state[j].shape[1:] if stacked else state[j].shape
-            return self.opt, j, f"{j} of {names[self.owner(j)]}", jax.ShapeDtypeStruct(shape, state[j].dtype)
+            path, leaf = state[j]
+            shape = leaf.shape[1:] if self.owner(j) in self.blocks else leaf.shape
+            return self.opt, j, jax.tree_util.keystr(path), jax.ShapeDtypeStruct(shape, leaf.dtype)
 
         if config.params == "nvme":
             shelve("params", num_layers, [weight(self.params, i, self.dtypes[i]) for i in self.blocks], not has_master)
@@ -359,6 +366,8 @@ def _opaque(moved: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
     *values, landing = moved
 
     def same(a: Array) -> Array:
+        if not a.size:
+            return a
         first = jnp.ravel(a)[0]
         return jnp.where((first != first) & (first == first), jnp.zeros_like(a), a)
 

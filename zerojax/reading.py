@@ -20,6 +20,7 @@ class Reader:
     def __init__(self, model: Model | LayeredModel, layout: Layout, parts: Parts | None) -> None:
         """Read states of `layout`; `parts` says how they rest where they do not rest on the device."""
         self.model, self.layout, self.parts = model, layout, parts
+        self._ends: dict[int, Any] = {}
 
     def pieces(self, state: TrainState) -> Iterator[tuple[str, Any]]:
         """Yield (name, tree): "embed", "blocks/0" .. "blocks/L-1" and "head" of a LayeredModel, each leaf of a Model."""
@@ -53,10 +54,11 @@ class Reader:
         leaf = jax.tree.leaves(masters(state), is_leaf=is_stored)[index]
         if not isinstance(leaf, OnDisk):
             return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-        parts = self.parts
-        assert parts is not None
-        record = (parts.params if state.master is None else parts.master)[index]
-        return self._read(jax.jit(record.load), leaf)
+        if index not in self._ends:
+            parts = self.parts
+            assert parts is not None
+            self._ends[index] = jax.jit((parts.params if state.master is None else parts.master)[index].load)
+        return self._read(self._ends[index], leaf)
 
     @cached_property
     def _layer(self) -> Any:

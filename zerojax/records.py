@@ -263,7 +263,10 @@ def wait_for(plan: Plan, values: Any, mesh: Mesh) -> tuple[Plan, Any]:
     plan, values = jax.lax.optimization_barrier((plan, values))
     if mesh.devices.flat[0].platform != "cpu":
         return plan, values
-    first = jnp.ravel(jax.tree.leaves(values)[0])[0]
+    held = next((a for a in jax.tree.leaves(values) if a.size), None)
+    if held is None:
+        return plan, values
+    first = jnp.ravel(held)[0]
     never = ((first != first) & (first == first)).astype(jnp.int32)
     return {name: a + never for name, a in plan.items()}, values
 

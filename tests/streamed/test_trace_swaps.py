@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import jax
 import pytest
@@ -55,9 +56,43 @@ def test_a_program_with_nothing_on_disk_cannot_be_traced(tmp_path):
         program.trace_swaps(tmp_path / "trace.json")
 
 
-def test_a_trace_that_cannot_be_written_is_refused_before_it_begins(tmp_path):
-    with build(tmp_path) as program, pytest.raises(ValueError, match="nowhere"):
-        program.trace_swaps(tmp_path / "nowhere" / "trace.json")
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    with build(tmp_path_factory.mktemp("swap")) as program:
+        yield program
+
+
+@pytest.mark.parametrize("path", ["", None, 3, b"trace.json", "/dev/full", "/proc/trace.json", "{}", "{}/nowhere/trace.json"])
+def test_a_trace_that_cannot_be_written_is_refused_before_it_begins(tmp_path, program, path):
+    path = path.format(tmp_path) if isinstance(path, str) else path
+    with pytest.raises(ValueError, match=f"a trace cannot be written to .*{re.escape(str(path))}"):
+        program.trace_swaps(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_asking_for_a_trace_changes_no_file(tmp_path, program):
+    (tmp_path / "old.json").write_text("old")
+    program.trace_swaps(tmp_path / "old.json")
+    program.trace_swaps(tmp_path / "new.json")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("old.json", "old")]
+
+
+def test_a_trace_that_cannot_be_written_at_its_end_hides_no_error(tmp_path, program, caplog):
+    folder = tmp_path / "folder"
+
+    def trace(error):
+        folder.mkdir()
+        with program.trace_swaps(folder / "trace.json"):
+            folder.rmdir()
+            if error is not None:
+                raise error
+
+    with pytest.raises(FileNotFoundError, match=re.escape("trace.json")):
+        trace(None)
+    assert "no trace" not in caplog.text
+    with pytest.raises(KeyError, match="of the body"):
+        trace(KeyError("of the body"))
+    assert f"no trace was written to {folder / 'trace.json'}: FileNotFoundError" in caplog.text
 
 
 def test_a_program_closed_in_its_trace_is_written(tmp_path):

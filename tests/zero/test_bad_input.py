@@ -11,6 +11,7 @@ import pytest
 import toys
 
 import zerojax as zj
+from host_offload.swap_error import SwapError
 
 
 @pytest.mark.parametrize(
@@ -30,7 +31,8 @@ import zerojax as zj
         ({"clip_norm": "1"}, ["clip_norm='1'"]),
         ({"clip_norm": True}, ["clip_norm=True"]),
         ({"loss_scaling": {"initial": 8}}, ["loss_scaling", "LossScaling"]),
-        ({"swap_dir": 3}, ["swap_dir=3"]),
+        ({"swap_dir": 3}, ["swap_dir=3", "path"]),
+        ({"swap_dir": b"/tmp"}, ["swap_dir=b'/tmp'", "str"]),
         ({"clip_norm": float("nan")}, ["clip_norm=nan"]),
         ({"prefetch_distance": -1}, ["prefetch_distance=-1"]),
         ({"min_shard_bytes": 1.5}, ["min_shard_bytes=1.5"]),
@@ -58,6 +60,12 @@ def test_config_refuses(fields, words):
     with pytest.raises(ValueError) as e:  # noqa: PT011
         zj.ZeroConfig(**fields)
     assert all(word in str(e.value) for word in words), e.value
+
+
+def test_a_swap_dir_is_any_path_and_kept_as_a_string(tmp_path):
+    config = zj.ZeroConfig(opt_state="nvme", swap_dir=tmp_path)  # type: ignore[arg-type]
+    assert config.swap_dir == str(tmp_path)
+    assert config == zj.ZeroConfig(opt_state="nvme", swap_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -108,6 +116,14 @@ def refused(words: list[str], **arguments: Any) -> None:
     with pytest.raises(ValueError) as e:  # noqa: PT011
         build(**arguments)
     assert all(word in str(e.value) for word in words), e.value
+
+
+def test_a_swap_folder_in_use_is_a_swap_error(tmp_path):
+    one = build(opt_state="nvme", swap_dir=str(tmp_path), batch=toys.batches(1)[0])
+    with pytest.raises(zj.SwapError, match="in use by this process") as e:
+        build(opt_state="nvme", swap_dir=str(tmp_path), batch=toys.batches(1)[0])
+    assert type(e.value) is SwapError
+    one.close()
 
 
 def test_batch_that_does_not_divide():

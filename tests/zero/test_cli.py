@@ -1,9 +1,11 @@
 import subprocess
 import sys
 
+import disks
 import pytest
 
-from zerojax import cli
+from host_offload.tuning import DEFAULT
+from zerojax import bench_io, cli
 
 
 def test_memory_prints_the_papers_figures(capsys):
@@ -20,6 +22,18 @@ def test_bad_arguments_exit_with_a_message(arguments, capsys):
     with pytest.raises(SystemExit):
         cli.main(arguments)
     assert "usage" in capsys.readouterr().err
+
+
+def test_bench_io_on_too_small_a_disk_says_which_flag_to_lower(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_io, "tune", lambda path: DEFAULT)
+    with disks.mounted(tmp_path / "small", "size=1m") as folder, pytest.raises(SystemExit) as caught:
+        cli.main(["bench-io", str(folder), "--gib", "0.5"])
+    assert caught.value.code == 1
+    told = capsys.readouterr().err
+    assert f"takes {2**29} bytes (0.5 GiB)" in told
+    assert "a smaller --gib" in told
+    assert "swap_dir" not in told
+    assert "devices" not in told
 
 
 def test_module_runs():
