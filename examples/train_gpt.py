@@ -15,7 +15,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import gpt
@@ -191,23 +191,50 @@ def whole_params(c: gpt.GPTConfig, program: zj.Program, state: zj.TrainState) ->
         return {"embed": pieces["embed"], "blocks": stack(*layers), "head": pieces["head"]}
 
 
-def train(options: Options) -> dict[str, float]:
-    """Train, and return the last figures."""
-    mesh = start(options)
-    c, program = build(options, mesh)
+@contextlib.contextmanager
+def told_alone() -> Iterator[None]:
+    """End the script where its options are refused, by the message alone and with status 2, as for an unknown option."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, zj.SwapError) as error:
+        print(f"train_gpt.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main() -> None:
+    """Train as the command line says."""
+    with told_alone():
+        options = tyro.cli(Options, config=(tyro.conf.FlagConversionOff,))
+        c, program = build(options, start(options))
     with program:  # what is on a disk goes at the end, and after an error
-        return run(options, c, program)
+        with told_alone():
+            inputs = prepare(options, c, program)
+        run(options, c, program, inputs)
 
 
-def run(options: Options, c: gpt.GPTConfig, program: zj.Program) -> dict[str, float]:
-    """Train a program, validate and sample it, and return the last figures."""
-    mesh = program.mesh
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a run reads and writes.
+
+    Attributes:
+      sizes: of the training and the held-out text, in bytes.
+      data: this process's batches.
+      held_out: likewise, those of a validation.
+      trace: the context of the steps that are traced.
+    """
+
+    sizes: tuple[int, int]
+    data: Iterator[Any]
+    held_out: list[Any]
+    trace: contextlib.AbstractContextManager[None]
+
+
+def prepare(options: Options, c: gpt.GPTConfig, program: zj.Program) -> Inputs:
+    """Read the text, and find out whether a trace can be written."""
     me, processes = jax.process_index(), jax.process_count()
     if options.batch_size % processes:
         raise ValueError(f"--batch-size {options.batch_size} does not divide by {processes} processes")
-    console = Console(quiet=me != 0, highlight=False, width=None if sys.stdout.isatty() else 140)
     trace = program.trace_swaps(options.swap_trace) if options.swap_trace and me == 0 else contextlib.nullcontext()
-
     text, held_text = load_corpus(options.data)
     local = options.batch_size // processes
     data = batches(text, c.seq, local, options.seed, part=me, num_parts=processes)
@@ -215,11 +242,17 @@ def run(options: Options, c: gpt.GPTConfig, program: zj.Program) -> dict[str, fl
         {k: v[me * local : (me + 1) * local] for k, v in batch.items()}
         for batch in validation_batches(held_text, c.seq, options.batch_size, options.eval_batches)
     ]
+    return Inputs((len(text), len(held_text)), data, held_out, trace)
 
+
+def run(options: Options, c: gpt.GPTConfig, program: zj.Program, inputs: Inputs) -> dict[str, float]:
+    """Train a program, validate and sample it, and return the last figures."""
+    mesh, me = program.mesh, jax.process_index()
+    console = Console(quiet=me != 0, highlight=False, width=None if sys.stdout.isatty() else 140)
     tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
     report = program.memory({"tokens": tokens, "targets": tokens})
     device = mesh.devices.flat[0]
-    console.print(f"{c.num_params:,} parameters, {len(text):,} bytes of text, {len(held_text):,} held out")
+    console.print(f"{c.num_params:,} parameters, {inputs.sizes[0]:,} bytes of text, {inputs.sizes[1]:,} held out")
     console.print(
         f"{mesh.size} x {device.device_kind}, mesh {dict(mesh.shape)}, ZeRO stage {options.zero.stage}, "
         f"{options.zero.precision}: {report.model_state_bytes / 2**20:.1f} MiB of model states a device"
@@ -243,8 +276,8 @@ def run(options: Options, c: gpt.GPTConfig, program: zj.Program) -> dict[str, fl
         since, counted, swapped = time.monotonic(), 0, Swapped()
         for step in range(1, options.steps + 1):
             if step == max(1, options.steps + 1 - TRACED_STEPS):
-                last_steps.enter_context(trace)
-            state, metrics = program.step(state, next(data))
+                last_steps.enter_context(inputs.trace)
+            state, metrics = program.step(state, next(inputs.data))
             values = {f"train/{name}": float(value) for name, value in metrics.items()}  # waits for the step
             counted += 1
             swapped.add(metrics)
@@ -263,7 +296,7 @@ def run(options: Options, c: gpt.GPTConfig, program: zj.Program) -> dict[str, fl
             line = describe(figures)
             progress.update(bar, advance=1, description=line)
             if step % options.eval_every == 0 or step == options.steps:
-                record(step, {"validation/loss": validate(program, state, held_out)})
+                record(step, {"validation/loss": validate(program, state, inputs.held_out)})
                 console.print(f"step {step:>5}  {line}  validation {figures['validation/loss']:.3f}")
                 since, counted, swapped = time.monotonic(), 0, Swapped()
     if writer is not None:
@@ -297,4 +330,4 @@ def describe(figures: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    train(tyro.cli(Options, config=(tyro.conf.FlagConversionOff,)))
+    main()
