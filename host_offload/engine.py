@@ -62,10 +62,6 @@ class _Shelf:
     writes: Ring
     turns: threading.Semaphore
 
-    def room(self, buffer: np.ndarray) -> np.ndarray:
-        """Return a record's part of a buffer."""
-        return buffer[: self.store.format.padded_bytes]
-
 
 @dataclasses.dataclass(eq=False)
 class _Read:
@@ -83,7 +79,6 @@ class _Lane:
         self.rank = rank
         self.lock = threading.RLock()  # a read may be done before the call that starts it returns
         self.shelves: dict[str, _Shelf] = {}
-        self.shared: tuple[Ring, ...] | None = None  # to read and to write, for kinds of one record
         self.window = Window((), 0)
         self.reading: dict[Key, _Read] = {}
         self.writing: dict[Key, Write] = {}
@@ -112,17 +107,7 @@ class Engine:
 
     # --- what there is -----------------------------------------------------------------------------------------------------
 
-    def add(
-        self,
-        kind: str,
-        rank: int,
-        store: Store,
-        *,
-        in_place: bool = False,
-        up: bool = True,
-        down: bool = True,
-        shared_bytes: int = 0,
-    ) -> None:
+    def add(self, kind: str, rank: int, store: Store, *, in_place: bool = False, up: bool = True, down: bool = True) -> None:
         """Take over the records of a kind on a device, and make their buffers.
 
         Args:
@@ -132,20 +117,11 @@ class Engine:
           in_place: they are updated in the buffers into which they are read.
           up: copies to the device run ahead of the program.
           down: copies from the device run behind it.
-          shared_bytes: more than 0: its buffers are of so many bytes, and those of all such kinds on the device. No two of them
-            may be borrowed at once by one caller.
         """
         lane = self._lanes.setdefault(rank, _Lane(rank))
-        size = store.format.padded_bytes
-        if shared_bytes:
-            assert not in_place
-            if lane.shared is None:
-                lane.shared = tuple(Ring(self.distance + 1, shared_bytes, pin=self.pin) for _ in range(2))
-            reads, writes = lane.shared
-        else:
-            count = num_buffers(self.distance, store.num_layers, in_place)
-            reads = Ring(count if in_place else count // 2, size, pin=self.pin)
-            writes = reads if in_place else Ring(count // 2, size, pin=self.pin)
+        count, size = num_buffers(self.distance, store.num_layers, in_place), store.format.padded_bytes
+        reads = Ring(count if in_place else count // 2, size, pin=self.pin)
+        writes = reads if in_place else Ring(count // 2, size, pin=self.pin)
         shelf = _Shelf(store, reads, writes, threading.Semaphore(self.distance + 1))
         self.copies.add(kind, rank, size, up=up, down=down)
         with lane.lock:
@@ -160,11 +136,8 @@ class Engine:
                 shelf = lane.shelves.pop(kind, None)
             if shelf is not None:
                 self.copies.remove(kind)
-                used = {ring for other in lane.shelves.values() for ring in (other.reads, other.writes)}
-                for ring in {shelf.reads, shelf.writes} - used:
-                    ring.close()
-                if lane.shared is not None and lane.shared[0] not in used:
-                    lane.shared = None
+                shelf.reads.close()
+                shelf.writes.close()
 
     def kinds(self) -> set[str]:
         """Return the kinds that were added."""
@@ -174,7 +147,7 @@ class Engine:
     def buffer_bytes(self) -> int:
         """Bytes of all buffers."""
         shelves = [shelf for lane in self._lanes.values() for shelf in lane.shelves.values()]
-        rings = {ring for shelf in shelves for ring in (shelf.reads, shelf.writes)}
+        rings = [ring for shelf in shelves for ring in dict.fromkeys((shelf.reads, shelf.writes))]
         return sum(ring.num_buffers * ring.num_bytes for ring in rings)
 
     # --- around a program --------------------------------------------------------------------------------------------------
@@ -357,9 +330,9 @@ class Engine:
             with lane.lock:
                 read = lane.reading.pop((kind, layer), None)
             if read is None:
-                self._give_way(lane, shelf.reads)
+                self._give_way(lane, shelf, kind)
                 event = Event("read", kind, rank, layer, next(self._numbers))
-                buffer = shelf.room(self._transfers.waiting(event, shelf.reads.take))
+                buffer = self._transfers.waiting(event, shelf.reads.take)
                 with lane.lock:
                     read = self._start_read(lane, shelf, event, buffer)
                 self._transfers.count_miss()
@@ -379,8 +352,8 @@ class Engine:
         with self._wanting(lane, record, shelf.writes):
             self._forget(lane, lambda key: key == record)
             if shelf.reads is shelf.writes:
-                self._give_way(lane, shelf.reads)
-            return shelf.room(self._transfers.waiting(event, shelf.writes.take))
+                self._give_way(lane, shelf, event.kind)
+            return self._transfers.waiting(event, shelf.writes.take)
 
     def _write(self, lane: _Lane, shelf: _Shelf, event: Event, buffer: np.ndarray, filled: "Future[None] | None") -> None:
         """Start to write a record when it is its turn, and `filled` is done."""
@@ -423,14 +396,13 @@ class Engine:
             with lane.lock:
                 lane.wanted.remove((key, ring))
 
-    def _give_way(self, lane: _Lane, ring: Ring) -> None:
-        """Let go of the last record that was read ahead into a ring, if no buffer of it is free."""
+    def _give_way(self, lane: _Lane, shelf: _Shelf, kind: str) -> None:
+        """Let go of the last record that was read ahead, if no buffer is free."""
         with lane.lock:
-            ahead = [key for key in lane.reading if lane.shelves[key[0]].reads is ring]
-            if ring.free or not ahead:
-                return
-            spare = lane.reading.pop(ahead[-1])
-        self._drop(lane, lane.shelves[ahead[-1][0]], ahead[-1][0], spare)
+            ahead = [key for key in lane.reading if key[0] == kind]
+            spare = None if shelf.reads.free or not ahead else lane.reading.pop(ahead[-1])
+        if spare is not None:
+            self._drop(lane, shelf, kind, spare)
 
     def _read_ahead(self, lane: _Lane) -> None:
         with lane.lock:
@@ -441,7 +413,7 @@ class Engine:
                 if shelf.reads.free <= sum(ring is shelf.reads for _, ring in lane.wanted):
                     continue
                 with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
-                    buffer = shelf.room(shelf.reads.take(0))
+                    buffer = shelf.reads.take(0)
                     event = Event("read", move.kind, lane.rank, move.layer, next(self._numbers), ahead=True)
                     lane.reading[move.kind, move.layer] = self._start_read(lane, shelf, event, buffer)
             self._lift(lane)

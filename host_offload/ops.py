@@ -160,11 +160,6 @@ class Records:
         return self.fetched and self.num_layers > 1, self.stored and self.num_layers > 1
 
     @property
-    def shares_buffers(self) -> bool:
-        """Whether kinds of one record use the same buffers: a device asks for one after the other; the host, for several."""
-        return self.is_state and self.num_layers == 1 and not self.in_place and self.stored
-
-    @property
     def slot_bytes(self) -> int:
         """Bytes of device memory beside a program on a GPU; see `host_offload.copies`."""
         return 0 if self.swap.mesh.devices.flat[0].platform == "cpu" else sum(self.slots) * self.num_bytes

@@ -17,7 +17,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -150,16 +150,9 @@ class Disk:
             self._folder.renew()
         self._make([records for records in self.kinds.values() if records.is_state])
 
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of a buffer of the kinds that share theirs: of the largest."""
-        return max((r.num_bytes for r in self.kinds.values() if r.shares_buffers), default=0)
-
-    def buffer_bytes(self, records: Iterable[Records]) -> int:
-        """Bytes of the buffers of some kinds on one device, to read and to write."""
-        each, distance = list(records), self.config.prefetch_distance
-        own = sum(num_buffers(distance, r.num_layers, r.in_place) * r.num_bytes for r in each if not r.shares_buffers)
-        return own + (2 * (distance + 1) * self.shared_bytes if any(r.shares_buffers for r in each) else 0)
+    def num_buffers(self, records: Records) -> int:
+        """Return how many buffers a kind has on each device: to read and to write."""
+        return num_buffers(self.config.prefetch_distance, records.num_layers, records.in_place)
 
     @property
     def num_bytes(self) -> int:
@@ -191,19 +184,19 @@ class Disk:
                 store = Store(self._folder.path, records.kind, rank, records.num_layers, records.format, metadata)
                 store.preallocate()
                 up, down = records.slots
-                shared = self.shared_bytes if records.shares_buffers else 0
-                self.engine.add(records.kind, rank, store, in_place=records.in_place, up=up, down=down, shared_bytes=shared)
+                self.engine.add(records.kind, rank, store, in_place=records.in_place, up=up, down=down)
             self._made[records.kind] = records
 
     def _check_memory(self, wanted: Sequence[Records]) -> None:
         """Raise RuntimeError where the machine has less memory left than the buffers of some kinds take."""
         ranks, available = len(self._ranks()), available_bytes()
-        if available is None or (needed := ranks * self.buffer_bytes(wanted)) <= available:
+        sizes = {r.kind: ranks * self.num_buffers(r) * r.num_bytes for r in wanted}
+        if available is None or (needed := sum(sizes.values())) <= available:
             return
-        largest = max(wanted, key=lambda r: self.buffer_bytes([r]))
+        largest = max(wanted, key=lambda r: sizes[r.kind])
         raise RuntimeError(
-            f"the nvme tier's buffers take {needed} bytes ({needed / 2**30:.1f} GiB), {self.buffer_bytes([largest])} bytes x "
-            f"{ranks} devices of them for {largest.kind}, and the machine has {available} bytes "
+            f"the nvme tier's buffers take {needed} bytes ({needed / 2**30:.1f} GiB), {self.num_buffers(largest)} x "
+            f"{largest.num_bytes} bytes x {ranks} devices of them for {largest.kind}, and the machine has {available} bytes "
             f"({available / 2**30:.1f} GiB) available: lower prefetch_distance={self.config.prefetch_distance}, use more "
             "devices, or make layers smaller"
         )
