@@ -257,7 +257,11 @@ def run(options: Options, c: gpt.GPTConfig, program: zj.Program, inputs: Inputs)
         f"{mesh.size} x {device.device_kind}, mesh {dict(mesh.shape)}, ZeRO stage {options.zero.stage}, "
         f"{options.zero.precision}: {report.model_state_bytes / 2**20:.1f} MiB of model states a device"
     )
-    state = program.init(jax.random.key(options.seed))
+    if on_disk := sum(report.tiers["nvme"].values()):
+        buffers = report.tiers["pinned_host"]["buffers"]
+        console.print(f"a device has {on_disk / 2**20:.1f} MiB on disk and {buffers / 2**20:.1f} MiB of buffers in host memory")
+    with told_alone():
+        state = program.init(jax.random.key(options.seed))
     peak = peak_flops(mesh, options.zero.precision)
     writer = SummaryWriter(options.logdir) if me == 0 else None
     columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))

@@ -6,7 +6,8 @@ Callbacks of the program ask for a record or hand one over (`host_offload.ops`),
     store(kind, rank, layer)     wait for an empty buffer, copy into it, start the write
     borrow(kind, rank, layer)    the buffer itself, for what works in host memory: read, updated in place, or filled
 
-Buffers are fixed: of each kind on each device `distance` to read ahead, one more for the record in use, and as many to write.
+Buffers are fixed: of each kind on each device `distance` to read ahead, one more for the record in use, and as many to write;
+kinds of one record share theirs (`host_offload.shelf`).
 Reads are taken from one ring and writes from another. Records that are updated in place are written from the buffer into which
 they were read, so theirs is one ring of as many buffers, of which no more are being written than a ring to write would have.
 A write waits only for the disk, a read that nothing foresaw for the one record in use; if what was read ahead has all buffers,
@@ -35,6 +36,7 @@ import numpy as np
 from host_offload.buffers import Ring
 from host_offload.copies import Copies, HostCopies
 from host_offload.read_ahead import Move, Window
+from host_offload.shelf import Rings, Shelf, num_buffers
 from host_offload.store import Store
 from host_offload.swap_error import STATE_LOST, SwapError, explain
 from host_offload.swap_stats import Event, Stats
@@ -44,23 +46,6 @@ Views = list[np.ndarray]
 Key = tuple[str, int]
 Mode = Literal["read", "update", "write"]
 """What is done to a borrowed record: its views are read; or read and written; or filled, whatever they hold."""
-
-
-@dataclasses.dataclass(eq=False)
-class _Shelf:
-    """The records of one kind on one device, and their buffers.
-
-    Attributes:
-      store: the records.
-      reads: buffers to read into; of records that are updated in place, all buffers.
-      writes: buffers to write from; the same ring where records are updated in place.
-      turns: one for each write that may be under way.
-    """
-
-    store: Store
-    reads: Ring
-    writes: Ring
-    turns: threading.Semaphore
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,16 +63,12 @@ class _Lane:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.lock = threading.RLock()  # a read may be done before the call that starts it returns
-        self.shelves: dict[str, _Shelf] = {}
+        self.shelves: dict[str, Shelf] = {}
+        self.shared: Rings | None = None  # of the kinds that share theirs
         self.window = Window((), 0)
         self.reading: dict[Key, _Read] = {}
         self.writing: dict[Key, Write] = {}
         self.wanted: list[tuple[Key, Ring]] = []  # for which a callback takes a buffer: reading ahead must leave it one
-
-
-def num_buffers(distance: int, num_layers: int, in_place: bool) -> int:
-    """Return how many buffers a kind has on each device, to read and to write."""
-    return min(2 * (distance + 1), num_layers) if in_place else 2 * min(distance + 1, num_layers)
 
 
 class Engine:
@@ -107,7 +88,17 @@ class Engine:
 
     # --- what there is -----------------------------------------------------------------------------------------------------
 
-    def add(self, kind: str, rank: int, store: Store, *, in_place: bool = False, up: bool = True, down: bool = True) -> None:
+    def add(
+        self,
+        kind: str,
+        rank: int,
+        store: Store,
+        *,
+        in_place: bool = False,
+        up: bool = True,
+        down: bool = True,
+        shared_bytes: int = 0,
+    ) -> None:
         """Take over the records of a kind on a device, and make their buffers.
 
         Args:
@@ -117,15 +108,20 @@ class Engine:
           in_place: they are updated in the buffers into which they are read.
           up: copies to the device run ahead of the program.
           down: copies from the device run behind it.
+          shared_bytes: if not 0, the kind uses buffers of so many bytes with all others on the device that are added so, and of
+            these no two records may be borrowed at once by one caller.
         """
         lane = self._lanes.setdefault(rank, _Lane(rank))
-        count, size = num_buffers(self.distance, store.num_layers, in_place), store.format.padded_bytes
-        reads = Ring(count if in_place else count // 2, size, pin=self.pin)
-        writes = reads if in_place else Ring(count // 2, size, pin=self.pin)
-        shelf = _Shelf(store, reads, writes, threading.Semaphore(self.distance + 1))
+        size = store.format.padded_bytes
+        if not shared_bytes:
+            count = num_buffers(self.distance, store.num_layers, in_place)
+            rings = Rings.make(count, size, self.distance, in_place, self.pin)
+        elif (rings := lane.shared) is None:
+            rings = Rings.make(2 * (self.distance + 1), shared_bytes, self.distance, in_place, self.pin)
+            lane.shared = rings
         self.copies.add(kind, rank, size, up=up, down=down)
         with lane.lock:
-            lane.shelves[kind] = shelf
+            lane.shelves[kind] = Shelf(store, rings)
 
     def remove(self, kind: str) -> None:
         """Let go of the records of a kind, when nothing uses them."""
@@ -136,8 +132,9 @@ class Engine:
                 shelf = lane.shelves.pop(kind, None)
             if shelf is not None:
                 self.copies.remove(kind)
-                shelf.reads.close()
-                shelf.writes.close()
+                if all(other.rings is not shelf.rings for other in lane.shelves.values()):
+                    shelf.rings.close()
+                    lane.shared = None if lane.shared is shelf.rings else lane.shared
 
     def kinds(self) -> set[str]:
         """Return the kinds that were added."""
@@ -146,9 +143,8 @@ class Engine:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all buffers."""
-        shelves = [shelf for lane in self._lanes.values() for shelf in lane.shelves.values()]
-        rings = [ring for shelf in shelves for ring in dict.fromkeys((shelf.reads, shelf.writes))]
-        return sum(ring.num_buffers * ring.num_bytes for ring in rings)
+        rings = {shelf.rings for lane in self._lanes.values() for shelf in lane.shelves.values()}
+        return sum(each.num_bytes for each in rings)
 
     # --- around a program --------------------------------------------------------------------------------------------------
 
@@ -264,12 +260,12 @@ class Engine:
             yield shelf.store.format.views(buffer)
 
     @contextlib.contextmanager
-    def _reading(self, kind: str, rank: int, layer: int, update: bool = False) -> Iterator[tuple[_Shelf, np.ndarray]]:
+    def _reading(self, kind: str, rank: int, layer: int, update: bool = False) -> Iterator[tuple[Shelf, np.ndarray]]:
         """Lend a buffer that holds a record, and give it back, or write it."""
         self.check()
         lane = self._lanes[rank]
         shelf = lane.shelves[kind]
-        assert not update or shelf.reads is shelf.writes, f"{kind} was not added to be updated in place"
+        assert not update or shelf.rings.reads is shelf.rings.writes, f"{kind} was not added to be updated in place"
         buffer = self._read(lane, shelf, kind, rank, layer)
         try:
             yield shelf, buffer
@@ -283,7 +279,7 @@ class Engine:
         self._read_ahead(lane)
 
     @contextlib.contextmanager
-    def _writing(self, kind: str, rank: int, layer: int) -> "Iterator[tuple[_Shelf, np.ndarray, list[Future[None] | None]]]":
+    def _writing(self, kind: str, rank: int, layer: int) -> "Iterator[tuple[Shelf, np.ndarray, list[Future[None] | None]]]":
         """Lend a buffer to fill, and write it when what is put in the list is done."""
         self.check()
         lane = self._lanes[rank]
@@ -293,7 +289,7 @@ class Engine:
         try:
             yield shelf, buffer, filled
         except BaseException:
-            shelf.writes.give(buffer)
+            shelf.rings.writes.give(buffer)
             raise
         self._write(lane, shelf, event, buffer, filled[0] if filled else None)
         self._read_ahead(lane)
@@ -324,15 +320,15 @@ class Engine:
 
     # --- pieces ------------------------------------------------------------------------------------------------------------
 
-    def _read(self, lane: _Lane, shelf: _Shelf, kind: str, rank: int, layer: int) -> np.ndarray:
+    def _read(self, lane: _Lane, shelf: Shelf, kind: str, rank: int, layer: int) -> np.ndarray:
         """Return a buffer that holds a record."""
-        with self._wanting(lane, (kind, layer), shelf.reads):
+        with self._wanting(lane, (kind, layer), shelf.rings.reads):
             with lane.lock:
                 read = lane.reading.pop((kind, layer), None)
             if read is None:
-                self._give_way(lane, shelf, kind)
+                self._give_way(lane, shelf.rings)
                 event = Event("read", kind, rank, layer, next(self._numbers))
-                buffer = self._transfers.waiting(event, shelf.reads.take)
+                buffer = shelf.room(self._transfers.waiting(event, shelf.rings.reads.take))
                 with lane.lock:
                     read = self._start_read(lane, shelf, event, buffer)
                 self._transfers.count_miss()
@@ -342,23 +338,23 @@ class Engine:
             self._read_ahead(lane)
             self._transfers.waiting(read.event, read.done.result)
         except BaseException:
-            shelf.reads.give(read.buffer)
+            shelf.rings.reads.give(read.buffer)
             raise
         return read.buffer
 
-    def _empty(self, lane: _Lane, shelf: _Shelf, event: Event) -> np.ndarray:
+    def _empty(self, lane: _Lane, shelf: Shelf, event: Event) -> np.ndarray:
         """Return a buffer to fill, for a write."""
         record = (event.kind, event.layer)
-        with self._wanting(lane, record, shelf.writes):
+        with self._wanting(lane, record, shelf.rings.writes):
             self._forget(lane, lambda key: key == record)
-            if shelf.reads is shelf.writes:
-                self._give_way(lane, shelf, event.kind)
-            return self._transfers.waiting(event, shelf.writes.take)
+            if shelf.rings.reads is shelf.rings.writes:
+                self._give_way(lane, shelf.rings)
+            return shelf.room(self._transfers.waiting(event, shelf.rings.writes.take))
 
-    def _write(self, lane: _Lane, shelf: _Shelf, event: Event, buffer: np.ndarray, filled: "Future[None] | None") -> None:
+    def _write(self, lane: _Lane, shelf: Shelf, event: Event, buffer: np.ndarray, filled: "Future[None] | None") -> None:
         """Start to write a record when it is its turn, and `filled` is done."""
         kind, layer = event.kind, event.layer
-        self._transfers.waiting(event, shelf.turns.acquire)
+        self._transfers.waiting(event, shelf.rings.turns.acquire)
         write = Write(buffer, filled)
         with lane.lock:  # from here on the record is what is in this buffer, and what was read before is forgotten
             stale = lane.reading.pop((kind, layer), None)
@@ -368,7 +364,7 @@ class Engine:
             lane.window.advance(Move(kind, layer, True))
 
         def release(_: "Future[float]") -> None:
-            shelf.turns.release()
+            shelf.rings.turns.release()
             with lane.lock:
                 if lane.writing.get((kind, layer)) is write:
                     del lane.writing[kind, layer]
@@ -378,8 +374,8 @@ class Engine:
                 give()
 
         def give(_: "Future[float] | None" = None) -> None:
-            shelf.writes.give(buffer)
-            if shelf.reads is shelf.writes:  # there may be a read that found no buffer
+            shelf.rings.writes.give(buffer)
+            if shelf.rings.reads is shelf.rings.writes:  # there may be a read that found no buffer
                 self._read_ahead(lane)
 
         write.done.add_done_callback(release)
@@ -396,13 +392,15 @@ class Engine:
             with lane.lock:
                 lane.wanted.remove((key, ring))
 
-    def _give_way(self, lane: _Lane, shelf: _Shelf, kind: str) -> None:
+    def _give_way(self, lane: _Lane, rings: Rings) -> None:
         """Let go of the last record that was read ahead, if no buffer is free."""
         with lane.lock:
-            ahead = [key for key in lane.reading if key[0] == kind]
-            spare = None if shelf.reads.free or not ahead else lane.reading.pop(ahead[-1])
-        if spare is not None:
-            self._drop(lane, shelf, kind, spare)
+            ahead = [key for key in lane.reading if lane.shelves[key[0]].rings is rings]
+            if rings.reads.free or not ahead:
+                return
+            (kind, _), spare = ahead[-1], lane.reading.pop(ahead[-1])
+            shelf = lane.shelves[kind]
+        self._drop(lane, shelf, kind, spare)
 
     def _read_ahead(self, lane: _Lane) -> None:
         with lane.lock:
@@ -410,10 +408,10 @@ class Engine:
                 shelf = lane.shelves.get(move.kind)
                 if shelf is None or any(key == (move.kind, move.layer) for key, _ in lane.wanted):
                     continue
-                if shelf.reads.free <= sum(ring is shelf.reads for _, ring in lane.wanted):
+                if shelf.rings.reads.free <= sum(ring is shelf.rings.reads for _, ring in lane.wanted):
                     continue
                 with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
-                    buffer = shelf.reads.take(0)
+                    buffer = shelf.room(shelf.rings.reads.take(0))
                     event = Event("read", move.kind, lane.rank, move.layer, next(self._numbers), ahead=True)
                     lane.reading[move.kind, move.layer] = self._start_read(lane, shelf, event, buffer)
             self._lift(lane)
@@ -430,7 +428,7 @@ class Engine:
         except Exception as error:  # of the driver, in a thread of the disk
             self.fail(error)
 
-    def _start_read(self, lane: _Lane, shelf: _Shelf, event: Event, buffer: np.ndarray) -> _Read:
+    def _start_read(self, lane: _Lane, shelf: Shelf, event: Event, buffer: np.ndarray) -> _Read:
         done = self._transfers.read(event, shelf.store, buffer, lane.writing.get((event.kind, event.layer)))
         done.add_done_callback(lambda _: self._lift(lane))
         return _Read(buffer, done, event)
@@ -442,15 +440,15 @@ class Engine:
         for kind, shelf, read in dropped:
             self._drop(lane, shelf, kind, read)
 
-    def _drop(self, lane: _Lane, shelf: _Shelf, kind: str, read: _Read) -> None:
+    def _drop(self, lane: _Lane, shelf: Shelf, kind: str, read: _Read) -> None:
         """Give back the buffer of a read that nobody wants; its error is none."""
         read.done.exception()  # waits
         self._give(shelf, kind, lane.rank, read.buffer)
 
-    def _give(self, shelf: _Shelf, kind: str, rank: int, buffer: np.ndarray) -> None:
+    def _give(self, shelf: Shelf, kind: str, rank: int, buffer: np.ndarray) -> None:
         """Give back a buffer that was read into."""
         self.copies.drop(kind, rank, buffer)
-        shelf.reads.give(buffer)
+        shelf.rings.reads.give(buffer)
 
     def _drain(self, lane: _Lane) -> None:
         """Expect nothing, and wait for what is under way."""

@@ -130,6 +130,7 @@ class Records:
       in_place: whether the host updates them in the buffers into which they are read.
       fetched: whether programs fetch them; what the host works on is not, and needs no room on a device.
       stored: whether programs store them.
+      in_turn: whether programs use all such kinds one after the other, so that they may share buffers.
     """
 
     swap: Swap
@@ -142,6 +143,7 @@ class Records:
     in_place: bool = False
     fetched: bool = True
     stored: bool = True
+    in_turn: bool = False
 
     @property
     def format(self) -> RecordFormat:

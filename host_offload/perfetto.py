@@ -14,6 +14,7 @@ it, which is the one that ended next: a record written last is counted by the ru
 """
 
 import collections
+import contextlib
 import dataclasses
 import errno
 import gzip
@@ -262,25 +263,38 @@ def _on_lanes(slices: Iterable[_Slice]) -> list[Json]:
 def check_path(path: str | os.PathLike[str]) -> None:
     """Raise ValueError where a trace cannot be written. A file that is there stays as it is, and none is left that was not."""
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name:
         raise ValueError(f"a trace cannot be written to {path!r}: name a file, such as trace.json.gz")
     try:
-        is_there = os.path.lexists(name)
-        if is_there and not os.path.isfile(name):
+        if os.path.lexists(name) and not os.path.isfile(name):
             raise OSError(errno.EINVAL, "no regular file")
-        with open(name, "ab"):
+        with open(_part_of(name), "wb"):
             pass
-        if not is_there:
-            os.unlink(name)
+        os.unlink(_part_of(name))
     except OSError as error:
         raise ValueError(
-            f"a trace cannot be written to {name or repr(name)} ({error.strerror}): "
-            "name a file in a folder that exists and may be written to"
+            f"a trace cannot be written to {name} ({error.strerror}): name a file in a folder that exists and may be written to"
         ) from error
 
 
+def _part_of(name: str) -> str:
+    """Return the file that a trace is written to, until all of it is there."""
+    return f"{name}.part"
+
+
 def write_trace(trace: Json, path: str | os.PathLike[str]) -> None:
-    """Write a trace as JSON, compressed if the name ends in ".gz"."""
+    """Write a trace as JSON, compressed if the name ends in ".gz"; the file is there when all of it is.
+
+    Raises:
+      OSError: it cannot be written; an older file of that name stays.
+    """
     name = os.fspath(path)
-    with gzip.open(name, "wt") if name.endswith(".gz") else open(name, "w") as file:
-        json.dump(trace, file, separators=(",", ":"))
+    part = _part_of(name)
+    try:
+        with gzip.open(part, "wt") if name.endswith(".gz") else open(part, "w") as file:
+            json.dump(trace, file, separators=(",", ":"))
+        os.replace(part, name)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise

@@ -136,9 +136,9 @@ class Store:
                 finally:
                     os.close(fd)
             except OSError as error:
-                if error.errno == errno.ENOSPC:
-                    left = self.num_bytes - sum(_held_bytes(p) for p in paths) - _free_bytes(self.path)
-                    raise self._too_small(max(left, 1), path, layer) from error
+                left = self.num_bytes - sum(_held_bytes(p) for p in paths) - _free_bytes(self.path)
+                if error.errno == errno.ENOSPC and left > 0:
+                    raise self._too_small(left, path, layer) from error
                 raise explain(error, doing=f"reserving {size} bytes for {self.kind}", file=path, layer=layer) from error
 
     def begin_write(self, layer: int) -> None:

@@ -13,7 +13,8 @@ CHECKSUM = "checksum"
 
 STATE_LOST = "the state on the disk is lost: make one by init"
 _REMEDIES: dict[int | str, str] = {
-    errnos.ENOSPC: "free space on that file system, or set swap_dir to a folder of a larger disk",
+    errnos.ENOSPC: "free space, or files if it has none left (df -i), on that file system, or set swap_dir to a folder of a "
+    "larger disk",
     errnos.EDQUOT: "the user's disk quota is used up: free space, raise the quota, or set swap_dir to another file system",
     errnos.EFBIG: "the file is larger than this process or file system allows: raise RLIMIT_FSIZE (ulimit -f)",
     errnos.EIO: "the disk failed (see dmesg and smartctl): set swap_dir to another disk",

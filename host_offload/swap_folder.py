@@ -100,10 +100,10 @@ def _lock(path: str) -> int:
             os.mkdir(path, 0o700)
         found = os.lstat(path)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise SwapError(
-                f"{path} is not a folder of this user (uid {os.geteuid()}): remove it, or set swap_dir to another folder",
-                file=path,
-            )
+            what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a folder"
+            if stat.S_ISDIR(found.st_mode):
+                what = f"a folder of another user (uid {found.st_uid}, this one is {os.geteuid()})"
+            raise SwapError(f"{path} is {what}: remove it, or set swap_dir to another folder", file=path)
         name = os.path.join(path, _LOCK)
         if os.listdir(path) and not os.path.lexists(name):
             raise SwapError(

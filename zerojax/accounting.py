@@ -151,13 +151,12 @@ def program_memory(
 def _disk_bytes(disk: Disk) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Return the bytes of a device's records by kind of state, of the buffers in host memory, and of a GPU's slots."""
     held: dict[str, int] = {}
-    buffers = slots = 0
+    slots = 0
     for kind, records in disk.kinds.items():
-        name = kind.split(".")[0].replace("master", "opt_state")
+        name = kind.split(".")[0]
         held[name] = held.get(name, 0) + records.num_layers * records.num_bytes
-        buffers += disk.num_buffers(records) * records.num_bytes
         slots += records.slot_bytes
-    return held, {"buffers": buffers}, {"slots": slots}
+    return held, {"buffers": disk.buffer_bytes(disk.kinds.values())}, {"slots": slots}
 
 
 @dataclasses.dataclass(frozen=True)

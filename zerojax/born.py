@@ -139,44 +139,14 @@ def _shared(parts: Parts, tx: optax.GradientTransformation) -> list[Array]:
 def _fill_ends(parts: Parts, tx: optax.GradientTransformation, states: States, made: list[Array], one: Array) -> States:
     """Put every unstacked leaf, and its state, in place, one after the other."""
     for index, value in zip(parts.ends, made, strict=True):
-        own = parts.update.states_of((index,))
 
-        masters = states.master
-
-        def body(
-            _: Array,
-            carry: Any,
-            index: int = index,
-            value: Array = value,
-            own: tuple[int, ...] = own,
-            has_master: bool = masters is not None,
-        ) -> Any:
-            param, master, opt = carry
+        def new(_: Any, __: Any, index: int = index, value: Array = value) -> tuple[Array, list[Array]]:
             value = jax.lax.with_sharding_constraint(value, parts.grads[index].sharding)
             state = _init(parts, tx, (index,), (value,))
-            master = parts.master[index].store(value, master) if has_master else None
-            return (
-                parts.params[index].store(parts.cast(index, value), param),
-                master,
-                [parts.opt_record(j).store(state[j], old) for j, old in zip(own, opt, strict=True)],
-            )
+            return value, [state[j] for j in parts.update.states_of((index,))]
 
-        carry = (states.params[index], None if masters is None else masters[index], [states.opt[j] for j in own])
-        away = any(r.is_away for r in (parts.params[index], parts.master[index], *(parts.opt_record(j) for j in own)))
-        carry = jax.lax.fori_loop(0, one, body, carry) if away else body(one, carry)
-        states = _replace(states, index, own, *carry)
+        states, one = parts.put_leaf(states, index, new, one)
     return states
-
-
-def _replace(states: States, index: int, own: Sequence[int], param: Any, master: Any, opt: Sequence[Any]) -> States:
-    params, state = list(states.params), list(states.opt)
-    params[index] = param
-    masters = None if states.master is None else list(states.master)
-    if masters is not None:
-        masters[index] = master
-    for j, value in zip(own, opt, strict=True):
-        state[j] = value
-    return States(params, masters, state)
 
 
 def _fill_blocks(

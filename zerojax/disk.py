@@ -1,8 +1,9 @@
 """The nvme tier of one program: which records there are, and the folder, buffers and threads behind them.
 
 Records of a kind hold one layer's leaves on one device. The stacked layers are four kinds, "params", "grads", "opt_state" (with
-the float32 masters) and "activations"; a leaf that is no stack of layers is a kind of its own, with one record. Kinds are
-declared while programs are built and traced; folder, buffers and threads come with the first state (`open`).
+the float32 masters) and "activations"; of a leaf that is no stack of layers, parameter and state are kinds of one record each:
+"params.3" and "opt_state.3". Kinds are declared while programs are built and traced; folder, buffers and threads come with the
+first state (`open`).
 
 With the optimizer on the host, what it updates goes disk -> buffer -> disk, in one buffer, and never to the device.
 
@@ -17,7 +18,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,12 +26,13 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.direct_io import DirectIo, tune
-from host_offload.engine import Engine, num_buffers
+from host_offload.engine import Engine
 from host_offload.limits import available_bytes
 from host_offload.ops import Records, Swap
 from host_offload.perfetto import check_path
 from host_offload.read_ahead import Move
 from host_offload.recorder import Recorder
+from host_offload.shelf import num_buffers, shared_bytes
 from host_offload.store import Store, SwapFolder
 from host_offload.swap_error import SwapError
 from host_offload.tensorstore_io import TensorstoreIo
@@ -65,6 +67,7 @@ class Disk:
         in_place: bool = False,
         fetched: bool = True,
         stored: bool = True,
+        in_turn: bool = False,
     ) -> Records:
         """Return the records of a kind, the same for the same shapes.
 
@@ -78,12 +81,15 @@ class Disk:
           in_place: whether the host updates them in the buffers into which they are read.
           fetched: whether programs fetch them.
           stored: whether programs store them.
+          in_turn: whether programs use all such kinds one after the other, so that they may share buffers.
         """
         plain, all_specs = (
             tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes),
             tuple(PartitionSpec(*s) for s in specs),
         )
-        records = Records(self.swap, kind, num_layers, tuple(names), plain, all_specs, is_state, in_place, fetched, stored)
+        records = Records(
+            self.swap, kind, num_layers, tuple(names), plain, all_specs, is_state, in_place, fetched, stored, in_turn
+        )
         if (known := self.kinds.get(kind)) is not None and _alike(known, records):
             return known
         self.kinds[kind] = records
@@ -150,9 +156,21 @@ class Disk:
             self._folder.renew()
         self._make([records for records in self.kinds.values() if records.is_state])
 
-    def num_buffers(self, records: Records) -> int:
-        """Return how many buffers a kind has on each device: to read and to write."""
-        return num_buffers(self.config.prefetch_distance, records.num_layers, records.in_place)
+    def shared_bytes(self, records: Records) -> int:
+        """Return the bytes of the buffers that a kind shares with others, or 0 if it has its own."""
+        alike = [r.num_bytes for r in self.kinds.values() if r.in_turn]
+        size = shared_bytes(alike, self.config.prefetch_distance, records.in_place) if records.in_turn else 0
+        return size if records.num_bytes <= size else 0
+
+    def buffer_bytes(self, kinds: Iterable[Records]) -> int:
+        """Return the bytes of the buffers of some kinds on one device, to read and to write."""
+        distance, shared, own = self.config.prefetch_distance, 0, 0
+        for records in kinds:
+            if size := self.shared_bytes(records):
+                shared = 2 * (distance + 1) * size
+            else:
+                own += num_buffers(distance, records.num_layers, records.in_place) * records.num_bytes
+        return own + shared
 
     @property
     def num_bytes(self) -> int:
@@ -184,19 +202,19 @@ class Disk:
                 store = Store(self._folder.path, records.kind, rank, records.num_layers, records.format, metadata)
                 store.preallocate()
                 up, down = records.slots
-                self.engine.add(records.kind, rank, store, in_place=records.in_place, up=up, down=down)
+                shared = self.shared_bytes(records)
+                self.engine.add(records.kind, rank, store, in_place=records.in_place, up=up, down=down, shared_bytes=shared)
             self._made[records.kind] = records
 
     def _check_memory(self, wanted: Sequence[Records]) -> None:
         """Raise RuntimeError where the machine has less memory left than the buffers of some kinds take."""
         ranks, available = len(self._ranks()), available_bytes()
-        sizes = {r.kind: ranks * self.num_buffers(r) * r.num_bytes for r in wanted}
-        if available is None or (needed := sum(sizes.values())) <= available:
+        if available is None or (needed := ranks * self.buffer_bytes(wanted)) <= available:
             return
-        largest = max(wanted, key=lambda r: sizes[r.kind])
+        largest = max(wanted, key=lambda r: self.buffer_bytes([r]))
         raise RuntimeError(
-            f"the nvme tier's buffers take {needed} bytes ({needed / 2**30:.1f} GiB), {self.num_buffers(largest)} x "
-            f"{largest.num_bytes} bytes x {ranks} devices of them for {largest.kind}, and the machine has {available} bytes "
+            f"the nvme tier's buffers take {needed} bytes ({needed / 2**30:.1f} GiB), {self.buffer_bytes([largest])} bytes x "
+            f"{ranks} devices of them for {largest.kind}, and the machine has {available} bytes "
             f"({available / 2**30:.1f} GiB) available: lower prefetch_distance={self.config.prefetch_distance}, use more "
             "devices, or make layers smaller"
         )

@@ -30,6 +30,7 @@ from host_offload.ops import Records
 from zerojax.host_rule import HostRule
 from zerojax.optim import clip_factor
 from zerojax.parts import Parts, States
+from zerojax.processes import Together
 from zerojax.records import Record
 from zerojax.resident import Update, finish, scale_grads
 from zerojax.state import OnDisk, Pending, TrainState, is_stored
@@ -52,6 +53,7 @@ class HostUpdate:
         self.summed, self.on_disk = summed, on_disk
         self.parts, self.mesh, self.stashes = parts, parts.mesh, stashes
         self.config = parts.layout.config
+        self._together = Together(self.mesh, "the optimizer's update on the host", RuntimeError)
         self.has_master = parts.layout.abstract_state.master is not None
         self.params_away = self.config.params != "device"
         self.needs_weights = not self.has_master and not self.params_away  # float32 weights rest on the device
@@ -175,11 +177,17 @@ class HostUpdate:
         """Raise what went wrong in the callbacks of a step, and make sure that the state is the memory they worked on.
 
         Raises:
-          RuntimeError: an update failed, or the step returned other memory.
+          RuntimeError: an update failed, here or in another process, or the step returned other memory.
         """
-        self.host.check()
-        if self.prepare(state) != before:
-            raise RuntimeError("the step returned the optimizer state in other memory than it was given: the update is lost")
+
+        def check() -> None:
+            self.host.check()
+            if self.prepare(state) != before:
+                raise RuntimeError(
+                    "the step returned the optimizer state in other memory than it was given: the update is lost"
+                )
+
+        self._together.do(check)
 
     # --- inside the step ---------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ whole state on the device.
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from zerojax.mesh import BATCH_AXES
 from zerojax.model import BLOCKS
 from zerojax.optim import init_opt_state_shape, stored_spec
 from zerojax.partition import LeafSpec
-from zerojax.records import Record, pick, read_layer, write_layer
+from zerojax.records import Record, load_leaves, pick, read_layer, store_leaves, wait_for, write_layer
 from zerojax.resident import Update, finish, scale_grads
 from zerojax.stages import STAGES
 from zerojax.state import OnDisk, TrainState, is_stored
@@ -107,7 +107,9 @@ class Parts:
         num_layers, state = self.layout.num_layers or 1, jax.tree_util.tree_flatten_with_path(self.update.opt_state)[0]
         on_host = config.update_on == "host"
 
-        def shelve(kind: str, count: int, held: list[tuple[list[Any], int, str, Any]], updated: bool = True) -> None:
+        def shelve(
+            kind: str, count: int, held: list[tuple[list[Any], int, str, Any]], updated: bool = True, in_turn: bool = False
+        ) -> None:
             """Declare `kind`; `held` is (list that holds the Record, index, name, shape of one layer) of each leaf."""
             if not held:
                 return
@@ -115,7 +117,7 @@ class Parts:
             names, shapes, specs = [name for *_, name, _ in held], [a for *_, a in held], [r.spec for r in rests]
             shelf = disk.declare(
                 kind, count, names, shapes, specs, in_place=on_host and updated,
-                fetched=kind.startswith("params") or not on_host, stored=not on_host,
+                fetched=kind.startswith("params") or not on_host, stored=not on_host, in_turn=in_turn,
             )  # fmt: skip
             for leaf, ((records, i, _, _), record) in enumerate(zip(held, rests, strict=True)):
                 records[i] = dataclasses.replace(record, shelf=shelf, leaf=leaf)
@@ -132,27 +134,27 @@ class Parts:
             shelve("params", num_layers, [weight(self.params, i, self.dtypes[i]) for i in self.blocks], not has_master)
             for i in self.ends:
                 shelve(f"params.{i}", 1, [weight(self.params, i, self.dtypes[i])], not has_master)
+
+        def states(part: Sequence[int]) -> list[tuple[list[Any], int, str, Any]]:
+            masters = [weight(self.master, i, jnp.float32) for i in part] if has_master else []
+            return masters + [moment(j) for j in self.update.states_of(part)]
+
         if config.opt_state == "nvme":
-            masters = [weight(self.master, i, jnp.float32) for i in self.blocks] if has_master else []
-            own = [moment(j) for j in self.update.states_of(self.blocks)]
-            shelve("opt_state", num_layers - self.layout.device_layers, masters + own)
+            shelve("opt_state", num_layers - self.layout.device_layers, states(self.blocks))
             for i in self.ends:
-                if has_master:
-                    shelve(f"master.{i}", 1, [weight(self.master, i, jnp.float32)])
-                for j in self.update.states_of((i,)):
-                    shelve(f"opt_state.{j}", 1, [moment(j)])
+                shelve(f"opt_state.{i}", 1, states((i,)), in_turn=True)
 
     def end_moves(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
         """Return the moves of the leaves that are no stack of layers: those before the layers, and those of their update."""
         first: list[Move] = []
         last: list[Move] = []
         for i in self.ends:
-            own = [self.opt_record(j) for j in self.update.states_of((i,))]
-            has_master = self.layout.abstract_state.master is not None
-            reads = [self.master[i] if has_master else self.params[i], *own]
-            writes = [self.params[i], *([self.master[i]] if has_master else []), *own]
+            own = self.opt_records((i,))
+            reads = own if self.layout.abstract_state.master is not None else [self.params[i], *own]
+            writes = [self.params[i], *own]
             for moves, records, does_write in ((first, [self.params[i]], False), (last, reads, False), (last, writes, True)):
-                moves += [Move(r.shelf.kind, 0, does_write) for r in records if r.shelf is not None]
+                kinds = dict.fromkeys(r.shelf.kind for r in records if r.shelf is not None)
+                moves += [Move(kind, 0, does_write) for kind in kinds]
         return tuple(first), tuple(last)
 
     def flat(self, state: TrainState) -> States:
@@ -187,18 +189,21 @@ class Parts:
 
     def read_opt(self, states: States, layer: Array, on_device: bool) -> list[Array]:
         """Return one layer's masters, where there are any, and optimizer state, on the device."""
-        return read_layer(*self._opt(states), layer, on_device)
+        return read_layer(self.opt_records(self.blocks), self.opt_states(states, self.blocks), layer, on_device)
 
     def read_params(self, states: States, layer: Array) -> list[Array]:
         """Return one layer's parameters, sharded, on the device."""
         return read_layer(pick(self.params, self.blocks), pick(states.params, self.blocks), layer)
 
-    def _opt(self, states: States) -> tuple[list[Record], list[Any]]:
-        """Return how the masters, where there are any, and the optimizer state of the stacked layers rest, and their stacks."""
-        own = self.update.states_of(self.blocks)
-        masters = [] if states.master is None else pick(states.master, self.blocks)
-        records = (pick(self.master, self.blocks) if masters else []) + [self.opt_record(j) for j in own]
-        return records, masters + pick(states.opt, own)
+    def opt_records(self, part: Sequence[int]) -> list[Record]:
+        """Return how the masters, where there are any, and the optimizer state of some leaves rest."""
+        masters = pick(self.master, part) if self.layout.abstract_state.master is not None else []
+        return masters + [self.opt_record(j) for j in self.update.states_of(part)]
+
+    def opt_states(self, states: States, part: Sequence[int]) -> list[Any]:
+        """Return those masters and that optimizer state, where they rest."""
+        masters = [] if states.master is None else pick(states.master, part)
+        return masters + pick(states.opt, self.update.states_of(part))
 
     def update_layer(
         self,
@@ -252,21 +257,26 @@ class Parts:
         self, states: States, layer: Array, new: Sequence[Array], after: Sequence[Array], on_device: bool
     ) -> States:
         """Write one layer: float32 weights, and the leaves of its optimizer state."""
-        own = self.update.states_of(self.blocks)
-        params, master, state = list(states.params), states.master and list(states.master), list(states.opt)
+        params = list(states.params)
         cast = [self.cast(i, value) for i, value in zip(self.blocks, new, strict=True)]
         for i, stack in zip(
             self.blocks, write_layer(pick(self.params, self.blocks), pick(params, self.blocks), layer, cast), strict=True
         ):
             params[i] = stack
-        records, stacks = self._opt(states)
-        stacks = write_layer(records, stacks, layer, [*(new if master is not None else []), *after], on_device)
-        if master is not None:
-            for i, stack in zip(self.blocks, stacks, strict=False):
-                master[i] = stack
-        for j, stack in zip(own, stacks[len(stacks) - len(own) :], strict=True):
-            state[j] = stack
-        return States(params, master, state)
+        values = [*(new if states.master is not None else []), *after]
+        stacks = write_layer(self.opt_records(self.blocks), self.opt_states(states, self.blocks), layer, values, on_device)
+        return self.replace(dataclasses.replace(states, params=params), self.blocks, stacks)
+
+    def replace(self, states: States, part: Sequence[int], opt: Sequence[Any]) -> States:
+        """Put masters, where there are any, and optimizer state of some leaves in place: what `opt_states` returned."""
+        own = self.update.states_of(part)
+        master, state = states.master and list(states.master), list(states.opt)
+        for i, value in zip(part if master is not None else (), opt, strict=False):
+            assert master is not None
+            master[i] = value
+        for j, value in zip(own, opt[len(opt) - len(own) :], strict=True):
+            state[j] = value
+        return States(states.params, master, state)
 
     def owner(self, index: int) -> int:
         """Return the parameter leaf that a leaf of the optimizer state mirrors."""
@@ -324,8 +334,7 @@ class Parts:
     def end_token(self, states: States) -> Array | None:
         """Return the token of the last of these leaves of which something is on disk, if there is one."""
         for index in reversed(self.ends):
-            held = [states.params[index], *([] if states.master is None else [states.master[index]])]
-            held += pick(states.opt, self.update.states_of((index,)))
+            held = [states.params[index], *self.opt_states(states, (index,))]
             if (leaf := next((a for a in held if isinstance(a, OnDisk)), None)) is not None:
                 return leaf.token
         return None
@@ -333,32 +342,45 @@ class Parts:
     def _update_leaf(
         self, states: States, index: int, grad: Array, shared: Sequence[Array], loss: Array, ok: Array, one: Array
     ) -> tuple[States, Array]:
-        own = self.update.states_of((index,))
-        records = [self.params[index], self.master[index], *(self.opt_record(j) for j in own)]
+        records, masters = self.opt_records((index,)), int(states.master is not None)
+
+        def new(param: Any, opt: list[Any]) -> tuple[Array, list[Array]]:
+            read = load_leaves(records, opt)
+            old = read[0] if masters else self.params[index].load(param)
+            (value,), after = self._move((index,), (grad,), (old,), read[masters:], shared, loss, ok)
+            return value, after
+
+        return self.put_leaf(states, index, new, one)
+
+    def put_leaf(
+        self, states: States, index: int, new: Callable[[Any, list[Any]], tuple[Array, list[Array]]], one: Array
+    ) -> tuple[States, Array]:
+        """Write a leaf that is no stack of layers, and its state.
+
+        Args:
+          states: all leaves.
+          index: of the leaf.
+          new: (parameter, `opt_states`), where they rest -> (float32 weight, leaves of the optimizer state), on the device.
+          one: i32[] holding 1, known when this may begin.
+
+        Returns:
+          The states, and 1 when it is done.
+        """
+        records, has_master = self.opt_records((index,)), states.master is not None
 
         def body(_: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
-            (param, master, opt), trips = carry
-            old = self.params[index].load(param) if master is None else self.master[index].load(master)
-            before = [self.opt_record(j).load(s) for j, s in zip(own, opt, strict=True)]
-            (new,), after = self._move((index,), (grad,), (old,), before, shared, loss, ok)
-            param = self.params[index].store(self.cast(index, new), param)
-            master = None if master is None else self.master[index].store(new, master)
-            opt = [self.opt_record(j).store(s, old) for j, s, old in zip(own, after, opt, strict=True)]
-            return (param, master, opt), trips
+            (param, opt), trips = carry
+            value, after = new(param, opt)
+            opt = store_leaves(records, [*([value] if has_master else []), *after], opt)
+            return (self.params[index].store(self.cast(index, value), param), opt), trips
 
-        masters = states.master
-        leaf = (states.params[index], None if masters is None else masters[index], pick(states.opt, own))
-        carry, is_away = (leaf, one), any(r.is_away for r in records)
-        carry = jax.lax.fori_loop(0, one, body, carry) if is_away else body(one, carry)
-        (param, master, opt), one = carry
-        params, state = list(states.params), list(states.opt)
-        params[index] = param
-        if masters is not None:
-            masters = list(masters)
-            masters[index] = master
-        for j, value in zip(own, opt, strict=True):
-            state[j] = value
-        return States(params, masters, state), one
+        carry = ((states.params[index], self.opt_states(states, (index,))), one)
+        away = any(r.is_away for r in (self.params[index], *records))
+        (param, opt), one = jax.lax.fori_loop(0, one, body, carry) if away else body(one, carry)
+        params = [*states.params[:index], param, *states.params[index + 1 :]]
+        if tokens := [a.token for a in (*opt, param) if isinstance(a, OnDisk)]:  # the next leaf waits for them, not for 1
+            one, _ = wait_for(one, tokens, self.mesh)
+        return self.replace(dataclasses.replace(states, params=params), (index,), opt), one
 
 
 def _opaque(moved: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:

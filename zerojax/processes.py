@@ -21,10 +21,15 @@ from host_offload.swap_error import SwapError
 
 
 class Together:
-    """The processes of a mesh."""
+    """The processes of a mesh.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    Attributes:
+      what: they do together.
+      error: raised in those that did not fail.
+    """
+
+    def __init__(self, mesh: Mesh, what: str = "the nvme tier", error: type[Exception] = SwapError) -> None:
+        self.mesh, self.what, self.error = mesh, what, error
 
     @cached_property
     def _is_alone(self) -> bool:
@@ -38,22 +43,22 @@ class Together:
         """Do what may fail in one process alone. To be called by every process, at the same place.
 
         Raises:
-          Exception: whatever `work` raised here.
-          SwapError: it raised in another process, which is named.
+          BaseException: whatever `work` raised here.
+          SwapError, or as `error` says: it raised in another process, which is named.
         """
         if self._is_alone:
             work()
             return
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             work()
-        except Exception as raised:
+        except BaseException as raised:  # an interrupt too: the others would wait
             error = raised
         first = self._first_of(error is not None)
         if error is not None:
             raise error
         if first is not None:
-            raise SwapError(f"the nvme tier of process {first} failed: that process raises the error, with file and remedy")
+            raise self.error(f"{self.what} of process {first} failed: that process raises the error, with its cause and remedy")
 
     def _first_of(self, failed: bool) -> int | None:
         """Return the first process that failed."""

@@ -11,6 +11,7 @@ from zerojax.interrupts import interrupts_wait
 from zerojax.layout import Layout
 from zerojax.model import BLOCKS, LayeredModel, Model
 from zerojax.parts import Parts
+from zerojax.records import load_leaves
 from zerojax.state import OnDisk, TrainState, check_is_there, is_stored
 
 
@@ -54,11 +55,15 @@ class Reader:
         leaf = jax.tree.leaves(masters(state), is_leaf=is_stored)[index]
         if not isinstance(leaf, OnDisk):
             return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
+        parts = self.parts
+        assert parts is not None
+        if state.master is None:
+            records, held = [parts.params[index]], [leaf]
+        else:  # the master is part of a record
+            records, held = parts.opt_records((index,)), parts.opt_states(parts.flat(state), (index,))
         if index not in self._ends:
-            parts = self.parts
-            assert parts is not None
-            self._ends[index] = jax.jit((parts.params if state.master is None else parts.master)[index].load)
-        return self._read(self._ends[index], leaf)
+            self._ends[index] = jax.jit(lambda held: load_leaves(records, held)[0])
+        return self._read(self._ends[index], held)
 
     @cached_property
     def _layer(self) -> Any:

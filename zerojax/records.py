@@ -14,7 +14,7 @@ fetches from, a write waits for the fetch of its tick: XLA copies a stack whose 
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from zerojax.state import OnDisk, Split
 Array = jax.Array
 Plan = Mapping[str, Array]
 """The int32 arrays of one phase."""
+PlanT = TypeVar("PlanT", bound=Plan | Array)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +139,20 @@ def write_layer(
         leaf = dataclasses.replace(leaf, token=token)
         after.append(Split(stack.device, leaf) if isinstance(stack, Split) else leaf)
     return after
+
+
+def load_leaves(records: Sequence[Record], values: Sequence[Any]) -> list[Array]:
+    """Move leaves that are no stacks to the device. Those on disk are all the leaves of one kind, in its order."""
+    if values and isinstance(values[0], OnDisk):
+        return read_layer(records, values, jnp.int32(0))
+    return [r.load(value) for r, value in zip(records, values, strict=True)]
+
+
+def store_leaves(records: Sequence[Record], values: Sequence[Array], old: Sequence[Any]) -> list[Any]:
+    """Move leaves that are no stacks from the device to where `old` rest; likewise."""
+    if old and isinstance(old[0], OnDisk):
+        return write_layer(records, old, jnp.int32(0), values)
+    return [r.store(value, o) for r, value, o in zip(records, values, old, strict=True)]
 
 
 def _on_disk(stack: Any) -> OnDisk | None:
@@ -255,8 +270,8 @@ def run_phase(
     return carry
 
 
-def wait_for(plan: Plan, values: Any, mesh: Mesh) -> tuple[Plan, Any]:
-    """Return a phase's arrays, known only when `values` are, and `values`: what the phase fetches first comes after them.
+def wait_for(plan: PlanT, values: Any, mesh: Mesh) -> tuple[PlanT, Any]:
+    """Return i32 arrays, such as a phase's, known only when `values` are, and `values`: what reads them comes after those.
 
     XLA for CPUs drops barriers. There the arrays are computed from a value, in a way that it does not see through.
     """
@@ -267,8 +282,11 @@ def wait_for(plan: Plan, values: Any, mesh: Mesh) -> tuple[Plan, Any]:
     if held is None:
         return plan, values
     first = jnp.ravel(held)[0]
-    never = ((first != first) & (first == first)).astype(jnp.int32)
-    return {name: a + never for name, a in plan.items()}, values
+    if jnp.issubdtype(held.dtype, jnp.floating):
+        never = (first != first) & (first == first)
+    else:  # of integers XLA knows the above; a token is the number of a state, or 0
+        never = first == jnp.iinfo(held.dtype).min
+    return jax.tree.map(lambda a: a + never.astype(a.dtype), plan), values
 
 
 def index_arrays(arrays: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Array]]:

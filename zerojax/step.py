@@ -273,7 +273,8 @@ class Program:
             process's devices, so processes need a file each. The layout is in `host_offload.perfetto`.
 
         Raises:
-          ValueError: nothing rests on nvme, or the file cannot be written.
+          ValueError: nothing rests on nvme, or the file cannot be written; or, on entering, there is another trace.
+          OSError: the file could not be written when the context ended; after an error inside of it, that is logged instead.
         """
         if self._disk is None:
             raise ValueError(
@@ -289,6 +290,7 @@ class Program:
 
         Raises:
           RuntimeError: state in host memory finds no room there, or this device and jaxlib read wrong records of it.
+          SwapError: the disk is too small for what rests there, or cannot be written to.
         """
         if not isinstance(key, jax.Array):
             raise ValueError(f"init takes a random key, such as jax.random.key(0), got {key!r}")
@@ -498,20 +500,35 @@ class Program:
             )
 
     def params(self, state: TrainState) -> Any:
-        """Return the sharded parameter tree in the compute dtype; `{"embed", "blocks", "head"}` for a LayeredModel."""
+        """Return the sharded parameter tree in the compute dtype; `{"embed", "blocks", "head"}` for a LayeredModel.
+
+        Leaves on nvme are `zerojax.state.OnDisk`.
+
+        Raises:
+          ValueError: the state was donated.
+        """
+        check_is_there(state)
         return state.params
 
     def master_params(self, state: TrainState) -> Any:
         """Return the float32 parameters that the optimizer updates, sharded as its state is, where they rest.
 
-        With a fraction of the optimizer state on the device, stacked leaves are `zerojax.state.Split`.
+        With a fraction of the optimizer state on the device, stacked leaves are `zerojax.state.Split`; on nvme, `OnDisk`.
+
+        Raises:
+          ValueError: the state was donated.
         """
+        check_is_there(state)
         return masters(state)
 
     def iter_params(self, state: TrainState) -> Iterator[tuple[str, Any]]:
         """Yield the float32 parameters piece by piece, as (name, tree), on the device.
 
         A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head"; a Model one leaf at a time.
+
+        Raises:
+          ValueError: the state was donated, or is not the one on disk.
+          SwapError: a record cannot be read.
         """
         yield from self._reader.pieces(state)
 

@@ -55,7 +55,7 @@ def failure(what, work):
     start = time.monotonic()
     try:
         work()
-    except (SwapError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         assert time.monotonic() - start < 20
         found[what] = [type(error).__name__, str(error), getattr(error, "file", None), getattr(error, "errno", None)]
 
@@ -79,12 +79,31 @@ def fail_in_one(program):
     failure("build", lambda: build("layered", out / "nowhere" if last else out, **DISK))
 
 
+def fail_on_host(program):
+    "Let an optimizer's kernel fail in the last process."
+    update, last = program._host.host._update_leaf, me == processes - 1
+    state, _ = program.step(program.init(jax.random.key(0)), local[0])
+
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("no kernel")
+
+    if last:
+        program._host.host._update_leaf = broken
+    failure("on the host", lambda: program.step(state, local[1]))
+    program._host.host._update_leaf = update
+    found["after the host"] = losses_of(program, local[:3])[0]
+
+
 with build("layered", out, **DISK) as program:
     found["nvme"], program_state = losses_of(program, local[:3])
     found["folders"] = sorted(path.name for path in out.glob("zerojax-swap-[0-9]*"))
     found["ranks"] = sorted(program.layout.disk.engine._lanes)
     if processes > 1:
         fail_in_one(program)
+with build("layered", update_on="host", opt_state="pinned_host") as program:
+    found["host"] = losses_of(program, local[:3])[0]
+    if processes > 1:
+        fail_on_host(program)
 json.dump(found, open(out / f"{me}.json", "w"))
 """.replace("DAMAGED", DAMAGED)
 
@@ -121,7 +140,7 @@ def found(tmp_path_factory):
     return launch(folder / "one", 1) + launch(folder / "two", 2)
 
 
-@pytest.mark.parametrize("kind", ["layered", "unrolled", "nvme"])
+@pytest.mark.parametrize("kind", ["layered", "unrolled", "nvme", "host"])
 def test_two_processes_train_the_losses_of_one(found, kind):
     alone, first, second = (each[kind] for each in found)
     assert first == second
@@ -136,6 +155,10 @@ def test_each_process_has_its_own_swap_folder(found):
     assert alone["ranks"] == sorted(first["ranks"] + second["ranks"]) == list(range(8))
 
 
+def failed_in_another(what):
+    return f"{what} of process 1 failed: that process raises the error, with its cause and remedy"
+
+
 def test_what_fails_in_one_process_is_raised_in_both(found):
     _, other, failed = found
     for what, number in (("in a step", errno.ENOENT), ("between steps", errno.EIO), ("build", None)):
@@ -145,7 +168,11 @@ def test_what_fails_in_one_process_is_raised_in_both(found):
     assert failed["in a step"][2].endswith(DAMAGED.format(rank=max(failed["ranks"])))
     assert failed["build"][0] == "ValueError"
     assert "nowhere" in failed["build"][1]
+    assert other["on the host"][:2] == ["RuntimeError", failed_in_another("the optimizer's update on the host")]
+    assert failed["on the host"][0] == "RuntimeError"
+    assert "state is lost: make one by init" in failed["on the host"][1]
     for each in (other, failed):
+        assert each["after the host"] == each["host"]
         assert each["failed"]
         assert "lost: make one by init" in each["after it"][1]
         assert each["after all"] == each["nvme"]

@@ -147,7 +147,7 @@ def test_a_buffer_that_is_still_copied_out_of_is_not_filled_again(folder, monkey
     found: list[float] = []
     reader = threading.Thread(target=lambda: found.append(got(engine, 1)))
     reader.start()
-    writes = engine._lanes[RANK].shelves["params"].writes
+    writes = engine._lanes[RANK].shelves["params"].rings.writes
     deadline = time.monotonic() + 20
     while engine._transfers._queued != 2:
         assert time.monotonic() < deadline
@@ -400,7 +400,7 @@ def test_an_error_of_a_record_updated_in_place_is_kept(folder, name):
             add_one(engine, 3)
         assert engine.failed
     shelf = engine._lanes[RANK].shelves["opt_state"]
-    assert shelf.reads.free == shelf.reads.num_buffers
+    assert shelf.rings.reads.free == shelf.rings.reads.num_buffers
     engine.close()
 
 
@@ -512,9 +512,56 @@ def test_records_in_any_order_from_a_slow_disk(folder, monkeypatch, distance, la
     in_threads(ranks, run)
     engine.flush()
     engine.reset()
-    rings = [ring for lane in engine._lanes.values() for shelf in lane.shelves.values() for ring in (shelf.reads, shelf.writes)]
+    rings = [
+        ring
+        for lane in engine._lanes.values()
+        for shelf in lane.shelves.values()
+        for ring in (shelf.rings.reads, shelf.rings.writes)
+    ]
     deadline = time.monotonic() + 10  # a buffer comes back just after its write is done
     while any(ring.free < ring.num_buffers for ring in rings):
         assert time.monotonic() < deadline
         time.sleep(0.001)
+    engine.close()
+
+
+SIZES = (5, 700, 1024, 3, 900, 2048, 1)
+"""Elements of the records of kinds that share buffers."""
+
+
+@pytest.mark.parametrize("distance", [0, 1, 3])
+@pytest.mark.parametrize("in_place", [False, True], ids=["two_rings", "in_place"])
+def test_kinds_of_one_record_share_buffers(folder, in_place, distance):
+    """Two callers on each device, records of many sizes, a slow disk: in turn and in any order, never wrong or stuck."""
+    engine, kinds = Engine(SlowIo(), distance, pin="none"), [f"opt_state.{i}" for i in range(len(SIZES))]
+    formats = [RecordFormat((LeafFormat("m", (n,), "float32"), LeafFormat("v", (n,), "float32"))) for n in SIZES]
+    largest = max(f.padded_bytes for f in formats)
+    for rank in (0, 1):
+        for kind, form in zip(kinds, formats, strict=True):
+            engine.add(kind, rank, Store(folder.path, kind, rank, 1, form), in_place=in_place, shared_bytes=largest)
+            engine.store(kind, rank, 0, fill(0))
+    assert engine.buffer_bytes == 2 * 2 * (distance + 1) * largest
+    engine.begin([Move(kind, 0, writes) for kind in kinds for writes in (False, True)])
+
+    def run(caller):
+        rank, part = caller
+        random, expected = np.random.default_rng(caller), dict.fromkeys(kinds[part::2], 0)
+        for number in range(120):
+            kind = kinds[part::2][number % len(expected)] if number < 30 else str(random.choice(list(expected)))
+            mode = "write" if not in_place else "update"
+            with engine.borrow(kind, rank, 0, "read") as views:
+                assert all((v == expected[kind]).all() for v in views)
+            with engine.borrow(kind, rank, 0, mode) as views:
+                expected[kind] = number % 64
+                for v in views:
+                    v[...] = expected[kind]
+
+    in_threads([(rank, part) for rank in (0, 1) for part in (0, 1)], run)
+    engine.flush()
+    engine.remove(kinds[0])
+    with engine.borrow(kinds[1], 0, 0, "read"):  # the others keep their buffers
+        assert engine.buffer_bytes == 2 * 2 * (distance + 1) * largest
+    for kind in kinds[1:]:
+        engine.remove(kind)
+    assert engine.buffer_bytes == 0
     engine.close()

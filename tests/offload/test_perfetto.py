@@ -4,6 +4,7 @@ import functools
 import gzip
 import json
 import logging
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -233,10 +234,21 @@ def test_one_trace_at_a_time(engine, tmp_path):
     assert not (tmp_path / "b.json").exists()
 
 
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_disk_that_fills_while_a_trace_is_written_leaves_no_part_of_it(small_disk, name):
+    path = small_disk / name
+    path.write_text("older")
+    with pytest.raises(OSError, match="No space left"):
+        write_trace({"traceEvents": [os.urandom(1 << 10).hex() for _ in range(1 << 11)]}, path)
+    assert os.listdir(small_disk) == [name]
+    assert path.read_text() == "older"
+
+
 def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere" / "trace.json"):
         with pytest.raises(ValueError, match=str(path)):
             check_path(path)
     check_path(tmp_path / "trace.json")
+    assert os.listdir(tmp_path) == []
     write_trace(build_trace([], 1), tmp_path / "trace.json")
     traces.check(json.loads((tmp_path / "trace.json").read_text()))

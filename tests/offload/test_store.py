@@ -11,12 +11,14 @@ import signal
 import subprocess
 import sys
 
+import disks
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from host_offload import store as store_module
 from host_offload.record_format import BLOCK_BYTES, LEAF_BYTES, LeafFormat, RecordFormat
 from host_offload.store import Store, SwapFolder
 from host_offload.swap_error import SwapError, explain, of_tensorstore
@@ -195,7 +197,9 @@ def test_preallocate_tells_the_bytes_that_the_disk_lacks(folder):
 def test_preallocate_on_a_disk_that_fills_meanwhile_is_an_error(small_disk, monkeypatch):
     with SwapFolder(str(small_disk)) as folder:
         store = Store(folder.path, "params", 0, 20, RecordFormat((LeafFormat("w", (1 << 16,), "uint8"),)))
-        monkeypatch.setattr("host_offload.store._free_bytes", lambda path: 1 << 40)
+        free = store_module._free_bytes
+        found = iter([lambda path: 1 << 40])
+        monkeypatch.setattr(store_module, "_free_bytes", lambda path: next(found, free)(path))
         with pytest.raises(SwapError, match="too few") as caught:
             store.preallocate()
         assert caught.value.errno == errno.ENOSPC
@@ -292,11 +296,25 @@ def test_a_folder_without_the_right_to_write_is_refused(tmp_path, monkeypatch):
     assert caught.value.file == str(tmp_path / "zerojax-swap-0")
 
 
+def test_a_disk_without_files_left_is_told_from_a_full_one(tmp_path):
+    with disks.mounted(tmp_path / "small", "size=1m,nr_inodes=8") as path, SwapFolder(str(path)) as folder:
+        store = Store(folder.path, "params", 0, 20, RecordFormat((LeafFormat("w", (4,), "uint8"),)))
+        with pytest.raises(SwapError, match=r"reserving 4096 bytes .*ENOSPC.*df -i") as caught:
+            store.preallocate()
+        assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_file_in_the_folders_place_is_refused(tmp_path):
+    (tmp_path / "zerojax-swap-0").write_text("x")
+    with pytest.raises(SwapError, match="is not a folder"):
+        SwapFolder(str(tmp_path))
+
+
 def test_a_link_in_the_folders_place_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "kept").write_text("x")
     (tmp_path / "zerojax-swap-0").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SwapError, match="not a folder of this user"):
+    with pytest.raises(SwapError, match="is a symbolic link"):
         SwapFolder(str(tmp_path))
     assert (tmp_path / "elsewhere" / "kept").exists()
 

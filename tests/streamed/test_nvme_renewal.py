@@ -108,3 +108,32 @@ def test_a_folder_of_somebody_elses_files_is_not_emptied(tmp_path):
     with pytest.raises(SwapError, match="holds files, and no lock"):
         build(tmp_path, **ALL)
     assert kept.read_text() == "so far"
+    assert kept.read_text() == "so far"
+
+
+def test_of_a_plain_model_only_a_few_leaves_are_in_host_memory(tmp_path):
+    """Leaves that are no stack of layers use the same buffers."""
+
+    def loss(params, batch, key):
+        x = batch
+        for w in params:
+            x = jax.numpy.tanh(x @ w)
+        return (x**2).mean()
+
+    model = zj.Model(lambda key: [jax.random.normal(k, (64, 64)) / 8 for k in jax.random.split(key, 24)], loss)
+    mesh, batch = zj.make_mesh(fsdp=2, devices=jax.devices()[:2]), np.ones((4, 64), np.float32)
+    losses = {}
+    for tier in ("device", DISK):
+        config = zj.ZeroConfig(opt_state=tier, swap_dir=str(tmp_path) if tier == DISK else None)
+        with zj.build_train_step(model, toys.optimizer(), config, mesh) as program:
+            state, losses[tier] = program.init(jax.random.key(0)), []
+            for step in range(4):
+                state, metrics = program.step(state, batch)
+                losses[tier].append(float(metrics["loss"]))
+                assert step == 0 or tier == "device" or metrics["swap_misses"] == 0
+            if tier == DISK:
+                report, engine = program.memory(batch), program.layout.disk.engine
+                buffers = report.tiers["pinned_host"]["buffers"]
+                assert engine.buffer_bytes == 2 * buffers  # of two devices
+                assert buffers == sum(report.tiers["nvme"].values()) * 4 // 24
+    np.testing.assert_allclose(losses[DISK], losses["device"], rtol=1e-6)
