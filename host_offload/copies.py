@@ -185,7 +185,7 @@ class _Gpu:
             event, done = job
             try:
                 self.driver.finish_event(event)
-            except Exception as error:
+            except BaseException as error:  # the thread must go on
                 done.set_exception(error)
                 continue
             with self._lock:

@@ -129,7 +129,7 @@ class _Transfer:
         self._record, self._writes, self._checked = buffer[:size], writes, checked
         self._lock = threading.Lock()
         self._file: DirectFile | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._next, self._moving, self._checksum, self._start = 0, 0, 0, 0.0
 
     def move_block(self) -> bool:
@@ -154,7 +154,7 @@ class _Transfer:
             self._finish()
         return True
 
-    def _begin(self) -> Exception | None:
+    def _begin(self) -> BaseException | None:
         self._start = time.monotonic()
         size = self._record.nbytes
         try:
@@ -167,11 +167,11 @@ class _Transfer:
                 if not self._writes:
                     raise TruncatedError(f"the file has {found} bytes, and the record {size}")
                 self._file.resize(size)
-        except Exception as error:
+        except BaseException as error:
             return error
         return None
 
-    def _move(self, block: int) -> Exception | None:
+    def _move(self, block: int) -> BaseException | None:
         length = self._io.settings.block_bytes
         start = block * length
         part = self._record[start : start + length]
@@ -183,7 +183,7 @@ class _Transfer:
             if block == 0 and self._checked:  # the other blocks are on their way meanwhile
                 self._checksum = checksum_of(self._record)
             self._file.write(part, start)
-        except Exception as error:
+        except BaseException as error:
             return error
         return None
 
@@ -198,7 +198,7 @@ class _Transfer:
                 self._store.end_write(self._layer, self._checksum)
             elif error is None and self._checked:
                 self._store.verify(self._layer, self._record)
-        except Exception as late:
+        except BaseException as late:
             error = error or late
         if error is None:
             self.future.set_result(time.monotonic() - self._start)

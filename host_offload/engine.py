@@ -425,7 +425,7 @@ class Engine:
                     if kind not in seen and read.done.done() and read.done.exception() is None:
                         self.copies.lift(kind, lane.rank, read.buffer)
                     seen.add(kind)
-        except Exception as error:  # of the driver, in a thread of the disk
+        except BaseException as error:  # of the driver, in a thread of the disk
             self.fail(error)
 
     def _start_read(self, lane: _Lane, shelf: Shelf, event: Event, buffer: np.ndarray) -> _Read:

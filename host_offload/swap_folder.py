@@ -49,6 +49,13 @@ class SwapFolder:
         try:
             fd = _lock(self.path)
         except OSError as error:
+            if error.errno == errno.ENOENT:
+                raise SwapError(
+                    f"making the swap folder, {self.path} failed: ENOENT ({error.errno}); that file system has no room for "
+                    "folders of its users: set swap_dir to a folder of a local disk",
+                    file=self.path,
+                    errno=error.errno,
+                ) from error
             raise explain(error, doing="making the swap folder", file=self.path) from error
         self._close = weakref.finalize(self, _remove, self.path, fd)  # at exit too
         close = self._close

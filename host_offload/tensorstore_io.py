@@ -93,7 +93,7 @@ def _timed(work: Callable[[], None], store: Store, layer: int, doing: str) -> fl
     start = time.monotonic()
     try:
         work()
-    except Exception as error:
+    except BaseException as error:
         cause: Any = of_tensorstore(error) if isinstance(error, ValueError) else error
         raise explain(cause, doing=doing, file=store.record_path(layer), layer=layer) from error
     return time.monotonic() - start

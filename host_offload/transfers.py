@@ -51,7 +51,7 @@ class Write:
 class Transfers:
     """What an engine has under way, and its statistics."""
 
-    def __init__(self, io: Io, fail: Callable[[Exception, str, int], None]) -> None:
+    def __init__(self, io: Io, fail: Callable[[BaseException, str, int], None]) -> None:
         """Use `io`; the error of a write is handed to `fail` with kind and layer, that of a read to whoever waits for it."""
         self.io, self._fail = io, fail
         self._copier = ThreadPoolExecutor(1, "zerojax-copy")  # one thread, so that copies end in order
@@ -112,13 +112,13 @@ class Transfers:
             if error is None:
                 done.set_result(moved.result())
                 return
-            if event.name == "write" and isinstance(error, Exception):
+            if event.name == "write":
                 self._fail(error, event.kind, event.layer)
             done.set_exception(error)
 
         try:
             moved = move()
-        except Exception as error:
+        except BaseException as error:
             moved = Future()
             moved.set_exception(error)
         moved.add_done_callback(finish)

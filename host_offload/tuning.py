@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _PROBE_BYTES = 64 * _MIB
+_MOST_THREADS, _MOST_BYTES = 256, 1 << 30
 _CACHE = "zerojax-swap-io.json"
 
 
@@ -40,10 +41,11 @@ class IoSettings:
     block_bytes: int
 
     def __post_init__(self) -> None:
-        if self.num_threads < 1 or self.block_bytes < BLOCK_BYTES or self.block_bytes % BLOCK_BYTES:
+        fits = 1 <= self.num_threads <= _MOST_THREADS and BLOCK_BYTES <= self.block_bytes <= _MOST_BYTES
+        if not fits or self.block_bytes % BLOCK_BYTES or not isinstance(self.num_threads, int):
             raise ValueError(
-                f"num_threads={self.num_threads}, block_bytes={self.block_bytes}: 1 or more, and a positive multiple of "
-                f"{BLOCK_BYTES} are needed"
+                f"num_threads={self.num_threads}, block_bytes={self.block_bytes}: 1 to {_MOST_THREADS}, and a multiple of "
+                f"{BLOCK_BYTES} up to {_MOST_BYTES} are needed"
             )
 
 
@@ -65,7 +67,10 @@ def tune(folder_path: str, seconds: float = 1.0) -> IoSettings:
     try:
         return _tune(path, _identity(path), seconds)
     except (OSError, MemoryError) as error:
-        logger.warning("%s was not probed: %s; %s serve", path, error, DEFAULT)
+        logger.warning(
+            "the speed of %s was not measured (%s): it is read and written with %s threads, %s bytes at a time",
+            path, error, DEFAULT.num_threads, DEFAULT.block_bytes,
+        )  # fmt: skip
         return DEFAULT
 
 
@@ -90,7 +95,7 @@ def _load(path: pathlib.Path, identity: tuple[int, ...]) -> IoSettings | None:
     try:
         found = json.loads(path.read_text())
         if found["identity"] == list(identity):
-            return IoSettings(int(found["num_threads"]), int(found["block_bytes"]))
+            return IoSettings(found["num_threads"], found["block_bytes"])
     except (OSError, ValueError, KeyError, TypeError):
         logger.debug("%s has no settings", path)
     return None

@@ -131,8 +131,9 @@ def elementwise_update(
     if fault is not None:
         raise ValueError(
             f"{why} updates layer by layer, which needs an optimizer whose every element is updated by itself, but {fault}; "
-            "clip by norm with config.clip_norm, use an elementwise optimizer such as optax.adamw, or keep params, grads and "
-            "opt_state on the device with update='after_backward'"
+            "use an elementwise optimizer such as optax.adamw (what optax.clip_by_global_norm does is config.clip_norm, what "
+            "optax.MultiSteps does num_microbatches), or keep params, grads and opt_state on the device with "
+            "update='after_backward'"
         )
     return update
 

@@ -1,7 +1,9 @@
-"""Ctrl-C waits for the program that runs.
+"""Signals wait for the program that runs.
 
-Python raises KeyboardInterrupt wherever the main thread is. Inside the call of a jitted program that is a callback, or JAX
-itself before it hands over the results: the program then fails or runs on unseen, and its callbacks come in the next one.
+Python runs a signal's handler wherever the main thread is, and a handler may raise: KeyboardInterrupt for Ctrl-C, whatever a
+timeout's SIGALRM or a scheduler's SIGTERM is given. Inside the call of a jitted program that place is a callback, or a lock of
+it, or JAX itself before it hands over the results: the program then fails, or runs on unseen, and its callbacks come in the
+next one.
 """
 
 import contextlib
@@ -10,28 +12,46 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+_AT_ONCE = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+"""Signals of a fault: what runs does not go on after them."""
+
 
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Hold the first SIGINT back until the context ends; a second one is handled at once.
+    """Hold signals that Python handles back until the context ends; a second SIGINT is handled at once.
 
-    Does nothing outside of the main thread, which alone handles signals, and where SIGINT has no handler in Python.
+    Their handlers are then called in the order in which the signals first came, each once. Does nothing outside of the main
+    thread, which alone handles signals, and for signals without a handler in Python.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held: list[FrameType | None] = []
+    found = {number: signal.getsignal(number) for number in signal.valid_signals() - _AT_ONCE}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    held: dict[int, FrameType | None] = {}
+    has_ended = is_impatient = False
 
     def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            handler(number, frame)
-        held.append(frame)
+        nonlocal is_impatient
+        if number == signal.SIGINT and number in held:
+            del held[number]
+            is_impatient = True
+        if has_ended or (is_impatient and number == signal.SIGINT):
+            handlers[signal.Signals(number)](number, frame)
+        else:
+            held.setdefault(number, frame)
 
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if len(held) == 1:
-            handler(signal.SIGINT, held[0])
+    with contextlib.ExitStack() as stack:  # calls what was put in last first, and all of it, whatever they raise
+
+        def deliver() -> None:
+            for number, frame in reversed(held.items()):
+                stack.callback(handlers[signal.Signals(number)], number, frame)
+
+        stack.callback(deliver)
+        for number, handler in handlers.items():
+            stack.callback(signal.signal, number, handler)
+            signal.signal(number, hold)
+        try:
+            yield
+        finally:
+            has_ended = True

@@ -1,13 +1,13 @@
 """Float32 parameters from any tier, one piece at a time: for export, where the whole tree would not fit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.interrupts import interrupts_wait
 from zerojax.layout import Layout
 from zerojax.model import BLOCKS, LayeredModel, Model
 from zerojax.parts import Parts
@@ -18,9 +18,22 @@ from zerojax.state import OnDisk, TrainState, check_is_there, is_stored
 class Reader:
     """Reads the parameters that the optimizer updates, onto the device."""
 
-    def __init__(self, model: Model | LayeredModel, layout: Layout, parts: Parts | None) -> None:
-        """Read states of `layout`; `parts` says how they rest where they do not rest on the device."""
-        self.model, self.layout, self.parts = model, layout, parts
+    def __init__(
+        self,
+        model: Model | LayeredModel,
+        layout: Layout,
+        parts: Parts | None,
+        calling: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Read states of `layout`.
+
+        Args:
+          model: of the program.
+          layout: likewise.
+          parts: how states rest where they do not rest on the device.
+          calling: returns the context for a program that calls back.
+        """
+        self.model, self.layout, self.parts, self._calling = model, layout, parts, calling
         self._ends: dict[int, Any] = {}
 
     def pieces(self, state: TrainState) -> Iterator[tuple[str, Any]]:
@@ -43,7 +56,7 @@ class Reader:
         if disk is None:
             with jax.set_mesh(self.layout.mesh):
                 return read(held, *args)
-        with interrupts_wait(), jax.set_mesh(self.layout.mesh):
+        with self._calling(), jax.set_mesh(self.layout.mesh):
             disk.begin(held, (), name="read")
             values = jax.block_until_ready(read(held, *args))
             disk.finish()

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from zerojax.precision import LossScale
 
@@ -59,6 +60,16 @@ class OnDisk:
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(self._no_numbers("is no array"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(self._no_numbers("cannot be copied or pickled"))
+
+    def _no_numbers(self, what: str) -> str:
+        leaf = f"{self.dtype}{list(self.shape)}"
+        return f"this leaf {leaf} rests on disk and {what}: program.iter_params(state) reads parameters from there"
+
 
 def is_stored(node: Any) -> bool:
     """Tell whether a node of a state tree stands for one leaf: a Split or OnDisk, for `is_leaf`."""
@@ -103,5 +114,9 @@ def numbered_next(state: TrainState) -> TrainState:
 
 def check_is_there(state: TrainState) -> None:
     """Raise ValueError for a state that was donated."""
+    if isinstance(state.step, Tracer):
+        raise ValueError(
+            "a program's step and eval are compiled already, and move states between tiers: call them outside of jit"
+        )
     if state.step.is_deleted():  # jax 0.10 on CPU crashes the process on some donated arguments
         raise ValueError("this state was donated to an earlier step, and is gone: go on with the state that step returned")

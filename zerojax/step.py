@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -208,7 +209,8 @@ class Program:
         self._compiled: dict[Any, _Jitted] = {}
         self._grads: list[jax.Array] | None = None
         self._eval = jax.jit(evaluate, compiler_options=options)
-        self._reader = Reader(model, layout, self._parts)
+        self._reader = Reader(model, layout, self._parts, self._calling)
+        self._lock = threading.RLock()  # one program at a time, where it calls back
 
     def __enter__(self) -> Self:
         return self
@@ -218,12 +220,13 @@ class Program:
 
     def close(self) -> None:
         """Release what the program holds between steps: host memory for gradients and activations."""
-        self._compiled.clear()
-        self._grads = None
-        if self._host is not None:
-            self._host.host.release()
-        if self._disk is not None:
-            self._disk.close()
+        with self._calling():
+            self._compiled.clear()
+            self._grads = None
+            if self._host is not None:
+                self._host.host.release()
+            if self._disk is not None:
+                self._disk.close()
 
     @cached_property
     def _moves(self) -> tuple[Move, ...]:
@@ -314,9 +317,14 @@ class Program:
             self._disk.finish()
             return state
 
-    def _calling(self) -> AbstractContextManager[None]:
-        """Return the context for a program, which an interrupt must not leave where it calls back."""
-        return interrupts_wait() if self._disk is not None or self._host is not None else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Run a program in this: where it calls back, no signal leaves it, and no other thread runs one beside it."""
+        if self._disk is None and self._host is None:
+            yield
+            return
+        with self._lock, interrupts_wait():
+            yield
 
     def _check_host(self) -> None:
         """Test, once a process, that the devices read the right records of host memory; a CPU does."""
@@ -339,9 +347,9 @@ class Program:
             runs.
         """
         check_is_there(state)
-        self._check_state(state)
         batch = self.shard_batch(batch)
         with self._calling(), jax.set_mesh(self.mesh):
+            self._check_state(state)
             jitted, (plans, one) = self._jitted(batch), self._indices()
             scratch = self._take_scratch(jitted)
             memory = [] if self._host is None else self._host.prepare(jax.block_until_ready(state))
@@ -358,7 +366,8 @@ class Program:
             return state, metrics
 
     def _check_state(self, state: TrainState) -> None:
-        """Raise ValueError for a state that another program made."""
+        """Raise ValueError for a state that was donated, perhaps by another thread just now, or that another program made."""
+        check_is_there(state)
         expected = self.layout.abstract_state
         if jax.tree.structure(state) != jax.tree.structure(expected):
             raise ValueError(
@@ -430,6 +439,7 @@ class Program:
         check_is_there(state)
         batch = self.shard_batch(batch, num_microbatches=1)
         with self._calling(), jax.set_mesh(self.mesh):
+            self._check_state(state)
             plans, one = self._indices()
             if self._disk is None:
                 return self._eval(state.params, batch, plans["forward"], one)

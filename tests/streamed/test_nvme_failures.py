@@ -155,6 +155,22 @@ def test_an_io_error_in_the_middle_of_a_step(opened, monkeypatch, name):
     assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
 
 
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_an_interrupt_in_a_thread_of_the_disk_is_carried_out(opened, monkeypatch, name):
+    program, expected = opened("direct", 1)
+    state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
+    program.layout.disk.engine.flush()
+
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, name, broken)
+    with pytest.raises((SwapError, KeyboardInterrupt)):
+        losses_of(program, state, 2)
+    monkeypatch.undo()
+    assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
+
+
 def test_an_exception_inside_a_callback_is_carried_out(opened, monkeypatch):
     program, expected = opened("direct", 1)
     state = program.init(jax.random.key(0))

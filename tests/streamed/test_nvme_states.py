@@ -1,19 +1,24 @@
 """A program works on one state, the one on its disk: any other is refused, and one that an interrupt left half updated."""
 
+import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import os
+import pickle
 import signal
 import threading
 import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import toys
 from test_nvme_failures import build, losses_of
 
 from zerojax.interrupts import interrupts_wait
+from zerojax.state import is_stored
 
 pytestmark = pytest.mark.usefixtures("quick_fusions")
 BATCH = toys.batches(1)[0]
@@ -37,10 +42,12 @@ def programs(tmp_path_factory):
 
 @pytest.fixture
 def ctrl_c():
-    """Interrupts raise KeyboardInterrupt, whatever runs the tests."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Interrupts, timeouts and the end of a job raise KeyboardInterrupt, whatever runs the tests."""
+    numbers = (signal.SIGINT, signal.SIGALRM, signal.SIGTERM)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 def copy_of(state):
@@ -62,15 +69,15 @@ def test_a_copy_of_an_earlier_state_is_refused(programs):
     program = programs("ours")
     expected, _ = losses_of(program, program.init(jax.random.key(0)))
     state = program.init(jax.random.key(0))
-    copy = copy_of(state)
-    loss = float(program.eval(copy, BATCH))  # it is the one on disk still: nothing but a step makes another
-    assert len(list(program.iter_params(copy))) == toys.LAYERS + 2
+    old = copy_of(state)
+    loss = float(program.eval(old, BATCH))  # it is the one on disk still: nothing but a step makes another
+    assert len(list(program.iter_params(old))) == toys.LAYERS + 2
     assert float(program.eval(state, BATCH)) == loss
     found = []
     for batch in toys.batches(3):
         state, metrics = program.step(state, batch)
         found.append(float(metrics["loss"]))
-        assert_refused(program, copy)
+        assert_refused(program, old)
         assert float(program.eval(copy_of(state), BATCH)) == float(program.eval(state, BATCH))
     assert found == expected
 
@@ -118,20 +125,22 @@ def test_an_error_before_a_step_runs_loses_nothing(programs):
     assert losses_of(program, state)[0] == expected
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-@pytest.mark.parametrize("name", ["step", "init"])
-def test_ctrl_c_in_the_middle_of_a_program_waits_for_its_end(programs, devices, name, monkeypatch, ctrl_c):
+@pytest.mark.parametrize(
+    ("devices", "name", "number"),
+    [(1, "step", signal.SIGALRM), (1, "init", signal.SIGINT), (4, "step", signal.SIGINT), (4, "init", signal.SIGTERM)],
+)
+def test_a_signal_in_the_middle_of_a_program_waits_for_its_end(programs, devices, name, number, monkeypatch, ctrl_c):
     program = programs(f"on {devices}", devices=devices)
     expected, _ = losses_of(program, program.init(jax.random.key(0)))
     state = program.init(jax.random.key(0))
-    copy, calls = copy_of(state), count_calls(program, monkeypatch, at=3, do=lambda: os.kill(os.getpid(), signal.SIGINT))
+    old, calls = copy_of(state), count_calls(program, monkeypatch, at=3, do=lambda: os.kill(os.getpid(), number))
     with pytest.raises(KeyboardInterrupt):
         program.step(state, BATCH) if name == "step" else program.init(jax.random.key(1))
     ended = len(calls)
     time.sleep(0.3)
     assert len(calls) == ended >= 3
     monkeypatch.undo()
-    assert_refused(program, copy)
+    assert_refused(program, old)
     assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
 
 
@@ -163,7 +172,7 @@ def test_an_interrupt_inside_a_callback_is_raised_by_the_step(programs, devices,
     program = programs(f"{where} on {devices}", devices=devices, **fields)
     expected, _ = losses_of(program, program.init(jax.random.key(0)))
     state = program.init(jax.random.key(0))
-    copy = copy_of(state)
+    old = copy_of(state)
     if fields:
         monkeypatch.setattr(program._host.host, "_run_kernel", lambda *_: interrupt())
     else:
@@ -172,7 +181,7 @@ def test_an_interrupt_inside_a_callback_is_raised_by_the_step(programs, devices,
         program.step(state, BATCH)
     monkeypatch.undo()
     with pytest.raises((ValueError, RuntimeError), match=r"not the one on disk|state on the disk is lost"):
-        program.eval(copy, BATCH)
+        program.eval(old, BATCH)
     assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
 
 
@@ -181,7 +190,7 @@ def test_a_step_that_an_exception_left_ends_before_anything_else(programs, call,
     program = programs("ours")
     expected, _ = losses_of(program, program.init(jax.random.key(0)))
     state = program.init(jax.random.key(0))
-    copy, calls = copy_of(state), count_calls(program, monkeypatch, at=1, do=lambda: None)
+    old, calls = copy_of(state), count_calls(program, monkeypatch, at=1, do=lambda: None)
     with monkeypatch.context() as patched:
         patched.setattr(jax, "block_until_ready", lambda _: interrupt())
         with pytest.raises(KeyboardInterrupt):
@@ -190,7 +199,7 @@ def test_a_step_that_an_exception_left_ends_before_anything_else(programs, call,
     match call:
         case "eval":
             with pytest.raises(ValueError, match="none, since a step was left in the middle"):
-                program.eval(copy, BATCH)
+                program.eval(old, BATCH)
         case "close":
             program.close()
     state = program.init(jax.random.key(0))
@@ -211,6 +220,78 @@ def test_a_second_interrupt_does_not_wait(ctrl_c):
         call()
     assert len(came) == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_signals_that_waited_come_in_order_and_once(monkeypatch):
+    came = []
+
+    def handler(number, _):
+        came.append(number)
+        if number == signal.SIGUSR1:
+            raise ZeroDivisionError
+
+    @interrupts_wait()
+    def call():
+        for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGALRM, signal.SIGUSR2):
+            signal.raise_signal(number)
+        assert came == []
+
+    numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        with pytest.raises(ZeroDivisionError):
+            call()
+        assert came == [signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2]
+        assert all(signal.getsignal(number) is handler for number in numbers)
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
+
+
+@pytest.mark.parametrize("call", ["step", "eval"])
+def test_of_threads_that_use_one_state_each_waits_for_the_other(programs, call):
+    """One step is done; whoever comes after it is told that its state is gone, and nothing is lost."""
+    program = programs("ours")
+    expected, _ = losses_of(program, program.init(jax.random.key(0)))
+    batches = toys.batches(3)
+    barrier = threading.Barrier(2)
+
+    def use(name, state):
+        barrier.wait()
+        return getattr(program, name)(state, batches[0])
+
+    for _ in range(3):
+        state = program.init(jax.random.key(0))
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            jobs = [pool.submit(use, name, state) for name in ("step", call)]
+        refused = [str(error) for job in jobs if (error := job.exception()) is not None]
+        made = [job.result() for job in jobs if job.exception() is None and isinstance(job.result(), tuple)]
+        assert all("donated to an earlier step" in error for error in refused)
+        assert len(refused) == 1 or call == "eval"
+        ((state, metrics),) = made
+        losses = [float(metrics["loss"])]
+        for batch in batches[1:]:
+            state, metrics = program.step(state, batch)
+            losses.append(float(metrics["loss"]))
+        assert losses == expected
+
+
+def test_a_leaf_on_disk_is_no_array_and_is_not_copied(programs):
+    state = programs("ours").init(jax.random.key(0))
+    for use in (np.asarray, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"rests on disk.*program\.iter_params\(state\)"):
+            use(jax.tree.leaves(state.params, is_leaf=is_stored)[0])
+    with pytest.raises(TypeError, match="rests on disk"):
+        pickle.dumps(state)
+
+
+def test_a_step_inside_of_jit_is_refused(programs):
+    program = programs("ours")
+    state = program.init(jax.random.key(0))
+    for call in (program.step, program.eval):
+        with pytest.raises(ValueError, match="compiled already"):
+            jax.jit(call)(state, BATCH)
+    program.step(state, BATCH)
 
 
 def test_an_interrupt_comes_after_an_error(ctrl_c):
