@@ -18,13 +18,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture
-def quick_fusions(monkeypatch):
+def quick_fusions():
     """Compile zerojax's programs for CPUs in half the time or less: fusions without MLIR, which round in another way.
 
-    For claims that hold whatever the last bits are. Later versions of XLA have no such flag.
+    For claims that hold whatever the last bits are. Later versions of XLA have no such flag. A test that undoes what it
+    patched does not undo this: programs are compiled late.
     """
-    if not jax.__version__.startswith("0.10."):
-        return
     jit = jax.jit
 
     def quick(*args, **options):
@@ -32,7 +31,10 @@ def quick_fusions(monkeypatch):
             options["compiler_options"] = {"xla_cpu_use_fusion_emitters": False}
         return jit(*args, **options)
 
-    monkeypatch.setattr(jax, "jit", quick)
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.__version__.startswith("0.10."):
+            patch.setattr(jax, "jit", quick)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import pytest
 
 import zerojax as zj
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 WIDTH = 16
 EVERYTHING = ("params", "grads", "opt_state", "activations")
 

@@ -41,7 +41,6 @@ def test_step_equals_plain_program(capfd, kind, stage, mesh, num_microbatches):
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_remat_equals_save(stage, kind):
@@ -56,7 +55,6 @@ def test_remat_equals_save(stage, kind):
     toys.assert_trees_close(results[0][1], results[1][1], atol=1e-5)
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_eval_is_the_loss_without_an_update():
     program = zj.build_train_step(toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
     state = program.init(jax.random.key(0))
