@@ -18,16 +18,33 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture
-def quick_fusions(monkeypatch):
-    """Compile steps for CPUs in half the time, where last bits do not count: fusions without MLIR, which round otherwise.
+def quick_fusions():
+    """Compile zerojax's programs for CPUs in half the time or less: fusions without MLIR, which round in another way.
 
-    Later versions of XLA have no such flag.
+    For claims that hold whatever the last bits are. Later versions of XLA have no such flag. A test that undoes what it
+    patched does not undo this: programs are compiled late.
     """
-    from zerojax import step
+    jit = jax.jit
 
-    options = step.compiler_options
-    quick = {"xla_cpu_use_fusion_emitters": False} if jax.__version__.startswith("0.10.") else None
-    monkeypatch.setattr(step, "compiler_options", lambda model, layout: options(model, layout) or quick)
+    def quick(*args, **options):
+        if sys._getframe(1).f_globals["__name__"].startswith("zerojax.") and options.get("compiler_options") is None:
+            options["compiler_options"] = {"xla_cpu_use_fusion_emitters": False}
+        return jit(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.__version__.startswith("0.10."):
+            patch.setattr(jax, "jit", quick)
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_processes():
+    """Let processes that the tests of a file start compile as with `quick_fusions`."""
+    jax.devices()  # this process has read its own flags by then
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.__version__.startswith("0.10."):
+            patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_use_fusion_emitters=false")
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import toys
 
 import zerojax as zj
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
 HOST = "pinned_host"
 
 
@@ -44,12 +45,18 @@ def test_bytes_that_cross_the_link(fields, down, up):
 def delayed_reference(params, data, tx):
     """Each step's gradient is applied after the next step's is taken."""
     opt_state, losses, pending = tx.init(params), [], None
+    loss_and_grads = jax.jit(jax.value_and_grad(toys.plain_loss))
+
+    @jax.jit
+    def update(grads, opt_state, params):
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
     for batch in data:
-        loss, grads = jax.value_and_grad(toys.plain_loss)(params, batch)
+        loss, grads = loss_and_grads(params, batch)
         losses.append(float(loss))
         if pending is not None:
-            updates, opt_state = tx.update(pending, opt_state, params)
-            params = optax.apply_updates(params, updates)
+            params, opt_state = update(pending, opt_state, params)
         pending = grads
     return losses, params
 

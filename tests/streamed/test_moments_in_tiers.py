@@ -1,5 +1,7 @@
 """Moments in bfloat16: in every tier the same bits, half the bytes, and untouched by a step that is skipped."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import matrix
@@ -80,6 +82,12 @@ def test_update_on_the_host_agrees_in_its_tiers_bit_for_bit(fields, kinds, tmp_p
     assert_same(on_disk, in_memory, moments=False)
 
 
+@functools.cache
+def one_step():
+    """Return what a step of the resident program makes, on 4 devices."""
+    return train(build(None, {"swap_dir": None}), steps=1)
+
+
 @pytest.mark.parametrize(
     ("fields", "axes"),
     [
@@ -93,7 +101,7 @@ def test_update_on_the_host_agrees_in_its_tiers_bit_for_bit(fields, kinds, tmp_p
 )
 def test_sharding_and_place_move_few_moments_in_a_step(fields, axes, tmp_path):
     """Gradients in float32 differ in last bits; of those a few in 1000 have other leading bits, or are next to a threshold."""
-    expected = train(build(tmp_path, {}), steps=1)
+    expected = one_step()
     program = train(build(tmp_path, fields, axes), steps=1)
     differs, most = moved(program, expected)
     assert differs < 5e-3
@@ -102,6 +110,7 @@ def test_sharding_and_place_move_few_moments_in_a_step(fields, axes, tmp_path):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(np.abs(b).max(), 1))
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("name", ["lion", "momentum"])
 def test_other_optimizers_on_the_host_with_disk(name, tmp_path):
     tx = {"lion": optax.lion(1e-3), "momentum": optax.sgd(0.05, 0.9)}[name]
@@ -110,6 +119,7 @@ def test_other_optimizers_on_the_host_with_disk(name, tmp_path):
     np.testing.assert_allclose(on_host[0], expected[0], rtol=1e-4)
 
 
+@pytest.mark.usefixtures("quick_fusions")
 def test_losses_stay_near_those_of_float32_moments(tmp_path):
     """And are not the same: the option does something."""
     exact = train(build(tmp_path, {"moments": "float32"}), steps=10)[0]
@@ -120,6 +130,7 @@ def test_losses_stay_near_those_of_float32_moments(tmp_path):
 # --- a skipped step ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -176,6 +187,7 @@ def elements(num_layers=3, width=128, inner=64):
 BATCH = {"x": np.ones((8, 128), np.float32)}
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tier", ["device", HOST, DISK])
 def test_memory_and_records_hold_2_bytes_a_moment(moments, tier, tmp_path):

@@ -95,6 +95,7 @@ def files_bytes(program, kinds):
     return 4 * sum(r.num_layers * r.num_bytes for r in shelves if r.kind.split(".")[0] in kinds)
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(
     ("fields", "down", "up", "read", "written"),
     [
@@ -133,6 +134,7 @@ def settle(engine):
         threading.Event().wait(0.001)
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("distance", [0, 1, 2])
 @pytest.mark.parametrize(
     "fields",
@@ -148,6 +150,7 @@ def test_reads_run_ahead_of_the_kernels(fields, distance, tmp_path):
             assert (late == 0 or step == 0) if distance else late > 0
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -188,6 +191,7 @@ def break_disk(program, name, kind, layer):
     return lambda: setattr(io, name, whole)
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(
     ("name", "kind"), [("read", "opt_state"), ("write", "opt_state"), ("write", "grads"), ("write", "params")]
 )
@@ -205,6 +209,7 @@ def test_an_error_of_the_disk_is_raised_by_the_step_and_hangs_nothing(name, kind
         np.testing.assert_array_equal(losses, expected)
 
 
+@pytest.mark.usefixtures("quick_fusions")
 def test_an_error_of_a_kernel_is_raised_by_the_step(tmp_path, monkeypatch):
     with build(tmp_path, {"params": DISK}) as program:
         state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
@@ -221,6 +226,7 @@ def test_an_error_of_a_kernel_is_raised_by_the_step(tmp_path, monkeypatch):
         assert len(calls) > 4  # other layers went on
 
 
+@pytest.mark.usefixtures("quick_fusions")
 def test_a_state_whose_records_were_overwritten_is_refused(tmp_path, monkeypatch):
     with build(tmp_path, {"grads": HOST}) as program:  # the number passes through a callback that needs no record
         old, new = program.init(jax.random.key(0)), program.init(jax.random.key(1))
@@ -242,6 +248,7 @@ def number_of(state):
     return next(int(leaf.token[0]) for leaf in leaves if isinstance(leaf, OnDisk))
 
 
+@pytest.mark.usefixtures("quick_fusions")
 def test_leaves_on_disk_carry_the_number_of_their_state(tmp_path):
     with build(tmp_path, {"params": DISK, "precision": "bf16"}) as program:
         program.init(jax.random.key(0))

@@ -10,6 +10,7 @@ import zerojax as zj
 from host_offload import copies
 from host_offload.cuda_driver import Driver
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 CASES = {

@@ -13,6 +13,7 @@ import toys
 import zerojax as zj
 from host_offload.swap_error import SwapError
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 

@@ -11,6 +11,7 @@ import toys
 import zerojax as zj
 from zerojax.state import OnDisk, is_stored
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 

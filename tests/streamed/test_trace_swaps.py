@@ -11,6 +11,7 @@ import traces
 
 import zerojax as zj
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 

@@ -13,6 +13,8 @@ import toys
 import zerojax as zj
 from host_offload.swap_error import SwapError
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 
 @pytest.mark.parametrize(
     ("fields", "words"),

@@ -24,6 +24,7 @@ def cases():
         yield pytest.param(*values, marks=[pytest.mark.exhaustive] if sum(places) % 3 else [])
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(("kind", "stage", "mesh", "num_microbatches"), cases())
 def test_step_equals_plain_program(capfd, kind, stage, mesh, num_microbatches):
     model = KINDS[kind](tensor="tensor" in mesh)

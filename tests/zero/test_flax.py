@@ -52,6 +52,7 @@ def plain_nnx(make: Any, params: Any, loss: Any, data: list[Any], lr: float) -> 
     return [float(step(module, optimizer, batch)) for batch in data]
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("tied", [True, False])
 def test_nnx_gpt_at_stage_3_equals_plain_flax(tied):
     c = gpt.dataclasses.replace(CONFIG, tied=tied)
@@ -86,7 +87,7 @@ def test_nnx_layered_equals_the_same_gpt_unrolled():
     }
     batch = tokens(1)[0]
     _, metrics = layered.step(state, batch)
-    np.testing.assert_allclose(float(metrics["loss"]), float(whole.loss(tree, batch, None)), rtol=1e-6)
+    np.testing.assert_allclose(float(metrics["loss"]), float(jax.jit(whole.loss)(tree, batch, None)), rtol=1e-6)
 
 
 class ScannedMLP(nnx.Module):
@@ -109,6 +110,7 @@ class ScannedMLP(nnx.Module):
         return run(x, self.layers)
 
 
+@pytest.mark.usefixtures("quick_fusions")
 def test_nnx_scan_over_remat_is_entered():
     def make(rngs):
         return ScannedMLP(rngs=rngs)
@@ -143,6 +145,7 @@ class LinenMLP(nn.Module):
         return nn.Dense(8, kernel_init=init, name="out")(x)
 
 
+@pytest.mark.usefixtures("quick_fusions")
 def test_linen_at_stage_3_equals_plain_flax():
     module, data = LinenMLP(), regression(4)
     model = zj.from_flax(module, mse, example_batch=data[0])
@@ -152,13 +155,18 @@ def test_linen_at_stage_3_equals_plain_flax():
     params = jax.device_put(jax.device_get(program.params(state)), jax.devices()[0])
     tx = optax.adamw(1e-2)
     opt_state, expected = tx.init(params), []
-    for batch in data:
-        value, grads = jax.value_and_grad(
-            lambda p, batch=batch: jnp.mean((module.apply({"params": p}, batch["x"]) - batch["y"]) ** 2)
-        )(params)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((module.apply({"params": p}, batch["x"]) - batch["y"]) ** 2))(
+            params
+        )
         updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        expected.append(float(value))
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    for batch in data:
+        params, opt_state, loss = step(params, opt_state, batch)
+        expected.append(float(loss))
     losses, _ = toys.run(program, state, data)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert not program.gathered_early
@@ -196,6 +204,7 @@ def linen_layered(rate: float = 0.0) -> zj.LayeredModel:
     )
 
 
+@pytest.mark.usefixtures("quick_fusions")
 def test_linen_layered_with_tied_embedding_trains_the_same_on_any_mesh():
     results = []
     for mesh, stage in ((zj.make_mesh(data=2, fsdp=4), 3), (zj.make_mesh(devices=jax.devices()[:1]), 0)):
@@ -241,6 +250,7 @@ def test_dropout_draws_anew_each_step_and_the_same_in_recomputation(name, activa
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(*map(jax.tree.leaves, (before, params)), strict=True))
 
 
+@pytest.mark.usefixtures("quick_fusions")
 def test_dropout_is_off_in_eval():
     for model in dropout_models().values():
         program = zj.build_train_step(model, optax.sgd(0.0), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
@@ -248,6 +258,7 @@ def test_dropout_is_off_in_eval():
         assert float(program.eval(state, batch)) == float(program.eval(state, batch))
 
 
+@pytest.mark.usefixtures("quick_fusions")
 def test_annotations_of_nnx_modules_become_specs():
     c = gpt.dataclasses.replace(CONFIG, tensor_axis="tensor")
     program = zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=4, tensor=2))
@@ -310,6 +321,7 @@ def test_nnx_constants_are_kept():
     np.testing.assert_allclose(float(metrics["loss"]), float(mse(module, batch)), rtol=1e-6)
 
 
+@pytest.mark.usefixtures("quick_fusions")
 def test_nnx_scan_over_layers_with_dropout():
     model = zj.from_flax(lambda rngs: ScannedDropout(rngs=rngs), mse)
     program = zj.build_train_step(model, optax.sgd(0.0), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))

@@ -16,6 +16,8 @@ import zerojax as zj
 from zerojax import accounting, memory
 from zerojax.accounting import MemoryReport
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+
 
 @pytest.mark.parametrize(
     ("stage", "expected"),

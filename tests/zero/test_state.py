@@ -12,6 +12,7 @@ import toys
 import zerojax as zj
 from zerojax.partition import local_elements
 
+pytestmark = pytest.mark.usefixtures("quick_fusions")
 EXPECTED = {  # is split over fsdp?       params  moments
     0: (False, False),
     1: (False, True),
