@@ -1,5 +1,6 @@
 """Tests run on 8 simulated CPU devices; programs for GPUs are compiled, not run."""
 
+import contextlib
 import os
 import pathlib
 import sys
@@ -37,13 +38,26 @@ def quick_fusions():
         yield
 
 
-@pytest.fixture(scope="module")
-def quick_processes():
-    """Let processes that the tests of a file start compile as with `quick_fusions`."""
+@contextlib.contextmanager
+def _quick_processes():
     jax.devices()  # this process has read its own flags by then
     with pytest.MonkeyPatch.context() as patch:
         if jax.__version__.startswith("0.10."):
             patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_use_fusion_emitters=false")
+        yield
+
+
+@pytest.fixture
+def quick_processes():
+    """Let processes that a test starts compile as with `quick_fusions`."""
+    with _quick_processes():
+        yield
+
+
+@pytest.fixture(scope="module")
+def quick_processes_of_file():
+    """Let processes that the tests of a file start do so; all of them."""
+    with _quick_processes():
         yield
 
 

@@ -15,7 +15,7 @@ import pytest
 import text_data
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
 
-pytestmark = pytest.mark.usefixtures("quick_processes")
+pytestmark = pytest.mark.usefixtures("quick_processes_of_file")
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 

@@ -134,7 +134,7 @@ def launch(folder: pathlib.Path, processes: int) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, quick_processes):
+def found(tmp_path_factory, quick_processes_of_file):
     """What one process finds, and what each of two does."""
     folder = tmp_path_factory.mktemp("processes")
     return launch(folder / "one", 1) + launch(folder / "two", 2)
