@@ -7,6 +7,7 @@ state, metrics = program.step(state, batch)
 """
 
 from host_offload.swap_error import SwapError as SwapError
+from zerojax import tiled_linen as linen  # noqa: F401
 from zerojax.config import ZeroConfig as ZeroConfig
 from zerojax.flax import from_flax as from_flax
 from zerojax.mesh import make_mesh as make_mesh
@@ -16,3 +17,5 @@ from zerojax.precision import LossScaling as LossScaling
 from zerojax.state import TrainState as TrainState
 from zerojax.step import Program as Program
 from zerojax.step import build_train_step as build_train_step
+from zerojax.tiled_nnx import TiledDense as TiledDense
+from zerojax.tiled_nnx import TiledMLP as TiledMLP

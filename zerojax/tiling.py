@@ -1,0 +1,276 @@
+"""Memory-centric tiling: an operator too large to be whole on a device runs as a sequence of tiles.
+
+After ZeRO-Infinity (arXiv:2104.07857, section 5.1.3). The weight of a dense layer is stored as a stack of tiles, and used in a
+loop that gathers, uses and releases one at a time:
+
+    tiles along the output   W[t, D, F/t]        y[:, k] = x W[k]                     columns of y
+    along the input          W[t, D/t, F]        y = sum_k x[:, k] W[k]               summed in float32
+    along both               W[o*i, D/i, F/o]    y[:, k] = sum_j x[:, j] W[k*i + j]
+
+and of an MLP along its hidden dim, so that neither its two weights nor its hidden activations are ever whole:
+
+    up[t, D, H/t], down[t, H/t, D]               y = sum_k f(x up[k]) down[k]
+
+A tile is a unit of rematerialisation: backward gathers it again and computes its inner activations again, and its gradient is
+reduced to the shards before the next tile's. Nothing is kept of a tile but what all share, the input. At stage 3 the loop over
+tiles is a scan over a stack whose tile dim is whole, which gather-on-use slices while it is sharded.
+
+DeepSpeed's TiledLinear makes a module of each tile, so that its hooks gather it; here the tiles are one leaf.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+logger = logging.getLogger("zerojax")
+
+TILE_BYTES = 1 << 28
+"""Bytes of a tile, gathered in float32, at most, with `num_tiles=None`: a small part of any GPU, and a product large enough."""
+
+
+def choose_num_tiles(size: int, num_bytes: int, what: str) -> int:
+    """Return the fewest tiles that divide a dim and are each at most TILE_BYTES; logs it if there is more than one.
+
+    Args:
+      size: of the dim.
+      num_bytes: of the whole weight, or of the weights that are tiled together.
+      what: they are, for the log.
+
+    Raises:
+      ValueError: the dim has no such divisor.
+    """
+    for tiles in range(max(1, math.ceil(num_bytes / TILE_BYTES)), size + 1):
+        if size % tiles == 0:
+            if tiles > 1:
+                logger.info("%s of %.2f GiB is kept as %d tiles", what, num_bytes / 2**30, tiles)
+            return tiles
+    raise ValueError(f"{what} of {num_bytes} bytes is not divided into tiles of {TILE_BYTES} bytes by any divisor of {size}")
+
+
+def check_tiles(tiles: int, size: int, what: str) -> int:
+    """Return a number of tiles that divides a dim.
+
+    Raises:
+      ValueError: it does not, or is no positive integer.
+    """
+    if isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1:
+        raise ValueError(f"{what}={tiles!r}: an integer of at least 1 is needed")
+    if size % tiles:
+        raise ValueError(f"{what}={tiles} does not divide the dim of {size} that it tiles: {size} % {tiles} = {size % tiles}")
+    return tiles
+
+
+# --- weights -----------------------------------------------------------------------------------------------------------------
+
+
+def tile_kernel(kernel: Array, *, in_tiles: int = 1, out_tiles: int = 1) -> Array:
+    """Return a dense kernel as tiles: W[D, F] -> W[out_tiles * in_tiles, D / in_tiles, F / out_tiles].
+
+    Raises:
+      ValueError: the tiles do not divide a dim.
+    """
+    d, f = kernel.shape
+    check_tiles(in_tiles, d, "in_tiles")
+    check_tiles(out_tiles, f, "out_tiles")
+    split = kernel.reshape(in_tiles, d // in_tiles, out_tiles, f // out_tiles)
+    return split.transpose(2, 0, 1, 3).reshape(out_tiles * in_tiles, d // in_tiles, f // out_tiles)
+
+
+def untile_kernel(tiles: Array, *, in_tiles: int = 1) -> Array:
+    """Return tiles as the dense kernel: what `tile_kernel` does, undone.
+
+    Raises:
+      ValueError: `in_tiles` does not divide the tiles.
+    """
+    count, d, f = tiles.shape
+    out_tiles = count // check_tiles(in_tiles, count, "in_tiles")
+    return tiles.reshape(out_tiles, in_tiles, d, f).transpose(1, 2, 0, 3).reshape(in_tiles * d, out_tiles * f)
+
+
+def tile_mlp(dense: Mapping[str, Array], num_tiles: int) -> dict[str, Array]:
+    """Return the weights of a dense MLP as tiles along its hidden dim.
+
+    Args:
+      dense: "up"[D, H], "down"[H, D], and if there are such "gate"[D, H], "up_bias"[H], "gate_bias"[H]; others stay so.
+      num_tiles: of them.
+
+    Raises:
+      ValueError: they do not divide H.
+    """
+    tiled = dict(dense)
+    for name in ("up", "gate"):
+        if name in dense:
+            tiled[name] = tile_kernel(dense[name], out_tiles=num_tiles)
+    tiled["down"] = tile_kernel(dense["down"], in_tiles=num_tiles)
+    for name in ("up_bias", "gate_bias"):
+        if name in dense:
+            tiled[name] = dense[name].reshape(num_tiles, -1)
+    return tiled
+
+
+def untile_mlp(tiled: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the weights of a tiled MLP as those of a dense one: what `tile_mlp` does, undone."""
+    dense = dict(tiled)
+    for name in ("up", "gate"):
+        if name in tiled:
+            dense[name] = untile_kernel(tiled[name])
+    dense["down"] = untile_kernel(tiled["down"], in_tiles=tiled["down"].shape[0])
+    for name in ("up_bias", "gate_bias"):
+        if name in tiled:
+            dense[name] = tiled[name].reshape(-1)
+    return dense
+
+
+# --- loops -------------------------------------------------------------------------------------------------------------------
+
+
+def tile_sum(function: Callable[[Any, Any, Any], Array], tiles: Any, x: Any, parts: Any = None) -> Array:
+    """Return sum_k function(tiles[k], x, parts[k]), summed in float32.
+
+    Args:
+      function: differentiable; run again in backward. Its result has the same shape for every tile.
+      tiles: tree of stacks [t, ...]; a slice of each is one tile.
+      x: what every tile reads.
+      parts: tree of [t, ...], what each tile reads of its own; or None.
+    """
+    unit = jax.checkpoint(function)
+    first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (tiles, parts))
+    out = jax.eval_shape(function, first[0], x, first[1])
+
+    def body(total: Array, each: Any) -> tuple[Array, None]:
+        tile, part = each
+        return total + unit(tile, x, part).astype(jnp.float32), None
+
+    return jax.lax.scan(body, jnp.zeros(out.shape, jnp.float32), (tiles, parts))[0]
+
+
+def tile_stack(function: Callable[[Any, Any], Array], tiles: Any, x: Any) -> Array:
+    """Return function(tiles[k], x) for every tile, stacked: [t, ...]. The function is run again in backward."""
+    unit = jax.checkpoint(function)
+    return jax.lax.scan(lambda _, tile: (None, unit(tile, x)), None, tiles)[1]
+
+
+def in_chunks(function: Callable[[Any, Array], Array], num_chunks: int) -> Callable[[Any, Array], Array]:
+    """Return `function(tile, x)` for x[..., S, D] run on `num_chunks` pieces of dim S, one after the other.
+
+    What it makes inside is never there for more than a piece, in backward too.
+    """
+    if num_chunks == 1:
+        return function
+
+    def chunked(tile: Any, x: Array) -> Array:
+        *lead, seq, width = x.shape
+        check_tiles(num_chunks, seq, "seq_tiles")
+        pieces = jnp.moveaxis(x.reshape(*lead, num_chunks, seq // num_chunks, width), -3, 0)
+        unit = jax.checkpoint(lambda piece: function(tile, piece))
+        made = jnp.moveaxis(jax.lax.map(unit, pieces), 0, -3)  # [..., chunks, S / chunks, F]
+        return made.reshape(*lead, seq, made.shape[-1])
+
+    return chunked
+
+
+# --- operators ---------------------------------------------------------------------------------------------------------------
+
+
+def tiled_dense(x: Array, kernel: Array, bias: Array | None = None, *, in_tiles: int = 1) -> Array:
+    """Return x W + b, one tile of W at a time.
+
+    Args:
+      x: [..., D].
+      kernel: [out_tiles * in_tiles, D / in_tiles, F / out_tiles], as `tile_kernel` makes it; in the dtype of x.
+      bias: [F], or None.
+      in_tiles: tiles along D.
+
+    Returns:
+      [..., F] in the dtype of x; products are summed in float32.
+
+    Raises:
+      ValueError: x and the tiles do not fit, or `in_tiles` does not divide the tiles.
+    """
+    count, d, f = kernel.shape
+    check_tiles(in_tiles, count, "in_tiles")
+    if x.shape[-1] != in_tiles * d:
+        raise ValueError(f"x has {x.shape[-1]} features, and {in_tiles} tiles of {d} take {in_tiles * d}")
+    out_tiles, lead = count // in_tiles, x.shape[:-1]
+    if in_tiles == 1:
+        y = tile_stack(lambda w, x: _product(x, w).astype(x.dtype), kernel, x)  # [t, ..., F/t]
+        y = jnp.moveaxis(y, 0, -2).reshape(*lead, count * f)
+    else:
+        parts = jnp.moveaxis(x.reshape(*lead, in_tiles, d), -2, 0)  # [i, ..., D/i]
+        if out_tiles == 1:
+            y = tile_sum(lambda w, _, part: _product(part, w), kernel, None, parts)
+        else:
+            y = _both(kernel, parts, out_tiles)
+        y = y.astype(x.dtype)
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _both(kernel: Array, parts: Array, out_tiles: int) -> Array:
+    """Return y[..., F] of tiles along both dims, in float32; parts are [i, ..., D/i]."""
+    in_tiles, lead, f = parts.shape[0], parts.shape[1:-1], kernel.shape[-1]
+
+    def unit(w: Array, parts: Array, j: Array) -> Array:
+        return _product(jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False), w)
+
+    def body(y: Array, each: tuple[Array, Array]) -> tuple[Array, None]:
+        w, k = each
+        made = jax.checkpoint(unit)(w, parts, k % in_tiles)
+        return y.at[k // in_tiles].add(made), None
+
+    y = jnp.zeros((out_tiles, *lead, f), jnp.float32)
+    y, _ = jax.lax.scan(body, y, (kernel, jnp.arange(kernel.shape[0])))
+    return jnp.moveaxis(y, 0, -2).reshape(*lead, out_tiles * f)
+
+
+def tiled_mlp(
+    x: Array, weights: Mapping[str, Array], activation: Callable[[Array], Array] = jax.nn.gelu, *, seq_tiles: int = 1
+) -> Array:
+    """Return an MLP's result, one tile of its hidden dim at a time: y = sum_k f(x up[k] + b[k]) down[k] + c.
+
+    With a "gate", f(x gate[k]) * (x up[k]) takes the place of f(x up[k]) (arXiv:2002.05202).
+
+    Args:
+      x: [..., S, D].
+      weights: "up"[t, D, H/t], "down"[t, H/t, F], and if there are such "gate"[t, D, H/t], "up_bias"[t, H/t],
+        "gate_bias"[t, H/t] and "down_bias"[F]; as `tile_mlp` makes them, in the dtype of x.
+      activation: f.
+      seq_tiles: pieces of S in which each tile is used, so that the hidden activations are [..., S / seq_tiles, H / t].
+
+    Returns:
+      [..., S, F] in the dtype of x; summed in float32.
+
+    Raises:
+      ValueError: weights that do not belong together, or tiles that do not divide S.
+    """
+    tiles = {name: a for name, a in weights.items() if name != "down_bias"}
+    if unknown := sorted(set(tiles) - {"up", "down", "gate", "up_bias", "gate_bias"}):
+        raise ValueError(f"an MLP has up, down, gate, up_bias, gate_bias and down_bias, not {unknown}")
+    shapes = {name: a.shape for name, a in tiles.items()}
+    up, down = shapes["up"], shapes["down"]
+    if any(s[0] != up[0] for s in shapes.values()) or up[2] != down[1] or up[1] != x.shape[-1]:
+        raise ValueError(f"these tiles do not belong together, or not to x {x.shape}: {shapes}")
+
+    def use(tile: Mapping[str, Array], x: Array) -> Array:
+        def make(name: str) -> Array:
+            made = _product(x, tile[name])
+            return made if f"{name}_bias" not in tile else made + tile[f"{name}_bias"].astype(made.dtype)
+
+        if "gate" in tile:
+            hidden = activation(make("gate").astype(x.dtype)) * make("up").astype(x.dtype)
+        else:
+            hidden = activation(make("up").astype(x.dtype))
+        return _product(hidden, tile["down"])
+
+    chunked = in_chunks(use, seq_tiles)
+    y = tile_sum(lambda tile, x, _: chunked(tile, x), tiles, x).astype(x.dtype)
+    return y + weights["down_bias"].astype(y.dtype) if "down_bias" in weights else y
+
+
+def _product(x: Array, w: Array) -> Array:
+    """Return x w in float32, of operands in the dtype of x."""
+    return jnp.matmul(x, w.astype(x.dtype), preferred_element_type=jnp.float32)
