@@ -1,4 +1,7 @@
 """GPU kernels for tiled large operators: arrays in, arrays out.
 
-Each op is a folder whose plain-jnp reference is its specification. No op is here yet; the resident step needs none.
+Each op is a folder: `reference` is plain jnp and the specification, `config` the sizes of blocks, `mosaic` the kernel, `vjp`
+the derivative. `dispatch` tells which implementation runs. An op is imported from its folder:
+
+    from pallas_kernels.matmul import matmul
 """

@@ -1,0 +1,123 @@
+"""A product with its bias, accumulation, activation and gate: `matmul`, one kernel on Hopper.
+
+What there was already, and why this is written all the same (read in jax 0.10.2 and 0.12.0, and in tokamax of 2026):
+
+| | jax `hopper_matmul_mgpu` | tokamax `gated_linear_unit`, sm90 | here |
+|---|---|---|---|
+| bias, activation | no | activation, no bias | gelu, silu, bias |
+| gate of two weights | no | one array `[K, 2, N]` | two arrays, as checkpoints have them |
+| what is accumulated | of the result's dtype, a stall a chunk, not in place | no | both dtypes, read ahead, in place |
+| M, N, K | multiples of the blocks | the same | any; N and K that are no multiples of 64 cost a copy |
+| between two tiles | the pipeline drains and fills | the same | the next tile's loads go on in the epilogue |
+| gradient | no | yes | yes, products left to cuBLAS |
+| clusters that share loads | yes | yes | no: not tested by the interpreter, and unmeasured here |
+
+So a plain product with dims that blocks divide is served by what JAX ships, and by XLA's cuBLAS; this one is for what they do
+not do. The gated form takes two arrays, as Llama's checkpoints name the weights apart (`gate_proj`, `up_proj`), and to stack
+them is a copy; tokamax takes such a pair too, and stacks it.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, resolve, target_of
+from pallas_kernels.matmul import mosaic, reference, vjp
+from pallas_kernels.matmul.config import Config as Config
+from pallas_kernels.matmul.config import Problem, choose
+from pallas_kernels.matmul.reference import ACTIVATIONS, Form
+
+Pair = tuple[jax.Array, jax.Array]
+UNMEASURED = "no measurement on a GPU says yet that it is faster"
+
+
+def matmul(
+    x: jax.Array,
+    w: jax.Array | Pair,
+    bias: jax.Array | Pair | None = None,
+    activation: str | None = None,
+    accumulate: jax.Array | Pair | None = None,
+    implementation: Implementation | None = None,
+    *,
+    preferred_element_type: Any = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """Return `activation(x @ w + bias + accumulate)`, or of two weights `activation(z_0) * z_1` with `z_i` such sums.
+
+    `x[..., K] @ w[K, N] -> y[..., N]`, summed in float32 and rounded once. Differentiable in every array. On several devices
+    call it in `jax.shard_map` on each device's own pieces: the kernel is opaque to the partitioner.
+
+    Args:
+      x: bfloat16 or float16 for the kernel; any float dtype otherwise.
+      w: of x's dtype. Two of them, `(gate, up)`, make a gated linear unit.
+      bias: `[N]`, of x's dtype or float32; two of them for two weights.
+      activation: "gelu" (tanh form), "silu" or None.
+      accumulate: `[..., N]`, an existing output that the product is added to, before the activation; two for two weights. The
+        kernel adds in place where there is one and its dtype is the result's: donate it.
+      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (float32), or None to have it chosen and logged.
+      preferred_element_type: dtype of the result; None is that of `accumulate`, else x's. float32 is for sums that go on.
+      config: sizes of the kernel's blocks; None chooses them by shape and dtype.
+
+    Raises:
+      ValueError: dims or dtypes that do not fit each other, an unknown activation or implementation, blocks that do not fit.
+      NotImplementedError: the named implementation has no kernel for these dtypes or this device.
+    """
+    weights, biases, accumulates = _tuple(w), _tuple(bias), _tuple(accumulate)
+    _check(x, weights, biases, accumulates, activation)
+    accumulate_dtype = accumulates[0].dtype if accumulates else None
+    dtype = jnp.dtype(preferred_element_type or accumulate_dtype or x.dtype)
+    form = Form(activation, dtype)
+    k, n = weights[0].shape
+    rows = x.reshape(-1, k)
+    accumulates = tuple(a.reshape(-1, n) for a in accumulates)
+    problem = Problem(
+        m=rows.shape[0],
+        n=n,
+        k=k,
+        num_weights=len(weights),
+        dtype=x.dtype,
+        out_dtype=dtype,
+        bias_dtype=biases[0].dtype if biases else None,
+        accumulate_dtype=accumulate_dtype,
+    )
+    target = target_of(x, *weights)
+    chosen = resolve(
+        "matmul",
+        implementation,
+        {"mosaic": mosaic.refusal(problem, target), "xla": None, "reference": None},
+        {"mosaic": UNMEASURED},
+    )
+    if chosen == "reference":
+        y = reference.matmul(form, rows, weights, biases, accumulates)
+    else:
+        if chosen == "mosaic":
+            config = config or choose(problem, target.num_cores)
+            problem.check(config)
+        call = vjp.Call(form, config if chosen == "mosaic" else None, problem.bias_dtype, accumulate_dtype)
+        y: Any = vjp.matmul(call, rows, weights, biases, accumulates)
+    return y.reshape((*x.shape[:-1], n))
+
+
+def _tuple(value: jax.Array | Pair | None) -> tuple[jax.Array, ...]:
+    return () if value is None else tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _check(x: Any, weights: Any, biases: Any, accumulates: Any, activation: str | None) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"matmul: activation={activation!r} is unknown: choose from {', '.join(map(repr, ACTIVATIONS))}")
+    if len(weights) not in (1, 2):
+        raise ValueError(f"matmul: {len(weights)} weights: one, or two for a gated product, are needed")
+    k, n = x.shape[-1] if x.ndim else 0, weights[0].shape[-1]
+    if not x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"matmul: x is {x.dtype}{list(x.shape)}: [..., K] of a float dtype is needed")
+    for name, terms, shape in (("w", weights, (k, n)), ("bias", biases, (n,)), ("accumulate", accumulates, (*x.shape[:-1], n))):
+        if terms and len(terms) != len(weights):
+            raise ValueError(f"matmul: {len(terms)} of {name} for {len(weights)} of w: one for each weight is needed")
+        for term in terms:
+            if term.shape != shape:
+                raise ValueError(f"matmul: {name} is {list(term.shape)}, and x is {list(x.shape)}: {list(shape)} is needed")
+            if term.dtype != terms[0].dtype or not jnp.issubdtype(term.dtype, jnp.floating):
+                raise ValueError(f"matmul: {name} is {', '.join(str(t.dtype) for t in terms)}: one float dtype is needed")
+    if weights[0].dtype != x.dtype:
+        raise ValueError(f"matmul: x is {x.dtype} and w {weights[0].dtype}: one dtype is needed; cast one of them")

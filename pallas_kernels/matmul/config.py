@@ -1,0 +1,131 @@
+"""Sizes of the blocks of the Hopper kernel, by shape and dtype.
+
+A tile of the result, `block_m x block_n`, is one block's work at a time: its float32 sums live in the registers of two
+warpgroups, 128 of them a thread at most, which is 128 x 256. K passes through shared memory `block_k` at a time, `num_stages`
+steps ahead, as many as fit. Of two weights each has half of `block_n`.
+
+Which tile: the least of a closed form in cycles, not a measurement. For each step a tile multiplies for `m * n * k / 2048`
+cycles (4096 floating point operations a cycle and core) and loads for `(m + n) * k * 2 / 64` (64 bytes a cycle and core from
+the L2 cache); the longer of them counts, then whole waves of tiles over all cores. So large tiles are taken until the last wave
+is too empty.
+"""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+WARPGROUPS = 2  # that multiply; one more loads
+CHUNK_M = 64  # rows of the result that pass through shared memory at a time, a warpgroup
+CHUNK_BYTES = 128  # and bytes of each row: the widest swizzle
+SLOTS = 2  # chunks in flight, a warpgroup
+COLUMNS = 64  # K and N are multiples of it inside the kernel: the width of a swizzled tile of 16-bit numbers
+SHARED_BYTES = 226 << 10  # of 227 KiB that a block may have: the rest holds barriers
+MAX_STAGES = 6
+BLOCKS = ((128, 256), (256, 128), (128, 128), (128, 64))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Sizes of the kernel.
+
+    Attributes:
+      block_m, block_n: rows and columns of a tile, over all weights.
+      block_k: of K, in one stage.
+      num_stages: steps of K that are in shared memory or on the way to it.
+      num_cores: blocks that run at a time; each goes through tiles until none is left.
+      raster: tiles along N before the next row of tiles, so that blocks that run together share what they load in the L2 cache.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    num_stages: int = 4
+    num_cores: int = 132
+    raster: int = 8
+
+    def __post_init__(self):
+        if self.block_m % (WARPGROUPS * CHUNK_M) or self.block_n % COLUMNS or self.block_k % COLUMNS:
+            raise ValueError(
+                f"block_m={self.block_m}, block_n={self.block_n}, block_k={self.block_k}: "
+                f"multiples of {WARPGROUPS * CHUNK_M}, {COLUMNS} and {COLUMNS} are needed"
+            )
+        if self.block_m * self.block_n > 128 * 256:
+            raise ValueError(
+                f"block_m * block_n = {self.block_m} * {self.block_n}: the sums of more than 128 * 256 do not fit the registers"
+            )
+        if min(self.block_m, self.block_n, self.block_k, self.num_cores, self.raster) < 1 or self.num_stages < 2:
+            raise ValueError(f"{self}: sizes of 1 or more, and 2 stages or more, are needed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a tile depends on: dims, the number of weights, and dtypes (None: there is no such term)."""
+
+    m: int
+    n: int
+    k: int
+    num_weights: int
+    dtype: jnp.dtype
+    out_dtype: jnp.dtype
+    bias_dtype: jnp.dtype | None
+    accumulate_dtype: jnp.dtype | None
+
+    def columns(self, config: Config) -> int:
+        """Return the columns of a tile that one weight has."""
+        return config.block_n // self.num_weights
+
+    def stage_bytes(self, block_m: int, block_n: int, block_k: int) -> int:
+        """Return the shared memory of one stage."""
+        return (block_m + block_n) * block_k * self.dtype.itemsize
+
+    def epilogue_bytes(self, block_n: int) -> int:
+        """Return the shared memory of the end of a tile: chunks of the result and of what is accumulated, and the biases."""
+        chunk = WARPGROUPS * SLOTS * CHUNK_M * chunk_columns(self.out_dtype, block_n // self.num_weights)
+        size = chunk * self.out_dtype.itemsize
+        if self.accumulate_dtype is not None:
+            size += chunk * self.num_weights * self.accumulate_dtype.itemsize
+        if self.bias_dtype is not None:
+            size += WARPGROUPS * block_n * self.bias_dtype.itemsize
+        return size
+
+    def shared_bytes(self, config: Config) -> int:
+        """Return the shared memory that a block takes."""
+        stages = config.num_stages * self.stage_bytes(config.block_m, config.block_n, config.block_k)
+        return stages + self.epilogue_bytes(config.block_n)
+
+    def check(self, config: Config) -> None:
+        """Raise ValueError where `config` does not fit."""
+        if (columns := self.columns(config)) % COLUMNS or columns > 256:
+            raise ValueError(
+                f"block_n={config.block_n} gives each of {self.num_weights} weights {columns} columns: "
+                f"a multiple of {COLUMNS}, at most 256, is needed"
+            )
+        if (size := self.shared_bytes(config)) > SHARED_BYTES:
+            raise ValueError(f"{config} takes {size} bytes of shared memory, and a block has {SHARED_BYTES}: lower num_stages")
+
+
+def chunk_columns(dtype: jnp.dtype, columns: int) -> int:
+    """Return the columns of the result that pass through shared memory at a time."""
+    return min(columns, CHUNK_BYTES // dtype.itemsize)
+
+
+def choose(problem: Problem, num_cores: int) -> Config:
+    """Return the sizes that the closed form prefers, with as many stages as shared memory holds."""
+    block_k = COLUMNS
+    best, best_cycles = None, math.inf
+    for block_m, block_n in BLOCKS:
+        columns = block_n // problem.num_weights
+        room = SHARED_BYTES - problem.epilogue_bytes(block_n)
+        num_stages = min(room // problem.stage_bytes(block_m, block_n, block_k), MAX_STAGES)
+        if columns % COLUMNS or num_stages < 2:
+            continue
+        tiles = -(-problem.m // block_m) * -(-problem.n // columns)
+        multiply = block_m * block_n * block_k / 2048
+        load = problem.stage_bytes(block_m, block_n, block_k) / 64
+        cycles = -(-tiles // num_cores) * max(multiply, load)
+        if cycles < best_cycles:
+            best_cycles = cycles
+            best = Config(block_m=block_m, block_n=block_n, block_k=block_k, num_stages=num_stages, num_cores=num_cores)
+    assert best is not None  # 128 x 128 fits whatever the dtypes
+    return best

@@ -1,0 +1,317 @@
+"""`matmul` for Hopper, in Pallas Mosaic GPU: loads, products and epilogue at the same time.
+
+A block has three warpgroups. One loads: the tensor memory accelerator (TMA) copies `block_k` columns of x and rows of each
+weight into one of `num_stages` slots of shared memory. Two multiply, each `block_m / 2` rows: wgmma reads both operands from
+shared memory and sums in float32 registers. Two barriers a slot order them: `full`, on which the copies arrive, and `empty`, on
+which each multiplying warpgroup arrives when the product that read the slot has ended; that is one product later, so that one
+is always in flight.
+
+    loader     s:  wait empty[s - num_stages];  x[tile, s], w[s, tile] -> slot
+    multiplier s:  wait full[s];  acc += x @ w;  wait for product s - 1;  arrive empty[s - 1]
+
+The grid is as large as the GPU (persistent): each block goes through tiles of the result, in an order that keeps neighbours
+together. Steps are counted through, over all tiles, so while a tile ends (activation, stores) the loader fills the slots with
+the first steps of the next one.
+
+The end of a tile passes through shared memory in chunks of 64 rows and 128 bytes. Bias and what is accumulated come by TMA,
+asked for before the products start, so they are there when those end; the result leaves by TMA, two chunks in flight.
+
+Edges: M may be anything, and N and K any multiples of 64. TMA gives zeros outside of an array, and writes nothing there. Other
+N and K are padded with zeros before the kernel, which copies the operand; JAX's transform for swizzled memory takes no other.
+
+What is accumulated is overwritten by the result where both have one dtype (the first of two): XLA aliases both, and copies only
+if its old value is used again. Each chunk is read before it is written, by the same warpgroup.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import Target
+from pallas_kernels.matmul.config import CHUNK_M, COLUMNS, SLOTS, WARPGROUPS, Config, Problem, chunk_columns
+from pallas_kernels.matmul.reference import Form
+
+LOADER_REGISTERS, MULTIPLIER_REGISTERS = 40, 232  # a thread; 128 * (40 + 2 * 232) = 63 Ki of the 64 Ki that a core has
+NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def refusal(problem: Problem, target: Target) -> str | None:
+    """Tell why the kernel cannot serve a call, or None."""
+    if problem.dtype not in NARROW:
+        return f"it multiplies bfloat16 and float16, not {problem.dtype}"
+    for name, dtype in (
+        ("result", problem.out_dtype),
+        ("accumulate", problem.accumulate_dtype),
+        ("bias", problem.bias_dtype),
+    ):
+        if dtype not in (None, problem.dtype, jnp.dtype(jnp.float32)):
+            return f"of {problem.dtype} inputs the {name} is {problem.dtype} or float32, not {dtype}"
+    if 0 in (problem.m, problem.n, problem.k):
+        return f"dims of 0 have no tiles (M, N, K = {problem.m}, {problem.n}, {problem.k})"
+    return target.without_hopper()
+
+
+def matmul(
+    form: Form,
+    config: Config,
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
+    accumulates: Sequence[jax.Array],
+    keeps_products: bool,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Return y[M, N], and where `keeps_products` the z_i[M, N] that it was made of, in the result's dtype."""
+    (_, k), n = x.shape, weights[0].shape[1]
+    more_k, more_n = -k % COLUMNS, -n % COLUMNS
+    results = _kernel(
+        form,
+        config,
+        _pad(x, (0, more_k)),
+        [_pad(w, (more_k, more_n)) for w in weights],
+        [_pad(bias, (more_n,)) for bias in biases],
+        [_pad(accumulate, (0, more_n)) for accumulate in accumulates],
+        keeps_products,
+    )
+    y, *products = (result[:, :n] for result in results)
+    return y, tuple(products)
+
+
+def _pad(array: jax.Array, more: tuple[int, ...]) -> jax.Array:
+    return jnp.pad(array, [(0, count) for count in more]) if any(more) else array
+
+
+def _kernel(
+    form: Form,
+    config: Config,
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
+    accumulates: Sequence[jax.Array],
+    keeps_products: bool,
+) -> list[jax.Array]:
+    m, n = x.shape[0], weights[0].shape[1]
+    columns = config.block_n // len(weights)
+    chunk_n = chunk_columns(form.dtype, columns)
+    num_tiles = pl.cdiv(m, config.block_m) * pl.cdiv(n, columns)
+    num_blocks = min(config.num_cores, num_tiles)
+    out = jax.ShapeDtypeStruct((m, n), form.dtype)
+    num_results = 1 + keeps_products * len(weights)
+    in_place = bool(accumulates) and accumulates[0].dtype == form.dtype
+
+    def body(x_gmem: Any, w_gmems: Any, bias_gmems: Any, accumulate_gmems: Any, *out_gmems: Any) -> None:
+        results = [accumulate_gmems[0], *out_gmems] if in_place else list(out_gmems)
+
+        def scope(x_smem: Any, w_smems: Any, full: Any, empty: Any, *ends: Any) -> None:
+            tiles = _Tiles(config, m, n, x.shape[1], columns, num_blocks)
+            end = _End(form, tiles, chunk_n, bias_gmems, accumulate_gmems, results, *ends)
+            lax.cond(
+                lax.axis_index("warpgroup") == WARPGROUPS,
+                lambda: _load(tiles, x_gmem, w_gmems, x_smem, w_smems, full, empty),
+                lambda: _multiply(tiles, end, x_smem, w_smems, full, empty),
+            )
+
+        pl.run_scoped(
+            scope,
+            _swizzled((config.num_stages, config.block_m, config.block_k), x.dtype),
+            [_swizzled((config.num_stages, config.block_k, columns), w.dtype) for w in weights],
+            plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=config.num_stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.num_stages),
+            [plgpu.SMEM((WARPGROUPS, columns), bias.dtype) for bias in biases],
+            [_swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), accumulate.dtype) for accumulate in accumulates],
+            _swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), form.dtype),
+            plgpu.Barrier(num_arrivals=max(len(biases), 1), num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=max(len(accumulates), 1), num_barriers=WARPGROUPS * SLOTS),
+            collective_axes="warpgroup",
+        )
+
+    call: Any = pl.kernel(
+        body,
+        out_type=[out] * (num_results - in_place),
+        mesh=plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=WARPGROUPS + 1, thread_name="warpgroup"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        name="matmul",
+    )
+    if not in_place:
+        return list(call(x, list(weights), list(biases), list(accumulates)))
+    place = jax.new_ref(accumulates[0], memory_space=plgpu.GMEM)
+    products = call(x, list(weights), list(biases), [place, *accumulates[1:]])
+    return [jax.freeze(place), *products]
+
+
+def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return shared memory as TMA and wgmma share it: tiles of 8 rows by up to 128 bytes, their 16-byte parts permuted."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)))
+
+
+class _Tiles:
+    """The tiles of the result that a block goes through, in order, and the steps of K in each."""
+
+    def __init__(self, config: Config, m: int, n: int, k: int, columns: int, num_blocks: int):
+        self.config, self.columns, self.num_blocks = config, columns, num_blocks
+        self.grid = (pl.cdiv(m, config.block_m), pl.cdiv(n, columns))
+        self.num_steps = pl.cdiv(k, config.block_k)
+        self.block = lax.axis_index("block")
+        self.count = (self.grid[0] * self.grid[1] - self.block + num_blocks - 1) // num_blocks
+
+    def start(self, tile: Any) -> tuple[Any, Any]:
+        """Return the first row and column of a block's tile."""
+        m, n = plgpu.planar_snake(self.block + tile * self.num_blocks, self.grid, 1, self.config.raster)
+        return m * self.config.block_m, n * self.columns
+
+    def slot(self, step: Any) -> Any:
+        """Return the slot of a step, counted from the first of the first tile."""
+        return lax.rem(step, self.config.num_stages)
+
+
+def _loop(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
+    def step(i: Any, _: tuple[()]) -> tuple[()]:
+        body(i)
+        return ()
+
+    lax.fori_loop(start, stop, step, ())
+
+
+def _load(tiles: _Tiles, x_gmem: Any, w_gmems: Any, x_smem: Any, w_smems: Any, full: Any, empty: Any) -> None:
+    """Copy the operands of every step to its slot: the work of the loading warpgroup."""
+    config = tiles.config
+    plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+
+    def load_tile(tile: Any) -> None:
+        row, column = tiles.start(tile)
+
+        def load_step(k: Any) -> None:
+            step = tile * tiles.num_steps + k
+            slot = tiles.slot(step)
+            ks = pl.ds(k * config.block_k, config.block_k)
+
+            @pl.when(step >= config.num_stages)
+            def _():
+                plgpu.barrier_wait(empty.at[slot])
+
+            plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(row, config.block_m), ks], x_smem.at[slot], full.at[slot])
+            for w_gmem, w_smem in zip(w_gmems, w_smems, strict=True):
+                plgpu.copy_gmem_to_smem(w_gmem.at[ks, pl.ds(column, tiles.columns)], w_smem.at[slot], full.at[slot])
+
+        _loop(0, tiles.num_steps, load_step)
+
+    _loop(0, tiles.count, load_tile)
+    # Barriers are left as they were found: every arrival is waited for.
+    steps = tiles.count * tiles.num_steps
+    _loop(jnp.maximum(steps - config.num_stages, 0), steps, lambda step: plgpu.barrier_wait(empty.at[tiles.slot(step)]))
+
+
+def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, empty: Any) -> None:
+    """Multiply and end every tile: the work of the two multiplying warpgroups, each half of the rows."""
+    rows = tiles.config.block_m // WARPGROUPS
+    warpgroup = lax.axis_index("warpgroup")
+    half = pl.ds(warpgroup * rows, rows)
+    plgpu.set_max_registers(MULTIPLIER_REGISTERS, action="increase")
+
+    def multiply_tile(tile: Any) -> None:
+        row, column = tiles.start(tile)
+        end.ask(row + warpgroup * rows, column)
+
+        def sums(*acc_refs: Any) -> tuple[jax.Array, ...]:
+            def multiply_step(k: Any) -> None:
+                step = tile * tiles.num_steps + k
+                slot = tiles.slot(step)
+                plgpu.barrier_wait(full.at[slot])
+                for acc_ref, w_smem in zip(acc_refs, w_smems, strict=True):
+                    plgpu.wgmma(acc_ref, x_smem.at[slot, half], w_smem.at[slot])
+                plgpu.wgmma_wait(len(acc_refs))  # those of the step before have ended
+
+                @pl.when(k > 0)
+                def _():
+                    plgpu.barrier_arrive(empty.at[tiles.slot(step - 1)])
+
+            _loop(0, tiles.num_steps, multiply_step)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(empty.at[tiles.slot((tile + 1) * tiles.num_steps - 1)])
+            return tuple(acc_ref[...] for acc_ref in acc_refs)
+
+        accumulators = [plgpu.WGMMAAccumulatorRef((rows, tiles.columns), jnp.float32) for _ in w_smems]
+        end.finish(row + warpgroup * rows, column, pl.run_scoped(sums, *accumulators))
+
+    _loop(0, tiles.count, multiply_tile)
+    plgpu.wait_smem_to_gmem(0)
+
+
+class _End:
+    """The end of a tile, for the rows of one warpgroup: bias, accumulation, activation, and the way to global memory."""
+
+    def __init__(
+        self,
+        form: Form,
+        tiles: _Tiles,
+        chunk_n: int,
+        bias_gmems: Any,
+        accumulate_gmems: Any,
+        result_gmems: Any,
+        bias_smems: Any,
+        accumulate_smems: Any,
+        result_smem: Any,
+        bias_barrier: Any,
+        accumulate_barrier: Any,
+    ):
+        self.form, self.chunk_n, self.columns = form, chunk_n, tiles.columns
+        self.biases = list(zip(bias_gmems, bias_smems, strict=True))
+        self.accumulates = list(zip(accumulate_gmems, accumulate_smems, strict=True))
+        self.result_gmems, self.result_smem = result_gmems, result_smem
+        self.bias_barrier, self.accumulate_barrier = bias_barrier, accumulate_barrier
+        rows = tiles.config.block_m // WARPGROUPS
+        self.chunks = [(r, c) for r in range(0, rows, CHUNK_M) for c in range(0, tiles.columns, chunk_n)]
+        self.warpgroup = lax.axis_index("warpgroup")
+
+    def ask(self, row: Any, column: Any) -> None:
+        """Start the copies of what is added: the biases, and the first chunks of what is accumulated."""
+        for bias_gmem, bias_smem in self.biases:
+            source = bias_gmem.at[pl.ds(column, self.columns)]
+            plgpu.copy_gmem_to_smem(source, bias_smem.at[self.warpgroup], self.bias_barrier.at[self.warpgroup])
+        for index in range(min(SLOTS, len(self.chunks))):
+            self._ask_chunk(index, row, column)
+
+    def finish(self, row: Any, column: Any, sums: Sequence[jax.Array]) -> None:
+        """Turn the sums of products, float32 in registers, into the result."""
+        if self.biases:
+            plgpu.barrier_wait(self.bias_barrier.at[self.warpgroup])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # stores of the tile before, which ended in either slot
+        num_stores = 0
+        for index, (r, c) in enumerate(self.chunks):
+            columns = slice(c, c + self.chunk_n)
+            products = [z[r : r + CHUNK_M, columns] for z in sums]
+            if self.biases:
+                terms = [bias_smem[self.warpgroup, columns].astype(jnp.float32) for _, bias_smem in self.biases]
+                products = [z + lax.broadcast_in_dim(b, z.shape, (1,)) for z, b in zip(products, terms, strict=True)]
+            if self.accumulates:
+                plgpu.barrier_wait(self._accumulate_barrier(index))
+                terms = [smem[self.warpgroup, index % SLOTS].astype(jnp.float32) for _, smem in self.accumulates]
+                products = [z + a for z, a in zip(products, terms, strict=True)]
+            values = [self.form.join(products), *products][: len(self.result_gmems)]
+            for value, result_gmem in zip(values, self.result_gmems, strict=True):
+                slot = num_stores % SLOTS
+                plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)  # the store that last used this slot
+                self.result_smem[self.warpgroup, slot] = value.astype(self.form.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(self.result_smem.at[self.warpgroup, slot], self._chunk(result_gmem, index, row, column))
+                num_stores += 1
+            if index + SLOTS < len(self.chunks):
+                self._ask_chunk(index + SLOTS, row, column)
+
+    def _chunk(self, gmem: Any, index: int, row: Any, column: Any) -> Any:
+        r, c = self.chunks[index]
+        return gmem.at[pl.ds(row + r, CHUNK_M), pl.ds(column + c, self.chunk_n)]
+
+    def _accumulate_barrier(self, index: int) -> Any:
+        return self.accumulate_barrier.at[self.warpgroup * SLOTS + index % SLOTS]
+
+    def _ask_chunk(self, index: int, row: Any, column: Any) -> None:
+        for gmem, smem in self.accumulates:
+            source = self._chunk(gmem, index, row, column)
+            plgpu.copy_gmem_to_smem(source, smem.at[self.warpgroup, index % SLOTS], self._accumulate_barrier(index))

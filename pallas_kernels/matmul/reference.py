@@ -1,0 +1,57 @@
+"""The specification of `matmul`, in float32: products, bias, accumulation, activation, gate.
+
+    z_i[M, N] = x[M, K] @ w_i[K, N] + bias_i[N] + accumulate_i[M, N]
+    y = f(z_0)  or, of two weights,  f(z_0) * z_1
+
+with f the identity, gelu (its tanh form, as jax.nn.gelu and Flax have it) or silu. One weight is a dense layer; two are a gated
+linear unit (Shazeer, arXiv:2002.05202): SwiGLU with silu, GeGLU with gelu. What is accumulated comes before the activation, as
+in cuBLASLt and CUTLASS: a product over tiles of K keeps its sums in float32 and applies the activation with the last tile.
+
+Its gradients are JAX's own.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
+    None: lambda z: z,
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What follows the products.
+
+    Attributes:
+      activation: a key of `ACTIVATIONS`.
+      dtype: of the result.
+    """
+
+    activation: str | None
+    dtype: jnp.dtype
+
+    def join(self, products: Sequence[jax.Array]) -> jax.Array:
+        """Return y of z, both float32 and of any shape: activation and gate."""
+        y = ACTIVATIONS[self.activation](products[0])
+        return y if len(products) == 1 else y * products[1]
+
+
+def matmul(
+    form: Form,
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
+    accumulates: Sequence[jax.Array],
+) -> jax.Array:
+    """Return y[M, N] for x[M, K] and one or two of w[K, N], bias[N] and accumulate[M, N], as above."""
+    wide = x.astype(jnp.float32)
+    products = [jnp.dot(wide, w.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST) for w in weights]
+    for terms in (biases, accumulates):
+        if terms:
+            products = [z + term.astype(jnp.float32) for z, term in zip(products, terms, strict=True)]
+    return form.join(products).astype(form.dtype)

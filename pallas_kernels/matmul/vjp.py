@@ -1,0 +1,78 @@
+"""The derivative of `matmul`, one rule for the kernel and for XLA's form.
+
+    dz_i = d/dz_i join(z_0, ..) . dy            elementwise in float32, then rounded to x's dtype
+    dx = sum_i dz_i @ w_i^T                     summed in float32
+    dw_i = x^T @ dz_i,  dbias_i = sum_m dz_i,  daccumulate_i = dz_i
+
+Kept for it are x, the weights and, where there is an activation or a gate, the z_i in the result's dtype, which the forward
+kernel writes beside y. To recompute them would be a third product; whoever must not keep them wraps the layer in
+`jax.checkpoint`.
+
+Both products of the backward pass are plain, with nothing before or after them that a kernel could fuse and transposed operands
+that cuBLAS takes as they are: they are left to XLA. JAX's own rule for a product of bfloat16 that sums in float32 would
+multiply in float32; this one keeps both operands narrow.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.matmul import mosaic, xla
+from pallas_kernels.matmul.config import Config
+from pallas_kernels.matmul.reference import Form
+
+Terms = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is static about a call: its form, who computes it (`config`: the kernel; None: XLA), and the dtypes of its terms."""
+
+    form: Form
+    config: Config | None
+    bias_dtype: jnp.dtype | None
+    accumulate_dtype: jnp.dtype | None
+
+    def run(
+        self, x: jax.Array, weights: Terms, biases: Terms, accumulates: Terms, keeps_products: bool
+    ) -> tuple[jax.Array, Terms]:
+        """Return y, and the products where they are kept."""
+        if self.config is None:
+            return xla.matmul(self.form, x, weights, biases, accumulates, keeps_products)
+        return mosaic.matmul(self.form, self.config, x, weights, biases, accumulates, keeps_products)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def matmul(call: Call, x: jax.Array, weights: Terms, biases: Terms, accumulates: Terms) -> jax.Array:
+    """Return y[M, N] for x[M, K] and one or two of w[K, N], bias[N] and accumulate[M, N]; terms that are absent are ()."""
+    return call.run(x, weights, biases, accumulates, keeps_products=False)[0]
+
+
+def _forward(call: Call, x: jax.Array, weights: Terms, biases: Terms, accumulates: Terms) -> tuple[jax.Array, Any]:
+    keeps_products = call.form.activation is not None or len(weights) > 1
+    y, products = call.run(x, weights, biases, accumulates, keeps_products)
+    return y, (x, weights, products)
+
+
+def _backward(call: Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, Terms, Terms, Terms]:
+    x, weights, products = kept
+    dzs = (dy.astype(jnp.float32),)
+    if products:
+        dzs = jax.vjp(lambda *z: call.form.join(z), *(z.astype(jnp.float32) for z in products))[1](*dzs)
+    narrow = [dz.astype(x.dtype) for dz in dzs]
+    parts = [_contract(dz, w, 1, 1) for dz, w in zip(narrow, weights, strict=True)]  # [M, N] [K, N] -> [M, K]
+    dx = functools.reduce(jnp.add, parts).astype(x.dtype)
+    dweights = tuple(_contract(x, dz, 0, 0).astype(x.dtype) for dz in narrow)  # [M, K] [M, N] -> [K, N]
+    dbiases = () if call.bias_dtype is None else tuple(dz.sum(0).astype(call.bias_dtype) for dz in dzs)
+    daccumulates = () if call.accumulate_dtype is None else tuple(dz.astype(call.accumulate_dtype) for dz in dzs)
+    return dx, dweights, dbiases, daccumulates
+
+
+def _contract(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+matmul.defvjp(_forward, _backward)

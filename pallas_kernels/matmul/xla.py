@@ -1,0 +1,25 @@
+"""`matmul` as XLA computes it: products of narrow inputs summed in float32 (cuBLAS on GPUs), the rest fused as it sees fit."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.matmul.reference import Form
+
+
+def matmul(
+    form: Form,
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
+    accumulates: Sequence[jax.Array],
+    keeps_products: bool,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Return y[M, N], and where `keeps_products` the z_i[M, N] that it was made of, in the result's dtype."""
+    products = [jnp.dot(x, w, preferred_element_type=jnp.float32) for w in weights]
+    for terms in (biases, accumulates):
+        if terms:
+            products = [z + term.astype(jnp.float32) for z, term in zip(products, terms, strict=True)]
+    kept = tuple(z.astype(form.dtype) for z in products) if keeps_products else ()
+    return form.join(products).astype(form.dtype), kept
