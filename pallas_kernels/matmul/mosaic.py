@@ -96,7 +96,7 @@ def _kernel(
 ) -> list[jax.Array]:
     m, n = x.shape[0], weights[0].shape[1]
     columns = config.block_n // len(weights)
-    chunk_n = chunk_columns(form.dtype, columns)
+    chunk_n = chunk_columns([form.dtype, *(accumulate.dtype for accumulate in accumulates)], columns)
     num_tiles = pl.cdiv(m, config.block_m) * pl.cdiv(n, columns)
     num_blocks = min(config.num_cores, num_tiles)
     out = jax.ShapeDtypeStruct((m, n), form.dtype)

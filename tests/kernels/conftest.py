@@ -1,0 +1,131 @@
+"""Kernels are interpreted on the CPU with races detected, and compiled for H200s that are not there to SASS."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import pytest
+from jax._src.pallas.mosaic.interpret import shared_memory
+from jax._src.pallas.mosaic.interpret import utils as interpret_utils
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+from jax.experimental.mosaic import gpu as mosaic_gpu  # it sets MOSAIC_GPU_CUDA_ROOT  # noqa: F401
+from jax.sharding import NamedSharding, PartitionSpec
+
+IS_0_10 = jax.__version__.startswith("0.10.")
+
+
+@pytest.fixture
+def races(monkeypatch) -> Iterator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Return a context in which kernels are interpreted with races detected, and which fails if there was one."""
+    if IS_0_10:
+        _behave_like_hardware(monkeypatch)
+
+    @contextlib.contextmanager
+    def interpret() -> Iterator[None]:
+        with force_gpu_interpret_mode(InterpretGPUParams(detect_races=True)):
+            yield
+        state = interpret_pallas_call.get_races()
+        assert state is not None, "no kernel was interpreted"
+        assert not state.races_found, "the interpreter found a race: its output tells where"
+
+    yield interpret
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def _behave_like_hardware(monkeypatch) -> None:
+    """Give the interpreter of jax 0.10 what later ones have, and more.
+
+    TMA reads zeros outside of an array and writes nothing there (CUDA's programming guide, 'tensor map'): that interpreter
+    raises on the one and drops the whole copy on the other. It checks no read of wgmma for races, nor do later ones.
+    """
+    monkeypatch.setattr(shared_memory.Buffer, "__setitem__", shared_memory.Buffer.set_in_bounds_portion)
+
+    def zeros_outside(inside: Any, shape: Any, _: Any, dtype: Any, *__: Any) -> Any:
+        result = jax.numpy.zeros(shape, dtype).__array__().copy()
+        if inside is not None:
+            result[tuple(map(slice, inside.shape))] = inside
+        return result
+
+    monkeypatch.setattr(gpu_callbacks, "_handle_out_of_bounds_read", zeros_outside)
+    multiply = gpu_callbacks.wgmma
+
+    def wgmma(**call: Any) -> Any:
+        memory = gpu_callbacks._get_shared_memory()
+        device, thread = int(call["device_id"]), int(call["thread_id"])
+        for name in ("a", "b"):
+            key = gpu_callbacks.HostAllocationKey.from_array(call[f"{name}_allocation_key_as_array"])
+            transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(call[f"{name}_transforms"]))
+            where = interpret_utils.to_range(transforms)
+            _, _, clock = memory.get_buffer_content(key, where, memory.get_global_thread_id(device, thread))
+            gpu_callbacks.get_races().check_read(device, thread, clock, key, where, source_info=call["source_info"])
+        return multiply(**call)
+
+    monkeypatch.setattr(gpu_callbacks, "wgmma", wgmma)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What the compilers say of a program with one kernel.
+
+    Attributes:
+      hlo: the scheduled program.
+      temp_bytes: its temporaries.
+      ptxas: the assembler's report. A kernel is assembled once in a process: "" where that was before.
+      sass: the kernel's instructions, likewise.
+    """
+
+    hlo: str
+    temp_bytes: int
+    ptxas: str
+    sass: str
+
+    def spill_bytes(self) -> int:
+        stack, stores, loads = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", self.ptxas)
+        return int(stack) + int(stores) + int(loads)
+
+    def registers(self) -> int:
+        return int(re.findall(r"Used (\d+) registers", self.ptxas)[0])
+
+    def count(self, instruction: str) -> int:
+        return len(re.findall(rf"\b{instruction}\b", self.sass))
+
+
+@pytest.fixture
+def compile_for_h200(h200_compiler, monkeypatch, tmp_path) -> Callable[..., Report]:
+    """Return a function that compiles `f(*abstract arrays)`, with one kernel in it, and reports."""
+    from zerojax import aot
+
+    root = pathlib.Path(os.environ["MOSAIC_GPU_CUDA_ROOT"])
+    disassembler = shutil.which("nvdisasm", path=f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    assert disassembler, "SASS is read by nvdisasm: pip install nvidia-cuda-nvdisasm, as the extra `dev` does"
+    if pathlib.Path(disassembler).parent != root / "bin":  # the compiler looks in one folder
+        tools = tmp_path / "cuda"
+        (tools / "bin").mkdir(parents=True)
+        for tool in [*(root / "bin").iterdir(), pathlib.Path(disassembler)]:
+            (tools / "bin" / tool.name).symlink_to(tool)
+        (tools / "nvvm").symlink_to(root / "nvvm")
+        monkeypatch.setenv("MOSAIC_GPU_CUDA_ROOT", str(tools))
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    for what in ("SASS", "PTXAS"):
+        monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(dump))
+    sharding = NamedSharding(aot.gpu_mesh("h200", hosts=1, gpus_per_host=1), PartitionSpec())
+
+    def compile_program(f: Callable[..., Any], *arrays: Any, donate: tuple[int, ...] = ()) -> Report:
+        arrays = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arrays)
+        compiled = jax.jit(f, donate_argnums=donate).trace(*arrays).lower(lowering_platforms=("cuda",)).compile()
+        stats: Any = compiled.memory_analysis()
+        texts = ["".join(path.read_text() for path in dump.glob(name)) for name in ("*.ptxas", "*.sass*")]
+        for path in dump.iterdir():
+            path.unlink()
+        return Report(compiled.as_text() or "", stats.temp_size_in_bytes, *texts)
+
+    return compile_program

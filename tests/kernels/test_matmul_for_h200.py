@@ -1,0 +1,77 @@
+"""The matmul kernel compiled for an H200 that is not there: tensor core instructions, registers, memory."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.matmul import Config, matmul
+
+pytestmark = pytest.mark.xdist_group("kernels_h200")
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+
+def abstract(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def terms(shape, dtype, num_weights, bias, accumulate):
+    m, n, k = shape
+    pair = range(num_weights)
+    return (
+        abstract((m, k), dtype),
+        tuple(abstract((k, n), dtype) for _ in pair),
+        tuple(abstract((n,), bias) for _ in pair) if bias else None,
+        tuple(abstract((m, n), accumulate) for _ in pair) if accumulate else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "num_weights", "activation", "bias", "accumulate", "out", "config"),
+    [
+        ((8192, 8192, 8192), BF16, 1, None, None, None, None, None),
+        ((1000, 1088, 960), F16, 1, "gelu", F16, None, None, None),
+        ((16384, 4096, 16384), BF16, 1, None, None, F32, None, None),
+        ((4096, 4096, 4096), BF16, 1, "gelu", F32, F32, BF16, None),
+        ((4096, 14336, 4096), BF16, 2, "silu", BF16, F32, None, None),
+        ((4096, 4096, 4096), BF16, 1, "silu", None, None, None, Config(block_m=256, block_n=128)),
+        ((4096, 4096, 4096), BF16, 1, None, None, None, None, Config(block_n=64)),
+    ],
+)
+def test_matmul_kernel_for_h200_multiplies_on_tensor_cores_without_spills(
+    compile_for_h200, shape, dtype, num_weights, activation, bias, accumulate, out, config
+):
+    def f(x, w, bias, accumulate):
+        return matmul(x, w, bias, activation, accumulate, "mosaic", preferred_element_type=out, config=config)
+
+    report = compile_for_h200(f, *terms(shape, dtype, num_weights, bias, accumulate))
+    assert report.count("HGMMA") >= 4 * num_weights  # 64 of K in steps of 16
+    assert report.spill_bytes() == 0
+    assert report.registers() == 168  # of 65536 a core, for 384 threads
+    assert "serialized" not in report.ptxas  # ptxas's warning that products wait for each other
+    assert report.count("UTMALDG") >= 1 + num_weights  # TMA, to shared memory
+    assert report.count("UTMASTG") >= 1  # and back
+
+
+def test_matmul_gradient_for_h200_runs_one_kernel_and_leaves_products_to_cublas(compile_for_h200):
+    def loss(x, w):
+        return matmul(x, w, None, "silu", implementation="mosaic").astype(F32).sum()
+
+    arrays = terms((4096, 4096, 4096), BF16, 2, None, None)[:2]
+    report = compile_for_h200(jax.grad(loss, argnums=(0, 1)), *arrays)
+    assert report.hlo.count('custom_call_target="mosaic_gpu_v2"') == 1
+    assert len(re.findall(r" dot\(|__cublas", report.hlo)) == 4  # dx of each weight, and dw of each
+    assert report.spill_bytes() == 0
+
+
+def test_matmul_accumulated_for_h200_into_donated_memory_takes_no_other(compile_for_h200):
+    def f(x, w, accumulate):
+        return matmul(x, w, None, None, accumulate, "mosaic")
+
+    arrays = [abstract((4096, 4096), dtype) for dtype in (BF16, BF16, F32)]
+    donated = compile_for_h200(f, *arrays, donate=(2,))
+    assert "output_to_operand_aliasing" in donated.hlo
+    assert donated.temp_bytes == 0
+    assert " copy(" not in donated.hlo
+    assert " copy(" in compile_for_h200(f, *arrays).hlo  # the control: memory that is kept is copied
