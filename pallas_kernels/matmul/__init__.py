@@ -54,7 +54,8 @@ def matmul(
       bias: `[N]`, of x's dtype or float32; two of them for two weights.
       activation: "gelu" (tanh form), "silu" or None.
       accumulate: `[..., N]`, an existing output that the product is added to, before the activation; two for two weights. The
-        kernel adds in place where there is one and its dtype is the result's: donate it.
+        kernel overwrites it (the first of two) where its dtype is the result's: donate it. Not in a `jax.shard_map` that checks
+        which axes a value varies over: JAX aliases nothing there, so give that `check_vma=False` where memory counts.
       implementation: "mosaic" (the Hopper kernel), "xla", "reference" (float32), or None to have it chosen and logged.
       preferred_element_type: dtype of the result; None is that of `accumulate`, else x's. float32 is for sums that go on.
       config: sizes of the kernel's blocks; None chooses them by shape and dtype.
@@ -95,12 +96,23 @@ def matmul(
             config = config or choose(problem, target.num_cores)
             problem.check(config)
         call = vjp.Call(form, config if chosen == "mosaic" else None, problem.bias_dtype, accumulate_dtype)
-        y: Any = vjp.matmul(call, rows, weights, biases, accumulates)
+        y: Any = vjp.matmul(call, *_vary_alike((rows, weights, biases, accumulates)))
     return y.reshape((*x.shape[:-1], n))
 
 
 def _tuple(value: jax.Array | Pair | None) -> tuple[jax.Array, ...]:
     return () if value is None else tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _vary_alike(arrays: Any) -> Any:
+    """Let arrays vary over the same axes of a shard_map, so that JAX sums a replicated weight's gradient over the shards."""
+    axes = frozenset().union(*map(mosaic.varying_axes, jax.tree.leaves(arrays)))
+
+    def vary(array: Any) -> Any:
+        missing = tuple(axes - mosaic.varying_axes(array))
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    return jax.tree.map(vary, arrays)
 
 
 def _check(x: Any, weights: Any, biases: Any, accumulates: Any, activation: str | None) -> None:

@@ -20,9 +20,11 @@ Edges: M may be anything, and N and K any multiples of 64. TMA gives zeros outsi
 N and K are padded with zeros before the kernel, which copies the operand; JAX's transform for swizzled memory takes no other.
 
 What is accumulated is overwritten by the result where both have one dtype (the first of two): XLA aliases both, and copies only
-if its old value is used again. Each chunk is read before it is written, by the same warpgroup.
+if its old value is used again. Each chunk is read before it is written, by the same warpgroup. JAX does this through a Ref, and
+has none that varies over axes of a shard_map.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +35,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import Target
+from pallas_kernels.matmul import xla
 from pallas_kernels.matmul.config import CHUNK_M, COLUMNS, SLOTS, WARPGROUPS, Config, Problem, chunk_columns
 from pallas_kernels.matmul.reference import Form
 
@@ -54,6 +57,11 @@ def refusal(problem: Problem, target: Target) -> str | None:
     if 0 in (problem.m, problem.n, problem.k):
         return f"dims of 0 have no tiles (M, N, K = {problem.m}, {problem.n}, {problem.k})"
     return target.without_hopper()
+
+
+def varying_axes(array: Any) -> frozenset[Any]:
+    """Return the axes of a `jax.shard_map` around over which the array's value varies."""
+    return jax.typeof(array).manual_axis_type.varying
 
 
 def matmul(
@@ -99,9 +107,10 @@ def _kernel(
     chunk_n = chunk_columns([form.dtype, *(accumulate.dtype for accumulate in accumulates)], columns)
     num_tiles = pl.cdiv(m, config.block_m) * pl.cdiv(n, columns)
     num_blocks = min(config.num_cores, num_tiles)
-    out = jax.ShapeDtypeStruct((m, n), form.dtype)
-    num_results = 1 + keeps_products * len(weights)
-    in_place = bool(accumulates) and accumulates[0].dtype == form.dtype
+    # In shard_map a result's type also tells over which axes it varies: it is that of XLA's form.
+    xla_form = functools.partial(xla.matmul, form, keeps_products=keeps_products)
+    out_types = jax.tree.leaves(jax.eval_shape(xla_form, x, weights, biases, accumulates))
+    in_place = bool(accumulates) and accumulates[0].dtype == form.dtype and not varying_axes(accumulates[0])
 
     def body(x_gmem: Any, w_gmems: Any, bias_gmems: Any, accumulate_gmems: Any, *out_gmems: Any) -> None:
         results = [accumulate_gmems[0], *out_gmems] if in_place else list(out_gmems)
@@ -131,7 +140,7 @@ def _kernel(
 
     call: Any = pl.kernel(
         body,
-        out_type=[out] * (num_results - in_place),
+        out_type=out_types[in_place:],
         mesh=plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=WARPGROUPS + 1, thread_name="warpgroup"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         name="matmul",

@@ -43,7 +43,8 @@ def _behave_like_hardware(monkeypatch) -> None:
     """Give the interpreter of jax 0.10 what later ones have, and more.
 
     TMA reads zeros outside of an array and writes nothing there (CUDA's programming guide, 'tensor map'): that interpreter
-    raises on the one and drops the whole copy on the other. It checks no read of wgmma for races, nor do later ones.
+    raises on the one and drops the whole copy on the other. It checks no read of wgmma for races, nor do later ones; here a
+    product reads its operands when it starts and still when the next one on the same sums starts, as one is kept in flight.
     """
     monkeypatch.setattr(shared_memory.Buffer, "__setitem__", shared_memory.Buffer.set_in_bounds_portion)
 
@@ -54,20 +55,31 @@ def _behave_like_hardware(monkeypatch) -> None:
         return result
 
     monkeypatch.setattr(gpu_callbacks, "_handle_out_of_bounds_read", zeros_outside)
-    multiply = gpu_callbacks.wgmma
+    multiply, load = gpu_callbacks.wgmma, gpu_callbacks.wgmma_accumulator_deref
+    in_flight: dict[Any, list[Any]] = {}
+
+    def key_of(call: dict[str, Any], name: str) -> Any:
+        return gpu_callbacks.HostAllocationKey.from_array(call[f"{name}_allocation_key_as_array"])
 
     def wgmma(**call: Any) -> Any:
         memory = gpu_callbacks._get_shared_memory()
         device, thread = int(call["device_id"]), int(call["thread_id"])
+        reads = []
         for name in ("a", "b"):
-            key = gpu_callbacks.HostAllocationKey.from_array(call[f"{name}_allocation_key_as_array"])
             transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(call[f"{name}_transforms"]))
-            where = interpret_utils.to_range(transforms)
+            reads.append((key_of(call, name), interpret_utils.to_range(transforms)))
+        for key, where in reads + in_flight.get(key_of(call, "acc"), []):
             _, _, clock = memory.get_buffer_content(key, where, memory.get_global_thread_id(device, thread))
             gpu_callbacks.get_races().check_read(device, thread, clock, key, where, source_info=call["source_info"])
+        in_flight[key_of(call, "acc")] = reads
         return multiply(**call)
 
+    def wgmma_accumulator_deref(**call: Any) -> Any:
+        in_flight.pop(key_of(call, "acc"), None)
+        return load(**call)
+
     monkeypatch.setattr(gpu_callbacks, "wgmma", wgmma)
+    monkeypatch.setattr(gpu_callbacks, "wgmma_accumulator_deref", wgmma_accumulator_deref)
 
 
 @dataclasses.dataclass(frozen=True)

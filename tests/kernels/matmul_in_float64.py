@@ -39,7 +39,7 @@ def matmul(activation, dy, x, weights, biases, accumulates) -> tuple[Any, tuple[
     dzs = [dy * slope(zs[0]) * (zs[1] if len(zs) == 2 else 1), dy * f(zs[0])][: len(zs)]
     dx = sum(dz @ np.transpose(w) for dz, w in zip(dzs, weights, strict=True))
     dbiases = [dz.sum(0) for dz in dzs] if biases else []
-    return y, (dx, [x.T @ dz for dz in dzs], dbiases, dzs if accumulates else [])
+    return y, (dx, [np.transpose(x) @ dz for dz in dzs], dbiases, dzs if accumulates else [])
 
 
 def _wide(tree):

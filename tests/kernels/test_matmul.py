@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jax._src.mesh import AbstractDevice
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
 from matmul_in_float64 import TOLERANCE
 
 from pallas_kernels import dispatch
@@ -135,6 +136,22 @@ def test_matmul_over_tiles_of_k_accumulated_in_place_equals_the_whole(races):
     assert y.dtype == jnp.float32
     expected, _ = float64.matmul("gelu", np.zeros((60, 64)), x.reshape(60, 256), (w,), (bias,), ())
     float64.assert_close(y.reshape(60, 64), expected, TOLERANCE["float32"])
+
+
+def test_matmul_of_shards_has_the_gradient_of_the_whole():
+    case = Case(shape=(32, 16, 24), activation="gelu", has_bias=True)
+    _, arrays = case.arrays()
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(in_shards, *arrays):
+        f = functools.partial(case.call, "xla")
+        if in_shards:
+            f = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(), P(), P("data")), out_specs=P("data"))
+        return (f(*arrays).astype(jnp.float32) ** 2).sum()
+
+    whole, shards = (jax.jit(jax.grad(functools.partial(loss, in_shards), argnums=(0, 1, 2)))(*arrays) for in_shards in (0, 1))
+    expected = jax.tree.map(lambda a: np.asarray(a, np.float64), whole)
+    float64.assert_close(shards, expected, TOLERANCE["bfloat16"])
 
 
 def test_the_race_detector_sees_a_product_of_memory_that_is_being_written(races):

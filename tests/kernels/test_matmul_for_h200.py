@@ -5,8 +5,11 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.matmul import Config, matmul
+from zerojax import aot
 
 pytestmark = pytest.mark.xdist_group("kernels_h200")
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -63,6 +66,28 @@ def test_matmul_gradient_for_h200_runs_one_kernel_and_leaves_products_to_cublas(
     assert report.hlo.count('custom_call_target="mosaic_gpu_v2"') == 1
     assert len(re.findall(r" dot\(|__cublas", report.hlo)) == 4  # dx of each weight, and dw of each
     assert report.spill_bytes() == 0
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_matmul_for_h200_in_shard_map_is_one_kernel_a_shard_in_place_where_jax_lets_it(h200_compiler, checks):
+    mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8)
+    specs = (P("fsdp"), P(), P("fsdp"))
+
+    def f(x, w, accumulate):
+        return matmul(x, w, None, "gelu", accumulate, "mosaic")
+
+    arrays = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in zip(((8192, 512), (512, 1024), (8192, 1024)), (BF16, BF16, F32), specs, strict=True)
+    ]
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P("fsdp"), check_vma=checks)
+    compiled = jax.jit(sharded, donate_argnums=2).trace(*arrays).lower(lowering_platforms=("cuda",)).compile()
+    hlo = compiled.as_text() or ""
+    assert hlo.count('custom_call_target="mosaic_gpu_v2"') == 1
+    assert ("output_to_operand_aliasing" in hlo) == (not checks)
+    assert "all-" not in hlo  # no collective
+    gradient = jax.grad(lambda *a: sharded(*a).astype(F32).sum(), argnums=(0, 1, 2))
+    assert [g.dtype for g in jax.eval_shape(gradient, *arrays)] == [BF16, BF16, F32]
 
 
 def test_matmul_accumulated_for_h200_into_donated_memory_takes_no_other(compile_for_h200):
