@@ -17,6 +17,7 @@ not do. The gated form takes two arrays, as Llama's checkpoints name the weights
 them is a copy; tokamax takes such a pair too, and stacks it.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -65,15 +66,16 @@ def matmul(
       NotImplementedError: the named implementation has no kernel for these dtypes or this device.
     """
     weights, biases, accumulates = _tuple(w), _tuple(bias), _tuple(accumulate)
-    _check(x, weights, biases, accumulates, activation)
     accumulate_dtype = accumulates[0].dtype if accumulates else None
     dtype = jnp.dtype(preferred_element_type or accumulate_dtype or x.dtype)
+    _check(x, weights, biases, accumulates, activation, dtype)
     form = Form(activation, dtype)
     k, n = weights[0].shape
-    rows = x.reshape(-1, k)
-    accumulates = tuple(a.reshape(-1, n) for a in accumulates)
+    m = math.prod(x.shape[:-1])
+    rows = x.reshape(m, k)
+    accumulates = tuple(a.reshape(m, n) for a in accumulates)
     problem = Problem(
-        m=rows.shape[0],
+        m=m,
         n=n,
         k=k,
         num_weights=len(weights),
@@ -115,14 +117,16 @@ def _vary_alike(arrays: Any) -> Any:
     return jax.tree.map(vary, arrays)
 
 
-def _check(x: Any, weights: Any, biases: Any, accumulates: Any, activation: str | None) -> None:
+def _check(x: Any, weights: Any, biases: Any, accumulates: Any, activation: str | None, dtype: jnp.dtype) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"matmul: activation={activation!r} is unknown: choose from {', '.join(map(repr, ACTIVATIONS))}")
     if len(weights) not in (1, 2):
         raise ValueError(f"matmul: {len(weights)} weights: one, or two for a gated product, are needed")
-    k, n = x.shape[-1] if x.ndim else 0, weights[0].shape[-1]
+    k, n = ([*x.shape] or [0])[-1], ([*weights[0].shape] or [0])[-1]
     if not x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"matmul: x is {x.dtype}{list(x.shape)}: [..., K] of a float dtype is needed")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"matmul: preferred_element_type={dtype}: a float dtype is needed")
     for name, terms, shape in (("w", weights, (k, n)), ("bias", biases, (n,)), ("accumulate", accumulates, (*x.shape[:-1], n))):
         if terms and len(terms) != len(weights):
             raise ValueError(f"matmul: {len(terms)} of {name} for {len(weights)} of w: one for each weight is needed")

@@ -198,6 +198,8 @@ X, W, GATED = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 6), jnp.bfloat16), (j
     [
         ((X, jnp.ones((9, 6), jnp.bfloat16)), r"w is \[9, 6\], and x is \[4, 8\]: \[8, 6\] is needed"),
         ((X, W[0]), r"w is \[6\]"),
+        ((X, W[0, 0]), r"w is \[\]"),
+        ((X[0, 0], W), r"x is bfloat16\[\]: \[..., K\]"),
         ((X, W.astype(jnp.float32)), r"x is bfloat16 and w float32: one dtype is needed"),
         ((X.astype(int), W.astype(int)), r"x is int32.* of a float dtype"),
         ((X, W, jnp.ones(5)), r"bias is \[5\].*\[6\] is needed"),
@@ -225,6 +227,17 @@ def test_matmul_kernel_named_for_another_gpu_than_hopper_is_refused(kind):
         pytest.raises(NotImplementedError, match=f"needs a Hopper GPU .* for gpu '{kind}'; choose xla, reference"),
     ):
         jax.eval_shape(lambda: matmul(X, W, implementation="mosaic"))
+
+
+def test_matmul_of_integers_as_a_result_is_refused():
+    with pytest.raises(ValueError, match="preferred_element_type=int32: a float dtype"):
+        matmul(X, W, preferred_element_type=jnp.int32)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (4, 0)])
+def test_matmul_of_nothing_is_zeros(shape):
+    y = matmul(jnp.ones(shape, jnp.bfloat16), jnp.ones((shape[-1], 6), jnp.bfloat16))
+    np.testing.assert_array_equal(y, np.zeros((*shape[:-1], 6)))
 
 
 def test_matmul_kernel_named_on_a_cpu_is_refused():
