@@ -262,7 +262,7 @@ def test_matmul_kernel_named_for_what_it_has_no_code_for_is_refused(x, w, out, m
 def test_matmul_kernel_named_for_a_hopper_gpu_is_traced(kind):
     with on_gpu(kind):
         jaxpr = jax.make_jaxpr(lambda: matmul(X, W, implementation="mosaic"))()
-    assert "name=matmul" in str(jaxpr)
+    assert "mpmd_map" in str(jaxpr)  # a kernel
 
 
 def test_matmul_chosen_by_none_is_logged_once_with_the_reason(caplog):
@@ -272,6 +272,16 @@ def test_matmul_chosen_by_none_is_logged_once_with_the_reason(caplog):
     np.testing.assert_array_equal(ys[1], matmul(X, W, implementation="xla"))
     [record] = caplog.records
     assert record.getMessage().startswith("matmul runs as xla (not mosaic: it needs a Hopper GPU")
+
+
+def test_matmul_on_hopper_is_xlas_until_a_measurement_says_otherwise(caplog):
+    dispatch._log_once.cache_clear()
+    with on_gpu("NVIDIA H200"), caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        jaxpr = jax.make_jaxpr(lambda: matmul(X, W))()
+    assert "mpmd_map" not in str(jaxpr)
+    assert [record.getMessage() for record in caplog.records] == [
+        "matmul runs as xla (not mosaic: no measurement on a GPU says yet that it is faster)"
+    ]
 
 
 def test_matmul_dispatch_raises_where_nothing_serves():
