@@ -109,10 +109,10 @@ def test_matmul_of_each_form_and_dtype_equals_float64_in_value_and_gradient(case
     [
         (Case(shape=(130, 192, 128), config=dataclasses.replace(SMALL, block_n=128, num_cores=2)), False),  # 2 x 2 tiles
         (Case(shape=(70, 100, 90), dtype="float16", config=SMALL), True),  # no dim that 64 divides
-        (Case(activation="gelu", has_bias=True), False),
-        (Case(activation="silu", accumulate="float32", out="bfloat16"), True),
+        (Case(shape=(40, 128, 64), activation="gelu", has_bias=True), False),  # 2 tiles of columns
+        (Case(activation="silu", accumulate="float32", out="bfloat16"), True),  # 2 tiles of rows
         (Case(num_weights=2, activation="silu", has_bias=True), True),
-        (Case(shape=(40, 64, 64), num_weights=2, activation="gelu", accumulate="float32"), False),
+        (Case(shape=(40, 128, 64), num_weights=2, activation="gelu", accumulate="float32"), False),
     ],
     ids=str,
 )
