@@ -99,8 +99,9 @@ class Report:
     sass: str
 
     def spill_bytes(self) -> int:
-        stack, stores, loads = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", self.ptxas)
-        return int(stack) + int(stores) + int(loads)
+        sizes = re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", self.ptxas)
+        assert len(sizes) >= 3, f"the assembler reports no spills, and not that there are none: {self.ptxas!r}"
+        return sum(map(int, sizes))
 
     def registers(self) -> int:
         return int(re.findall(r"Used (\d+) registers", self.ptxas)[0])
