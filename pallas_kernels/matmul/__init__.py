@@ -63,7 +63,8 @@ def matmul(
 
     Raises:
       ValueError: dims or dtypes that do not fit each other, an unknown activation or implementation, blocks that do not fit.
-      NotImplementedError: the named implementation has no kernel for these dtypes or this device.
+      NotImplementedError: the named implementation has no kernel for these dtypes or this device; or the kernel is under
+        `jax.vmap` in jax 0.10, which batches no kernel.
     """
     weights, biases, accumulates = _tuple(w), _tuple(bias), _tuple(accumulate)
     accumulate_dtype = accumulates[0].dtype if accumulates else None

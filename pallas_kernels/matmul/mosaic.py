@@ -64,6 +64,7 @@ def varying_axes(array: Any) -> frozenset[Any]:
     return jax.typeof(array).manual_axis_type.varying
 
 
+@functools.partial(jax.jit, static_argnames=("form", "config", "keeps_products"))  # Refs in GMEM exist in a jit only
 def matmul(
     form: Form,
     config: Config,

@@ -138,6 +138,14 @@ def test_matmul_over_tiles_of_k_accumulated_in_place_equals_the_whole(races):
     float64.assert_close(y.reshape(60, 64), expected, TOLERANCE["float32"])
 
 
+def test_matmul_called_outside_of_jit_leaves_what_it_accumulates_to_as_it_was(races):
+    x, w, total = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16), jnp.full((4, 64), 3.0)
+    with races():
+        y = matmul(x, w, accumulate=total, implementation="mosaic", config=SMALL)
+    np.testing.assert_array_equal(y, np.full((4, 64), 67.0))
+    np.testing.assert_array_equal(total, np.full((4, 64), 3.0))
+
+
 def test_matmul_of_shards_has_the_gradient_of_the_whole():
     case = Case(shape=(32, 16, 24), activation="gelu", has_bias=True)
     _, arrays = case.arrays()
