@@ -10,6 +10,7 @@ from host_offload.swap_error import SwapError as SwapError
 from zerojax import tiled_linen as linen  # noqa: F401
 from zerojax.config import ZeroConfig as ZeroConfig
 from zerojax.flax import from_flax as from_flax
+from zerojax.loss import linear_cross_entropy as linear_cross_entropy
 from zerojax.mesh import make_mesh as make_mesh
 from zerojax.model import LayeredModel as LayeredModel
 from zerojax.model import Model as Model

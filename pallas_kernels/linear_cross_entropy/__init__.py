@@ -1,0 +1,177 @@
+"""Cross entropy of a linear head without its logits: `linear_cross_entropy`.
+
+The logits `x[T, D] @ w[D, V]` of a large vocabulary are the largest array of a language model: at 16K tokens and 128K words,
+8 GiB in float32, beside 128 MiB of x. Here they exist a tile at a time, in the forward pass and again in backward.
+
+What there was already, and why this is written all the same (read in optax 0.2.8, and in tokamax, Liger-Kernel and torch of
+2026):
+
+| | optax | tokamax | Liger (torch has its options) | here |
+|---|---|---|---|---|
+| never holds `[T, V]` | no | chunked XLA, Mosaic, Triton | tiles of tokens | tiles of tokens and vocabulary |
+| backward | of logits | from log-sum-exps; on GPU of float32 copies | made in forward | from log-sum-exps |
+| sums of dw | | float32, or the dtype of w | the dtype of w, unless asked | float32, rounded once |
+| dims that tiles do not divide | | a padded copy of w | any T | any, no copy |
+| ignored labels | `where` | no | `ignore_index=-100` | negative ones, `ignore_index` |
+| options | none | none | `label_smoothing`, `lse_square_scale`, `softcap` | `label_smoothing`, `z_loss`, `softcap` |
+| reduction | none | sum (default), mean | mean (default), sum, none | mean (default), sum, none |
+| over devices | partitioner | no | no | vocabulary split, w gathered by tiles |
+
+Names are those of torch and Liger, except `z_loss`, as PaLM, T5X and MaxText call it. The mean is over labels that count, as
+theirs is; where none counts it is 0 with gradient 0, where torch's is NaN: a batch of padding then leaves a run alone.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import checkify
+
+from pallas_kernels.dispatch import Implementation, resolve
+from pallas_kernels.linear_cross_entropy import reference, vjp
+from pallas_kernels.linear_cross_entropy.config import Config as Config
+from pallas_kernels.linear_cross_entropy.reference import Form
+from pallas_kernels.linear_cross_entropy.split import Split as Split
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+REDUCTIONS = ("mean", "sum", "none")
+NOT_BUILT = "this op has no kernel yet"
+
+
+def linear_cross_entropy(
+    x: jax.Array,
+    w: jax.Array,
+    labels: jax.typing.ArrayLike,
+    *,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    check_labels: bool = False,
+    num_tiles: int | None = None,
+    implementation: Implementation | None = None,
+    split: Split | None = None,
+    config: Config | None = None,
+) -> jax.Array:
+    """Return the cross entropy of `x[..., D] @ w[D, V]` with `labels[...]`, in nats and float32, differentiable in x and w.
+
+    Products are of the inputs' dtype, summed in float32; each gradient is summed in float32 and rounded once to its dtype.
+    Temporary arrays take about a twentieth of the logits (`Config`). Backward computes logits again: 4 or 5 products for 3.
+
+    A label of V or more makes the loss NaN, and the gradients, in every mode. It works under jit, vmap, scan, `jax.checkpoint`
+    and reverse-mode differentiation of first order.
+
+    Args:
+      x: float32, bfloat16 or float16.
+      w: of x's dtype.
+      labels: integers below V. Tokens of negative labels count nothing: their loss and gradient are 0.
+      reduction: "mean" over the labels that count (0 where none does), "sum", or "none" for losses of the shape of `labels`.
+      ignore_index: one more label that counts nothing, such as that of padding.
+      label_smoothing: the part of a label that is spread evenly over the vocabulary, 0 to 1.
+      z_loss: factor of lse^2 in each token's loss; 1e-4 is usual.
+      softcap: logits become `softcap * tanh(logits / softcap)`.
+      check_labels: labels of V or more raise ValueError where labels are known. Under jit they are not: there the error is
+        one of `jax.experimental.checkify`, whose `err.throw()` raises it, and without `checkify` the NaN is what tells. A
+        callback that raised would leave other devices waiting in a collective.
+      num_tiles: of each device's part of the vocabulary; None has them chosen, by memory.
+      implementation: "xla" (in tiles), "reference" (whole logits in float32), or None to have it chosen and logged.
+      split: how the arrays are split over a mesh; None: they are not, or the call is inside a `jax.shard_map` on whole w.
+      config: sizes of the tiles on one device; None has them chosen. Not with `num_tiles`.
+
+    Raises:
+      ValueError: dims, dtypes or options that do not fit, labels out of range as told above.
+      NotImplementedError: the named implementation does not serve this call.
+    """
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    if not isinstance(labels, jax.Array) or (check_labels and _is_known(labels)):
+        labels = np.asarray(labels)  # what is known stays so while a program is traced
+    _check_arrays(x, w, labels)
+    vocab = w.shape[1]
+    _check_options(reduction, label_smoothing, z_loss, softcap)
+    _check_tiles(num_tiles, config, vocab)
+    counts = labels >= 0
+    if ignore_index is not None:
+        counts = counts & (labels != ignore_index)
+    wrong = counts & (labels >= vocab)
+    if check_labels:
+        _refuse(wrong, labels, vocab)
+    form = Form(vocab, float(label_smoothing), float(z_loss), None if softcap is None else float(softcap))
+    chosen = resolve(
+        "linear_cross_entropy",
+        implementation,
+        {
+            "mosaic": NOT_BUILT,
+            "xla": None,
+            "reference": None if split is None else "its logits are left to the partitioner, so it takes no split",
+        },
+        {},
+    )
+    rows = x.reshape(-1, x.shape[-1])
+    places = jnp.where(counts, labels, -1).astype(jnp.int32).reshape(-1)
+    if chosen == "reference":
+        losses = reference.losses(form, rows, w, places)
+    else:
+        if split is not None:
+            split.check(rows.shape[0], rows.shape[1], vocab)
+        losses = vjp.losses(vjp.Call(form, config, num_tiles, split), rows, w, places)
+    losses = jnp.reshape(losses, labels.shape) * jnp.where(wrong, jnp.nan, 1)  # a factor, for gradients to be NaN too
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / jnp.maximum(counts.sum(), 1)
+
+
+def _refuse(wrong: Any, labels: Any, vocab: int) -> None:
+    """Raise, now or under checkify, where labels are out of range."""
+    message = f"{{count}} of {math.prod(labels.shape)} labels are not below V={vocab}; the largest is {{largest}}"
+    if isinstance(labels, Tracer):
+        checkify.debug_check(~wrong.any(), f"linear_cross_entropy: {message}", count=wrong.sum(), largest=labels.max())
+    elif isinstance(wrong, np.ndarray | np.generic) and wrong.any():
+        raise _refusal(message.format(count=wrong.sum(), largest=labels.max()))
+
+
+def _is_known(labels: jax.Array) -> bool:
+    return not isinstance(labels, Tracer) and labels.is_fully_addressable
+
+
+def _check_arrays(x: Any, w: Any, labels: Any) -> None:
+    names = ", ".join(jnp.dtype(dtype).name for dtype in DTYPES)
+    shapes = f"x is {list(x.shape)} and w {list(w.shape)}"
+    if x.dtype not in DTYPES or w.dtype != x.dtype:
+        raise _refusal(f"x is {x.dtype} and w {w.dtype}: one dtype of {names} is needed; cast one of them")
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise _refusal(f"labels are {labels.dtype}: integers, places in the vocabulary, are needed")
+    if w.ndim != 2 or not x.ndim or x.shape[-1] != w.shape[0]:
+        raise _refusal(f"{shapes}: x[..., D] and w[D, V] are needed; transpose an embedding[V, D]")
+    if labels.shape != x.shape[:-1]:
+        raise _refusal(f"labels are {list(labels.shape)} and {shapes}: a label for each token, {list(x.shape[:-1])}, is needed")
+    if not x.size or not w.size:
+        raise _refusal(f"{shapes}: one token, one dim and one column at least are needed")
+
+
+def _check_options(reduction: str, label_smoothing: float, z_loss: float, softcap: float | None) -> None:
+    if reduction not in REDUCTIONS:
+        raise _refusal(f"reduction={reduction!r} is unknown: choose from {', '.join(REDUCTIONS)}")
+    if not 0 <= label_smoothing <= 1:
+        raise _refusal(f"label_smoothing={label_smoothing}: a part of a label, 0 to 1, is needed")
+    if not 0 <= z_loss < math.inf:
+        raise _refusal(f"z_loss={z_loss}: a factor of 0 or more is needed")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise _refusal(f"softcap={softcap}: a bound above 0 is needed, or None for no cap")
+
+
+def _check_tiles(num_tiles: int | None, config: Config | None, vocab: int) -> None:
+    if num_tiles is None:
+        return
+    if config is not None:
+        raise _refusal(f"num_tiles={num_tiles} and {config} both give the tiles: one of them is needed")
+    if isinstance(num_tiles, bool) or not isinstance(num_tiles, int) or not 1 <= num_tiles <= vocab:
+        raise _refusal(f"num_tiles={num_tiles!r}: 1 to V={vocab} is needed, or None to have it chosen")
+
+
+def _refusal(what: str) -> ValueError:
+    return ValueError(f"linear_cross_entropy: {what}")

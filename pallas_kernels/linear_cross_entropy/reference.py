@@ -1,0 +1,66 @@
+"""The specification of `linear_cross_entropy`, in float32 with whole logits.
+
+    z[T, V] = cap(x[T, D] @ w[D, V])                    cap(a) = c tanh(a / c) where there is a softcap c
+    lse[t]  = log sum_v exp z[t, v]
+    loss[t] = lse - (1 - e) z[t, y_t] - e / V sum_v z[t, v] + k lse^2
+
+for the label y_t: cross entropy to a label that keeps 1 - e and spreads e evenly over the vocabulary (label smoothing, Szegedy
+et al., arXiv:1512.00567), with the penalty k lse^2 that keeps the normaliser near 1 (z-loss, PaLM, arXiv:2204.02311, section
+5) and the cap on logits of Gemma 2 (arXiv:2408.00118, section 2). A token of
+a negative label counts nothing: its loss is 0.
+
+The slope of a token's loss, which kernels spell out,
+
+    d loss / d (x @ w)[v] = ((1 + 2 k lse) p_v - (1 - e) [v = y] - e / V) (1 - (z_v / c)^2),     p = exp(z - lse)
+
+needs of the forward pass lse alone. Here gradients are JAX's own.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is computed of the logits.
+
+    Attributes:
+      vocab: V, over all devices.
+      label_smoothing: e.
+      z_loss: k.
+      softcap: c, or None.
+    """
+
+    vocab: int
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+
+    def cap(self, products: jax.Array) -> jax.Array:
+        """Return logits of `x @ w`."""
+        return products if self.softcap is None else self.softcap * jnp.tanh(products / self.softcap)
+
+    def loss(self, lse: jax.Array, of_label: jax.Array, total: jax.Array) -> jax.Array:
+        """Return each token's loss, of its log-sum-exp, its label's logit and the sum of its logits."""
+        e = self.label_smoothing
+        loss = lse - (1 - e) * of_label + self.z_loss * lse * lse
+        return loss - e / self.vocab * total if e else loss
+
+    def slope(self, logits: jax.Array, lse: jax.Array, is_label: jax.Array) -> jax.Array:
+        """Return d loss / d (x @ w) of `logits[T, n]`, some columns of them, for `lse[T]` and `is_label[T, n]`."""
+        e = self.label_smoothing
+        slope = (1 + 2 * self.z_loss * lse)[:, None] * jnp.exp(logits - lse[:, None]) - (1 - e) * is_label
+        if e:
+            slope = slope - e / self.vocab
+        return slope if self.softcap is None else slope * (1 - (logits / self.softcap) ** 2)
+
+
+def losses(form: Form, x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return float32 losses[T] for x[T, D], w[D, V] and labels[T], as above."""
+    products = jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    logits = form.cap(products)
+    of_label = jnp.take_along_axis(logits, jnp.clip(labels, 0, form.vocab - 1)[:, None], 1)[:, 0]
+    loss = form.loss(jax.nn.logsumexp(logits, 1), of_label, logits.sum(1))
+    return jnp.where(labels >= 0, loss, 0)

@@ -1,0 +1,84 @@
+"""The losses of `linear_cross_entropy` and their derivative: one rule for every implementation and split.
+
+From forward to backward are kept x, w, the labels and the log-sum-exp of each token, 4 T bytes; logits are computed again, tile
+by tile. Both directions are one `jax.shard_map` each where arrays are split, with the collectives of `split` spelt out: so the
+rule is opaque to transformations of what surrounds it, and no array [T, V] is ever handed to the partitioner.
+
+There is no forward-mode derivative: `jax.jvp` and `jax.hessian` raise.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from pallas_kernels.linear_cross_entropy import xla
+from pallas_kernels.linear_cross_entropy.config import Config, Problem, choose
+from pallas_kernels.linear_cross_entropy.reference import Form
+from pallas_kernels.linear_cross_entropy.split import Split
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is static about a call.
+
+    Attributes:
+      form: of the loss.
+      config: tiles; None has them chosen.
+      num_tiles: of each device's columns; None has them chosen. Not with `config`.
+      split: over a mesh, or None.
+    """
+
+    form: Form
+    config: Config | None
+    num_tiles: int | None
+    split: Split | None
+
+    def pieces(self, x: Array, w: Array, labels: Array) -> xla.Pieces:
+        """Return one device's arrays with their tiles."""
+        gathers = self.split is not None and bool(self.split.gathered)
+        problem = Problem(x.shape[0], x.shape[1], w.shape[1], x.dtype.itemsize, gathers)
+        return xla.Pieces(self.form, self.config or choose(problem, self.num_tiles), self.split, x, w, labels)
+
+    def mapped(self, fn: Callable[..., Any], in_specs: str, out_specs: str) -> Callable[..., Any]:
+        """Return `fn` of each device's pieces; a letter a spec: x of [T, D], t of [T], w of [D, V], g of w's gradient."""
+        if self.split is None:
+            return fn
+        tokens = PartitionSpec(self.split.tokens)
+        specs = {"x": tokens, "t": tokens, "w": self.split.w, "g": self.split.grad_spec}
+        ins, outs = (tuple(specs[letter] for letter in letters) for letters in (in_specs, out_specs))
+        return jax.shard_map(fn, mesh=self.split.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def losses(call: Call, x: Array, w: Array, labels: Array) -> Array:
+    """Return float32 losses[T] for x[T, D], w[D, V] and labels[T]; those of negative labels are 0."""
+    return _forward(call, x, w, labels)[0]
+
+
+def _forward(call: Call, x: Array, w: Array, labels: Array) -> tuple[Array, Any]:
+    def run(x: Array, w: Array, labels: Array) -> tuple[Array, Array]:
+        stats = xla.forward(call.pieces(x, w, labels))
+        stats = xla.joined(stats, call.split.vocab if call.split else ())
+        lse = stats.max + jnp.log(stats.sum)
+        return jnp.where(labels >= 0, call.form.loss(lse, stats.of_label, stats.total), 0), lse
+
+    loss, lse = call.mapped(run, "xwt", "tt")(x, w, labels)
+    return loss, (x, w, labels, lse)
+
+
+def _backward(call: Call, kept: Any, dloss: Array) -> tuple[Array, Array, None]:
+    def run(x: Array, w: Array, labels: Array, lse: Array, dloss: Array) -> tuple[Array, Array]:
+        return xla.backward(call.pieces(x, w, labels), lse, jnp.where(labels >= 0, dloss, 0))
+
+    dx, dw = call.mapped(run, "xwttt", "xg")(*kept, dloss)
+    return dx, dw, None
+
+
+losses.defvjp(_forward, _backward)
