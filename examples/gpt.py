@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 import zerojax as zj
+from zerojax import memory
 
 Batch = dict[str, jax.Array]
 
@@ -25,6 +26,8 @@ class GPTConfig:
     Attributes:
       dtype: of activations and products; the parameters arrive in the dtype of the ZeroConfig's precision.
       tensor_axis: mesh axis for tensor parallelism, or None.
+      loss_tiles: tiles of the vocabulary in which the loss is computed, without logits[B, T, V]; 0 keeps them whole. None tiles
+        them where that lowers the peak of memory (`zerojax.memory.tiled_loss_pays`), in tiles chosen by size.
     """
 
     vocab: int = 256
@@ -36,12 +39,21 @@ class GPTConfig:
     tied: bool = True
     dtype: Any = jnp.float32
     tensor_axis: str | None = None
+    loss_tiles: int | None = None
 
     @property
     def num_params(self) -> int:
         """Parameters: 12 h^2 + 13 h a block, embeddings, final norm, and a head of its own unless tied."""
         h = self.hidden
         return self.layers * (12 * h * h + 13 * h) + (self.vocab * (1 if self.tied else 2) + self.seq) * h + 2 * h
+
+    @property
+    def tiles_loss(self) -> bool:
+        """Tell whether the loss is computed in tiles."""
+        if self.loss_tiles is not None:
+            return self.loss_tiles > 0
+        itemsize = jnp.dtype(self.dtype).itemsize
+        return memory.tiled_loss_pays(vocab=self.vocab, seq=self.seq, hidden=self.hidden, heads=self.heads, itemsize=itemsize)
 
     @property
     def flops_per_token(self) -> float:
@@ -129,6 +141,7 @@ class Head(nnx.Module):
     """Final norm, and the output matrix unless it is the embedding's: x[B, T, H] -> logits[B, T, V]."""
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
+        self.dtype = c.dtype
         self.norm = nnx.LayerNorm(c.hidden, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         init = nnx.initializers.normal(0.02)
         out = None if c.tied else nnx.Linear(c.hidden, c.vocab, use_bias=False, kernel_init=init, dtype=c.dtype, rngs=rngs)
@@ -137,6 +150,11 @@ class Head(nnx.Module):
     def __call__(self, x: jax.Array, embed: Embed) -> jax.Array:
         x = self.norm(x)
         return embed.token.attend(x) if self.out is None else self.out(x)
+
+    def loss(self, x: jax.Array, embed: Embed, batch: Batch, num_tiles: int | None) -> jax.Array:
+        """Return the mean next-token loss of x[B, T, H], in tiles of logits."""
+        w = embed.token.embedding[...].T if self.out is None else self.out.kernel[...]  # [H, V]
+        return zj.linear_cross_entropy(self.norm(x), w.astype(self.dtype), batch["targets"], num_tiles=num_tiles)
 
 
 class GPT(nnx.Module):
@@ -148,10 +166,14 @@ class GPT(nnx.Module):
         self.head = Head(c, rngs=rngs)
 
     def __call__(self, batch: Batch) -> jax.Array:
+        return self.head(self.stream(batch), self.embed)
+
+    def stream(self, batch: Batch) -> jax.Array:
+        """Return what the head reads: x[B, T, H]."""
         x = self.embed(batch)
         for block in self.blocks:
             x = block(x)
-        return self.head(x, self.embed)
+        return x
 
 
 def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
@@ -160,9 +182,18 @@ def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
     return losses.mean()
 
 
+def head_loss(c: GPTConfig, head: Head, embed: Embed, x: jax.Array, batch: Batch) -> jax.Array:
+    """Return the mean next-token loss of x[B, T, H], of whole logits or in tiles as `c` says."""
+    return head.loss(x, embed, batch, c.loss_tiles) if c.tiles_loss else cross_entropy(head(x, embed), batch)
+
+
 def unrolled_gpt(c: GPTConfig) -> zj.Model:
     """Return the GPT as a Model: one module, gathered on use."""
-    return zj.from_flax(lambda rngs: GPT(c, rngs=rngs), lambda model, batch: cross_entropy(model(batch), batch))
+
+    def loss(model: GPT, batch: Batch) -> jax.Array:
+        return head_loss(c, model.head, model.embed, model.stream(batch), batch)
+
+    return zj.from_flax(lambda rngs: GPT(c, rngs=rngs), loss)
 
 
 def layered_gpt(c: GPTConfig) -> zj.LayeredModel:
@@ -172,7 +203,7 @@ def layered_gpt(c: GPTConfig) -> zj.LayeredModel:
         block=lambda rngs: Block(c, rngs=rngs),
         head=lambda rngs: Head(c, rngs=rngs),
         num_layers=c.layers,
-        loss=lambda head, embed, x, batch: cross_entropy(head(x, embed), batch),
+        loss=lambda head, embed, x, batch: head_loss(c, head, embed, x, batch),
     )
 
 

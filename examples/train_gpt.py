@@ -59,6 +59,8 @@ class Options:
       learning_rate: its peak, after a tenth of the steps; it falls to a tenth as a cosine.
       weight_decay: of AdamW.
       dropout: rate.
+      loss_tiles: tiles of the vocabulary in which the loss is computed; 0 keeps whole logits; by default they are tiled where
+        that lowers the peak of memory.
       seed: of the parameters and the order of the text.
       eval_every: steps between validations.
       eval_batches: held-out batches in a validation.
@@ -82,6 +84,7 @@ class Options:
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
     dropout: float = 0.0
+    loss_tiles: int | None = None
     seed: int = 0
     eval_every: int = 50
     eval_batches: int = 4
@@ -129,12 +132,15 @@ def peak_flops(mesh: jax.sharding.Mesh, precision: str) -> float | None:
 def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.Program]:
     """Build the GPT, its optimizer and the train step."""
     preset = gpt.PRESETS[options.preset]
+    if options.loss_tiles is not None and not 0 <= options.loss_tiles <= preset.vocab:
+        raise ValueError(f"--loss-tiles {options.loss_tiles}: 0 (whole logits) to {preset.vocab}, the vocabulary, is needed")
     c = dataclasses.replace(
         preset,
         seq=options.seq or preset.seq,
         dropout=options.dropout,
         dtype={"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}[options.zero.precision],
         tensor_axis="tensor" if mesh.shape["tensor"] > 1 else None,
+        loss_tiles=options.loss_tiles,
     )
     model = gpt.layered_gpt(c) if options.model == "layered" else gpt.unrolled_gpt(c)
     warmup = max(1, options.steps // 10)

@@ -121,3 +121,24 @@ def transformer_activation_bytes(
         return float(num_layers * batch * seq * hidden * itemsize)
     each = 10 + 24 / tensor + 5 * heads * seq / (hidden * tensor)
     return num_layers * seq * batch * hidden * each * itemsize / 2
+
+
+def tiled_loss_pays(*, vocab: int, seq: int, hidden: int, heads: int, itemsize: int = 2, tensor: int = 1) -> bool:
+    """Tell whether a loss in tiles of logits (`zj.linear_cross_entropy`) lowers the peak of a transformer's memory.
+
+    At the head a program of whole logits holds them in float32, and their gradient in the compute dtype: 4 + itemsize bytes a
+    token and word. A block's backward holds that block's residuals. With remat the peak is the larger of the two: tiles lower
+    it only if it is the head's. Without, every block's residuals are held at the head too, and logits below one block's are
+    less than 1 in L of the peak: not worth the products that tiles compute again. So they pay where logits take more than a
+    block.
+
+    Args:
+      vocab: V.
+      seq: tokens of a sequence.
+      hidden: h.
+      heads: attention heads.
+      itemsize: bytes of an activation.
+      tensor: tensor-parallel shards, which split both.
+    """
+    block = transformer_activation_bytes(1, seq, hidden, heads, 1, remat=False, tensor=tensor, itemsize=itemsize)
+    return seq * vocab * (4 + itemsize) / tensor > block

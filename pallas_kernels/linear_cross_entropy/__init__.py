@@ -44,7 +44,7 @@ NOT_BUILT = "this op has no kernel yet"
 def linear_cross_entropy(
     x: jax.Array,
     w: jax.Array,
-    labels: jax.typing.ArrayLike,
+    labels: Any,
     *,
     reduction: str = "mean",
     ignore_index: int | None = None,
@@ -68,7 +68,7 @@ def linear_cross_entropy(
     Args:
       x: float32, bfloat16 or float16.
       w: of x's dtype.
-      labels: integers below V. Tokens of negative labels count nothing: their loss and gradient are 0.
+      labels: integers below V, in an array or a list. Tokens of negative labels count nothing: their loss and gradient are 0.
       reduction: "mean" over the labels that count (0 where none does), "sum", or "none" for losses of the shape of `labels`.
       ignore_index: one more label that counts nothing, such as that of padding.
       label_smoothing: the part of a label that is spread evenly over the vocabulary, 0 to 1.

@@ -34,8 +34,8 @@ class Config:
     """Sizes of the tiles.
 
     Attributes:
-      block_t, block_v: tokens and columns of a tile. A dim that they do not divide ends in a tile that overlaps the one before,
-        and what was counted there is not counted again.
+      block_t, block_v: tokens and columns of a tile, gathered if w is. A dim that they do not divide ends in a tile that
+        overlaps the one before, and what was counted there is not counted again.
       passes: 1 or 2, of backward.
     """
 

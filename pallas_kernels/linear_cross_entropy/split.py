@@ -93,6 +93,11 @@ class Split:
         """Dim of w that the axes of tokens split."""
         return 0 if set(_entry(self.grad_spec, 0)) else 1
 
+    @property
+    def widening(self) -> int:
+        """How many devices' columns a gathered tile has."""
+        return self.size(self.gathered) if self.dim == 1 else 1
+
     def size(self, axes: tuple[str, ...]) -> int:
         """Return the number of pieces that `axes` make."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
@@ -120,15 +125,26 @@ class Split:
         """All_gather a tile w[D, v] and the places ids[v] of its columns over the axes of tokens that split it."""
         if not self.gathered:
             return w, ids
-        whole = jax.lax.all_gather(w, self.gathered, axis=self.dim, tiled=True)
-        return whole, jax.lax.all_gather(ids, self.gathered, tiled=True) if self.dim == 1 else ids
+        if self.dim == 0:
+            return jax.lax.all_gather(w, self.gathered, tiled=True), ids
+        whole = jax.lax.all_gather(
+            w, self.gathered
+        )  # [N, D, v]: its transpose is a tile's, where a tiled one would be all of w's
+        return jnp.moveaxis(whole, 0, 1).reshape(len(w), -1), jax.lax.all_gather(ids, self.gathered, tiled=True)
 
     def reduce_dw(self, dw: jax.Array) -> jax.Array:
-        """Sum dw[D, v] over the tokens of all devices, and return this device's shard."""
+        """Sum dw over the tokens of all devices, and return this device's shard: a part of dim 0."""
         if self.scattered:  # shards first: the rest of the axes, which may cross nodes, then carry 1 / N of the bytes
-            dw = jax.lax.psum_scatter(dw, self.scattered, scatter_dimension=self.dim, tiled=True)
+            dw = jax.lax.psum_scatter(dw, self.scattered, tiled=True)
         rest = tuple(axis for axis in self.tokens if axis not in self.scattered)
         return jax.lax.psum(dw, rest) if rest else dw
+
+    def reduce_tile(self, dw: jax.Array) -> jax.Array:
+        """Do the same for a tile of gathered columns, dw[D, v]."""
+        if self.dim == 0:
+            return self.reduce_dw(dw)
+        by_device = dw.reshape(len(dw), self.widening, -1)
+        return self.reduce_dw(jnp.moveaxis(by_device, 1, 0).reshape(-1, by_device.shape[2])).reshape(len(dw), -1)
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

@@ -42,8 +42,8 @@ class Call:
 
     def pieces(self, x: Array, w: Array, labels: Array) -> xla.Pieces:
         """Return one device's arrays with their tiles."""
-        gathers = self.split is not None and bool(self.split.gathered)
-        problem = Problem(x.shape[0], x.shape[1], w.shape[1], x.dtype.itemsize, gathers)
+        gathers, widening = (bool(self.split.gathered), self.split.widening) if self.split else (False, 1)
+        problem = Problem(x.shape[0], x.shape[1], w.shape[1] * widening, x.dtype.itemsize, gathers)
         return xla.Pieces(self.form, self.config or choose(problem, self.num_tiles), self.split, x, w, labels)
 
     def mapped(self, fn: Callable[..., Any], in_specs: str, out_specs: str) -> Callable[..., Any]:

@@ -97,7 +97,16 @@ class Pieces:
 
     @property
     def columns(self) -> Tiles:
-        return Tiles(self.w.shape[1], min(self.config.block_v, self.w.shape[1]))
+        """This device's columns: a tile of them, gathered, has the configured width."""
+        width = self.config.block_v // (self.split.widening if self.split else 1)
+        return Tiles(self.w.shape[1], min(max(1, width), self.w.shape[1]))
+
+    @property
+    def sends_columns(self) -> bool:
+        """Tell whether all of dw is summed here and its columns go to other devices: then it is dw^T[V, D], for shards to be
+        whole pieces of memory.
+        """
+        return self.split is not None and not self.split.gathered and bool(self.split.scattered) and self.split.dim == 1
 
     def read_w(self, k: Array) -> tuple[Array, Array]:
         """Return tile k of the columns, w[D, v], and their places[v] in the vocabulary; STALE where they are not fresh."""
@@ -168,6 +177,7 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
       weight: float32[T], the cotangent of each token's loss; 0 where a token counts nothing.
     """
     rows, columns, x, w = pieces.rows, pieces.columns, pieces.x, pieces.w
+    columns_first = pieces.sends_columns
     headroom = HEADROOM.get(x.dtype, 1.0)
     largest = jnp.abs(weight).max()
     unit = jnp.where(largest == 0, 1, largest)
@@ -185,16 +195,17 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
         return _contract(s, w_v, 1, 1)  # [T, V] [D, V] -> [T, D]
 
     def to_w(s: Array, t: Array) -> Array:
-        return _contract(rows.read(x, t, 0), s, 0, 0)  # [T, D] [T, V] -> [D, V]
+        x_t = rows.read(x, t, 0)
+        return _contract(s, x_t, 0, 0) if columns_first else _contract(x_t, s, 0, 0)  # [T, D] [T, V] -> [V, D] or [D, V]
 
     def keep(dw: Array, v: Array, tile: Array) -> Array:
         tile = (tile * unit).astype(w.dtype)
         if pieces.split is not None and pieces.split.gathered:
-            tile = pieces.split.reduce_dw(tile)
-        return columns.write(dw, v, tile, 1)
+            tile = pieces.split.reduce_tile(tile)
+        return columns.write(dw, v, tile, 0 if columns_first else 1)
 
     def zeros_for(w_v: Array) -> Array:
-        return jnp.zeros(w_v.shape, jnp.float32)
+        return jnp.zeros(w_v.T.shape if columns_first else w_v.shape, jnp.float32)
 
     def both_over_vocab(v: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dx, dw = carry
@@ -220,17 +231,19 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
         w_v, places = pieces.read_w(v)
         return keep(dw, v, loop(rows.count, lambda t, dw_v: dw_v + to_w(slopes(t, w_v, places), t), zeros_for(w_v)))
 
+    empty = jnp.zeros(w.T.shape if columns_first else w.shape, w.dtype)
     if pieces.config.passes == 1:
-        dx, dw = loop(columns.count, both_over_vocab, (jnp.zeros(x.shape, jnp.float32), jnp.zeros_like(w)))
+        dx, dw = loop(columns.count, both_over_vocab, (jnp.zeros(x.shape, jnp.float32), empty))
         dx = (dx * unit).astype(x.dtype)
     else:
         dx = loop(rows.count, dx_over_tokens, jnp.zeros_like(x))
         dx, w = jax.lax.optimization_barrier((dx, w))  # one pass after the other, not the memory of both
-        dw = loop(columns.count, dw_over_vocab, jnp.zeros_like(w))
+        dw = loop(columns.count, dw_over_vocab, empty)
     if pieces.split is None:
         return dx, dw
     dx = jax.lax.psum(dx, pieces.split.vocab) if pieces.split.vocab else dx
-    return dx, dw if pieces.split.gathered else pieces.split.reduce_dw(dw)
+    dw = dw if pieces.split.gathered else pieces.split.reduce_dw(dw)
+    return dx, dw.T if columns_first else dw
 
 
 def _contract(a: Array, b: Array, dim_a: int, dim_b: int) -> Array:

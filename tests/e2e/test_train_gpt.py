@@ -41,7 +41,7 @@ def folder(tmp_path: pathlib.Path) -> str:
     "arguments",
     [
         ["--mesh", "data=2,fsdp=2", "--precision", "bf16", "--num-microbatches", "2", *ON_HOST],
-        ["--model", "unrolled", "--mesh", "fsdp=2,tensor=2", "--dropout", "0.1"],
+        ["--model", "unrolled", "--mesh", "fsdp=2,tensor=2", "--dropout", "0.1", "--loss-tiles", "3"],
         [
             "--stage",
             "1",
@@ -145,6 +145,7 @@ def test_train_gpt_joins_a_cluster(tmp_path):
         (["--partition-activations", "True"], "not built"),
         (["--swap-trace", "trace.json"], "nothing on nvme"),
         (["--stage", "5"], "5"),
+        (["--loss-tiles", "257"], "0 (whole logits) to 256"),
     ],
 )
 def test_train_gpt_refuses_clearly(tmp_path, arguments, words):

@@ -1,6 +1,7 @@
 """The tiled loss and its gradients equal a float64 program of whole logits, for every option, dtype and count of tiles."""
 
 import functools
+import logging
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jax.experimental import checkify
 
 import zerojax as zj
+from pallas_kernels import dispatch
 from pallas_kernels.linear_cross_entropy import Config, linear_cross_entropy
 
 T, D, V = 37, 24, 101
@@ -291,6 +293,17 @@ def test_a_named_implementation_serves_or_raises():
         NotImplementedError, match="'mosaic' cannot serve: this op has no kernel yet; choose xla, reference or None"
     ):
         linear_cross_entropy(*problem(), implementation="mosaic")
+
+
+def test_a_choice_is_logged_once_with_its_reason(caplog):
+    dispatch._log_once.cache_clear()
+    x, w, labels = problem()
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            jax.eval_shape(functools.partial(linear_cross_entropy, reduction="sum"), x, w, labels)
+        jax.eval_shape(functools.partial(linear_cross_entropy, implementation="xla"), x, w, labels)
+    told = [r.message for r in caplog.records if "linear_cross_entropy" in r.message]
+    assert told == ["linear_cross_entropy runs as xla (not mosaic: this op has no kernel yet)"]
 
 
 def test_from_forward_to_backward_one_number_a_token_is_kept():
