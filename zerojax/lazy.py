@@ -5,6 +5,7 @@ LoRA-merged matrix. `gathered` runs a function of the whole values as one unit: 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,14 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from pallas_kernels.linear_cross_entropy.vjp import LSE
 from zerojax.gather import Spec, gather, without_axis
 from zerojax.jaxprs import bind
 
 Array = jax.Array
 
+KEPT = jax.checkpoint_policies.save_only_these_names(LSE)
+"""What a unit that is repeated in backward keeps: a number a token, or a tiled loss would make its logits once more."""
 
 HERE = object()
 """Stands for the shard among the operands of a Move."""
@@ -190,7 +194,7 @@ def gathered(
       body: the function.
       sources: what it reads of the parameters.
       data: what else it reads.
-      checkpoint: the transformation that rematerialises; jax.checkpoint where the rule asks for it by default.
+      checkpoint: the transformation that rematerialises; jax.checkpoint of all but KEPT where the rule asks for it by default.
     """
 
     def run(shards: list[Array], data: Sequence[Any]) -> Any:
@@ -200,7 +204,7 @@ def gathered(
         return body(Whole({s: rule.gather(h) for s, h in zip(sources, held, strict=True)}), data)
 
     if checkpoint is None:
-        checkpoint = jax.checkpoint if rule.remat else lambda f: f
+        checkpoint = functools.partial(jax.checkpoint, policy=KEPT) if rule.remat else lambda f: f
     return checkpoint(run)([s.value for s in sources], data)
 
 

@@ -112,6 +112,7 @@ def linear_cross_entropy(
     )
     rows = x.reshape(-1, x.shape[-1])
     places = jnp.where(counts, labels, -1).astype(jnp.int32).reshape(-1)
+    losses: Any
     if chosen == "reference":
         losses = reference.losses(form, rows, w, places)
     else:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.linear_cross_entropy import xla
@@ -22,6 +23,8 @@ from pallas_kernels.linear_cross_entropy.reference import Form
 from pallas_kernels.linear_cross_entropy.split import Split
 
 Array = jax.Array
+LSE = "linear_cross_entropy.lse"
+"""Name of the log-sum-exps: a rematerialised region whose policy saves it does not compute the forward pass again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,7 @@ def _forward(call: Call, x: Array, w: Array, labels: Array) -> tuple[Array, Any]
         return jnp.where(labels >= 0, call.form.loss(lse, stats.of_label, stats.total), 0), lse
 
     loss, lse = call.mapped(run, "xwt", "tt")(x, w, labels)
-    return loss, (x, w, labels, lse)
+    return loss, (x, w, labels, checkpoint_name(lse, LSE))
 
 
 def _backward(call: Call, kept: Any, dloss: Array) -> tuple[Array, Array, None]:

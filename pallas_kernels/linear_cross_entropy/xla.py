@@ -237,7 +237,6 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
         dx = (dx * unit).astype(x.dtype)
     else:
         dx = loop(rows.count, dx_over_tokens, jnp.zeros_like(x))
-        dx, w = jax.lax.optimization_barrier((dx, w))  # one pass after the other, not the memory of both
         dw = loop(columns.count, dw_over_vocab, empty)
     if pieces.split is None:
         return dx, dw

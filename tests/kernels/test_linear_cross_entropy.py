@@ -149,13 +149,22 @@ def test_large_logits_do_not_overflow(dtype):
     assert_equal(got, exact(x, w, labels), dtype)
 
 
-def test_float16_keeps_small_probabilities_and_small_cotangents():
-    """1 in 16K times a cotangent of 1e-2 is 10 of float16's smallest steps, and an eighth of that for one of 8 tokens."""
-    x, w = jnp.ones((8, 4), jnp.float16), jnp.zeros((4, 16384), jnp.float16)
+def test_float16_keeps_small_probabilities():
+    """One column has a logit of 14, so the others have probabilities of 8e-7: 14 of float16's smallest steps."""
+    x, w = jnp.ones((8, 4), jnp.float16), jnp.zeros((4, 16384), jnp.float16).at[:, 0].set(3.5)
     options = (("config", Config(block_t=2, block_v=4096)),)
-    _, _, dw = value_and_grads(x, w, np.zeros(8, np.int32), options, jnp.float32(1e-2))
-    expected = np.float16(1e-2 / 16384)
-    np.testing.assert_array_equal(np.asarray(dw[:, 1:]), expected)
+    labels = np.zeros(8, np.int32)
+    _, _, dw = value_and_grads(x, w, labels, options, jnp.float32(100))
+    np.testing.assert_allclose(np.asarray(dw[:, 1:], np.float64), 100 * exact(x, w, labels)[2][:, 1:], rtol=1e-3)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_float16_keeps_small_cotangents(passes):
+    """A cotangent of 1e-7 a token, times probabilities of 6e-5, is nothing in float16; their sum is 16 of its steps."""
+    x, w = jnp.zeros((8, 4), jnp.float16), jnp.full((4, 16384), 10, jnp.float16).at[:, 0].set(0)
+    options = (("config", Config(block_t=2, block_v=4096, passes=passes)),)
+    _, dx, _ = value_and_grads(x, w, np.zeros(8, np.int32), options, jnp.float32(8e-7))
+    np.testing.assert_allclose(np.asarray(dx, np.float64), 1e-6, atol=4e-8)
 
 
 @pytest.mark.parametrize("passes", [1, 2])

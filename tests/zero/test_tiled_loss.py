@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import gpt
@@ -67,6 +68,17 @@ def test_logits_are_in_the_program_of_whole_logits_alone(kind, tiles):
     tokens = jax.ShapeDtypeStruct((8, c.seq), jnp.int32)
     text = program.lower({"tokens": tokens, "targets": tokens}).as_text()
     assert any(f"{dims}x44x" in text for dims in ("8x6", "4x6", "48", "24")) == (tiles == 0)
+
+
+@pytest.mark.parametrize("kind", ["layered", "unrolled"])
+def test_a_rematerialised_head_makes_logits_twice_and_not_three_times(kind):
+    """The unit that gathers the head is repeated in backward, but for the log-sum-exps: logits, logits again, dx, dw."""
+    c = dataclasses.replace(C, loss_tiles=3, vocab=44, hidden=20)
+    program = build(c, kind, {"fsdp": 2}, stage=3)
+    tokens = jax.ShapeDtypeStruct((8, c.seq), jnp.int32)
+    text = program.lower({"tokens": tokens, "targets": tokens}).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line and re.search(r"\b(\d+x)?15(x\d+)?x", line)]
+    assert len(products) == 4
 
 
 def test_the_closed_form_tiles_large_vocabularies():
