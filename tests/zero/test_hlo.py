@@ -58,6 +58,14 @@ def test_collectives_are_counted_by_trips_and_whole_operands():
     }
 
 
+def test_collectives_inside_asynchronous_fusions_are_counted():
+    """XLA of jax 0.12 makes kernels of small reductions."""
+    reduced = "%add.0 (p: f32[128]) -> f32[128] {\n  ROOT %psum = f32[128]{0} all-reduce(%p), to_apply=%add\n}\n\n"
+    fused = "  %start = ((f32[128]{0}), f32[128]{0}) fusion-start(%kept), kind=kCustom, calls=%add.0\n"
+    text = TEXT.replace("ENTRY", reduced + "ENTRY").replace("  %used =", fused + "  %used =")
+    assert hlo.collective_bytes(text)["all-reduce"] == 4 + 128 * 4
+
+
 def test_peak_gathered_follows_copies_and_loops():
     matrix = 64 * 64 * 2
     assert hlo.peak_gathered_bytes(TEXT) == 2 * matrix + 128 * 4  # the gather and its copy, inside; %kept lives across
