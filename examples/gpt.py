@@ -28,6 +28,8 @@ class GPTConfig:
       tensor_axis: mesh axis for tensor parallelism, or None.
       loss_tiles: tiles of the vocabulary in which the loss is computed, without logits[B, T, V]; 0 keeps them whole. None tiles
         them where that lowers the peak of memory (`zerojax.memory.tiled_loss_pays`), in tiles chosen by size.
+      mlp_tiles: tiles of the hidden dim in which a block's MLP is stored and used, one at a time; 0 is two dense layers. None
+        tiles it where that lowers the peak of memory (`zerojax.memory.tiled_mlp_pays`), in tiles chosen by size.
     """
 
     vocab: int = 256
@@ -40,6 +42,7 @@ class GPTConfig:
     dtype: Any = jnp.float32
     tensor_axis: str | None = None
     loss_tiles: int | None = None
+    mlp_tiles: int | None = None
 
     @property
     def num_params(self) -> int:
@@ -54,6 +57,14 @@ class GPTConfig:
             return self.loss_tiles > 0
         itemsize = jnp.dtype(self.dtype).itemsize
         return memory.tiled_loss_pays(vocab=self.vocab, seq=self.seq, hidden=self.hidden, heads=self.heads, itemsize=itemsize)
+
+    @property
+    def tiles_mlp(self) -> bool:
+        """Tell whether blocks hold tiled MLPs."""
+        if self.mlp_tiles is not None:
+            return self.mlp_tiles > 0
+        itemsize = jnp.dtype(self.dtype).itemsize
+        return memory.tiled_mlp_pays(seq=self.seq, hidden=self.hidden, heads=self.heads, itemsize=itemsize)
 
     @property
     def flops_per_token(self) -> float:
@@ -77,11 +88,26 @@ PRESETS = {
 
 def linear(c: GPTConfig, d_in: int, d_out: int, std: float, split: tuple[str | None, str | None], rngs: nnx.Rngs) -> nnx.Linear:
     """Return a dense layer whose kernel [d_in, d_out] may be annotated for tensor parallelism."""
-    kernel_init, bias_init = nnx.initializers.normal(std), nnx.initializers.zeros_init()
-    if c.tensor_axis is not None:
-        kernel_init = nnx.with_partitioning(kernel_init, split)
-        bias_init = nnx.with_partitioning(bias_init, split[1:])
+    kernel_init, bias_init = initializers(c, std, split)
     return nnx.Linear(d_in, d_out, kernel_init=kernel_init, bias_init=bias_init, dtype=c.dtype, rngs=rngs)
+
+
+def initializers(c: GPTConfig, std: float, split: tuple[str | None, str | None]) -> tuple[Any, Any]:
+    """Return what makes a dense layer's kernel and bias, annotated for tensor parallelism if there is any."""
+    kernel_init, bias_init = nnx.initializers.normal(std), nnx.initializers.zeros_init()
+    if c.tensor_axis is None:
+        return kernel_init, bias_init
+    return nnx.with_partitioning(kernel_init, split), nnx.with_partitioning(bias_init, split[1:])
+
+
+def mlp(c: GPTConfig, std: float, rngs: nnx.Rngs) -> zj.TiledMLP:
+    """Return a block's MLP in tiles, with the weights that two dense layers would have."""
+    up_init, up_bias_init = initializers(c, std, (None, c.tensor_axis))
+    down_init, down_bias_init = initializers(c, std / (2 * c.layers) ** 0.5, (c.tensor_axis, None))
+    return zj.TiledMLP(
+        c.hidden, 4 * c.hidden, num_tiles=c.mlp_tiles, activation=lambda x: jax.nn.gelu(x, approximate=True), dtype=c.dtype,
+        up_init=up_init, down_init=down_init, bias_init=up_bias_init, down_bias_init=down_bias_init, rngs=rngs,
+    )  # fmt: skip
 
 
 class Embed(nnx.Module):
@@ -121,8 +147,12 @@ class Block(nnx.Module):
         self.qkv = linear(c, h, 3 * h, std, (None, t), rngs)
         self.proj = linear(c, h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
         self.ln2 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
-        self.fc = linear(c, h, 4 * h, std, (None, t), rngs)
-        self.out = linear(c, 4 * h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
+        if c.tiles_mlp:
+            self.mlp = mlp(c, std, rngs)
+        else:
+            self.fc = linear(c, h, 4 * h, std, (None, t), rngs)
+            self.out = linear(c, 4 * h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
+        self.tiles_mlp = c.tiles_mlp
         self.dropout = nnx.Dropout(c.dropout, rngs=rngs) if c.dropout else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -131,7 +161,8 @@ class Block(nnx.Module):
         q, k, v = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]  # [B, T, heads, H / heads]
         a = attention(q, k, v).reshape(x.shape)
         x = x + self._drop(self.proj(a))
-        return x + self._drop(self.out(jax.nn.gelu(self.fc(self.ln2(x)), approximate=True)))
+        z = self.ln2(x)
+        return x + self._drop(self.mlp(z) if self.tiles_mlp else self.out(jax.nn.gelu(self.fc(z), approximate=True)))
 
     def _drop(self, x: jax.Array) -> jax.Array:
         return x if self.dropout is None else self.dropout(x)

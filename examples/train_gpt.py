@@ -61,6 +61,7 @@ class Options:
       dropout: rate.
       loss_tiles: tiles of the vocabulary in which the loss is computed; 0 keeps whole logits; by default they are tiled where
         that lowers the peak of memory.
+      mlp_tiles: tiles of a block's MLP, gathered and used one at a time; 0 is two dense layers; by default likewise.
       seed: of the parameters and the order of the text.
       eval_every: steps between validations.
       eval_batches: held-out batches in a validation.
@@ -85,6 +86,7 @@ class Options:
     weight_decay: float = 0.1
     dropout: float = 0.0
     loss_tiles: int | None = None
+    mlp_tiles: int | None = None
     seed: int = 0
     eval_every: int = 50
     eval_batches: int = 4
@@ -134,6 +136,12 @@ def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.
     preset = gpt.PRESETS[options.preset]
     if options.loss_tiles is not None and not 0 <= options.loss_tiles <= preset.vocab:
         raise ValueError(f"--loss-tiles {options.loss_tiles}: 0 (whole logits) to {preset.vocab}, the vocabulary, is needed")
+    if options.mlp_tiles is not None and (
+        options.mlp_tiles < 0 or (options.mlp_tiles and 4 * preset.hidden % options.mlp_tiles)
+    ):
+        raise ValueError(
+            f"--mlp-tiles {options.mlp_tiles}: 0 (dense) or a divisor of {4 * preset.hidden}, the hidden dim, is needed"
+        )
     c = dataclasses.replace(
         preset,
         seq=options.seq or preset.seq,
@@ -141,6 +149,7 @@ def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.
         dtype={"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}[options.zero.precision],
         tensor_axis="tensor" if mesh.shape["tensor"] > 1 else None,
         loss_tiles=options.loss_tiles,
+        mlp_tiles=options.mlp_tiles,
     )
     model = gpt.layered_gpt(c) if options.model == "layered" else gpt.unrolled_gpt(c)
     warmup = max(1, options.steps // 10)

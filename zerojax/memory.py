@@ -142,3 +142,21 @@ def tiled_loss_pays(*, vocab: int, seq: int, hidden: int, heads: int, itemsize: 
     """
     block = transformer_activation_bytes(1, seq, hidden, heads, 1, remat=False, tensor=tensor, itemsize=itemsize)
     return seq * vocab * (4 + itemsize) / tensor > block
+
+
+def tiled_mlp_pays(*, seq: int, hidden: int, heads: int, itemsize: int = 2, tensor: int = 1) -> bool:
+    """Tell whether a transformer's MLP in tiles (`zj.TiledMLP`) lowers the peak of memory at stage 3.
+
+    A gathered MLP of 4 h takes 8 h^2 itemsize bytes while it is used, and its tiles one t-th of it; the price is t gathers for
+    one, and the hidden activations computed again. Where one sequence's residuals of a block take more, the activations of any
+    batch are the larger part, and the tiles save little.
+
+    Args:
+      seq: tokens of a sequence.
+      hidden: h.
+      heads: attention heads.
+      itemsize: bytes of a gathered weight, and of an activation.
+      tensor: tensor-parallel shards, which split both.
+    """
+    block = transformer_activation_bytes(1, seq, hidden, heads, 1, remat=False, tensor=tensor, itemsize=itemsize)
+    return 8 * hidden**2 * itemsize / tensor > block

@@ -78,7 +78,8 @@ class TiledMLP(nn.Module):
       param_dtype: of the weights.
       up_init: makes [D, H], of up and gate; may be `nn.with_partitioning`.
       down_init: makes [H, D]; likewise.
-      bias_init: makes [H] and [D].
+      bias_init: makes [H], of up and gate; likewise.
+      down_bias_init: makes [D].
     """
 
     hidden: int
@@ -92,6 +93,7 @@ class TiledMLP(nn.Module):
     up_init: Initializer = nn.linear.default_kernel_init
     down_init: Initializer = nn.linear.default_kernel_init
     bias_init: Initializer = nn.initializers.zeros_init()
+    down_bias_init: Initializer = nn.initializers.zeros_init()
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -112,5 +114,5 @@ class TiledMLP(nn.Module):
         down = _tiled(self.down_init, lambda w: tile_kernel(w, in_tiles=tiles))
         weights["down"] = self.param("down", down, (hidden, size), self.param_dtype)
         if self.use_bias:
-            weights["down_bias"] = self.param("down_bias", self.bias_init, (size,), self.param_dtype)
+            weights["down_bias"] = self.param("down_bias", self.down_bias_init, (size,), self.param_dtype)
         return tiled_mlp(x, weights, self.activation, seq_tiles=self.seq_tiles)

@@ -116,6 +116,7 @@ class TiledMLP(nnx.Module):
         up_init: Initializer = default_kernel_init,
         down_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
+        down_bias_init: Initializer = default_bias_init,
         rngs: nnx.Rngs,
     ) -> None:
         """Make the weights: those of `nnx.Linear` for up, gate if there is one, and down, in this order.
@@ -132,7 +133,8 @@ class TiledMLP(nnx.Module):
           param_dtype: of the weights.
           up_init: makes [D, H], of up and gate; may be `nnx.with_partitioning`.
           down_init: makes [H, D]; likewise.
-          bias_init: makes [H] and [D].
+          bias_init: makes [H], of up and gate; likewise.
+          down_bias_init: makes [D].
           rngs: streams.
 
         Raises:
@@ -155,7 +157,7 @@ class TiledMLP(nnx.Module):
         self.down = _param(
             down_init(rngs.params(), (hidden, features), param_dtype), lambda w: tile_kernel(w, in_tiles=num_tiles)
         )
-        self.down_bias = _bias(bias_init(rngs.params(), (features,), param_dtype)) if use_bias else nnx.data(None)
+        self.down_bias = _bias(down_bias_init(rngs.params(), (features,), param_dtype)) if use_bias else nnx.data(None)
 
     def __call__(self, x: Array) -> Array:
         """Return the MLP of x[..., S, D]."""

@@ -1,9 +1,12 @@
 """A tiled operator is the dense one: values, gradients, weights and training, for every count of tiles."""
 
+import dataclasses
 import itertools
+import math
 from typing import Any
 
 import flax.linen as nn
+import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -212,6 +215,50 @@ def test_at_stage_3_one_tile_is_gathered_at_a_time(tiles):
     largest = max(c.num_bytes for c in mlp)
     assert largest <= 2 * 64 * 256 * 4 // tiles * 1.05  # up and down together
     assert program.gathered_early == ()
+
+
+TINY = gpt.GPTConfig(layers=2, hidden=32, heads=2, seq=16, vocab=64)
+
+
+def gpt_losses(make, mlp_tiles, fields, axes, steps=10):
+    """Return the losses of a GPT on a mesh."""
+    c = dataclasses.replace(TINY, mlp_tiles=mlp_tiles, tensor_axis="tensor" if axes.get("tensor") else None)
+    mesh = zj.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
+    tokens = np.random.default_rng(0).integers(0, TINY.vocab, (8, TINY.seq)).astype(np.int32)
+    batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1)}
+    with zj.build_train_step(make(c), optax.adamw(1e-3), zj.ZeroConfig(**fields), mesh) as program:
+        state, losses = program.init(jax.random.key(0)), []
+        for _ in range(steps):
+            state, metrics = jax.block_until_ready(program.step(state, batch))
+            losses.append(float(metrics["loss"]))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def dense_gpt_losses():
+    return {make: gpt_losses(make, 0, {}, {"fsdp": 1}) for make in (gpt.layered_gpt, gpt.unrolled_gpt)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "axes"),
+    [
+        ({"stage": 2}, {"data": 2, "fsdp": 2}),
+        ({"stage": 3}, {"fsdp": 2, "tensor": 2}),
+        ({"params": "pinned_host", "opt_state": "pinned_host"}, {"fsdp": 4}),
+        ({"params": "nvme", "opt_state": "nvme", "grads": "nvme", "update": "in_backward"}, {"fsdp": 2}),
+        ({"opt_state": "pinned_host", "update_on": "host", "num_microbatches": 2}, {"fsdp": 4}),
+    ],
+    ids=["stage_2", "tensor", "host", "nvme", "updated_on_host"],
+)
+def test_a_gpt_with_tiled_mlps_trains_as_a_dense_one_in_every_tier(fields, axes, dense_gpt_losses, tmp_path):
+    fields = fields | ({"swap_dir": str(tmp_path)} if "nvme" in fields.values() else {})
+    losses = gpt_losses(gpt.layered_gpt, 8, fields, axes)
+    np.testing.assert_allclose(losses, dense_gpt_losses[gpt.layered_gpt], rtol=3e-5)
+
+
+def test_an_unrolled_gpt_with_tiled_mlps_trains_as_a_dense_one(dense_gpt_losses):
+    losses = gpt_losses(gpt.unrolled_gpt, 4, {"stage": 3}, {"fsdp": 4})
+    np.testing.assert_allclose(losses, dense_gpt_losses[gpt.unrolled_gpt], rtol=3e-5)
 
 
 # --- bad input ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,52 @@
+"""Facts of tiled models compiled for 8 H200s that are not there: one tile is gathered at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import zerojax as zj
+from zerojax import aot, hlo
+
+pytestmark = pytest.mark.xdist_group("h200")
+HIDDEN, INNER, TOKENS = 16384, 65536, 512
+
+
+class Net(nnx.Module):
+    """Two MLPs on a stream."""
+
+    def __init__(self, num_tiles, *, rngs):
+        make = functools.partial(zj.TiledMLP, HIDDEN, INNER, num_tiles=num_tiles, dtype=jnp.bfloat16)
+        self.mlps = nnx.List([make(rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return x
+
+
+@functools.cache
+def compiled(num_tiles):
+    """Return the text of the compiled step, and its temporary bytes on a device."""
+    mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8)
+    model = zj.from_flax(
+        lambda rngs: Net(num_tiles, rngs=rngs), lambda net, x: jnp.mean(jnp.square(net(x).astype(jnp.float32)))
+    )
+    program = zj.build_train_step(model, optax.adamw(1e-3), zj.ZeroConfig(stage=3, precision="bf16"), mesh)
+    step = program.lower(jax.ShapeDtypeStruct((8, TOKENS, HIDDEN), jnp.bfloat16)).compile()
+    assert program.gathered_early == ()
+    return step.as_text(), step.memory_analysis().temp_size_in_bytes
+
+
+def test_sixteen_tiles_gather_a_tenth_at_a_time():
+    (whole, whole_temp), (tiled, tiled_temp) = compiled(1), compiled(16)
+    layer_bytes = 2 * (2 * HIDDEN * INNER + INNER + HIDDEN)
+    assert hlo.peak_gathered_bytes(whole) >= layer_bytes * 0.99
+    assert hlo.peak_gathered_bytes(tiled) * 10 <= hlo.peak_gathered_bytes(whole)
+    assert whole_temp - tiled_temp >= layer_bytes * 0.9
+    moved = [hlo.collective_bytes(text, least_bytes=1 << 20) for text in (whole, tiled)]
+    for op in moved[0]:  # no more is moved in tiles
+        assert abs(moved[1][op] - moved[0][op]) <= 0.02 * moved[0][op]
