@@ -16,12 +16,13 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
+from pallas_kernels.shared_memory import SHARED_BYTES
+
 WARPGROUPS = 2  # that multiply; one more loads
 CHUNK_M = 64  # rows of the result that pass through shared memory at a time, a warpgroup
 CHUNK_BYTES = 128  # and bytes of each row, of the widest dtype: the widest swizzle
 SLOTS = 2  # chunks in flight, a warpgroup
 COLUMNS = 64  # K and N are multiples of it inside the kernel: the width of a swizzled tile of 16-bit numbers
-SHARED_BYTES = 226 << 10  # of 227 KiB that a block may have: the rest holds barriers
 MAX_STAGES = 6
 BLOCKS = ((128, 256), (256, 128), (128, 128), (128, 64))
 

@@ -38,6 +38,7 @@ from pallas_kernels.dispatch import Target
 from pallas_kernels.matmul import xla
 from pallas_kernels.matmul.config import CHUNK_M, COLUMNS, SLOTS, WARPGROUPS, Config, Problem, chunk_columns
 from pallas_kernels.matmul.reference import Form
+from pallas_kernels.shared_memory import swizzled
 
 LOADER_REGISTERS, MULTIPLIER_REGISTERS = 40, 232  # a thread; 128 * (40 + 2 * 232) = 63 Ki of the 64 Ki that a core has
 NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -127,13 +128,13 @@ def _kernel(
 
         pl.run_scoped(
             scope,
-            _swizzled((config.num_stages, config.block_m, config.block_k), x.dtype),
-            [_swizzled((config.num_stages, config.block_k, columns), w.dtype) for w in weights],
+            swizzled((config.num_stages, config.block_m, config.block_k), x.dtype),
+            [swizzled((config.num_stages, config.block_k, columns), w.dtype) for w in weights],
             plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=config.num_stages),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.num_stages),
             [plgpu.SMEM((WARPGROUPS, columns), bias.dtype) for bias in biases],
-            [_swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), accumulate.dtype) for accumulate in accumulates],
-            _swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), form.dtype),
+            [swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), accumulate.dtype) for accumulate in accumulates],
+            swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), form.dtype),
             plgpu.Barrier(num_arrivals=max(len(biases), 1), num_barriers=WARPGROUPS),
             plgpu.Barrier(num_arrivals=max(len(accumulates), 1), num_barriers=WARPGROUPS * SLOTS),
             collective_axes="warpgroup",
@@ -151,13 +152,6 @@ def _kernel(
     place = jax.new_ref(accumulates[0], memory_space=plgpu.GMEM)
     products = call(x, list(weights), list(biases), [place, *accumulates[1:]])
     return [jax.freeze(place), *products]
-
-
-def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return shared memory as TMA and wgmma share it: tiles of 8 rows by up to 128 bytes, their 16-byte parts permuted."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)))
 
 
 class _Tiles:

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import matmul_in_float64 as float64
 import numpy as np
 import pytest
+from devices import on_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax._src.mesh import AbstractDevice
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
@@ -21,7 +21,8 @@ from matmul_in_float64 import TOLERANCE
 
 from pallas_kernels import dispatch
 from pallas_kernels.matmul import Config, matmul
-from pallas_kernels.matmul.config import SHARED_BYTES, Problem, choose
+from pallas_kernels.matmul.config import Problem, choose
+from pallas_kernels.shared_memory import SHARED_BYTES
 
 pytestmark = pytest.mark.xdist_group("kernels")
 SMALL = Config(block_m=128, block_n=64, num_stages=2, num_cores=1)
@@ -221,11 +222,6 @@ X, W, GATED = jnp.ones((4, 8), jnp.bfloat16), jnp.ones((8, 6), jnp.bfloat16), (j
 def test_matmul_of_bad_input_says_what_is_needed(arguments, message):
     with pytest.raises(ValueError, match=message):
         matmul(*arguments)
-
-
-def on_gpu(kind: str):
-    device = AbstractDevice(device_kind=kind, num_cores=108, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("data",), abstract_device=device))
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200", "Tesla V100-SXM2-16GB"])

@@ -1,0 +1,15 @@
+"""Shared memory of Hopper's kernels: how much there is, and how the tensor memory accelerator (TMA) lays out tiles in it."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+SHARED_BYTES = 226 << 10  # of 227 KiB that a block may have: the rest holds barriers
+
+
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return shared memory as TMA and wgmma share it: tiles of 8 rows by up to 128 bytes, their 16-byte parts permuted."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)))
