@@ -1,0 +1,223 @@
+"""Arrays in 8 bits with a scale for each block: `quantize` and `dequantize`, for what is sent or kept.
+
+    q = quantize(x, jnp.int8, block_size=256, key=key)      # 1 byte an element and 4 a block
+    y = dequantize(q, jnp.bfloat16)
+
+What there was already, and why this is written all the same (read in jax 0.10.2, tokamax, qwix, DeepSpeed and bitsandbytes, all
+of 2025 and 2026):
+
+- jax quantises inside of `jax.nn.scaled_dot_general` alone: blocks of 32 or 16 with scales of 8 bits, for products.
+- qwix is jnp: scales for tiles that must divide the dim, a cast to fp8 by the compiler, stochastic rounding by noise that is
+  added. tokamax's `quantize_as` is jnp too: tiles that must divide, integers cut off instead of rounded.
+- ZeRO++ in DeepSpeed is CUDA: float16 to int8 and int4, to nearest. Its scale is max / 128, so that the largest element, where
+  it is positive, is cut to 127 / 128 of itself.
+- bitsandbytes is CUDA: blocks of the flattened array, each element looked up in a table of 256 values.
+
+None serves bfloat16 to int8 or fp8 on a GPU in one pass in JAX, and none says what becomes of NaN and infinity. Here blocks lie
+along the last dim, so a shard along any other dim has the blocks of the whole array, and the last block of a row may be
+shorter. What is not finite is not hidden: such a block's scale is NaN, and all of it comes back as NaN.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Implementation, resolve, target_of
+from pallas_kernels.quantize import mosaic, reference, xla
+from pallas_kernels.quantize.config import Config as Config
+from pallas_kernels.quantize.config import Problem, choose
+from pallas_kernels.quantize.reference import FORMATS
+from pallas_kernels.quantize.vjp import without_derivative
+
+UNMEASURED = "no measurement on a GPU says yet that it is faster"
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["values", "scales"], meta_fields=["block_size"])
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """An array in blocks of 8-bit values.
+
+    Attributes:
+      values: `[..., K]`, int8, float8_e4m3fn or float8_e5m2.
+      scales: `[..., ceil(K / block_size)]`, float32; an element is about its value times its block's scale.
+      block_size: elements of a block along the last dim; the last block of a row may have fewer.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    block_size: int
+
+
+def quantize(
+    x: jax.Array,
+    dtype: Any = jnp.int8,
+    block_size: int = 256,
+    key: jax.Array | None = None,
+    implementation: Implementation | None = None,
+    *,
+    config: Config | None = None,
+) -> Quantized:
+    """Return x in 8 bits, with a scale for each block of its last dim: the largest magnitude becomes the largest value.
+
+    Rounded to nearest even, an element is off by half a step at most; a step is largest / 127 of int8, and 2^-3 (float8_e4m3fn)
+    or 2^-2 (float8_e5m2) of the power of 2 below the element. Rounded stochastically it is off by less than a step, and not at
+    all in expectation. A block with NaN or an infinity in it has the scale NaN and zeros for values. A block whose largest
+    magnitude is below 2^-72 has the scale 0. Every implementation returns the same bits, on every device.
+
+    `x[..., K] -> values[..., K], scales[..., ceil(K / block_size)]`. Not differentiable: see `vjp`. On several devices call it
+    in `jax.shard_map` on each device's own pieces, where the kernel is wanted: it is opaque to the partitioner.
+
+    Args:
+      x: bfloat16, float16 or float32.
+      dtype: int8, float8_e4m3fn or float8_e5m2.
+      block_size: elements of a block. The kernel takes multiples of 64, and copies x where K is no multiple of it.
+      key: of `jax.random.key`, to round stochastically. The bits depend on the key and on an element's place in x alone: for
+        pieces of an array, fold each piece's index into the key, or equal places round alike.
+      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (the same in jnp, fused only by a `jax.jit` around it),
+        or None to have it chosen and logged.
+      config: sizes of the kernel; None chooses them.
+
+    Raises:
+      ValueError: x, dtype, block_size, key or implementation is none of these, sizes that do not fit, or a derivative is taken.
+      NotImplementedError: the named implementation has no kernel for this block size or this device; or the kernel is under
+        `jax.vmap` in jax 0.10, which batches no kernel.
+    """
+    form = FORMATS.get(jnp.dtype(dtype))
+    if form is None:
+        raise ValueError(f"quantize: dtype={jnp.dtype(dtype)}: choose from {', '.join(map(str, FORMATS))}")
+    if not x.ndim or x.dtype not in mosaic.FLOATS:
+        raise ValueError(f"quantize: x is {x.dtype}{list(x.shape)}: [..., K] of bfloat16, float16 or float32 is needed")
+    _check_block_size("quantize", block_size)
+    _check_key(key)
+    num_blocks = _num_blocks(x.shape, block_size)
+    problem = Problem(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        in_dtype=x.dtype,
+        out_dtype=jnp.dtype(jnp.int8),
+        in_block_bytes=0 if key is None else 4,
+        out_block_bytes=4,
+    )
+    chosen, config = _choose("quantize", implementation, problem, config, x)
+
+    def run(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        words = None if key is None else reference.block_words(key, num_blocks)
+        blocks = _in_blocks(x, block_size)
+        if chosen == "mosaic":
+            assert config is not None
+            codes, scales = mosaic.quantize(form, config, blocks, words)
+        else:
+            codes, scales = (xla if chosen == "xla" else reference).quantize(form, blocks, words)
+        codes = jax.lax.bitcast_convert_type(codes, form.dtype)
+        return _of_blocks(codes, x.shape), scales.reshape(*x.shape[:-1], -(-x.shape[-1] // block_size))
+
+    values, scales = without_derivative("quantize", run)(x, key)
+    return Quantized(values, scales, block_size)
+
+
+def dequantize(
+    q: Quantized, dtype: Any = jnp.float32, implementation: Implementation | None = None, *, config: Config | None = None
+) -> jax.Array:
+    """Return `values * scales`, `[..., K]`, multiplied in float32 and rounded to nearest.
+
+    Values are read as those that `quantize` writes, which are finite. Not differentiable: see `vjp`.
+
+    Args:
+      q: of `quantize`.
+      dtype: bfloat16, float16 or float32.
+      implementation: as of `quantize`.
+      config: as of `quantize`.
+
+    Raises:
+      ValueError: q's arrays do not fit each other, dtype or implementation is none of these, sizes that do not fit, or a
+        derivative is taken.
+      NotImplementedError: as of `quantize`.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype not in mosaic.FLOATS:
+        raise ValueError(f"dequantize: dtype={dtype}: choose from {', '.join(map(str, mosaic.FLOATS))}")
+    values, scales, block_size = q.values, q.scales, q.block_size
+    form = FORMATS.get(values.dtype)
+    if form is None or not values.ndim:
+        raise ValueError(
+            f"dequantize: values are {values.dtype}{list(values.shape)}: [..., K] of {', '.join(map(str, FORMATS))} is needed"
+        )
+    _check_block_size("dequantize", block_size)
+    shape = (*values.shape[:-1], -(-values.shape[-1] // block_size))
+    if scales.shape != shape or scales.dtype != jnp.float32:
+        raise ValueError(
+            f"dequantize: scales are {scales.dtype}{list(scales.shape)}, and values {list(values.shape)} in blocks of "
+            f"{block_size}: float32{list(shape)} is needed"
+        )
+    problem = Problem(
+        num_blocks=_num_blocks(values.shape, block_size),
+        block_size=block_size,
+        in_dtype=jnp.dtype(jnp.int8),
+        out_dtype=dtype,
+        in_block_bytes=4,
+        out_block_bytes=0,
+    )
+    chosen, config = _choose("dequantize", implementation, problem, config, values, scales)
+
+    def run(values: jax.Array, scales: jax.Array) -> jax.Array:
+        codes = _in_blocks(jax.lax.bitcast_convert_type(values, jnp.int8), block_size)
+        scales = scales.reshape(-1)
+        if chosen == "mosaic":
+            assert config is not None
+            y = mosaic.dequantize(form, config, codes, scales, dtype)
+        else:
+            y = (xla if chosen == "xla" else reference).dequantize(form, codes, scales, dtype)
+        return _of_blocks(y, values.shape)
+
+    return without_derivative("dequantize", run)(values, scales)
+
+
+def _choose(
+    op: str, implementation: Implementation | None, problem: Problem, config: Config | None, *arrays: Any
+) -> tuple[Implementation, Config | None]:
+    """Return the implementation that runs, and the sizes of its kernel."""
+    target = target_of(*arrays)
+    refusals: dict[Implementation, str | None] = {"mosaic": mosaic.refusal(problem, target), "xla": None, "reference": None}
+    chosen = resolve(op, implementation, refusals, {"mosaic": UNMEASURED})
+    if chosen != "mosaic":
+        return chosen, None
+    config = config or choose(problem, target.num_cores)
+    assert config is not None  # or the kernel had refused
+    problem.check(config)
+    return chosen, config
+
+
+def _num_blocks(shape: tuple[int, ...], block_size: int) -> int:
+    return math.prod(shape[:-1]) * -(-shape[-1] // block_size)
+
+
+def _in_blocks(array: jax.Array, block_size: int) -> jax.Array:
+    """Return `[G, block_size]` of `[..., K]`, the last block of a row filled with zeros."""
+    more = -array.shape[-1] % block_size
+    if more:
+        array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)])
+    return array.reshape(math.prod(array.shape) // block_size, block_size)
+
+
+def _of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return the array `[..., K]` of this shape that blocks `[G, block_size]` make."""
+    per_row = -(-shape[-1] // blocks.shape[1])
+    return blocks.reshape(*shape[:-1], per_row * blocks.shape[1])[..., : shape[-1]]
+
+
+def _check_block_size(op: str, block_size: Any) -> None:
+    if not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(f"{op}: block_size={block_size!r}: an integer of 1 or more is needed, as 128 or 256")
+
+
+def _check_key(key: Any) -> None:
+    dtype = getattr(key, "dtype", None)
+    is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and not key.shape
+    is_raw_key = dtype == jnp.uint32 and key.ndim == 1  # of jax.random.PRNGKey
+    if key is not None and not (is_key or is_raw_key):
+        found = repr(key) if dtype is None else f"{dtype}{list(key.shape)}"
+        raise ValueError(f"quantize: key is {found}: one key is needed, as jax.random.key(0), or None to round to nearest")

@@ -1,0 +1,179 @@
+"""`quantize` and `dequantize` for Hopper, in Pallas Mosaic GPU: each element is read once and written once.
+
+Blocks of the last dim, one after the other in memory, are the rows of `x[G, B]`, so that neither kernel knows of the array's
+shape. A tile is 64 rows. A warpgroup has tiles to itself: the tensor memory accelerator (TMA) copies them to shared memory,
+`num_stages` ahead, and the results back, while other warpgroups of the core, and the same one's copies, go on.
+
+    tile i:  wait for its copy;  results of the tile -> slot;  start their copy out;  start the copy of tile i + num_stages
+
+Results are written to shared memory when every thread has read the tile, and `commit_smem`, which copies out need, waits for
+all of them: only then is the tile's memory given to the next copy. The grid is as large as the GPU (persistent).
+
+To quantize, a tile is read twice from shared memory, 128 columns at a time, so that few of it are in registers: for the largest
+magnitude of each row, which 4 threads have and exchange, and for the codes. The arithmetic is the reference's own.
+
+Edges: G may be anything. TMA gives zeros outside of an array, and writes nothing there.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import Target
+from pallas_kernels.quantize import reference
+from pallas_kernels.quantize.config import COLUMNS, ROWS, SLOTS, Config, Problem, choose
+from pallas_kernels.quantize.reference import Format
+from pallas_kernels.shared_memory import swizzled
+
+FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+LAYOUT = plgpu.Layout.WGMMA_8BIT  # a row is on 4 threads, 4 columns at a time: one word of codes
+
+
+def refusal(problem: Problem, target: Target) -> str | None:
+    """Tell why the kernels cannot serve a call, or None."""
+    for dtype in (problem.in_dtype, problem.out_dtype):
+        if dtype.itemsize > 1 and dtype not in FLOATS:
+            return f"it has code for bfloat16, float16 and float32, not {dtype}"
+    if problem.block_size % COLUMNS:
+        return f"block_size={problem.block_size} is no multiple of {COLUMNS}"
+    if choose(problem, target.num_cores) is None:
+        return f"{ROWS} blocks of {problem.block_size} do not fit the shared memory"
+    if not problem.num_blocks:
+        return "an array without elements has no blocks"
+    return target.without_hopper()
+
+
+@functools.partial(jax.jit, static_argnames=("form", "config"))
+def quantize(form: Format, config: Config, x: jax.Array, words: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Return (codes int8[G, B], scales float32[G]) of x[G, B] and, to round stochastically, words uint32[G]."""
+    chunks = _chunks(x.shape[1])
+
+    def compute(x_smem: Any, *refs: Any) -> None:
+        *word_smems, code_smem, scale_smem = refs
+        largest = functools.reduce(jnp.maximum, (reference.magnitudes(_load(x_smem, at)).max(1) for at in chunks))
+        scale, inverse, kept = form.scales(largest)
+        scale_smem[...] = scale
+        for at in chunks:
+            part = _load(x_smem, at)
+
+            def spread(row: jax.Array, shape: tuple[int, ...] = part.shape) -> jax.Array:
+                return lax.broadcast_in_dim(row, shape, (0,))
+
+            r = None
+            if word_smems:
+                columns = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, part.shape, 1), LAYOUT) + jnp.uint32(at.start)
+                r = reference.random_bits(spread(word_smems[0][...]), columns)
+            code_smem[:, at] = form.encode(reference.normalized(part, spread(inverse), spread(kept)), r)
+
+    arrays = [x] if words is None else [x, words]
+    out_types = jax.eval_shape(functools.partial(reference.quantize, form), x, words)
+    codes, scales = _stream("quantize", config, compute, arrays, out_types)
+    return codes, scales
+
+
+@functools.partial(jax.jit, static_argnames=("form", "config", "dtype"))
+def dequantize(form: Format, config: Config, codes: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return y[G, B] for codes int8[G, B] and scales float32[G]."""
+    chunks = _chunks(codes.shape[1])
+
+    def compute(code_smem: Any, scale_smem: Any, y_smem: Any) -> None:
+        scale = scale_smem[...]
+        for at in chunks:
+            values = form.decode(plgpu.layout_cast(code_smem[:, at], LAYOUT))
+            y_smem[:, at] = (values * lax.broadcast_in_dim(scale, values.shape, (0,))).astype(dtype)
+
+    out_type = jax.eval_shape(functools.partial(reference.dequantize, form, dtype=dtype), codes, scales)
+    [y] = _stream("dequantize", config, compute, [codes, scales], [out_type])
+    return y
+
+
+def _chunks(block_size: int) -> list[slice]:
+    """Return the columns that are in registers at a time."""
+    width = 2 * COLUMNS if block_size % (2 * COLUMNS) == 0 else COLUMNS
+    return [slice(start, start + width) for start in range(0, block_size, width)]
+
+
+def _load(x_smem: Any, columns: slice) -> jax.Array:
+    return plgpu.layout_cast(x_smem[:, columns], LAYOUT).astype(jnp.float32)
+
+
+def _stream(
+    name: str, config: Config, compute: Callable[..., None], arrays: Sequence[jax.Array], out_types: Sequence[Any]
+) -> list[jax.Array]:
+    """Run `compute(*inputs, *outputs)` on each tile of 64 rows, in shared memory; arrays are [G, B] or [G]."""
+    num_rows = arrays[0].shape[0]
+    num_tiles = pl.cdiv(num_rows, ROWS)
+    num_blocks = min(config.num_cores, pl.cdiv(num_tiles, config.num_warpgroups))
+    stride = num_blocks * config.num_warpgroups
+
+    def body(*refs: Any) -> None:
+        in_gmems, out_gmems = refs[: len(arrays)], refs[len(arrays) :]
+        warpgroup = lax.axis_index("warpgroup")
+        first = lax.axis_index("block") * config.num_warpgroups + warpgroup
+        count = (num_tiles - first + stride - 1) // stride
+
+        def rows(tile: Any) -> Any:
+            return pl.ds((first + tile * stride) * ROWS, ROWS)
+
+        def scope(in_smems: Any, out_smems: Any, full: Any) -> None:
+            def arrived(slot: Any) -> Any:
+                return full.at[warpgroup * config.num_stages + slot]
+
+            def load(tile: Any, slot: Any) -> None:
+                for gmem, smem in zip(in_gmems, in_smems, strict=True):
+                    plgpu.copy_gmem_to_smem(gmem.at[rows(tile)], smem.at[warpgroup, slot], arrived(slot))
+
+            for slot in range(config.num_stages):
+
+                @pl.when(slot < count)
+                def _(slot: int = slot) -> None:
+                    load(slot, slot)
+
+            def step(tile: Any, _: tuple[()]) -> tuple[()]:
+                slot, out_slot = lax.rem(tile, config.num_stages), lax.rem(tile, SLOTS)
+                plgpu.barrier_wait(arrived(slot))
+                plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)  # the tile that last used these results' memory
+                outs = [smem.at[warpgroup, out_slot] for smem in out_smems]
+                compute(*(smem.at[warpgroup, slot] for smem in in_smems), *outs)
+                plgpu.commit_smem()
+                for n, (gmem, out) in enumerate(zip(out_gmems, outs, strict=True), 1):
+                    plgpu.copy_smem_to_gmem(out, gmem.at[rows(tile)], commit_group=n == len(outs))
+
+                @pl.when(tile + config.num_stages < count)
+                def _() -> None:
+                    load(tile + config.num_stages, slot)
+
+                return ()
+
+            lax.fori_loop(0, count, step, ())
+            plgpu.wait_smem_to_gmem(0)
+
+        pl.run_scoped(
+            scope,
+            [_shared((config.num_warpgroups, config.num_stages), array) for array in arrays],
+            [_shared((config.num_warpgroups, SLOTS), out) for out in out_types],
+            plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.num_warpgroups * config.num_stages),
+            collective_axes="warpgroup",
+        )
+
+    call: Any = pl.kernel(
+        body,
+        out_type=list(out_types),
+        mesh=plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=config.num_warpgroups, thread_name="warpgroup"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0),
+        name=name,
+    )
+    return list(call(*arrays))
+
+
+def _shared(slots: tuple[int, int], array: Any) -> Any:
+    """Return shared memory for tiles of an array."""
+    if array.ndim == 1:
+        return plgpu.SMEM((*slots, ROWS), array.dtype)
+    return swizzled((*slots, ROWS, array.shape[1]), array.dtype)

@@ -1,0 +1,72 @@
+"""The quantize kernels compiled for an H200 that is not there: registers, copies, memory."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.quantize import Quantized, dequantize, quantize
+
+pytestmark = pytest.mark.xdist_group("kernels_h200")
+BF16, F16, F32, E4M3, E5M2, I8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
+KEY = jax.eval_shape(lambda: jax.random.PRNGKey(0))
+
+
+def abstract(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def check(report, reads: int) -> None:
+    assert report.spill_bytes() == 0
+    assert report.count("UTMALDG") >= reads  # TMA, to shared memory
+    assert report.count("UTMASTG") >= 1  # and back
+    assert report.count("LDL") + report.count("STL") == 0
+    assert report.hlo.count('custom_call_target="mosaic_gpu_v2"') == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "in_dtype", "dtype", "block_size"),
+    [
+        ((8192, 8192), BF16, I8, 256),
+        ((8192, 8192), F32, I8, 128),
+        ((1 << 26,), BF16, E4M3, 128),
+        ((8192, 8192), F16, E5M2, 64),
+        ((4096, 4096), F32, E4M3, 512),
+    ],
+)
+def test_quantize_kernel_for_h200_reads_and_writes_once_without_spills(compile_for_h200, shape, in_dtype, dtype, block_size):
+    report = compile_for_h200(lambda x: quantize(x, dtype, block_size, implementation="mosaic"), abstract(shape, in_dtype))
+    check(report, reads=1)
+    # Nothing before the kernel and nothing behind it: blocks and fp8 are other names of the same memory.
+    assert report.temp_bytes <= 16  # the addresses of the two results
+    assert not re.search(r" (copy|fusion|transpose|convert|pad)\(", report.hlo)
+
+
+@pytest.mark.parametrize("block_size", [128, 256])
+@pytest.mark.parametrize("dtype", [I8, E4M3])
+def test_quantize_kernel_for_h200_rounds_stochastically_without_spills(compile_for_h200, dtype, block_size):
+    def f(x, key):
+        return quantize(x, dtype, block_size, key, "mosaic")
+
+    report = compile_for_h200(f, abstract((8192, 8192), BF16), KEY)
+    check(report, reads=2)
+    words = 4 * 8192 * 8192 // block_size
+    assert words <= report.temp_bytes <= words + 1024  # random bits are made from one word a block, in the kernel
+
+
+@pytest.mark.parametrize(("dtype", "out", "block_size"), [(I8, BF16, 256), (E4M3, F32, 128), (E5M2, F16, 64)])
+def test_dequantize_kernel_for_h200_reads_and_writes_once_without_spills(compile_for_h200, dtype, out, block_size):
+    def f(values, scales):
+        return dequantize(Quantized(values, scales, block_size), out, "mosaic")
+
+    report = compile_for_h200(f, abstract((8192, 8192), dtype), abstract((8192, 8192 // block_size), F32))
+    check(report, reads=2)
+    assert report.temp_bytes == 0
+    assert not re.search(r" (copy|fusion|transpose|convert|pad)\(", report.hlo)
+
+
+def test_quantize_kernel_for_h200_of_a_ragged_dim_copies_it_once(compile_for_h200):
+    report = compile_for_h200(lambda x: quantize(x, I8, 128, implementation="mosaic"), abstract((1000, 1000), BF16))
+    check(report, reads=1)
+    assert report.temp_bytes >= 2 * 1000 * 1024  # the control of the checks above
