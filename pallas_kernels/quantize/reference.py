@@ -99,11 +99,16 @@ class Format:
         kept = jnp.where(is_finite, jnp.where(is_zero, 0, -1), 0)
         largest = jnp.where(kept == 0, SMALLEST, largest)
         value = _floats(largest)
-        inverse = _integers(self.most / value) - 4  # now it is no more than 7 too low
-        for more in (4, 2, 1):
-            inverse = jnp.where(_floats(inverse + more) * value <= self.most, inverse + more, inverse)
+        inverse = self.inverse(value, self.most / value)
         scale = jnp.where(is_zero, 0.0, jnp.where(is_finite, value * (1 / self.most), jnp.nan))
-        return scale, _floats(inverse), kept
+        return scale, inverse, kept
+
+    def inverse(self, largest: jax.Array, guess: jax.Array) -> jax.Array:
+        """Return the largest float32 whose product with `largest` is `most` at most, of a guess that is off by 2 last bits."""
+        inverse = _integers(guess) - 4  # now it is from 1 to 7 too low
+        for more in (4, 2, 1):
+            inverse = jnp.where(_floats(inverse + more) * largest <= self.most, inverse + more, inverse)
+        return _floats(inverse)
 
 
 FORMATS = {

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels import dispatch
 from pallas_kernels.quantize import Config, Quantized, dequantize, quantize
 from pallas_kernels.quantize.config import MAX_STAGES, Problem, choose
+from pallas_kernels.quantize.reference import FORMATS as FORMATS_OF
 from pallas_kernels.shared_memory import SHARED_BYTES
 
 pytestmark = pytest.mark.xdist_group("kernels")
@@ -156,6 +157,20 @@ def test_dequantize_multiplies_and_rounds_once(dtype, out):
     exact = np.asarray(q.values, np.float64) * spread(q)  # 8 bits times 24: exact
     once = exact.astype(np.float32).astype(jnp.dtype(out))
     np.testing.assert_array_equal(np.asarray(dequantize(q, out), np.float64), once.astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_quantize_divides_alike_on_devices_whose_quotients_are_off_by_two_last_bits(dtype):
+    form = FORMATS_OF[jnp.dtype(dtype)]
+    rng = np.random.default_rng(0)
+    largest = (rng.uniform(1, 2, 20000) * 2.0 ** rng.integers(-72, 127, 20000)).astype(np.float32)
+    guess = (form.most / largest.astype(np.float64)).astype(np.float32)
+    guesses = [(guess.view(np.int32) + off).view(np.float32) for off in (-2, -1, 0, 1, 2)]
+    inverses = [np.asarray(jax.jit(form.inverse)(largest, jnp.asarray(g))) for g in guesses]
+    for inverse in inverses:
+        np.testing.assert_array_equal(inverse, inverses[0])
+    assert (inverses[0] * largest <= form.most).all()
+    assert (np.nextafter(inverses[0], np.float32(np.inf)) * largest > form.most).all()
 
 
 SPECIAL = jnp.asarray([0.0, -0.0, 1.0, 2.0**-130, -(2.0**-126), 2.0**-72, -(2.0**-60), 3.4e38] * 8, jnp.float32)
