@@ -14,6 +14,7 @@ that fails, crashes or hangs leaves its rows and stops none of the others. The c
     memory         peak device memory over `program.memory` and over the compiler's own count; a process for each mix
     nvme           10 steps with mixes on disk against the resident step; the disk's speed; time and stall of such steps
     speed          the link's bandwidth; step time of each mix over the resident step, interleaved; overlap; FSDP2 offloaded
+    kernels        each op of pallas_kernels beside XLA's: error against float64, time, share of the measured peak
 
 The resident step recomputes its layers, as the mixes do, so that the extra of a mix is its transfers. With c its time, b the
 bytes that a mix moves over the measured bandwidth (both ways at once) and s the time of the mix, max(c, b) is the floor, and
@@ -42,7 +43,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gpu_checks import equality, memory, slices, speed, swap
+from gpu_checks import equality, kernels, memory, slices, speed, swap
 from gpu_checks.compiled import compile_rows
 from gpu_checks.jobs import Job, platform_name
 from gpu_checks.mixes import CPU, GPU, SMALL, Sizes
@@ -86,6 +87,7 @@ CHECKS: Mapping[str, Check] = {
     "memory": Check(run=lambda s, _: memory.check_memory(s), programs=memory.memory_jobs),
     "nvme": Check(run=lambda s, _: swap.check_swap(s), programs=swap.swap_jobs),
     "speed": Check(run=speed.check_speed, programs=speed.speed_jobs, preallocates=True),
+    "kernels": Check(run=lambda s, _: kernels.check_kernels(s), programs=lambda _: []),
 }
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpu_checks.jobs import Job
+from gpu_checks.kernels import compile_kernels
 from gpu_checks.memory import ACCOUNT_RATIO, memory_row
 from gpu_checks.mixes import Sizes
 from gpu_checks.rows import Row, attempt
@@ -42,3 +43,5 @@ def compile_rows(check: str, jobs: Sequence[Job], sizes: Sizes) -> Iterator[Row]
         yield from attempt(job.name, lambda job=job: compile_job(job))
     if check == "slices":
         yield from compile_forms(mesh, judged)
+    if check == "kernels":
+        yield from compile_kernels(mesh, sizes, judged)

@@ -200,7 +200,7 @@ def _in_blocks(array: jax.Array, block_size: int) -> jax.Array:
     more = -array.shape[-1] % block_size
     if more:
         array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)])
-    return array.reshape(math.prod(array.shape) // block_size, block_size)
+    return array.reshape(-1, block_size)
 
 
 def _of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -11,6 +11,7 @@ import sys
 import gpt
 import gpu_check
 import jax
+import kernels
 import numpy as np
 import nvme_peers
 import problem
@@ -146,6 +147,7 @@ def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path):
     link = speed["all, in_backward: link"]["values"]
     assert link["to_device"] > link["to_host"] > 0
     assert "FSDP2, CPUOffloadPolicy" in speed
+    assert {row["ok"] for name, row in rows["kernels"].items() if name.endswith(("xla", "unfused"))} == {True}
     assert rows["nvme"]["all, activations, clipped"]["ok"] is True
     disk = rows["nvme"]["timed: all, in_backward: disk"]["values"]
     assert disk["read_bytes"] > disk["write_bytes"] > 0
@@ -156,12 +158,14 @@ def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path):
 
 @pytest.mark.usefixtures("h200_compiler")
 def test_gpu_check_compiles_without_a_gpu(tmp_path):
-    text, facts = run_gpu_check(tmp_path, "--compile-only", "--only", "slices", "memory")
+    text, facts = run_gpu_check(tmp_path, "--compile-only", "--only", "slices", "memory", "kernels")
     rows = {name: {row["name"]: row for row in rows} for name, rows in facts["rows"].items()}
     assert rows["slices"]["update"]["values"]["slices"] == 2
     streamed = rows["memory"]["all, activations, in_backward"]
     assert streamed["ok"] is True
     assert streamed["values"]["slices"] > 0
+    assert len(rows["kernels"]) == len(kernels.cases(small=True))
+    assert all(row["ok"] is True for row in rows["kernels"].values())
     assert "an H200 that is not there" in text
 
 

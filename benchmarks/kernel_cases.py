@@ -1,0 +1,226 @@
+"""The cases of benchmarks/kernels.py: each op at a size, the programs of each contender, and its error against float64."""
+
+import dataclasses
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul.reference import ACTIVATIONS
+from pallas_kernels.quantize import Quantized, dequantize, quantize
+
+MOSAIC, XLA, UNFUSED = "mosaic", "xla", "unfused"
+ROWS = 64  # that are compared with float64
+Step = Callable[[tuple[Any, ...], Any], Any]
+"""(the case's arrays, what the step before returned, donated) -> the next value. Each is a program of its own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One op at one size.
+
+    Attributes:
+      name: of its rows.
+      work: floating point operations or bytes of a call.
+      unit: "flops" or "bytes".
+      arrays: abstract arguments.
+      programs: for each contender the steps that one call takes.
+      error: (arguments, result) -> the largest error over its bound.
+      accumulates: the last argument is what a call adds to, in place: its first step gets it, donated, and a call's result is
+        what the next call adds to.
+    """
+
+    name: str
+    work: float
+    unit: str
+    arrays: tuple[Any, ...]
+    programs: Mapping[str, Sequence[Step]]
+    error: Callable[[tuple[Any, ...], Any], float]
+    accumulates: bool = False
+
+    def draw(self) -> tuple[Any, ...]:
+        """Return random arguments: normal numbers, products of which stay of size 1; keys; 8-bit values as quantised."""
+
+        def array(n: int, a: Any) -> jax.Array:
+            key = jax.random.fold_in(jax.random.key(0), n)
+            if a.dtype == jnp.uint32:
+                return jax.random.key_data(key)
+            if a.dtype == jnp.int8:
+                return jax.random.randint(key, a.shape, -127, 128, jnp.int8)
+            scale = 1.0 if n == 0 else a.shape[0] ** -0.5
+            return (scale * jax.random.normal(key, a.shape, jnp.float32)).astype(a.dtype)
+
+        return tuple(jax.jit(functools.partial(array, n, a))() for n, a in enumerate(self.arrays))
+
+
+def matmul_case(
+    m: int, n: int, k: int, *, gated: bool = False, bias: bool = False, activation: str | None = None, accumulates: bool = False
+) -> Case:
+    """Return the case of `x[M, K] @ w[K, N]` in bfloat16 and what follows; what is accumulated and its result are float32."""
+    dtype, out = jnp.bfloat16, jnp.float32 if accumulates else jnp.bfloat16
+    num = 2 if gated else 1
+    shapes = [(m, k), *[(k, n)] * num, *[(n,)] * (num * bias)]
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    arrays += [jax.ShapeDtypeStruct((m, n), jnp.float32)] * accumulates
+
+    def op(implementation: Any) -> Step:
+        def call(arrays: Any, total: Any) -> Any:
+            x, w, b = arrays[0], arrays[1 : 1 + num], arrays[1 + num : 1 + num + num * bias]
+            return matmul(x, w, b or None, activation, total, implementation, preferred_element_type=out)
+
+        return call
+
+    def products(arrays: Any, total: Any) -> Any:
+        dot = [jnp.dot(arrays[0], w, preferred_element_type=jnp.float32) for w in arrays[1 : 1 + num]]
+        return dot, total
+
+    def add_bias(arrays: Any, z: Any) -> Any:
+        terms = arrays[1 + num : 1 + 2 * num]
+        return [each + t.astype(jnp.float32) for each, t in zip(z[0], terms, strict=True)], z[1]
+
+    steps: list[Step] = [products]
+    if bias:
+        steps.append(add_bias)
+    if accumulates:
+        steps.append(lambda _, z: ([z[0][0] + z[1]], None))
+    if activation:
+        steps.append(lambda _, z: ([ACTIVATIONS[activation](z[0][0]), *z[0][1:]], None))
+    steps.append(lambda _, z: (z[0][0] * z[0][1] if gated else z[0][0]).astype(out))
+
+    def error(arrays: Any, y: Any) -> float:
+        rows = np.random.default_rng(0).choice(m, min(m, ROWS), replace=False)
+        x = np.asarray(arrays[0][rows], np.float64)
+        z = [x @ np.asarray(w, np.float64) for w in arrays[1 : 1 + num]]
+        if bias:
+            z = [each + np.asarray(t, np.float64) for each, t in zip(z, arrays[1 + num : 1 + 2 * num], strict=True)]
+        if accumulates:
+            z = [z[0] + np.asarray(arrays[-1][rows], np.float64)]
+        expected = activate(activation, z[0]) * (z[1] if gated else 1)
+        bound = {2: 2.0**-8, 4: 2e-6}[jnp.dtype(out).itemsize] * np.abs(expected).max()
+        return float(np.abs(np.asarray(y[rows], np.float64) - expected).max() / bound)
+
+    told = (("bias", bias), (activation, activation), ("gated", gated), ("in place", accumulates))
+    return Case(
+        name=", ".join([f"matmul {m} x {n} x {k}", *[str(word) for word, there in told if there]]),
+        work=2.0 * m * n * k * num,
+        unit="flops",
+        arrays=tuple(arrays),
+        programs={MOSAIC: [op(MOSAIC)], XLA: [op(XLA)], UNFUSED: steps},
+        error=error,
+        accumulates=accumulates,
+    )
+
+
+def activate(name: str | None, z: np.ndarray) -> np.ndarray:
+    """Return an activation in float64."""
+    if name is None:
+        return z
+    if name == "silu":
+        return z / (1 + np.exp(-z))
+    return 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+
+
+def quantize_case(rows: int, columns: int, in_dtype: Any, dtype: Any, block_size: int, *, stochastic: bool = False) -> Case:
+    """Return the case of `quantize`, its bytes those of x, values and scales."""
+    most = float(jnp.iinfo(dtype).max if dtype == jnp.int8 else jnp.finfo(dtype).max)
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+
+    def op(implementation: Any) -> Step:
+        return lambda arrays, _: quantize(arrays[0], dtype, block_size, arrays[1] if stochastic else None, implementation)
+
+    def blocks(x: Any) -> Any:
+        return x.reshape(rows, -1, block_size).astype(jnp.float32)
+
+    def noise(arrays: Any, z: Any) -> Any:
+        return (jnp.floor(z[0] + jax.random.uniform(jax.random.wrap_key_data(arrays[1]), z[0].shape)), z[1])
+
+    def unscaled(arrays: Any, scales: Any) -> Any:
+        return blocks(arrays[0]) / scales[..., None], scales
+
+    def cast(_: Any, z: Any) -> Any:
+        return Quantized(z[0].reshape(rows, columns).astype(dtype), z[1], block_size)
+
+    steps: list[Step] = [lambda arrays, _: jnp.abs(blocks(arrays[0])).max(-1) / most, unscaled]
+    if dtype == jnp.int8:
+        steps.append(noise if stochastic else lambda _, z: (jnp.round(z[0]), z[1]))
+    steps.append(cast)
+
+    def error(arrays: Any, q: Quantized) -> float:
+        chosen = np.random.default_rng(0).choice(rows, min(rows, ROWS), replace=False)
+        x = np.asarray(arrays[0][chosen], np.float64)
+        largest = np.repeat(np.abs(x.reshape(len(x), -1, block_size)).max(-1), block_size, -1)
+        y = np.asarray(dequantize(Quantized(q.values[chosen], q.scales[chosen], block_size), jnp.float32), np.float64)
+        step = largest / most
+        if dtype != jnp.int8:  # half of the distance of neighbours, which is a part of the element
+            info = jnp.finfo(dtype)
+            step = np.maximum(np.abs(x) * 2.0**-info.nmant, step * float(info.smallest_subnormal))
+        return float((np.abs(y - x) / (step * (1.0 if stochastic else 0.5) * (1 + 1e-4))).max())
+
+    size = rows * columns
+    name = f"quantize {rows} x {columns}, {jnp.dtype(in_dtype)} to {jnp.dtype(dtype)}, blocks of {block_size}"
+    return Case(
+        name=name + (", stochastic" if stochastic else ""),
+        work=size * (jnp.dtype(in_dtype).itemsize + 1 + 4 / block_size),
+        unit="bytes",
+        arrays=(jax.ShapeDtypeStruct((rows, columns), in_dtype), *[jax.ShapeDtypeStruct(key.shape, key.dtype)] * stochastic),
+        programs={MOSAIC: [op(MOSAIC)], XLA: [op(XLA)], **({} if stochastic and dtype != jnp.int8 else {UNFUSED: steps})},
+        error=error,
+    )
+
+
+def dequantize_case(rows: int, columns: int, dtype: Any, block_size: int) -> Case:
+    """Return the case of `dequantize` from int8."""
+
+    def op(implementation: Any) -> Step:
+        return lambda arrays, _: dequantize(Quantized(arrays[0], arrays[1], block_size), dtype, implementation)
+
+    def error(arrays: Any, y: Any) -> float:
+        chosen = np.random.default_rng(0).choice(rows, min(rows, ROWS), replace=False)
+        values, scales = (np.asarray(a[chosen], np.float64) for a in arrays)
+        exact = values * np.repeat(scales, block_size, -1)
+        return float((np.abs(np.asarray(y[chosen], np.float64) - exact) / (2.0**-8 * np.abs(exact) + 1e-30)).max())
+
+    steps: list[Step] = [
+        lambda arrays, _: arrays[0].astype(jnp.float32),
+        lambda arrays, z: z * jnp.repeat(arrays[1], block_size, -1),
+        lambda _, z: z.astype(dtype),
+    ]
+    return Case(
+        name=f"dequantize {rows} x {columns}, int8 to {jnp.dtype(dtype)}, blocks of {block_size}",
+        work=rows * columns * (1 + jnp.dtype(dtype).itemsize + 4 / block_size),
+        unit="bytes",
+        arrays=(
+            jax.ShapeDtypeStruct((rows, columns), jnp.int8),
+            jax.ShapeDtypeStruct((rows, columns // block_size), jnp.float32),
+        ),
+        programs={MOSAIC: [op(MOSAIC)], XLA: [op(XLA)], UNFUSED: steps},
+        error=error,
+    )
+
+
+def cases(small: bool) -> list[Case]:
+    """Return the cases; small ones are for machines that measure nothing."""
+    if small:
+        m, n, k, rows, columns = 192, 128, 320, 128, 512
+        sizes = [(m, n, k)]
+    else:
+        m, n, k, rows, columns = 16384, 14336, 4096, 1 << 15, 1 << 13
+        sizes = [(8192, 8192, 8192), (16384, 4096, 16384), (8100, 5000, 3000)]
+    return [
+        *[matmul_case(*size) for size in sizes],
+        matmul_case(m, n, k, bias=True, activation="gelu"),
+        matmul_case(m, n, k, gated=True, activation="silu"),
+        matmul_case(m, n, k, accumulates=True),
+        quantize_case(rows, columns, jnp.bfloat16, jnp.int8, 256),
+        quantize_case(rows, columns, jnp.bfloat16, jnp.int8, 256, stochastic=True),
+        quantize_case(rows, columns, jnp.float32, jnp.float8_e4m3fn, 128),
+        dequantize_case(rows, columns, jnp.bfloat16, 256),
+    ]

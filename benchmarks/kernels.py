@@ -1,0 +1,197 @@
+"""The ops of pallas_kernels: our kernel beside XLA's fused form and the program that is not fused.
+
+    python benchmarks/kernels.py --save benchmarks/results/NAME.md          # a Hopper GPU; about 2 minutes
+    python benchmarks/kernels.py --small                                    # anywhere: correctness, and no measurement
+
+For each case and each of
+
+    mosaic     the kernel
+    xla        the same op in jnp in one program: cuBLAS for products, what surrounds them fused as XLA sees fit
+    unfused    each operation a program of its own, as without a compiler
+
+it tells the time of a call (the median over rounds, in each of which all take their turn), TFLOP/s or GB/s, their share of
+what the chip was measured to do, the time over XLA's, the bytes taken beside arguments and results as the compiler counts them,
+and the error against float64 on 64 rows of random inputs, over the bound that the op states.
+
+The chip's peak is measured, not quoted: of products the best of `jnp.dot` of bfloat16 over three sizes, of memory a copy of
+1 GiB, bytes read and written. A case is served by the kernel or says why not. On a CPU the kernel does not run, times say
+nothing of a GPU, and every table says so.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import pathlib
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from kernel_cases import XLA, Case, Step, cases
+
+NO_MEASUREMENT = "Times of a CPU: no measurement of these ops, which are for GPUs."
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What was seen of one contender in one case: seconds of each round, the compiler's bytes, the error over its bound."""
+
+    seconds: list[float]
+    extra_bytes: int
+    error: float
+
+
+class Contender:
+    """The compiled steps of a case, ready to be called again and again.
+
+    Attributes:
+      extra_bytes: the most that a call takes beside its arguments and its result, as the compiler counts.
+
+    Raises:
+      NotImplementedError: the kernel cannot serve.
+    """
+
+    def __init__(self, case: Case, steps: Sequence[Step], arrays: tuple[Any, ...]):
+        self.case, self.arrays, self.programs, self.extra_bytes = case, arrays, [], 0
+        self.value = jnp.copy(arrays[-1]) if case.accumulates else None
+        value = self.value
+        for n, step in enumerate(steps):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # of another shape than the result
+                compiled = jax.jit(step, donate_argnums=1).lower(arrays, value).compile()
+            stats: Any = compiled.memory_analysis()
+            own = stats.temp_size_in_bytes + (num_bytes(value) if n else 0)
+            value = jax.eval_shape(step, arrays, value)
+            is_last = n + 1 == len(steps)
+            self.extra_bytes = max(self.extra_bytes, own + (0 if is_last else num_bytes(value)) - stats.alias_size_in_bytes)
+            self.programs.append(compiled)
+
+    def __call__(self) -> Any:
+        value = self.value
+        for program in self.programs:
+            value = program(self.arrays, value)
+        self.value = value if self.case.accumulates else None
+        return value
+
+    def seconds(self, repeats: int) -> float:
+        """Return the seconds of one of `repeats` calls in a row."""
+        start, result = time.perf_counter(), None
+        for _ in range(repeats):
+            result = self()
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / repeats
+
+
+def num_bytes(tree: Any) -> int:
+    """Return the bytes of a tree of arrays, abstract or not."""
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def measure(case: Case, rounds: int) -> dict[str, Found | str]:
+    """Return what was seen of each contender, or why it was not."""
+    found: dict[str, Found | str] = {}
+    arrays, ready = case.draw(), {}
+    for name, steps in case.programs.items():
+        try:
+            contender = Contender(case, steps, arrays)
+        except NotImplementedError as e:
+            found[name] = str(e)
+            continue
+        found[name] = Found([], contender.extra_bytes, case.error(arrays, contender()))
+        ready[name] = (contender, max(1, min(50, int(0.05 / contender.seconds(1)))))
+    for _ in range(rounds):
+        for name, (contender, repeats) in ready.items():
+            one: Any = found[name]
+            one.seconds.append(contender.seconds(repeats))
+    return found
+
+
+def peaks(small: bool) -> dict[str, float]:
+    """Return the most FLOP/s of a product of bfloat16, and bytes/s of a copy, that this device shows."""
+
+    def best(f: Callable[[Any], Any], x: Any) -> float:
+        arrays = (jax.ShapeDtypeStruct(x.shape, x.dtype),)
+        steps: list[Step] = [lambda arrays, _: f(arrays[0])]
+        case = Case(name="peak", work=0, unit="", arrays=arrays, programs={}, error=lambda *_: 0.0)
+        contender = Contender(case, steps, (x,))
+        jax.block_until_ready(contender())
+        return min(contender.seconds(10) for _ in range(3))
+
+    def product(x: Any) -> Any:
+        return jnp.dot(x, x, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    sizes = (256,) if small else (4096, 8192, 16384)
+    flops = max(2.0 * n**3 / best(product, jnp.ones((n, n), jnp.bfloat16)) for n in sizes)
+    x = jnp.ones(1 << (20 if small else 28), jnp.float32)
+    return {"flops": flops, "bytes": 2.0 * x.nbytes / best(jnp.negative, x)}
+
+
+def words(case: Case, name: str, found: Mapping[str, Found | str], peak: Mapping[str, float]) -> list[str]:
+    """Return the cells of a contender's row: time, rate, share of the peak, time over XLA's, extra memory, error."""
+    one, xla = found[name], found[XLA]
+    if isinstance(one, str):
+        return [f"not run: {one}", *[""] * 5]
+    seconds = statistics.median(one.seconds)
+    rate, unit = case.work / seconds, "TFLOP/s" if case.unit == "flops" else "GB/s"
+    over = ""
+    if isinstance(xla, Found):
+        ratios = [a / b for a, b in zip(one.seconds, xla.seconds, strict=True)]
+        over = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+    return [
+        f"{1e3 * seconds:.3g} ms",
+        f"{rate / (1e12 if case.unit == 'flops' else 1e9):.4g} {unit}",
+        f"{rate / peak[case.unit]:.2f}",
+        over,
+        f"{one.extra_bytes / 2**20:.3g} MiB",
+        f"{one.error:.2f}",
+    ]
+
+
+def table(small: bool, rounds: int) -> Iterator[tuple[str, bool]]:
+    """Yield the lines of the table, and whether the errors that each tells of are within their bounds."""
+    device, peak = jax.devices()[0], peaks(small)
+    yield f"# Kernels on {device.device_kind}, {datetime.date.today():%Y-%m}", True
+    yield "", True
+    if device.platform == "cpu":
+        yield NO_MEASUREMENT, True
+        yield "", True
+    yield (
+        f"jax {jax.__version__}; {rounds} rounds; peak measured: {peak['flops'] / 1e12:.4g} TFLOP/s (bfloat16), "
+        f"{peak['bytes'] / 1e9:.4g} GB/s.",
+        True,
+    )
+    yield "", True
+    yield "| case | contender | time | rate | of the peak | time over XLA's | extra memory | error over bound |", True
+    yield "|---|---|---|---|---|---|---|---|", True
+    for case in cases(small):
+        found = measure(case, rounds)
+        for name, one in found.items():
+            right = isinstance(one, str) or one.error <= 1
+            yield "| " + " | ".join([case.name, name, *words(case, name, found, peak)]) + " |", right
+
+
+def main() -> None:
+    """Print and save the table; status 1 where an error is beyond its bound."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--small", action="store_true", help="tiny sizes: correctness, and no measurement")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", help="write the table here")
+    options = parser.parse_args()
+    if jax.default_backend() == "cpu" and not options.small:
+        parser.error("this is a CPU: --small runs every case there, and measures nothing")
+    lines, right = [], True
+    for text, holds in table(options.small, options.rounds):
+        print(text, flush=True)
+        lines.append(text)
+        right &= holds
+    if options.save:
+        pathlib.Path(options.save).write_text("\n".join(lines) + "\n")
+    sys.exit(not right)
+
+
+if __name__ == "__main__":
+    main()
