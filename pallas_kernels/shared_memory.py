@@ -6,10 +6,13 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 SHARED_BYTES = 226 << 10  # of 227 KiB that a block may have: the rest holds barriers
+TILE_ROWS = 8  # of a swizzled tile; JAX copies from and to arrays alone whose rows are a multiple of it
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return shared memory as TMA and wgmma share it: tiles of 8 rows by up to 128 bytes, their 16-byte parts permuted."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)))
+    return plgpu.SMEM(
+        shape, dtype, transforms=(plgpu.TilingTransform((TILE_ROWS, swizzle // size)), plgpu.SwizzleTransform(swizzle))
+    )

@@ -7,7 +7,7 @@ What there was already, and why this is written all the same (read in jax 0.10.2
 | bias, activation | no | activation, no bias | gelu, silu, bias |
 | gate of two weights | no | one array `[K, 2, N]` | two arrays, as checkpoints have them |
 | what is accumulated | of the result's dtype, a stall a chunk, not in place | no | both dtypes, read ahead, in place |
-| M, N, K | multiples of the blocks | the same | any; N and K that are no multiples of 64 cost a copy |
+| M, N, K | multiples of the blocks | the same | any; N and K that are no multiples of 64, and M of 8, cost copies |
 | between two tiles | the pipeline drains and fills | the same | the next tile's loads go on in the epilogue |
 | gradient | no | yes | yes, products left to cuBLAS |
 | clusters that share loads | yes | yes | no: not tested by the interpreter, and unmeasured here |

@@ -16,8 +16,9 @@ the first steps of the next one.
 The end of a tile passes through shared memory in chunks of 64 rows and 128 bytes. Bias and what is accumulated come by TMA,
 asked for before the products start, so they are there when those end; the result leaves by TMA, two chunks in flight.
 
-Edges: M may be anything, and N and K any multiples of 64. TMA gives zeros outside of an array, and writes nothing there. Other
-N and K are padded with zeros before the kernel, which copies the operand; JAX's transform for swizzled memory takes no other.
+Edges: M may be any multiple of 8, and N and K any of 64. TMA gives zeros outside of an array, and writes nothing there. Others
+are padded with zeros before the kernel, which copies the operand, and for M and N the result; JAX's transform for swizzled
+memory takes no other.
 
 What is accumulated is overwritten by the result where both have one dtype (the first of two): XLA aliases both, and copies only
 if its old value is used again. Each chunk is read before it is written, by the same warpgroup. JAX does this through a Ref, and
@@ -38,7 +39,7 @@ from pallas_kernels.dispatch import Target
 from pallas_kernels.matmul import xla
 from pallas_kernels.matmul.config import CHUNK_M, COLUMNS, SLOTS, WARPGROUPS, Config, Problem, chunk_columns
 from pallas_kernels.matmul.reference import Form
-from pallas_kernels.shared_memory import swizzled
+from pallas_kernels.shared_memory import TILE_ROWS, swizzled
 
 LOADER_REGISTERS, MULTIPLIER_REGISTERS = 40, 232  # a thread; 128 * (40 + 2 * 232) = 63 Ki of the 64 Ki that a core has
 NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -76,18 +77,18 @@ def matmul(
     keeps_products: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return y[M, N], and where `keeps_products` the z_i[M, N] that it was made of, in the result's dtype."""
-    (_, k), n = x.shape, weights[0].shape[1]
-    more_k, more_n = -k % COLUMNS, -n % COLUMNS
+    (m, k), n = x.shape, weights[0].shape[1]
+    more_m, more_k, more_n = -m % TILE_ROWS, -k % COLUMNS, -n % COLUMNS
     results = _kernel(
         form,
         config,
-        _pad(x, (0, more_k)),
+        _pad(x, (more_m, more_k)),
         [_pad(w, (more_k, more_n)) for w in weights],
         [_pad(bias, (more_n,)) for bias in biases],
-        [_pad(accumulate, (0, more_n)) for accumulate in accumulates],
+        [_pad(accumulate, (more_m, more_n)) for accumulate in accumulates],
         keeps_products,
     )
-    y, *products = (result[:, :n] for result in results)
+    y, *products = (result[:m, :n] for result in results)
     return y, tuple(products)
 
 

@@ -74,7 +74,8 @@ def quantize(
     Args:
       x: bfloat16, float16 or float32.
       dtype: int8, float8_e4m3fn or float8_e5m2.
-      block_size: elements of a block. The kernel takes multiples of 64, and copies x where K is no multiple of it.
+      block_size: elements of a block. The kernel takes multiples of 64. It copies x where K is no multiple of it, and where
+        the number of blocks is none of 8.
       key: of `jax.random.key`, to round stochastically. The bits depend on the key and on an element's place in x alone: for
         pieces of an array, fold each piece's index into the key, or equal places round alike.
       implementation: "mosaic" (the Hopper kernel), "xla", "reference" (the same in jnp, fused only by a `jax.jit` around it),

@@ -12,7 +12,9 @@ all of them: only then is the tile's memory given to the next copy. The grid is 
 To quantize, a tile is read twice from shared memory, 128 columns at a time, so that few of it are in registers: for the largest
 magnitude of each row, which 4 threads have and exchange, and for the codes. The arithmetic is the reference's own.
 
-Edges: G may be anything. TMA gives zeros outside of an array, and writes nothing there.
+Edges: G may be any multiple of 8. TMA gives zeros outside of an array, and writes nothing there. Other G are padded with zeros
+before the kernel, which copies the array, and so does what takes them off the result; JAX's transform for swizzled memory takes
+no other.
 """
 
 import functools
@@ -29,7 +31,7 @@ from pallas_kernels.dispatch import Target
 from pallas_kernels.quantize import reference
 from pallas_kernels.quantize.config import COLUMNS, ROWS, SLOTS, Config, Problem, choose
 from pallas_kernels.quantize.reference import Format
-from pallas_kernels.shared_memory import swizzled
+from pallas_kernels.shared_memory import TILE_ROWS, swizzled
 
 FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 LAYOUT = plgpu.Layout.WGMMA_8BIT  # a row is on 4 threads, 4 columns at a time: one word of codes
@@ -108,6 +110,10 @@ def _stream(
 ) -> list[jax.Array]:
     """Run `compute(*inputs, *outputs)` on each tile of 64 rows, in shared memory; arrays are [G, B] or [G]."""
     num_rows = arrays[0].shape[0]
+    if more := -num_rows % TILE_ROWS:
+        arrays = [jnp.pad(array, [(0, more)] + [(0, 0)] * (array.ndim - 1)) for array in arrays]
+        padded = [out.update(shape=(num_rows + more, *out.shape[1:])) for out in out_types]
+        return [result[:num_rows] for result in _stream(name, config, compute, arrays, padded)]
     num_tiles = pl.cdiv(num_rows, ROWS)
     num_blocks = min(config.num_cores, pl.cdiv(num_tiles, config.num_warpgroups))
     stride = num_blocks * config.num_warpgroups

@@ -35,7 +35,8 @@ def terms(shape, dtype, num_weights, bias, accumulate):
     [
         ((8192, 8192, 8192), BF16, 1, None, None, None, None, None),
         ((1000, 1088, 960), F16, 1, "gelu", F16, None, None, None),
-        ((1000, 1001, 999), BF16, 1, None, None, BF16, None, None),  # no dim that 64 divides
+        ((1001, 1001, 999), BF16, 1, None, None, BF16, None, None),  # no dim that 8 divides
+        ((1004, 1024, 1024), F16, 2, "silu", F16, None, None, None),
         ((16384, 4096, 16384), BF16, 1, None, None, F32, None, None),
         ((4096, 4096, 4096), BF16, 1, "gelu", F32, F32, BF16, None),
         ((4096, 14336, 4096), BF16, 2, "silu", BF16, F32, None, None),

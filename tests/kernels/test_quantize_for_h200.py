@@ -66,7 +66,12 @@ def test_dequantize_kernel_for_h200_reads_and_writes_once_without_spills(compile
     assert not re.search(r" (copy|fusion|transpose|convert|pad)\(", report.hlo)
 
 
-def test_quantize_kernel_for_h200_of_a_ragged_dim_copies_it_once(compile_for_h200):
-    report = compile_for_h200(lambda x: quantize(x, I8, 128, implementation="mosaic"), abstract((1000, 1000), BF16))
+@pytest.mark.parametrize(("shape", "copied"), [((1000, 1000), (1000, 1024)), ((1003, 128), (1008, 128)), ((5,), (8, 128))])
+def test_quantize_kernels_for_h200_of_ragged_dims_copy_them(compile_for_h200, shape, copied):
+    report = compile_for_h200(lambda x: quantize(x, I8, 128, implementation="mosaic"), abstract(shape, BF16))
     check(report, reads=1)
-    assert report.temp_bytes >= 2 * 1000 * 1024  # the control of the checks above
+    assert report.temp_bytes >= 2 * copied[0] * copied[1]  # the control of the checks above
+    q = jax.eval_shape(lambda x: quantize(x, I8, 128, implementation="xla"), abstract(shape, BF16))
+    back = compile_for_h200(lambda q: dequantize(q, F32, "mosaic"), q)
+    check(back, reads=2)
+    assert back.temp_bytes >= 4 * copied[0] * copied[1]
