@@ -2,13 +2,15 @@
 
 A tile is 64 blocks; one warpgroup has it to itself, from its loads to its stores. Shared memory holds, for each of
 `num_warpgroups`, `num_stages` tiles that are loaded or on their way, and 2 tiles of results, of which one may be on its way
-out. Which sizes: as many warpgroups as fit with 2 stages, for they hide each other's waits and arithmetic; then as many stages
-as fit. With B the size of blocks, the bytes in flight on a core are
+out.
 
-    num_warpgroups * num_stages * 64 * B * itemsize
+Which sizes: 4 warpgroups or 3 where they fit with 2 stages, for they hide each other's waits and arithmetic, then 2, then one
+with 2 stages; and as many stages as fit. With B the size of blocks, what is on its way to a core is
 
-and by Little's law 4.8 TB/s (an H200's) at a latency of about 1 us need 36 KB of them on each of 132 cores: every choice has
-more. This is arithmetic, not a measurement.
+    num_warpgroups * num_stages * 64 * B * itemsize      bytes
+
+By Little's law an H200's 4.8 TB/s at a latency of about 1 us need 36 KB for each of 132 cores, of which the loads' part is what
+is read over what is read and written: every choice has more. This is arithmetic, not a measurement.
 """
 
 import dataclasses
@@ -71,7 +73,7 @@ class Problem:
 
 def choose(problem: Problem, num_cores: int) -> Config | None:
     """Return the first of the sizes above that fit, with as many stages as fit; None where no tile fits."""
-    for num_warpgroups, min_stages in ((4, 2), (3, 2), (2, 1), (1, 1)):
+    for num_warpgroups, min_stages in ((4, 2), (3, 2), (2, 1), (1, 2)):
         for num_stages in range(MAX_STAGES, min_stages - 1, -1):
             if problem.shared_bytes(num_warpgroups, num_stages) <= SHARED_BYTES:
                 return Config(num_warpgroups=num_warpgroups, num_stages=num_stages, num_cores=num_cores)

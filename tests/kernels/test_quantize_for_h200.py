@@ -5,8 +5,11 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.quantize import Quantized, dequantize, quantize
+from zerojax import aot
 
 pytestmark = pytest.mark.xdist_group("kernels_h200")
 BF16, F16, F32, E4M3, E5M2, I8 = jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
@@ -32,7 +35,7 @@ def check(report, reads: int) -> None:
         ((8192, 8192), F32, I8, 128),
         ((1 << 26,), BF16, E4M3, 128),
         ((8192, 8192), F16, E5M2, 64),
-        ((4096, 4096), F32, E4M3, 512),
+        ((4096, 4096), BF16, E4M3, 512),
     ],
 )
 def test_quantize_kernel_for_h200_reads_and_writes_once_without_spills(compile_for_h200, shape, in_dtype, dtype, block_size):
@@ -75,3 +78,18 @@ def test_quantize_kernels_for_h200_of_ragged_dims_copy_them(compile_for_h200, sh
     back = compile_for_h200(lambda q: dequantize(q, F32, "mosaic"), q)
     check(back, reads=2)
     assert back.temp_bytes >= 4 * copied[0] * copied[1]
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_quantize_kernels_for_h200_in_shard_map_are_one_of_each_a_shard(h200_compiler, checks):
+    mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8)
+
+    def there_and_back(x, key):
+        return dequantize(quantize(x, I8, 256, key, "mosaic"), BF16, "mosaic")
+
+    f = jax.shard_map(there_and_back, mesh=mesh, in_specs=(P("fsdp"), P()), out_specs=P("fsdp"), check_vma=checks)
+    x = jax.ShapeDtypeStruct((8192, 512), BF16, sharding=NamedSharding(mesh, P("fsdp")))
+    key = jax.ShapeDtypeStruct(KEY.shape, KEY.dtype, sharding=NamedSharding(mesh, P()))
+    hlo = jax.jit(f).trace(x, key).lower(lowering_platforms=("cuda",)).compile().as_text() or ""
+    assert hlo.count('custom_call_target="mosaic_gpu_v2"') == 2
+    assert "all-" not in hlo  # no collective
