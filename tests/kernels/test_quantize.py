@@ -193,9 +193,8 @@ def test_quantize_fused_by_xla_has_the_bits_of_the_reference(dtype, key):
     ("dtype", "in_dtype", "shape", "block_size", "key", "config"),
     [
         ("int8", "bfloat16", (260, 64), 64, None, Config(num_warpgroups=1, num_stages=2, num_cores=1)),  # slots used again
-        ("float8_e4m3fn", "float32", (2, 70, 150), 128, 3, Config(num_warpgroups=2, num_stages=1, num_cores=2)),  # ragged
-        ("float8_e5m2", "float16", (3, 256), 256, None, None),  # 2 chunks of columns; less than a tile
-        ("int8", "bfloat16", (130, 192), 192, 5, Config(num_warpgroups=3, num_stages=2, num_cores=1)),
+        ("float8_e4m3fn", "float32", (2, 70, 150), 128, 3, Config(num_warpgroups=2, num_stages=2, num_cores=1)),  # ragged
+        ("float8_e5m2", "float16", (3, 256), 256, 5, None),  # 2 chunks of columns; less than a tile
     ],
 )
 def test_quantize_kernel_interpreted_has_the_bits_of_the_reference_without_races(
