@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import tiling
 from flax import nnx
 
 import zerojax as zj
@@ -50,3 +51,12 @@ def test_sixteen_tiles_gather_a_tenth_at_a_time():
     moved = [hlo.collective_bytes(text, least_bytes=1 << 20) for text in (whole, tiled)]
     for op in moved[0]:  # no more is moved in tiles
         assert abs(moved[1][op] - moved[0][op]) <= 0.02 * moved[0][op]
+
+
+def test_the_widest_mlp_that_fits_is_found():
+    case = {"gpus": 8, "layers": 2, "tokens": 64}
+    width, found = tiling.widest(1, **case, budget=7e9, start=tiling.STEP)
+    assert found == tiling.compile_width(width, 1, **case)
+    assert found.total <= 7e9 < tiling.compile_width(width + tiling.STEP, 1, **case).total
+    with pytest.raises(ValueError, match=r"a width of 4096 takes \d+ bytes, more than the budget of 1000000"):
+        tiling.widest(1, **case, budget=1e6, start=tiling.STEP)
