@@ -13,6 +13,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul.reference import ACTIVATIONS
 from pallas_kernels.quantize import Quantized, dequantize, quantize
@@ -206,19 +207,73 @@ def dequantize_case(rows: int, columns: int, dtype: Any, block_size: int) -> Cas
     )
 
 
+def loss_case(tokens: int, hidden: int, vocab: int) -> Case:
+    """Return the case of `linear_cross_entropy` in bfloat16, forward and both gradients; its work is that of three products.
+
+    XLA's contender is the op in tiles; the unfused one has whole logits.
+    """
+    dtype = jnp.bfloat16
+
+    def labels() -> jax.Array:
+        return jnp.arange(tokens, dtype=jnp.int32) * 7919 % vocab
+
+    def op(implementation: Any) -> Step:
+        def call(arrays: Any, _: Any) -> Any:
+            loss = functools.partial(linear_cross_entropy, labels=labels(), implementation=implementation)
+            return jax.value_and_grad(loss, argnums=(0, 1))(arrays[0], arrays[1])
+
+        return call
+
+    def losses(_: Any, z: Any) -> Any:
+        lse = jax.nn.logsumexp(z, axis=1)
+        loss = jnp.mean(lse - jnp.take_along_axis(z, labels()[:, None], axis=1)[:, 0])
+        slopes = (jnp.exp(z - lse[:, None]) - jax.nn.one_hot(labels(), vocab)) / tokens
+        return loss, slopes.astype(dtype)
+
+    def gradients(arrays: Any, made: Any) -> Any:
+        x, w = arrays
+        loss, slopes = made
+        return loss, (jnp.dot(slopes, w.T), jnp.dot(x.T, slopes))
+
+    steps: list[Step] = [lambda arrays, _: jnp.dot(*arrays, preferred_element_type=jnp.float32), losses, gradients]
+
+    def error(arrays: Any, found: Any) -> float:
+        rows = np.random.default_rng(0).choice(tokens, min(tokens, ROWS // 4), replace=False)
+        w = np.asarray(arrays[1], np.float64)
+        z = np.asarray(arrays[0][rows], np.float64) @ w
+        p = np.exp(z - z.max(1, keepdims=True))
+        p /= p.sum(1, keepdims=True)
+        p[np.arange(len(rows)), rows * 7919 % vocab] -= 1
+        expected = p @ w.T / tokens
+        dx = np.asarray(found[1][0][rows], np.float64)
+        return float(np.abs(dx - expected).max() / (2.0**-8 * np.abs(expected).max()))
+
+    return Case(
+        name=f"linear_cross_entropy {tokens} x {hidden} x {vocab}, with gradients",
+        work=6.0 * tokens * hidden * vocab,
+        unit="flops",
+        arrays=(jax.ShapeDtypeStruct((tokens, hidden), dtype), jax.ShapeDtypeStruct((hidden, vocab), dtype)),
+        programs={MOSAIC: [op(MOSAIC)], XLA: [op(XLA)], UNFUSED: steps},
+        error=error,
+    )
+
+
 def cases(small: bool) -> list[Case]:
     """Return the cases; small ones are for machines that measure nothing."""
     if small:
         m, n, k, rows, columns = 192, 128, 320, 128, 512
+        losses = (64, 32, 512)
         sizes = [(m, n, k)]
     else:
         m, n, k, rows, columns = 16384, 14336, 4096, 1 << 15, 1 << 13
+        losses = (16384, 4096, 1 << 17)
         sizes = [(8192, 8192, 8192), (16384, 4096, 16384), (8100, 5000, 3000)]
     return [
         *[matmul_case(*size) for size in sizes],
         matmul_case(m, n, k, bias=True, activation="gelu"),
         matmul_case(m, n, k, gated=True, activation="silu"),
         matmul_case(m, n, k, accumulates=True),
+        loss_case(*losses),
         quantize_case(rows, columns, jnp.bfloat16, jnp.int8, 256),
         quantize_case(rows, columns, jnp.bfloat16, jnp.int8, 256, stochastic=True),
         quantize_case(rows, columns, jnp.float32, jnp.float8_e4m3fn, 128),

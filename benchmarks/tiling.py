@@ -120,7 +120,7 @@ def main() -> None:
         row += "".join(f" {n / 1e9:.2f} |" for n in (found.arguments, found.temp, found.gathered))
         lines.append(row)
         print(row, flush=True)
-        start = width
+        start = max(STEP, width // 2 // STEP * STEP)  # more tiles may take a little more, too
     target = pathlib.Path(options.save or pathlib.Path(tempfile.mkdtemp()) / "tiling.md")
     target.write_text("\n".join(lines) + "\n")
     print(f"saved as {target}")

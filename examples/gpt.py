@@ -28,8 +28,7 @@ class GPTConfig:
       tensor_axis: mesh axis for tensor parallelism, or None.
       loss_tiles: tiles of the vocabulary in which the loss is computed, without logits[B, T, V]; 0 keeps them whole. None tiles
         them where that lowers the peak of memory (`zerojax.memory.tiled_loss_pays`), in tiles chosen by size.
-      mlp_tiles: tiles of the hidden dim in which a block's MLP is stored and used, one at a time; 0 is two dense layers. None
-        tiles it where that lowers the peak of memory (`zerojax.memory.tiled_mlp_pays`), in tiles chosen by size.
+      mlp_tiles: tiles of the hidden dim in which a block's MLP is stored and used, one at a time; 0 is two dense layers.
     """
 
     vocab: int = 256
@@ -42,7 +41,7 @@ class GPTConfig:
     dtype: Any = jnp.float32
     tensor_axis: str | None = None
     loss_tiles: int | None = None
-    mlp_tiles: int | None = None
+    mlp_tiles: int = 0
 
     @property
     def num_params(self) -> int:
@@ -57,14 +56,6 @@ class GPTConfig:
             return self.loss_tiles > 0
         itemsize = jnp.dtype(self.dtype).itemsize
         return memory.tiled_loss_pays(vocab=self.vocab, seq=self.seq, hidden=self.hidden, heads=self.heads, itemsize=itemsize)
-
-    @property
-    def tiles_mlp(self) -> bool:
-        """Tell whether blocks hold tiled MLPs."""
-        if self.mlp_tiles is not None:
-            return self.mlp_tiles > 0
-        itemsize = jnp.dtype(self.dtype).itemsize
-        return memory.tiled_mlp_pays(seq=self.seq, hidden=self.hidden, heads=self.heads, itemsize=itemsize)
 
     @property
     def flops_per_token(self) -> float:
@@ -147,12 +138,12 @@ class Block(nnx.Module):
         self.qkv = linear(c, h, 3 * h, std, (None, t), rngs)
         self.proj = linear(c, h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
         self.ln2 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
-        if c.tiles_mlp:
+        self.tiles_mlp = c.mlp_tiles > 0
+        if self.tiles_mlp:
             self.mlp = mlp(c, std, rngs)
         else:
             self.fc = linear(c, h, 4 * h, std, (None, t), rngs)
             self.out = linear(c, 4 * h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
-        self.tiles_mlp = c.tiles_mlp
         self.dropout = nnx.Dropout(c.dropout, rngs=rngs) if c.dropout else None
 
     def __call__(self, x: jax.Array) -> jax.Array:

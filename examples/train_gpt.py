@@ -30,6 +30,8 @@ from tensorboardX import SummaryWriter
 from text_data import batches, load_corpus, validation_batches
 
 import zerojax as zj
+from zerojax import memory
+from zerojax.tiling import choose_num_tiles
 
 TRACED_STEPS = 3
 PEAK_FLOPS = {  # dense FLOP/s in 16 bits, by jax's device_kind; vendors' data sheets
@@ -136,12 +138,6 @@ def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.
     preset = gpt.PRESETS[options.preset]
     if options.loss_tiles is not None and not 0 <= options.loss_tiles <= preset.vocab:
         raise ValueError(f"--loss-tiles {options.loss_tiles}: 0 (whole logits) to {preset.vocab}, the vocabulary, is needed")
-    if options.mlp_tiles is not None and (
-        options.mlp_tiles < 0 or (options.mlp_tiles and 4 * preset.hidden % options.mlp_tiles)
-    ):
-        raise ValueError(
-            f"--mlp-tiles {options.mlp_tiles}: 0 (dense) or a divisor of {4 * preset.hidden}, the hidden dim, is needed"
-        )
     c = dataclasses.replace(
         preset,
         seq=options.seq or preset.seq,
@@ -149,8 +145,8 @@ def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.
         dtype={"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}[options.zero.precision],
         tensor_axis="tensor" if mesh.shape["tensor"] > 1 else None,
         loss_tiles=options.loss_tiles,
-        mlp_tiles=options.mlp_tiles,
     )
+    c = dataclasses.replace(c, mlp_tiles=mlp_tiles(options, c))
     model = gpt.layered_gpt(c) if options.model == "layered" else gpt.unrolled_gpt(c)
     warmup = max(1, options.steps // 10)
     rate = optax.warmup_cosine_decay_schedule(
@@ -159,6 +155,18 @@ def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.
     tx = optax.adamw(rate, b2=0.95, weight_decay=options.weight_decay)
     tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
     return c, zj.build_train_step(model, tx, options.zero, mesh, batch={"tokens": tokens, "targets": tokens})
+
+
+def mlp_tiles(options: Options, c: gpt.GPTConfig) -> int:
+    """Return the tiles of an MLP: those asked for, or at stage 3 those that lower the peak of memory."""
+    if options.mlp_tiles is not None:
+        if options.mlp_tiles < 0 or (options.mlp_tiles and 4 * c.hidden % options.mlp_tiles):
+            raise ValueError(f"--mlp-tiles {options.mlp_tiles}: 0 (dense layers) or a divisor of {4 * c.hidden} is needed")
+        return options.mlp_tiles
+    sizes = {"seq": c.seq, "hidden": c.hidden, "heads": c.heads, "itemsize": jnp.dtype(c.dtype).itemsize}
+    if options.zero.stage < 3 or options.zero.params != "device" or not memory.tiled_mlp_pays(**sizes):
+        return 0
+    return choose_num_tiles(4 * c.hidden, 4 * 8 * c.hidden**2, "an MLP")
 
 
 # --- the disk ------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def interrupts_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    found = {number: signal.getsignal(number) for number in signal.valid_signals() - _AT_ONCE}
+    found = {int(number): signal.getsignal(number) for number in signal.valid_signals() - _AT_ONCE}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}
     held: dict[int, FrameType | None] = {}
     has_ended = is_impatient = False
@@ -37,7 +37,7 @@ def interrupts_wait() -> Iterator[None]:
             del held[number]
             is_impatient = True
         if has_ended or (is_impatient and number == signal.SIGINT):
-            handlers[signal.Signals(number)](number, frame)
+            handlers[number](number, frame)
         else:
             held.setdefault(number, frame)
 
@@ -45,7 +45,7 @@ def interrupts_wait() -> Iterator[None]:
 
         def deliver() -> None:
             for number, frame in reversed(held.items()):
-                stack.callback(handlers[signal.Signals(number)], number, frame)
+                stack.callback(handlers[number], number, frame)
 
         stack.callback(deliver)
         for number, handler in handlers.items():

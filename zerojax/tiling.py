@@ -198,12 +198,12 @@ def tiled_dense(x: Array, kernel: Array, bias: Array | None = None, *, in_tiles:
         raise ValueError(f"x has {x.shape[-1]} features, and {in_tiles} tiles of {d} take {in_tiles * d}")
     out_tiles, lead = count // in_tiles, x.shape[:-1]
     if in_tiles == 1:
-        y = tile_stack(lambda w, x: _product(x, w).astype(x.dtype), kernel, x)  # [t, ..., F/t]
+        y = tile_stack(lambda w, x: x @ w.astype(x.dtype), kernel, x)  # [t, ..., F/t]
         y = jnp.moveaxis(y, 0, -2).reshape(*lead, count * f)
     else:
         parts = jnp.moveaxis(x.reshape(*lead, in_tiles, d), -2, 0)  # [i, ..., D/i]
         if out_tiles == 1:
-            y = tile_sum(lambda w, _, part: _product(part, w), kernel, None, parts)
+            y = tile_sum(lambda w, _, part: _wide_product(part, w.astype(part.dtype)), kernel, None, parts)
         else:
             y = _both(kernel, parts, out_tiles)
         y = y.astype(x.dtype)
@@ -215,7 +215,8 @@ def _both(kernel: Array, parts: Array, out_tiles: int) -> Array:
     in_tiles, lead, f = parts.shape[0], parts.shape[1:-1], kernel.shape[-1]
 
     def unit(w: Array, parts: Array, j: Array) -> Array:
-        return _product(jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False), w)
+        part = jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False)
+        return _wide_product(part, w.astype(part.dtype))
 
     def body(y: Array, each: tuple[Array, Array]) -> tuple[Array, None]:
         w, k = each
@@ -257,20 +258,35 @@ def tiled_mlp(
 
     def use(tile: Mapping[str, Array], x: Array) -> Array:
         def make(name: str) -> Array:
-            made = _product(x, tile[name])
-            return made if f"{name}_bias" not in tile else made + tile[f"{name}_bias"].astype(made.dtype)
+            made = x @ tile[name].astype(x.dtype)
+            return made if f"{name}_bias" not in tile else made + tile[f"{name}_bias"].astype(x.dtype)
 
-        if "gate" in tile:
-            hidden = activation(make("gate").astype(x.dtype)) * make("up").astype(x.dtype)
-        else:
-            hidden = activation(make("up").astype(x.dtype))
-        return _product(hidden, tile["down"])
+        hidden = activation(make("gate")) * make("up") if "gate" in tile else activation(make("up"))
+        return _wide_product(hidden, tile["down"].astype(x.dtype))
 
     chunked = in_chunks(use, seq_tiles)
     y = tile_sum(lambda tile, x, _: chunked(tile, x), tiles, x).astype(x.dtype)
     return y + weights["down_bias"].astype(y.dtype) if "down_bias" in weights else y
 
 
-def _product(x: Array, w: Array) -> Array:
-    """Return x w in float32, of operands in the dtype of x."""
-    return jnp.matmul(x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+@jax.custom_vjp
+def _wide_product(x: Array, w: Array) -> Array:
+    """Return x[..., D] w[D, F] in float32, of operands of one dtype, to be summed and rounded to that dtype.
+
+    Its cotangent is then a number of that dtype, and so the gradients are products of that dtype, which devices sum as they do
+    those of a dense layer. By JAX's rule they would be float32 first, and collectives would move twice the bytes.
+    """
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+
+
+def _wide_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _wide_product(x, w), (x, w)
+
+
+def _wide_product_backward(kept: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = kept
+    dy, lead = dy.astype(x.dtype), tuple(range(x.ndim - 1))
+    return dy @ w.T, jnp.tensordot(x, dy, (lead, lead))
+
+
+_wide_product.defvjp(_wide_product_forward, _wide_product_backward)

@@ -47,10 +47,13 @@ def test_sixteen_tiles_gather_a_tenth_at_a_time():
     layer_bytes = 2 * (2 * HIDDEN * INNER + INNER + HIDDEN)
     assert hlo.peak_gathered_bytes(whole) >= layer_bytes * 0.99
     assert hlo.peak_gathered_bytes(tiled) * 10 <= hlo.peak_gathered_bytes(whole)
-    assert whole_temp - tiled_temp >= layer_bytes * 0.9
-    moved = [hlo.collective_bytes(text, least_bytes=1 << 20) for text in (whole, tiled)]
-    for op in moved[0]:  # no more is moved in tiles
-        assert abs(moved[1][op] - moved[0][op]) <= 0.02 * moved[0][op]
+    assert tiled_temp * 2 <= whole_temp  # what is left are gradients and moments on their way
+    for text in (whole, tiled):  # what a dense model moves, in bfloat16: 2 gathers and a reduction
+        moved = hlo.collective_bytes(text, least_bytes=1 << 20)
+        assert moved == {
+            "all-gather": pytest.approx(2 * 2 * layer_bytes, rel=0.02),
+            "reduce-scatter": pytest.approx(2 * layer_bytes, rel=0.02),
+        }
 
 
 def test_the_widest_mlp_that_fits_is_found():

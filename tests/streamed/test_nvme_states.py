@@ -232,16 +232,17 @@ def test_signals_that_waited_come_in_order_and_once(monkeypatch):
 
     @interrupts_wait()
     def call():
-        for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGALRM, signal.SIGUSR2):
+        for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGALRM, real_time, signal.SIGUSR2):
             signal.raise_signal(number)
         assert came == []
 
-    numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+    real_time = signal.SIGRTMIN + 1  # has no name
+    numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, real_time)
     before = [signal.signal(number, handler) for number in numbers]
     try:
         with pytest.raises(ZeroDivisionError):
             call()
-        assert came == [signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2]
+        assert came == [signal.SIGALRM, signal.SIGUSR1, real_time, signal.SIGUSR2]
         assert all(signal.getsignal(number) is handler for number in numbers)
     finally:
         for number, old in zip(numbers, before, strict=True):

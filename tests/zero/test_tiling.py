@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import train_gpt
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -287,6 +288,23 @@ def test_weights_that_do_not_fit_are_refused():
         tiling.tiled_mlp(x, {"up": jnp.zeros((2, D, 4)), "down": jnp.zeros((2, 4, D)), "w1": x})
     with pytest.raises(ValueError, match="seq_tiles=4 does not divide the dim of 6"):
         tiling.tiled_mlp(x, {"up": jnp.zeros((2, D, 4)), "down": jnp.zeros((2, 4, D))}, seq_tiles=4)
+
+
+def test_train_gpt_tiles_mlps_where_that_lowers_the_peak():
+    wide = dataclasses.replace(TINY, hidden=4096, heads=32, seq=512, dtype=jnp.bfloat16)
+    for fields, c, expected in (
+        ({}, wide, 2),  # 8 x 4096^2 x 4 bytes are 512 MiB
+        ({}, dataclasses.replace(wide, seq=4096), 0),
+        ({}, TINY, 0),
+        ({"mlp_tiles": 8}, TINY, 8),
+        ({"mlp_tiles": 0}, wide, 0),
+        ({"zero": zj.ZeroConfig(stage=2)}, wide, 0),
+        ({"zero": zj.ZeroConfig(stage=3, params="pinned_host")}, wide, 0),
+    ):
+        assert train_gpt.mlp_tiles(train_gpt.Options(**fields), c) == expected
+    for tiles in (-1, 3):
+        with pytest.raises(ValueError, match=f"--mlp-tiles {tiles}: 0 .dense layers. or a divisor of 128"):
+            train_gpt.mlp_tiles(train_gpt.Options(mlp_tiles=tiles), TINY)
 
 
 def test_tiles_are_chosen_by_bytes(caplog):
