@@ -8,10 +8,10 @@ What there was already, and why this is written all the same (read in optax 0.2.
 
 | | optax | tokamax | Liger (torch has its options) | here |
 |---|---|---|---|---|
-| never holds `[T, V]` | no | chunked XLA, Mosaic, Triton | tiles of tokens | tiles of tokens and vocabulary |
+| never holds `[T, V]` | no | chunked XLA, Mosaic, Triton | tiles of tokens | tiles of both; on Hopper in registers |
 | backward | of logits | from log-sum-exps; on GPU of float32 copies | made in forward | from log-sum-exps |
 | sums of dw | | float32, or the dtype of w | the dtype of w, unless asked | float32, rounded once |
-| dims that tiles do not divide | | a padded copy of w | any T | any, no copy |
+| dims that tiles do not divide | | a padded copy of w | any T | any; kernels copy unless 64 divides D, V and 8 T |
 | ignored labels | `where` | no | `ignore_index=-100` | negative ones, `ignore_index` |
 | options | none | none | `label_smoothing`, `lse_square_scale`, `softcap` | `label_smoothing`, `z_loss`, `softcap` |
 | reduction | none | sum (default), mean | mean (default), sum, none | mean (default), sum, none |
@@ -21,6 +21,7 @@ Names are those of torch and Liger, except `z_loss`, as PaLM, T5X and MaxText ca
 theirs is; where none counts it is 0 with gradient 0, where torch's is NaN: a batch of padding then leaves a run alone.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -30,15 +31,17 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import checkify
 
-from pallas_kernels.dispatch import Implementation, resolve
-from pallas_kernels.linear_cross_entropy import reference, vjp
+from pallas_kernels.dispatch import Implementation, resolve, target_of
+from pallas_kernels.linear_cross_entropy import mosaic, reference, vjp
 from pallas_kernels.linear_cross_entropy.config import Config as Config
+from pallas_kernels.linear_cross_entropy.kernel_config import KernelConfig as KernelConfig
 from pallas_kernels.linear_cross_entropy.reference import Form
 from pallas_kernels.linear_cross_entropy.split import Split as Split
+from pallas_kernels.varying import vary_alike
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 REDUCTIONS = ("mean", "sum", "none")
-NOT_BUILT = "this op has no kernel yet"
+UNMEASURED = "no measurement on a GPU says yet that it is faster"
 
 
 def linear_cross_entropy(
@@ -55,12 +58,13 @@ def linear_cross_entropy(
     num_tiles: int | None = None,
     implementation: Implementation | None = None,
     split: Split | None = None,
-    config: Config | None = None,
+    config: Config | KernelConfig | None = None,
 ) -> jax.Array:
     """Return the cross entropy of `x[..., D] @ w[D, V]` with `labels[...]`, in nats and float32, differentiable in x and w.
 
     Products are of the inputs' dtype, summed in float32; each gradient is summed in float32 and rounded once to its dtype.
-    Temporary arrays take about a twentieth of the logits (`Config`). Backward computes logits again: 4 or 5 products for 3.
+    Temporary arrays take about a twentieth of the logits (`Config`), or on Hopper's kernels 512 D bytes a core. Backward
+    computes logits again: 4 or 5 products for 3.
 
     A label of V or more makes the loss NaN, and the gradients, in every mode. It works under jit, vmap, scan, `jax.checkpoint`
     and reverse-mode differentiation of first order.
@@ -78,13 +82,16 @@ def linear_cross_entropy(
         one of `jax.experimental.checkify`, whose `err.throw()` raises it, and without `checkify` the NaN is what tells. A
         callback that raised would leave other devices waiting in a collective.
       num_tiles: of each device's part of the vocabulary; None has them chosen, by memory.
-      implementation: "xla" (in tiles), "reference" (whole logits in float32), or None to have it chosen and logged.
+      implementation: "mosaic" (the Hopper kernels; 16-bit dtypes, w whole on its device), "xla" (in tiles),
+        "reference" (whole logits in float32), or None to have it chosen and logged.
       split: how the arrays are split over a mesh; None: they are not, or the call is inside a `jax.shard_map` on whole w.
-      config: sizes of the tiles on one device; None has them chosen. Not with `num_tiles`.
+      config: sizes of the tiles on one device, a `KernelConfig` of the kernels or a `Config` of XLA's loops; None has them
+        chosen. Not with `num_tiles`.
 
     Raises:
       ValueError: dims, dtypes or options that do not fit, labels out of range as told above.
-      NotImplementedError: the named implementation does not serve this call.
+      NotImplementedError: the named implementation does not serve this call; or the kernels are under `jax.vmap` in jax 0.10,
+        which batches no kernel.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
     if not isinstance(labels, jax.Array) or (check_labels and _is_known(labels)):
@@ -92,7 +99,7 @@ def linear_cross_entropy(
     _check_arrays(x, w, labels)
     vocab = w.shape[1]
     _check_options(reduction, label_smoothing, z_loss, softcap)
-    _check_tiles(num_tiles, config, vocab)
+    _check_tiles(num_tiles, config, vocab, implementation)
     counts = labels >= 0
     if ignore_index is not None:
         counts = counts & (labels != ignore_index)
@@ -100,15 +107,16 @@ def linear_cross_entropy(
     if check_labels:
         _refuse(wrong, labels, vocab)
     form = Form(vocab, float(label_smoothing), float(z_loss), None if softcap is None else float(softcap))
+    target = target_of(x, w)
     chosen = resolve(
         "linear_cross_entropy",
         implementation,
         {
-            "mosaic": NOT_BUILT,
+            "mosaic": mosaic.refusal(x.dtype, target, split, num_tiles),
             "xla": None,
             "reference": None if split is None else "its logits are left to the partitioner, so it takes no split",
         },
-        {},
+        {"mosaic": UNMEASURED},
     )
     rows = x.reshape(-1, x.shape[-1])
     places = jnp.where(counts, labels, -1).astype(jnp.int32).reshape(-1)
@@ -118,7 +126,12 @@ def linear_cross_entropy(
     else:
         if split is not None:
             split.check(rows.shape[0], rows.shape[1], vocab)
-        losses = vjp.losses(vjp.Call(form, config, num_tiles, split), rows, w, places)
+        tiles = config if isinstance(config, Config) else None
+        kernel = None
+        if chosen == "mosaic":
+            kernel = config if isinstance(config, KernelConfig) else KernelConfig()
+            kernel = dataclasses.replace(kernel, num_cores=kernel.num_cores or target.num_cores)
+        losses = vjp.losses(vjp.Call(form, tiles, num_tiles, split, kernel), *vary_alike((rows, w, places)))
     losses = jnp.reshape(losses, labels.shape) * jnp.where(wrong, jnp.nan, 1)  # a factor, for gradients to be NaN too
     if reduction == "none":
         return losses
@@ -165,7 +178,13 @@ def _check_options(reduction: str, label_smoothing: float, z_loss: float, softca
         raise _refusal(f"softcap={softcap}: a bound above 0 is needed, or None for no cap")
 
 
-def _check_tiles(num_tiles: int | None, config: Config | None, vocab: int) -> None:
+def _check_tiles(
+    num_tiles: int | None, config: Config | KernelConfig | None, vocab: int, implementation: Implementation | None
+) -> None:
+    if isinstance(config, KernelConfig) and implementation != "mosaic":
+        raise _refusal(f"{config} is of the kernels, and implementation={implementation!r}: implementation='mosaic' is needed")
+    if isinstance(config, Config) and implementation == "mosaic":
+        raise _refusal(f"{config} is of XLA's loops, and implementation='mosaic': a KernelConfig is needed, or None")
     if num_tiles is None:
         return
     if config is not None:

@@ -49,9 +49,9 @@ class Form:
         return loss - e / self.vocab * total if e else loss
 
     def slope(self, logits: jax.Array, lse: jax.Array, is_label: jax.Array) -> jax.Array:
-        """Return d loss / d (x @ w) of `logits[T, n]`, some columns of them, for `lse[T]` and `is_label[T, n]`."""
+        """Return d loss / d (x @ w) of `logits[T, n]`, some columns of them; lse may be `[T, 1]`."""
         e = self.label_smoothing
-        slope = (1 + 2 * self.z_loss * lse)[:, None] * jnp.exp(logits - lse[:, None]) - (1 - e) * is_label
+        slope = (1 + 2 * self.z_loss * lse) * jnp.exp(logits - lse) - jnp.where(is_label, 1 - e, 0.0)
         if e:
             slope = slope - e / self.vocab
         return slope if self.softcap is None else slope * (1 - (logits / self.softcap) ** 2)

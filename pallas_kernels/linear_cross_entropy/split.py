@@ -139,6 +139,11 @@ class Split:
         rest = tuple(axis for axis in self.tokens if axis not in self.scattered)
         return jax.lax.psum(dw, rest) if rest else dw
 
+    def reduce_gradients(self, dx: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Sum dx[T, D] over the vocabulary and dw[D, V] of whole w over the tokens of all devices; dw goes to its shards."""
+        dx = jax.lax.psum(dx, self.vocab) if self.vocab else dx
+        return dx, self.reduce_dw(dw.T).T if self.scattered and self.dim == 1 else self.reduce_dw(dw)
+
     def reduce_tile(self, dw: jax.Array) -> jax.Array:
         """Do the same for a tile of gathered columns, dw[D, v]."""
         if self.dim == 0:

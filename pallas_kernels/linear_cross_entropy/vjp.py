@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.linear_cross_entropy import xla
+from pallas_kernels.linear_cross_entropy import mosaic, xla
 from pallas_kernels.linear_cross_entropy.config import Config, Problem, choose
+from pallas_kernels.linear_cross_entropy.kernel_config import KernelConfig
 from pallas_kernels.linear_cross_entropy.reference import Form
 from pallas_kernels.linear_cross_entropy.split import Split
 
@@ -36,18 +37,24 @@ class Call:
       config: tiles; None has them chosen.
       num_tiles: of each device's columns; None has them chosen. Not with `config`.
       split: over a mesh, or None.
+      kernel: sizes of the Hopper kernels, which run where it is given; `config` and `num_tiles` are of XLA's loops.
     """
 
     form: Form
     config: Config | None
     num_tiles: int | None
     split: Split | None
+    kernel: KernelConfig | None = None
 
     def pieces(self, x: Array, w: Array, labels: Array) -> xla.Pieces:
         """Return one device's arrays with their tiles."""
         gathers, widening = (bool(self.split.gathered), self.split.widening) if self.split else (False, 1)
         problem = Problem(x.shape[0], x.shape[1], w.shape[1] * widening, x.dtype.itemsize, gathers)
         return xla.Pieces(self.form, self.config or choose(problem, self.num_tiles), self.split, x, w, labels)
+
+    def places(self, w: Array, labels: Array) -> Array:
+        """Return labels as places among one device's columns, w[D, v]; those of others are outside."""
+        return labels - self.split.column_ids(jnp.int32(0), 1, w.shape[1]) if self.split and self.split.vocab else labels
 
     def mapped(self, fn: Callable[..., Any], in_specs: str, out_specs: str) -> Callable[..., Any]:
         """Return `fn` of each device's pieces; a letter a spec: x of [T, D], t of [T], w of [D, V], g of w's gradient."""
@@ -67,7 +74,10 @@ def losses(call: Call, x: Array, w: Array, labels: Array) -> Array:
 
 def _forward(call: Call, x: Array, w: Array, labels: Array) -> tuple[Array, Any]:
     def run(x: Array, w: Array, labels: Array) -> tuple[Array, Array]:
-        stats = xla.forward(call.pieces(x, w, labels))
+        if call.kernel is not None:
+            stats = mosaic.forward(call.form, call.kernel, x, w, call.places(w, labels))
+        else:
+            stats = xla.forward(call.pieces(x, w, labels))
         stats = xla.joined(stats, call.split.vocab if call.split else ())
         lse = stats.max + jnp.log(stats.sum)
         return jnp.where(labels >= 0, call.form.loss(lse, stats.of_label, stats.total), 0), lse
@@ -78,7 +88,11 @@ def _forward(call: Call, x: Array, w: Array, labels: Array) -> tuple[Array, Any]
 
 def _backward(call: Call, kept: Any, dloss: Array) -> tuple[Array, Array, None]:
     def run(x: Array, w: Array, labels: Array, lse: Array, dloss: Array) -> tuple[Array, Array]:
-        return xla.backward(call.pieces(x, w, labels), lse, jnp.where(labels >= 0, dloss, 0))
+        weight = jnp.where(labels >= 0, dloss, 0)
+        if call.kernel is not None:
+            grads = mosaic.backward(call.form, call.kernel, x, w, call.places(w, labels), lse, weight)
+            return call.split.reduce_gradients(*grads) if call.split else grads
+        return xla.backward(call.pieces(x, w, labels), lse, weight)
 
     dx, dw = call.mapped(run, "xwttt", "xg")(*kept, dloss)
     return dx, dw, None

@@ -168,6 +168,14 @@ def joined(stats: Stats, axes: tuple[str, ...]) -> Stats:
     return Stats(largest, *jax.lax.psum(rest, axes))
 
 
+def scaled(weight: Array, dtype: Any) -> tuple[Array, Array]:
+    """Return weights of tokens whose slopes `dtype` keeps, and the factor of their sums that undoes the scaling."""
+    headroom = HEADROOM.get(dtype, 1.0)
+    largest = jnp.abs(weight).max()
+    unit = jnp.where(largest == 0, 1, largest)
+    return weight / unit * headroom, unit / headroom
+
+
 def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
     """Return dx[T, D] of this device's columns, and dw[D, V] of all tokens where w is, or as the split sends it.
 
@@ -178,14 +186,11 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
     """
     rows, columns, x, w = pieces.rows, pieces.columns, pieces.x, pieces.w
     columns_first = pieces.sends_columns
-    headroom = HEADROOM.get(x.dtype, 1.0)
-    largest = jnp.abs(weight).max()
-    unit = jnp.where(largest == 0, 1, largest)
-    weight, unit = weight / unit * headroom, unit / headroom
+    weight, unit = scaled(weight, x.dtype)
 
     def slopes(t: Array, w_v: Array, places: Array) -> Array:
         """Return slopes[block_t, v] in x's dtype, 0 for what is not fresh."""
-        slope = pieces.form.slope(pieces.logits(t, w_v), rows.read(lse, t, 0), pieces.is_label(t, places))
+        slope = pieces.form.slope(pieces.logits(t, w_v), rows.read(lse, t, 0)[:, None], pieces.is_label(t, places))
         counts, fresh = rows.read(weight, t, 0), rows.fresh(t)
         counts = counts if fresh is None else jnp.where(fresh, counts, 0)
         slope = slope * counts[:, None]

@@ -28,6 +28,7 @@ from pallas_kernels.matmul import mosaic, reference, vjp
 from pallas_kernels.matmul.config import Config as Config
 from pallas_kernels.matmul.config import Problem, choose
 from pallas_kernels.matmul.reference import ACTIVATIONS, Form
+from pallas_kernels.varying import vary_alike
 
 Pair = tuple[jax.Array, jax.Array]
 UNMEASURED = "no measurement on a GPU says yet that it is faster"
@@ -99,23 +100,12 @@ def matmul(
             config = config or choose(problem, target.num_cores)
             problem.check(config)
         call = vjp.Call(form, config if chosen == "mosaic" else None, problem.bias_dtype, accumulate_dtype)
-        y: Any = vjp.matmul(call, *_vary_alike((rows, weights, biases, accumulates)))
+        y: Any = vjp.matmul(call, *vary_alike((rows, weights, biases, accumulates)))
     return y.reshape((*x.shape[:-1], n))
 
 
 def _tuple(value: jax.Array | Pair | None) -> tuple[jax.Array, ...]:
     return () if value is None else tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
-def _vary_alike(arrays: Any) -> Any:
-    """Let arrays vary over the same axes of a shard_map, so that JAX sums a replicated weight's gradient over the shards."""
-    axes = frozenset().union(*map(mosaic.varying_axes, jax.tree.leaves(arrays)))
-
-    def vary(array: Any) -> Any:
-        missing = tuple(axes - mosaic.varying_axes(array))
-        return jax.lax.pcast(array, missing, to="varying") if missing else array
-
-    return jax.tree.map(vary, arrays)
 
 
 def _check(x: Any, weights: Any, biases: Any, accumulates: Any, activation: str | None, dtype: jnp.dtype) -> None:

@@ -40,6 +40,7 @@ from pallas_kernels.matmul import xla
 from pallas_kernels.matmul.config import CHUNK_M, COLUMNS, SLOTS, WARPGROUPS, Config, Problem, chunk_columns
 from pallas_kernels.matmul.reference import Form
 from pallas_kernels.shared_memory import TILE_ROWS, swizzled
+from pallas_kernels.varying import varying_axes
 
 LOADER_REGISTERS, MULTIPLIER_REGISTERS = 40, 232  # a thread; 128 * (40 + 2 * 232) = 63 Ki of the 64 Ki that a core has
 NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -59,11 +60,6 @@ def refusal(problem: Problem, target: Target) -> str | None:
     if 0 in (problem.m, problem.n, problem.k):
         return f"dims of 0 have no tiles (M, N, K = {problem.m}, {problem.n}, {problem.k})"
     return target.without_hopper()
-
-
-def varying_axes(array: Any) -> frozenset[Any]:
-    """Return the axes of a `jax.shard_map` around over which the array's value varies."""
-    return jax.typeof(array).manual_axis_type.varying
 
 
 @functools.partial(jax.jit, static_argnames=("form", "config", "keeps_products"))  # Refs in GMEM exist in a jit only

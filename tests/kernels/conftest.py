@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy
 import pytest
 from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic.interpret import shared_memory
@@ -17,7 +18,9 @@ from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+from jax._src.state import types as state_types
 from jax.experimental.mosaic import gpu as mosaic_gpu  # it sets MOSAIC_GPU_CUDA_ROOT  # noqa: F401
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 IS_0_10 = jax.__version__.startswith("0.10.")
@@ -30,6 +33,7 @@ def races(monkeypatch) -> Iterator[Callable[[], contextlib.AbstractContextManage
         _behave_like_hardware(monkeypatch)
     # Which thread has which element is nothing to the interpreter, and of jax 0.10 it does not know the word.
     mlir.register_lowering(gpu_core.layout_cast_p, lambda _, x, new_layout: [x], platform="cpu")
+    monkeypatch.setattr(plgpu, "load", lambda ref, index, **_: ref[index])  # the same read, which says how threads share it
 
     @contextlib.contextmanager
     def interpret() -> Iterator[None]:
@@ -48,7 +52,8 @@ def _behave_like_hardware(monkeypatch) -> None:
 
     TMA reads zeros outside of an array and writes nothing there (CUDA's programming guide, 'tensor map'): that interpreter
     raises on the one and drops the whole copy on the other. It checks no read of wgmma for races, nor do later ones; here a
-    product reads its operands when it starts and still when the next one on the same sums starts, as one is kept in flight.
+    product reads its operands when it starts and still when the next one on the same sums starts, as one is kept in flight. And
+    it knows no transposed operand.
     """
     monkeypatch.setattr(shared_memory.Buffer, "__setitem__", shared_memory.Buffer.set_in_bounds_portion)
 
@@ -59,7 +64,7 @@ def _behave_like_hardware(monkeypatch) -> None:
         return result
 
     monkeypatch.setattr(gpu_callbacks, "_handle_out_of_bounds_read", zeros_outside)
-    multiply, load = gpu_callbacks.wgmma, gpu_callbacks.wgmma_accumulator_deref
+    load = gpu_callbacks.wgmma_accumulator_deref
     in_flight: dict[Any, list[Any]] = {}
 
     def key_of(call: dict[str, Any], name: str) -> Any:
@@ -68,15 +73,25 @@ def _behave_like_hardware(monkeypatch) -> None:
     def wgmma(**call: Any) -> Any:
         memory = gpu_callbacks._get_shared_memory()
         device, thread = int(call["device_id"]), int(call["thread_id"])
-        reads = []
+        everywhere = memory.get_global_thread_id(device, thread)
+        reads, operands, acc = [], [], key_of(call, "acc")
         for name in ("a", "b"):
             transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(call[f"{name}_transforms"]))
-            reads.append((key_of(call, name), interpret_utils.to_range(transforms)))
-        for key, where in reads + in_flight.get(key_of(call, "acc"), []):
-            _, _, clock = memory.get_buffer_content(key, where, memory.get_global_thread_id(device, thread))
+            indices = [t for t in transforms if not isinstance(t, state_types.TransposeTransform)]
+            assert transforms[: len(indices)] == tuple(indices), "a view is transposed last"
+            key, where = key_of(call, name), interpret_utils.to_range(indices)
+            reads.append((key, where))
+            operand, _, _ = memory.get_buffer_content(key, where, everywhere)
+            operands.append(operand.T if (len(transforms) - len(indices)) % 2 else operand)
+        for key, where in reads + in_flight.get(acc, []):
+            _, _, clock = memory.get_buffer_content(key, where, everywhere)
             gpu_callbacks.get_races().check_read(device, thread, clock, key, where, source_info=call["source_info"])
-        in_flight[key_of(call, "acc")] = reads
-        return multiply(**call)
+        in_flight[acc] = reads
+        total, _, _ = memory.get_buffer_content(acc, (), everywhere)
+        with numpy.errstate(all="ignore"):  # a warning, which is an error here, would leave other threads waiting
+            total = total + numpy.matmul(*operands, dtype=call["acc_dtype"])
+        memory.store_buffer_content(acc, (), total, everywhere)
+        return call["token"]
 
     def wgmma_accumulator_deref(**call: Any) -> Any:
         in_flight.pop(key_of(call, "acc"), None)

@@ -1,0 +1,226 @@
+"""The backward kernel of `linear_cross_entropy` on Hopper: dx or dw, of slopes that exist in shared memory alone.
+
+A block owns rows of the gradient and sweeps the dim that is summed over: for dx it owns tokens and sweeps the vocabulary, for
+dw it owns columns of the vocabulary and sweeps tokens (`sweep`). It goes by groups of `num_slopes` tiles, each `width` wide:
+
+    for each group:
+      for i in tiles:  z = sum_k x[t, k] w[k, v];  s_i = slope(z) -> shared memory, 16 bits
+      for d in D / 64: dx[t, d] += sum_i s_i w[d, v_i]^T        or        dw[d, v] += sum_i x[t_i, d]^T s_i
+
+Both loops take the same tiles of w (for dw, of x), 64 of D by `width`, through the same slots (`ring`): what was summed over in
+the first product are columns of the second. A warpgroup makes the slopes that it multiplies, so the two share slots alone.
+
+A gradient's rows over all of D are more than a core's registers and shared memory hold: between groups they lie in a float32
+array of global memory that only this block touches, where each element is read and written by one and the same thread. So there
+is no atomic operation, sums are added in one order, and two runs give the same bits. The last group rounds and writes the
+result instead.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.linear_cross_entropy.kernel_config import COLUMNS
+from pallas_kernels.linear_cross_entropy.reference import Form
+from pallas_kernels.linear_cross_entropy.ring import (
+    COPIES,
+    LOADER_REGISTERS,
+    MULTIPLIER_REGISTERS,
+    WARPGROUPS,
+    Ring,
+    loop,
+)
+from pallas_kernels.linear_cross_entropy.sweep import HALF, Sweep
+from pallas_kernels.shared_memory import swizzled
+
+LAYOUT = plgpu.Layout.WGMMA
+ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def gradient(
+    form: Form, sweep: Sweep, x: jax.Array, w: jax.Array, tokens: tuple[jax.Array, ...], unit: jax.Array, out_types: list[Any]
+) -> jax.Array:
+    """Return dx[T', D'] or dw[D', V'] in whole pieces.
+
+    Args:
+      form: of the loss.
+      sweep: which of them, and how.
+      x: `[T, D]`.
+      w: `[D, V]`.
+      tokens: labels, log-sum-exps and weights: int32 and float32 of `[num_tokens]`.
+      unit: float32[1], a factor of the sums.
+      out_types: of the gradient and, of several groups, of the sums between them.
+    """
+    config = sweep.config
+
+    def body(x_gmem: Any, w_gmem: Any, token_gmems: Any, unit_gmem: Any, out_gmem: Any, sums_gmem: Any = None) -> None:
+        count = (sweep.num_items - lax.axis_index("block") + sweep.num_blocks - 1) // sweep.num_blocks
+
+        def scope(x_smem: Any, w_smem: Any, slopes_smem: Any, full: Any, empty: Any) -> None:
+            ring = Ring(config.num_backward_stages, x_smem, w_smem, full, empty)
+            multiplier = _Multiplier(form, sweep, ring, slopes_smem, token_gmems, unit_gmem, out_gmem, sums_gmem)
+            lax.cond(
+                lax.axis_index("warpgroup") == WARPGROUPS,
+                lambda: _load(sweep, ring, count, x_gmem, w_gmem),
+                lambda: multiplier.run(count),
+            )
+
+        rows, columns = sweep.tile
+        pl.run_scoped(
+            scope,
+            swizzled((config.num_backward_stages, rows, COLUMNS), x.dtype),
+            swizzled((config.num_backward_stages, COLUMNS, columns), w.dtype),
+            swizzled((config.num_slopes, WARPGROUPS, *sweep.half_tile), x.dtype),
+            plgpu.Barrier(num_arrivals=COPIES, num_barriers=config.num_backward_stages),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.num_backward_stages),
+            collective_axes="warpgroup",
+        )
+
+    call: Any = pl.kernel(
+        body,
+        out_type=out_types,
+        mesh=plgpu.Mesh(grid=(sweep.num_blocks,), grid_names=("block",), num_threads=WARPGROUPS + 1, thread_name="warpgroup"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        name=f"linear_cross_entropy_d{'x' if sweep.of_x else 'w'}",
+    )
+    return call(x, w, tokens, unit)[0]
+
+
+def _load(sweep: Sweep, ring: Ring, count: Any, x_gmem: Any, w_gmem: Any) -> None:
+    """Copy the operands of every step: the work of the loading warpgroup."""
+    plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+    (rows, columns), num_slopes = sweep.tile, sweep.config.num_slopes
+
+    def load_group(item: Any, group: Any) -> None:
+        first = (item * sweep.num_groups + group) * sweep.steps_a_group
+
+        def load_logits(step: Any) -> None:
+            row, column = sweep.start(item, group, lax.div(step, sweep.num_steps))
+            part = pl.ds(lax.rem(step, sweep.num_steps) * COLUMNS, COLUMNS)
+            ring.fill(
+                first + step,
+                lambda slot: [
+                    (x_gmem.at[pl.ds(row, rows), part], ring.x.at[slot]),
+                    (w_gmem.at[part, pl.ds(column, columns)], ring.w.at[slot]),
+                ],
+            )
+
+        def load_swept(step: Any) -> None:
+            """Copy a tile of what is swept, in two copies, as every step has."""
+            row, column = sweep.start(item, group, lax.rem(step, num_slopes))
+            part = lax.div(step, num_slopes) * COLUMNS
+
+            def copies(slot: Any) -> list[tuple[Any, Any]]:
+                size = (COLUMNS if sweep.of_x else rows) // COPIES
+                starts = [n * size for n in range(COPIES)]
+                if sweep.of_x:
+                    at = pl.ds(column, columns)
+                    return [(w_gmem.at[pl.ds(part + n, size), at], ring.w.at[slot, pl.ds(n, size)]) for n in starts]
+                at = pl.ds(part, COLUMNS)
+                return [(x_gmem.at[pl.ds(row + n, size), at], ring.x.at[slot, pl.ds(n, size)]) for n in starts]
+
+            ring.fill(first + num_slopes * sweep.num_steps + step, copies)
+
+        loop(0, num_slopes * sweep.num_steps, load_logits)
+        loop(0, num_slopes * sweep.num_steps, load_swept)
+
+    loop(0, count, lambda item: loop(0, sweep.num_groups, lambda group: load_group(item, group)))
+    ring.drain(count * sweep.num_groups * sweep.steps_a_group)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Multiplier:
+    """The work of the two multiplying warpgroups, each half of what a block owns."""
+
+    form: Form
+    sweep: Sweep
+    ring: Ring
+    slopes: Any
+    tokens: Any
+    unit: Any
+    out: Any
+    sums: Any
+
+    def run(self, count: Any) -> None:
+        sweep = self.sweep
+        plgpu.set_max_registers(MULTIPLIER_REGISTERS, action="increase")
+
+        def of_group(item: Any, group: Any) -> None:
+            first = (item * sweep.num_groups + group) * sweep.steps_a_group
+            loop(0, sweep.config.num_slopes, lambda i: self._slopes(item, group, i, first + i * sweep.num_steps))
+            plgpu.commit_smem()
+            first += sweep.config.num_slopes * sweep.num_steps
+            loop(0, sweep.num_steps, lambda d: self._add(item, group, d, first + d * sweep.config.num_slopes))
+
+        loop(0, count, lambda item: loop(0, sweep.num_groups, lambda group: of_group(item, group)))
+
+    def _slopes(self, item: Any, group: Any, i: Any, first: Any) -> None:
+        """Write tile i of a group's slopes to shared memory, the part of this warpgroup."""
+        sweep, warpgroup = self.sweep, lax.axis_index("warpgroup")
+        half = pl.ds(warpgroup * HALF, HALF)
+        rows, columns = sweep.half_tile
+
+        def operands(_: Any, slot: Any) -> tuple[Any, Any]:
+            if sweep.of_x:
+                return self.ring.x.at[slot, half], self.ring.w.at[slot]
+            return self.ring.x.at[slot], self.ring.w.at[slot, :, half]
+
+        sums = self.ring.products(first, sweep.num_steps, (rows, columns), operands)
+        row, column = sweep.start(item, group, i)
+        if sweep.of_x:
+            row += warpgroup * HALF
+        else:
+            column += warpgroup * HALF
+        for r in range(0, rows, HALF):
+            label, lse, weight = (
+                plgpu.load(gmem, (pl.ds(row + r, HALF),), layout=ROW, optimized=False) for gmem in self.tokens
+            )
+            for c in range(0, columns, COLUMNS):
+                chunk = sums[r : r + HALF, c : c + COLUMNS]
+
+                def spread(of_row: jax.Array, shape: tuple[int, ...] = chunk.shape) -> jax.Array:
+                    return lax.broadcast_in_dim(of_row, shape, (0,))
+
+                at = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, chunk.shape, 1), LAYOUT)
+                slope = self.form.slope(self.form.cap(chunk), spread(lse), at == spread(label - (column + c)))
+                slope = jnp.where(at < sweep.columns - (column + c), slope * spread(weight), 0.0)
+                self.slopes[i, warpgroup, r : r + HALF, c : c + COLUMNS] = slope.astype(self.slopes.dtype)
+
+    def _add(self, item: Any, group: Any, d: Any, first: Any) -> None:
+        """Add a group's products to part d of the gradient."""
+        sweep, warpgroup = self.sweep, lax.axis_index("warpgroup")
+
+        def operands(i: Any, slot: Any) -> tuple[Any, Any]:
+            if sweep.of_x:
+                return self.slopes.at[i, warpgroup], plgpu.transpose_ref(self.ring.w.at[slot], (1, 0))
+            return plgpu.transpose_ref(self.ring.x.at[slot], (1, 0)), self.slopes.at[i, warpgroup]
+
+        def products() -> jax.Array:
+            return self.ring.products(first, sweep.config.num_slopes, (HALF, COLUMNS), operands)
+
+        row, column = sweep.start(item, 0, 0)
+        out = self.out.at[sweep.own(row if sweep.of_x else column, d)]
+
+        def finish(total: jax.Array) -> None:
+            out[...] = (total * self.unit[0]).astype(out.dtype)
+
+        if self.sums is None:
+            finish(products())
+            return
+        kept = self.sums.at[(lax.axis_index("block"), *sweep.own(0, d))]
+        before = plgpu.load(kept, (), layout=LAYOUT, optimized=False)  # asked for now, on its way while products are made
+        is_first = lax.broadcast_in_dim(group == 0, before.shape, ())
+        total = jnp.where(is_first, 0.0, before) + products()
+
+        @pl.when(group < sweep.num_groups - 1)
+        def _():
+            kept[...] = total
+
+        @pl.when(group == sweep.num_groups - 1)
+        def _():
+            finish(total)

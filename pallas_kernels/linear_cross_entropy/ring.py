@@ -1,0 +1,98 @@
+"""Tiles of x and w on their way through shared memory: a ring of slots that one warpgroup fills and two empty.
+
+The tensor memory accelerator (TMA) copies a tile of x and one of w into a slot; wgmma reads both from there. Two barriers a
+slot order them: `full`, on which its two copies arrive, and `empty`, on which each multiplying warpgroup arrives when the
+product that read the slot has ended. That is one product later, so that one is always in flight. Steps are counted through over
+all tiles of a block, so the loader runs ahead into the next tile while one ends.
+
+    loader     s:  wait empty[s - num_stages];  two copies -> slot
+    multiplier s:  wait full[s];  acc += a @ b;  wait for product s - 1;  arrive empty[s - 1]
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+COPIES = 2
+"""Of each step: what its barrier counts."""
+WARPGROUPS = 2
+"""That multiply; one more loads."""
+LOADER_REGISTERS, MULTIPLIER_REGISTERS = 40, 232  # a thread; 128 * (40 + 2 * 232) = 63 Ki of the 64 Ki that a core has
+
+
+def loop(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
+    """Run `body(i)` for i from `start` to `stop` in a kernel."""
+
+    def step(i: Any, _: tuple[()]) -> tuple[()]:
+        body(i)
+        return ()
+
+    lax.fori_loop(start, stop, step, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The slots, `x[num_stages, ..]` and `w[num_stages, ..]` in shared memory, and their barriers."""
+
+    num_stages: int
+    x: Any
+    w: Any
+    full: Any
+    empty: Any
+
+    def slot(self, step: Any) -> Any:
+        """Return the slot of a step, counted from a block's first."""
+        return lax.rem(step, self.num_stages)
+
+    def fill(self, step: Any, copies: Callable[[Any], list[tuple[Any, Any]]]) -> None:
+        """Start the copies of a step, pairs of global and shared memory for its slot, once that is empty."""
+        slot = self.slot(step)
+
+        @pl.when(step >= self.num_stages)
+        def _():
+            plgpu.barrier_wait(self.empty.at[slot])
+
+        pairs = copies(slot)
+        assert len(pairs) == COPIES
+        for gmem, smem in pairs:
+            plgpu.copy_gmem_to_smem(gmem, smem, self.full.at[slot])
+
+    def drain(self, steps: Any) -> None:
+        """Wait until all of `steps` steps were used, so that barriers are left as they were found."""
+        loop(jnp.maximum(steps - self.num_stages, 0), steps, lambda step: plgpu.barrier_wait(self.empty.at[self.slot(step)]))
+
+    def products(
+        self, first: Any, count: int, shape: tuple[int, int], operands: Callable[[Any, Any], tuple[Any, Any]]
+    ) -> jax.Array:
+        """Return the float32 sum, of this shape, of the products of `count` steps from `first`.
+
+        Args:
+          first: step.
+          count: of steps.
+          shape: of the sum.
+          operands: `operands(i, slot)` are the two of step `first + i`.
+        """
+
+        def scope(acc_ref: Any) -> jax.Array:
+            def multiply(i: Any) -> None:
+                slot = self.slot(first + i)
+                plgpu.barrier_wait(self.full.at[slot])
+                plgpu.wgmma(acc_ref, *operands(i, slot))
+                plgpu.wgmma_wait(1)  # that of the step before has ended
+
+                @pl.when(i > 0)
+                def _():
+                    plgpu.barrier_arrive(self.empty.at[self.slot(first + i - 1)])
+
+            loop(0, count, multiply)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.empty.at[self.slot(first + count - 1)])
+            return acc_ref[...]
+
+        return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
