@@ -11,6 +11,7 @@ that fails, crashes or hangs leaves its rows and stops none of the others. The c
     slices         each form in which a step slices host memory, against numpy
     fp32, bf16     10 steps with every mix of tiers against the resident step: losses, parameters
     activations    gradients with activations in host memory against recomputed ones
+    tiles          10 steps with MLPs whose tiles are records, in mixes of tiers, against the resident step
     memory         peak device memory over `program.memory` and over the compiler's own count; a process for each mix
     nvme           10 steps with mixes on disk against the resident step; the disk's speed; time and stall of such steps
     speed          the link's bandwidth; step time of each mix over the resident step, interleaved; overlap; FSDP2 offloaded
@@ -84,6 +85,7 @@ CHECKS: Mapping[str, Check] = {
     "activations": Check(
         run=lambda s, _: equality.compare_jobs(equality.activation_jobs(s)), programs=equality.activation_jobs
     ),
+    "tiles": Check(run=lambda s, _: equality.compare_jobs(equality.tile_jobs(s)), programs=equality.tile_jobs),
     "memory": Check(run=lambda s, _: memory.check_memory(s), programs=memory.memory_jobs),
     "nvme": Check(run=lambda s, _: swap.check_swap(s), programs=swap.swap_jobs),
     "speed": Check(run=speed.check_speed, programs=speed.speed_jobs, preallocates=True),

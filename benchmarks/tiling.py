@@ -1,11 +1,13 @@
 """The widest MLP whose train step fits N H200s that are not there, by the number of its tiles: compiled, not run.
 
     python benchmarks/tiling.py --save benchmarks/results/NAME.md       # 64 GPUs, 1 to 32 tiles, about 10 minutes
+    python benchmarks/tiling.py --stream --gpus 1                       # one GPU, its states in host memory
 
 A stack of MLPs h -> 4h -> h in bfloat16 at stage 3, with AdamW. The width is the largest multiple of STEP whose compiled step
 takes no more than the budget on each device: arguments, what it returns beside them, and temporary memory. States take
-16 x 8 h^2 bytes a layer over all devices; what tiles lower is the rest, a whole layer gathered and its gradient. Needs
-zerojax[aot].
+16 x 8 h^2 bytes a layer over all devices; what tiles lower is the rest, a whole layer gathered and its gradient. With --stream
+the layers' states are in host memory, 14 x 8 h^2 bytes a layer, and updated in backward; what tiles lower is nearly all that is
+on the device. Needs zerojax[aot].
 """
 
 import os
@@ -47,6 +49,49 @@ class Figures:
         return self.arguments + self.temp
 
 
+class Block(nnx.Module):
+    """One layer of a streamed stack: a normalised MLP in tiles of the hidden dim."""
+
+    def __init__(self, width: int, tiles: int, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.RMSNorm(width, dtype=jnp.bfloat16, rngs=rngs)
+        self.mlp = zj.TiledMLP(width, 4 * width, num_tiles=tiles, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.mlp(self.norm(x))
+
+
+class Scale(nnx.Module):
+    """The ends of a streamed stack."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
+        del rngs
+        self.scale = nnx.Param(jnp.ones(width))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x.astype(jnp.bfloat16) * self.scale[...].astype(jnp.bfloat16)
+
+
+STREAM = {"params": "pinned_host", "opt_state": "pinned_host", "update": "in_backward"}
+"""Where a streamed stack's states are, unless another place is asked for."""
+
+
+def streamed_program(
+    width: int, tiles: int, gpus: int, layers: int, tokens: int, **fields: Any
+) -> tuple[zj.Program, jax.ShapeDtypeStruct]:
+    """Return a streamed program of MLPs h -> 4h -> h, and the shape of its batch: `tokens` a device."""
+    mesh = aot.gpu_mesh("h200", hosts=max(1, gpus // 8), gpus_per_host=min(8, gpus), fsdp=gpus)
+    model = zj.from_flax(
+        embed=lambda rngs: Scale(width, rngs=rngs),
+        block=lambda rngs: Block(width, tiles, rngs=rngs),
+        head=lambda rngs: Scale(width, rngs=rngs),
+        num_layers=layers,
+        loss=lambda head, embed, x, batch: jnp.mean(jnp.square(head(x).astype(jnp.float32))),
+    )
+    config = zj.ZeroConfig(stage=3, precision="bf16", activations="remat", **fields)
+    batch = jax.ShapeDtypeStruct((gpus, tokens, width), jnp.bfloat16)
+    return zj.build_train_step(model, optax.adamw(1e-3), config, mesh), batch
+
+
 class Net(nnx.Module):
     """MLPs on a stream, in tiles of the hidden dim."""
 
@@ -65,20 +110,26 @@ def loss(net: Net, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(net(x).astype(jnp.float32)))
 
 
-def compile_width(width: int, tiles: int, gpus: int, layers: int, tokens: int) -> Figures:
+def compile_width(width: int, tiles: int, gpus: int, layers: int, tokens: int, stream: bool = False) -> Figures:
     """Compile the step for `tokens` a device."""
-    mesh = aot.gpu_mesh("h200", hosts=max(1, gpus // 8), gpus_per_host=min(8, gpus), fsdp=gpus)
-    model = zj.from_flax(lambda rngs: Net(width, layers, tiles, rngs=rngs), loss)
-    program = zj.build_train_step(model, optax.adamw(1e-3), zj.ZeroConfig(stage=3, precision="bf16"), mesh)
-    compiled: Any = program.lower(jax.ShapeDtypeStruct((gpus, tokens, width), jnp.bfloat16)).compile()
+    if stream:
+        program, batch = streamed_program(width, tiles, gpus, layers, tokens, **STREAM)
+    else:
+        mesh = aot.gpu_mesh("h200", hosts=max(1, gpus // 8), gpus_per_host=min(8, gpus), fsdp=gpus)
+        model = zj.from_flax(lambda rngs: Net(width, layers, tiles, rngs=rngs), loss)
+        program = zj.build_train_step(model, optax.adamw(1e-3), zj.ZeroConfig(stage=3, precision="bf16"), mesh)
+        batch = jax.ShapeDtypeStruct((gpus, tokens, width), jnp.bfloat16)
+    compiled: Any = program.lower(batch).compile()
     stats = compiled.memory_analysis()
     gathered = hlo.peak_gathered_bytes(compiled.as_text())
     return Figures(stats.argument_size_in_bytes, stats.temp_size_in_bytes, gathered)
 
 
-def widest(tiles: int, gpus: int, layers: int, tokens: int, budget: float, start: int) -> tuple[int, Figures]:
+def widest(
+    tiles: int, gpus: int, layers: int, tokens: int, budget: float, start: int, stream: bool = False
+) -> tuple[int, Figures]:
     """Return the widest multiple of STEP that fits, from `start` on, which must; by doubling and halving."""
-    fits, found = start, compile_width(start, tiles, gpus, layers, tokens)
+    fits, found = start, compile_width(start, tiles, gpus, layers, tokens, stream)
     if found.total > budget:
         raise ValueError(
             f"a width of {start} takes {found.total} bytes, more than the budget of {budget:.0f}: give a larger one"
@@ -86,7 +137,7 @@ def widest(tiles: int, gpus: int, layers: int, tokens: int, budget: float, start
     step = start
     while step >= STEP:
         wider = fits + step
-        if wider <= WIDEST and (figures := compile_width(wider, tiles, gpus, layers, tokens)).total <= budget:
+        if wider <= WIDEST and (figures := compile_width(wider, tiles, gpus, layers, tokens, stream)).total <= budget:
             fits, found = wider, figures
         else:
             step = step // 2 // STEP * STEP
@@ -100,22 +151,25 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=512, help="of a device")
     parser.add_argument("--budget", type=float, default=128.0, help="GB of a device")
+    parser.add_argument("--stream", action="store_true", help="states in host memory, updated in backward")
     parser.add_argument("--tiles", type=int, nargs="+", default=TILES)
     parser.add_argument("--save", help="write the table here; a temporary folder by default")
     options = parser.parse_args()
+    where = "states in host memory, updated in backward" if options.stream else "stage 3"
+    gpus = "one H200" if options.gpus == 1 else f"{options.gpus} H200s"
     lines = [
-        f"# The widest MLP on {options.gpus} H200s, {datetime.date.today():%Y-%m}", "",
-        f"{options.layers} MLPs h -> 4h -> h, {options.tokens} tokens a device, bf16, AdamW, stage 3; {options.budget:g} GB.",
+        f"# The widest MLP on {gpus}{', streamed' if options.stream else ''}, {datetime.date.today():%Y-%m}", "",
+        f"{options.layers} MLPs h -> 4h -> h, {options.tokens} tokens a device, bf16, AdamW, {where}; {options.budget:g} GB.",
         f"Compiled for H200s that are not there by jax {jax.__version__}, nothing run. Widths in steps of {STEP}.",
         f"Command: `python benchmarks/tiling.py --gpus {options.gpus} --layers {options.layers} --tokens {options.tokens} "
-        f"--budget {options.budget:g}`", "",
-        "| tiles | widest h | parameters | states GB | temporary GB | gathered at once GB |",
+        f"--budget {options.budget:g}{' --stream' if options.stream else ''}`", "",
+        "| tiles | widest h | parameters | arguments GB | temporary GB | gathered at once GB |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
     print("\n".join(lines))
     start = STEP
     for tiles in options.tiles:
-        width, found = widest(tiles, options.gpus, options.layers, options.tokens, options.budget * 1e9, start)
+        width, found = widest(tiles, options.gpus, options.layers, options.tokens, options.budget * 1e9, start, options.stream)
         row = f"| {tiles} | {width:,} | {options.layers * 8 * width**2 / 1e9:,.1f} B |"
         row += "".join(f" {n / 1e9:.2f} |" for n in (found.arguments, found.temp, found.gathered))
         lines.append(row)

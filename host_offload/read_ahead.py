@@ -14,12 +14,14 @@ A `Window` follows one device through the sequence. Callbacks of a program may c
 sequence only tells what to read early, never what is right.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from host_offload.schedule import Schedule
+from host_offload.schedule import Phase, Schedule
+from host_offload.tile_schedule import TiledSchedule, TileLoops
 
 
 class Move(NamedTuple):
@@ -44,6 +46,7 @@ def moves_of(
     kinds: Collection[str],
     phases: Collection[str] | None = None,
     besides: Mapping[str, tuple[Kinds, Kinds]] | None = None,
+    loops: Mapping[str, Sequence[tuple[TileLoops, str]]] | None = None,
 ) -> tuple[Move, ...]:
     """Return the moves of a step.
 
@@ -53,29 +56,56 @@ def moves_of(
       phases: names of the phases wanted; all by default.
       besides: phase -> kinds that a tick reads, and kinds that it writes, of its own layer, which the schedule does not know
         of because the device does not have them: an update on the host.
+      loops: phase -> the loops over tiles that each of its ticks runs, in order, and which of their phases each is.
     """
     moves: list[Move] = []
     for phase in schedule.phases:
         if phases is not None and phase.name not in phases:
             continue
 
-        def add(names: Sequence[str], layer: int, writes: bool = False, first: int = phase.device_layers) -> None:
-            for kind in names:
-                record = layer - first if kind == "opt_state" else layer
-                if kind in kinds and layer >= 0 and record >= 0:
-                    moves.append(Move(kind, record, writes))
+        def tiles(layer: int, inside: Sequence[tuple[TileLoops, str]]) -> list[Move]:
+            """Return the moves of a tick's loops over tiles."""
+            own: list[Move] = []
+            for group, name in inside:
+                made = _moves_of_phase(group.phase(name), group.kind)
+                own += [Move(kind, layer * group.num_tiles + tile, writes) for kind, tile, writes in made]
+            return own
 
-        reads, writes = (besides or {}).get(phase.name, ((), ()))
-        add(phase.fetches, phase.first)
-        for layer in phase.preload.tolist():
-            add(phase.fetches, layer)
-        for tick, layer in enumerate(phase.layer.tolist()):
-            waits = not len(phase.preload)  # no ring: a tick fetches what it takes itself
-            add(phase.fetches, int(phase.consume[tick]) if waits else int(phase.fetch[tick]))
-            add((*phase.reads, *reads), layer)
-            add(phase.writes, int(phase.store[tick]), writes=True)
-            add(writes, layer, writes=True)
-    return tuple(moves)
+        inside = (loops or {}).get(phase.name, ())
+        moves += _moves_of_phase(phase, str, (besides or {}).get(phase.name, ((), ())), partial(tiles, inside=inside))
+        if phase.name == "update" and isinstance(schedule, TiledSchedule):
+            for group in schedule.tiles:
+                moves += _moves_of_phase(group.phase("update"), group.kind)
+    return tuple(move for move in moves if move.kind in kinds)
+
+
+def _moves_of_phase(
+    phase: Phase,
+    name: Callable[[str], str],
+    besides: tuple[Kinds, Kinds] = ((), ()),
+    inside: Callable[[int], list[Move]] = lambda layer: [],
+) -> list[Move]:
+    """Return the moves of one loop of records whose kinds are called `name(kind)`; each tick has those `inside` besides."""
+    moves: list[Move] = []
+
+    def add(names: Sequence[str], layer: int, writes: bool = False) -> None:
+        for kind in names:
+            record = layer - phase.device_layers if kind == "opt_state" else layer
+            if layer >= 0 and record >= 0:
+                moves.append(Move(name(kind), record, writes))
+
+    reads, writes = besides
+    add(phase.fetches, phase.first)
+    for layer in phase.preload.tolist():
+        add(phase.fetches, layer)
+    for tick, layer in enumerate(phase.layer.tolist()):
+        waits = not len(phase.preload)  # no ring: a tick fetches what it takes itself
+        add(phase.fetches, int(phase.consume[tick]) if waits else int(phase.fetch[tick]))
+        moves += inside(layer)
+        add((*phase.reads, *reads), layer)
+        add(phase.writes, int(phase.store[tick]), writes=True)
+        add(writes, layer, writes=True)
+    return moves
 
 
 def ready_after(moves: Sequence[Move]) -> np.ndarray:

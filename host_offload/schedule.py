@@ -361,12 +361,13 @@ def build_schedule(
             raise ValueError(
                 f"budget_bytes={budget_bytes}: prefetch_distance={distance} with gather_ahead={gather_ahead} puts "
                 f"{schedule.peak_bytes} bytes in flight on a device, {schedule.peak_bytes - budget_bytes} more; "
-                + _advice(build, distance, gather_ahead, budget_bytes)
+                + advise(build, distance, gather_ahead, budget_bytes)
             )
     return schedule
 
 
-def _advice(build: Callable[[int, bool], Schedule], distance: int, gather_ahead: bool, budget_bytes: int) -> str:
+def advise(build: Callable[[int, bool], Schedule], distance: int, gather_ahead: bool, budget_bytes: int) -> str:
+    """Return what of a schedule could be changed for it to fit a budget."""
     for ahead in (True, False) if gather_ahead else (False,):
         # A longer distance never takes fewer bytes, so distances can be bisected.
         fits = bisect.bisect_right(range(distance + 1), budget_bytes, key=lambda d: build(d, ahead).peak_bytes) - 1

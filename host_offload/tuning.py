@@ -41,8 +41,9 @@ class IoSettings:
     block_bytes: int
 
     def __post_init__(self) -> None:
+        are_whole = isinstance(self.num_threads, int) and isinstance(self.block_bytes, int)
         fits = 1 <= self.num_threads <= _MOST_THREADS and BLOCK_BYTES <= self.block_bytes <= _MOST_BYTES
-        if not fits or self.block_bytes % BLOCK_BYTES or not isinstance(self.num_threads, int):
+        if not are_whole or not fits or self.block_bytes % BLOCK_BYTES:
             raise ValueError(
                 f"num_threads={self.num_threads}, block_bytes={self.block_bytes}: 1 to {_MOST_THREADS}, and a multiple of "
                 f"{BLOCK_BYTES} up to {_MOST_BYTES} are needed"

@@ -22,7 +22,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from host_offload.schedule import Schedule
+from host_offload.schedule import Phase, Schedule
+from host_offload.tile_schedule import TiledSchedule
 from zerojax.born import is_away
 from zerojax.disk import Disk
 from zerojax.gather import without_axis
@@ -36,7 +37,7 @@ from zerojax.parts import Parts
 from zerojax.precision import PRECISIONS
 from zerojax.records import Record
 from zerojax.stages import STAGES
-from zerojax.streamed_layout import layer_bytes
+from zerojax.streamed_layout import StreamedLayout, record_bytes
 from zerojax.streaming import StreamedStep
 
 
@@ -141,7 +142,7 @@ def program_memory(
     on_disk, buffers, slots = ({}, {}, {}) if layout.disk is None else _disk_bytes(layout.disk)
     return MemoryReport(
         tiers={"device": device | running.device | slots, "pinned_host": host | running.host | buffers, "nvme": on_disk},
-        collectives=_collectives(layout, leaves, streamed is not None),
+        collectives=_collectives(layout, leaves, streamed),
         host_link=_sum([running.link, running.called]),
         callback_link=running.called,
         num_params=sum(math.prod(leaf.shape) for leaf in leaves.values()),
@@ -208,12 +209,20 @@ def _gathered_bytes(layout: Layout, num_layers: int | None, layers: int = 1, fet
     if not STAGES[layout.config.stage].params or (layout.mesh.shape[FSDP] == 1 and not fetched):
         return 0
     whole: dict[str, int] = {}
+    of_tile: dict[str, int] = {}
+    names = list(_leaves(layout))
+    tiles = {names[i]: group for group in layout.tiles for i in group.leaves}
     for path, leaf in _leaves(layout).items():
         size = local_elements(leaf.shape, without_axis(layout.specs[path].sharded, FSDP), layout.mesh) * _itemsize(layout)
         unit = path if num_layers is None else path.split("]")[0]
         if num_layers is not None and path.startswith(f"['{BLOCKS}']"):
             size = size // num_layers * layers
+            if (group := tiles.get(path)) is not None:
+                of_tile[group.name] = of_tile.get(group.name, 0) + size // group.num_tiles
+                continue
         whole[unit] = whole.get(unit, 0) + size
+    if of_tile:  # tiles are gathered one by one, beside what else a layer has
+        whole[BLOCKS] = whole.pop(f"['{BLOCKS}'", 0) + max(of_tile.values())
     return max(whole.values())
 
 
@@ -245,10 +254,13 @@ def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
     for record, a in zip(whole.records, whole.shapes, strict=True):
         kept[record.tier] += _record_bytes(record, a.shape, a.dtype)
 
-    shard = _grad_elements(layout, blocks=True) // num_layers * _grad_itemsize(layout)
+    records = streamed.records
+    held = [records.blocks, *(group.leaves for group in records.groups)]  # a layer's record, and a tile of each group
+    shards = [sum(_record_bytes(records.grads[i], a.shape, a.dtype) for i, a in _grads(records, part)) for part in held]
+    sizes = [record_bytes(layout, parts, part) for part in held]
+    sizes[0] |= {"activations": kept["pinned_host"] + kept["nvme"]}
     ends = _grad_elements(layout, blocks=False) * _grad_itemsize(layout)
-    size = layer_bytes(layout, parts) | {"activations": kept["pinned_host"] + kept["nvme"]}
-    stored = 0 if config.update == "in_backward" else shard * num_layers
+    stored = 0 if config.update == "in_backward" else _grad_elements(layout, blocks=True) * _grad_itemsize(layout)
     host = {"grads": 0, "activations": kept["pinned_host"] * num_layers}
     rests = config.grads
     if streamed.host is not None:  # callbacks keep what waits off the device
@@ -270,13 +282,13 @@ def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
     _, layer_called = _updates(parts, streamed.records.blocks)
     gathered = _gathered_bytes(layout, num_layers, 1 + config.gather_ahead, streamed.records.params_away)
     if not gathered:
-        size["gathered"] = 0
-    written = size | {"grads": shard}
-    if streamed.host is not None:
-        written["params"] = 0  # its kernels write them where they rest
+        sizes = [size | {"gathered": 0} for size in sizes]
+    read = [size | {"grads": shard} for size, shard in zip(sizes, shards, strict=True)]
+    written = read if streamed.host is None else [size | {"params": 0} for size in read]  # kernels write where they rest
+    made = [size | {"grads": size["grads"] + shard} for size, shard in zip(sizes, shards, strict=True)]
     peaks = [
-        _peak(streamed.schedule, size, "forward"),
-        _peak(streamed.schedule, size | {"grads": size["grads"] + shard}, "backward"),
+        _peak(streamed.schedule, sizes, "forward"),
+        _peak(streamed.schedule, made, "backward"),
         _both(_sum(layer_called)),
         max(map(_both, updates), default=0),
         _sum(called)["to_device"],
@@ -289,12 +301,12 @@ def _streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
         "activations": kept["device"] * num_layers,
         "in_flight": loaded + max(0, max(peaks) - gathered),
     }
-    moved = _schedule_link(streamed.schedule, size | {"grads": shard}, written)
+    moved = _schedule_link(streamed, read, written)
     tiers, swaps = streamed.schedule.tiers, _swaps(parts, streamed.records.ends)
-    by_disk = {kind: n if tiers[kind] == "nvme" else 0 for kind, n in (size | {"grads": shard}).items() if kind in tiers}
-    by_disk["activations"] = kept["nvme"]
-    written_by_disk = written | by_disk | ({} if streamed.host is None else {"params": 0})
-    swapped = _sum([_schedule_link(streamed.schedule, by_disk, written_by_disk), *swaps])
+    by_disk = [{kind: n if tiers[kind] == "nvme" else 0 for kind, n in size.items() if kind in tiers} for size in read]
+    by_disk[0]["activations"] = kept["nvme"]
+    kept_up = {} if streamed.host is None else {"params": 0}
+    swapped = _sum([_schedule_link(streamed, by_disk, [size | kept_up for size in by_disk]), *swaps])
     if config.params == "nvme":
         swapped["to_device"] += loaded
     link = _sum([moved, {"to_device": loaded}, *updates])
@@ -369,25 +381,53 @@ def _host_update(parts: Parts, index: int) -> _Moved:
     return {"to_device": elements * made, "to_host": elements * (_grad_itemsize(parts.layout) + old)}
 
 
-def _peak(schedule: Schedule, size: Mapping[str, int], phase: str) -> int:
-    """Return the most bytes in flight in a tick of a phase, with other sizes than the schedule was built with."""
-    return int(dataclasses.replace(schedule, record_bytes=size).in_flight()[phase].max())
+def _grads(records: StreamedLayout, part: Iterable[int]) -> list[tuple[int, jax.ShapeDtypeStruct]]:
+    """Return the gradient of a record of some leaves, each with its index."""
+    return [(i, records.grad_shape(i)) for i in part]
 
 
-def _schedule_link(schedule: Schedule, read: Mapping[str, int], written: Mapping[str, int]) -> _Moved:
-    """Return what the phases of a schedule move, given the bytes of one layer by kind."""
+def _peak(schedule: Schedule, sizes: Sequence[Mapping[str, int]], phase: str) -> int:
+    """Return the most bytes in flight in a tick of a phase, with other sizes than the schedule was built with.
+
+    Args:
+      schedule: of the step.
+      sizes: of a layer's record, and of a tile of each group.
+      phase: its name.
+    """
+    schedule = dataclasses.replace(schedule, record_bytes=sizes[0])
+    if isinstance(schedule, TiledSchedule):
+        pairs = zip(schedule.tiles, sizes[1:], strict=True)
+        schedule = dataclasses.replace(schedule, tiles=tuple(loops.with_bytes(size) for loops, size in pairs))
+    return max(int(total.max()) for name, total in schedule.in_flight().items() if name.split("/")[0] == phase)
+
+
+def _schedule_link(streamed: StreamedStep, read: Sequence[Mapping[str, int]], written: Sequence[Mapping[str, int]]) -> _Moved:
+    """Return what the phases of a schedule move, given the bytes by kind of a layer's record, and of a tile of each group."""
+    schedule, inside = streamed.schedule, streamed.keeper.tile_loops()
+    groups = {loops.name: n for n, (_, loops) in enumerate(streamed.records.loops, 1)}
+    moved: list[_Moved] = []
+    for phase in schedule.phases:
+        moved.append(_phase_link(phase, read[0], written[0]))
+        for loops, name in inside.get(phase.name, ()):
+            n = groups[loops.name]
+            moved += [_phase_link(loops.phase(name), read[n], written[n])] * schedule.num_layers
+        if phase.name == "update":
+            moved += [_phase_link(loops.phase("update"), read[n], written[n]) for n, (_, loops) in
+                      enumerate(streamed.records.loops, 1)]  # fmt: skip
+    return _sum(moved)
+
+
+def _phase_link(phase: Phase, read: Mapping[str, int], written: Mapping[str, int]) -> _Moved:
+    """Return what one loop moves, given the bytes of a record by kind."""
 
     def moved(size: Mapping[str, int], kinds: Iterable[str], layers: Iterable[int]) -> int:
-        away = {kind: schedule.device_layers if kind == "opt_state" else 0 for kind in kinds}
+        away = {kind: phase.device_layers if kind == "opt_state" else 0 for kind in kinds}
         return sum(size[kind] for layer in layers for kind in kinds if layer >= away[kind])
 
-    to_device = to_host = 0
-    for phase in schedule.phases:
-        fetched = [phase.first, *phase.preload.tolist(), *phase.fetch.tolist()]
-        to_device += moved(read, phase.fetches, (layer for layer in fetched if layer >= 0))
-        to_device += moved(read, phase.reads, phase.layer.tolist())
-        to_host += moved(written, phase.writes, phase.layer.tolist())
-    return {"to_device": to_device, "to_host": to_host}
+    fetched = [phase.first, *phase.preload.tolist(), *phase.fetch.tolist()]
+    to_device = moved(read, phase.fetches, (layer for layer in fetched if layer >= 0))
+    to_device += moved(read, phase.reads, phase.layer.tolist())
+    return {"to_device": to_device, "to_host": moved(written, phase.writes, phase.layer.tolist())}
 
 
 def _sum(moved: Iterable[_Moved]) -> _Moved:
@@ -411,11 +451,12 @@ def _held(tree: Any) -> dict[str, int]:
     return total
 
 
-def _collectives(layout: Layout, leaves: Mapping[str, jax.ShapeDtypeStruct], streamed: bool) -> dict[str, int]:
+def _collectives(layout: Layout, leaves: Mapping[str, jax.ShapeDtypeStruct], streamed: StreamedStep | None) -> dict[str, int]:
     """Return bytes sent by each device: the closed form over the leaves that `fsdp` splits, all_reduce for the rest.
 
-    A streamed step gathers a layer once for all microbatches.
+    A streamed step gathers a layer once for all microbatches, and tiles once more where backward runs their loop again.
     """
+    again = _gathered_again(streamed)
     mesh, config, itemsize = layout.mesh, layout.config, _itemsize(layout)
     shards, replicas, count = mesh.shape[FSDP], mesh.shape[DATA], config.num_microbatches
     sent: dict[str, float] = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
@@ -426,11 +467,22 @@ def _collectives(layout: Layout, leaves: Mapping[str, jax.ShapeDtypeStruct], str
         own = collective_elements(elements, config.stage if split else 0, shards * (1 if split else replicas), count)
         if streamed and path.startswith(f"['{BLOCKS}']"):
             own["all_gather"] = collective_elements(elements, config.stage, shards)["all_gather"] if split else 0.0
+            own["all_gather"] *= 1 + again.get(path, 0) / 2  # in forward and in backward, and again
         for name, n in own.items():
             sent[name] += n * itemsize
         if split and replicas > 1:
             sent["all_reduce"] += 2 * elements / shards * (replicas - 1) / replicas * itemsize * count
     return {name: int(n) for name, n in sent.items()}
+
+
+def _gathered_again(streamed: StreamedStep | None) -> dict[str, int]:
+    """Return how often backward runs a group's forward loop, by path of its leaves."""
+    if streamed is None:
+        return {}
+    paths = list(_leaves(streamed.layout))
+    inside = streamed.keeper.tile_loops()["backward"]
+    times = {loops.name: sum(g is loops and phase == "forward" for g, phase in inside) for _, loops in streamed.records.loops}
+    return {paths[i]: times[loops.name] for group, loops in streamed.records.loops for i in group.leaves}
 
 
 def _residual_bytes(layout: Layout, loss: Any, abstract_batch: Any) -> int:

@@ -111,23 +111,23 @@ class ElementwiseUpdate:
 
 
 def elementwise_update(
-    tx: optax.GradientTransformation, params: Any, opt_state: Any, why: str, stacked: Sequence[int] = ()
+    tx: optax.GradientTransformation, params: Any, opt_state: Any, why: str, stacked: Sequence[Sequence[int]] = ()
 ) -> ElementwiseUpdate:
-    """Return the optimizer as one that may be applied to parts: one layer of the stacked leaves, or one other leaf.
+    """Return the optimizer as one that may be applied to parts: one layer of stacked leaves, or one other leaf.
 
     Args:
       tx: the optimizer.
       params: abstract float32 parameters.
       opt_state: its abstract state over them.
       why: the setting that needs it, for the error.
-      stacked: indices of the parameter leaves that are stacks of layers.
+      stacked: indices of the parameter leaves that are stacks of layers, in the parts that are updated together.
 
     Raises:
       ValueError: the optimizer is not elementwise; names the equation and the leaves.
     """
     update = ElementwiseUpdate(tx, params, opt_state, owners(opt_state, params))
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    fault = _fault(update, names) or _fault_of_parts(update, names, tuple(stacked))
+    fault = _fault(update, names) or _fault_of_parts(update, names, stacked)
     if fault is not None:
         raise ValueError(
             f"{why} updates layer by layer, which needs an optimizer whose every element is updated by itself, but {fault}; "
@@ -154,13 +154,13 @@ def _fault(update: ElementwiseUpdate, names: Sequence[str]) -> str | None:
     return _Reader(program, reads, names).fault([*every, *update.owners])
 
 
-def _fault_of_parts(update: ElementwiseUpdate, names: Sequence[str], stacked: tuple[int, ...]) -> str | None:
+def _fault_of_parts(update: ElementwiseUpdate, names: Sequence[str], parts: Sequence[Sequence[int]]) -> str | None:
     """Return how the update of a part differs from the whole's, or None."""
     leaves, states = jax.tree.leaves(update.params), jax.tree.leaves(update.opt_state)
     every = tuple(range(len(leaves)))
     whole = _trace(update, every, leaves, states)
-    parts = [stacked] if stacked else []
-    for part in [*parts, *((i,) for i in every if i not in stacked), ()]:
+    stacked = {i for part in parts for i in part}
+    for part in [*(part for part in parts if part), *((i,) for i in every if i not in stacked), ()]:
         own = set(update.states_of(part))
         ones = [_one_layer(a) if i in stacked else a for i, a in enumerate(leaves)]
         mirrored = [_one_layer(a) if update.owners[j] in stacked else a for j, a in enumerate(states)]

@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from zerojax.model import LayeredModel, Model
+from zerojax.tile_loops import find_stacks
 
 Modules = Callable[[nnx.Rngs], nnx.Module] | nn.Module
 
@@ -32,6 +33,7 @@ class _Part(Protocol):
 
     stochastic: bool
     specs: Any
+    tiles: Any
 
     def init(self, key: jax.Array) -> Any: ...
 
@@ -88,6 +90,7 @@ def _whole(module: Modules, loss: Callable[..., jax.Array], batch: Any, rngs: Se
         init=part.init,
         loss=lambda params, batch, key: loss(part.bind(params, key), batch),
         specs=part.specs,
+        tiles=part.tiles,
         stochastic=part.stochastic,
     )
 
@@ -118,6 +121,7 @@ def _layered(
         init_head=last.init,
         head=lambda p, p_embed, x, batch, key: loss(last.bind(p, key), first.bind(p_embed, None), x, batch),
         specs={"embed": first.specs, "block": layer.specs, "head": last.specs},
+        tiles=layer.tiles,
         stochastic=first.stochastic or layer.stochastic or last.stochastic,
     )
 
@@ -166,7 +170,11 @@ class _Nnx:
             self.constants = jax.tree.map(np.asarray, jax.jit(lambda: parts()[2])() if jax.tree.leaves(rest) else rest)
         self.stochastic = bool(jax.tree.leaves(self.streams))
         leaves = jax.tree.leaves(nnx.get_partition_spec(self.abstract), is_leaf=lambda s: isinstance(s, PartitionSpec))
-        self.specs = jax.tree.unflatten(jax.tree.structure(nnx.to_pure_dict(self.abstract)), leaves)
+        tree = jax.tree.structure(nnx.to_pure_dict(self.abstract))
+        self.specs = jax.tree.unflatten(tree, leaves)
+        self.tiles = jax.tree.unflatten(
+            tree, [v.get_metadata().get("tiles") is True for _, v in nnx.to_flat_state(self.abstract)]
+        )
 
     def _made(self, rngs: nnx.Rngs) -> nnx.Module:
         """Make the module. Arrays that it holds as plain attributes become constants, also when made while tracing."""
@@ -220,6 +228,10 @@ class _Linen:
             raise ValueError(f"{name} holds state other than parameters, which a step would not update: {', '.join(rest)}")
         boxed = made.get("params", {})
         self.specs = nn.get_partition_spec(boxed)
+        self.tiles: Any = False
+        if name == "block":
+            args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(self.args))
+            self.tiles = find_stacks(lambda p, *args: use(self.bind(p, None), *args), nn.unbox(boxed), *args)
 
     def _variables(self, key: jax.Array) -> Any:
         args = jax.tree.map(lambda a: jnp.zeros(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)), tuple(self.args))

@@ -6,7 +6,7 @@ function boundaries. Variables become integer slots, because two calls of one ji
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -68,8 +68,8 @@ class Program:
     last_read: dict[int, int]
 
 
-def flatten(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> Program:
-    """Inline every nested `jit` of `jaxpr`."""
+def flatten(jaxpr: jex.Jaxpr, consts: Sequence[Any], is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False) -> Program:
+    """Inline every nested `jit` of `jaxpr`, but those that are to stay one equation."""
     counter = iter(range(1 << 62))
     instructions: list[Instruction] = []
 
@@ -82,7 +82,7 @@ def flatten(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> Program:
 
         for eqn in jaxpr.eqns:
             ins = [read(v) for v in eqn.invars]
-            if eqn.primitive.name in INLINED:
+            if eqn.primitive.name in INLINED and not is_opaque(eqn):
                 inner: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
                 is_closed = isinstance(inner, jex.ClosedJaxpr)
                 outs = emit(inner.jaxpr if is_closed else inner, inner.consts if is_closed else (), ins)

@@ -11,7 +11,8 @@ whose local size the axis divides; failing that, the leaf stays replicated and i
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ def leaf_spec(
       mesh: the device mesh.
       axis: the ZeRO axis.
       base: spec given by the user, one entry a dim.
-      first_dim: dims before it are never split (1 for stacked layers).
+      first_dim: dims before it are never split (1 for stacked layers, 2 for stacks of tiles in them).
       min_shard_bytes: a leaf of fewer float32 bytes stays replicated.
     """
     base = pad_spec(base or (), len(shape))
@@ -81,7 +82,13 @@ def leaf_spec(
 
 
 def param_specs(
-    abstract_params: Any, given: Any, mesh: Mesh, axis: str, *, stacked: str | None = None, min_shard_bytes: int = 0
+    abstract_params: Any,
+    given: Any,
+    mesh: Mesh,
+    axis: str,
+    *,
+    first_dims: Mapping[str, int] = MappingProxyType({}),
+    min_shard_bytes: int = 0,
 ) -> dict[str, LeafSpec]:
     """Choose specs for a parameter tree.
 
@@ -90,7 +97,7 @@ def param_specs(
       given: None, or a tree of PartitionSpec or None with the structure of the parameters, or a prefix of it.
       mesh: the device mesh.
       axis: the ZeRO axis.
-      stacked: prefix of the paths whose dim 0 counts layers.
+      first_dims: by path the dims of a leaf that are never split, those of layers and of tiles; 0 where missing.
       min_shard_bytes: leaves of fewer float32 bytes stay replicated.
 
     Returns:
@@ -105,7 +112,7 @@ def param_specs(
     for (key_path, leaf), base in zip(leaves, bases, strict=True):
         path = jax.tree_util.keystr(key_path)
         check_given(path, leaf.shape, base, mesh, axis)
-        first_dim = 1 if stacked is not None and path.startswith(stacked) else 0
+        first_dim = first_dims.get(path, 0)
         specs[path] = leaf_spec(
             leaf.shape, mesh, axis, pad_spec(base, len(leaf.shape)), first_dim=first_dim, min_shard_bytes=min_shard_bytes
         )

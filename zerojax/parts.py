@@ -27,7 +27,7 @@ from zerojax.mesh import BATCH_AXES
 from zerojax.model import BLOCKS
 from zerojax.optim import init_opt_state_shape, stored_spec
 from zerojax.partition import LeafSpec
-from zerojax.records import Record, load_leaves, pick, read_layer, store_leaves, wait_for, write_layer
+from zerojax.records import Index, Record, load_leaves, pick, read_layer, store_leaves, wait_for, write_layer
 from zerojax.resident import Update, finish, scale_grads
 from zerojax.stages import STAGES
 from zerojax.state import OnDisk, TrainState, is_stored
@@ -59,7 +59,8 @@ class Parts:
 
     Attributes:
       update: the elementwise optimizer.
-      blocks: indices of the parameter leaves that are stacked layers.
+      blocks: indices of the parameter leaves of which a layer's record holds one layer.
+      groups: those of stacks of tiles, whose records are tiles.
       ends: the other indices.
     """
 
@@ -72,14 +73,16 @@ class Parts:
         specs: list[LeafSpec] = [layout.specs[jax.tree_util.keystr(path)] for path in paths]
         is_layered = isinstance(layout.abstract_params, dict) and BLOCKS in layout.abstract_params
         stacked = [is_layered and layout.num_layers is not None and path[0] == jax.tree_util.DictKey(BLOCKS) for path in paths]
-        self.blocks = tuple(i for i, s in enumerate(stacked) if s)
+        self.groups = layout.tiles
+        self.lead = [layout.lead(i) if s else 0 for i, s in enumerate(stacked)]
+        self.blocks = tuple(i for i, lead in enumerate(self.lead) if lead == 1)
         state_shape = init_opt_state_shape(tx, layout.abstract_params)
-        self.update: ElementwiseUpdate = elementwise_update(tx, layout.abstract_params, state_shape, why, self.blocks)
+        self.update: ElementwiseUpdate = elementwise_update(tx, layout.abstract_params, state_shape, why, self.kept_together)
         self.ends = tuple(i for i, s in enumerate(stacked) if not s)
 
         def records(sharded: bool, tier: str) -> list[Record]:
             each = [stored_spec(s, sharded) for s in specs]
-            return [Record(self.mesh, spec[1:] if s else spec, tier) for spec, s in zip(each, stacked, strict=True)]
+            return [Record(self.mesh, spec[lead:], tier) for spec, lead in zip(each, self.lead, strict=True)]
 
         names = [jax.tree_util.keystr(path) for path in paths]
 
@@ -101,7 +104,7 @@ class Parts:
             self._shelve(layout.disk, names)
 
     def _shelve(self, disk: Disk, names: Sequence[str]) -> None:
-        """Declare the records of the nvme tier: one kind for the stacked layers, and one for each other leaf."""
+        """Declare the records of the nvme tier: a kind for the stacked layers, for each group, and for each other leaf."""
         config, shapes = self.layout.config, [a.shape for a in jax.tree.leaves(self.layout.abstract_params)]
         has_master = self.layout.abstract_state.master is not None
         num_layers, state = self.layout.num_layers or 1, jax.tree_util.tree_flatten_with_path(self.update.opt_state)[0]
@@ -123,15 +126,18 @@ class Parts:
                 records[i] = dataclasses.replace(record, shelf=shelf, leaf=leaf)
 
         def weight(records: list[Any], i: int, dtype: Any) -> tuple[list[Any], int, str, Any]:
-            return records, i, names[i], jax.ShapeDtypeStruct(shapes[i][1:] if i in self.blocks else shapes[i], dtype)
+            return records, i, names[i], jax.ShapeDtypeStruct(shapes[i][self.lead[i] :], dtype)
 
         def moment(j: int) -> tuple[list[Any], int, str, Any]:
             path, leaf = state[j]
-            shape = leaf.shape[1:] if self.owner(j) in self.blocks else leaf.shape
+            shape = leaf.shape[self.lead[self.owner(j)] :]
             return self.opt, j, jax.tree_util.keystr(path), jax.ShapeDtypeStruct(shape, leaf.dtype)
 
         if config.params == "nvme":
             shelve("params", num_layers, [weight(self.params, i, self.dtypes[i]) for i in self.blocks], not has_master)
+            for group in self.groups:
+                held = [weight(self.params, i, self.dtypes[i]) for i in group.leaves]
+                shelve(group.kind("params"), num_layers * group.num_tiles, held, not has_master)
             for i in self.ends:
                 shelve(f"params.{i}", 1, [weight(self.params, i, self.dtypes[i])], not has_master)
 
@@ -141,8 +147,15 @@ class Parts:
 
         if config.opt_state == "nvme":
             shelve("opt_state", num_layers - self.layout.device_layers, states(self.blocks))
+            for group in self.groups:
+                shelve(group.kind("opt_state"), num_layers * group.num_tiles, states(group.leaves))
             for i in self.ends:
                 shelve(f"opt_state.{i}", 1, states((i,)), in_turn=True)
+
+    @property
+    def kept_together(self) -> list[tuple[int, ...]]:
+        """The stacked leaves, in the parts of which a record holds a layer or a tile."""
+        return [self.blocks, *(group.leaves for group in self.groups)]
 
     def end_moves(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
         """Return the moves of the leaves that are no stack of layers: those before the layers, and those of their update."""
@@ -187,13 +200,13 @@ class Parts:
 
     # --- one layer ---------------------------------------------------------------------------------------------------------
 
-    def read_opt(self, states: States, layer: Array, on_device: bool) -> list[Array]:
-        """Return one layer's masters, where there are any, and optimizer state, on the device."""
-        return read_layer(self.opt_records(self.blocks), self.opt_states(states, self.blocks), layer, on_device)
+    def read_opt(self, states: States, part: Sequence[int], layer: Index, on_device: bool) -> list[Array]:
+        """Return one record's masters, where there are any, and optimizer state, on the device."""
+        return read_layer(self.opt_records(part), self.opt_states(states, part), layer, on_device)
 
-    def read_params(self, states: States, layer: Array) -> list[Array]:
-        """Return one layer's parameters, sharded, on the device."""
-        return read_layer(pick(self.params, self.blocks), pick(states.params, self.blocks), layer)
+    def read_params(self, states: States, part: Sequence[int], layer: Index) -> list[Array]:
+        """Return one record's parameters, sharded, on the device."""
+        return read_layer(pick(self.params, part), pick(states.params, part), layer)
 
     def opt_records(self, part: Sequence[int]) -> list[Record]:
         """Return how the masters, where there are any, and the optimizer state of some leaves rest."""
@@ -208,7 +221,8 @@ class Parts:
     def update_layer(
         self,
         states: States,
-        layer: Array,
+        part: Sequence[int],
+        layer: Index,
         grads: Sequence[Array],
         read: Sequence[Array],
         shared: Sequence[Array],
@@ -217,11 +231,12 @@ class Parts:
         on_device: bool,
         landing: Any = None,
     ) -> tuple[States, Any]:
-        """Update one layer and write it back.
+        """Update one layer, or one tile, and write it back.
 
         Args:
-          states: all leaves; those of the blocks are replaced.
-          layer: i32[], the index to write at.
+          states: all leaves; those of the part are replaced.
+          part: indices of the leaves of the record.
+          layer: the index to write at.
           grads: float32, sharded.
           read: what `read_opt` returned, after the parameters where there are no masters.
           shared: the scalars of the optimizer state before the step.
@@ -233,11 +248,11 @@ class Parts:
         Returns:
           The states, and `landing`.
         """
-        count = len(self.blocks)
+        count = len(part)
 
         def move(values: Any) -> Any:
             grads, read, landing = values
-            return *self._move(self.blocks, grads, read[:count], read[count:], shared, loss, ok), landing
+            return *self._move(part, grads, read[:count], read[count:], shared, loss, ok), landing
 
         def keep(values: Any) -> Any:
             _, read, landing = values
@@ -251,21 +266,25 @@ class Parts:
             new, after, landing = jax.lax.cond(ok, lambda v: _opaque(move(v)), lambda v: _opaque(keep(v)), values)
         else:
             new, after, landing = jax.lax.optimization_barrier(move(jax.lax.optimization_barrier(values)))
-        return self.write_layer(states, layer, new, after, on_device), landing
+        return self.write_layer(states, part, layer, new, after, on_device), landing
 
     def write_layer(
-        self, states: States, layer: Array, new: Sequence[Array], after: Sequence[Array], on_device: bool
+        self,
+        states: States,
+        part: Sequence[int],
+        layer: Index,
+        new: Sequence[Array],
+        after: Sequence[Array],
+        on_device: bool = False,
     ) -> States:
-        """Write one layer: float32 weights, and the leaves of its optimizer state."""
+        """Write one layer or tile: float32 weights, and the leaves of its optimizer state."""
         params = list(states.params)
-        cast = [self.cast(i, value) for i, value in zip(self.blocks, new, strict=True)]
-        for i, stack in zip(
-            self.blocks, write_layer(pick(self.params, self.blocks), pick(params, self.blocks), layer, cast), strict=True
-        ):
+        cast = [self.cast(i, value) for i, value in zip(part, new, strict=True)]
+        for i, stack in zip(part, write_layer(pick(self.params, part), pick(params, part), layer, cast), strict=True):
             params[i] = stack
         values = [*(new if states.master is not None else []), *after]
-        stacks = write_layer(self.opt_records(self.blocks), self.opt_states(states, self.blocks), layer, values, on_device)
-        return self.replace(dataclasses.replace(states, params=params), self.blocks, stacks)
+        stacks = write_layer(self.opt_records(part), self.opt_states(states, part), layer, values, on_device)
+        return self.replace(dataclasses.replace(states, params=params), part, stacks)
 
     def replace(self, states: States, part: Sequence[int], opt: Sequence[Any]) -> States:
         """Put masters, where there are any, and optimizer state of some leaves in place: what `opt_states` returned."""
@@ -299,18 +318,22 @@ class Parts:
     def _move(
         self, part: Sequence[int], grads: Any, old: Any, opt: Any, shared: Any, loss: Array, ok: Array
     ) -> tuple[list[Array], list[Array]]:
-        """Update slices of the leaves in `part`. Those of stacked leaves get a layer dim of 1: rules may count dims."""
+        """Update slices of the leaves in `part`. Those of stacked leaves get dims of 1 in front: rules may count dims."""
 
-        def grow(values: Sequence[Array], indices: Sequence[int | None]) -> list[Array]:
-            return [v[None] if i in self.blocks else v for v, i in zip(values, indices, strict=True)]
+        def grow(values: Sequence[Array], indices: Sequence[int]) -> list[Array]:
+            return [self.grown(i, v) for v, i in zip(values, indices, strict=True)]
 
         own = self.update.states_of(part)
-        owners = [self.update.owners[j] for j in own]
+        owners = [self.owner(j) for j in own]
         new, after, _ = self.update(part, grow(grads, part), grow(old, part), grow(opt, owners), shared, loss)
         new = [v.reshape(o.shape) for v, o in zip(new, old, strict=True)]
         after = [v.reshape(o.shape) for v, o in zip(after, opt, strict=True)]
         keep = lambda a, b: [jnp.where(ok, x, y) for x, y in zip(a, b, strict=True)]  # noqa: E731
         return keep(new, old), keep(after, opt)
+
+    def grown(self, index: int, value: Array) -> Array:
+        """Return the slice of a parameter leaf, or of a state that mirrors it, as a stack of one."""
+        return value.reshape((1,) * self.lead[index] + value.shape)
 
     # --- leaves that are not stacked ---------------------------------------------------------------------------------------
 
@@ -331,13 +354,14 @@ class Parts:
             states, one = self._update_leaf(states, index, grad, shared, loss, ok, one)
         return states
 
+    def tokens(self, states: States, part: Sequence[int]) -> list[Array]:
+        """Return the tokens of those of some leaves, and of their state, that are on disk."""
+        held = [*self.opt_states(states, part), *pick(states.params, part)]
+        return [a.token for a in held if isinstance(a, OnDisk)]
+
     def end_token(self, states: States) -> Array | None:
         """Return the token of the last of these leaves of which something is on disk, if there is one."""
-        for index in reversed(self.ends):
-            held = [states.params[index], *self.opt_states(states, (index,))]
-            if (leaf := next((a for a in held if isinstance(a, OnDisk)), None)) is not None:
-                return leaf.token
-        return None
+        return next((tokens[0] for i in reversed(self.ends) if (tokens := self.tokens(states, (i,)))), None)
 
     def _update_leaf(
         self, states: States, index: int, grad: Array, shared: Sequence[Array], loss: Array, ok: Array, one: Array

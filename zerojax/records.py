@@ -7,6 +7,8 @@ if it were the counter itself, so a table known at compile time, or l+1, or L-1-
 
     for t in ticks:     take = ring[use_slot[t]];  ring[fetch_slot[t]] = read(stack, fetch[t]);  tick(take)
 
+Of a stack of tiles, `[L, T, ...]`, a record is one tile, and its index a pair.
+
 A fetch is issued in the tick that frees its slot and is taken `distance` ticks later. Where a phase writes the stacks that it
 fetches from, a write waits for the fetch of its tick: XLA copies a stack whose reads and writes it cannot order.
 """
@@ -14,7 +16,7 @@ fetches from, a write waits for the fetch of its tick: XLA copies a stack whose 
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +31,30 @@ from zerojax.state import OnDisk, Split
 Array = jax.Array
 Plan = Mapping[str, Array]
 """The int32 arrays of one phase."""
-PlanT = TypeVar("PlanT", bound=Plan | Array)
+PlanT = TypeVar("PlanT", bound=Plan | Mapping[str, Plan] | Array)
+
+
+class Tile(NamedTuple):
+    """The index of one tile of one layer.
+
+    Attributes:
+      layer: i32[], read from an array of the schedule.
+      tile: i32[], likewise.
+      of: T, tiles of a layer.
+    """
+
+    layer: Array
+    tile: Array
+    of: int
+
+    @staticmethod
+    def numbered(record: Array, of: int) -> "Tile":
+        """Return the index of record number l T + k."""
+        return Tile(record // of, record % of, of)
+
+
+Index = Array | Tile
+"""Of a record: i32[] layer, or a tile of one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +63,7 @@ class Record:
 
     Attributes:
       mesh: the device mesh.
-      spec: of the leaf, without the layer dim.
+      spec: of the leaf, without the layer dim, and of a stack of tiles without the tile dim.
       tier: where it rests; of a Split stack, the tier of its second part.
       shelf: of the nvme tier, the records that it is part of.
       leaf: its place among their leaves.
@@ -59,14 +84,18 @@ class Record:
         """The leaf's sharding on the device."""
         return named(self.mesh, self.spec)
 
-    def read(self, stack: Any, layer: Array, on_device: bool = False) -> Array:
+    def read(self, stack: Any, layer: Index, on_device: bool = False) -> Array:
         """Return layer `layer` of a stack, on the device.
 
         Args:
-          stack: [L, ...], or a Split.
+          stack: [L, ...], a Split, or [L, T, ...] where the index is a Tile.
           layer: i32[], read from an array of the schedule.
           on_device: of a Split, that the layer is in its first part.
         """
+        if isinstance(layer, Tile):
+            start = (layer.layer, layer.tile, *(0,) * (stack.ndim - 2))
+            value = jax.lax.dynamic_slice(stack, start, (1, 1, *stack.shape[2:])).reshape(stack.shape[2:])
+            return self.load(value) if self.is_away else value
         if isinstance(stack, Split):
             if on_device:
                 return jax.lax.dynamic_index_in_dim(stack.device, layer, 0, keepdims=False)
@@ -74,8 +103,11 @@ class Record:
         value = jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
         return self.load(value) if self.is_away else value
 
-    def write(self, stack: Any, layer: Array, value: Array, on_device: bool = False) -> Any:
+    def write(self, stack: Any, layer: Index, value: Array, on_device: bool = False) -> Any:
         """Return the stack with `value` as its layer `layer`; updated in place."""
+        if isinstance(layer, Tile):
+            start = (layer.layer, layer.tile, *(0,) * value.ndim)
+            return jax.lax.dynamic_update_slice(stack, self.store(value)[None, None], start)
         if isinstance(stack, Split):
             if on_device:
                 value = jax.lax.with_sharding_constraint(value, self.sharding)
@@ -98,12 +130,12 @@ class Record:
         return jax.device_put(value, place(self.mesh, self.spec, self.tier)) if self.is_away else value
 
 
-def read_layer(records: Sequence[Record], stacks: Sequence[Any], layer: Array, on_device: bool = False) -> list[Array]:
+def read_layer(records: Sequence[Record], stacks: Sequence[Any], layer: Index, on_device: bool = False) -> list[Array]:
     """Return layer `layer` of several stacks, on the device.
 
     Args:
       records: how each rests. Those on disk are all the leaves of one kind, in its order.
-      stacks: [L, ...] each, Splits, or OnDisk.
+      stacks: [L, ...] each, Splits, or OnDisk; [L, T, ...] where the index is a Tile.
       layer: i32[], read from an array of the schedule.
       on_device: of Splits, that the layer is in their first parts.
     """
@@ -118,7 +150,7 @@ def read_layer(records: Sequence[Record], stacks: Sequence[Any], layer: Array, o
 
 
 def write_layer(
-    records: Sequence[Record], stacks: Sequence[Any], layer: Array, values: Sequence[Array], on_device: bool = False
+    records: Sequence[Record], stacks: Sequence[Any], layer: Index, values: Sequence[Array], on_device: bool = False
 ) -> list[Any]:
     """Return the stacks with `values` as their layer `layer`."""
     there = [] if on_device else [i for i, stack in enumerate(stacks) if _on_disk(stack) is not None]
@@ -161,8 +193,10 @@ def _on_disk(stack: Any) -> OnDisk | None:
     return rest if isinstance(rest, OnDisk) else None
 
 
-def _record(stack: Any, layer: Array) -> Array:
-    """Return the index of a layer's record."""
+def _record(stack: Any, layer: Index) -> Array:
+    """Return the number of a record on disk."""
+    if isinstance(layer, Tile):
+        return layer.layer * layer.of + layer.tile
     return layer - stack.device.shape[0] if isinstance(stack, Split) else layer
 
 
@@ -176,7 +210,7 @@ class Now:
     """One tick, as its body sees it.
 
     Attributes:
-      layer: i32[], the layer computed.
+      layer: i32[], the layer computed; of an ending, the record that it takes.
       write: i32[], the same, known once this tick's fetch has landed: the index to write at.
       consume: i32[], the layer whose record is taken; read it only if `takes`.
       taken: the record taken out of the ring, or None where nothing was fetched ahead.
@@ -185,8 +219,8 @@ class Now:
       on_device: whether the layer's optimizer state stays on the device.
     """
 
-    layer: Array
-    write: Array
+    layer: Any
+    write: Any
     consume: Array
     taken: list[Array] | None
     landing: list[Array] | None

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import optax
 
 from host_offload.schedule import Schedule, build_schedule
+from host_offload.tile_schedule import TiledSchedule, TileLoops, build_tiled_schedule
 from zerojax.config import updates_by_parts
 from zerojax.gather import Spec
+from zerojax.groups import Group
 from zerojax.host_update import HostUpdate
 from zerojax.layout import Layout, named
 from zerojax.model import BLOCKS, LayeredModel
@@ -22,7 +24,7 @@ from zerojax.optim import stored_spec
 from zerojax.partition import LeafSpec, local_elements
 from zerojax.parts import Parts, reason
 from zerojax.precision import PRECISIONS
-from zerojax.records import Record, pick, read_layer
+from zerojax.records import Index, Record, pick, read_layer
 from zerojax.saved import MODES
 from zerojax.stages import STAGES
 from zerojax.state import OnDisk, TrainState
@@ -38,7 +40,9 @@ class StreamedLayout:
       parts: the optimizer by parts, or None where the whole tree is updated on the device.
       host: the host's update, or None.
       schedule: of the step.
-      blocks: indices of the parameter leaves that are stacked layers.
+      blocks: indices of the parameter leaves of which a layer's record holds one layer.
+      groups: those of stacks of tiles, whose records are tiles.
+      stacked: the leaves of `blocks` and `groups`, in order.
       ends: the other indices.
       params: how each parameter rests.
       grads: how each gradient rests from backward to update.
@@ -60,16 +64,18 @@ class StreamedLayout:
         self.parts = Parts(tx, layout, reason(config)) if updates_by_parts(config) else None
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
-        self.schedule = plan_schedule(model.num_layers, layout, self.parts)
         paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]]
         stacked = [path[0] == jax.tree_util.DictKey(BLOCKS) for path in paths]
-        self.blocks = tuple(i for i, s in enumerate(stacked) if s)
+        self.groups, self.lead = layout.tiles, [layout.lead(i) if s else 0 for i, s in enumerate(stacked)]
+        self.blocks = tuple(i for i, lead in enumerate(self.lead) if lead == 1)
+        self.stacked = tuple(i for i, lead in enumerate(self.lead) if lead)
         self.ends = tuple(i for i, s in enumerate(stacked) if not s)
+        self.schedule = plan_schedule(model.num_layers, layout, self.parts, self.blocks)
         specs = [layout.specs[jax.tree_util.keystr(path)] for path in paths]
 
         def records(sharded: bool, blocks_tier: str, ends_tier: str) -> list[Record]:
-            each = zip((stored_spec(s, sharded) for s in specs), stacked, strict=True)
-            return [Record(self.mesh, e[1:], blocks_tier) if s else Record(self.mesh, e, ends_tier) for e, s in each]
+            each = zip((stored_spec(s, sharded) for s in specs), self.lead, strict=True)
+            return [Record(self.mesh, spec[lead:], blocks_tier if lead else ends_tier) for spec, lead in each]
 
         grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
         self.params = records(stage.params, config.params, config.params) if self.parts is None else self.parts.params
@@ -80,42 +86,77 @@ class StreamedLayout:
         self.abstract = jax.tree.leaves(layout.abstract_arrays.params)
         shelf = None
         if layout.disk is not None and config.grads == "nvme" and after_backward:
-            names = [jax.tree_util.keystr(paths[i]) for i in self.blocks]
-            grads_specs = [self.grads[i].spec for i in self.blocks]
-            shelf = layout.disk.declare(
-                "grads", model.num_layers, names, self.grad_shapes(), grads_specs, is_state=False,
-                fetched=not on_host, stored=not on_host,
-            )  # fmt: skip
-            for leaf, i in enumerate(self.blocks):
-                self.grads[i] = dataclasses.replace(self.grads[i], shelf=shelf, leaf=leaf)
+            held = [("grads", model.num_layers, self.blocks)]
+            held += [(group.kind("grads"), model.num_layers * group.num_tiles, group.leaves) for group in self.groups]
+            for kind, count, part in held:
+                names, shapes = [jax.tree_util.keystr(paths[i]) for i in part], [self.grad_shape(i) for i in part]
+                own = layout.disk.declare(
+                    kind, count, names, shapes, [self.grads[i].spec for i in part], is_state=False,
+                    fetched=not on_host, stored=not on_host,
+                )  # fmt: skip
+                shelf = own if shelf is None else shelf
+                for leaf, i in enumerate(part):
+                    self.grads[i] = dataclasses.replace(self.grads[i], shelf=own, leaf=leaf)
         self.host = None
         if self.parts is not None and on_host:
             stashes = after_backward and (config.grads != "device" or config.delayed_update)
             self.host = HostUpdate(self.parts, stashes=stashes, summed=self.count, on_disk=shelf)
 
+    @property
+    def loops(self) -> list[tuple[Group, TileLoops]]:
+        """The groups, and the loops over their tiles."""
+        return list(zip(self.groups, self.schedule.tiles, strict=True)) if isinstance(self.schedule, TiledSchedule) else []
+
     def grad_dtype(self, index: int) -> Any:
         """Return the dtype in which a leaf's gradient is summed."""
         return self.abstract[index].dtype if self.count == 1 else jnp.dtype(jnp.float32)
 
-    def grad_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Return the gradient of one layer."""
-        return [jax.ShapeDtypeStruct(self.abstract[i].shape[1:], self.grad_dtype(i)) for i in self.blocks]
+    def grad_shape(self, index: int) -> jax.ShapeDtypeStruct:
+        """Return the gradient of a leaf, of one layer or tile where it is stacked."""
+        return jax.ShapeDtypeStruct(self.abstract[index].shape[self.lead[index] :], self.grad_dtype(index))
 
-    def empty(self, record: Record, a: Any) -> Any:
-        """Return an empty stack of a record, on the device or on disk."""
+    def empty(self, record: Record, a: Any, lead: Sequence[int] = ()) -> Any:
+        """Return an empty stack [*lead, ...] of a record, on the device or on disk; `lead` is [L] by default."""
+        lead = lead or (self.num_layers,)
         if record.shelf is not None:
-            return OnDisk(record.shelf.first_token(), (self.num_layers, *a.shape), a.dtype)
-        stack = jnp.zeros((self.num_layers, *a.shape), a.dtype)
-        return jax.lax.with_sharding_constraint(stack, named(self.mesh, (None, *record.spec)))
+            return OnDisk(record.shelf.first_token(), (*lead, *a.shape), a.dtype)
+        stack = jnp.zeros((*lead, *a.shape), a.dtype)
+        return jax.lax.with_sharding_constraint(stack, named(self.mesh, (*(None,) * len(lead), *record.spec)))
 
-    def abstract_stack(self, record: Record, a: Any) -> Any:
-        """Return the shape and sharding of a stack of a record where it rests."""
-        sharding = named(self.mesh, (None, *record.spec), record.tier)
-        return jax.ShapeDtypeStruct((self.num_layers, *a.shape), a.dtype, sharding=sharding)
+    def empty_grads(self) -> list[Any]:
+        """Return empty stacks for the gradients of `stacked`."""
+        return [self.empty(self.grads[i], self.grad_shape(i), self.abstract[i].shape[: self.lead[i]]) for i in self.stacked]
 
-    def read_params(self, stacks: Sequence[Any], layer: Array) -> list[Array]:
-        """Return one layer's shards, on the device."""
-        return read_layer(pick(self.params, self.blocks), stacks, layer)
+    def abstract_stack(self, record: Record, a: Any, lead: Sequence[int] = ()) -> Any:
+        """Return the shape and sharding of a stack [*lead, ...] of a record where it rests; `lead` is [L] by default."""
+        lead = lead or (self.num_layers,)
+        sharding = named(self.mesh, (*(None,) * len(lead), *record.spec), record.tier)
+        return jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=sharding)
+
+    def abstract_grads(self) -> list[Any]:
+        """Return shapes and shardings of the stacks for the gradients of `stacked`, where they rest."""
+        return [
+            self.abstract_stack(self.grads[i], self.grad_shape(i), self.abstract[i].shape[: self.lead[i]]) for i in self.stacked
+        ]
+
+    def read_params(self, stacks: Sequence[Any], part: Sequence[int], index: Index) -> list[Array]:
+        """Return one layer's, or tile's, shards, on the device.
+
+        Args:
+          stacks: of `stacked`.
+          part: indices of the leaves of the record.
+          index: of the record.
+        """
+        return read_layer(pick(self.params, part), self.pick(stacks, part), index)
+
+    def pick(self, stacks: Sequence[Any], part: Sequence[int]) -> list[Any]:
+        """Return those of `stacks`, which are of `stacked`, that belong to a part of it."""
+        return [stacks[self.stacked.index(i)] for i in part]
+
+    def put(self, stacks: Sequence[Any], part: Sequence[int], values: Sequence[Any]) -> list[Any]:
+        """Return `stacks` with `values` in place of a part."""
+        given = dict(zip(part, values, strict=True))
+        return [given.get(i, stack) for i, stack in zip(self.stacked, stacks, strict=True)]
 
     def on_shards(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
         """Return one layer's, or unstacked leaves', gradients or weights, on the shards of the optimizer state."""
@@ -136,36 +177,32 @@ class StreamedLayout:
         return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
 
 
-def layer_bytes(layout: Layout, parts: Parts | None) -> dict[str, int]:
-    """Return the bytes of one layer's records on each device, as `host_offload.build_schedule` takes them.
+def record_bytes(layout: Layout, parts: Parts | None, part: Sequence[int]) -> dict[str, int]:
+    """Return the bytes of the records of some stacked leaves on each device, as `host_offload.build_schedule` takes them.
 
-    "grads" is the layer's whole gradient, which is there before it is reduced to its shards. Activations are not counted: their
-    shapes are known once there is a batch.
+    "grads" is the record's whole gradient, which is there before it is reduced to its shards. Activations are not counted:
+    their shapes are known once there is a batch.
     """
     mesh, stage = layout.mesh, STAGES[layout.config.stage]
     itemsize = jnp.dtype(PRECISIONS[layout.config.precision].compute_dtype).itemsize
-    paths = jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]
-    blocks = [
-        (leaf.shape[1:], layout.specs[jax.tree_util.keystr(path)])
-        for path, leaf in paths
-        if path[0] == jax.tree_util.DictKey(BLOCKS)
-    ]
+    leaves = jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]
+    held = [(leaves[i][1].shape, layout.specs[jax.tree_util.keystr(leaves[i][0])], layout.lead(i)) for i in part]
 
     def elements(spec_of: Callable[[LeafSpec], Spec]) -> int:
-        return sum(local_elements(shape, spec_of(spec)[1:], mesh) for shape, spec in blocks)
+        return sum(local_elements(shape[lead:], spec_of(spec)[lead:], mesh) for shape, spec, lead in held)
 
     opt_state = elements(lambda s: stored_spec(s, stage.opt_state)) * 4 if layout.abstract_state.master is not None else 0
     if parts is not None:
         states = jax.tree.leaves(parts.update.opt_state)
-        for j in parts.update.states_of(parts.blocks):
-            shape = states[j].shape[1:]
+        for j in parts.update.states_of(part):
+            shape = states[j].shape[layout.lead(parts.owner(j)) :]
             opt_state += local_elements(shape, parts.opt_record(j).spec, mesh) * states[j].dtype.itemsize
     whole = elements(lambda s: s.base) * itemsize
     params = elements(lambda s: stored_spec(s, stage.params)) * itemsize
     return {"params": params, "gathered": whole, "grads": whole, "opt_state": opt_state}
 
 
-def plan_schedule(num_layers: int, layout: Layout, parts: Parts | None) -> Schedule:
+def plan_schedule(num_layers: int, layout: Layout, parts: Parts | None, blocks: Sequence[int]) -> Schedule:
     """Return the schedule of a streamed step.
 
     Raises:
@@ -174,19 +211,27 @@ def plan_schedule(num_layers: int, layout: Layout, parts: Parts | None) -> Sched
     config = layout.config
     activations = "pinned_host" if config.offloaded_names else config.activations
     on_host = config.update_on == "host"  # then its callbacks read and write the state, and nothing of it is fetched
+    tiers = {
+        "params": config.params,
+        "grads": "device" if on_host else config.grads,
+        "opt_state": "device" if on_host else config.opt_state,
+        "activations": "device" if activations in MODES else activations,
+    }
+    options: dict[str, Any] = {
+        "tiers": tiers,
+        "update": config.update or "after_backward",
+        "master": layout.abstract_state.master is not None or on_host,
+        "record_bytes": record_bytes(layout, parts, blocks),
+        "budget_bytes": config.device_budget_bytes,
+    }
+    if layout.tiles:
+        groups = {group.name: group.num_tiles for group in layout.tiles}
+        sizes = [record_bytes(layout, parts, group.leaves) for group in layout.tiles]
+        return build_tiled_schedule(num_layers, config.prefetch_distance, groups=groups, group_bytes=sizes, **options)
     return build_schedule(
         num_layers,
         config.prefetch_distance,
-        tiers={
-            "params": config.params,
-            "grads": "device" if on_host else config.grads,
-            "opt_state": "device" if on_host else config.opt_state,
-            "activations": "device" if activations in MODES else activations,
-        },
-        update=config.update or "after_backward",
         gather_ahead=config.gather_ahead,
-        master=layout.abstract_state.master is not None or on_host,
         device_layers=layout.device_layers,
-        record_bytes=layer_bytes(layout, parts),
-        budget_bytes=config.device_budget_bytes,
+        **options,
     )

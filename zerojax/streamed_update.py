@@ -13,17 +13,20 @@ the scale is applied when all layers' gradients are known.
 """
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from host_offload.schedule import Phase
 from zerojax.host_update import HostUpdate
 from zerojax.model import BLOCKS
 from zerojax.optim import clip_factor
 from zerojax.parts import Parts, States
-from zerojax.records import Now, Plan, pick, read_layer, run_phase, wait_for, write_layer
+from zerojax.records import Index, Now, Plan, Tile, pick, read_layer, run_phase, wait_for, write_layer
 from zerojax.resident import build_update, finish
 from zerojax.state import Pending, TrainState, is_stored
 from zerojax.streamed_layout import StreamedLayout
@@ -41,7 +44,7 @@ class Sums:
       loss: f32[], the mean over microbatches.
       carried: by backward.
       ends: summed gradients of the leaves that are no stack of layers.
-      plan: the update phase's arrays.
+      plans: the schedule's arrays.
       one: i32[] holding 1.
     """
 
@@ -49,8 +52,27 @@ class Sums:
     loss: Array
     carried: dict[str, Any]
     ends: list[Array]
-    plan: Plan
+    plans: Mapping[str, Plan]
     one: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What a tick of backward makes of a record, a layer or a tile of one.
+
+    Attributes:
+      now: the tick; `now.layer` and `now.write` are the record's index.
+      part: indices of the record's leaves.
+      grads: summed over microbatches, on their shards.
+      params: gathered.
+      landing: what this tick fetches.
+    """
+
+    now: Now
+    part: Sequence[int]
+    grads: list[Array]
+    params: list[Array]
+    landing: Any
 
 
 class Ending(Protocol):
@@ -64,13 +86,11 @@ class Ending(Protocol):
         ...
 
     def params(self, state: TrainState, carried: dict[str, Any]) -> list[Array]:
-        """Return the stacks of parameters that backward reads."""
+        """Return the stacks of parameters that backward reads, of all stacked leaves."""
         ...
 
-    def use(
-        self, state: TrainState, carried: dict[str, Any], now: Now, grads: list[Array], params: list[Array], landing: Any
-    ) -> tuple[dict[str, Any], Any]:
-        """Take one layer's summed gradients, given its gathered parameters; returns what is carried on, and `landing`."""
+    def use(self, state: TrainState, carried: dict[str, Any], made: Made) -> tuple[dict[str, Any], Any]:
+        """Take one record's gradients; returns what is carried on, and `landing`."""
         ...
 
     def end(self, sums: Sums) -> Result:
@@ -102,25 +122,24 @@ class _Stored:
         del state, loss
         layout = self.layout
         if not layout.grads_in_memory:
-            grads = [layout.empty(layout.grads[i], a) for i, a in zip(layout.blocks, layout.grad_shapes(), strict=True)]
+            grads = layout.empty_grads()
         return {"squares": jnp.float32(0), "grads": grads, "token": token}
 
     def params(self, state: TrainState, carried: dict[str, Any]) -> list[Array]:
         del carried
         return jax.tree.leaves(state.params[BLOCKS], is_leaf=is_stored)
 
-    def use(
-        self, state: TrainState, carried: dict[str, Any], now: Now, grads: list[Array], params: list[Array], landing: Any
-    ) -> tuple[dict[str, Any], Any]:
-        del params
-        return self.store(carried, now, grads) | {"squares": carried["squares"] + self.layout.squares(grads, state)}, landing
+    def use(self, state: TrainState, carried: dict[str, Any], made: Made) -> tuple[dict[str, Any], Any]:
+        squares = carried["squares"] + self.layout.squares(made.grads, state)
+        return self.store(carried, made.now, made.part, made.grads) | {"squares": squares}, made.landing
 
-    def store(self, carried: dict[str, Any], now: Now, grads: list[Array]) -> dict[str, Any]:
-        records = pick(self.layout.grads, self.layout.blocks)
-        return carried | {"grads": write_layer(records, carried["grads"], now.write, grads)}
+    def store(self, carried: dict[str, Any], now: Now, part: Sequence[int], grads: list[Array]) -> dict[str, Any]:
+        layout, stacks = self.layout, carried["grads"]
+        after = write_layer(pick(layout.grads, part), layout.pick(stacks, part), now.write, grads)
+        return carried | {"grads": layout.put(stacks, part, after)}
 
-    def read_grads(self, carried: dict[str, Any], layer: Array) -> list[Array]:
-        return read_layer(pick(self.layout.grads, self.layout.blocks), carried["grads"], layer)
+    def read_grads(self, carried: dict[str, Any], part: Sequence[int], index: Index) -> list[Array]:
+        return read_layer(pick(self.layout.grads, part), self.layout.pick(carried["grads"], part), index)
 
     def norm(self, sums: Sums) -> Array:
         """Return the global norm of the unscaled gradients."""
@@ -136,14 +155,14 @@ class WholeTree(_Stored):
 
     def end(self, sums: Sums) -> Result:
         layout = self.layout
-        grads = dict(zip((*layout.blocks, *layout.ends), [*sums.carried["grads"], *sums.ends], strict=True))
+        grads = dict(zip((*layout.stacked, *layout.ends), [*sums.carried["grads"], *sums.ends], strict=True))
         tree = jax.tree.structure(sums.state.params)
         mean = [layout.mean(grads[i]) for i in range(len(grads))]
         return self.update(sums.state, sums.loss, jax.tree.unflatten(tree, mean))
 
 
 class ByLayers(_Stored):
-    """The update is a loop over layers, whose records come from where they rest and go back."""
+    """The update is a loop over layers, and over each group's tiles, whose records come from where they rest and go back."""
 
     def __init__(self, layout: StreamedLayout, parts: Parts) -> None:
         super().__init__(layout)
@@ -154,7 +173,7 @@ class ByLayers(_Stored):
     def end(self, sums: Sums) -> Result:
         layout, parts, state = self.layout, self.parts, sums.state
         # What the update fetches first comes after backward, not before it.
-        plan, squares = wait_for(sums.plan, sums.carried["squares"], layout.mesh)
+        plans, squares = wait_for(sums.plans, sums.carried["squares"], layout.mesh)
         sums = dataclasses.replace(sums, carried=sums.carried | {"squares": squares})
         norm = self.norm(sums)
         ok, factor = jnp.isfinite(norm), clip_factor(norm, self.config.clip_norm)
@@ -165,37 +184,78 @@ class ByLayers(_Stored):
 
         states = parts.flat(state)
         shared = parts.shared_of(states)
-        old_away = states.master is None and layout.params_away
-        opt_away = self.config.opt_state != "device"
-        opt_ahead = opt_away and not (layout.layout.device_layers and (old_away or layout.grads_away))
-        num = len(layout.blocks)
-
-        def fetch(states: States, layer: Array) -> list[Array]:
-            record = self.read_grads(sums.carried, layer) if layout.grads_away else []
-            record += parts.read_params(states, layer) if old_away else []
-            return record + (parts.read_opt(states, layer, False) if opt_ahead else [])
-
-        def tick(states: States, now: Now) -> tuple[States, Any]:
-            taken = list(now.taken or [])
-            grads = self.read_grads(sums.carried, now.layer) if not layout.grads_away else taken[:num]
-            taken = taken[num:] if layout.grads_away else taken
-            old: list[Array] = []
-            if states.master is None:
-                old, taken = (taken[:num], taken[num:]) if old_away else (parts.read_params(states, now.layer), taken)
-            opt = taken if opt_ahead and not now.on_device else parts.read_opt(states, now.layer, now.on_device)
-            mean = [ready(g) for g in grads]
-            return parts.update_layer(states, now.write, mean, old + opt, shared, sums.loss, ok, now.on_device, now.landing)
-
         ends = [ready(g) for g in sums.ends]
         if self.ends_first:
             states = parts.update_ends(states, ends, shared, sums.loss, ok, sums.one)
             if (token := parts.end_token(states)) is not None:
-                plan, _ = wait_for(plan, token, layout.mesh)
-        phase, layers = layout.schedule.phase("update"), layout.layout.device_layers
-        states = run_phase(phase, plan, states, tick, sums.one, fetch=fetch, device_layers=layers)
+                plans, _ = wait_for(plans, token, layout.mesh)
+        loops = [Loop(layout.schedule.phase("update"), plans["update"], layout.blocks, layout.layout.device_layers)]
+        for group, tiles in layout.loops:
+            at = partial(Tile.numbered, of=group.num_tiles)
+            loops.append(Loop(tiles.phase("update"), plans[tiles.plan("update")], group.leaves, 0, at))
+        before: list[Array] = []
+        for loop in loops:
+            if before:  # the disk sees one order
+                loop = dataclasses.replace(loop, plan=wait_for(loop.plan, before, layout.mesh)[0])
+            states = self.update_records(sums, states, loop, ready, ok)
+            before = parts.tokens(states, loop.part) or before
         if not self.ends_first:
             states = parts.update_ends(states, ends, shared, sums.loss, ok, sums.one)
         return closed(parts, sums, states, norm)
+
+    def update_records(self, sums: Sums, states: States, loop: "Loop", ready: Callable[[Array], Array], ok: Array) -> States:
+        """Update the records of one loop.
+
+        Args:
+          sums: of the step.
+          states: all leaves.
+          loop: over the records.
+          ready: a stored gradient -> the one to update with.
+          ok: bool[], whether to update at all.
+        """
+        layout, parts, part, at = self.layout, self.parts, loop.part, loop.at
+        shared = parts.shared_of(states)
+        old_away = states.master is None and layout.params_away
+        opt_away = self.config.opt_state != "device"
+        opt_ahead = opt_away and not (loop.on_device and (old_away or layout.grads_away))
+        num = len(part)
+
+        def fetch(states: States, layer: Array) -> list[Array]:
+            record = self.read_grads(sums.carried, part, at(layer)) if layout.grads_away else []
+            record += parts.read_params(states, part, at(layer)) if old_away else []
+            return record + (parts.read_opt(states, part, at(layer), False) if opt_ahead else [])
+
+        def tick(states: States, now: Now) -> tuple[States, Any]:
+            taken, here, there = list(now.taken or []), at(now.layer), at(now.write)
+            grads = self.read_grads(sums.carried, part, here) if not layout.grads_away else taken[:num]
+            taken = taken[num:] if layout.grads_away else taken
+            old: list[Array] = []
+            if states.master is None:
+                old, taken = (taken[:num], taken[num:]) if old_away else (parts.read_params(states, part, here), taken)
+            opt = taken if opt_ahead and not now.on_device else parts.read_opt(states, part, here, now.on_device)
+            mean = [ready(g) for g in grads]
+            return parts.update_layer(states, part, there, mean, old + opt, shared, sums.loss, ok, now.on_device, now.landing)
+
+        return run_phase(loop.phase, loop.plan, states, tick, sums.one, fetch=fetch, device_layers=loop.on_device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop of the update over records.
+
+    Attributes:
+      phase: of the schedule.
+      plan: its arrays.
+      part: the leaves of a record.
+      on_device: layers whose optimizer state stays on the device.
+      at: number of a record -> its index.
+    """
+
+    phase: Phase
+    plan: Plan
+    part: Sequence[int]
+    on_device: int
+    at: Callable[[Array], Index] = lambda layer: layer
 
 
 def closed(parts: Parts, sums: Sums, states: States, norm: Array, pending: Pending | None = None) -> Result:
@@ -219,17 +279,17 @@ class InBackward:
 
     def params(self, state: TrainState, carried: dict[str, Any]) -> list[Array]:
         del state
-        return [carried["states"].params[i] for i in self.layout.blocks]
+        return [carried["states"].params[i] for i in self.layout.stacked]
 
-    def use(
-        self, state: TrainState, carried: dict[str, Any], now: Now, grads: list[Array], params: list[Array], landing: Any
-    ) -> tuple[dict[str, Any], Any]:
-        layout, parts, states = self.layout, self.parts, carried["states"]
-        old = layout.on_shards(params, layout.blocks) if states.master is None else []
-        read = old + parts.read_opt(states, now.layer, now.on_device)
-        squares = carried["squares"] + layout.squares(grads, state)
-        shared, mean, ok = parts.shared_of(states), [layout.mean(g) for g in grads], jnp.isfinite(squares)
-        states, landing = parts.update_layer(states, now.write, mean, read, shared, carried["loss"], ok, now.on_device, landing)
+    def use(self, state: TrainState, carried: dict[str, Any], made: Made) -> tuple[dict[str, Any], Any]:
+        layout, parts, states, now, part = self.layout, self.parts, carried["states"], made.now, made.part
+        old = layout.on_shards(made.params, part) if states.master is None else []
+        read = old + parts.read_opt(states, part, now.layer, now.on_device)
+        squares = carried["squares"] + layout.squares(made.grads, state)
+        shared, mean, ok = parts.shared_of(states), [layout.mean(g) for g in made.grads], jnp.isfinite(squares)
+        states, landing = parts.update_layer(
+            states, part, now.write, mean, read, shared, carried["loss"], ok, now.on_device, made.landing
+        )
         return carried | {"states": states, "squares": squares}, landing
 
     def end(self, sums: Sums) -> Result:
@@ -252,15 +312,13 @@ class HostInBackward(InBackward):
         shared, one = self.parts.shared_of(carried["states"]), jnp.float32(1)
         return carried | {"scalars": self.host.scalars(shared, loss, one, one)}
 
-    def use(
-        self, state: TrainState, carried: dict[str, Any], now: Now, grads: list[Array], params: list[Array], landing: Any
-    ) -> tuple[dict[str, Any], Any]:
-        squares = carried["squares"] + self.layout.squares(grads, state)
-        old = self.layout.on_shards(params, self.layout.blocks) if self.host.needs_weights else []
+    def use(self, state: TrainState, carried: dict[str, Any], made: Made) -> tuple[dict[str, Any], Any]:
+        squares = carried["squares"] + self.layout.squares(made.grads, state)
+        old = self.layout.on_shards(made.params, made.part) if self.host.needs_weights else []
         states, token = self.host.update_layer(
-            carried["states"], now.write, grads, old, jnp.isfinite(squares), carried["scalars"], carried["token"]
+            carried["states"], made.now.write, made.grads, old, jnp.isfinite(squares), carried["scalars"], carried["token"]
         )
-        return carried | {"states": states, "squares": squares, "token": token}, landing
+        return carried | {"states": states, "squares": squares, "token": token}, made.landing
 
     def end(self, sums: Sums) -> Result:
         carried, norm = sums.carried, jnp.sqrt(sums.carried["squares"] + self.layout.squares(sums.ends, sums.state))
@@ -281,10 +339,10 @@ class OnHost(_Stored):
         carried = super().begin(state, loss, grads, token)
         return carried | {"grads": []} if self.host.stashes else carried
 
-    def store(self, carried: dict[str, Any], now: Now, grads: list[Array]) -> dict[str, Any]:
+    def store(self, carried: dict[str, Any], now: Now, part: Sequence[int], grads: list[Array]) -> dict[str, Any]:
         if self.host.stashes:
             return carried | {"token": self.host.stash(now.layer, grads, carried["token"])}
-        return super().store(carried, now, grads)
+        return super().store(carried, now, part, grads)
 
     def end(self, sums: Sums) -> Result:
         layout, parts, host, state = self.layout, self.parts, self.host, sums.state
@@ -294,12 +352,12 @@ class OnHost(_Stored):
 
         def tick(carry: Any, now: Now) -> Any:
             states, token = carry
-            grads = [] if host.stashes else self.read_grads(sums.carried, now.layer)
-            old = parts.read_params(states, now.layer) if host.needs_weights else []
+            grads = [] if host.stashes else self.read_grads(sums.carried, parts.blocks, now.layer)
+            old = parts.read_params(states, parts.blocks, now.layer) if host.needs_weights else []
             return host.update_layer(states, now.write, grads, old, ok, scalars, token), now.landing
 
         carry = (states, sums.carried["token"])
-        states, token = run_phase(layout.schedule.phase("update"), sums.plan, carry, tick, sums.one, fetch=_nothing)
+        states, token = run_phase(layout.schedule.phase("update"), sums.plans["update"], carry, tick, sums.one, fetch=_nothing)
         states, _ = host.update_ends(states, sums.ends, ok, scalars, token)
         return closed(parts, sums, states, norm)
 
@@ -318,7 +376,7 @@ class Delayed(OnHost):
             return host.install(carry[0], parts.blocks, now.write, pending, carry[1]), now.landing
 
         carry = (parts.flat(state), token)
-        states, token = run_phase(layout.schedule.phase("update"), sums.plan, carry, tick, sums.one, fetch=_nothing)
+        states, token = run_phase(layout.schedule.phase("update"), sums.plans["update"], carry, tick, sums.one, fetch=_nothing)
         states, _ = host.install(states, parts.ends, jnp.int32(0), pending, token)
         scalars = jnp.stack([sums.loss, clip_factor(norm, self.config.clip_norm), loss_scale(state)])
         left = Pending(pending.grads, parts.shared_of(states), scalars, jnp.isfinite(norm))

@@ -14,11 +14,16 @@ Microbatches run inside a tick: a layer is fetched and gathered once in forward 
 gradient is complete at the end of its tick, and its optimizer state crosses the link once a step. The price is that the
 layers' inputs are kept for all microbatches at once; `activations="pinned_host"` moves them off the device.
 
+Of a block with stacks of tiles a layer's record is what else it has, and each tile is a record of its own: it is fetched,
+gathered, used and released inside the layer's tick, where the block loops over tiles (`zerojax.tiled_layer`), and its gradient
+is taken there, so that no device ever holds a whole layer (memory-centric tiling, ZeRO-Infinity, section 5.1.3).
+
 With `gather_ahead` a tick gathers the layer of the next one while it computes its own.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,56 +34,24 @@ from jax.sharding import PartitionSpec
 from host_offload.ops import Records
 from zerojax.config import ZeroConfig
 from zerojax.gather import Spec, without_axis
+from zerojax.kept import Keeper, Kept, Scratch
 from zerojax.layout import Layout, named
 from zerojax.mesh import FSDP, num_batch_shards
-from zerojax.model import BLOCKS, LayeredModel, check_block
+from zerojax.model import BLOCKS, LayeredModel
 from zerojax.on_use import gather_on_use
 from zerojax.optim import stored_spec
 from zerojax.parts import batch_spec
-from zerojax.records import Now, Plan, Record, pick, read_layer, run_phase, wait_for, write_layer
+from zerojax.records import Now, Plan, pick, read_layer, run_phase, wait_for, write_layer
 from zerojax.resident import build_rule, checked, constrain_batch, split_microbatches
-from zerojax.saved import MODES, Layer, beside, plan_layer
+from zerojax.saved import beside
 from zerojax.stages import STAGES
 from zerojax.state import TrainState, is_stored
 from zerojax.streamed_layout import StreamedLayout
-from zerojax.streamed_update import Ending, Sums, ending_of, loss_scale
+from zerojax.streamed_update import Ending, Made, Sums, ending_of, loss_scale
+from zerojax.tile_runner import TileRunner
 
 Array = jax.Array
 Plans = Mapping[str, Plan]
-Scratch = dict[str, list[Array]]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Kept:
-    """What forward keeps of each layer for backward.
-
-    Attributes:
-      layer: the traced block.
-      records: how each array rests: the leaves of the layer's input, then what the block keeps. Microbatches, where there are
-        several, are dim 0 of each.
-      shapes: ShapeDtypeStruct of each.
-      x_tree: structure of the layer's input.
-    """
-
-    layer: Layer
-    records: tuple[Record, ...]
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    x_tree: Any
-
-    @property
-    def away(self) -> tuple[int, ...]:
-        """Indices of the arrays that rest off the device."""
-        return tuple(i for i, r in enumerate(self.records) if r.is_away)
-
-    @property
-    def in_memory(self) -> tuple[int, ...]:
-        """Indices of those that rest in host memory, which XLA reads and writes."""
-        return tuple(i for i in self.away if self.records[i].shelf is None)
-
-    def parts(self, values: Sequence[Array]) -> tuple[Any, list[Array]]:
-        """Return the layer's input, and what the block kept."""
-        count = self.x_tree.num_leaves
-        return jax.tree.unflatten(self.x_tree, values[:count]), list(values[count:])
 
 
 class StreamedStep:
@@ -93,6 +66,7 @@ class StreamedStep:
         self.records = StreamedLayout(model, tx, layout)
         self.parts, self.host, self.schedule = self.records.parts, self.records.host, self.records.schedule
         self.ending: Ending = ending_of(self.records, tx)
+        self.keeper = Keeper(model, layout, self.records)
         self.rule = build_rule(model, layout, self.stage.params, report)
 
     # --- pieces ------------------------------------------------------------------------------------------------------------
@@ -117,7 +91,7 @@ class StreamedStep:
     def zeros(self, indices: Sequence[int]) -> list[Array]:
         """Return where the gradients of one layer's leaves, or of unstacked leaves, are summed."""
         records = self.records
-        shapes = [records.abstract[i].shape[1:] if i in records.blocks else records.abstract[i].shape for i in indices]
+        shapes = [records.abstract[i].shape[records.lead[i] :] for i in indices]
         return records.on_shards([jnp.zeros(shape, jnp.float32) for shape in shapes], indices)
 
     def split(self, batch: Any, key: Any) -> tuple[Any, Any]:
@@ -164,9 +138,10 @@ class StreamedStep:
         value = self.on_shards(lambda p, x, b, k: checked(lambda p, b, k: loss(p, x, b, k))(p, b, k), ends, x, batch, last)
         return value.astype(jnp.float32)
 
-    def gather(self, shards: Sequence[Array]) -> list[Array]:
-        """All_gather one layer: W[D_fsdp, F] -> W[D, F]."""
-        return [self._gather(shard, self.records.params[i].spec) for i, shard in zip(self.records.blocks, shards, strict=True)]
+    def gather(self, shards: Sequence[Array], part: Sequence[int] | None = None) -> list[Array]:
+        """All_gather one layer, or the record of other leaves: W[D_fsdp, F] -> W[D, F]."""
+        part = self.records.blocks if part is None else part
+        return [self._gather(shard, self.records.params[i].spec) for i, shard in zip(part, shards, strict=True)]
 
     def _gather(self, shard: Array, stored: Spec) -> Array:
         whole = without_axis(stored, FSDP)
@@ -174,60 +149,6 @@ class StreamedStep:
             return shard
         shard = jax.lax.with_sharding_constraint(shard, named(self.mesh, stored))
         return jax.lax.with_sharding_constraint(shard, named(self.mesh, whole))
-
-    def block_tree(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(jax.tree.structure(self.layout.abstract_params[BLOCKS]), leaves)
-
-    # --- what is kept ------------------------------------------------------------------------------------------------------
-
-    def plan(self, x: Any, keys: Any) -> Kept:
-        """Choose what forward keeps, from the shapes of the first layer's input."""
-        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:] if self.count > 1 else a.shape, a.dtype), (x, keys))
-        stacks = [self.records.abstract[i] for i in self.records.blocks]
-        params = self.block_tree([jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks])
-        x_one, key_one = one
-        wrong = [
-            f"{jax.tree_util.keystr(path) or 'x'} is {a.dtype}"
-            for path, a in jax.tree_util.tree_flatten_with_path(x_one)[0]
-            if not jnp.issubdtype(a.dtype, jnp.floating)
-        ]
-        if wrong:
-            raise ValueError(
-                f"a streamed step hands floating activations from layer to layer, but {', '.join(wrong)}: cast them in embed, "
-                "or read them from the batch in head"
-            )
-        check_block(self.model, params, x_one, key_one)
-        config = self.config
-        mode = config.activations if config.activations in MODES else "remat"
-        layer = plan_layer(self.model.block, params, x_one, key_one, mode, config.saved_names, config.offloaded_names)
-        leaves, x_tree = jax.tree.flatten(x_one)
-        tier = config.activations if config.activations not in MODES else "device"
-        records = [self._activation(a, tier, leaves[0].shape[:1]) for a in leaves]
-        away = ["pinned_host" if off else "device" for off in layer.offloaded]
-        records += [self._activation(a, t, leaves[0].shape[:1]) for a, t in zip(layer.shapes, away, strict=True)]
-        lead = (self.count,) if self.count > 1 else ()
-        shapes = tuple(jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for a in (*leaves, *layer.shapes))
-        if tier == "nvme" and self.layout.disk is not None:
-            names = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]]
-            inputs, num = records[: len(leaves)], self.model.num_layers
-            specs = [r.spec for r in inputs]
-            shelf = self.layout.disk.declare("activations", num, names, shapes[: len(leaves)], specs, is_state=False)
-            records[: len(leaves)] = [dataclasses.replace(r, shelf=shelf) for r in inputs]
-        return Kept(layer, tuple(records), shapes, x_tree)
-
-    def _activation(self, a: Any, tier: str, batch: tuple[int, ...]) -> Record:
-        """Return how an activation rests: split as the batch is, if its dim 0 is the batch."""
-        lead = (None,) if self.count > 1 else ()
-        is_batch = a.shape[:1] == batch and batch and batch[0] % num_batch_shards(self.mesh) == 0
-        free = PartitionSpec.UNCONSTRAINED if tier == "device" else None
-        spec = batch_spec(len(a.shape), free) if is_batch else (free,) * len(a.shape)
-        return Record(self.mesh, (*lead, *spec), tier)  # pyright: ignore[reportArgumentType]
-
-    def stacks(self, kept: Kept, scratch: Scratch) -> list[Array]:
-        """Return the empty stacks that forward fills."""
-        given = dict(zip(kept.in_memory, scratch["kept"], strict=True))
-        pairs = enumerate(zip(kept.records, kept.shapes, strict=True))
-        return [given[i] if i in given else self.records.empty(r, a) for i, (r, a) in pairs]
 
     def abstract_kept(self, abstract_params: Any, abstract_batch: Any) -> Kept:
         """Return what forward keeps of a batch, from shapes alone."""
@@ -238,15 +159,15 @@ class StreamedStep:
             return self.each(lambda b, k: self.embed(ends, b, k), batch, keys), keys
 
         on_device = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_params)
-        return self.plan(*jax.eval_shape(first, on_device, abstract_batch))
+        x, keys = jax.eval_shape(first, on_device, abstract_batch)
+        return self.keeper.plan(x, keys, self.count)
 
     def abstract_scratch(self, abstract_params: Any, abstract_batch: Any) -> Scratch:
         """Return shapes and shardings of the stacks in host memory that live inside a step."""
         kept, records = self.abstract_kept(abstract_params, abstract_batch), self.records
-        grads = zip(records.blocks, records.grad_shapes(), strict=True)
         return {
             "kept": [records.abstract_stack(kept.records[i], kept.shapes[i]) for i in kept.in_memory],
-            "grads": [records.abstract_stack(records.grads[i], a) for i, a in grads if records.grads_in_memory],
+            "grads": records.abstract_grads() if records.grads_in_memory else [],
         }
 
     def on_disk(self, abstract_params: Any, abstract_batch: Any) -> list[Records]:
@@ -276,34 +197,44 @@ class StreamedStep:
             token = self.host.start(self.host.parts.flat(state), state.pending, token)
         ends = self.load_ends(state.params)
         x = self.each(lambda b, k: self.embed(ends, b, k), batch, keys)
-        kept = self.plan(x, keys)
-        y, stacks = self.forward(state.params[BLOCKS], x, keys, plans["forward"], one, kept, self.stacks(kept, scratch))
+        kept = self.keeper.plan(x, keys, self.count)
+        y, stacks = self.forward(state.params[BLOCKS], x, keys, plans, one, kept, self.keeper.stacks(kept, scratch))
         # What backward fetches first may overlap the head, and not the layers.
-        plan, y = wait_for(plans["backward"], y, self.mesh)
+        plans, y = wait_for(plans, y, self.mesh)
         loss, dy, g_ends = self.head_and_grads(ends, y, batch, keys, loss_scale(state))
         carried = self.ending.begin(state, loss, scratch["grads"], token)
-        dx, carried = self.backward(state, keys, plan, one, kept, stacks, dy, carried)
+        dx, carried = self.backward(state, keys, plans, one, kept, stacks, dy, carried)
         g_ends = self.embed_grads(ends, batch, keys, dx, g_ends)
-        after, metrics = self.ending.end(Sums(state, loss, carried, g_ends, plans.get("update", {}), one))
+        after, metrics = self.ending.end(Sums(state, loss, carried, g_ends, plans, one))
         grads = carried["grads"] if self.records.grads_in_memory else []
         return (after, {"kept": [stacks[i] for i in kept.in_memory], "grads": grads}), metrics
 
     def forward(
-        self, blocks: Any, x: Any, keys: Any, plan: Plan, one: Array, kept: Kept | None, stacks: list[Array]
+        self, blocks: Any, x: Any, keys: Any, plans: Plans, one: Array, kept: Kept | None, stacks: list[Array]
     ) -> tuple[Any, list[Array]]:
         """Run the layers; returns the last output, and the stacks of what is kept."""
-        leaves = jax.tree.leaves(blocks, is_leaf=is_stored)
+        leaves, plan = jax.tree.leaves(blocks, is_leaf=is_stored), plans["forward"]
+        tiled = self.keeper.without_keys(x) if kept is None else kept.tiled
+
+        def read(layer: Array) -> list[Array]:
+            return self.records.read_params(leaves, self.records.blocks, layer)
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
             del carry
-            return self.records.read_params(leaves, layer)
+            return read(layer)
 
         def tick(carry: Any, now: Now) -> Any:
             x, full, stacks = carry
-            full, after = self.turn(
-                full, now, lambda: now.taken if self.records.params_away else self.records.read_params(leaves, now.consume)
-            )
-            params = self.block_tree(full)
+            full, after = self.turn(full, now, lambda: now.taken if self.records.params_away else read(now.consume))
+            if tiled is not None:
+                tiles = TileRunner(self, plans, one, now, "forward", lambda carried: leaves)
+                x_in, key = self.constrain_each(x), self.keys_of(keys, now.layer)
+                y, values = tiled.forward(self.without_tiles(full), x_in, key, tiles.run)
+                y = self.constrain_each(y)
+                if kept is not None:
+                    stacks = write_layer(kept.records, stacks, now.write, [*jax.tree.leaves(x_in), *values])
+                return (y, after, stacks), now.landing
+            params = self.keeper.block_tree(full)
 
             block = self.plain_block if kept is None else kept.layer.forward
             work = (after if now.takes else None, now.landing) if self.count == 1 else None
@@ -320,9 +251,31 @@ class StreamedStep:
             return (y, after, stacks), landing
 
         phase = self.schedule.phase("forward")
-        first = self.gather(self.records.read_params(leaves, plan["first"][0])) if self.ahead else None
+        first = self.gather(read(plan["first"][0])) if self.ahead else None
         y, _, stacks = run_phase(phase, plan, (x, first, stacks), tick, one, fetch=fetch)
         return y, stacks
+
+    def without_tiles(self, full: Sequence[Array]) -> list[Any]:
+        """Return the block's leaves, gathered; stacks of tiles are None."""
+        given = dict(zip(self.records.blocks, full, strict=True))
+        return [given.get(i) for i in self.records.stacked]
+
+    def keys_of(self, keys: Any, layer: Array) -> Any:
+        """Return the key of one layer for each microbatch."""
+        return key_of(keys, layer) if self.count == 1 or keys is None else jax.vmap(lambda key: key_of(key, layer))(keys)
+
+    def constrain_each(self, x: Any) -> Any:
+        """Keep activations split as the batch is; microbatches, where there are several, are dim 0."""
+        if self.count == 1:
+            return self.constrain(x)
+
+        def constrain(a: Array) -> Array:
+            if a.ndim < 2 or a.shape[1] % num_batch_shards(self.mesh):
+                return a
+            spec = (None, *batch_spec(a.ndim - 1, PartitionSpec.UNCONSTRAINED))
+            return jax.lax.with_sharding_constraint(a, named(self.mesh, spec))
+
+        return jax.tree.map(constrain, x)
 
     def plain_block(self, params: Any, x: Any, key: Any) -> tuple[Any, list[Array]]:
         return self.model.block(params, x, key), []
@@ -374,7 +327,7 @@ class StreamedStep:
         self,
         state: TrainState,
         keys: Any,
-        plan: Plan,
+        plans: Plans,
         one: Array,
         kept: Kept,
         stacks: list[Array],
@@ -386,7 +339,7 @@ class StreamedStep:
         Args:
           state: before the step.
           keys: of the microbatches.
-          plan: the phase's arrays.
+          plans: the schedule's arrays.
           one: i32[] holding 1.
           kept: what forward kept, and how.
           stacks: of it.
@@ -396,11 +349,14 @@ class StreamedStep:
         Returns:
           The cotangent of the first layer's input, and `carried`.
         """
-        records, ending = self.records, self.ending
+        records, ending, plan, tiled = self.records, self.ending, plans["backward"], kept.tiled
         num = len(records.blocks) if records.params_away else 0
 
+        def read(carried: dict[str, Any], layer: Array) -> list[Array]:
+            return records.read_params(ending.params(state, carried), records.blocks, layer)
+
         def fetch(carry: Any, layer: Array) -> list[Array]:
-            shards = records.read_params(ending.params(state, carry[3]), layer) if records.params_away else []
+            shards = read(carry[3], layer) if records.params_away else []
             return shards + read_layer(pick(kept.records, kept.away), pick(stacks, kept.away), layer)
 
         def tick(carry: Any, now: Now) -> Any:
@@ -409,12 +365,25 @@ class StreamedStep:
             full, full_after = self.turn(
                 full,
                 now,
-                lambda: taken[:num] if num else records.read_params(ending.params(state, carried), now.consume),
+                lambda: taken[:num] if records.params_away else read(carried, now.consume),
             )
             acts, acts_after = (acts, taken[num:] if now.takes else acts) if self.ahead else (taken[num:], None)
             away = dict(zip(kept.away, acts, strict=True))
             values = [away[i] if i in away else r.read(stacks[i], now.layer) for i, r in enumerate(kept.records)]
-            params = self.block_tree(full)
+            if tiled is not None:
+                x, own = kept.parts(values)
+                tiles = TileRunner(self, plans, one, now, "backward", lambda carried: ending.params(state, carried), carried)
+                grads, dx = tiled.backward(
+                    self.without_tiles(full), self.constrain_each(x), self.keys_of(keys, now.layer), own, dx,
+                    partial(tiles.run, use=partial(ending.use, state)),
+                    self.zeros(records.blocks) if self.count > 1 else [],
+                )  # fmt: skip
+                grads, dx = records.on_shards(grads, records.blocks), self.constrain_each(dx)
+                grads, dx = jax.lax.optimization_barrier((grads, dx))
+                made = Made(now, records.blocks, grads, full, now.landing)
+                carried, landing = ending.use(state, tiles.carried, made)
+                return (dx, full_after, acts_after, carried), landing
+            params = self.keeper.block_tree(full)
 
             def derive(dx: Any, values: list[Array], key: Any, work: Any) -> tuple[list[Array], Any]:
                 x, own = kept.parts(values)
@@ -430,13 +399,13 @@ class StreamedStep:
             grads, dx = jax.lax.optimization_barrier((grads, dx))
             if self.count > 1:  # else what runs beside the microbatches' loop would start after it
                 grads, full_after, landing = jax.lax.optimization_barrier((grads, full_after, landing))
-            carried, landing = ending.use(state, carried, now, grads, full, landing)
+            carried, landing = ending.use(state, carried, Made(now, records.blocks, grads, full, landing))
             return (dx, full_after, acts_after, carried), landing
 
         first = acts = None
         if self.ahead:
             record = fetch((None, None, None, carried), plan["first"][0])
-            shards = record[:num] if num else records.read_params(ending.params(state, carried), plan["first"][0])
+            shards = record[:num] if records.params_away else read(carried, plan["first"][0])
             first, acts = self.gather(shards), record[num:]
         carry = (dy, first, acts, carried)
         layers = self.layout.device_layers if self.config.update == "in_backward" else 0
@@ -447,13 +416,13 @@ class StreamedStep:
 
     # --- evaluation --------------------------------------------------------------------------------------------------------
 
-    def eval(self, params: Any, batch: Any, plan: Plan, one: Array) -> Array:
+    def eval(self, params: Any, batch: Any, plans: Plans, one: Array) -> Array:
         """Return the loss of a batch, without keys."""
         step = dataclasses.replace(self.config, num_microbatches=1)
         single = self if self.count == 1 else self.with_config(step)
         ends = single.load_ends(params)
         x = single.embed(ends, batch, None)
-        y, _ = single.forward(params[BLOCKS], x, None, plan, one, None, [])
+        y, _ = single.forward(params[BLOCKS], x, None, plans, one, None, [])
         return single.head(ends, y, batch, None)
 
     def with_config(self, config: ZeroConfig) -> "StreamedStep":

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from zerojax.tiling import check_tiles, choose_num_tiles, tile_kernel, tiled_dense, tiled_mlp
+from zerojax.tiling import check_tiles, tile_kernel, tiled_dense, tiled_mlp, tiles_of
 
 Array = jax.Array
 Initializer = Callable[..., Any]
@@ -52,12 +52,10 @@ class TiledDense(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Return x W + b: x[..., D] -> [..., F]."""
         x = x if self.dtype is None else x.astype(self.dtype)
-        size, tiles = x.shape[-1], self.num_tiles
+        size = x.shape[-1]
         check_tiles(self.in_tiles, size, "in_tiles")
-        if tiles is None:
-            num_bytes = 4 * size * self.features // self.in_tiles
-            tiles = choose_num_tiles(self.features, num_bytes, f"a dense kernel [{size}, {self.features}]")
-        check_tiles(tiles, self.features, "num_tiles")
+        num_bytes = 4 * size * self.features // self.in_tiles
+        tiles = tiles_of(self.num_tiles, self.features, num_bytes, f"a dense kernel [{size}, {self.features}]")
         init = _tiled(self.kernel_init, lambda w: tile_kernel(w, in_tiles=self.in_tiles, out_tiles=tiles))
         kernel = self.param("kernel", init, (size, self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
@@ -99,11 +97,8 @@ class TiledMLP(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Return the MLP of x[..., S, D]."""
         x = x if self.dtype is None else x.astype(self.dtype)
-        size, hidden, tiles = x.shape[-1], self.hidden, self.num_tiles
-        if tiles is None:
-            num_bytes = 4 * size * hidden * (3 if self.gated else 2)
-            tiles = choose_num_tiles(hidden, num_bytes, f"an MLP [{size}, {hidden}]")
-        check_tiles(tiles, hidden, "num_tiles")
+        size, hidden = x.shape[-1], self.hidden
+        tiles = tiles_of(self.num_tiles, hidden, 4 * size * hidden * (3 if self.gated else 2), f"an MLP [{size}, {hidden}]")
         weights: dict[str, Array] = {}
         for name in ("up", "gate") if self.gated else ("up",):
             init = _tiled(self.up_init, lambda w: tile_kernel(w, out_tiles=tiles))

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 
-from zerojax.tiling import check_tiles, choose_num_tiles, tile_kernel, tiled_dense, tiled_mlp
+from zerojax.tiling import check_tiles, tile_kernel, tiled_dense, tiled_mlp, tiles_of
 
 Array = jax.Array
 Initializer = Callable[..., Any]
 
 
 def _param(made: Any, tile: Callable[[Array], Array]) -> nnx.Param[Array]:
-    """Return a parameter whose value, and annotation if there is one, are those of tiles."""
+    """Return a parameter whose value, and annotation if there is one, are those of tiles. Its `tiles` tells that it is so."""
     if not isinstance(made, nnx.VariableMetadata):
-        return nnx.Param(tile(made))
-    metadata = dict(made.metadata)
+        return nnx.Param(tile(made), tiles=True)
+    metadata: dict[str, Any] = {**made.metadata, "tiles": True}
     for name in ("out_sharding", "sharding_names", "sharding"):
         if metadata.get(name) is not None:
             metadata[name] = (None, *metadata[name])
@@ -69,13 +69,11 @@ class TiledDense(nnx.Module):
           ValueError: tiles that do not divide a dim.
         """
         check_tiles(in_tiles, in_features, "in_tiles")
-        if num_tiles is None:
-            num_bytes = 4 * in_features * out_features // in_tiles
-            num_tiles = choose_num_tiles(out_features, num_bytes, f"a dense kernel [{in_features}, {out_features}]")
-        check_tiles(num_tiles, out_features, "num_tiles")
+        num_bytes = 4 * in_features * out_features // in_tiles
+        tiles = tiles_of(num_tiles, out_features, num_bytes, f"a dense kernel [{in_features}, {out_features}]")
         self.in_tiles, self.dtype = in_tiles, dtype
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
-        self.kernel = _param(kernel, lambda w: tile_kernel(w, in_tiles=in_tiles, out_tiles=num_tiles))
+        self.kernel = _param(kernel, lambda w: tile_kernel(w, in_tiles=in_tiles, out_tiles=tiles))
         self.bias = _bias(bias_init(rngs.params(), (out_features,), param_dtype)) if use_bias else nnx.data(None)
 
     def __call__(self, x: Array) -> Array:
@@ -140,23 +138,19 @@ class TiledMLP(nnx.Module):
         Raises:
           ValueError: tiles that do not divide the hidden dim.
         """
-        if num_tiles is None:
-            num_bytes = 4 * features * hidden * (3 if gated else 2)
-            num_tiles = choose_num_tiles(hidden, num_bytes, f"an MLP [{features}, {hidden}]")
-        check_tiles(num_tiles, hidden, "num_tiles")
-        self.num_tiles, self.seq_tiles, self.activation, self.dtype = num_tiles, seq_tiles, activation, dtype
+        num_bytes = 4 * features * hidden * (3 if gated else 2)
+        tiles = tiles_of(num_tiles, hidden, num_bytes, f"an MLP [{features}, {hidden}]")
+        self.num_tiles, self.seq_tiles, self.activation, self.dtype = tiles, seq_tiles, activation, dtype
 
         def column() -> tuple[Any, Any]:
             kernel = up_init(rngs.params(), (features, hidden), param_dtype)
             bias = bias_init(rngs.params(), (hidden,), param_dtype) if use_bias else None
-            tiled = _param(kernel, lambda w: tile_kernel(w, out_tiles=num_tiles))
-            return tiled, nnx.data(None) if bias is None else _param(bias, lambda b: b.reshape(num_tiles, -1))
+            tiled = _param(kernel, lambda w: tile_kernel(w, out_tiles=tiles))
+            return tiled, nnx.data(None) if bias is None else _param(bias, lambda b: b.reshape(tiles, -1))
 
         self.up, self.up_bias = column()
         self.gate, self.gate_bias = column() if gated else (nnx.data(None), nnx.data(None))
-        self.down = _param(
-            down_init(rngs.params(), (hidden, features), param_dtype), lambda w: tile_kernel(w, in_tiles=num_tiles)
-        )
+        self.down = _param(down_init(rngs.params(), (hidden, features), param_dtype), lambda w: tile_kernel(w, in_tiles=tiles))
         self.down_bias = _bias(down_bias_init(rngs.params(), (features,), param_dtype)) if use_bias else nnx.data(None)
 
     def __call__(self, x: Array) -> Array:

@@ -26,6 +26,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.tile_loops import loop_over
+
 Array = jax.Array
 logger = logging.getLogger("zerojax")
 
@@ -58,11 +60,22 @@ def check_tiles(tiles: int, size: int, what: str) -> int:
     Raises:
       ValueError: it does not, or is no positive integer.
     """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"a dim of {size!r}, to be tiled by {what}={tiles!r}: an integer of at least 1 is needed")
     if isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1:
         raise ValueError(f"{what}={tiles!r}: an integer of at least 1 is needed")
     if size % tiles:
         raise ValueError(f"{what}={tiles} does not divide the dim of {size} that it tiles: {size} % {tiles} = {size % tiles}")
     return tiles
+
+
+def tiles_of(num_tiles: int | None, size: int, num_bytes: int, what: str) -> int:
+    """Return the number of tiles of a dim: the one asked for, or as `choose_num_tiles` says.
+
+    Raises:
+      ValueError: it does not divide the dim.
+    """
+    return choose_num_tiles(size, num_bytes, what) if num_tiles is None else check_tiles(num_tiles, size, "num_tiles")
 
 
 # --- weights -----------------------------------------------------------------------------------------------------------------
@@ -74,6 +87,8 @@ def tile_kernel(kernel: Array, *, in_tiles: int = 1, out_tiles: int = 1) -> Arra
     Raises:
       ValueError: the tiles do not divide a dim.
     """
+    if kernel.ndim != 2:
+        raise ValueError(f"a dense kernel is [D, F], and this one is {kernel.shape}")
     d, f = kernel.shape
     check_tiles(in_tiles, d, "in_tiles")
     check_tiles(out_tiles, f, "out_tiles")
@@ -87,8 +102,12 @@ def untile_kernel(tiles: Array, *, in_tiles: int = 1) -> Array:
     Raises:
       ValueError: `in_tiles` does not divide the tiles.
     """
+    if tiles.ndim != 3 or tiles.shape[0] % in_tiles:
+        raise ValueError(
+            f"in_tiles={in_tiles}: tiles are [out_tiles * in_tiles, D / in_tiles, F / out_tiles], not {tiles.shape}"
+        )
     count, d, f = tiles.shape
-    out_tiles = count // check_tiles(in_tiles, count, "in_tiles")
+    out_tiles = count // in_tiles
     return tiles.reshape(out_tiles, in_tiles, d, f).transpose(1, 2, 0, 3).reshape(in_tiles * d, out_tiles * f)
 
 
@@ -138,21 +157,13 @@ def tile_sum(function: Callable[[Any, Any, Any], Array], tiles: Any, x: Any, par
       x: what every tile reads.
       parts: tree of [t, ...], what each tile reads of its own; or None.
     """
-    unit = jax.checkpoint(function)
-    first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (tiles, parts))
-    out = jax.eval_shape(function, first[0], x, first[1])
-
-    def body(total: Array, each: Any) -> tuple[Array, None]:
-        tile, part = each
-        return total + unit(tile, x, part).astype(jnp.float32), None
-
-    return jax.lax.scan(body, jnp.zeros(out.shape, jnp.float32), (tiles, parts))[0]
+    return loop_over(function, tiles, x, parts)[0]
 
 
 def tile_stack(function: Callable[[Any, Any], Array], tiles: Any, x: Any) -> Array:
     """Return function(tiles[k], x) for every tile, stacked: [t, ...]. The function is run again in backward."""
-    unit = jax.checkpoint(function)
-    return jax.lax.scan(lambda _, tile: (None, unit(tile, x)), None, tiles)[1]
+    count = jax.tree.leaves(tiles)[0].shape[0]
+    return loop_over(lambda tile, x, _: function(tile, x), tiles, x, num_out=count, summed=False)
 
 
 def in_chunks(function: Callable[[Any, Array], Array], num_chunks: int) -> Callable[[Any, Array], Array]:
@@ -218,13 +229,8 @@ def _both(kernel: Array, parts: Array, out_tiles: int) -> Array:
         part = jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False)
         return _wide_product(part, w.astype(part.dtype))
 
-    def body(y: Array, each: tuple[Array, Array]) -> tuple[Array, None]:
-        w, k = each
-        made = jax.checkpoint(unit)(w, parts, k % in_tiles)
-        return y.at[k // in_tiles].add(made), None
-
-    y = jnp.zeros((out_tiles, *lead, f), jnp.float32)
-    y, _ = jax.lax.scan(body, y, (kernel, jnp.arange(kernel.shape[0])))
+    which = jnp.arange(kernel.shape[0]) % in_tiles
+    y = loop_over(unit, kernel, parts, which, num_out=out_tiles)
     return jnp.moveaxis(y, 0, -2).reshape(*lead, out_tiles * f)
 
 
@@ -252,8 +258,12 @@ def tiled_mlp(
     if unknown := sorted(set(tiles) - {"up", "down", "gate", "up_bias", "gate_bias"}):
         raise ValueError(f"an MLP has up, down, gate, up_bias, gate_bias and down_bias, not {unknown}")
     shapes = {name: a.shape for name, a in tiles.items()}
+    if missing := sorted({"up", "down"} - set(tiles)):
+        raise ValueError(f"an MLP has up and down, and {missing} are not there")
     up, down = shapes["up"], shapes["down"]
-    if any(s[0] != up[0] for s in shapes.values()) or up[2] != down[1] or up[1] != x.shape[-1]:
+    biases = {shape for name, shape in shapes.items() if name.endswith("_bias")}
+    alike = len(up) == len(down) == 3 and up[::2] == down[:2] and shapes.get("gate", up) == up and biases <= {up[::2]}
+    if not alike or up[1] != x.shape[-1]:
         raise ValueError(f"these tiles do not belong together, or not to x {x.shape}: {shapes}")
 
     def use(tile: Mapping[str, Array], x: Array) -> Array:

@@ -12,7 +12,18 @@ import numpy as np
 from problem import Problem
 
 from gpu_checks.jobs import Job, Trained, one_device, platform_name
-from gpu_checks.mixes import ACTIVATION_MIXES, EQUAL_MIXES, NVME_MIXES, RESIDENT, RESIDENT_STEP, Fields, Sizes, chosen
+from gpu_checks.mixes import (
+    ACTIVATION_MIXES,
+    EQUAL_MIXES,
+    NUM_TILES,
+    NVME_MIXES,
+    RESIDENT,
+    RESIDENT_STEP,
+    TILE_MIXES,
+    Fields,
+    Sizes,
+    chosen,
+)
 from gpu_checks.rows import Row, attempt
 
 
@@ -67,6 +78,12 @@ def activation_jobs(sizes: Sizes) -> list[Job]:
     """Return the jobs of "activations"."""
     p = dataclasses.replace(sizes.equal, precision="fp32", steps=1)
     return jobs("activations", ACTIVATION_MIXES, p, sizes, gradients=True)
+
+
+def tile_jobs(sizes: Sizes) -> list[Job]:
+    """Return the jobs of "tiles"."""
+    p = dataclasses.replace(sizes.equal, precision="fp32")
+    return [dataclasses.replace(job, mlp_tiles=NUM_TILES) for job in jobs("tiles", TILE_MIXES, p, sizes)]
 
 
 def largest_ulp(found: np.ndarray, right: np.ndarray) -> float:

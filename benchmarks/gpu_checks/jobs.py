@@ -28,12 +28,14 @@ class Job:
       problem: sizes.
       fields: of the ZeroConfig.
       gradients: a step of gradient descent at rate 1, on blocks that mark a value.
+      mlp_tiles: of the GPT's MLPs; 0 is dense layers.
     """
 
     name: str
     problem: Problem
     fields: Fields
     gradients: bool = False
+    mlp_tiles: int = 0
 
     @property
     def on_host(self) -> bool:
@@ -55,7 +57,7 @@ class Job:
         p = self.problem
         c = gpt.GPTConfig(
             layers=p.layers, hidden=p.hidden, heads=p.heads, seq=p.seq, vocab=p.vocab, tied=False,
-            dtype=jnp.bfloat16 if p.precision == "bf16" else jnp.float32,
+            dtype=jnp.bfloat16 if p.precision == "bf16" else jnp.float32, mlp_tiles=self.mlp_tiles,
         )  # fmt: skip
         model = without_zeros(gpt.layered_gpt(c))
         tx = optax.adamw(p.learning_rate, b2=0.95, eps=EPSILON, weight_decay=0.1)

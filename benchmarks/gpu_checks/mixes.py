@@ -86,6 +86,15 @@ ACTIVATION_MIXES: Mapping[str, Fields] = {
     "a named value, pinned_host, gather_ahead": {"activations": H, "offloaded_names": ("squashed",), "gather_ahead": True},
 }  # fmt: skip
 
+NUM_TILES = 4
+TILE_MIXES: Mapping[str, Fields] = {
+    "params": {"params": H, "activations": "remat"},
+    "all, clipped, distance 2, 4 microbatches": STATES | {"prefetch_distance": 2, "clip_norm": CLIP, "num_microbatches": 4},
+    "all, activations, in_backward": IN_BACKWARD | {"activations": H},
+    "all in_backward, distance 0": IN_BACKWARD | {"prefetch_distance": 0, "activations": "remat"},
+}
+"""Of "tiles", whose MLPs are in NUM_TILES tiles."""
+
 RESIDENT: dict[str, Any] = {"activations": "remat"}
 RESIDENT_STEP = "resident"
 MEMORY_MIXES: Mapping[str, Fields] = {
@@ -134,6 +143,7 @@ FEW: Mapping[str, Sequence[str]] = {
     ],
     "bf16": ["all, activations, clipped, 4 microbatches"],
     "activations": ["a named value, pinned_host, gather_ahead"],
+    "tiles": ["all, activations, in_backward"],
     "memory": [RESIDENT_STEP, "all, activations, in_backward"],
     "speed": ["all, in_backward"],
     "nvme": ["all, activations, clipped", "all, in_backward"],

@@ -1,4 +1,4 @@
-"""Facts of tiled models compiled for 8 H200s that are not there: one tile is gathered at a time."""
+"""Facts of tiled models compiled for H200s that are not there: one tile is gathered, or fetched, at a time."""
 
 import functools
 
@@ -10,7 +10,9 @@ import tiling
 from flax import nnx
 
 import zerojax as zj
-from zerojax import aot, hlo
+from zerojax import aot, hlo, hlo_host
+from zerojax.born import is_away
+from zerojax.layout import named
 
 pytestmark = pytest.mark.xdist_group("h200")
 HIDDEN, INNER, TOKENS = 16384, 65536, 512
@@ -54,6 +56,67 @@ def test_sixteen_tiles_gather_a_tenth_at_a_time():
             "all-gather": pytest.approx(2 * 2 * layer_bytes, rel=0.02),
             "reduce-scatter": pytest.approx(2 * layer_bytes, rel=0.02),
         }
+
+
+# --- the streamed step -------------------------------------------------------------------------------------------------------
+
+
+UPDATES = {"after_backward": {"grads": "pinned_host", "update": "after_backward"}, "in_backward": {}}
+
+
+@functools.cache
+def compiled_stream(gpus, num_tiles, update):
+    fields = tiling.STREAM | UPDATES[update]
+    program, batch = tiling.streamed_program(HIDDEN, num_tiles, gpus, 2, TOKENS, **fields)
+    step = program.lower(batch).compile()
+    return step.as_text(), step.memory_analysis(), program.memory(batch)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_on_one_gpu_sixteen_tiles_hold_a_tenth_of_a_layer(update):
+    (_, whole, whole_account), (text, tiled, account) = (compiled_stream(1, n, update) for n in (1, 16))
+    layer_bytes = 2 * 2 * HIDDEN * 4 * HIDDEN
+    assert whole_account.tiers["device"]["gathered"] == pytest.approx(layer_bytes, rel=0.001)
+    assert account.tiers["device"]["gathered"] * 10 <= whole_account.tiers["device"]["gathered"]
+    assert tiled.temp_size_in_bytes * 10 <= whole.temp_size_in_bytes
+    # everything beside the arguments is what the account says, parameters of a tile among it
+    extra = sum(account.tiers["device"][kind] for kind in ("grads", "gathered", "activations", "in_flight"))
+    assert tiled.temp_size_in_bytes <= 1.1 * extra
+    assert hlo_host.unsafe_host_slices(text, 1) == []
+    assert hlo_host.host_link_bytes(text, 1) == account.host_link
+
+
+def test_on_eight_gpus_a_streamed_layer_is_gathered_by_tiles():
+    text, _, account = compiled_stream(8, 16, "after_backward")
+    layer_bytes = 2 * 2 * HIDDEN * 4 * HIDDEN
+    assert hlo.peak_gathered_bytes(text) <= layer_bytes / 10
+    moved = hlo.collective_bytes(text, least_bytes=1 << 20, unknown_trips=1)
+    assert moved == {"all-gather": 2 * 2 * layer_bytes, "reduce-scatter": 2 * layer_bytes}
+    assert hlo_host.host_link_bytes(text, 1) == account.host_link
+
+
+def test_a_layer_larger_than_the_budget_trains_within_it():
+    """Parameters of one layer take 17 GB in bfloat16, with state 120 GB; the program has 8 GB of device memory."""
+    budget, hidden = 8_000_000_000, 32768
+    fields = {**tiling.STREAM, "device_budget_bytes": budget}
+    with pytest.raises(ValueError, match=f"budget_bytes={budget}: .*nothing fits"):
+        tiling.streamed_program(hidden, 1, 1, 2, TOKENS, **fields)
+    program, batch = tiling.streamed_program(hidden, 64, 1, 2, TOKENS, **fields)
+    compiled = program.lower(batch).compile().memory_analysis()
+    assert 2 * 2 * hidden * 4 * hidden > 2 * budget
+    assert compiled.argument_size_in_bytes + compiled.temp_size_in_bytes <= budget
+    assert init_bytes(program) <= budget / 4  # of a layer of 34 GB in float32
+
+
+def init_bytes(program):
+    """Return the temporary bytes of a compiled `init`."""
+    whole = named(program.mesh, ())
+    order, one = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=whole) for shape in (program.layout.order.shape, ()))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
+    empty = [a for a in jax.tree.leaves(program.layout.abstract_state) if is_away(a)]
+    with jax.set_mesh(program.mesh):
+        return program._init.lower(key, order, one, empty, one).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_the_widest_mlp_that_fits_is_found():

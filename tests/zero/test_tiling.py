@@ -1,6 +1,7 @@
 """A tiled operator is the dense one: values, gradients, weights and training, for every count of tiles."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 import train_gpt
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -187,25 +189,22 @@ BATCH = {"x": normal(0, 8, 4, 64).astype(np.float32), "y": normal(1, 8, 4, 64).a
 
 
 def losses_of(program, steps=10):
-    state, losses = program.init(jax.random.key(0)), []
-    for _ in range(steps):
-        state, metrics = jax.block_until_ready(program.step(state, BATCH))
-        losses.append(float(metrics["loss"]))
-    return losses
+    return toys.run(program, program.init(jax.random.key(0)), [BATCH] * steps)[0]
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def dense_losses():
     return losses_of(net_program(0, zj.make_mesh(fsdp=1, devices=jax.devices()[:1])))
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(("stage", "axes"), [(0, {"fsdp": 4}), (1, {"data": 2, "fsdp": 2}), (3, {"fsdp": 4}), (3, {"fsdp": 8})])
-def test_a_tiled_model_trains_as_a_dense_one(stage, axes, dense_losses):
+def test_a_tiled_model_trains_as_a_dense_one(stage, axes):
     count = int(np.prod(list(axes.values())))
     program = net_program(4, zj.make_mesh(**axes, devices=jax.devices()[:count]), stage=stage)
     assert program.gathered_early == ()
-    np.testing.assert_allclose(losses_of(program), dense_losses, rtol=2e-5)
-    assert dense_losses[-1] < dense_losses[0]
+    np.testing.assert_allclose(losses_of(program), dense_losses(), rtol=2e-5)
+    assert dense_losses()[-1] < dense_losses()[0]
 
 
 @pytest.mark.parametrize("tiles", [1, 8])
@@ -228,18 +227,15 @@ def gpt_losses(make, mlp_tiles, fields, axes, steps=10):
     tokens = np.random.default_rng(0).integers(0, TINY.vocab, (8, TINY.seq)).astype(np.int32)
     batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1)}
     with zj.build_train_step(make(c), optax.adamw(1e-3), zj.ZeroConfig(**fields), mesh) as program:
-        state, losses = program.init(jax.random.key(0)), []
-        for _ in range(steps):
-            state, metrics = jax.block_until_ready(program.step(state, batch))
-            losses.append(float(metrics["loss"]))
-    return losses
+        return toys.run(program, program.init(jax.random.key(0)), [batch] * steps)[0]
 
 
-@pytest.fixture(scope="module")
-def dense_gpt_losses():
-    return {make: gpt_losses(make, 0, {}, {"fsdp": 1}) for make in (gpt.layered_gpt, gpt.unrolled_gpt)}
+@functools.cache
+def dense_gpt_losses(make):
+    return gpt_losses(make, 0, {}, {"fsdp": 1})
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(
     ("fields", "axes"),
     [
@@ -251,15 +247,16 @@ def dense_gpt_losses():
     ],
     ids=["stage_2", "tensor", "host", "nvme", "updated_on_host"],
 )
-def test_a_gpt_with_tiled_mlps_trains_as_a_dense_one_in_every_tier(fields, axes, dense_gpt_losses, tmp_path):
+def test_a_gpt_with_tiled_mlps_trains_as_a_dense_one_in_every_tier(fields, axes, tmp_path):
     fields = fields | ({"swap_dir": str(tmp_path)} if "nvme" in fields.values() else {})
     losses = gpt_losses(gpt.layered_gpt, 8, fields, axes)
-    np.testing.assert_allclose(losses, dense_gpt_losses[gpt.layered_gpt], rtol=3e-5)
+    np.testing.assert_allclose(losses, dense_gpt_losses(gpt.layered_gpt), rtol=3e-5)
 
 
-def test_an_unrolled_gpt_with_tiled_mlps_trains_as_a_dense_one(dense_gpt_losses):
+@pytest.mark.usefixtures("quick_fusions")
+def test_an_unrolled_gpt_with_tiled_mlps_trains_as_a_dense_one():
     losses = gpt_losses(gpt.unrolled_gpt, 4, {"stage": 3}, {"fsdp": 4})
-    np.testing.assert_allclose(losses, dense_gpt_losses[gpt.unrolled_gpt], rtol=3e-5)
+    np.testing.assert_allclose(losses, dense_gpt_losses(gpt.unrolled_gpt), rtol=3e-5)
 
 
 # --- bad input ---------------------------------------------------------------------------------------------------------------
@@ -292,6 +289,7 @@ def test_weights_that_do_not_fit_are_refused():
 
 def test_train_gpt_tiles_mlps_where_that_lowers_the_peak():
     wide = dataclasses.replace(TINY, hidden=4096, heads=32, seq=512, dtype=jnp.bfloat16)
+    host = zj.ZeroConfig(stage=3, params="pinned_host", grads="pinned_host", opt_state="pinned_host")
     for fields, c, expected in (
         ({}, wide, 2),  # 8 x 4096^2 x 4 bytes are 512 MiB
         ({}, dataclasses.replace(wide, seq=4096), 0),
@@ -299,7 +297,8 @@ def test_train_gpt_tiles_mlps_where_that_lowers_the_peak():
         ({"mlp_tiles": 8}, TINY, 8),
         ({"mlp_tiles": 0}, wide, 0),
         ({"zero": zj.ZeroConfig(stage=2)}, wide, 0),
-        ({"zero": zj.ZeroConfig(stage=3, params="pinned_host")}, wide, 0),
+        ({"zero": host}, wide, 2),
+        ({"zero": dataclasses.replace(host, update_on="host")}, wide, 0),  # whole layers are updated there
     ):
         assert train_gpt.mlp_tiles(train_gpt.Options(**fields), c) == expected
     for tiles in (-1, 3):
