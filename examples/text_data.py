@@ -97,18 +97,25 @@ class Windows(grain.sources.RandomAccessDataSource):
 def batches(data: np.ndarray, seq: int, batch_size: int, seed: int, *, part: int = 0, num_parts: int = 1) -> Iterator[Any]:
     """Return an endless, shuffled iterator of batches; `get_state` and `set_state` make it checkpointable.
 
+    The parts of one step, side by side, are the same batch for any number of processes.
+
     Args:
       data: bytes.
       seq: tokens of a window.
       batch_size: windows in a batch of this process.
       seed: of the shuffle.
-      part: which part of the windows this process reads.
+      part: which part of each step's windows this process reads.
       num_parts: the number of processes.
     """
-    windows = grain.MapDataset.source(Windows(data, seq)).seed(seed).shuffle()[part::num_parts]
-    if len(windows) < batch_size:
-        raise ValueError(f"{len(windows)} windows of {seq} bytes are too few for a batch of {batch_size}")
-    return iter(windows.repeat().batch(batch_size, drop_remainder=True).to_iter_dataset())
+    windows = grain.MapDataset.source(Windows(data, seq)).seed(seed).shuffle()
+    if len(windows) < batch_size * num_parts:
+        raise ValueError(f"{len(windows)} windows of {seq} bytes are too few for a batch of {batch_size * num_parts}")
+    return iter(windows.repeat().batch(batch_size, drop_remainder=True)[part::num_parts].to_iter_dataset())
+
+
+def go_to(iterator: Any, count: int) -> None:
+    """Put an iterator of `batches` where `count` batches of it were read."""
+    iterator.set_state({"next_index": count})  # grain's name for it
 
 
 def validation_batches(data: np.ndarray, seq: int, batch_size: int, count: int) -> list[Any]:

@@ -4,10 +4,15 @@
     python examples/train_gpt.py --preset 124m --precision bf16     # on the GPUs that are there
     python examples/train_gpt.py --params nvme --opt-state nvme --swap-dir /mnt/disk    # states on a disk
     srun python examples/train_gpt.py --preset 6.7b ...             # on a cluster: see examples/slurm/
+    python examples/train_gpt.py --checkpoint-dir runs/gpt/checkpoints --resume True    # go on where it was stopped, if it was
 
 With no arguments the text is the source of the Python standard library, as bytes, and a small GPT is trained at ZeRO stage 3.
 Every field of `zerojax.ZeroConfig` is an option. Where states rest on a disk, a line of progress tells for how much of the time
 the step waited for it, and `--swap-trace FILE` draws the last steps' reads and writes for https://ui.perfetto.dev.
+
+With a directory of checkpoints, SIGTERM and Ctrl-C save and end the run with status 0. The same command with `--resume True`
+goes on from there, on any number of devices and processes: over the same text and schedule, and on the same devices to the
+same losses, bit for bit.
 """
 
 import contextlib
@@ -27,10 +32,12 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
-from text_data import batches, load_corpus, validation_batches
+from text_data import batches, go_to, load_corpus, validation_batches
 
 import zerojax as zj
 from zerojax import memory
+from zerojax.config import streams
+from zerojax.groups import whole_layers
 from zerojax.tiling import choose_num_tiles
 
 TRACED_STEPS = 3
@@ -71,6 +78,10 @@ class Options:
       prompt: how that text begins.
       logdir: folder of the TensorBoard event files.
       swap_trace: file for a trace of the last TRACED_STEPS steps' swapping, such as trace.json.gz; of the first process.
+      checkpoint_dir: of the checkpoints, on a file system that all processes share; none are saved by default.
+      checkpoint_every: steps between checkpoints; the last step has one too.
+      keep: newest checkpoints to keep.
+      resume: go on from the newest whole checkpoint, with the other options as they were; start anew if there is none.
     """
 
     zero: Annotated[zj.ZeroConfig, tyro.conf.arg(name="")] = dataclasses.field(
@@ -96,6 +107,10 @@ class Options:
     prompt: str = "def "
     logdir: str = "runs/gpt"
     swap_trace: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: int = 100
+    keep: int = 3
+    resume: bool = False
 
 
 # --- the machine ---------------------------------------------------------------------------------------------------------
@@ -158,15 +173,20 @@ def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.
 
 
 def mlp_tiles(options: Options, c: gpt.GPTConfig) -> int:
-    """Return the tiles of an MLP: those asked for, or at stage 3 those that lower the peak of memory."""
+    """Return the tiles of an MLP: those asked for, or at stage 3 those that lower the peak of memory.
+
+    Where parameters stream, they do if there are several, and if records may be tiles.
+    """
     if options.mlp_tiles is not None:
         if options.mlp_tiles < 0 or (options.mlp_tiles and 4 * c.hidden % options.mlp_tiles):
             raise ValueError(f"--mlp-tiles {options.mlp_tiles}: 0 (dense layers) or a divisor of {4 * c.hidden} is needed")
         return options.mlp_tiles
     sizes = {"seq": c.seq, "hidden": c.hidden, "heads": c.heads, "itemsize": jnp.dtype(c.dtype).itemsize}
-    if options.zero.stage < 3 or options.zero.params != "device" or not memory.tiled_mlp_pays(**sizes):
+    streamed = options.model == "layered" and streams(options.zero)
+    if options.zero.stage < 3 or (streamed and whole_layers(options.zero)) or not memory.tiled_mlp_pays(**sizes):
         return 0
-    return choose_num_tiles(4 * c.hidden, 4 * 8 * c.hidden**2, "an MLP")
+    tiles = choose_num_tiles(4 * c.hidden, 4 * 8 * c.hidden**2, "an MLP")
+    return 0 if streamed and tiles == 1 else tiles
 
 
 # --- the disk ------------------------------------------------------------------------------------------------------------
@@ -195,6 +215,40 @@ class Swapped:
         }
 
 
+# --- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def open_checkpoints(options: Options) -> zj.Checkpointer | None:
+    """Return what saves and restores, or None without a directory.
+
+    Raises:
+      ValueError: the directory holds checkpoints, and the run is not to go on from them.
+    """
+    if options.checkpoint_dir is None:
+        if options.resume:
+            raise ValueError("--resume True: from which --checkpoint-dir?")
+        return None
+    ckpt = zj.Checkpointer(options.checkpoint_dir, max_to_keep=options.keep, save_interval_steps=options.checkpoint_every)
+    if not options.resume and (steps := ckpt.all_steps()):
+        raise ValueError(
+            f"--checkpoint-dir {options.checkpoint_dir} holds checkpoints up to step {steps[-1]}: --resume True goes on from "
+            "there, and a new run needs another directory"
+        )
+    return ckpt
+
+
+def first_state(options: Options, program: zj.Program, ckpt: zj.Checkpointer | None, data: Any) -> zj.TrainState:
+    """Return the state to start from, a new or a saved one, and put `data` where it was saved."""
+    if ckpt is None or not ckpt.all_steps():
+        return program.init(jax.random.key(options.seed))
+    try:
+        return ckpt.restore(program, data=data)
+    except zj.IteratorError:  # the processes are more or fewer; their batches, side by side, are the same
+        state = ckpt.restore(program)
+        go_to(data, int(state.step))
+        return state
+
+
 # --- the loop ------------------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +273,7 @@ def told_alone() -> Iterator[None]:
     """End the script where its options are refused, by the message alone and with status 2, as for an unknown option."""
     try:
         yield
-    except (ValueError, NotImplementedError, zj.SwapError) as error:
+    except (ValueError, NotImplementedError, zj.SwapError, zj.CheckpointError) as error:
         print(f"train_gpt.py: error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -228,11 +282,12 @@ def main() -> None:
     """Train as the command line says."""
     with told_alone():
         options = tyro.cli(Options, config=(tyro.conf.FlagConversionOff,))
+        ckpt = open_checkpoints(options)
         c, program = build(options, start(options))
-    with program:  # what is on a disk goes at the end, and after an error
+    with program, ckpt or contextlib.nullcontext():  # what is on a disk goes at the end, and after an error
         with told_alone():
             inputs = prepare(options, c, program)
-        run(options, c, program, inputs)
+        run(options, c, program, inputs, ckpt)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +323,9 @@ def prepare(options: Options, c: gpt.GPTConfig, program: zj.Program) -> Inputs:
     return Inputs((len(text), len(held_text)), data, held_out, trace)
 
 
-def run(options: Options, c: gpt.GPTConfig, program: zj.Program, inputs: Inputs) -> dict[str, float]:
+def run(
+    options: Options, c: gpt.GPTConfig, program: zj.Program, inputs: Inputs, ckpt: zj.Checkpointer | None = None
+) -> dict[str, float]:
     """Train a program, validate and sample it, and return the last figures."""
     mesh, me = program.mesh, jax.process_index()
     console = Console(quiet=me != 0, highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -284,9 +341,12 @@ def run(options: Options, c: gpt.GPTConfig, program: zj.Program, inputs: Inputs)
         buffers = report.tiers["pinned_host"]["buffers"]
         console.print(f"a device has {on_disk / 2**20:.1f} MiB on disk and {buffers / 2**20:.1f} MiB of buffers in host memory")
     with told_alone():
-        state = program.init(jax.random.key(options.seed))
+        state = first_state(options, program, ckpt, inputs.data)
+    done = int(state.step)
+    if done:
+        console.print(f"goes on from step {done} of {options.checkpoint_dir}")
     peak = peak_flops(mesh, options.zero.precision)
-    writer = SummaryWriter(options.logdir) if me == 0 else None
+    writer = SummaryWriter(options.logdir, purge_step=done + 1 if done else None) if me == 0 else None
     columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     figures: dict[str, float] = {}
     tokens_a_step = options.batch_size * c.seq
@@ -299,19 +359,20 @@ def run(options: Options, c: gpt.GPTConfig, program: zj.Program, inputs: Inputs)
 
     show = Progress(*columns, console=console, disable=me != 0 or not sys.stdout.isatty())
     with show as progress, contextlib.ExitStack() as last_steps:
-        bar = progress.add_task("compiling", total=options.steps)
-        since, counted, swapped = time.monotonic(), 0, Swapped()
-        for step in range(1, options.steps + 1):
-            if step == max(1, options.steps + 1 - TRACED_STEPS):
+        preemption = None if ckpt is None else last_steps.enter_context(zj.Preemption())
+        bar = progress.add_task("compiling", total=options.steps, completed=done)
+        since, counted, swapped, is_over = time.monotonic(), 0, Swapped(), False
+        for step in range(done + 1, options.steps + 1):
+            if step == max(done + 1, options.steps + 1 - TRACED_STEPS):
                 last_steps.enter_context(inputs.trace)
             state, metrics = program.step(state, next(inputs.data))
             values = {f"train/{name}": float(value) for name, value in metrics.items()}  # waits for the step
             counted += 1
             swapped.add(metrics)
-            if step == 1:
+            if step == done + 1:
                 since, counted, swapped = time.monotonic(), 0, Swapped()  # the first step compiles
                 console.print(f"step {step:>5}  loss {values['train/loss']:.3f}  (compiled)")
-            if step > 1:
+            else:
                 seconds = time.monotonic() - since
                 rate = counted / seconds
                 values |= swapped.figures(seconds, len(mesh.local_devices))
@@ -322,12 +383,22 @@ def run(options: Options, c: gpt.GPTConfig, program: zj.Program, inputs: Inputs)
             record(step, values)
             line = describe(figures)
             progress.update(bar, advance=1, description=line)
+            is_over = preemption is not None and preemption.reached(step)
+            if ckpt is not None:
+                ckpt.save(program, state, data=inputs.data, force=is_over or step == options.steps)
+            if is_over:
+                break
             if step % options.eval_every == 0 or step == options.steps:
                 record(step, {"validation/loss": validate(program, state, inputs.held_out)})
                 console.print(f"step {step:>5}  {line}  validation {figures['validation/loss']:.3f}")
                 since, counted, swapped = time.monotonic(), 0, Swapped()
+        if ckpt is not None:
+            ckpt.wait()  # before signals end the process again
     if writer is not None:
         writer.close()
+    if is_over:
+        console.print(f"stopped by a signal after step {int(state.step)}, which is saved: --resume True goes on from there")
+        return figures
 
     if options.sample_bytes:
         prompt = options.prompt.encode()

@@ -140,6 +140,10 @@ class Engine:
         """Return the kinds that were added."""
         return {kind for lane in self._lanes.values() for kind in lane.shelves}
 
+    def store_of(self, kind: str, rank: int) -> Store:
+        """Return the records of a kind on a device."""
+        return self._lanes[rank].shelves[kind].store
+
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all buffers."""

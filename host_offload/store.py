@@ -10,8 +10,10 @@ A record's checksum is kept in memory, not on disk: a swap folder does not outli
 cannot vouch for itself.
 """
 
+import contextlib
 import errno
 import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,6 +72,8 @@ class Store:
         self.checksums = np.zeros(num_layers, np.uint64)
         self.written = np.zeros(num_layers, bool)
         self._metadata = dict(metadata or {})
+        self._linking = threading.Lock()  # of the next line
+        self._linked: set[int] = set()  # records that have another name, under which they must stay as they are
         if not os.path.isdir(folder_path):  # tensorstore would make it, with everybody's rights
             raise explain(FileNotFoundError(errno.ENOENT, ""), doing=f"creating the records of {kind}", file=folder_path)
         try:
@@ -141,9 +145,54 @@ class Store:
                     raise self._too_small(left, path, layer) from error
                 raise explain(error, doing=f"reserving {size} bytes for {self.kind}", file=path, layer=layer) from error
 
+    def link(self, layer: int, target: str) -> None:
+        """Give a record a second name, under which it stays as it is: the next write of the record goes to another file.
+
+        That file's space is reserved here, so that no write is refused for want of it.
+
+        Args:
+          layer: index of the record, no write of which is under way.
+          target: the second name, on the same file system.
+
+        Raises:
+          OSError: the file system is full, or cannot link.
+        """
+        path, spare = self.record_path(layer), self._spare_path(layer)
+        with self._linking:
+            if layer in self._linked:
+                os.link(path, target)
+                return
+            try:
+                fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    _reserve(fd, self.format.padded_bytes)
+                finally:
+                    os.close(fd)
+                os.link(path, target)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(spare)
+                raise
+            self._linked.add(layer)
+
+    def unlink(self, layer: int, target: str) -> None:
+        """Remove the second name of a record; if it was not written since, and has no third, its file is written to again."""
+        os.unlink(target)
+        with self._linking, contextlib.suppress(OSError):
+            if layer in self._linked and os.stat(self.record_path(layer)).st_nlink == 1:
+                self._linked.discard(layer)
+                os.unlink(self._spare_path(layer))
+
+    def _spare_path(self, layer: int) -> str:
+        return os.path.join(self.path, f"spare.{layer}")
+
     def begin_write(self, layer: int) -> None:
         """Let a record count as never written until `end_write`: half a record is none."""
         self.written[layer], self.checksums[layer] = False, 0
+        with self._linking:
+            if layer in self._linked:
+                os.replace(self._spare_path(layer), self.record_path(layer))
+                self._linked.discard(layer)
 
     def end_write(self, layer: int, checksum: int = 0) -> None:
         """Note that a record was written completely, with its checksum or 0."""

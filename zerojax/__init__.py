@@ -8,13 +8,20 @@ state, metrics = program.step(state, batch)
 
 from host_offload.swap_error import SwapError as SwapError
 from zerojax import tiled_linen as linen  # noqa: F401
+from zerojax.checkpoint import Checkpointer as Checkpointer
+from zerojax.checkpoint_error import CheckpointError as CheckpointError
+from zerojax.checkpoint_error import IteratorError as IteratorError
 from zerojax.config import ZeroConfig as ZeroConfig
+from zerojax.export import export_orbax as export_orbax
+from zerojax.export import export_safetensors as export_safetensors
 from zerojax.flax import from_flax as from_flax
+from zerojax.importing import import_params as import_params
 from zerojax.loss import linear_cross_entropy as linear_cross_entropy
 from zerojax.mesh import make_mesh as make_mesh
 from zerojax.model import LayeredModel as LayeredModel
 from zerojax.model import Model as Model
 from zerojax.precision import LossScaling as LossScaling
+from zerojax.preemption import Preemption as Preemption
 from zerojax.state import TrainState as TrainState
 from zerojax.step import Program as Program
 from zerojax.step import build_train_step as build_train_step

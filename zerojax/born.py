@@ -18,10 +18,12 @@ import numpy as np
 import optax
 
 from host_offload.limits import check_host_memory, host_memory_error
+from zerojax.groups import Group
 from zerojax.layout import Layout
 from zerojax.model import LayeredModel, Model
 from zerojax.parts import Parts, States
 from zerojax.precision import PRECISIONS, init_loss_scale
+from zerojax.records import Index, Tile
 from zerojax.state import OnDisk, Split, TrainState, is_stored
 
 Array = jax.Array
@@ -68,8 +70,9 @@ def build_born_init(
 ) -> Callable[[Array, Array, Array, list[Array], Array], TrainState]:
     """Return `init(key, order, one, empty, number) -> state`.
 
-    Its arguments are a key, i32[L] holding 0 .. L-1, i32[] holding 1, one empty array, donated, for each leaf of the
-    abstract state in host memory, in order, and i32[], the number of the state, which leaves on disk carry.
+    Its arguments are a key, i32[n] holding 0, 1, .. for as many layers, and tiles of one, as there are, i32[] holding 1, one
+    empty array, donated, for each leaf of the abstract state in host memory, in order, and i32[], the number of the state,
+    which leaves on disk carry.
     """
     abstract = layout.abstract_state
     precision = PRECISIONS[layout.config.precision]
@@ -152,19 +155,43 @@ def _fill_ends(parts: Parts, tx: optax.GradientTransformation, states: States, m
 def _fill_blocks(
     model: LayeredModel, parts: Parts, tx: optax.GradientTransformation, states: States, keys: Array, order: Array
 ) -> States:
-    """Make the layers one by one."""
-    own = parts.update.states_of(parts.blocks)
+    """Make the layers one by one, and their tiles one by one.
+
+    A tile is a slice of a whole layer that is made anew for it: XLA for GPUs, which makes random numbers element by element,
+    makes no more than the slice. XLA for CPUs would make all of it each time; there a layer is made once.
+    """
+    on_cpu = parts.mesh.devices.flat[0].platform == "cpu"
+
+    def put(states: States, part: Sequence[int], index: Index, values: list[Array], on_device: bool) -> States:
+        state = _init(parts, tx, part, [parts.grown(i, v) for i, v in zip(part, values, strict=True)])
+        after = [state[j].reshape(values[part.index(parts.owner(j))].shape) for j in parts.update.states_of(part)]
+        return parts.write_layer(states, part, index, values, after, on_device)
+
+    indices = sorted(i for part in parts.kept_together for i in part)
+
+    def block(key: Array) -> dict[int, Array]:
+        """Return one layer's float32 leaves by index."""
+        made = [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(model.init_block(key))]
+        return dict(zip(indices, made, strict=True))
 
     def body(on_device: bool) -> Callable[[Array, States], States]:
         def tick(t: Array, states: States) -> States:
             layer = order[t]
-            made = [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(model.init_block(keys[layer]))]
-            values = [
-                jax.lax.with_sharding_constraint(v, parts.grads[i].sharding) for i, v in zip(parts.blocks, made, strict=True)
-            ]
-            state = _init(parts, tx, parts.blocks, [v[None] for v in values])
-            after = [state[j].reshape(values[parts.blocks.index(parts.owner(j))].shape) for j in own]
-            return parts.write_layer(states, layer, values, after, on_device)
+            leaves = block(keys[layer])
+            values = [jax.lax.with_sharding_constraint(leaves[i], parts.grads[i].sharding) for i in parts.blocks]
+            states = put(states, parts.blocks, layer, values, on_device)
+            for group in parts.groups:
+
+                def tile(k: Array, states: States, group: Group = group) -> States:
+                    index = Tile(layer, order[k], group.num_tiles)
+                    made = leaves if on_cpu else block(jax.lax.optimization_barrier((keys[layer], index.tile))[0])
+                    values = [jax.lax.dynamic_index_in_dim(made[i], index.tile, keepdims=False) for i in group.leaves]
+                    pairs = zip(group.leaves, values, strict=True)
+                    values = [jax.lax.with_sharding_constraint(v, parts.grads[i].sharding) for i, v in pairs]
+                    return put(states, group.leaves, index, values, False)
+
+                states = jax.lax.fori_loop(0, group.num_tiles, tile, states)
+            return states
 
         return tick
 

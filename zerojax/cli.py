@@ -1,22 +1,30 @@
-"""The `zerojax` command: closed forms on the command line, and what a disk gives.
+"""The `zerojax` command: closed forms on the command line, what a disk gives, and what a checkpoint holds.
 
 zerojax memory --params 7.5e9 --shards 64 --precision bf16
 zerojax bench-io FOLDER
+zerojax inspect CHECKPOINTS
+zerojax export CHECKPOINTS OUT --format safetensors --dtype bfloat16
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 
+import jax
+
 from host_offload.swap_error import SwapError
-from zerojax import bench_io, memory
+from zerojax import bench_io, export, inspect, memory
+from zerojax.checkpoint_error import CheckpointError
 from zerojax.precision import PRECISIONS
 from zerojax.stages import STAGES
+
+_EXPORTS = {"orbax": export.export_orbax, "safetensors": export.export_safetensors}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="zerojax", description="ZeRO in JAX: bytes of model states and collectives, and of disks"
+        prog="zerojax", description="ZeRO in JAX: bytes of model states and collectives, of disks, and of checkpoints"
     )
     commands = parser.add_subparsers(dest="command", required=True)
     states = commands.add_parser("memory", help="model states on each device, and elements moved a step, by ZeRO stage")
@@ -29,7 +37,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     disk.add_argument("folder", help="an existing folder, such as a swap_dir; only a small file with the settings found stays")
     disk.add_argument("--gib", type=float, default=1.0, help="GiB that each reader writes and reads in a round")
     disk.add_argument("--rounds", type=int, default=3, help="the median of so many is shown")
+    saved = commands.add_parser(
+        "inspect", help="what a checkpoint holds, and whether it is whole: exit status 0, or 1 if it is not, 2 if it is none"
+    )
+    saved.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
+    saved.add_argument("--verify", action="store_true", help="read all bytes and compare their checksums")
+    weights = commands.add_parser("export", help="the weights of a checkpoint, in Orbax's own format or as a safetensors file")
+    weights.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
+    weights.add_argument("out", help="what to write; nothing may be there")
+    weights.add_argument("--format", choices=list(_EXPORTS), required=True)
+    weights.add_argument("--dtype", choices=list(export.DTYPES), default="float32")
+    weights.add_argument("--step", type=int, help="of a directory; without it, its newest whole step")
     options = parser.parse_args(arguments)
+    if options.command == "inspect":
+        try:
+            report = inspect.inspect(options.folder, verify=options.verify)
+        except inspect.NoCheckpointError as error:
+            parser.exit(2, f"zerojax inspect: {error}\n")
+        print(report.text)
+        if not report.is_whole:
+            parser.exit(1)
+        return
+    if options.command == "export":
+        jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its processes, which would take memory of GPUs
+        folder = options.folder if options.step is None else os.path.join(options.folder, str(options.step))
+        try:
+            _EXPORTS[options.format](folder, options.out, dtype=options.dtype)
+        except (ValueError, CheckpointError) as error:
+            parser.exit(1, f"zerojax export: {error}\n")
+        return
     if options.command == "bench-io":
         if options.gib <= 0 or options.rounds < 1:
             parser.error("--gib must be more than 0, and --rounds at least 1")

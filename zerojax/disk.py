@@ -14,11 +14,12 @@ Each process has the records of its own devices, in a folder of its own. What fa
 """
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,6 +34,7 @@ from host_offload.perfetto import check_path
 from host_offload.read_ahead import Move
 from host_offload.recorder import Recorder
 from host_offload.shelf import num_buffers, shared_bytes
+from host_offload.snapshot import Snapshot
 from host_offload.store import Store, SwapFolder
 from host_offload.swap_error import SwapError
 from host_offload.tensorstore_io import TensorstoreIo
@@ -55,6 +57,8 @@ class Disk:
         self._recorder = Recorder(config.prefetch_distance)
         self._together = Together(mesh)
         self._running: list[OnDisk] | None = None
+        self._numbers = itertools.count(1)
+        self._snapshots: list[Snapshot] = []
 
     def declare(
         self,
@@ -145,8 +149,13 @@ class Disk:
             self.engine.buffer_bytes / 2**20,
         )  # fmt: skip
 
+    def _wait_for_snapshots(self) -> None:
+        for snapshot in self._snapshots:
+            snapshot.wait()
+
     def _renew(self) -> None:
         assert self._folder is not None
+        self._wait_for_snapshots()
         failed = self.engine.failed
         self.engine.reset()
         if failed or not os.path.isdir(self._folder.path):  # files may be missing
@@ -175,9 +184,10 @@ class Disk:
     @property
     def num_bytes(self) -> int:
         """Bytes on disk of this process's devices."""
-        return len(self._ranks()) * sum(r.num_layers * r.num_bytes for r in self.kinds.values())
+        return len(self.ranks()) * sum(r.num_layers * r.num_bytes for r in self.kinds.values())
 
-    def _ranks(self) -> list[int]:
+    def ranks(self) -> list[int]:
+        """Return the positions in the mesh of this process's devices."""
         local = set(self.mesh.local_devices)
         return [rank for rank, device in enumerate(self.mesh.devices.flat) if device in local]
 
@@ -198,7 +208,7 @@ class Disk:
                 "mesh": dict(self.mesh.shape),
                 "shapes": [list(a.shape) for a in records.shapes],
             }
-            for rank in self._ranks():
+            for rank in self.ranks():
                 store = Store(self._folder.path, records.kind, rank, records.num_layers, records.format, metadata)
                 store.preallocate()
                 up, down = records.slots
@@ -208,7 +218,7 @@ class Disk:
 
     def _check_memory(self, wanted: Sequence[Records]) -> None:
         """Raise RuntimeError where the machine has less memory left than the buffers of some kinds take."""
-        ranks, available = len(self._ranks()), available_bytes()
+        ranks, available = len(self.ranks()), available_bytes()
         if available is None or (needed := ranks * self.buffer_bytes(wanted)) <= available:
             return
         largest = max(wanted, key=lambda r: self.buffer_bytes([r]))
@@ -302,6 +312,31 @@ class Disk:
             "swap_most_queued": float(stats.most_queued),
         }
 
+    @contextlib.contextmanager
+    def snapshot(self, held: Any, wanted: Sequence[Records]) -> Iterator[tuple[Snapshot, list[tuple[Records, Store]]]]:
+        """Lend the stores of some kinds at rest, and a snapshot to keep their records in; whoever takes it closes it.
+
+        Args:
+          held: the state, which must be the one on disk.
+          wanted: kinds of which the state is part.
+
+        Raises:
+          ValueError: the state is not the one on disk.
+          SwapError: an earlier step failed, or a write does.
+        """
+        self._end_last()
+        leaves = jax.tree.leaves(held, is_leaf=lambda node: isinstance(node, OnDisk))
+        self._check_numbers([leaf for leaf in leaves if isinstance(leaf, OnDisk)])
+        self.engine.flush()
+        assert self._folder is not None
+        snapshot = Snapshot(os.path.join(self._folder.path, f"snapshot-{next(self._numbers)}"))
+        self._snapshots = [*(one for one in self._snapshots if not one.is_closed), snapshot]
+        try:
+            yield snapshot, [(records, self.engine.store_of(records.kind, rank)) for records in wanted for rank in self.ranks()]
+        except BaseException:
+            snapshot.close()
+            raise
+
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Return a context whose runs are drawn into a file when it ends.
 
@@ -314,8 +349,9 @@ class Disk:
         return self._recorder.trace(path, lambda: self.swap.engine, metadata | {"process": jax.process_index()})
 
     def close(self) -> None:
-        """Release threads and buffers, and remove the folder."""
+        """Release threads and buffers, and remove the folder, once what is being saved from there was."""
         self._end_last()
+        self._wait_for_snapshots()
         engine, self.swap.engine = self.swap.engine, None
         self._made.clear()
         if engine is not None:

@@ -17,6 +17,7 @@ from zerojax.config import ZeroConfig, uses_disk
 from zerojax.disk import Disk
 from zerojax.elementwise import owners
 from zerojax.gather import Spec
+from zerojax.groups import Group, tile_groups, tiled_leaves
 from zerojax.mesh import BATCH_AXES, FSDP, num_batch_shards
 from zerojax.model import BLOCKS, LayeredModel, Model, check_floating, init_layered, layered_specs
 from zerojax.optim import init_opt_state_shape, opt_state_specs, stored_spec
@@ -44,6 +45,7 @@ class Layout:
       num_layers: of a LayeredModel, else None.
       device_layers: layers of a LayeredModel whose optimizer state stays on the device while `opt_state` is off it.
       disk: the nvme tier, where there is one.
+      tiles: of a streamed step, the groups of leaves whose records are tiles.
     """
 
     mesh: Mesh
@@ -57,6 +59,16 @@ class Layout:
     num_layers: int | None = None
     device_layers: int = 0
     disk: Disk | None = None
+    tiles: tuple[Group, ...] = ()
+
+    def lead(self, index: int) -> int:
+        """Return how many leading dims of a stacked parameter leaf count its records: 2 for tiles, else 1."""
+        return 2 if any(index in group.leaves for group in self.tiles) else 1
+
+    @property
+    def order(self) -> jax.Array:
+        """Indices 0, 1, .. of as many layers, and tiles of a layer, as there are: i32[n], to be an argument of programs."""
+        return jnp.arange(max(self.num_layers or 0, *(group.num_tiles for group in self.tiles), 0))
 
     def param_shardings(self, sharded: bool) -> Any:
         """Return the parameters' shardings on the device, split over the ZeRO axis or not."""
@@ -140,8 +152,7 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     made = jax.eval_shape(lambda key: init_params(model, key), abstract_key)
     check_floating(made)
     given = model.specs if isinstance(model, Model) else layered_specs(model)
-    stacked = f"['{BLOCKS}']" if isinstance(model, LayeredModel) else None
-    specs = param_specs(made, given, mesh, FSDP, stacked=stacked, min_shard_bytes=config.min_shard_bytes)
+    specs = param_specs(made, given, mesh, FSDP, first_dims=_first_dims(model, made), min_shard_bytes=config.min_shard_bytes)
 
     master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), made)
     compute = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(precision.compute_dtype)), made)
@@ -194,7 +205,22 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
         disk = Disk(config, mesh)
         abstract_state = _on_disk(abstract_state, is_shared, config, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
-    return Layout(mesh, config, specs, master, arrays, abstract_state, shardings, replicated, num_layers, device_layers, disk)
+    tiles = tile_groups(model, made, config)
+    return Layout(
+        mesh, config, specs, master, arrays, abstract_state, shardings, replicated, num_layers, device_layers, disk, tiles
+    )
+
+
+def _first_dims(model: Model | LayeredModel, params: Any) -> dict[str, int]:
+    """Return by path the dims that come before those that may be split: that of layers, and that of tiles."""
+    if not isinstance(model, LayeredModel):
+        return {}
+    paths = jax.tree_util.tree_flatten_with_path(params[BLOCKS])[0]
+    root = jax.tree_util.DictKey(BLOCKS)
+    return {
+        jax.tree_util.keystr((root, *path)): 1 + tiled
+        for (path, _), tiled in zip(paths, tiled_leaves(model, params), strict=True)
+    }
 
 
 def _array_tier(tier: str) -> str:

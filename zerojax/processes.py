@@ -6,15 +6,20 @@ the next, each tells the others whether something failed, by a reduction of one 
     failed = min over processes (its index if something failed in it, else the number of processes)
 
 A number that all must agree on is the least of theirs. A program of one process needs none of it and does none.
+
+Threads beside the steps must start no program of all processes: these would come in another order in each. They meet by JAX's
+coordination service instead, which passes words on by the network (`Beside`).
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import distributed  # pyright: ignore[reportPrivateImportUsage]  the coordination service has no public face
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from host_offload.swap_error import SwapError
@@ -58,7 +63,7 @@ class Together:
         if error is not None:
             raise error
         if first is not None:
-            raise self.error(f"{self.what} of process {first} failed: that process raises the error, with its cause and remedy")
+            raise self.error(failure(self.what, first))
 
     def _first_of(self, failed: bool) -> int | None:
         """Return the first process that failed."""
@@ -74,3 +79,60 @@ class Together:
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         given = jax.make_array_from_callback((self.mesh.size,), sharding, lambda _: mine)
         return int(self._least(given))
+
+
+class Beside:
+    """Where the processes of a run wait for each other beside the steps, one piece of work after the other.
+
+    A piece of work has stages, each of which ends when all processes have ended it. A process that fails comes to none of the
+    stages that are left, but to the end of the work: there it passes them for the others' sake, and they are told.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, what: str, error: type[Exception], stages: Sequence[str]) -> None:
+        """Name the work and its stages; `error` is raised in processes that did not fail."""
+        self._what, self._error, self._stages = what, error, tuple(stages)
+        self._left: list[str] = []
+        self._name = ""
+
+    def renew(self) -> None:
+        """Name the next piece of work. To be called by every process, in the thread that runs the steps."""
+        self._name, self._left = f"zerojax/beside/{next(self._numbers)}", []
+
+    def begin(self) -> None:
+        """Begin it: from now on this process passes all stages."""
+        self._left = list(self._stages)
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Wait for the other processes.
+
+        Args:
+          key: contains the name of a stage, or else stands for what comes after the last of them.
+          timeout_ms: to wait at most.
+
+        Raises:
+          Exception: as the constructor says: a process failed, which is named.
+        """
+        client = distributed.global_state.client
+        if client is None or jax.process_count() == 1:
+            return
+        stage = next((stage for stage in self._left if stage in key), None)
+        failed = self._left if stage is None else []
+        for passed in failed:
+            client.key_value_set(f"{self._name}/{passed}/failed/{jax.process_index()}", "")
+            client.wait_at_barrier(f"{self._name}/{passed}", timeout_ms)
+        if stage is None:
+            self._left = []
+            client.wait_at_barrier(f"{self._name}/{key}", timeout_ms)
+            return
+        self._left.remove(stage)
+        client.wait_at_barrier(f"{self._name}/{stage}", timeout_ms)
+        told = [int(name.rpartition("/")[2]) for name, _ in client.key_value_dir_get(f"{self._name}/{stage}/failed/")]
+        if told:
+            raise self._error(failure(self._what, min(told)))
+
+
+def failure(what: str, process: int) -> str:
+    """Return what the other processes are told."""
+    return f"{what} of process {process} failed: that process raises the error, with its cause and remedy"

@@ -1,6 +1,6 @@
 """Float32 parameters from any tier, one piece at a time: for export, where the whole tree would not fit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.groups import Group
 from zerojax.layout import Layout
 from zerojax.model import BLOCKS, LayeredModel, Model
 from zerojax.parts import Parts
-from zerojax.records import load_leaves
+from zerojax.records import Index, Tile, load_leaves
 from zerojax.state import OnDisk, TrainState, check_is_there, is_stored
 
 
@@ -47,7 +48,8 @@ class Reader:
         yield "embed", jax.tree.map(lambda i: self._end(state, i), indices["embed"])
         for layer in range(self.model.num_layers):
             check_is_there(state)
-            yield f"{BLOCKS}/{layer}", self._read(self._layer, state, jnp.int32(layer), layer < self.layout.device_layers)
+            where, order = layer < self.layout.device_layers, self.layout.order
+            yield f"{BLOCKS}/{layer}", self._read(self._layer, state, jnp.int32(layer), where, order)
         yield "head", jax.tree.map(lambda i: self._end(state, i), indices["head"])
 
     def _read(self, read: Any, held: Any, *args: Any) -> Any:
@@ -80,16 +82,28 @@ class Reader:
 
     @cached_property
     def _layer(self) -> Any:
-        """Return `read(state, layer, on_device)`: one layer of stacks that rest in any tier."""
+        """Return `read(state, layer, on_device, order)`: one layer of stacks that rest in any tier."""
         tree, parts = jax.tree.structure(self.layout.abstract_params[BLOCKS]), self.parts
 
-        def read(state: TrainState, layer: jax.Array, on_device: bool) -> Any:
+        def read(state: TrainState, layer: jax.Array, on_device: bool, order: jax.Array) -> Any:
             if parts is None:
                 stacks = masters(state)[BLOCKS]
                 return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False), stacks)
-            states = parts.flat(state)
-            leaves = parts.read_params(states, layer) if state.master is None else parts.read_opt(states, layer, on_device)
-            return jax.tree.unflatten(tree, leaves[: len(parts.blocks)])
+            states, read_opt, read_params = parts.flat(state), parts.read_opt, parts.read_params
+
+            def weights(part: Sequence[int], index: Index) -> list[jax.Array]:
+                if state.master is None:
+                    return read_params(states, part, index)
+                return read_opt(states, part, index, on_device)[: len(part)]
+
+            leaves = dict(zip(parts.blocks, weights(parts.blocks, layer), strict=True))
+            for group in parts.groups:
+
+                def tile(k: jax.Array, group: Group = group) -> list[jax.Array]:
+                    return weights(group.leaves, Tile(layer, k, group.num_tiles))
+
+                leaves |= zip(group.leaves, jax.lax.map(tile, order[: group.num_tiles]), strict=True)
+            return jax.tree.unflatten(tree, [leaves[i] for i in sorted(leaves)])
 
         return jax.jit(read, static_argnums=2)
 

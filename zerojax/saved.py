@@ -21,13 +21,14 @@ kernel keeps little, and is one equation here. Random masks agree in both runs s
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.jaxprs import Instruction, Program, bind, evaluate, flatten
+from zerojax.tile_loops import TileLoop, find_loops, marked, parse
 
 MODES = ("save", "selective", "remat")
 
@@ -60,6 +61,7 @@ class Layer:
       kept: slots kept, in order.
       offloaded: for each of `kept`, whether the user asked for host memory.
       shapes: ShapeDtypeStruct of each of `kept`.
+      loops: the loops over tiles that are equations of the program, by the slot of their result, in order.
     """
 
     program: Program
@@ -67,6 +69,7 @@ class Layer:
     kept: tuple[int, ...]
     offloaded: tuple[bool, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
+    loops: Mapping[int, TileLoop]
 
     def forward(self, params: Any, x: Any, key: Any) -> tuple[Any, list[jax.Array]]:
         """Return y and the kept values."""
@@ -85,8 +88,11 @@ class Layer:
 
     def _run(self, params: Any, x: Any, key: Any, given: dict[int, jax.Array]) -> dict[int, Any]:
         slots: dict[int, Any] = dict(zip(self.program.inputs, jax.tree.leaves((params, x, key)), strict=True))
+        numbers = {slot: number for number, slot in enumerate(self.loops)}
         for i in self.program.instructions:
-            outs = bind(i.eqn, [slots[ref] if isinstance(ref, int) else ref.value for ref in i.ins])
+            values = [slots[ref] if isinstance(ref, int) else ref.value for ref in i.ins]
+            number = numbers.get(i.outs[0]) if i.outs else None
+            outs = bind(i.eqn, values) if number is None else [self.loops[i.outs[0]].derivable(number, values)]
             for slot, value in zip(i.outs, outs, strict=True):
                 if slot not in given:
                     slots[slot] = value
@@ -128,6 +134,7 @@ def plan_layer(
     mode: str,
     saved: Sequence[str],
     offloaded: Sequence[str],
+    tiled: bool = False,
 ) -> Layer:
     """Trace a block and choose what it keeps.
 
@@ -139,13 +146,13 @@ def plan_layer(
       mode: one of MODES.
       saved: names to keep on the device.
       offloaded: names to keep in host memory.
+      tiled: whether loops over tiles stay equations (`zerojax.tile_loops`).
 
     Raises:
       ValueError: a name that the block does not mark.
     """
-    closed, out = jax.make_jaxpr(block, return_shape=True)(params, x, key)
-    del out
-    program = flatten(closed.jaxpr, closed.consts)
+    closed = jax.make_jaxpr(block)(params, x, key)
+    program = flatten(closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None)
     structures = tuple(jax.tree.structure(t) for t in (params, x, key))
     names = _names(program)
     wanted = {*saved, *offloaded}
@@ -164,9 +171,11 @@ def plan_layer(
     to_host = {slot for slot, (name, _) in names.items() if name in offloaded}
     shapes = {slot: jax.ShapeDtypeStruct(aval.shape, aval.dtype) for slot, aval in chosen.items()}
 
+    loops = find_loops(program) if tiled else {}
+
     def layer(slots: Sequence[int]) -> Layer:
         kept = tuple(sorted(slots))
-        return Layer(program, structures, kept, tuple(s in to_host for s in kept), tuple(shapes[s] for s in kept))
+        return Layer(program, structures, kept, tuple(s in to_host for s in kept), tuple(shapes[s] for s in kept), loops)
 
     every = layer(list(shapes))
     return layer([slot for slot, read in zip(every.kept, _read_by_backward(every, params, x, key), strict=True) if read])
@@ -177,7 +186,7 @@ def _read_by_backward(layer: Layer, params: Any, x: Any, key: Any) -> list[bool]
     closed = jax.make_jaxpr(lambda kept, p, x, key, dy: layer.backward(p, x, key, kept, dy))(
         list(layer.shapes), params, x, key, x
     )
-    program = flatten(closed.jaxpr, closed.consts)
+    program = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
     live = {ref for ref in program.outputs if isinstance(ref, int)}
     for i in reversed(program.instructions):
         if i.eqn.effects or any(out in live for out in i.outs):

@@ -29,6 +29,7 @@ from zerojax.aot import CompiledProgram, compile_with_callbacks, is_there
 from zerojax.batches import abstract_batch, place_batch
 from zerojax.born import allocate_all, build_born_init, is_away
 from zerojax.config import ZeroConfig, require_built, streams, updates_by_parts
+from zerojax.contents import Content, contents_of
 from zerojax.host_update import HostUpdate, update_on_host
 from zerojax.interrupts import interrupts_wait
 from zerojax.layout import Layout, batch_sharding, build_layout, check_batch, explicit, named
@@ -39,8 +40,11 @@ from zerojax.optim import check_optimizer
 from zerojax.partition import Replicated
 from zerojax.parts import Parts, reason, update_in_parts
 from zerojax.reading import Reader, masters
-from zerojax.records import Plan, index_arrays
+from zerojax.records import index_arrays
 from zerojax.resident import build_init, build_step, build_update, plain_loss, sharded_loss, unit_bytes
+from zerojax.restoring import Restoring
+from zerojax.saved_state import SavedState
+from zerojax.saving import Saving
 from zerojax.state import TrainState, check_is_there, numbered_next
 from zerojax.streaming import Plans, Scratch, StreamedStep
 
@@ -189,8 +193,8 @@ class Program:
                 after, metrics = build_step(model, layout, loss, update)(state, batch)
                 return (after, scratch), metrics
 
-            def evaluate(params: Any, batch: Any, plan: Plan, one: jax.Array) -> jax.Array:
-                del plan, one
+            def evaluate(params: Any, batch: Any, plans: Plans, one: jax.Array) -> jax.Array:
+                del plans, one
                 return loss(params, batch, None).astype(jnp.float32)
 
         if self._parts is None:
@@ -236,15 +240,17 @@ class Program:
         by_host = {} if self._host is None else self._host.moves()
         kinds, layers = self._disk.kinds.keys(), [phase.name for phase in self.schedule.phases]
         after = ["update"] if self._streamed is not None and self._streamed.ending.ends_first else []
-        before = moves_of(self.schedule, kinds, [name for name in layers if name not in after], by_host)
+        loops = {} if self._streamed is None else self._streamed.keeper.tile_loops()
+        before = moves_of(self.schedule, kinds, [name for name in layers if name not in after], by_host, loops)
         return (*first, *before, *last, *moves_of(self.schedule, kinds, after, by_host))
 
     @cached_property
     def _eval_moves(self) -> tuple[Move, ...]:
         assert self._disk is not None
         first = () if self._parts is None else self._parts.end_moves()[0]
-        forward = moves_of(self.schedule, self._disk.kinds.keys(), ("forward",))
-        return (*first, *(move for move in forward if move.kind == "params"))
+        loops = {} if self._streamed is None else self._streamed.keeper.eval_loops()
+        forward = moves_of(self.schedule, self._disk.kinds.keys(), ("forward",), loops=loops)
+        return (*first, *(move for move in forward if move.kind.split(".")[0] == "params"))
 
     @property
     def shardings(self) -> TrainState:
@@ -307,7 +313,7 @@ class Program:
             if self._parts is None:
                 return self._init(key)
             self._check_host()
-            order = jnp.arange(self.layout.num_layers or 0)
+            order = self.layout.order
             empty = allocate_all([a for a in jax.tree.leaves(self.layout.abstract_state) if is_away(a)])
             if self._disk is None:
                 return self._init(key, order, jnp.int32(1), empty, jnp.int32(0))
@@ -364,6 +370,13 @@ class Program:
             if self._host is not None:
                 self._host.check(memory, state)
             return state, metrics
+
+    def check_state(self, state: TrainState) -> None:
+        """Raise ValueError for a state that was donated, or that another program made, or what is none."""
+        if not isinstance(state, TrainState):
+            raise ValueError(f"a zerojax.TrainState is needed, such as init and step return, not {type(state).__name__}")
+        check_is_there(state)
+        self._check_state(state)
 
     def _check_state(self, state: TrainState) -> None:
         """Raise ValueError for a state that was donated, perhaps by another thread just now, or that another program made."""
@@ -442,9 +455,10 @@ class Program:
             self._check_state(state)
             plans, one = self._indices()
             if self._disk is None:
-                return self._eval(state.params, batch, plans["forward"], one)
+                return self._eval(state.params, batch, plans, one)
+            jax.eval_shape(self._eval, state.params, batch, plans, one)  # traced first: which loops over tiles it has
             self._disk.begin(state.params, self._eval_moves, name="eval")
-            loss = jax.block_until_ready(self._eval(state.params, batch, plans["forward"], one))
+            loss = jax.block_until_ready(self._eval(state.params, batch, plans, one))
             self._disk.finish()
             return loss
 
@@ -530,6 +544,30 @@ class Program:
         """
         check_is_there(state)
         return masters(state)
+
+    @cached_property
+    def contents(self) -> list[Content]:
+        """What each leaf of a state holds, by names that do not depend on where it rests."""
+        return contents_of(self.model, self.layout, self._parts)
+
+    def saving(self, state: TrainState, root: str, *, max_host_bytes: int | None = None, data: Any = None) -> Saving:
+        """Begin to save a state into a folder; see `zerojax.Checkpointer`, which makes it a checkpoint.
+
+        Raises:
+          ValueError: the state was donated, or is not the one on disk.
+          CheckpointError: the folder cannot be written to.
+          SwapError: the state on disk is lost.
+        """
+        self.check_state(state)
+        with self._calling(), jax.set_mesh(self.mesh):
+            return Saving(self.layout, self.contents, jax.block_until_ready(state), root, max_host_bytes, data)
+
+    def restored(self, saved: SavedState, *, verify: bool = True) -> TrainState:
+        """Return a saved state as this program's; see `zerojax.Checkpointer.restore`."""
+        if self._parts is not None:
+            with jax.set_mesh(self.mesh):
+                self._check_host()
+        return Restoring(self.layout, self.contents, self._calling).restore(saved, verify=verify)
 
     def iter_params(self, state: TrainState) -> Iterator[tuple[str, Any]]:
         """Yield the float32 parameters piece by piece, as (name, tree), on the device.

@@ -1,28 +1,16 @@
 """Two processes on one machine (jax.distributed, gloo) train as one process does, and what fails in one is raised in both."""
 
 import errno
-import json
-import os
-import pathlib
-import socket
-import subprocess
-import sys
 
 import numpy as np
+import processes
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 pytestmark = pytest.mark.xdist_group("two_processes")  # tests share what the processes found
 DAMAGED = "opt_state/{rank}/c.1.0"
 
 WORKER = """
-import errno, json, os, pathlib, sys, time
-import jax
-jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
-processes, me, port, out = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], pathlib.Path(sys.argv[5])
-if processes > 1:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", processes, me)
+import errno, time
 import toys
 import zerojax as zj
 from host_offload.swap_error import SwapError
@@ -104,40 +92,14 @@ with build("layered", update_on="host", opt_state="pinned_host") as program:
     found["host"] = losses_of(program, local[:3])[0]
     if processes > 1:
         fail_on_host(program)
-json.dump(found, open(out / f"{me}.json", "w"))
 """.replace("DAMAGED", DAMAGED)
-
-
-def launch(folder: pathlib.Path, processes: int) -> list[dict]:
-    """Return what each process found."""
-    folder.mkdir()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(8 // processes), str(processes), str(me), port, str(folder)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
-        )
-        for me in range(processes)
-    ]  # fmt: skip
-    try:
-        for worker in workers:
-            output, _ = worker.communicate(timeout=120)
-            assert worker.returncode == 0, output
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert not list(folder.glob("zerojax-swap-[0-9]*"))
-    return [json.loads((folder / f"{me}.json").read_text()) for me in range(processes)]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, quick_processes_of_file):
     """What one process finds, and what each of two does."""
     folder = tmp_path_factory.mktemp("processes")
-    return launch(folder / "one", 1) + launch(folder / "two", 2)
+    return processes.launch(WORKER, folder / "one", 1) + processes.launch(WORKER, folder / "two", 2)
 
 
 @pytest.mark.parametrize("kind", ["layered", "unrolled", "nvme", "host"])

@@ -249,7 +249,9 @@ def test_wrong_arguments_are_refused_at_once(store, io):
     io.write(store, 0, frozen).result(60)
 
 
-@pytest.mark.parametrize(("threads", "block"), [(0, 4096), (1, 0), (1, 5000), (1000, 4096), (1.5, 4096), (1, 1 << 40)])
+@pytest.mark.parametrize(
+    ("threads", "block"), [(0, 4096), (1, 0), (1, 5000), (1000, 4096), (1.5, 4096), (1, 4096.0), (1, 1 << 40)]
+)
 def test_settings_that_do_not_serve_are_refused(threads, block):
     with pytest.raises(ValueError, match=f"num_threads={threads}, block_bytes={block}"):
         IoSettings(threads, block)

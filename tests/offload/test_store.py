@@ -364,7 +364,8 @@ if child == 0:
 os.waitpid(child, 0)
 assert os.path.exists(os.path.join(folder.path, "lock")), "the child removed its parent's folder"
 print(os.getpid(), flush=True)
-os.fork()
+if os.fork() == 0:
+    print("child", flush=True)
 sys.stdin.readline()
 os._exit(0)
 """
@@ -374,6 +375,7 @@ def test_a_forked_child_neither_removes_the_folder_nor_keeps_it_locked(tmp_path,
     with run_python(FORKER, tmp_path) as process:
         pid = process.stdout.readline().strip()
         assert pid, "see its traceback"
+        assert process.stdout.readline().strip() == "child"  # it has done what is registered with fork
         process.kill()  # its second child lives on
         process.wait(timeout=60)
         with SwapFolder(str(tmp_path)):

@@ -1,0 +1,62 @@
+"""Trains the toy on two devices, saving often, until it is killed or done; a test starts it over and over.
+
+    python killed.py FOLDER TIER LAST_STEP
+
+    FOLDER/saved    checkpoints
+    FOLDER/losses   a line a step, "step loss": the loss as float.hex, written when the step is over
+    FOLDER/swap     of the tier nvme
+
+The first line it prints is "ready STEP", once its programs are compiled: the step that it goes on from.
+"""
+
+import os
+import pathlib
+import sys
+from typing import Any
+
+import jax
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 2)
+
+import toys
+
+import zerojax as zj
+
+EVERY, KEPT = 2, 2
+
+
+DATA = toys.batches(7, size=8)
+
+
+def build(swap: pathlib.Path, tier: str) -> zj.Program:
+    fields: dict[str, Any] = {"params": tier, "opt_state": tier} | ({"swap_dir": str(swap)} if tier == "nvme" else {})
+    mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    return zj.build_train_step(toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3, **fields), mesh)
+
+
+def batch_of(step: int) -> Any:
+    """Return the batch that the step with this number, from 1, trains on."""
+    return DATA[step % len(DATA)]
+
+
+def main(folder: pathlib.Path, tier: str, last: int) -> None:
+    """Go on from what is saved."""
+    (folder / "swap").mkdir(exist_ok=True)
+    log = os.open(folder / "losses", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    ckpt = zj.Checkpointer(folder / "saved", max_to_keep=KEPT, save_interval_steps=EVERY)
+    with build(folder / "swap", tier) as program, ckpt:
+        for is_compiled in (False, True):
+            state = ckpt.restore(program) if ckpt.all_steps() else program.init(jax.random.key(0))
+            start = int(state.step)
+            if not is_compiled:
+                program.step(state, batch_of(start + 1))
+        print(f"ready {start}", flush=True)
+        for step in range(start + 1, last + 1):
+            state, metrics = program.step(state, batch_of(step))
+            os.write(log, f"{step} {float(metrics['loss']).hex()}\n".encode())
+            ckpt.save(program, state)
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

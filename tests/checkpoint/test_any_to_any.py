@@ -1,0 +1,67 @@
+"""A state saved in one stage, tier, mesh and precision is, restored in another, the same state bit for bit."""
+
+import pathlib
+
+import jax
+import pytest
+import toys
+from matrix_of_checkpoints import DISK, HOST, SAVED, STEPS, TARGETS, Place, assert_same, build, numbers, trained
+
+import zerojax as zj
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Return `of(place)`: the directory of a checkpoint, made once, and what it holds."""
+    made = {}
+
+    def of(place: Place):
+        if place not in made:
+            folder = tmp_path_factory.mktemp("saved")
+            with build(place, folder / "swap") as program, zj.Checkpointer(folder / "c") as ckpt:
+                ckpt.save(program, trained(program))
+                ckpt.wait()
+            made[place] = (folder / "c", numbers(folder / "c", STEPS))
+        return made[place]
+
+    return of
+
+
+def restored_alike(checkpoints, source: Place, target: Place, tmp_path: pathlib.Path) -> None:
+    """Restore, save what was restored, and compare all that the two checkpoints hold."""
+    directory, expected = checkpoints(source)
+    with build(target, tmp_path / "swap") as program, zj.Checkpointer(directory) as ckpt:
+        state = ckpt.restore(program)
+        flat, shardings = jax.tree.leaves(state), jax.tree.leaves(program.shardings)
+        assert all(a.sharding.is_equivalent_to(s, a.ndim) for a, s in zip(flat, shardings, strict=True))
+        assert all(
+            a.sharding.memory_kind == s.memory_kind for a, s in zip(flat, shardings, strict=True) if s.memory_kind is not None
+        )
+        if state.master is not None and program.config.params == "device" and program.config.opt_state == "device":
+            cast = jax.tree.map(lambda m, p: m.astype(p.dtype), state.master, state.params)
+            toys.assert_trees_close(jax.device_get(state.params), jax.device_get(cast), atol=0)
+        with zj.Checkpointer(tmp_path / "again") as again:
+            again.save(program, state)
+    assert_same(numbers(tmp_path / "again", STEPS), expected)
+
+
+THINNED = [(SAVED[(7 * i + i // 5) % len(SAVED)], target) for i, target in enumerate(TARGETS) if i % 3 == (i // 12) % 3]
+
+
+def test_thinned_pairs_meet_all_values():
+    for values in ({p.stage for p, _ in THINNED}, {t.stage for _, t in THINNED}):
+        assert values == {0, 1, 2, 3}
+    assert {(p.tier, t.tier) for p, t in THINNED} == {(a, b) for a in ("device", HOST, DISK) for b in ("device", HOST, DISK)}
+    assert {t.mesh for _, t in THINNED} == {"8", "4", "2", "1", "4x2"}
+
+
+@pytest.mark.parametrize(("source", "target"), THINNED, ids=str)
+def test_restored_is_saved(checkpoints, source, target, tmp_path):
+    restored_alike(checkpoints, source, target, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("source", SAVED, ids=str)
+def test_restored_is_saved_everywhere(checkpoints, source, target, tmp_path):
+    restored_alike(checkpoints, source, target, tmp_path)

@@ -1,0 +1,389 @@
+"""What is wrong with a checkpoint, a folder or a disk is told; training and older checkpoints go on as they were."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toys
+from disks import fill, mounted
+from matrix_of_checkpoints import DISK, HOST, assert_same, numbers, whole
+from test_resume import build
+
+import zerojax as zj
+from host_offload.snapshot import Snapshot
+from zerojax.checkpoint_error import CheckpointError, DamagedError
+from zerojax.saved_state import SavedState
+
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+DATA = toys.batches(6)
+ON_DISK = {"stage": 3, "params": DISK, "opt_state": DISK}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    with build(ON_DISK, tmp_path_factory.mktemp("swap") / "s") as made:
+        yield made
+
+
+@pytest.fixture
+def saved(program, tmp_path):
+    """Save steps 1 and 2; return the folder, and what step 1 holds."""
+    with zj.Checkpointer(tmp_path / "c") as ckpt:
+        state = program.init(jax.random.key(0))
+        for batch in DATA[:2]:
+            state, _ = program.step(state, batch)
+            ckpt.save(program, state)
+    return tmp_path / "c", numbers(tmp_path / "c", 1)
+
+
+def records(folder: pathlib.Path, step: int) -> list[pathlib.Path]:
+    return sorted((folder / str(step) / "state").glob("*/*/c.*"))
+
+
+def flip(path: pathlib.Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lose_manifest(path: pathlib.Path) -> None:
+    (path.parents[2] / "manifest.0.json").unlink()
+
+
+def change_manifest(path: pathlib.Path) -> None:
+    manifest = path.parents[2] / "manifest.0.json"
+    manifest.write_text(manifest.read_text().replace('"first": 0', '"first": 1', 1))
+
+
+def lose_state(path: pathlib.Path) -> None:
+    os.rename(path.parents[2], path.parents[2].with_name("lost"))
+
+
+DAMAGE = {
+    "flipped": (flip, r"record \d+ of .*: its checksum is \w+, and \w+ was saved", True),
+    "truncated": (cut, r"has \d+ bytes, and the record \d+", False),
+    "removed": (pathlib.Path.unlink, r"removed: .*c\.\d+\.0", False),
+    "no manifest": (lose_manifest, "lost its manifest.0.json", False),
+    "another manifest": (change_manifest, "it was changed since", False),
+    "no state": (lose_state, "ENOENT", False),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_passed_over(program, saved, name, caplog, tmp_path):
+    folder, expected = saved
+    damage, told, in_bytes_alone = DAMAGE[name]
+    damage(records(folder, 2)[5])
+    with zj.Checkpointer(folder) as ckpt:
+        state = program.init(jax.random.key(1))
+        with pytest.raises(DamagedError, match=told):
+            ckpt.restore(program, 2)
+        program.eval(state, DATA[0])  # the state on disk is as it was
+        assert ckpt.latest_step() == (2 if in_bytes_alone else 1)
+        caplog.clear()
+        state = ckpt.restore(program)
+        assert "step 2 is passed over" in caplog.text
+        assert int(state.step) == 1
+        with zj.Checkpointer(tmp_path / "again") as again:
+            again.save(program, state)
+        assert_same(numbers(tmp_path / "again", 1), expected)
+        state, _ = program.step(state, DATA[1])
+        assert ckpt.save(program, state)  # in place of the damaged one
+        ckpt.wait()
+        assert int(ckpt.restore(program, 2).step) == 2
+        assert_same(numbers(folder, 1), expected)
+
+
+def test_where_all_are_damaged_the_oldest_is_told(program, saved):
+    folder, _ = saved
+    for step in (1, 2):
+        records(folder, step)[0].unlink()
+    with zj.Checkpointer(folder) as ckpt:
+        assert ckpt.latest_step() is None
+        with pytest.raises(DamagedError, match="c/1/state is damaged"):
+            ckpt.restore(program)
+
+
+def test_a_checkpoint_without_verification_is_compared_by_size(program, saved):
+    folder, _ = saved
+    flip(records(folder, 2)[5])
+    with zj.Checkpointer(folder, verify=False) as ckpt:
+        assert int(ckpt.restore(program).step) == 2
+        cut(records(folder, 2)[5])
+        with pytest.raises(DamagedError):
+            ckpt.restore(program, 2)
+
+
+# --- another model, another run ----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_model_names_the_leaves_that_differ(program, saved, tmp_path):
+    folder, _ = saved
+    state = program.init(jax.random.key(0))
+    wide = zj.LayeredModel(
+        3, toys.init_embed, toys.embed, lambda k: toys.init_block(k) | {"w1": np.ones((16, 48)), "extra": np.ones(2)},
+        toys.block, lambda k: {"bias": np.zeros(24)}, toys.head,
+    )  # fmt: skip
+    with zj.Checkpointer(folder) as ckpt, build({"stage": 3}, tmp_path, model=wide, tx=optax.sgd(1e-3)) as other:
+        with pytest.raises(CheckpointError) as raised:
+            ckpt.restore(other)
+        for part in (
+            "weights['blocks']['w1'] [3, 16, 40], and here it is [3, 16, 48]",
+            "no weights['blocks']['extra'] [3, 2]",
+            "which this program's state has not",
+        ):
+            assert part in str(raised.value)
+        assert not isinstance(raised.value, DamagedError)
+        with pytest.raises(CheckpointError, match="has no checkpoint of step 7: there are \\[1, 2\\]"):
+            ckpt.restore(other, 7)
+    unrolled = build({"stage": 3}, tmp_path, model=toys.unrolled())
+    with zj.Checkpointer(folder) as ckpt, pytest.raises(CheckpointError, match=r"weights\['layers'\]\[0\]"):
+        ckpt.restore(unrolled)
+    program.eval(state, DATA[0])
+
+
+def test_nothing_there_is_told(program, tmp_path):
+    with zj.Checkpointer(tmp_path / "c") as ckpt:
+        assert ckpt.latest_step() is None
+        assert ckpt.all_steps() == []
+        with pytest.raises(CheckpointError, match=r"has no checkpoint: start from program.init"):
+            ckpt.restore(program)
+
+
+def test_checkpoints_of_another_run_are_not_overwritten(program, saved):
+    folder, expected = saved
+    with zj.Checkpointer(folder) as ckpt:
+        state, _ = program.step(program.init(jax.random.key(5)), DATA[0])
+        with pytest.raises(CheckpointError, match="steps up to 2, of another run, and this state is at step 1"):
+            ckpt.save(program, state)
+    assert_same(numbers(folder, 1), expected)
+
+
+def test_two_writers_of_one_folder(program, saved):
+    folder, expected = saved
+    code = (
+        "import fcntl, os, sys; fd = os.open(sys.argv[1] + '/.zerojax.lock', os.O_RDWR); fcntl.flock(fd, fcntl.LOCK_EX); "
+        "os.ftruncate(fd, 0); os.pwrite(fd, str(os.getpid()).encode(), 0); print('locked', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, folder], stdin=-1, stdout=-1) as other, zj.Checkpointer(folder) as ckpt:
+        assert other.stdout is not None
+        assert other.stdin is not None
+        assert other.stdout.readline() == b"locked\n"
+        state = ckpt.restore(program)
+        state, _ = program.step(state, DATA[2])
+        with pytest.raises(CheckpointError, match=rf"process {other.pid} saves checkpoints in .*a directory of its own"):
+            ckpt.save(program, state)
+        other.stdin.close()
+        other.wait()
+        assert ckpt.save(program, state)
+    assert_same(numbers(folder, 1), expected)
+
+
+# --- folders and disks -------------------------------------------------------------------------------------------------------
+
+
+def save_and_wait(ckpt, program, state):
+    ckpt.save(program, state)
+    ckpt.wait()
+
+
+@pytest.mark.parametrize("tier", ["device", DISK])
+def test_a_full_disk_loses_nothing(tier, tmp_path):
+    """The swap folder is on another disk: what is linked there is copied, and the copy finds no room."""
+    fields = {"stage": 3, "params": tier, "opt_state": tier}
+    with (
+        mounted(tmp_path / "small", "size=4m") as small,
+        build(fields, tmp_path / "swap") as made,
+        zj.Checkpointer(small / "c") as ckpt,
+    ):
+        state, _ = made.step(made.init(jax.random.key(0)), DATA[0])
+        ckpt.save(made, state)
+        ckpt.wait()
+        expected = numbers(small / "c", 1)
+        ballast = fill(small)
+        state, _ = made.step(state, DATA[1])
+        with pytest.raises(CheckpointError, match=r"ENOSPC .*older checkpoints are as they were"):
+            save_and_wait(ckpt, made, state)
+        assert ckpt.all_steps() == [1]
+        assert sorted(os.listdir(small / "c")) == [".zerojax.lock", "1"]
+        state, _ = made.step(state, DATA[2])
+        ballast.unlink()
+        assert ckpt.save(made, state)
+        ckpt.wait()
+        assert ckpt.all_steps() == [1, 3]
+        assert_same(numbers(small / "c", 1), expected)
+        losses, _ = toys.run(made, state, DATA[3:])
+        again, _ = toys.run(made, ckpt.restore(made), DATA[3:])
+        assert losses == again
+
+
+def test_a_full_disk_below_swap_folder_and_checkpoints(tmp_path):
+    """Linked records need room for the next step's: where there is none, the save is refused, and the step is not."""
+    with (
+        mounted(tmp_path / "small", "size=4m") as small,
+        build(ON_DISK, small / "swap") as made,
+        zj.Checkpointer(small / "c") as ckpt,
+    ):
+        state, _ = made.step(made.init(jax.random.key(0)), DATA[0])
+        ballast = fill(small)
+        with pytest.raises(CheckpointError, match="ENOSPC"):
+            save_and_wait(ckpt, made, state)
+        _, state = toys.run(made, state, DATA[1:3])
+        ballast.unlink()
+        ckpt.save(made, state)
+        losses, _ = toys.run(made, state, DATA[3:])
+        assert toys.run(made, ckpt.restore(made), DATA[3:])[0] == losses
+
+
+def test_a_read_only_folder_is_told(program, tmp_path):
+    with mounted(tmp_path / "small", "size=1m") as small:
+        ckpt = zj.Checkpointer(small / "c")
+        subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
+        state = program.init(jax.random.key(0))
+        with pytest.raises(CheckpointError, match=r"EROFS .*give another directory"):
+            ckpt.save(program, state)
+        program.step(state, DATA[0])
+        with pytest.raises(CheckpointError, match="EROFS"):
+            zj.Checkpointer(small / "other")
+
+
+def test_a_snapshot_is_linked_and_what_it_links_is_never_written_again(program, saved, tmp_path):
+    """On one file system no byte is copied: the record of the checkpoint is the file that the swap folder had."""
+    folder, _ = saved
+    with zj.Checkpointer(folder) as ckpt:
+        state = ckpt.restore(program)
+        state, _ = program.step(state, DATA[2])
+        swap = pathlib.Path(program.config.swap_dir or "")
+        before = {p.stat().st_ino for p in swap.glob("*/opt_state/*/c.*")}
+        ckpt.save(program, state)
+        ckpt.wait()
+        after = {p.stat().st_ino for p in records(folder, 3) if p.parents[1].name == "disk.opt_state"}
+        assert after
+        assert after <= before
+        expected = numbers(folder, 3)
+        _, state = toys.run(program, state, DATA[3:5])
+        assert not after & {p.stat().st_ino for p in swap.glob("*/opt_state/*/c.*")}
+        assert_same(numbers(folder, 3), expected)
+        assert not list(swap.glob("*/snapshot-*"))
+
+
+def test_a_program_that_closes_waits_for_what_is_saved_from_its_disk(tmp_path, monkeypatch):
+    move = Snapshot.move
+
+    def late(self, kept, target):
+        time.sleep(0.05)
+        move(self, kept, target)
+
+    monkeypatch.setattr(Snapshot, "move", late)
+    with zj.Checkpointer(tmp_path / "c") as ckpt:
+        with build(ON_DISK, tmp_path / "swap") as made:
+            state = made.init(jax.random.key(0))
+            assert ckpt.save(made, state)
+            state = made.init(jax.random.key(1))
+            expected, _ = toys.run(made, ckpt.restore(made), DATA[:1])
+            state = made.init(jax.random.key(1))
+            ckpt.save(made, made.step(state, DATA[0])[0])
+        assert ckpt.all_steps() == [0, 1]
+        with build(ON_DISK, tmp_path / "swap") as made:
+            assert toys.run(made, ckpt.restore(made, 0), DATA[:1])[0] == expected
+
+
+# --- settings ----------------------------------------------------------------------------------------------------------------
+
+
+def test_settings_out_of_range_are_refused(tmp_path):
+    for fields in ({"max_to_keep": 0}, {"save_interval_steps": 0}, {"max_host_bytes": -1}, {"best_mode": "best"}):
+        with pytest.raises(ValueError, match=next(iter(fields))):
+            zj.Checkpointer(tmp_path, **fields)
+    with pytest.raises(ValueError, match="mount the bucket"):
+        zj.Checkpointer("gs://bucket/run")
+
+
+def test_interval_keep_and_best(tmp_path):
+    with build({"stage": 1}, tmp_path) as made:
+        state = made.init(jax.random.key(0))
+        with zj.Checkpointer(tmp_path / "a", max_to_keep=2, save_interval_steps=2) as ckpt:
+            did = []
+            for batch in DATA:
+                state, _ = made.step(state, batch)
+                did.append(ckpt.save(made, state))
+            assert did == [False, True] * 3
+            assert not ckpt.save(made, state)
+            assert ckpt.all_steps() == [4, 6]
+            state, _ = made.step(state, DATA[0])
+            assert ckpt.save(made, state, force=True)
+        with zj.Checkpointer(tmp_path / "b", max_to_keep=1, best_metric="loss") as ckpt:
+            for loss in (3.0, 1.0, 2.0):
+                state, _ = made.step(state, DATA[0])
+                ckpt.save(made, state, metrics={"loss": loss})
+            assert ckpt.best_step() == 9
+            assert ckpt.all_steps() == [9]
+            with pytest.raises(ValueError, match="best_metric='loss': metrics with that name are needed"):
+                ckpt.save(made, made.step(state, DATA[0])[0], metrics={"norm": 1.0})
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_copies_stay_within_the_bound(on_host, tmp_path, monkeypatch):
+    """Pieces of arrays that numpy does not read where they are, such as a GPU's, are cut on the device."""
+    monkeypatch.setattr("zerojax.saving.is_host_memory", lambda _: on_host)
+    found, fields = [], {"stage": 3, "params": HOST, "opt_state": HOST}
+    with build(fields, tmp_path, {"fsdp": 2}) as made:
+        state = made.init(jax.random.key(0))
+        for most in (None, 20_000, 0):
+            folder = tmp_path / str(most)
+            folder.mkdir()
+            saving = made.saving(state, str(folder), max_host_bytes=most)
+            saving.finish()
+            largest = max(form.record_bytes for form in SavedState(str(folder)).records.stores)
+            assert saving.peak_host_bytes <= max(most if most is not None else 1 << 30, largest)
+            assert (saving.peak_host_bytes > 20_000) == (most is None)
+            with SavedState(str(folder)) as kept:
+                found.append({name: whole(kept, name) for name in kept.contents})
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
+class Counter:
+    """An iterator that can be saved."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __next__(self):
+        self.at += 1
+        return DATA[self.at % len(DATA)]
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+def test_the_order_of_data_goes_on(tmp_path):
+    with build({"stage": 1}, tmp_path) as made, zj.Checkpointer(tmp_path / "c") as ckpt:
+        data = Counter()
+        state, _ = made.step(made.init(jax.random.key(0)), next(data))
+        ckpt.save(made, state, data=data)
+        state, metrics = made.step(state, next(data))
+        other = Counter()
+        state = ckpt.restore(made, data=other)
+        assert other.at == 1
+        state, again = made.step(state, next(other))
+        assert float(again["loss"]) == float(metrics["loss"])
+        with pytest.raises(ValueError, match="an iterator with get_state and set_state"):
+            ckpt.save(made, state, data=iter(DATA))
+    with build({"stage": 1}, tmp_path) as made, zj.Checkpointer(tmp_path / "d") as ckpt:
+        ckpt.save(made, made.init(jax.random.key(0)))
+        with pytest.raises(CheckpointError, match="holds no state of the iterator of process 0"):
+            ckpt.restore(made, data=Counter())

@@ -1,0 +1,104 @@
+"""A process killed at any moment, in a save too, goes on from a whole checkpoint to the losses of one that was not killed."""
+
+import contextlib
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import jax
+import killed
+import processes
+import pytest
+
+import zerojax as zj
+from zerojax.saved_state import SavedState
+
+pytestmark = pytest.mark.usefixtures("quick_fusions", "quick_processes_of_file")
+LONGEST_RUN = 3.0
+"""Seconds that a process trains and saves before it is killed, at most."""
+
+
+@contextlib.contextmanager
+def worker(folder: pathlib.Path, tier: str, last: int) -> Iterator[tuple[subprocess.Popen[str], int, pathlib.Path]]:
+    """Start one; yields it once it trains, with the step that it went on from and the file of its warnings."""
+    told = folder / "stderr"
+    command = [sys.executable, killed.__file__, str(folder), tier, str(last)]
+    with told.open("w") as stderr:
+        process = subprocess.Popen(command, env=processes.environment(), stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline().split()
+        assert line[:1] == ["ready"], told.read_text()
+        yield process, int(line[1]), told
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()  # type: ignore[union-attr]
+
+
+def assert_whole(directory: pathlib.Path) -> int:
+    """Compare every byte of every checkpoint, and return the newest step, or 0."""
+    with zj.Checkpointer(directory) as ckpt:
+        steps = ckpt.all_steps()
+        assert ckpt.latest_step() == (steps[-1] if steps else None)
+    assert len(steps) <= killed.KEPT + 1
+    for step in steps:
+        assert step % killed.EVERY == 0
+        with SavedState(str(directory / str(step) / "state")) as saved:
+            saved.check(checksums=True)
+            assert int(saved.values["step"]) == step
+    return steps[-1] if steps else 0
+
+
+def logged(folder: pathlib.Path) -> dict[int, set[str]]:
+    """Return all losses that were written for each step; a line that was cut off by a kill is none."""
+    found: dict[int, set[str]] = {}
+    for line in (folder / "losses").read_text().split("\n")[:-1]:
+        step, loss = line.split()
+        found.setdefault(int(step), set()).add(loss)
+    return found
+
+
+def losses_of_one(swap: pathlib.Path, tier: str, last: int) -> dict[int, set[str]]:
+    """Return the losses of a process that is not killed."""
+    swap.mkdir()
+    losses = {}
+    with killed.build(swap, tier) as program:
+        state = program.init(jax.random.key(0))
+        for step in range(1, last + 1):
+            state, metrics = program.step(state, killed.batch_of(step))
+            losses[step] = {float(metrics["loss"]).hex()}
+    return losses
+
+
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.exhaustive)])
+def test_killed_runs_go_on_to_the_same_losses(tmp_path, tier, kills):
+    delays, saved, in_saves = random.Random(0), tmp_path / "saved", 0
+    for kill in range(kills):
+        newest = assert_whole(saved)
+        with worker(tmp_path, tier, last=1 << 30) as (process, start, told):
+            assert start == newest
+            if kill and tier == "nvme":
+                assert "zerojax-swap-0" in told.read_text()  # that of the process before
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(delays.uniform(0, LONGEST_RUN))
+                raise AssertionError(told.read_text())
+            process.kill()
+            assert process.wait() == -signal.SIGKILL
+        in_saves += any("tmp" in path.name for path in saved.iterdir())
+        assert (tmp_path / "swap" / "zerojax-swap-0").is_dir() == (tier == "nvme")
+    newest = assert_whole(saved)
+    assert newest > 0
+    with worker(tmp_path, tier, last=newest + 3) as (process, start, told):
+        assert start == newest
+        assert process.wait(60) == 0, told.read_text()
+    found = logged(tmp_path)
+    assert max(found) == max(newest + 3, *found)
+    assert found == losses_of_one(tmp_path / "one", tier, max(found))
+    assert not [path for path in (tmp_path / "swap").iterdir() if path.is_dir()]
+    print(f"{in_saves} of {kills} kills were in a save; {newest} steps")
+    assert in_saves >= kills // 10

@@ -1,0 +1,117 @@
+"""The example, stopped by a signal, goes on from its last step to the losses of a run that was not stopped."""
+
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import test_train_gpt as t
+
+pytestmark = [pytest.mark.usefixtures("quick_processes_of_file"), pytest.mark.xdist_group("resumed_gpt")]
+STEPS = 40
+NAMES = ("train/loss", "validation/loss")
+
+
+def arguments(folder: pathlib.Path, text: str) -> list[str]:
+    """Return what all runs share; a line of progress comes at each step."""
+    sizes = ["--steps", str(STEPS), "--seq", "32", "--batch-size", "8", "--eval-every", "3", "--sample-bytes", "0"]
+    return ["--data", text, *sizes, "--logdir", str(folder / "log")]
+
+
+def saving(folder: pathlib.Path) -> list[str]:
+    return ["--checkpoint-dir", str(folder / "saved"), "--checkpoint-every", "4", "--keep", "2"]
+
+
+def figures(folder: pathlib.Path) -> list[dict[str, dict[int, float]]]:
+    """Return the figures of each run that wrote below a folder, in order."""
+    return [{n: t.events(p, n) for n in NAMES} for p in sorted((folder / "log").glob("events.out.tfevents.*"))]
+
+
+def stopped(folder: pathlib.Path, text: str, number: int, processes: int = 1) -> int:
+    """Run until a checkpoint is there, send a signal to the last process, and return the step that all stopped at."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, str(t.ROOT / "examples" / "train_gpt.py"), *arguments(folder, text), *saving(folder)]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    workers = []
+    for me in range(processes):
+        env = t.os.environ | {"JAX_PLATFORMS": "cpu"}
+        if processes > 1:
+            env |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes), "JAX_PROCESS_ID": str(me)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        devices = ["--devices", str(2 // processes)]
+        workers.append(subprocess.Popen([*command, *devices], env=env, cwd=folder, **pipes))
+    try:
+        end = time.monotonic() + 120
+        while not (folder / "saved" / "4").is_dir():
+            assert time.monotonic() < end
+            assert all(worker.poll() is None for worker in workers), [worker.communicate() for worker in workers]
+            time.sleep(0.02)
+        workers[-1].send_signal(number)
+        outputs = [worker.communicate(timeout=120) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0] * processes, outputs
+    told = "stopped by a signal after step "
+    (line,) = (line for line in outputs[0][0].splitlines() if line.startswith(told))
+    return int(line.removeprefix(told).split(",")[0])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, quick_processes_of_file):
+    """The text, and the figures of a run that is not stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    text = t.folder(folder)
+    done = t.run(folder, *arguments(folder, text), "--devices", "2")
+    assert done.returncode == 0, done.stderr
+    return text, figures(folder)[0]
+
+
+def resumed(folder: pathlib.Path, text: str, step: int) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
+    """Go on in one process, and return the figures before and after."""
+    done = t.run(folder, *arguments(folder, text), *saving(folder), "--devices", "2", "--resume", "True")
+    assert done.returncode == 0, done.stderr
+    assert f"goes on from step {step} of" in done.stdout
+    assert sorted(int(path.name) for path in (folder / "saved").iterdir() if path.is_dir()) == [STEPS - STEPS % 4 - 4, STEPS]
+    before, after = figures(folder)
+    assert list(before["train/loss"]) == [*range(1, step + 1)]
+    assert list(after["train/loss"]) == [*range(step + 1, STEPS + 1)]
+    assert list(after["validation/loss"]) == [s for s in range(step + 1, STEPS + 1) if s % 3 == 0 or s == STEPS]
+    return before, after
+
+
+def test_an_interrupted_run_goes_on_to_the_same_losses(tmp_path, whole):
+    text, expected = whole
+    step = stopped(tmp_path, text, signal.SIGINT)
+    assert 4 <= step < STEPS
+    refused = t.run(tmp_path, *arguments(tmp_path, text), *saving(tmp_path))
+    assert refused.returncode == 2
+    assert f"holds checkpoints up to step {step}: --resume True" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    for found in resumed(tmp_path, text, step):
+        for name in NAMES:
+            assert found[name] == {s: expected[name][s] for s in found[name]}
+
+
+def test_processes_stop_at_one_step_and_one_process_goes_on(tmp_path, whole):
+    """The signal comes to one of two; the iterator of one is put where theirs were."""
+    text, expected = whole
+    step = stopped(tmp_path, text, signal.SIGTERM, processes=2)
+    assert 4 <= step < STEPS
+    for found in resumed(tmp_path, text, step):
+        for name in NAMES:
+            np.testing.assert_allclose(
+                list(found[name].values()), [expected[name][s] for s in found[name]], rtol=1e-4, err_msg=name
+            )
+
+
+def test_resume_needs_a_directory(tmp_path):
+    refused = t.run(tmp_path, "--resume", "True")
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines() == ["train_gpt.py: error: --resume True: from which --checkpoint-dir?"]

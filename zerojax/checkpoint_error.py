@@ -1,0 +1,48 @@
+"""What is wrong with a checkpoint, or hindered its making, and what to do about it."""
+
+import errno as errnos
+import os
+
+_REMEDIES = {
+    errnos.ENOSPC: "free space, or files if it has none left (df -i), on that file system, or keep fewer checkpoints; the "
+    "training state and older checkpoints are as they were",
+    errnos.EDQUOT: "the user's disk quota is used up: free space, or raise the quota; older checkpoints are as they were",
+    errnos.EROFS: "the file system is mounted read-only: give another directory",
+    errnos.EACCES: "give this user the right to read, write and search that folder, or give another directory",
+    errnos.EPERM: "give this user the right to read, write and search that folder, or give another directory",
+    errnos.EIO: "the disk failed (see dmesg and smartctl)",
+    errnos.ENOENT: "a file of the checkpoint was removed: restore another step",
+}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be made, or is not what was saved.
+
+    Attributes:
+      errno: of the operating system, if it gave one.
+    """
+
+    def __init__(self, message: str, *, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is not whole: a file is missing, of another size, or does not have its checksum."""
+
+
+class IteratorError(CheckpointError):
+    """A checkpoint holds no position for the iterators of these processes."""
+
+
+def explained(error: BaseException, doing: str) -> CheckpointError:
+    """Return the CheckpointError to raise from an error; one is returned as it is."""
+    if isinstance(error, CheckpointError):
+        return error
+    number = error.errno if isinstance(error, OSError) else None
+    told = str(error) or type(error).__name__
+    if number is not None:
+        where = f", {error.filename}" if isinstance(error, OSError) and error.filename else ""
+        told = f"{errnos.errorcode.get(number, 'errno')} ({number}), {os.strerror(number)}{where}"
+    remedy = None if number is None else _REMEDIES.get(number)
+    return CheckpointError(f"{doing} failed: {told}{f'; {remedy}' if remedy else ''}", errno=number)

@@ -1,0 +1,78 @@
+"""SIGTERM and SIGINT end a run between two steps, at the same one in all processes.
+
+    with zj.Preemption() as preemption:
+        for step in ...:
+            state, metrics = program.step(state, batch)
+            if preemption.reached(step):
+                break
+
+A scheduler that takes a machine back sends SIGTERM some time before, often to one process alone. In a run of one process a
+handler notes the signal. In a run of several, JAX's coordination service tells the others and chooses the step: one after the
+latest that any process has reached, since steps are started without waiting for the other processes. It listens to SIGTERM by
+itself and looks once a second, so the run goes on for about that long.
+"""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import jax
+from jax.experimental import multihost_utils
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Preemption:
+    """Tells when a signal asks the run to end; a context manager, to be entered in the main thread.
+
+    A second SIGINT is what it was before: KeyboardInterrupt, unless the program says otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._came: set[int] = set()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Handle the signals.
+
+        Raises:
+          RuntimeError: this is not the main thread, which alone may; or JAX's preemption service is disabled.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("Preemption handles signals, and that is for the main thread alone: enter it there")
+        self._came.clear()
+        if self._is_alone():
+            mine = _SIGNALS
+        else:
+            multihost_utils.reached_preemption_sync_point(0)  # raises where the service is disabled
+            mine = (signal.SIGINT,)  # JAX has a handler of its own for SIGTERM, which one in Python would replace
+        self._before = {number: signal.signal(number, self._note) for number in mine}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _is_alone(self) -> bool:
+        return jax.process_count() == 1
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in self._came and callable(before := self._before[number]):
+            before(number, frame)
+        self._came.add(number)
+        if not self._is_alone() and number == signal.SIGINT:
+            signal.raise_signal(signal.SIGTERM)  # to JAX's handler
+
+    def reached(self, step: int) -> bool:
+        """Tell whether to save and leave; in a run of several processes all call this after each step.
+
+        Args:
+          step: just made, the same in all processes, and greater than that of the last call.
+
+        Returns:
+          True at the same step in all processes. Nothing is sent for it, so steps go on without a wait.
+        """
+        if self._is_alone():
+            return bool(self._came)
+        return multihost_utils.reached_preemption_sync_point(step)
