@@ -41,18 +41,20 @@ def folder(tmp_path: pathlib.Path) -> str:
     "arguments",
     [
         ["--mesh", "data=2,fsdp=2", "--precision", "bf16", "--num-microbatches", "2", *ON_HOST],
-        ["--model", "unrolled", "--mesh", "fsdp=2,tensor=2", "--dropout", "0.1", "--loss-tiles", "3"],
         [
-            "--stage",
-            "1",
-            "--precision",
-            "fp16",
-            "--moments",
-            "bfloat16",
-            "--activations",
-            "remat",
-            "--loss-scaling.initial",
-            "1024",
+            *(
+                "--model",
+                "unrolled",
+                "--mesh",
+                "fsdp=2,tensor=2",
+                "--dropout",
+                "0.1",
+                "--loss-tiles",
+                "3",
+                "--precision",
+                "fp16",
+            ),
+            *("--moments", "bfloat16", "--activations", "remat", "--loss-scaling.initial", "1024"),
         ],
     ],
 )
@@ -69,16 +71,23 @@ def test_train_gpt_runs_on_a_folder_of_text(tmp_path, arguments):
     assert list((tmp_path / "log").glob("events.out.tfevents.*"))
 
 
-def scalars(log: pathlib.Path, name: str) -> list[float]:
-    """Return the values of a figure, in float32, from the folder's only event file."""
-    (path,) = log.glob("events.out.tfevents.*")
-    data, start, found = path.read_bytes(), 0, []
+def events(path: pathlib.Path, name: str) -> dict[int, float]:
+    """Return the values of a figure, in float32, by step."""
+    data, start, found = path.read_bytes(), 0, {}
     while start < len(data):  # u64 length, u32 checksum, the event, u32 checksum
         (size,) = struct.unpack_from("<Q", data, start)
         event = Event.FromString(data[start + 12 : start + 12 + size])
-        found += [value.simple_value for value in event.summary.value if value.tag == name]
+        for value in event.summary.value:
+            if value.tag == name:
+                found[event.step] = value.simple_value
         start += size + 16
     return found
+
+
+def scalars(log: pathlib.Path, name: str) -> list[float]:
+    """Return the values of a figure from the folder's only event file."""
+    (path,) = log.glob("events.out.tfevents.*")
+    return list(events(path, name).values())
 
 
 def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path):
@@ -177,6 +186,19 @@ def test_iterator_resumes_from_its_state():
     fresh.set_state(state)  # type: ignore[attr-defined]
     for tokens in expected:
         np.testing.assert_array_equal(next(fresh)["tokens"], tokens)
+
+
+def test_parts_side_by_side_are_the_same_batches():
+    """For any number of processes, past the end of the text too; and an iterator can be put anywhere."""
+    data = np.arange(16 * 21 + 1, dtype=np.int64)
+    whole = text_data.batches(data, 16, 8, seed=1)
+    parts = [text_data.batches(data, 16, 4, seed=1, part=part, num_parts=2) for part in range(2)]
+    expected = [next(whole)["tokens"] for _ in range(7)]
+    for rows in expected:
+        np.testing.assert_array_equal(np.concatenate([next(part)["tokens"] for part in parts]), rows)
+    late = text_data.batches(data, 16, 4, seed=1, part=1, num_parts=2)
+    text_data.go_to(late, 5)
+    np.testing.assert_array_equal(next(late)["tokens"], expected[5][4:])
 
 
 def test_processes_read_disjoint_windows():

@@ -15,7 +15,9 @@ HOST = matrix.HOST
 
 
 @pytest.mark.parametrize("case", matrix.pairwise_cases(), ids=matrix.name_of)
-def test_streamed_step_equals_the_resident_one(case, tmp_path):
+def test_streamed_step_equals_the_resident_one(case, tmp_path, request):
+    if case["update"][1] == "host":  # whose bound is 1e-5
+        request.getfixturevalue("quick_fusions")
     ulps, relative = matrix.differences(case, str(tmp_path))
     most_ulps, most_relative = matrix.bounds(case)
     assert ulps <= most_ulps
@@ -25,8 +27,8 @@ def test_streamed_step_equals_the_resident_one(case, tmp_path):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", matrix.every_case(), ids=matrix.name_of)
-def test_every_streamed_step_equals_the_resident_one(case, tmp_path):
-    test_streamed_step_equals_the_resident_one(case, tmp_path)
+def test_every_streamed_step_equals_the_resident_one(case, tmp_path, request):
+    test_streamed_step_equals_the_resident_one(case, tmp_path, request)
 
 
 def test_choice_of_cases_has_every_pair():
@@ -53,7 +55,7 @@ def resident(kind, steps, **fields):
     [
         {"opt_state": HOST, "grads": HOST},
         {"opt_state": HOST, "update_on": "host", "grads": HOST, "params": HOST},
-        {"opt_state": HOST, "opt_state_device_fraction": 0.5, "params": HOST},
+        pytest.param({"opt_state": HOST, "opt_state_device_fraction": 0.5, "params": HOST}, marks=pytest.mark.exhaustive),
         {"opt_state": HOST, "opt_state_device_fraction": 0.7, "num_microbatches": 4},
     ],
     ids=["device", "host", "half", "two_of_three"],
@@ -87,7 +89,7 @@ def test_resident_model_with_its_optimizer_state_on_the_host(stage, num_microbat
     assert kinds == {HOST}
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
 def test_tiers_agree_bit_for_bit_in_16_bits(precision):
     """Streamed steps; the resident step fuses, and so rounds, differently."""
 
@@ -98,13 +100,13 @@ def test_tiers_agree_bit_for_bit_in_16_bits(precision):
 
     everything = {"params": HOST, "grads": HOST, "opt_state": HOST, "prefetch_distance": 2}
     losses, expected = run(opt_state=HOST)
-    for fields in (everything, everything | {"gather_ahead": True}):
+    for fields in (everything, everything | {"gather_ahead": True})[: 2 if precision == "bf16" else 1]:
         on_host, state = run(**fields)
         np.testing.assert_array_equal(on_host, losses)
         toys.assert_trees_close(state, expected, atol=0)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
 def test_gradients_of_a_streamed_step_in_16_bits_are_those_on_the_device(precision):
     """The moments after a step are the gradients; the update, compiled by layers or whole, rounds in its own way."""
 
@@ -131,12 +133,12 @@ def test_one_layer_and_more_distance_than_layers():
         np.testing.assert_allclose(losses, expected, rtol=3e-7)
 
 
-def test_stages_below_3_stream_what_they_shard():
-    for stage in (0, 1, 2):
-        expected, _, _ = train(toys.layered(), zj.ZeroConfig(stage=stage), steps=3)
-        fields = {"opt_state": HOST, "grads": HOST, "activations": HOST}
-        losses, _, _ = train(toys.layered(), zj.ZeroConfig(stage=stage, **fields), steps=3)
-        np.testing.assert_allclose(losses, expected, rtol=3e-7)
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_stages_below_3_stream_what_they_shard(stage):
+    expected, _, _ = train(toys.layered(), zj.ZeroConfig(stage=stage), steps=3)
+    fields = {"opt_state": HOST, "grads": HOST, "activations": HOST}
+    losses, _, _ = train(toys.layered(), zj.ZeroConfig(stage=stage, **fields), steps=3)
+    np.testing.assert_allclose(losses, expected, rtol=3e-7)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -92,7 +92,7 @@ def one_step():
     ("fields", "axes"),
     [
         ({}, {"fsdp": 1}),
-        ({"stage": 1}, {"fsdp": 4}),
+        pytest.param({"stage": 1}, {"fsdp": 4}, marks=pytest.mark.exhaustive),
         ({}, {"fsdp": 2, "tensor": 2}),
         ({"params": HOST, "grads": HOST, "opt_state": HOST, "num_microbatches": 1}, {"fsdp": 4}),
         ({"params": HOST, "opt_state": HOST, "update_on": "host"}, {"fsdp": 4}),
@@ -111,7 +111,7 @@ def test_sharding_and_place_move_few_moments_in_a_step(fields, axes, tmp_path):
 
 
 @pytest.mark.usefixtures("quick_fusions")
-@pytest.mark.parametrize("name", ["lion", "momentum"])
+@pytest.mark.parametrize("name", [pytest.param("lion", marks=pytest.mark.exhaustive), "momentum"])
 def test_other_optimizers_on_the_host_with_disk(name, tmp_path):
     tx = {"lion": optax.lion(1e-3), "momentum": optax.sgd(0.05, 0.9)}[name]
     expected = train(build(tmp_path, {"opt_state": HOST}, tx=tx))

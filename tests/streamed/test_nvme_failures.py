@@ -204,10 +204,10 @@ def test_a_folder_serves_one_program(tmp_path):
     with build(tmp_path) as program:
         with pytest.raises(SwapError, match=str(os.getpid())):
             build(tmp_path)
-        losses_of(program, program.init(jax.random.key(0)), 1)
+        program.init(jax.random.key(0))
         assert folder_of(tmp_path).stat().st_mode & 0o777 == 0o700
     with build(tmp_path) as program:
-        losses_of(program, program.init(jax.random.key(0)), 1)
+        program.init(jax.random.key(0))
 
 
 def test_a_closed_program_says_so_and_can_begin_again(tmp_path):
@@ -263,7 +263,7 @@ program.step(state, toys.batches(1)[0])
 """
 
 
-def test_a_folder_of_a_killed_process_is_recognised(tmp_path, caplog):
+def test_a_folder_of_a_killed_process_is_recognised(tmp_path, caplog, quick_processes):
     tests = ROOT / "tests"
     code = KILLED.format(tests=str(tests), streamed=str(tests / "streamed"), folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -296,15 +296,15 @@ def steps_of(program, state, batch, steps):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
-@pytest.mark.parametrize("steps", [70, pytest.param(300, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("steps", [40, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_many_steps_on_many_devices_grow_nothing(tmp_path, steps):
     """On 8 devices: no hang, and no growth of threads, descriptors or memory."""
     batch = toys.batches(1)[0]
     others = own_threads()
     with build(tmp_path, devices=8, update="in_backward") as program:
         state = program.init(jax.random.key(0))
-        state, before = steps_of(program, state, batch, 30)
-        state, after = steps_of(program, state, batch, steps - 30)
+        state, before = steps_of(program, state, batch, 15)
+        state, after = steps_of(program, state, batch, steps - 15)
         assert after[:2] == before[:2]
         assert after[2] - before[2] < 16 << 20
     assert own_threads() == others

@@ -45,10 +45,13 @@ def on_disk(program, tmp_path, kinds=("opt_state", "master", "params")):
     ("fields", "tiers"),
     [
         ({"precision": "bf16", "clip_norm": 0.5}, {"params": DISK, "grads": DISK, "opt_state": DISK, "prefetch_distance": 2}),
-        ({"precision": "bf16", "update": "in_backward"}, {"params": DISK, "opt_state": DISK, "io": "tensorstore"}),
+        (
+            {"precision": "bf16", "update": "in_backward"},
+            {"params": DISK, "opt_state": DISK, "io": "tensorstore", "prefetch_distance": 0},
+        ),
         ({"precision": "fp16"}, {"params": HOST, "grads": DISK, "opt_state": DISK}),
         ({"num_microbatches": 4}, {"params": DISK, "grads": DISK, "opt_state": HOST, "io": "tensorstore"}),
-        ({"update": "in_backward"}, {"params": DISK, "opt_state": DISK, "prefetch_distance": 0}),
+        pytest.param({"update": "in_backward"}, {"params": DISK, "opt_state": DISK}, marks=pytest.mark.exhaustive),
     ],
     ids=["bf16", "bf16_in_backward", "fp16", "microbatches", "fp32_in_backward"],
 )
@@ -62,7 +65,7 @@ def test_disk_and_host_memory_agree_bit_for_bit(fields, tiers, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "bf16"])
 def test_resident_model_with_its_optimizer_state_on_disk(precision, tmp_path):
     """Of its leaves some are numbers: they rest where the others do."""
     fields = {"stage": 1, "clip_norm": 0.5, "num_microbatches": 4, "precision": precision}
@@ -79,7 +82,7 @@ def opt_leaves(program):
     return jax.tree.leaves(program.layout.abstract_state.opt_state, is_leaf=is_stored)
 
 
-@pytest.mark.parametrize("name", ["lion", "sgd"])
+@pytest.mark.parametrize("name", ["lion", pytest.param("sgd", marks=pytest.mark.exhaustive)])
 def test_any_elementwise_optimizer_runs_there(name, tmp_path):
     tx = {"lion": optax.lion(1e-3), "sgd": optax.sgd(0.05, 0.9)}[name]
     expected, before = train(build(tmp_path, {"opt_state": HOST, "params": HOST}, tx=tx), toys.batches(3))
@@ -135,13 +138,20 @@ def settle(engine):
 
 
 @pytest.mark.usefixtures("quick_fusions")
-@pytest.mark.parametrize("distance", [0, 1, 2])
 @pytest.mark.parametrize(
-    "fields",
-    [{"grads": DISK, "activations": DISK, "precision": "bf16"}, {"update": "in_backward"}],
-    ids=["after_backward", "in_backward"],
+    ("update", "distance"),
+    [
+        ("after_backward", 0),
+        ("after_backward", 1),
+        ("in_backward", 0),
+        ("in_backward", 2),
+        pytest.param("after_backward", 2, marks=pytest.mark.exhaustive),
+        pytest.param("in_backward", 1, marks=pytest.mark.exhaustive),
+    ],
 )
-def test_reads_run_ahead_of_the_kernels(fields, distance, tmp_path):
+def test_reads_run_ahead_of_the_kernels(update, distance, tmp_path):
+    fields = {"update": update}
+    fields |= {"grads": DISK, "activations": DISK, "precision": "bf16"} if update == "after_backward" else {}
     with build(tmp_path, {"prefetch_distance": distance, **fields}) as program:
         state = program.init(jax.random.key(0))
         for step, batch in enumerate(toys.batches(4)):
@@ -191,22 +201,37 @@ def break_disk(program, name, kind, layer):
     return lambda: setattr(io, name, whole)
 
 
+@pytest.fixture(scope="module")
+def breakable(tmp_path_factory):
+    """Return `breakable() -> program, expected losses`: built once, and begun again in each test."""
+    made = []
+
+    def get():
+        if not made:
+            fields = {"precision": "bf16", "params": DISK, "grads": DISK, "prefetch_distance": 2}
+            program = build(tmp_path_factory.mktemp("swap"), fields)
+            made.append((program, toys.run(program, program.init(jax.random.key(0)), toys.batches(3))[0]))
+        return made[0]
+
+    yield get
+    for program, _ in made:
+        program.close()
+
+
 @pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(
     ("name", "kind"), [("read", "opt_state"), ("write", "opt_state"), ("write", "grads"), ("write", "params")]
 )
-def test_an_error_of_the_disk_is_raised_by_the_step_and_hangs_nothing(name, kind, tmp_path):
-    data = toys.batches(3)
-    with build(tmp_path, {"precision": "bf16", "params": DISK, "grads": DISK, "prefetch_distance": 2}) as program:
-        expected, state = toys.run(program, program.init(jax.random.key(0)), data)
-        state, _ = program.step(program.init(jax.random.key(0)), data[0])
-        repair = break_disk(program, name, kind, 1)
-        with pytest.raises(SwapError, match=f"{name} {kind} of layer 1.*EIO") as error:
-            toys.run(program, state, data[1:])  # a write of the step's end may fail after it
-        assert (error.value.layer, error.value.errno) == (1, errno.EIO)
-        repair()
-        losses, _ = toys.run(program, program.init(jax.random.key(0)), data)  # the disk is replaced: a new state trains
-        np.testing.assert_array_equal(losses, expected)
+def test_an_error_of_the_disk_is_raised_by_the_step_and_hangs_nothing(name, kind, breakable):
+    data, (program, expected) = toys.batches(3), breakable()
+    state, _ = program.step(program.init(jax.random.key(0)), data[0])
+    repair = break_disk(program, name, kind, 1)
+    with pytest.raises(SwapError, match=f"{name} {kind} of layer 1.*EIO") as error:
+        toys.run(program, state, data[1:])  # a write of the step's end may fail after it
+    assert (error.value.layer, error.value.errno) == (1, errno.EIO)
+    repair()
+    losses, _ = toys.run(program, program.init(jax.random.key(0)), data)  # the disk is replaced: a new state trains
+    np.testing.assert_array_equal(losses, expected)
 
 
 @pytest.mark.usefixtures("quick_fusions")

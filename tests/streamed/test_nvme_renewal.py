@@ -86,9 +86,16 @@ def test_a_step_that_found_no_room_for_its_gradients_may_be_tried_again(tmp_path
         assert [float(metrics["loss"]), float(more["loss"])] == expected
 
 
-@pytest.mark.parametrize("io", ["direct", "tensorstore"])
-@pytest.mark.parametrize("what", ["params/0", ""])
-def test_after_folders_were_removed_init_makes_a_state_in_a_private_folder(tmp_path, io, what):
+@pytest.mark.parametrize(
+    ("what", "io"),
+    [
+        ("params/0", "direct"),
+        ("", "tensorstore"),
+        pytest.param("params/0", "tensorstore", marks=pytest.mark.exhaustive),
+        pytest.param("", "direct", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_after_folders_were_removed_init_makes_a_state_in_a_private_folder(tmp_path, what, io):
     program = build(tmp_path, **ALL, io=io)
     expected = losses_of(program, toys.batches(2))
     state = program.init(jax.random.key(0))
@@ -121,7 +128,7 @@ def test_of_a_plain_model_only_a_few_leaves_are_in_host_memory(tmp_path):
             x = jax.numpy.tanh(x @ w)
         return (x**2).mean()
 
-    model = zj.Model(lambda key: [jax.random.normal(k, (64, 64)) / 8 for k in jax.random.split(key, 24)], loss)
+    model = zj.Model(lambda key: [jax.random.normal(k, (64, 64)) / 8 for k in jax.random.split(key, 12)], loss)
     mesh, batch = zj.make_mesh(fsdp=2, devices=jax.devices()[:2]), np.ones((4, 64), np.float32)
     losses = {}
     for tier in ("device", DISK):
@@ -136,5 +143,5 @@ def test_of_a_plain_model_only_a_few_leaves_are_in_host_memory(tmp_path):
                 report, engine = program.memory(batch), program.layout.disk.engine
                 buffers = report.tiers["pinned_host"]["buffers"]
                 assert engine.buffer_bytes == 2 * buffers  # of two devices
-                assert buffers == sum(report.tiers["nvme"].values()) * 4 // 24
+                assert buffers == sum(report.tiers["nvme"].values()) * 4 // 12
     np.testing.assert_allclose(losses[DISK], losses["device"], rtol=1e-6)

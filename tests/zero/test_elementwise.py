@@ -88,7 +88,7 @@ def test_updating_in_parts_equals_updating_the_tree(name):
 def test_what_is_not_elementwise_is_refused_by_the_equation(name):
     tx, why = REFUSED[name]
     with pytest.raises(ValueError, match=why):
-        elementwise_update(tx, ABSTRACT, jax.eval_shape(tx.init, ABSTRACT), "update_on='host'", stacked=(0,))
+        elementwise_update(tx, ABSTRACT, jax.eval_shape(tx.init, ABSTRACT), "update_on='host'", stacked=[(0,)])
 
 
 def test_a_leaf_in_anothers_update_is_refused():
