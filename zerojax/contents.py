@@ -47,7 +47,7 @@ class Content:
       spec: of the leaf here, one entry a dim.
       tier: where it rests: of a Split, its second part.
       lead: leading dims that number its records: 0, 1 for layers, or 2 for tiles of layers.
-      is_tiled: it is known to be a stack of tiles, of a layer.
+      tiles: it is known to be a stack of tiles, of a layer; an integer tells how many lie along the first dim of the weight.
       group: name of the group of tiles, where `lead` is 2.
       mirrors: it is a weight, or mirrors one.
       is_derived: it is cast from the content of its name, and not saved.
@@ -64,7 +64,7 @@ class Content:
     spec: Spec
     tier: str
     lead: int = 0
-    is_tiled: bool = False
+    tiles: bool | int = False
     group: str = ""
     mirrors: bool = False
     is_derived: bool = False
@@ -143,7 +143,7 @@ def contents_of(model: Model | LayeredModel, layout: Layout, parts: Parts | None
             spec=pad_spec(whole.sharding.spec, len(whole.shape)),
             tier="nvme" if on_disk else _tier(whole),
             lead=lead,
-            is_tiled=owner is not None and tiled.get(owner, False),
+            tiles=owner is not None and tiled.get(owner, False),
             group=groups.get(owner, "") if owner is not None and lead == 2 else "",
             mirrors=owner is not None,
             is_derived=field == "params" and has_master,

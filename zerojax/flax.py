@@ -173,7 +173,7 @@ class _Nnx:
         tree = jax.tree.structure(nnx.to_pure_dict(self.abstract))
         self.specs = jax.tree.unflatten(tree, leaves)
         self.tiles = jax.tree.unflatten(
-            tree, [v.get_metadata().get("tiles") is True for _, v in nnx.to_flat_state(self.abstract)]
+            tree, [v.get_metadata().get("tiles", False) for _, v in nnx.to_flat_state(self.abstract)]
         )
 
     def _made(self, rngs: nnx.Rngs) -> nnx.Module:
@@ -229,9 +229,10 @@ class _Linen:
         boxed = made.get("params", {})
         self.specs = nn.get_partition_spec(boxed)
         self.tiles: Any = False
-        if name == "block":
+        if name in ("block", "module"):
             args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(self.args))
-            self.tiles = find_stacks(lambda p, *args: use(self.bind(p, None), *args), nn.unbox(boxed), *args)
+            key = jax.random.key(0) if rngs else None
+            self.tiles = find_stacks(lambda p, *args: use(self.bind(p, key), *args), nn.unbox(boxed), *args)
 
     def _variables(self, key: jax.Array) -> Any:
         args = jax.tree.map(lambda a: jnp.zeros(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)), tuple(self.args))

@@ -39,11 +39,11 @@ class Group:
         return tiles_kind(kind, self.name)
 
 
-def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool]:
-    """Return, for each leaf of the blocks, or of a Model, whether it is a stack of tiles.
+def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool | int]:
+    """Return, for each leaf of the blocks, or of a Model, whether it is a stack of tiles, as `model.tiles` tells it.
 
     Raises:
-      ValueError: `model.tiles` has another structure, or names a leaf without a tile dim.
+      ValueError: `model.tiles` has another structure, names a leaf without a tile dim, or counts more tiles than there are.
     """
     is_layered = isinstance(model, LayeredModel)
     held, what = (abstract_params[BLOCKS], "parameters of one layer") if is_layered else (abstract_params, "parameters")
@@ -53,10 +53,18 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(f"tiles must mirror the {what}, or be a prefix of their tree: {e}") from e
     for flag, (path, leaf) in zip(flags, jax.tree_util.tree_flatten_with_path(held)[0], strict=True):
-        if not isinstance(flag, bool):
-            raise ValueError(f"tiles holds {flag!r} for {jax.tree_util.keystr(path)}: True or False is needed")
+        if not isinstance(flag, int) or (flag is not False and flag < 1):
+            raise ValueError(
+                f"tiles holds {flag!r} for {jax.tree_util.keystr(path)}: True or False is needed, or how many tiles lie along "
+                "the first dim"
+            )
         if flag and len(leaf.shape) < 1 + is_layered:
             raise ValueError(f"tiles names {jax.tree_util.keystr(path)}, which is a scalar: a stack of tiles is [T, ...]")
+        if flag and leaf.shape[is_layered] % flag:
+            raise ValueError(
+                f"tiles holds {flag} for {jax.tree_util.keystr(path)}, which has {leaf.shape[is_layered]} tiles: so many along "
+                "the first dim do not divide them"
+            )
     return flags
 
 

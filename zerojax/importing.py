@@ -357,7 +357,7 @@ def import_params(program: Program, path: str | os.PathLike[str], *, key: jax.Ar
             raise ValueError(
                 f"{content.name} is a random key, which is not imported: use an optimizer that keeps jax.random.PRNGKey"
             )
-        told = SavedContent(content.shape, np.dtype(content.dtype).name, content.lead, content.is_tiled, "")
+        told = SavedContent(content.shape, np.dtype(content.dtype).name, content.lead, bool(content.tiles), "")
         if isinstance(value, Copy):
             source = f"weights{names[value.index]}"
             weights[content.name] = weights[source]
@@ -399,15 +399,15 @@ def _compare(file: WeightFile, wanted: Sequence[Content]) -> tuple[dict[str, str
         if (tensor := file.tensors.get(name)) is None:
             differ.append(f"no {here}")
             continue
-        is_tiled = name in file.tiled or (content.is_tiled and len(tensor.shape) == len(content.shape))
+        is_tiled = name in file.tiled or (bool(content.tiles) and len(tensor.shape) == len(content.shape))
         told = SavedContent(tensor.shape, tensor.dtype, min(content.lead, 1), is_tiled, "")
         if not jnp.issubdtype(_known_dtype(tensor.dtype), jnp.floating):
             differ.append(f"{name} of {tensor.dtype}, which is no floating dtype that is read here")
         elif tensor.shape != content.shape:
             try:
-                if not (name in file.tiled or content.is_tiled):
+                if not (name in file.tiled or content.tiles):
                     raise ValueError("")
-                both = (is_tiled, content.is_tiled)
+                both = (is_tiled, content.tiles)
                 retiled(content.name, tensor.shape, content.shape, stacked=content.lead > 0, tiled=both)
             except ValueError as error:
                 differ.append(f"{name} {list(tensor.shape)}, and here it is {list(content.shape)}{error}")

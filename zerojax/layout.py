@@ -218,7 +218,7 @@ def _first_dims(model: Model | LayeredModel, params: Any) -> dict[str, int]:
     paths = jax.tree_util.tree_flatten_with_path(params[BLOCKS])[0]
     root = jax.tree_util.DictKey(BLOCKS)
     return {
-        jax.tree_util.keystr((root, *path)): 1 + tiled
+        jax.tree_util.keystr((root, *path)): 1 + bool(tiled)
         for (path, _), tiled in zip(paths, tiled_leaves(model, params), strict=True)
     }
 

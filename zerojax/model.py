@@ -29,8 +29,9 @@ class Model:
       loss: `loss(params, batch, key) -> scalar`, the mean over the examples of the batch. Parameters arrive in the
         compute dtype. `key` is None unless `stochastic`, and always None in `program.eval`.
       specs: tensor parallelism: None, or a tree (or prefix of one) of PartitionSpec over the parameters.
-      tiles: tree of bool over the parameters, or a prefix of it: True for leaves [T, ...] that are stacks of tiles, which
-        checkpoints convert to other numbers of tiles.
+      tiles: tree over the parameters, or a prefix of it: True for leaves [T, ...] that are stacks of tiles, or as an integer
+        how many of T lie along the first dim of the weight (`in_tiles` of `zerojax.tiling.tile_kernel`); else False.
+        Checkpoints convert them to other numbers of tiles.
       stochastic: True where the loss draws random numbers, such as dropout.
     """
 
@@ -54,8 +55,8 @@ class LayeredModel:
       init_head: `init_head(key) -> p_head`.
       head: `head(p_head, p_embed, x, batch, key) -> scalar`, the mean loss; `p_embed` is there for tied embeddings.
       specs: None, or `{"embed": ..., "block": ..., "head": ...}` of PartitionSpec trees; "block" describes one layer.
-      tiles: tree of bool with the structure of one layer's parameters, or a prefix of it: True for leaves [T, ...] that are
-        stacks of tiles, which `block` uses in one loop of `zerojax.tiling` alone. In a streamed step their records are tiles.
+      tiles: as of a Model, with the structure of one layer's parameters: leaves [T, ...] that `block` uses in one loop of
+        `zerojax.tiling` alone. In a streamed step their records are tiles.
       stochastic: True where random numbers are drawn; each of the functions then gets a key of (step, layer).
     """
 

@@ -125,7 +125,7 @@ class Restoring:
     def _retiled(self, content: Content, told: SavedContent) -> Retiled:
         return retiled(
             content.name, told.shape, content.shape, stacked=told.lead > 0 and content.lead > 0,
-            tiled=(told.is_tiled, content.is_tiled),
+            tiled=(told.is_tiled, content.tiles),
         )  # fmt: skip
 
     def _missing(self, name: str, saved: SavedState) -> np.ndarray | None:

@@ -6,7 +6,9 @@ A weight [D, F] in tiles is [T, D / i, F / o], T = o i, of which tile k i + j ho
     here   box of tile t   ->   box of the dense weight   ->   boxes of the tiles that it meets, as saved
 
 Shapes tell the grid where one side is dense or one tile. Between two stacks of several tiles they leave it open which dims are
-cut where both may be; the weights of an MLP are cut along its hidden dim alone, and are told by their names.
+cut where both may be. The program's own grid is known where its model tells how many tiles lie along the first dim
+(`zerojax.Model.tiles`), and with it the saved one; else the weights of an MLP, cut along its hidden dim alone, are told by their
+names.
 """
 
 import dataclasses
@@ -87,7 +89,9 @@ class Retiled:
                 )
 
 
-def retiled(name: str, saved: tuple[int, ...], here: tuple[int, ...], *, stacked: bool, tiled: tuple[bool, bool]) -> Retiled:
+def retiled(
+    name: str, saved: tuple[int, ...], here: tuple[int, ...], *, stacked: bool, tiled: tuple[bool, bool | int]
+) -> Retiled:
     """Return how to read a leaf of shape `saved` as one of shape `here`.
 
     Args:
@@ -95,7 +99,7 @@ def retiled(name: str, saved: tuple[int, ...], here: tuple[int, ...], *, stacked
       saved: its shape in the checkpoint.
       here: its shape in the program.
       stacked: its first dim counts layers.
-      tiled: whether the leaf is known to be a stack of tiles, there and here.
+      tiled: whether the leaf is known to be a stack of tiles, there and here; here as `zerojax.Model.tiles` tells it.
 
     Raises:
       ValueError: they do not stand for one dense weight, or leave open which; says why.
@@ -110,7 +114,18 @@ def retiled(name: str, saved: tuple[int, ...], here: tuple[int, ...], *, stacked
         return Retiled(Grid((1,) * len(a), a, False), _cut(a, b), lead)
     if len(a) != len(b) or not all(tiled) or math.prod(a) != math.prod(b) or len(a) not in (2, 3):
         raise ValueError("")
+    in_tiles = tiled[1]
+    if not isinstance(in_tiles, bool):
+        grid = _grid(b, in_tiles)
+        dense = tuple(c * n for c, n in zip(grid.counts, grid.tile, strict=True))
+        return Retiled(_cut(dense, a), grid, lead)
     return Retiled(*_both(name, a, b), lead)
+
+
+def _grid(tiles: tuple[int, ...], in_tiles: int) -> Grid:
+    """Return the grid of `tiles` [T, ...], of which `in_tiles` lie along the first dim."""
+    counts = (tiles[0],) if len(tiles) == 2 else (in_tiles, tiles[0] // in_tiles)
+    return Grid(counts, tiles[1:], True)
 
 
 def _cut(dense: tuple[int, ...], tiles: tuple[int, ...]) -> Grid:
@@ -132,7 +147,8 @@ def _both(name: str, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Grid, Grid
     named = any(name.endswith(f"['{end}']") for end in MLP_NAMES)
     if len(differ) != 1 or (len(a) == 3 and not named):
         raise ValueError(
-            f": {a[0]} tiles and {b[0]} may be cut along one dim or both; restore into a program with one tile, and save that"
+            f": {a[0]} tiles and {b[0]} may be cut along one dim or both; tell by the model's tiles how many of {b[0]} lie along "
+            "the first"
         )
     counts = [tuple(shape[0] if k == differ[0] else 1 for k in range(len(shape) - 1)) for shape in (a, b)]
     if a[0] * a[1 + differ[0]] != b[0] * b[1 + differ[0]]:

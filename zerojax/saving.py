@@ -264,7 +264,7 @@ class Saving:
                     self._snapshot.move(kept, os.path.join(self.root, told.folder))
                     stores.append(told)
                 saved = {
-                    c.name: SavedContent(c.shape, np.dtype(c.saved_dtype).name, c.lead, c.is_tiled, str(c.spec))
+                    c.name: SavedContent(c.shape, np.dtype(c.saved_dtype).name, c.lead, bool(c.tiles), str(c.spec))
                     for c in self.contents
                     if not c.is_derived and not c.is_inline
                 }

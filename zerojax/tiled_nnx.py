@@ -18,11 +18,14 @@ Array = jax.Array
 Initializer = Callable[..., Any]
 
 
-def _param(made: Any, tile: Callable[[Array], Array]) -> nnx.Param[Array]:
-    """Return a parameter whose value, and annotation if there is one, are those of tiles. Its `tiles` tells that it is so."""
+def _param(made: Any, in_tiles: int, tile: Callable[[Array], Array]) -> nnx.Param[Array]:
+    """Return a parameter whose value, and annotation if there is one, are those of tiles.
+
+    Its `tiles` tells that it is so, as `zerojax.Model.tiles` does: how many tiles lie along the first dim.
+    """
     if not isinstance(made, nnx.VariableMetadata):
-        return nnx.Param(tile(made), tiles=True)
-    metadata: dict[str, Any] = {**made.metadata, "tiles": True}
+        return nnx.Param(tile(made), tiles=in_tiles)
+    metadata: dict[str, Any] = {**made.metadata, "tiles": in_tiles}
     for name in ("out_sharding", "sharding_names", "sharding"):
         if metadata.get(name) is not None:
             metadata[name] = (None, *metadata[name])
@@ -73,7 +76,7 @@ class TiledDense(nnx.Module):
         tiles = tiles_of(num_tiles, out_features, num_bytes, f"a dense kernel [{in_features}, {out_features}]")
         self.in_tiles, self.dtype = in_tiles, dtype
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
-        self.kernel = _param(kernel, lambda w: tile_kernel(w, in_tiles=in_tiles, out_tiles=tiles))
+        self.kernel = _param(kernel, in_tiles, lambda w: tile_kernel(w, in_tiles=in_tiles, out_tiles=tiles))
         self.bias = _bias(bias_init(rngs.params(), (out_features,), param_dtype)) if use_bias else nnx.data(None)
 
     def __call__(self, x: Array) -> Array:
@@ -145,12 +148,13 @@ class TiledMLP(nnx.Module):
         def column() -> tuple[Any, Any]:
             kernel = up_init(rngs.params(), (features, hidden), param_dtype)
             bias = bias_init(rngs.params(), (hidden,), param_dtype) if use_bias else None
-            tiled = _param(kernel, lambda w: tile_kernel(w, out_tiles=tiles))
-            return tiled, nnx.data(None) if bias is None else _param(bias, lambda b: b.reshape(tiles, -1))
+            tiled = _param(kernel, 1, lambda w: tile_kernel(w, out_tiles=tiles))
+            return tiled, nnx.data(None) if bias is None else _param(bias, tiles, lambda b: b.reshape(tiles, -1))
 
         self.up, self.up_bias = column()
         self.gate, self.gate_bias = column() if gated else (nnx.data(None), nnx.data(None))
-        self.down = _param(down_init(rngs.params(), (hidden, features), param_dtype), lambda w: tile_kernel(w, in_tiles=tiles))
+        down = down_init(rngs.params(), (hidden, features), param_dtype)
+        self.down = _param(down, tiles, lambda w: tile_kernel(w, in_tiles=tiles))
         self.down_bias = _bias(down_bias_init(rngs.params(), (features,), param_dtype)) if use_bias else nnx.data(None)
 
     def __call__(self, x: Array) -> Array:

@@ -66,6 +66,38 @@ def test_any_number_of_tiles_is_restored_as_any_other(tmp_path):
         assert_same(numbers(tmp_path / f"4 from {tiles}", 1), numbers(tmp_path / "4", 1))
 
 
+def dense_program(in_tiles, out_tiles, folder):
+    def make(rngs):
+        return zj.TiledDense(16, 24, in_tiles=in_tiles, num_tiles=out_tiles, rngs=rngs)
+
+    model = zj.from_flax(make, lambda layer, batch: jnp.mean(layer(batch["x"]) ** 2))
+    return build({"stage": 3, "opt_state": DISK}, folder, {"fsdp": 2}, model, optax.adam(1e-2))
+
+
+def test_a_dense_layer_in_tiles_along_both_dims_is_restored_as_any_other(tmp_path):
+    grids = [(2, 2), (4, 1), (1, 8), (8, 3), (1, 1)]
+    for grid in grids:
+        with dense_program(*grid, tmp_path / "swap") as program, zj.Checkpointer(tmp_path / str(grid)) as ckpt:
+            state = program.init(jax.random.key(0))
+            if grid == grids[0]:
+                x = np.random.default_rng(0).standard_normal((8, 16), dtype=np.float32)
+                state, _ = program.step(state, {"x": x})
+            else:
+                with zj.Checkpointer(tmp_path / str(grids[0])) as first:
+                    state = first.restore(program)
+            ckpt.save(program, state)
+            in_tiles, kernel = grid[0], jax.device_get(state.params["kernel"])
+        dense = np.asarray(tiling.untile_kernel(kernel, in_tiles=in_tiles))
+        if grid == grids[0]:
+            expected = dense
+        np.testing.assert_array_equal(dense, expected)
+        with dense_program(*grids[0], tmp_path / "swap") as program, zj.Checkpointer(tmp_path / str(grid)) as ckpt:
+            again = ckpt.restore(program)
+            with zj.Checkpointer(tmp_path / f"again {grid}") as other:
+                other.save(program, again)
+        assert_same(numbers(tmp_path / f"again {grid}", 1), numbers(tmp_path / str(grids[0]), 1))
+
+
 class Whole:
     """A leaf in memory, read as records are."""
 
@@ -79,7 +111,8 @@ class Whole:
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("source", [None, (1, 1), (2, 1), (1, 3), (2, 3), (4, 6)])
 @pytest.mark.parametrize("target", [None, (1, 1), (2, 1), (4, 1), (1, 6), (2, 3), (4, 2)])
-def test_boxes_of_tiles_are_those_of_the_dense_weight(source, target, stacked):
+@pytest.mark.parametrize("told", [False, True])
+def test_boxes_of_tiles_are_those_of_the_dense_weight(source, target, told, stacked):
     dense = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
 
     def cut(grid):
@@ -92,14 +125,15 @@ def test_boxes_of_tiles_are_those_of_the_dense_weight(source, target, stacked):
     if saved.shape == here.shape:
         return
     one_dim = source and target and all(1 in grid for grid in (source, target))
-    known = None in (source, target) or (1, 1) in (source, target)
+    known = None in (source, target) or (1, 1) in (source, target) or told
     same_dim = one_dim and [n > 1 for n in source] == [n > 1 for n in target]
     name = "weights['mlp']['up']" if same_dim else "weights['kernel']"
     if not known and not same_dim:
         with pytest.raises(ValueError, match=r"may be cut along one dim or both|^$"):
             retiled(name, saved.shape, here.shape, stacked=stacked, tiled=(True, True))
         return
-    how = retiled(name, saved.shape, here.shape, stacked=stacked, tiled=(source is not None, target is not None))
+    flag = target is not None and (target[0] if told else True)
+    how = retiled(name, saved.shape, here.shape, stacked=stacked, tiled=(source is not None, flag))
     for part in (slice(None), slice(1, 2)):
         box = tuple(range(n)[part] for n in here.shape)
         out = np.empty([len(r) for r in box], np.float32)

@@ -338,6 +338,8 @@ def test_stacks_of_one_loop_are_held_together():
     [
         ({"scale": False}, "tiles must mirror the parameters of one layer"),
         (TILED | {"scale": "yes"}, r"tiles holds 'yes' for \['scale'\]"),
+        (TILED | {"scale": 0}, r"tiles holds 0 for \['scale'\]"),
+        (TILED | {"first": 3}, r"tiles holds 3 for \['first'\].*: so many along the first dim do not divide them"),
         (TILED | {"mix": True}, r"hold.* are used together, but differ in their tiles: .*16"),
     ],
 )

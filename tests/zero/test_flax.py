@@ -192,6 +192,12 @@ class LinenBlock(nn.Module):
         return x + nn.Dropout(self.rate, deterministic=not self.has_rng("dropout"))(y)
 
 
+class LinenInput(nn.Module):
+    @nn.compact
+    def __call__(self, batch: Any) -> jax.Array:
+        return nn.Dense(8)(batch["x"])
+
+
 def linen_layered(rate: float = 0.0) -> zj.LayeredModel:
     return zj.from_flax(
         embed=LinenEmbed(),
@@ -213,6 +219,29 @@ def test_linen_layered_with_tied_embedding_trains_the_same_on_any_mesh():
         losses, _ = toys.run(program, program.init(jax.random.key(0)), tokens(4))
         results.append(losses)
     np.testing.assert_allclose(results[0], results[1], rtol=1e-5)
+
+
+def test_tiles_of_linen_modules_are_found_in_blocks_and_whole_models():
+    class Tiled(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = zj.linen.TiledDense(8, num_tiles=2)(nn.Dense(8)(x))
+            return nn.Dropout(0.5, deterministic=False)(y)
+
+    expected = {"Dense_0": {"bias": False, "kernel": False}, "TiledDense_0": {"bias": False, "kernel": True}}
+    batch = {"x": jnp.ones((4, 8))}
+    whole = zj.from_flax(Tiled(), lambda m, b: jnp.mean(m(b["x"]) ** 2), example_batch=batch, rngs=("dropout",))
+    assert whole.tiles == expected
+    layered = zj.from_flax(
+        embed=LinenInput(),
+        block=Tiled(),
+        head=nn.LayerNorm(),
+        num_layers=2,
+        loss=lambda head, embed, x, batch: jnp.mean(head(x) ** 2),
+        example_batch=batch,
+        rngs=("dropout",),
+    )
+    assert layered.tiles == expected
 
 
 def dropout_models() -> dict[str, Any]:
