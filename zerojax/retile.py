@@ -7,8 +7,8 @@ A weight [D, F] in tiles is [T, D / i, F / o], T = o i, of which tile k i + j ho
 
 Shapes tell the grid where one side is dense or one tile. Between two stacks of several tiles they leave it open which dims are
 cut where both may be. The program's own grid is known where its model tells how many tiles lie along the first dim
-(`zerojax.Model.tiles`), and with it the saved one; else the weights of an MLP, cut along its hidden dim alone, are told by their
-names.
+(`zerojax.Model.tiles`), and with it the saved one; else the weights of an MLP, cut along its hidden dim alone, are told by
+their names.
 """
 
 import dataclasses
@@ -147,8 +147,8 @@ def _both(name: str, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Grid, Grid
     named = any(name.endswith(f"['{end}']") for end in MLP_NAMES)
     if len(differ) != 1 or (len(a) == 3 and not named):
         raise ValueError(
-            f": {a[0]} tiles and {b[0]} may be cut along one dim or both; tell by the model's tiles how many of {b[0]} lie along "
-            "the first"
+            f": {a[0]} tiles and {b[0]} may be cut along one dim or both; tell by the model's tiles how many of {b[0]} lie "
+            "along the first"
         )
     counts = [tuple(shape[0] if k == differ[0] else 1 for k in range(len(shape) - 1)) for shape in (a, b)]
     if a[0] * a[1 + differ[0]] != b[0] * b[1 + differ[0]]:
