@@ -9,19 +9,24 @@ from matrix_of_checkpoints import DISK, HOST, SAVED, STEPS, TARGETS, Place, asse
 
 import zerojax as zj
 
+AFTERWARDS = toys.batches(STEPS + 3)[STEPS:]
+ROUNDING = 2e-3
+"""Of losses in float16, by the order in which gradients are summed: relative."""
+
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Return `of(place)`: the directory of a checkpoint, made once, and what it holds."""
+    """Return `of(place)`: the directory of a checkpoint, made once, what it holds, and the losses of the run that goes on."""
     made = {}
 
     def of(place: Place):
         if place not in made:
             folder = tmp_path_factory.mktemp("saved")
             with build(place, folder / "swap") as program, zj.Checkpointer(folder / "c") as ckpt:
-                ckpt.save(program, trained(program))
-                ckpt.wait()
-            made[place] = (folder / "c", numbers(folder / "c", STEPS))
+                state = trained(program)
+                ckpt.save(program, state)
+                losses, _ = toys.run(program, state, AFTERWARDS)
+            made[place] = (folder / "c", numbers(folder / "c", STEPS), losses)
         return made[place]
 
     return of
@@ -29,7 +34,7 @@ def checkpoints(tmp_path_factory):
 
 def restored_alike(checkpoints, source: Place, target: Place, tmp_path: pathlib.Path) -> None:
     """Restore, save what was restored, and compare all that the two checkpoints hold."""
-    directory, expected = checkpoints(source)
+    directory, expected, _ = checkpoints(source)
     with build(target, tmp_path / "swap") as program, zj.Checkpointer(directory) as ckpt:
         state = ckpt.restore(program)
         flat, shardings = jax.tree.leaves(state), jax.tree.leaves(program.shardings)
@@ -65,3 +70,17 @@ def test_restored_is_saved(checkpoints, source, target, tmp_path):
 @pytest.mark.parametrize("source", SAVED, ids=str)
 def test_restored_is_saved_everywhere(checkpoints, source, target, tmp_path):
     restored_alike(checkpoints, source, target, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_losses_afterwards_are_those_of_the_run_that_went_on(checkpoints, target, tmp_path):
+    """In one program, which each checkpoint is restored into: bit for bit in the place where it was saved."""
+    with build(target, tmp_path / "swap") as program:
+        for source in SAVED:
+            directory, _, expected = checkpoints(source)
+            with zj.Checkpointer(directory) as ckpt:
+                losses, _ = toys.run(program, ckpt.restore(program), AFTERWARDS)
+            apart = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+            print(f"{source} -> {target}: {apart:.1e}")
+            assert losses == expected if source == target else apart <= ROUNDING, (str(source), losses, expected)

@@ -6,7 +6,14 @@ import pathlib
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+import toys
+from matrix_of_checkpoints import Place, build
+
+import zerojax as zj
+from zerojax import restoring
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "checkpoints.py"
 SLACK = 40 << 20  # what compiling takes, and records of 9 MB
@@ -31,6 +38,37 @@ def test_copies_are_the_shards_or_within_the_bound(measured):
     assert bounded["async_bytes"] < (64 << 20) + SLACK
     for row in (whole, bounded):
         assert row["restore_bytes"] < row["state_bytes"] + row["record_bytes"] + SLACK
+
+
+def test_one_record_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    """A record is read once the one before is in place, however slow the device: busy here, with large products."""
+    read, fillers, made, unready = restoring.Source.record, restoring.filler, [], []
+
+    @jax.jit
+    def slowly(value):
+        none = jax.lax.fori_loop(0, 40, lambda _, x: jnp.tanh(x @ x), jnp.zeros((600, 600)))[0, 0]
+        return value + none.astype(value.dtype)
+
+    def record(source, index, sharding):
+        unready.extend(a for arrays in made[-1:] for a in jax.tree.leaves(arrays) if not a.is_ready())
+        return read(source, index, sharding)
+
+    def filler(*args):
+        put = fillers(*args)
+
+        def put_slowly(arrays, values, index):
+            made.append(put(arrays, [slowly(values[0]), *values[1:]], index))
+            return made[-1]
+
+        return put_slowly
+
+    monkeypatch.setattr(restoring.Source, "record", record)
+    monkeypatch.setattr(restoring, "filler", filler)
+    with build(Place(3, "device", "1"), tmp_path) as program, zj.Checkpointer(tmp_path / "c") as ckpt:
+        ckpt.save(program, program.init(jax.random.key(0)))
+        ckpt.restore(program)
+    assert len(made) == toys.LAYERS
+    assert not unready
 
 
 def test_a_state_on_disk_never_passes_through_memory_whole(measured):
