@@ -26,6 +26,7 @@ import math
 import os
 import pathlib
 import shutil
+import tempfile
 import threading
 from collections.abc import Mapping
 from types import TracebackType
@@ -169,8 +170,10 @@ class Checkpointer:
         for name, value in (("max_to_keep", max_to_keep), ("save_interval_steps", save_interval_steps)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
-        if max_host_bytes is not None and (not isinstance(max_host_bytes, int) or max_host_bytes < 0):
+        if isinstance(max_host_bytes, bool) or not isinstance(max_host_bytes, int | None) or (max_host_bytes or 0) < 0:
             raise ValueError(f"max_host_bytes={max_host_bytes!r}: None or an integer of at least 0 is needed")
+        if not isinstance(best_metric, str | None):
+            raise ValueError(f"best_metric={best_metric!r}: None or the name of a metric is needed")
         if best_mode not in ("min", "max"):
             raise ValueError(f"best_mode={best_mode!r}: 'min' or 'max' is needed")
         self.directory = os.path.abspath(os.fspath(directory))
@@ -246,6 +249,7 @@ class Checkpointer:
             raise ValueError(f"best_metric={self._best!r}: metrics with that name are needed, got {sorted(metrics or ())}")
         self._take_lock(program.mesh)
         self.wait()
+        Together(program.mesh, _SAVING, CheckpointError).do(self._check_writable)
         manager = self._manager()
         with _explaining(f"saving step {step} in {self.directory}"):
             self._make_way(program.mesh, manager, step)
@@ -275,6 +279,12 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._is_closed:
             raise CheckpointError(f"this Checkpointer of {self.directory} is closed: make another")
+
+    def _check_writable(self) -> None:
+        """Make a file: where Orbax cannot make its folder, the processes that do not make it wait for it."""
+        if jax.process_index() == 0:
+            with _explaining(f"writing to {self.directory}"), tempfile.TemporaryFile(dir=self.directory):
+                pass
 
     def _make_way(self, mesh: Mesh, manager: ocp.CheckpointManager, step: int) -> None:
         """Set aside checkpoints that are newer than that from which this run went on: it makes its own."""

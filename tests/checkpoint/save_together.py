@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import pathlib
+import tempfile
 import time
 from typing import Any
 
@@ -78,7 +79,7 @@ class Broken(Counter):
         return 0
 
 
-def disk_full(*_: Any) -> None:
+def disk_full(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -116,6 +117,10 @@ def fail(program: zj.Program, directory: pathlib.Path, me: int) -> dict[str, Any
             found["left"][what] = left if me == 0 else []
 
         tried("copying", Broken())
+        with pytest.MonkeyPatch.context() as patch:
+            if me == 0:
+                patch.setattr(tempfile, "TemporaryFile", disk_full)
+            tried("making")
         with pytest.MonkeyPatch.context() as patch:
             if me == 1:
                 patch.setattr(saving, "write_manifest", disk_full)

@@ -302,9 +302,10 @@ def test_a_program_that_closes_waits_for_what_is_saved_from_its_disk(tmp_path, m
 
 
 def test_settings_out_of_range_are_refused(tmp_path):
-    for fields in ({"max_to_keep": 0}, {"save_interval_steps": 0}, {"max_host_bytes": -1}, {"best_mode": "best"}):
-        with pytest.raises(ValueError, match=next(iter(fields))):
-            zj.Checkpointer(tmp_path, **fields)
+    wrong = [("max_to_keep", 0), ("save_interval_steps", 0), ("max_host_bytes", -1), ("max_host_bytes", True)]
+    for name, value in [*wrong, ("best_mode", "best"), ("best_metric", 3)]:
+        with pytest.raises(ValueError, match=f"{name}={value!r}: "):
+            zj.Checkpointer(tmp_path, **{name: value})
     with pytest.raises(ValueError, match="mount the bucket"):
         zj.Checkpointer("gs://bucket/run")
 

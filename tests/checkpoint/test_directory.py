@@ -125,20 +125,22 @@ def test_a_forked_child_does_not_keep_the_lock(program, tmp_path):
     with zj.Checkpointer(tmp_path) as ckpt:
         state = run(program, program.init(jax.random.key(0)), ckpt, 1)
         ckpt.wait()
-        hold, release = os.pipe()
+        (hold, release), (told, tell) = os.pipe(), os.pipe()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("warnings.warn", lambda *_, **__: None)  # JAX's, that a child must not use it
             child = os.fork()
-        if child == 0:
+        if child == 0:  # what a fork does to the lock is done when it returns
+            os.write(tell, b"1")
             os.close(release)
             os.read(hold, 1)
             os._exit(0)
     try:
+        assert os.read(told, 1) == b"1"
         with zj.Checkpointer(tmp_path) as other:
             run(program, other.restore(program), other, 1)
     finally:
-        os.close(release)
-        os.close(hold)
+        for end in (release, hold, told, tell):
+            os.close(end)
         os.waitpid(child, 0)
     assert int(state.step) == 1
 

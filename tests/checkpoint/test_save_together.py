@@ -74,6 +74,8 @@ def test_what_fails_in_one_process_is_raised_in_both(found):
     _, _, (first, second) = found
     assert second["copying"] == ["save", "ZeroDivisionError", "no position", None]
     assert first["copying"] == ["save", "CheckpointError", failed_in(1), None]
+    assert [first["making"][k] for k in (0, 1, 3)] == ["save", "CheckpointError", errno.ENOSPC]
+    assert second["making"] == ["save", "CheckpointError", failed_in(0), None]
     assert second["writing"][:2] == ["wait", "CheckpointError"]
     assert second["writing"][3] == errno.ENOSPC
     assert first["writing"] == ["wait", "CheckpointError", failed_in(1), None]
@@ -81,5 +83,5 @@ def test_what_fails_in_one_process_is_raised_in_both(found):
     assert "already exists" in first["committing"][2]
     assert second["committing"] == ["wait", "CheckpointError", failed_in(0), None]
     for each in (first, second):
-        assert each["left"] == {what: [] for what in ("copying", "writing", "committing")}
+        assert each["left"] == {what: [] for what in ("copying", "making", "writing", "committing")}
         assert each["after"] == [3]
