@@ -50,6 +50,7 @@ def resident(kind, steps, **fields):
     return losses, jax.device_get(program.params(state))
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -78,6 +79,7 @@ def host_cases():
         yield pytest.param(*values, marks=[pytest.mark.exhaustive] if sum(places) % 2 else [])
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(("stage", "num_microbatches", "update_on"), host_cases())
 def test_resident_model_with_its_optimizer_state_on_the_host(stage, num_microbatches, update_on):
     fields = {"stage": stage, "clip_norm": 0.5, "num_microbatches": num_microbatches}
@@ -89,6 +91,7 @@ def test_resident_model_with_its_optimizer_state_on_the_host(stage, num_microbat
     assert kinds == {HOST}
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
 def test_tiers_agree_bit_for_bit_in_16_bits(precision):
     """Streamed steps; the resident step fuses, and so rounds, differently."""
@@ -106,6 +109,7 @@ def test_tiers_agree_bit_for_bit_in_16_bits(precision):
         toys.assert_trees_close(state, expected, atol=0)
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
 def test_gradients_of_a_streamed_step_in_16_bits_are_those_on_the_device(precision):
     """The moments after a step are the gradients; the update, compiled by layers or whole, rounds in its own way."""
@@ -123,6 +127,7 @@ def test_gradients_of_a_streamed_step_in_16_bits_are_those_on_the_device(precisi
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.max(np.abs(b)))
 
 
+@pytest.mark.usefixtures("quick_fusions")
 def test_one_layer_and_more_distance_than_layers():
     model = toys.layered()
     one = zj.LayeredModel(1, *(getattr(model, f) for f in ("init_embed", "embed", "init_block", "block", "init_head", "head")))
@@ -133,6 +138,7 @@ def test_one_layer_and_more_distance_than_layers():
         np.testing.assert_allclose(losses, expected, rtol=3e-7)
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_stages_below_3_stream_what_they_shard(stage):
     expected, _, _ = train(toys.layered(), zj.ZeroConfig(stage=stage), steps=3)

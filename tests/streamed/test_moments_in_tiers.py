@@ -51,6 +51,7 @@ def moved(program, reference):
 # --- the same bits -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(
     ("precision", "tiers"),
     [
@@ -88,6 +89,7 @@ def one_step():
     return train(build(None, {"swap_dir": None}), steps=1)
 
 
+@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(
     ("fields", "axes"),
     [
