@@ -10,7 +10,7 @@ from matrix_of_checkpoints import DISK, HOST, SAVED, STEPS, TARGETS, Place, asse
 import zerojax as zj
 
 AFTERWARDS = toys.batches(STEPS + 3)[STEPS:]
-ROUNDING = 2e-3
+ROUNDING = 2e-4
 """Of losses in float16, by the order in which gradients are summed: relative."""
 
 
