@@ -172,9 +172,7 @@ class _Nnx:
         leaves = jax.tree.leaves(nnx.get_partition_spec(self.abstract), is_leaf=lambda s: isinstance(s, PartitionSpec))
         tree = jax.tree.structure(nnx.to_pure_dict(self.abstract))
         self.specs = jax.tree.unflatten(tree, leaves)
-        self.tiles = jax.tree.unflatten(
-            tree, [v.get_metadata().get("tiles", False) for _, v in nnx.to_flat_state(self.abstract)]
-        )
+        self.tiles = jax.tree.unflatten(tree, [_tiles_of(v) for _, v in nnx.to_flat_state(self.abstract)])
 
     def _made(self, rngs: nnx.Rngs) -> nnx.Module:
         """Make the module. Arrays that it holds as plain attributes become constants, also when made while tracing."""
@@ -214,6 +212,12 @@ class _Nnx:
             return jax.random.split(one, leaf.shape) if leaf.shape else one  # layers stacked by nnx.vmap: a key each
 
         return jax.tree.unflatten(treedef, [fresh(i, leaf) for i, leaf in enumerate(leaves)])
+
+
+def _tiles_of(variable: Any) -> bool | int:
+    """Return what `Model.tiles` tells of a parameter; a stack of modules, as `nnx.vmap` makes it, is no stack of tiles."""
+    in_tiles, ndim = variable.get_metadata().get("tiles", (False, 0))
+    return in_tiles if len(variable.shape) == ndim else False
 
 
 class _Linen:

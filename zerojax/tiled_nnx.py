@@ -21,15 +21,17 @@ Initializer = Callable[..., Any]
 def _param(made: Any, in_tiles: int, tile: Callable[[Array], Array]) -> nnx.Param[Array]:
     """Return a parameter whose value, and annotation if there is one, are those of tiles.
 
-    Its `tiles` tells that it is so, as `zerojax.Model.tiles` does: how many tiles lie along the first dim.
+    Its `tiles` tells that it is so: (how many tiles lie along the first dim, its dims), for a stack of modules has more dims.
     """
     if not isinstance(made, nnx.VariableMetadata):
-        return nnx.Param(tile(made), tiles=in_tiles)
-    metadata: dict[str, Any] = {**made.metadata, "tiles": in_tiles}
+        value = tile(made)
+        return nnx.Param(value, tiles=(in_tiles, value.ndim))
+    value = tile(made.raw_value)
+    metadata: dict[str, Any] = {**made.metadata, "tiles": (in_tiles, value.ndim)}
     for name in ("out_sharding", "sharding_names", "sharding"):
         if metadata.get(name) is not None:
             metadata[name] = (None, *metadata[name])
-    return nnx.Param(tile(made.raw_value), **metadata)
+    return nnx.Param(value, **metadata)
 
 
 class TiledDense(nnx.Module):

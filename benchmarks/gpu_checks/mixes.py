@@ -136,11 +136,7 @@ BESIDE_PEER: dict[str, Any] = IN_BACKWARD | ON_HOST | {"activations": "save"}
 """What FSDP2's CPUOffloadPolicy does: states and optimizer on the host, activations kept on the device."""
 
 FEW: Mapping[str, Sequence[str]] = {
-    "fp32": [
-        "half of opt_state, distance 2",
-        "all, activations, in_backward, gather_ahead",
-        "all, activations, updated on the host",
-    ],
+    "fp32": ["half of opt_state, distance 2"],
     "bf16": ["all, activations, clipped, 4 microbatches"],
     "activations": ["a named value, pinned_host, gather_ahead"],
     "tiles": ["all, activations, in_backward"],

@@ -55,7 +55,11 @@ def moved(program, reference):
 @pytest.mark.parametrize(
     ("precision", "tiers"),
     [
-        ("fp32", {"params": HOST, "grads": HOST, "opt_state": HOST, "prefetch_distance": 2}),
+        pytest.param(
+            "fp32",
+            {"params": HOST, "grads": HOST, "opt_state": HOST, "prefetch_distance": 2},
+            marks=pytest.mark.exhaustive,
+        ),
         ("fp32", {"params": HOST, "opt_state": HOST, "update": "in_backward"}),
         ("bf16", ALL_ON_DISK),
         ("fp16", {"opt_state": DISK, "io": "tensorstore"}),
@@ -71,7 +75,7 @@ def test_tiers_agree_bit_for_bit(precision, tiers, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "kinds"),
     [
-        ({"precision": "fp32", "update": "in_backward"}, ("params", "opt_state")),
+        pytest.param({"precision": "fp32", "update": "in_backward"}, ("params", "opt_state"), marks=pytest.mark.exhaustive),
         ({"precision": "bf16"}, ("params", "grads", "opt_state")),
     ],
     ids=["fp32_in_backward", "bf16"],

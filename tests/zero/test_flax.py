@@ -244,6 +244,24 @@ def test_tiles_of_linen_modules_are_found_in_blocks_and_whole_models():
     assert layered.tiles == expected
 
 
+def test_tiles_of_nnx_modules_are_counted_and_those_of_stacked_modules_are_not():
+    class Stacked(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            make = nnx.vmap(lambda rngs: zj.TiledMLP(8, 24, num_tiles=4, rngs=rngs))
+            self.mlps = make(rngs.fork(split=3))
+            self.out = zj.TiledDense(8, 8, in_tiles=2, num_tiles=4, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.out(nnx.scan(lambda x, mlp: mlp(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.mlps))
+
+    model = zj.from_flax(lambda rngs: Stacked(rngs), lambda m, b: jnp.mean(m(b["x"]) ** 2))
+    assert model.tiles["out"] == {"bias": False, "kernel": 2}
+    assert not any(jax.tree.leaves(model.tiles["mlps"]))
+    program = zj.build_train_step(model, optax.sgd(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(devices=jax.devices()[:1]))
+    losses, _ = toys.run(program, program.init(jax.random.key(0)), [{"x": np.ones((4, 8), np.float32)}] * 2)
+    assert losses[1] < losses[0]
+
+
 def dropout_models() -> dict[str, Any]:
     c = gpt.dataclasses.replace(CONFIG, dropout=0.5)
     return {
