@@ -36,7 +36,7 @@ from zerojax.export import DTYPES, TILED, path_of
 from zerojax.jaxprs import Constant, Instruction, bind, flatten
 from zerojax.reading import masters
 from zerojax.restoring import MOST_NAMED
-from zerojax.retile import retiled
+from zerojax.retile import of_mlp, retiled
 from zerojax.saved_state import SavedContent, SavedState
 from zerojax.state import TrainState
 from zerojax.step import Program
@@ -393,6 +393,8 @@ def _compare(file: WeightFile, wanted: Sequence[Content]) -> tuple[dict[str, str
       CheckpointError: tensors that differ.
     """
     weights, contents, differ = {}, {}, []
+    here_shapes = {content.name: content.shape for content in wanted}
+    file_shapes = {name: tensor.shape for name in here_shapes if (tensor := file.tensors.get(".".join(path_of(name))))}
     for content in wanted:
         name = weights[content.name] = ".".join(path_of(content.name))
         here = f"{name} {list(content.shape)}"
@@ -408,7 +410,8 @@ def _compare(file: WeightFile, wanted: Sequence[Content]) -> tuple[dict[str, str
                 if not (name in file.tiled or content.tiles):
                     raise ValueError("")
                 both = (is_tiled, content.tiles)
-                retiled(content.name, tensor.shape, content.shape, stacked=content.lead > 0, tiled=both)
+                is_mlp = of_mlp(content.name, here_shapes) and of_mlp(content.name, file_shapes)
+                retiled(tensor.shape, content.shape, stacked=content.lead > 0, tiled=both, is_mlp=is_mlp)
             except ValueError as error:
                 differ.append(f"{name} {list(tensor.shape)}, and here it is {list(content.shape)}{error}")
         contents[content.name] = told

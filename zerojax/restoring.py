@@ -11,6 +11,7 @@ Nothing of the program's own is touched before the checkpoint was compared with 
 
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -29,7 +30,7 @@ from zerojax.disk import Disk
 from zerojax.layout import Layout, explicit, named
 from zerojax.precision import init_loss_scale
 from zerojax.processes import Together
-from zerojax.retile import Retiled, retiled
+from zerojax.retile import Retiled, of_mlp, retiled
 from zerojax.saved_state import SavedContent, SavedState
 from zerojax.state import OnDisk, Split, TrainState
 
@@ -90,6 +91,7 @@ class Restoring:
         """
         differ: list[str] = []
         found = [self._source(content, saved, differ) for content in self.contents]
+        differ += _unconverted(found)
         here = {content.name for content in self.contents}
         unread = sorted(name for name in [*saved.contents, *saved.values] if name not in here and not _may_be_left(name, saved))
         differ += [f"{name}, which this program's state has not" for name in unread]
@@ -113,7 +115,7 @@ class Restoring:
             if told.shape == content.shape:
                 return Source(content, saved)
             try:
-                return Source(content, saved, tiles=self._retiled(content, told))
+                return Source(content, saved, tiles=self._retiled(content, told, saved))
             except ValueError as error:
                 differ.append(f"{name} {list(told.shape)}, and here it is {list(content.shape)}{error}")
             return Source(content, saved)
@@ -122,10 +124,12 @@ class Restoring:
             differ.append(f"no {name} {list(content.shape)}")
         return Source(content, saved, value=np.zeros((), content.dtype) if value is None else value)
 
-    def _retiled(self, content: Content, told: SavedContent) -> Retiled:
+    def _retiled(self, content: Content, told: SavedContent, saved: SavedState) -> Retiled:
+        here = {one.name: one.shape for one in self.contents}
+        there = {name: one.shape for name, one in saved.contents.items()}
         return retiled(
-            content.name, told.shape, content.shape, stacked=told.lead > 0 and content.lead > 0,
-            tiled=(told.is_tiled, content.tiles),
+            told.shape, content.shape, stacked=told.lead > 0 and content.lead > 0, tiled=(told.is_tiled, content.tiles),
+            is_mlp=of_mlp(content.name, here) and of_mlp(content.name, there),
         )  # fmt: skip
 
     def _missing(self, name: str, saved: SavedState) -> np.ndarray | None:
@@ -307,6 +311,21 @@ class Source:
             return made[box]
 
         return jax.make_array_from_callback(tuple(shape), sharding, shard)
+
+
+def _unconverted(sources: Sequence[Source]) -> list[str]:
+    """Return what to say of leaves that belong to a weight which is read in other tiles, and are not like it.
+
+    Such are the row and column sums of a factored moment: they may have the same shape for other tiles, and other meaning.
+    """
+    read = {s.content.name.removeprefix("weights"): s.tiles for s in sources if s.content.name.startswith("weights")}
+    told = []
+    for source in sources if any(read.values()) else ():
+        name, shape = source.content.name, list(source.content.shape)
+        owner = max((path for path in read if name.endswith(path)), key=len, default=None)
+        if owner is not None and read[owner] is not None and source.tiles is None and math.prod(shape) > 1:
+            told.append(f"{name} {shape}, which is not like its weight, and so is not converted to other tiles")
+    return told
 
 
 def _may_be_left(name: str, saved: SavedState) -> bool:

@@ -8,13 +8,13 @@ A weight [D, F] in tiles is [T, D / i, F / o], T = o i, of which tile k i + j ho
 Shapes tell the grid where one side is dense or one tile. Between two stacks of several tiles they leave it open which dims are
 cut where both may be. The program's own grid is known where its model tells how many tiles lie along the first dim
 (`zerojax.Model.tiles`), and with it the saved one; else the weights of an MLP, cut along its hidden dim alone, are told by
-their names.
+their names and each other's shapes.
 """
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -89,17 +89,33 @@ class Retiled:
                 )
 
 
+def of_mlp(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell whether a leaf is one of an MLP in tiles of its hidden dim, as `zerojax.tiling.tile_mlp` makes it: up[.., T, D, h]
+    beside down[.., T, h, D].
+
+    Args:
+      name: of the leaf.
+      shapes: of all leaves, by name.
+    """
+    parent = next((name.removesuffix(f"['{end}']") for end in MLP_NAMES if name.endswith(f"['{end}']")), None)
+    if parent is None:
+        return False
+    up, down = (shapes.get(f"{parent}['{end}']", ()) for end in ("up", "down"))
+    return len(up) >= 3 and up[:-2] == down[:-2] and up[-2:] == down[-2:][::-1]
+
+
 def retiled(
-    name: str, saved: tuple[int, ...], here: tuple[int, ...], *, stacked: bool, tiled: tuple[bool, bool | int]
+    saved: tuple[int, ...], here: tuple[int, ...], *, stacked: bool, tiled: tuple[bool, bool | int], is_mlp: bool
 ) -> Retiled:
     """Return how to read a leaf of shape `saved` as one of shape `here`.
 
     Args:
-      name: of the leaf.
       saved: its shape in the checkpoint.
       here: its shape in the program.
       stacked: its first dim counts layers.
       tiled: whether the leaf is known to be a stack of tiles, there and here; here as `zerojax.Model.tiles` tells it.
+        One tile may be taken for none.
+      is_mlp: whether it is a leaf of an MLP, there and here (`of_mlp`).
 
     Raises:
       ValueError: they do not stand for one dense weight, or leave open which; says why.
@@ -112,14 +128,16 @@ def retiled(
         return Retiled(_cut(b, a), Grid((1,) * len(b), b, False), lead)
     if len(b) == len(a) + 1 and len(a) in (1, 2) and tiled[1]:
         return Retiled(Grid((1,) * len(a), a, False), _cut(a, b), lead)
-    if len(a) != len(b) or not all(tiled) or math.prod(a) != math.prod(b) or len(a) not in (2, 3):
+    if len(a) != len(b) or math.prod(a) != math.prod(b) or len(a) not in (2, 3):
+        raise ValueError("")
+    if not any(tiled) or not all(flag or shape[0] == 1 for flag, shape in zip(tiled, (a, b), strict=True)):
         raise ValueError("")
     in_tiles = tiled[1]
     if not isinstance(in_tiles, bool):
         grid = _grid(b, in_tiles)
         dense = tuple(c * n for c, n in zip(grid.counts, grid.tile, strict=True))
         return Retiled(_cut(dense, a), grid, lead)
-    return Retiled(*_both(name, a, b), lead)
+    return Retiled(*_both(a, b, is_mlp), lead)
 
 
 def _grid(tiles: tuple[int, ...], in_tiles: int) -> Grid:
@@ -137,15 +155,14 @@ def _cut(dense: tuple[int, ...], tiles: tuple[int, ...]) -> Grid:
     return Grid(counts, tiles[1:], True)
 
 
-def _both(name: str, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Grid, Grid]:
+def _both(a: tuple[int, ...], b: tuple[int, ...], is_mlp: bool) -> tuple[Grid, Grid]:
     """Return the grids of two stacks of tiles."""
     for one, other, swap in ((a, b, False), (b, a, True)):
         if one[0] == 1:
             whole, cut = Grid((1,) * (len(one) - 1), one[1:], True), _cut(one[1:], other)
             return (cut, whole) if swap else (whole, cut)
     differ = [k for k, (m, n) in enumerate(zip(a[1:], b[1:], strict=True)) if m != n]
-    named = any(name.endswith(f"['{end}']") for end in MLP_NAMES)
-    if len(differ) != 1 or (len(a) == 3 and not named):
+    if len(differ) != 1 or (len(a) == 3 and not is_mlp):
         raise ValueError(
             f": {a[0]} tiles and {b[0]} may be cut along one dim or both; tell by the model's tiles how many of {b[0]} lie "
             "along the first"

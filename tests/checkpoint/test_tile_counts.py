@@ -13,6 +13,7 @@ from test_resume import ON_HOST, build
 
 import zerojax as zj
 from zerojax import tiling
+from zerojax.checkpoint_error import CheckpointError
 from zerojax.retile import retiled
 
 
@@ -97,6 +98,58 @@ def test_a_dense_layer_in_tiles_along_both_dims_is_restored_as_any_other(tmp_pat
         assert_same(numbers(tmp_path / f"again {grid}", 1), numbers(tmp_path / str(grids[0]), 1))
 
 
+def saved_and_restored(folder, source, target, tx=None):
+    """Return the weights of a model, and what another has of them after a restore."""
+    mesh = zj.make_mesh(devices=jax.devices()[:1])
+    programs = [zj.build_train_step(m, tx or optax.adam(1e-2), zj.ZeroConfig(stage=0), mesh) for m in (source, target)]
+    state = programs[0].init(jax.random.key(0))
+    with zj.Checkpointer(folder) as ckpt:
+        ckpt.save(programs[0], state)
+        return state.params, ckpt.restore(programs[1]).params
+
+
+def linen_model(layer):
+    return zj.from_flax(layer, lambda m, b: jnp.mean(m(b["x"]) ** 2), example_batch={"x": jnp.ones((4, 16))})
+
+
+@pytest.mark.parametrize(("there", "here"), [(1, 4), (4, 1), (2, 4)])
+def test_a_linen_mlp_goes_from_any_tiles_to_one_and_back(there, here, tmp_path):
+    models = [linen_model(zj.linen.TiledMLP(24, num_tiles=n, gated=True)) for n in (there, here)]
+    weights, restored = saved_and_restored(tmp_path, *models)
+    jax.tree.map(np.testing.assert_array_equal, tiling.untile_mlp(restored), tiling.untile_mlp(weights))
+
+
+def test_a_linen_dense_layer_goes_to_one_tile(tmp_path):
+    models = [linen_model(zj.linen.TiledDense(24, num_tiles=n, in_tiles=n)) for n in (2, 1)]
+    weights, restored = saved_and_restored(tmp_path, *models)
+    np.testing.assert_array_equal(restored["kernel"][0], tiling.untile_kernel(weights["kernel"], in_tiles=2))
+
+
+def function_model(in_tiles, out_tiles, flag):
+    def init(key):
+        return {"up": tiling.tile_kernel(jax.random.normal(key, (16, 16)), in_tiles=in_tiles, out_tiles=out_tiles)}
+
+    return zj.Model(init, lambda p, b, _: jnp.mean(tiling.tiled_dense(b["x"], p["up"], in_tiles=in_tiles)), tiles={"up": flag})
+
+
+def test_a_weight_with_the_name_of_an_mlps_is_not_taken_for_it(tmp_path):
+    with pytest.raises(CheckpointError, match=r"\['up'\] \[4, 8, 8\], .*tell by the model's tiles how many of 2"):
+        saved_and_restored(tmp_path / "a", function_model(2, 2, True), function_model(2, 1, True))
+    weights, restored = saved_and_restored(tmp_path / "b", function_model(2, 2, True), function_model(2, 1, 2))
+    found, expected = (tiling.untile_kernel(tree["up"], in_tiles=2) for tree in (restored, weights))
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_moments_that_are_not_like_their_weights_are_not_restored_in_other_tiles(tmp_path):
+    """Of a factored moment in 4 tiles, those of rows have one shape whatever the grid."""
+    models = [function_model(2, 2, 2), function_model(4, 1, 4)]
+    with pytest.raises(CheckpointError, match=r"v_row\['up'\] \[4, .*is not like its weight, and so is not converted"):
+        saved_and_restored(tmp_path / "a", *models, tx=optax.adafactor(1e-2, min_dim_size_to_factor=4))
+    weights, restored = saved_and_restored(tmp_path / "b", *models, tx=optax.adafactor(1e-2))  # nothing is factored
+    found, expected = (tiling.untile_kernel(tree["up"], in_tiles=n) for tree, n in ((restored, 4), (weights, 2)))
+    np.testing.assert_array_equal(found, expected)
+
+
 class Whole:
     """A leaf in memory, read as records are."""
 
@@ -126,17 +179,17 @@ def test_boxes_of_tiles_are_those_of_the_dense_weight(source, target, told, stac
     one_dim = source and target and all(1 in grid for grid in (source, target))
     known = None in (source, target) or (1, 1) in (source, target) or told
     same_dim = one_dim and [n > 1 for n in source] == [n > 1 for n in target]
-    name = "weights['mlp']['up']" if same_dim else "weights['kernel']"
     if not known and not same_dim:
         with pytest.raises(ValueError, match=r"may be cut along one dim or both|^$"):
-            retiled(name, saved.shape, here.shape, stacked=stacked, tiled=(True, True))
+            retiled(saved.shape, here.shape, stacked=stacked, tiled=(True, True), is_mlp=False)
         return
     flag = target is not None and (target[0] if told else True)
-    how = retiled(name, saved.shape, here.shape, stacked=stacked, tiled=(source is not None, flag))
+    tiled = (source is not None, flag)
+    how = retiled(saved.shape, here.shape, stacked=stacked, tiled=tiled, is_mlp=bool(same_dim) and not told)
     for part in (slice(None), slice(1, 2)):
         box = tuple(range(n)[part] for n in here.shape)
         out = np.empty([len(r) for r in box], np.float32)
-        how.read(Whole(saved), name, tuple((r.start, r.stop) for r in box), out)
+        how.read(Whole(saved), "w", tuple((r.start, r.stop) for r in box), out)
         np.testing.assert_array_equal(out, here[tuple(slice(r.start, r.stop) for r in box)])
 
 
@@ -152,4 +205,4 @@ def test_boxes_of_tiles_are_those_of_the_dense_weight(source, target, told, stac
 )
 def test_other_weights_are_not_taken_for_tiles(saved, here, tiled):
     with pytest.raises(ValueError, match=r"^$"):
-        retiled("weights['up']", saved, here, stacked=False, tiled=tiled)
+        retiled(saved, here, stacked=False, tiled=tiled, is_mlp=False)
