@@ -323,7 +323,8 @@ def _unconverted(sources: Sequence[Source]) -> list[str]:
     for source in sources if any(read.values()) else ():
         name, shape = source.content.name, list(source.content.shape)
         owner = max((path for path in read if name.endswith(path)), key=len, default=None)
-        if owner is not None and read[owner] is not None and source.tiles is None and math.prod(shape) > 1:
+        is_one = math.prod(shape) == 1 or (source.value is not None and source.value.size == 1)
+        if owner is not None and read[owner] is not None and source.tiles is None and not is_one:
             told.append(f"{name} {shape}, which is not like its weight, and so is not converted to other tiles")
     return told
 

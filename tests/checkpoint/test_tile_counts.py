@@ -140,6 +140,24 @@ def test_a_weight_with_the_name_of_an_mlps_is_not_taken_for_it(tmp_path):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("form", ["safetensors", "orbax"])
+def test_exported_tiles_are_imported_as_any_others(form, tmp_path):
+    """With an optimizer whose moments begin at one number."""
+    mesh = zj.make_mesh(devices=jax.devices()[:1])
+    config = zj.ZeroConfig(stage=0)
+    source, target = (
+        zj.build_train_step(function_model(*grid, grid[0]), optax.adam(1e-2), config, mesh) for grid in ((2, 2), (4, 2))
+    )
+    state = source.init(jax.random.key(0))
+    with zj.Checkpointer(tmp_path / "c") as ckpt:
+        ckpt.save(source, state)
+    getattr(zj, f"export_{form}")(tmp_path / "c", tmp_path / "out")
+    imported = zj.import_params(target, tmp_path / "out", key=jax.random.key(1))
+    found = tiling.untile_kernel(imported.params["up"], in_tiles=4)
+    np.testing.assert_array_equal(found, tiling.untile_kernel(state.params["up"], in_tiles=2))
+    assert not np.any(imported.opt_state[0].mu["up"])
+
+
 def test_moments_that_are_not_like_their_weights_are_not_restored_in_other_tiles(tmp_path):
     """Of a factored moment in 4 tiles, those of rows have one shape whatever the grid."""
     models = [function_model(2, 2, 2), function_model(4, 1, 4)]
