@@ -296,6 +296,8 @@ class _Records(SavedRecords):
 class _Imported(SavedState):
     """A state of which a file holds the weights."""
 
+    has_opt_state = False
+
     def __init__(
         self,
         file: WeightFile,

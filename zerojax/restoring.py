@@ -91,7 +91,8 @@ class Restoring:
         """
         differ: list[str] = []
         found = [self._source(content, saved, differ) for content in self.contents]
-        differ += _unconverted(found)
+        if saved.has_opt_state:
+            differ += _unconverted(found)
         here = {content.name for content in self.contents}
         unread = sorted(name for name in [*saved.contents, *saved.values] if name not in here and not _may_be_left(name, saved))
         differ += [f"{name}, which this program's state has not" for name in unread]
@@ -323,8 +324,7 @@ def _unconverted(sources: Sequence[Source]) -> list[str]:
     for source in sources if any(read.values()) else ():
         name, shape = source.content.name, list(source.content.shape)
         owner = max((path for path in read if name.endswith(path)), key=len, default=None)
-        is_one = math.prod(shape) == 1 or (source.value is not None and source.value.size == 1)
-        if owner is not None and read[owner] is not None and source.tiles is None and not is_one:
+        if owner is not None and read[owner] is not None and source.tiles is None and math.prod(shape) > 1:
             told.append(f"{name} {shape}, which is not like its weight, and so is not converted to other tiles")
     return told
 

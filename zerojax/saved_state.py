@@ -128,7 +128,10 @@ class SavedState:
       records: the others' bytes.
       keys: implementations of the random keys among the values, by name.
       data: positions of the iterators, by process.
+      has_opt_state: it was saved; else it is made for the program that restores the weights.
     """
+
+    has_opt_state = True
 
     def __init__(self, folder: str) -> None:
         """Read the descriptions.
