@@ -159,10 +159,11 @@ def run(name: str, size: Size, folder: str) -> dict[str, Any]:
 
 def saved_stores(program: Any, state: Any, folder: str) -> Any:
     """Return what is told of the stores of a state, saved into a folder."""
+    from zerojax.program_state import begin_save
     from zerojax.saved_state import SavedState
 
     os.makedirs(folder)
-    program.saving(state, folder).finish()
+    begin_save(program, state, folder).finish()
     with SavedState(folder) as saved:
         return saved.records.stores
 

@@ -40,6 +40,7 @@ from jax.sharding import Mesh
 from host_offload.snapshot import sync
 from zerojax.checkpoint_error import CheckpointError, DamagedError, IteratorError, explained
 from zerojax.processes import Beside, Together
+from zerojax.program_state import begin_save, restore_state
 from zerojax.saved_state import SavedState, position_of
 from zerojax.saving import Saving
 from zerojax.state import TrainState
@@ -107,7 +108,7 @@ class _StateSave(ocp.args.CheckpointArgs):
         self.beside.begin()
         try:
             assert self.state is not None
-            self.saving = self.program.saving(self.state, folder, max_host_bytes=self.max_host_bytes, data=self.data)
+            self.saving = begin_save(self.program, self.state, folder, max_host_bytes=self.max_host_bytes, data=self.data)
         except BaseException as error:
             if jax.process_count() == 1:
                 raise
@@ -431,7 +432,7 @@ class Checkpointer:
             try:
                 with self._saved(one, program.mesh) as saved:
                     position = _position(saved, data)
-                    state = program.restored(saved, verify=self._verify)
+                    state = restore_state(program, saved, verify=self._verify)
             except DamagedError as error:
                 if one == wanted[-1]:
                     raise

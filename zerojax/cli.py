@@ -13,12 +13,15 @@ from collections.abc import Sequence
 import jax
 
 from host_offload.swap_error import SwapError
-from zerojax import bench_io, export, inspect, memory
+from zerojax.bench_io import report as disk_report
 from zerojax.checkpoint_error import CheckpointError
+from zerojax.export import DTYPES, export_orbax, export_safetensors
+from zerojax.inspect import NoCheckpointError, inspect
+from zerojax.memory import collective_elements, model_state_bytes, state_bytes
 from zerojax.precision import PRECISIONS
 from zerojax.stages import STAGES
 
-_EXPORTS = {"orbax": export.export_orbax, "safetensors": export.export_safetensors}
+_EXPORTS = {"orbax": export_orbax, "safetensors": export_safetensors}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,13 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     weights.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
     weights.add_argument("out", help="what to write; nothing may be there")
     weights.add_argument("--format", choices=list(_EXPORTS), required=True)
-    weights.add_argument("--dtype", choices=list(export.DTYPES), default="float32")
+    weights.add_argument("--dtype", choices=list(DTYPES), default="float32")
     weights.add_argument("--step", type=int, help="of a directory; without it, its newest whole step")
     options = parser.parse_args(arguments)
     if options.command == "inspect":
         try:
-            report = inspect.inspect(options.folder, verify=options.verify)
-        except inspect.NoCheckpointError as error:
+            report = inspect(options.folder, verify=options.verify)
+        except NoCheckpointError as error:
             parser.exit(2, f"zerojax inspect: {error}\n")
         print(report.text)
         if not report.is_whole:
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.gib <= 0 or options.rounds < 1:
             parser.error("--gib must be more than 0, and --rounds at least 1")
         try:
-            print(bench_io.report(options.folder, num_bytes=int(options.gib * 2**30), num_rounds=options.rounds))
+            print(disk_report(options.folder, num_bytes=int(options.gib * 2**30), num_rounds=options.rounds))
         except (ValueError, SwapError) as error:
             parser.exit(1, f"zerojax bench-io: {error}\n")
         return
@@ -81,14 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def memory_table(num_params: int, shards: int, precision: str, moments: int, num_microbatches: int) -> str:
     """Return one line for each stage."""
-    per_param = memory.state_bytes(precision, moments=moments, num_microbatches=num_microbatches)
+    per_param = state_bytes(precision, moments=moments, num_microbatches=num_microbatches)
     rows = [
         f"{num_params:,} parameters over {shards} devices, {precision}: {per_param.total} bytes each before sharding",
         f"{'stage':>5} {'params':>10} {'grads':>10} {'master':>10} {'opt_state':>10} {'total':>10}   GiB a device; sent a step",
     ]
     for stage in STAGES:
-        held = memory.model_state_bytes(num_params, stage, shards, per_param)
-        sent = sum(memory.collective_elements(num_params, stage, shards, num_microbatches).values())
+        held = model_state_bytes(num_params, stage, shards, per_param)
+        sent = sum(collective_elements(num_params, stage, shards, num_microbatches).values())
         cells = " ".join(f"{held[kind] / 2**30:>10.3f}" for kind in ("params", "grads", "master", "opt_state", "total"))
         rows.append(f"{stage:>5} {cells}   {sent / num_params:.2f} P")
     return "\n".join(rows)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zerojax import hlo
+from zerojax.hlo import Instruction
 from zerojax.hlo_values import CALLS, DONE, OTHER, Frame, entry_frame, equal, parse_arrays, walk
 
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
@@ -144,7 +144,7 @@ def host_link_bytes(text: str, unknown_trips: int | None = None) -> dict[str, in
     return total
 
 
-def _known(times: int | None, frame: Frame, i: hlo._Instruction) -> int:
+def _known(times: int | None, frame: Frame, i: Instruction) -> int:
     if times is None:
         raise ValueError(
             f"{i.result} in {frame.computation.name} uses host memory in a loop whose trip count is not known: "
@@ -157,7 +157,7 @@ def _direction(source_on_host: bool, target_on_host: bool) -> str:
     return "host_to_host" if source_on_host and target_on_host else "to_device" if source_on_host else "to_host"
 
 
-def _host_slice(frame: Frame, i: hlo._Instruction, times: int | None) -> HostSlice:
+def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
     stack, result = frame.arrays(i.operands[0])[0], parse_arrays(i.shape)[0]
     written = i.op == "dynamic-update-slice"
     part = frame.arrays(i.operands[1])[0] if written else result
@@ -213,7 +213,7 @@ def _descriptor(rest: str) -> tuple[bool, Descriptor | None]:
     return True, Descriptor(*(int(numbers.get(f, 0)) for f in Descriptor._fields))
 
 
-def _host_copy(frame: Frame, i: hlo._Instruction, times: int | None) -> HostCopy | None:
+def _host_copy(frame: Frame, i: Instruction, times: int | None) -> HostCopy | None:
     sources = [frame.arrays(o)[0] for o in i.operands if frame.arrays(o)]
     results = parse_arrays(i.shape)[: 1 if i.op == "copy-start" else None]  # (result, operand, context)
     if i.op in _SLICES and sources and sources[0].on_host:

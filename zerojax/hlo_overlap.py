@@ -11,7 +11,7 @@ between are counted as often as they run): time that hides the transfer.
 import dataclasses
 import re
 
-from zerojax import hlo
+from zerojax.hlo import COLLECTIVES, TRIPS, Instruction, parse_module, shapes_of
 
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|fmha|cudnn|conv)[^"]*"', re.IGNORECASE)
 _WAITED = re.compile(r'"is_sync":\s*true')
@@ -47,7 +47,7 @@ def spans(text: str, unknown_trips: int = 1) -> list[Span]:
       text: `compiled.as_text()`.
       unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step that is 1.
     """
-    entry, bodies = hlo._parse(text)
+    entry, bodies = parse_module(text)
     products = _Products(bodies, unknown_trips)
     found: list[Span] = []
 
@@ -83,18 +83,18 @@ def spans(text: str, unknown_trips: int = 1) -> list[Span]:
 class _Products:
     """Counts the matrix products that instructions run."""
 
-    def __init__(self, bodies: dict[str, list[hlo._Instruction]], unknown_trips: int) -> None:
+    def __init__(self, bodies: dict[str, list[Instruction]], unknown_trips: int) -> None:
         self.bodies, self.unknown_trips = bodies, unknown_trips
         self._counts: dict[str, int] = {}
 
-    def trips(self, i: hlo._Instruction) -> int:
-        known = hlo._TRIPS.search(i.rest)
+    def trips(self, i: Instruction) -> int:
+        known = TRIPS.search(i.rest)
         return int(known.group(1)) if known else self.unknown_trips
 
-    def of(self, instructions: list[hlo._Instruction]) -> int:
+    def of(self, instructions: list[Instruction]) -> int:
         return sum(self._one(i) for i in instructions)
 
-    def _one(self, i: hlo._Instruction) -> int:
+    def _one(self, i: Instruction) -> int:
         if i.op in ("dot", "convolution"):
             return 1
         if i.op == "custom-call":
@@ -110,7 +110,7 @@ class _Products:
         return self._counts[computation]
 
 
-def _end(instructions: list[hlo._Instruction], start: int) -> int | None:
+def _end(instructions: list[Instruction], start: int) -> int | None:
     """Return the index of the instruction that waits for a start; None where it is not split."""
     i = instructions[start]
     if not i.op.endswith("-start"):
@@ -118,18 +118,18 @@ def _end(instructions: list[hlo._Instruction], start: int) -> int | None:
     return next(n for n in range(start + 1, len(instructions)) if i.result in instructions[n].operands)
 
 
-def _kind(i: hlo._Instruction, results: dict[str, str], bodies: dict[str, list[hlo._Instruction]]) -> str | None:
+def _kind(i: Instruction, results: dict[str, str], bodies: dict[str, list[Instruction]]) -> str | None:
     op = i.op.removesuffix("-start")
     if op == "async":
-        op = next((inner.op for c in i.called for inner in bodies.get(c, ()) if inner.op in hlo.COLLECTIVES), op)
-    if op in hlo.COLLECTIVES:
+        op = next((inner.op for c in i.called for inner in bodies.get(c, ()) if inner.op in COLLECTIVES), op)
+    if op in COLLECTIVES:
         return op
     if op not in _MOVES or (not any(_HOST in results.get(o, "") for o in i.operands) and _HOST not in i.shape):
         return None
     return "to_host" if _HOST in _result(i) else "to_device"
 
 
-def _result(i: hlo._Instruction) -> str:
+def _result(i: Instruction) -> str:
     """Return the shape that an instruction makes: of a start, what its end returns."""
     if i.op == "copy-start":  # (result, operand, context)
         return i.shape.split("}, ")[0]
@@ -138,12 +138,12 @@ def _result(i: hlo._Instruction) -> str:
     return i.shape
 
 
-def _num_bytes(i: hlo._Instruction, kind: str, results: dict[str, str], end: hlo._Instruction) -> int:
-    if kind in hlo.COLLECTIVES:
+def _num_bytes(i: Instruction, kind: str, results: dict[str, str], end: Instruction) -> int:
+    if kind in COLLECTIVES:
         counted = [i.shape] if kind != "reduce-scatter" else [results.get(o, "") for o in i.operands]
         counted = [end.shape] if kind != "reduce-scatter" and end is not i else counted
     elif kind == "to_host" and "update-slice" in i.rest + i.result:
         counted = [results.get(i.operands[1], "")]
     else:
         counted = [end.shape]
-    return sum(n for shape in counted for _, n in hlo._shapes(shape))
+    return sum(n for shape in counted for _, n in shapes_of(shape))

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax import hlo
+from zerojax.hlo import INSTRUCTION, TRIPS, Instruction, bits_of, computations_of
 
 ARGUMENT, OTHER = "array", "other"
 DONE = ("fusion-done", "async-done", "async-update", "copy-done", "call-done")
@@ -54,12 +54,12 @@ class Array:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.dims) * hlo._bits(self.dtype) // 8
+        return math.prod(self.dims) * bits_of(self.dtype) // 8
 
     @property
     def integers(self) -> range | None:
         """The integers that an element can be; None if it is no integer."""
-        bits = hlo._bits(self.dtype)
+        bits = bits_of(self.dtype)
         if self.dtype == "pred":
             return range(2)
         return {"u": range(1 << bits), "s": range(-(1 << bits - 1), 1 << bits - 1)}.get(self.dtype[0])
@@ -67,7 +67,7 @@ class Array:
     def stride(self, dim: int) -> int:
         """Return the bytes from one index of `dim` to the next."""
         faster = self.minor_to_major[: self.minor_to_major.index(dim)]
-        return math.prod(self.dims[d] for d in faster) * hlo._bits(self.dtype) // 8
+        return math.prod(self.dims[d] for d in faster) * bits_of(self.dtype) // 8
 
 
 def parse_arrays(shape: str) -> list[Array]:
@@ -89,7 +89,7 @@ class Computation:
 
     name: str
     root: str
-    instructions: dict[str, hlo._Instruction]
+    instructions: dict[str, Instruction]
 
 
 def entry_frame(text: str) -> "Frame":
@@ -99,9 +99,9 @@ def entry_frame(text: str) -> "Frame":
       text: `compiled.as_text()`.
     """
     entry, program = "", {}
-    for is_entry, name, lines in hlo._computations(text):
-        matches = [(line, hlo._INSTRUCTION.match(line)) for line in lines]
-        found = {m.group(1): hlo._Instruction(*m.groups()) for _, m in matches if m is not None}
+    for is_entry, name, lines in computations_of(text):
+        matches = [(line, INSTRUCTION.match(line)) for line in lines]
+        found = {m.group(1): Instruction(*m.groups()) for _, m in matches if m is not None}
         root = next((m.group(1) for line, m in matches if m is not None and line.lstrip().startswith("ROOT ")), "")
         program[name] = Computation(name, root, found)
         entry = name if is_entry else entry
@@ -110,7 +110,7 @@ def entry_frame(text: str) -> "Frame":
 
 def walk(
     frame: "Frame", unknown_trips: int | None = None, times: int | None = 1
-) -> Iterator[tuple["Frame", hlo._Instruction, int | None]]:
+) -> Iterator[tuple["Frame", Instruction, int | None]]:
     """Visit every instruction that runs, with the times that it does; None where that is not known.
 
     Args:
@@ -162,7 +162,7 @@ class Frame:
             self._values[name] = found
         return self._values[name]
 
-    def inner(self, i: hlo._Instruction) -> "list[tuple[Frame, int | None]]":
+    def inner(self, i: Instruction) -> "list[tuple[Frame, int | None]]":
         """Return the computations that an instruction runs, and how often."""
         if i.op == "while":
             trips, element, _ = self._loop(i)
@@ -174,7 +174,7 @@ class Frame:
             return [(Frame(self.program, c, lambda n: self.value(i.operands[n]), self.trips), 1) for c in i.called[:1]]
         return []
 
-    def _evaluate(self, i: hlo._Instruction) -> Any:
+    def _evaluate(self, i: Instruction) -> Any:
         if i.op == "parameter":
             return self.argument(int(i.rest.split(")")[0]))
         if i.op == "tuple":
@@ -200,14 +200,14 @@ class Frame:
             return _compute(i, [self.value(o) for o in i.operands])
         return OTHER
 
-    def _loop(self, i: hlo._Instruction) -> tuple[int | None, _Element, _Element]:
+    def _loop(self, i: Instruction) -> tuple[int | None, _Element, _Element]:
         """Return a loop's trips, and what is known of each element that it carries: inside it, and after it."""
         if i.result not in self._loops:
             self._loops[i.result] = self._follow(i)
         return self._loops[i.result]
 
-    def _follow(self, i: hlo._Instruction) -> tuple[int | None, _Element, _Element]:
-        count, body = hlo._TRIPS.search(i.rest), _BODY.search(i.rest)
+    def _follow(self, i: Instruction) -> tuple[int | None, _Element, _Element]:
+        count, body = TRIPS.search(i.rest), _BODY.search(i.rest)
         trips, initial = int(count.group(1)) if count else None, self.value(i.operands[0])
         assert body is not None
         known: dict[int, Any] = {}
@@ -256,14 +256,14 @@ def _element(value: Any, n: int) -> Any:
     return value(n) if callable(value) else value if isinstance(value, str) else OTHER
 
 
-def _constant(i: hlo._Instruction) -> Any:
+def _constant(i: Instruction) -> Any:
     text = {"true": "1", "false": "0"}.get(i.rest.split(")")[0], i.rest.split(")")[0])
     if re.fullmatch(r"-?\d+", text):
         return np.asarray(int(text))
     return _ints(text) if re.fullmatch(r"\{(-?\d+(, )?)+\}", text) else OTHER
 
 
-def _compute(i: hlo._Instruction, values: list[Any]) -> Any:
+def _compute(i: Instruction, values: list[Any]) -> Any:
     """Apply an instruction to integers; where they are not all known, say why."""
     if all(isinstance(v, np.ndarray) for v in values):
         if i.op == "compare":

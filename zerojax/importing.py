@@ -34,6 +34,7 @@ from zerojax.contents import INLINE_ELEMENTS, Content
 from zerojax.elementwise import POINTWISE
 from zerojax.export import DTYPES, TILED, path_of
 from zerojax.jaxprs import Constant, Instruction, bind, flatten
+from zerojax.program_state import contents_of_program, restore_state
 from zerojax.reading import masters
 from zerojax.restoring import MOST_NAMED
 from zerojax.retile import of_mlp, retiled
@@ -347,13 +348,15 @@ def import_params(program: Program, path: str | os.PathLike[str], *, key: jax.Ar
     """
     data = _key_data(key, program)
     file = open_weights(path)
-    weights, contents = _compare(file, [c for c in program.contents if c.name.startswith("weights") and not c.is_derived])
+    weights, contents = _compare(
+        file, [c for c in contents_of_program(program) if c.name.startswith("weights") and not c.is_derived]
+    )
     with jax.set_mesh(program.mesh):
         made = initial_values(program.tx.init, program.layout.abstract_params)
     names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(program.layout.abstract_params)[0]]
     constants: dict[str, np.ndarray] = {}
     others = []
-    states = [content for content in program.contents if content.path.startswith(".opt_state")]
+    states = [content for content in contents_of_program(program) if content.path.startswith(".opt_state")]
     for content, value in zip(states, made, strict=True):
         if jnp.issubdtype(content.dtype, jax.dtypes.prng_key):
             raise ValueError(
@@ -373,7 +376,7 @@ def import_params(program: Program, path: str | os.PathLike[str], *, key: jax.Ar
             f"tx.init makes {others[0]} of the weights, as neither a constant nor a copy: import into a program whose params, "
             "grads and opt_state are on the device with update='after_backward', save it, and restore it here"
         )
-    state = program.restored(_Imported(file, contents, weights, constants, data))
+    state = restore_state(program, _Imported(file, contents, weights, constants, data))
     return _initialised(program, state) if others else state
 
 

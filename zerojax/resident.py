@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.config import ZeroConfig
 from zerojax.layout import Layout, init_params, named
@@ -39,18 +39,18 @@ def plain_loss(model: Model | LayeredModel, layout: Layout) -> Loss:
     """Return the loss over whole parameters, before any gather is inserted."""
     remat = layout.config.activations == "remat"
     if isinstance(model, LayeredModel):
-        return layered_loss(model, remat=remat, constrain=lambda x: constrain_batch(layout, x))
+        return layered_loss(model, remat=remat, constrain=lambda x: constrain_batch(layout.mesh, x))
     return remat_by_segments(model.loss) if remat else model.loss
 
 
-def constrain_batch(layout: Layout, x: Any) -> Any:
+def constrain_batch(mesh: Mesh, x: Any) -> Any:
     """Keep dim 0 of activations split as the batch is; other dims are left to the partitioner."""
 
     def constrain(a: jax.Array) -> jax.Array:
-        if a.ndim == 0 or a.shape[0] % num_batch_shards(layout.mesh):
+        if a.ndim == 0 or a.shape[0] % num_batch_shards(mesh):
             return a
         spec = PartitionSpec(BATCH_AXES, *(PartitionSpec.UNCONSTRAINED,) * (a.ndim - 1))
-        return jax.lax.with_sharding_constraint(a, named(layout.mesh, spec))
+        return jax.lax.with_sharding_constraint(a, named(mesh, spec))
 
     return jax.tree.map(constrain, x)
 
@@ -172,7 +172,7 @@ def build_step(
     def accumulate(state: TrainState, batch: Any, key: Any, count: int) -> tuple[jax.Array, Any]:
         def body(total: tuple[jax.Array, Any], one: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
             microbatch, index = one
-            microbatch = constrain_batch(layout, microbatch)
+            microbatch = constrain_batch(layout.mesh, microbatch)
             value, grads = value_and_grads(state, microbatch, None if key is None else jax.random.fold_in(key, index))
             summed = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[1], grads)
             return (total[0] + value, jax.lax.with_sharding_constraint(summed, grads_at)), None

@@ -29,7 +29,6 @@ from zerojax.aot import CompiledProgram, compile_with_callbacks, is_there
 from zerojax.batches import abstract_batch, place_batch
 from zerojax.born import allocate_all, build_born_init, is_away
 from zerojax.config import ZeroConfig, require_built, streams, updates_by_parts
-from zerojax.contents import Content, contents_of
 from zerojax.host_update import HostUpdate, update_on_host
 from zerojax.interrupts import interrupts_wait
 from zerojax.layout import Layout, batch_sharding, build_layout, check_batch, explicit, named
@@ -42,9 +41,6 @@ from zerojax.parts import Parts, reason, update_in_parts
 from zerojax.reading import Reader, masters
 from zerojax.records import index_arrays
 from zerojax.resident import build_init, build_step, build_update, plain_loss, sharded_loss, unit_bytes
-from zerojax.restoring import Restoring
-from zerojax.saved_state import SavedState
-from zerojax.saving import Saving
 from zerojax.state import TrainState, check_is_there, numbered_next
 from zerojax.streaming import Plans, Scratch, StreamedStep
 
@@ -176,12 +172,12 @@ class Program:
         self._streamed: StreamedStep | None = None
         if isinstance(model, LayeredModel) and streams(layout.config):
             self._streamed = StreamedStep(model, tx, layout, self._report)
-            step, evaluate, self._parts = self._streamed.step, self._streamed.eval, self._streamed.parts
+            step, evaluate, self.parts = self._streamed.step, self._streamed.eval, self._streamed.parts
             self._host = self._streamed.host
         else:
             loss = sharded_loss(model, layout, self._report)
-            self._parts = Parts(tx, layout, reason(layout.config)) if updates_by_parts(layout.config) else None
-            parts = self._parts
+            self.parts = Parts(tx, layout, reason(layout.config)) if updates_by_parts(layout.config) else None
+            parts = self.parts
             on_host = parts is not None and layout.config.update_on == "host"
             self._host = host = HostUpdate(parts, stashes=False, summed=1) if parts is not None and on_host else None
 
@@ -197,10 +193,10 @@ class Program:
                 del plans, one
                 return loss(params, batch, None).astype(jnp.float32)
 
-        if self._parts is None:
+        if self.parts is None:
             self._init = jax.jit(build_init(model, tx, layout), out_shardings=layout.shardings)
         else:
-            born = build_born_init(model, tx, layout, self._parts)
+            born = build_born_init(model, tx, layout, self.parts)
             whole = explicit(named(self.mesh, ()))
             empty = [a.sharding for a in jax.tree.leaves(layout.abstract_state) if is_away(a)]
             self._init = jax.jit(
@@ -213,7 +209,7 @@ class Program:
         self._compiled: dict[Any, _Jitted] = {}
         self._grads: list[jax.Array] | None = None
         self._eval = jax.jit(evaluate, compiler_options=options)
-        self._reader = Reader(model, layout, self._parts, self._calling)
+        self._reader = Reader(model, layout, self.parts, self.calling)
         self._lock = threading.RLock()  # one program at a time, where it calls back
 
     def __enter__(self) -> Self:
@@ -224,7 +220,7 @@ class Program:
 
     def close(self) -> None:
         """Release what the program holds between steps: host memory for gradients and activations."""
-        with self._calling():
+        with self.calling():
             self._compiled.clear()
             self._grads = None
             if self._host is not None:
@@ -236,7 +232,7 @@ class Program:
     def _moves(self) -> tuple[Move, ...]:
         """What a step reads from disk and writes to it, in order."""
         assert self._disk is not None
-        first, last = ((), ()) if self._parts is None else self._parts.end_moves()
+        first, last = ((), ()) if self.parts is None else self.parts.end_moves()
         by_host = {} if self._host is None else self._host.moves()
         kinds, layers = self._disk.kinds.keys(), [phase.name for phase in self.schedule.phases]
         after = ["update"] if self._streamed is not None and self._streamed.ending.ends_first else []
@@ -247,7 +243,7 @@ class Program:
     @cached_property
     def _eval_moves(self) -> tuple[Move, ...]:
         assert self._disk is not None
-        first = () if self._parts is None else self._parts.end_moves()[0]
+        first = () if self.parts is None else self.parts.end_moves()[0]
         loops = {} if self._streamed is None else self._streamed.keeper.eval_loops()
         forward = moves_of(self.schedule, self._disk.kinds.keys(), ("forward",), loops=loops)
         return (*first, *(move for move in forward if move.kind.split(".")[0] == "params"))
@@ -307,12 +303,12 @@ class Program:
             key = jax.random.wrap_key_data(key)
         if key.shape:
             raise ValueError(f"init takes one random key, got an array of shape {key.shape}")
-        with self._calling(), jax.set_mesh(self.mesh):
+        with self.calling(), jax.set_mesh(self.mesh):
             if self._disk is not None:
                 self._disk.open()
-            if self._parts is None:
+            if self.parts is None:
                 return self._init(key)
-            self._check_host()
+            self.check_host_memory()
             order = self.layout.order
             empty = allocate_all([a for a in jax.tree.leaves(self.layout.abstract_state) if is_away(a)])
             if self._disk is None:
@@ -324,7 +320,7 @@ class Program:
             return state
 
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
+    def calling(self) -> Iterator[None]:
         """Run a program in this: where it calls back, no signal leaves it, and no other thread runs one beside it."""
         if self._disk is None and self._host is None:
             yield
@@ -332,7 +328,7 @@ class Program:
         with self._lock, interrupts_wait():
             yield
 
-    def _check_host(self) -> None:
+    def check_host_memory(self) -> None:
         """Test, once a process, that the devices read the right records of host memory; a CPU does."""
         if self.mesh.devices.flat[0].platform != "cpu":
             check_host_slices(self.mesh.local_devices[0])
@@ -354,7 +350,7 @@ class Program:
         """
         check_is_there(state)
         batch = self.shard_batch(batch)
-        with self._calling(), jax.set_mesh(self.mesh):
+        with self.calling(), jax.set_mesh(self.mesh):
             self._check_state(state)
             jitted, (plans, one) = self._jitted(batch), self._indices()
             scratch = self._take_scratch(jitted)
@@ -406,7 +402,7 @@ class Program:
             for other in self._compiled.values():
                 other.kept = None
         if (jitted.kept is None and abstract["kept"]) or (self._grads is None and abstract["grads"]):
-            self._check_host()
+            self.check_host_memory()
         kept = allocate_all(abstract["kept"]) if jitted.kept is None else jitted.kept
         grads = allocate_all(abstract["grads"]) if self._grads is None else self._grads
         jitted.kept = self._grads = None
@@ -451,7 +447,7 @@ class Program:
         """Return the loss of a batch, f32[], with key=None: deterministic, and without an update."""
         check_is_there(state)
         batch = self.shard_batch(batch, num_microbatches=1)
-        with self._calling(), jax.set_mesh(self.mesh):
+        with self.calling(), jax.set_mesh(self.mesh):
             self._check_state(state)
             plans, one = self._indices()
             if self._disk is None:
@@ -520,7 +516,7 @@ class Program:
                 self.abstract_batch(batch),
                 self.model,
                 streamed=self._streamed,
-                parts=self._parts,
+                parts=self.parts,
             )
 
     def params(self, state: TrainState) -> Any:
@@ -544,30 +540,6 @@ class Program:
         """
         check_is_there(state)
         return masters(state)
-
-    @cached_property
-    def contents(self) -> list[Content]:
-        """What each leaf of a state holds, by names that do not depend on where it rests."""
-        return contents_of(self.model, self.layout, self._parts)
-
-    def saving(self, state: TrainState, root: str, *, max_host_bytes: int | None = None, data: Any = None) -> Saving:
-        """Begin to save a state into a folder; see `zerojax.Checkpointer`, which makes it a checkpoint.
-
-        Raises:
-          ValueError: the state was donated, or is not the one on disk.
-          CheckpointError: the folder cannot be written to.
-          SwapError: the state on disk is lost.
-        """
-        self.check_state(state)
-        with self._calling(), jax.set_mesh(self.mesh):
-            return Saving(self.layout, self.contents, jax.block_until_ready(state), root, max_host_bytes, data)
-
-    def restored(self, saved: SavedState, *, verify: bool = True) -> TrainState:
-        """Return a saved state as this program's; see `zerojax.Checkpointer.restore`."""
-        if self._parts is not None:
-            with jax.set_mesh(self.mesh):
-                self._check_host()
-        return Restoring(self.layout, self.contents, self._calling).restore(saved, verify=verify)
 
     def iter_params(self, state: TrainState) -> Iterator[tuple[str, Any]]:
         """Yield the float32 parameters piece by piece, as (name, tree), on the device.

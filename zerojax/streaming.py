@@ -102,7 +102,7 @@ class StreamedStep:
         return split_microbatches(batch, self.count), keys
 
     def constrain(self, x: Any) -> Any:
-        return constrain_batch(self.layout, x)
+        return constrain_batch(self.mesh, x)
 
     def load_ends(self, params: Any) -> Any:
         """Return the parameters that are no stack of layers, sharded, on the device."""

@@ -10,6 +10,7 @@ import zerojax as zj
 from zerojax import aot, hlo_host
 from zerojax.contents import leaves_of
 from zerojax.layout import named
+from zerojax.program_state import contents_of_program
 from zerojax.restoring import filler
 
 pytestmark = pytest.mark.xdist_group("h200")
@@ -24,11 +25,11 @@ def test_a_record_is_written_where_it_belongs(name, h200_compiler):
     model = test_tiles.model(stochastic=False) if name == "tiles" else toys.layered()
     program = zj.build_train_step(model, toys.optimizer(), config, mesh)
     leaves = leaves_of(program.layout.abstract_state)
-    first = max(content.first for content in program.contents)
+    first = max(content.first for content in contents_of_program(program))
     assert bool(first) == (name == "fraction")
     chosen = {"layers": (1, ""), "tiles": (2, "first"), "fraction": (1, "")}[name]
     pairs = [
-        (content, leaf) for content, leaf in zip(program.contents, leaves, strict=True)
+        (content, leaf) for content, leaf in zip(contents_of_program(program), leaves, strict=True)
         if (content.lead, content.group) == chosen and content.first == first
     ]  # fmt: skip
     contents, arrays = [content for content, _ in pairs], [jax.tree.leaves(leaf) for _, leaf in pairs]

@@ -18,6 +18,7 @@ from test_resume import build
 import zerojax as zj
 from host_offload.snapshot import Snapshot
 from zerojax.checkpoint_error import CheckpointError, DamagedError
+from zerojax.program_state import begin_save
 from zerojax.saved_state import SavedState
 
 pytestmark = pytest.mark.usefixtures("quick_fusions")
@@ -343,7 +344,7 @@ def test_copies_stay_within_the_bound(on_host, tmp_path, monkeypatch):
         for most in (None, 20_000, 0):
             folder = tmp_path / str(most)
             folder.mkdir()
-            saving = made.saving(state, str(folder), max_host_bytes=most)
+            saving = begin_save(made, state, str(folder), max_host_bytes=most)
             saving.finish()
             largest = max(form.record_bytes for form in SavedState(str(folder)).records.stores)
             assert saving.peak_host_bytes <= max(most if most is not None else 1 << 30, largest)
