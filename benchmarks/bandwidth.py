@@ -6,7 +6,7 @@
 The ceiling of a round is the best of plain preadv/pwritev with O_DIRECT, at several settings, on the same files and buffers,
 and of fio where it is installed. A round measures all, writes before reads, with the page cache dropped between; a ratio is
 taken within a round, so that a slow minute of the disk falls on all. The first round, whose writes go to new files, is left
-out. `host_offload.bandwidth` does the measuring.
+out. `host_offload.disk.bandwidth` does the measuring.
 """
 
 import argparse
@@ -26,10 +26,7 @@ from step_time import cpu_name
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from host_offload.bandwidth import DIRECT, PLAIN, TENSORSTORE, UNCHECKED, Bench, Rates
-from host_offload.direct_io import tune
-from host_offload.store import SwapFolder
-from host_offload.tuning import IoSettings
+from host_offload.disk import DIRECT, PLAIN, TENSORSTORE, UNCHECKED, Bench, IoSettings, Rates, SwapFolder, tune
 
 FIO = "fio"
 FLOOR = 0.90

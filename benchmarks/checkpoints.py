@@ -91,9 +91,8 @@ def timed(into: dict[str, Any], name: str) -> Iterator[None]:
 
 def write_plainly(folder: str, num_bytes: int, record_bytes: int) -> float:
     """Write files of a record's size, synced; returns seconds."""
-    from host_offload.buffers import allocate
-    from host_offload.direct_file import write_file
-    from host_offload.snapshot import sync
+    from host_offload.device import allocate
+    from host_offload.disk import sync, write_file
 
     buffer = allocate(record_bytes)
     buffer[:] = 7
@@ -159,8 +158,7 @@ def run(name: str, size: Size, folder: str) -> dict[str, Any]:
 
 def saved_stores(program: Any, state: Any, folder: str) -> Any:
     """Return what is told of the stores of a state, saved into a folder."""
-    from zerojax.program_state import begin_save
-    from zerojax.saved_state import SavedState
+    from zerojax.checkpoint import SavedState, begin_save
 
     os.makedirs(folder)
     begin_save(program, state, folder).finish()

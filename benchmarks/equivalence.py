@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "streamed"), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT / "tests" / "helpers"), str(ROOT / "examples")]
 
 SWAP_DIR = "ZEROJAX_EQUIVALENCE_SWAP_DIR"  # of a worker
 Case = dict[str, Any]

@@ -146,9 +146,9 @@ def adamw_rule(low: bool) -> tuple[Callable[..., Any], Any]:
 
 def build_adamw(low: bool) -> Callable[..., None]:
     """Build the kernel, and return it as a function of parameters, moments, gradients, the bfloat16 copy and threads."""
-    from host_offload import fused
+    from host_offload.host_update import build_kernel
 
-    kernel = fused.build_kernel(adamw_rule(low)[1], [(0, 0), (2, 2), (3, 3)])
+    kernel = build_kernel(adamw_rule(low)[1], [(0, 0), (2, 2), (3, 3)])
     assert kernel.bytes_per_element == NUM_BYTES
     count = np.zeros((), np.int32)
 

@@ -30,7 +30,8 @@ import optax
 
 import zerojax as zj
 from zerojax import aot, hlo
-from zerojax.resident import build_step, build_update, plain_loss
+from zerojax.optim import build_update
+from zerojax.resident import build_step, plain_loss
 
 FORMS = {"scan": gpt.layered_gpt, "separate blocks": gpt.unrolled_gpt}
 

@@ -27,7 +27,7 @@ import gpt  # noqa: E402
 from text_data import batches, load_corpus, validation_batches  # noqa: E402
 
 import zerojax as zj  # noqa: E402
-from zerojax.moments import keep_in_bfloat16  # noqa: E402
+from zerojax.optim import keep_in_bfloat16  # noqa: E402
 
 RUNS = FLOAT32, STOCHASTIC, NEAREST = "float32", "bfloat16, stochastic", "bfloat16, nearest"
 

@@ -188,10 +188,7 @@ def main() -> None:
         parser.error(f"--swap-dir {options.swap_dir} is no folder")
     peer_python = options.peer_python and os.path.abspath(options.peer_python)  # contenders run in a folder of their own
     rounds: list[dict[str, Result]] = []
-    with (
-        tempfile.TemporaryDirectory() as here,
-        tempfile.TemporaryDirectory(dir=os.path.abspath(options.swap_dir)) as folder,
-    ):
+    with tempfile.TemporaryDirectory() as here, tempfile.TemporaryDirectory(dir=os.path.abspath(options.swap_dir)) as folder:
         entries = [
             entry
             for entry in contenders(p, folder, peer_python)

@@ -76,7 +76,7 @@ def born_with_weights(model: Any, p: Problem, key: Any) -> Any:
     """
     import jax
 
-    from zerojax.model import BLOCKS, init_layered
+    from zerojax.models import BLOCKS, init_layered
 
     def initial(abstract: Any, make: Callable[[Any], Tree]) -> Callable[[Any], Any]:
         def numbers(key_data: Any) -> Any:

@@ -37,9 +37,7 @@ import gpt  # noqa: E402
 from step_time import cpu_name  # noqa: E402
 
 import zerojax as zj  # noqa: E402
-from host_offload.bandwidth import PLAIN, Bench, Rates  # noqa: E402
-from host_offload.direct_io import tune  # noqa: E402
-from host_offload.store import SwapFolder  # noqa: E402
+from host_offload.disk import PLAIN, Bench, Rates, SwapFolder, tune  # noqa: E402
 
 HOST = "pinned_host"
 BASE = "resident, remat"

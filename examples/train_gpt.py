@@ -36,8 +36,7 @@ from text_data import batches, go_to, load_corpus, validation_batches
 
 import zerojax as zj
 from zerojax import memory
-from zerojax.config import streams
-from zerojax.groups import whole_layers
+from zerojax.config import streams, whole_layers
 from zerojax.tiling import choose_num_tiles
 
 TRACED_STEPS = 3

@@ -10,12 +10,20 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX starts: the compile-only GPU topology must not look for a driver
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / name) for name in ("tests", "tests/streamed", "tests/checkpoint", "examples", "benchmarks")]
+sys.path[:0] = [str(ROOT / name) for name in ("tests/helpers", "examples", "benchmarks")]
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(autouse=True)
+def _disk_is_not_probed(monkeypatch):
+    """Take default settings of a disk: programs from disk are built many times, and a probe takes a second."""
+    from host_offload.disk.tuning import DEFAULT
+
+    monkeypatch.setattr("zerojax.state.disk.tune", lambda _: DEFAULT)
 
 
 @pytest.fixture
@@ -29,7 +37,7 @@ def quick_fusions():
 
     def quick(*args, **options):
         caller = sys._getframe(1).f_globals["__name__"]
-        nested = caller == "zerojax.tile_loops"  # options are those of the whole program
+        nested = caller == "zerojax.tiling.loops"  # options are those of the whole program
         if caller.startswith("zerojax.") and not nested and options.get("compiler_options") is None:
             options["compiler_options"] = {"xla_cpu_use_fusion_emitters": False}
         return jit(*args, **options)

@@ -1,42 +1,201 @@
+"""The house: which package, folder and module may import which, and that folders are entered by their doors.
+
+`python tests/test_floors.py` prints the folders, with files, arrows and floors.
+"""
+
 import ast
+import functools
 import pathlib
+import statistics
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGES = ("zerojax", "host_offload", "pallas_kernels")
-MAY_IMPORT = {"zerojax": {"host_offload", "pallas_kernels"}, "host_offload": set(), "pallas_kernels": set()}
+PACKAGES = {"zerojax": {"host_offload", "pallas_kernels"}, "host_offload": set(), "pallas_kernels": set()}
+"""What each package may import of the others."""
+
+ROOMS = {
+    # files that are low floors under several folders
+    "zerojax.jaxprs": (),
+    "zerojax.precision": (),
+    "zerojax.metrics": ("precision",),
+    "zerojax.config": ("sharding", "precision"),
+    "zerojax.aot": ("sharding",),
+    # folders, from the ground up
+    "zerojax.sharding": (),
+    "zerojax.gather": ("jaxprs", "sharding"),
+    "zerojax.tiling": ("jaxprs", "sharding"),
+    "zerojax.models": ("tiling",),
+    "zerojax.state": ("models", "sharding", "config", "precision", "runtime"),
+    "zerojax.runtime": (),
+    "zerojax.optim": ("state", "runtime", "models", "sharding", "jaxprs", "config", "precision", "metrics"),
+    "zerojax.resident": ("gather", "optim", "state", "models", "sharding", "jaxprs"),
+    "zerojax.streamed": (
+        "gather", "optim", "state", "models", "tiling", "sharding", "jaxprs", "config", "precision", "resident",
+    ),
+    "zerojax.memory": ("streamed", "optim", "state", "models", "sharding", "precision"),
+    "zerojax.program": (
+        "memory", "streamed", "resident", "optim", "runtime", "state", "models", "sharding", "aot", "config",
+        "precision",
+    ),
+    "zerojax.checkpoint": ("program", "optim", "runtime", "state", "models", "sharding", "precision"),
+    "zerojax.weights": ("checkpoint", "program", "state", "jaxprs", "config"),
+    "zerojax.planner": ("memory",),
+    "zerojax.hlo": (),
+    "zerojax.cli": ("checkpoint", "weights", "memory", "planner", "sharding", "precision"),
+    "zerojax.__main__": ("cli",),
+    "host_offload.tiers": (),
+    "host_offload.device": (),
+    "host_offload.schedule": ("tiers",),
+    "host_offload.disk": ("device",),
+    "host_offload.engine": ("device", "disk", "schedule"),
+    "host_offload.host_update": ("device", "disk", "engine"),
+    "host_offload.trace": ("engine", "disk", "schedule"),
+}  # fmt: skip
+"""What each folder or file of a package may import of the same package."""
+FEWEST = 20  # rooms that there must at least be, lest a table of nothing be held
 
 
-def imported(path: pathlib.Path) -> set[str]:
-    names = set()
+@functools.cache
+def imported(path: pathlib.Path) -> frozenset[tuple[str, str]]:
+    """Return (module, name) of what a file imports from; of `import a.b` the name is empty."""
+    found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {a.name.split(".")[0] for a in node.names}
+            found |= {(a.name, "") for a in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names.add((node.module or "").split(".")[0])
-    return names
+            found |= {(node.module or "", a.name) for a in node.names}
+    return frozenset(found)
+
+
+def module_of(path: pathlib.Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def room_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def files_of(*packages: str) -> list[pathlib.Path]:
+    files = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    assert len(files) > len(packages)
+    return files
+
+
+def doors() -> dict[str, set[str]]:
+    """Return the names that each folder's `__init__` offers."""
+    offered = {}
+    for package in ("zerojax", "host_offload"):
+        for path in sorted((ROOT / package).glob("*/__init__.py")):
+            offered[f"{package}.{path.parent.name}"] = {name for _, name in imported(path)}
+    return offered
+
+
+def rooms_used(path: pathlib.Path) -> set[str]:
+    """Return the rooms of its own package that a file imports from, other than its own."""
+    package, own = path.relative_to(ROOT).parts[0], room_of(module_of(path))
+    names = {f"{module}.{name}" if module == package else module for module, name in imported(path)}
+    return {room_of(name) for name in names if name.startswith(f"{package}.")} - {own}
+
+
+def arrows(modules: bool = False) -> dict[str, set[str]]:
+    """Return what each room imports; of `modules`, each module of the two packages."""
+    graph: dict[str, set[str]] = {}
+    for path in files_of("zerojax", "host_offload"):
+        module = module_of(path)
+        if module in ("zerojax.__init__", "host_offload.__init__"):
+            continue
+        if not modules:
+            graph.setdefault(room_of(module), set()).update(rooms_used(path))
+        elif not module.endswith("__init__"):
+            graph[module] = {m for m, _ in imported(path)}
+    return graph
+
+
+def floors(graph: dict[str, set[str]]) -> dict[str, int]:
+    """Return the floor of each node, 0 for one that imports none; raises AssertionError at a cycle."""
+    graph, floor = {node: set(used) & graph.keys() for node, used in graph.items()}, {}
+    while len(floor) < len(graph):
+        ready = [node for node, used in graph.items() if node not in floor and used <= floor.keys()]
+        assert ready, f"a cycle among {sorted(graph.keys() - floor.keys())}"
+        floor |= {node: 1 + max((floor[u] for u in graph[node]), default=-1) for node in ready}
+    return floor
 
 
 def test_floors_mechanism_never_imports_policy():
-    for package in PACKAGES:
-        files = list((ROOT / package).rglob("*.py"))
-        assert files
-        for path in files:
-            above = imported(path) & ({*PACKAGES, "examples", "benchmarks", "tests"} - {package} - MAY_IMPORT[package])
-            assert not above, f"{path} imports {above}"
+    for package, may in PACKAGES.items():
+        above = {*PACKAGES, "examples", "benchmarks", "tests"} - {package} - may
+        for path in files_of(package):
+            wrong = {module for module, _ in imported(path) if module.split(".")[0] in above}
+            assert not wrong, f"{path} imports {wrong}"
+
+
+def test_floors_rooms_import_what_the_table_says():
+    graph = arrows()
+    assert len(graph) >= FEWEST
+    assert graph.keys() == ROOMS.keys()
+    for room, used in graph.items():
+        may = {f"{room.split('.')[0]}.{name}" for name in ROOMS[room]}
+        assert used <= may, f"{room} imports {sorted(used - may)}"
+        assert may <= used, f"{room} may import {sorted(may - used)}, and does not"
+    floors(graph)  # no cycle between rooms
 
 
 def test_floors_modules_do_not_import_in_a_circle():
-    graph = {}
-    for path in (ROOT / "zerojax").glob("*.py"):
-        tree = ast.parse(path.read_text())
-        froms = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-        inside = {f"{n.module}" for n in froms if n.module and n.module.startswith("zerojax.")}
-        inside |= {f"zerojax.{a.name}" for n in froms if n.module == "zerojax" for a in n.names}
-        graph[f"zerojax.{path.stem}"] = inside
-    del graph["zerojax.__init__"]
-    while graph:
-        leaves = [name for name, uses in graph.items() if not uses & graph.keys()]
-        assert leaves, f"cycle among {sorted(graph)}"
-        for name in leaves:
-            del graph[name]
+    graph = arrows(modules=True)
+    assert len(graph) > 100
+    floors(graph)
+
+
+def test_floors_folders_are_entered_by_their_doors():
+    offered = doors()
+    assert len(offered) >= FEWEST
+    for path in files_of("zerojax", "host_offload", "examples", "benchmarks"):
+        own = room_of(module_of(path))
+        for module, name in imported(path):
+            room = room_of(module)
+            if room in offered and room != own:
+                assert module == room, f"{path} reaches behind the door of {room}: {module}"
+                assert name in offered[room], f"{path} imports {name!r}, which the door of {room} does not offer"
+
+
+def test_floors_doors_name_what_they_offer():
+    for path in files_of("zerojax", "host_offload"):
+        if path.name == "__init__.py" and len(path.relative_to(ROOT).parts) == 3:
+            body = ast.parse(path.read_text()).body
+            assert ast.get_docstring(ast.parse(path.read_text())), f"{path} does not say what the folder is"
+            for node in body[1:]:
+                assert isinstance(node, ast.ImportFrom), f"{path} holds code"
+                assert all(a.asname == a.name for a in node.names), f"{path}: write 'x as x'"
+
+
+def test_floors_no_folder_is_too_full():
+    for folder in doors():
+        files = list((ROOT / folder.replace(".", "/")).glob("*.py"))
+        assert 1 <= len(files) - 1 <= 14, f"{folder} has {len(files) - 1} files"
+
+
+def table() -> str:
+    """Return the figures of the house."""
+    graph, lines = arrows(), {path: len(path.read_text().splitlines()) for path in files_of("zerojax", "host_offload")}
+    floor = floors(graph)
+    rows = [f"{'room':<26} {'floor':>5} {'files':>5} {'lines':>6} {'arrows':>6}"]
+    for room in sorted(graph, key=lambda r: (r.split(".")[0], floor[r], r)):
+        files = [path for path in lines if room_of(module_of(path)) == room]
+        count = len([path for path in files if path.name != "__init__.py"])
+        rows.append(f"{room:<26} {floor[room]:>5} {count:>5} {sum(lines[p] for p in files):>6} {len(graph[room]):>6}")
+    for package in ("zerojax", "host_offload"):
+        own = {room: used for room, used in graph.items() if room.startswith(package)}
+        folders = [f for f in doors() if f.startswith(package)]
+        sizes = [n for path, n in lines.items() if path.parts[len(ROOT.parts)] == package and path.name != "__init__.py"]
+        between = sum(len([u for u in used if u in folders]) for room, used in own.items() if room in folders)
+        most = max(len(list((ROOT / f.replace(".", "/")).glob("*.py"))) - 1 for f in folders)
+        rows.append(
+            f"{package}: {len(folders)} folders, {len(own)} rooms, {len(sizes)} files, {sum(map(len, own.values()))} arrows "
+            f"({between} between folders), {1 + max(floor[r] for r in own)} floors, 0 cycles; largest folder {most} files; "
+            f"median file {statistics.median(sizes):.0f} lines, largest {max(sizes)}"
+        )
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())

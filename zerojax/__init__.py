@@ -6,24 +6,24 @@ state   = program.init(jax.random.key(0))
 state, metrics = program.step(state, batch)
 """
 
-from host_offload.swap_error import SwapError as SwapError
-from zerojax import tiled_linen as linen  # noqa: F401
+from host_offload.disk import SwapError as SwapError
 from zerojax.checkpoint import Checkpointer as Checkpointer
-from zerojax.checkpoint_error import CheckpointError as CheckpointError
-from zerojax.checkpoint_error import IteratorError as IteratorError
+from zerojax.checkpoint import CheckpointError as CheckpointError
+from zerojax.checkpoint import IteratorError as IteratorError
 from zerojax.config import ZeroConfig as ZeroConfig
-from zerojax.export import export_orbax as export_orbax
-from zerojax.export import export_safetensors as export_safetensors
-from zerojax.flax import from_flax as from_flax
-from zerojax.importing import import_params as import_params
-from zerojax.loss import linear_cross_entropy as linear_cross_entropy
-from zerojax.mesh import make_mesh as make_mesh
-from zerojax.model import LayeredModel as LayeredModel
-from zerojax.model import Model as Model
+from zerojax.models import LayeredModel as LayeredModel
+from zerojax.models import Model as Model
+from zerojax.models import from_flax as from_flax
 from zerojax.precision import LossScaling as LossScaling
-from zerojax.preemption import Preemption as Preemption
+from zerojax.program import Program as Program
+from zerojax.program import build_train_step as build_train_step
+from zerojax.runtime import Preemption as Preemption
+from zerojax.sharding import make_mesh as make_mesh
 from zerojax.state import TrainState as TrainState
-from zerojax.step import Program as Program
-from zerojax.step import build_train_step as build_train_step
-from zerojax.tiled_nnx import TiledDense as TiledDense
-from zerojax.tiled_nnx import TiledMLP as TiledMLP
+from zerojax.tiling import TiledDense as TiledDense
+from zerojax.tiling import TiledMLP as TiledMLP
+from zerojax.tiling import linear_cross_entropy as linear_cross_entropy
+from zerojax.tiling import linen as linen
+from zerojax.weights import export_orbax as export_orbax
+from zerojax.weights import export_safetensors as export_safetensors
+from zerojax.weights import import_params as import_params

@@ -22,7 +22,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
-from zerojax.mesh import make_mesh
+from zerojax.sharding import make_mesh
 
 _HOPPER = {
     "threads_per_block_limit": 1024,
@@ -45,7 +45,6 @@ _HOPPER = {
     "device_address_bits": 64,
     "pcie_bandwidth": 32 << 30,
 }
-
 CHIPS: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
     {
         "h100": {"name": "NVIDIA H100 80GB HBM3", "memory": 80 << 30, "bandwidth": 3_350_000_000_000, "clock_ghz": 1.98},

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 
 import jax
 
-from host_offload.swap_error import SwapError
-from zerojax.bench_io import report as disk_report
-from zerojax.checkpoint_error import CheckpointError
-from zerojax.export import DTYPES, export_orbax, export_safetensors
-from zerojax.inspect import NoCheckpointError, inspect
+from host_offload.disk import SwapError
+from zerojax.checkpoint import CheckpointError, NoCheckpointError, inspect
 from zerojax.memory import collective_elements, model_state_bytes, state_bytes
+from zerojax.planner import report as disk_report
 from zerojax.precision import PRECISIONS
-from zerojax.stages import STAGES
+from zerojax.sharding import STAGES
+from zerojax.weights import DTYPES, export_orbax, export_safetensors
 
 _EXPORTS = {"orbax": export_orbax, "safetensors": export_safetensors}
 

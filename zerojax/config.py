@@ -1,6 +1,6 @@
 """What the user chooses: one frozen dataclass, validated once.
 
-A field is data for the builder, not a switch: the stage is a row of `zerojax.stages.STAGES`, the precision a row of
+A field is data for the builder, not a switch: the stage is a row of `zerojax.sharding.STAGES`, the precision a row of
 `zerojax.precision.PRECISIONS`, and a tier a place. What this version does not build yet is refused here, by name.
 """
 
@@ -13,11 +13,10 @@ import numpy as np
 
 from host_offload.tiers import TIERS
 from zerojax.precision import PRECISIONS, LossScaling
-from zerojax.stages import STAGES
+from zerojax.sharding import STAGES
 
 Tier = Literal["device", "pinned_host", "nvme"]
 Activations = Literal["save", "remat", "selective", "pinned_host", "nvme"]
-
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": tuple(STAGES),
     "params": TIERS,
@@ -31,10 +30,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "update_on": ("device", "host"),
     "io": ("direct", "tensorstore"),
 }
-
-_BUILT: dict[str, tuple[Any, ...]] = {
-    "partition_activations": (False,),
-}
+_BUILT: dict[str, tuple[Any, ...]] = {"partition_activations": (False,)}
 """What this version builds."""
 
 
@@ -59,7 +55,7 @@ class ZeroConfig:
       precision: dtype of compute and of gathers. Master weights stay float32, and moments as `moments` says; "fp16" scales
         its loss.
       moments: dtype in which the optimizer's moments rest, in every tier; the update itself is float32. "bfloat16" rounds them
-        stochastically and halves their bytes (`zerojax.moments`).
+        stochastically and halves their bytes (`zerojax.optim.moments`).
       reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype.
       num_microbatches: gradient accumulation steps inside the train step; divides each device's batch.
       clip_norm: largest global gradient norm, exact across shards. None: no clipping.
@@ -234,3 +230,42 @@ def require_built(config: ZeroConfig) -> None:
             f"reduce_dtype={config.reduce_dtype!r} is not built in this version with precision={config.precision!r}, "
             f"which reduces in {compute!r}; gradients of microbatches are accumulated in float32"
         )
+
+
+def whole_layers(config: ZeroConfig) -> str | None:
+    """Return the setting with which a streamed step moves whole layers, tiles included, or None."""
+    if config.stage != 3:
+        return f"stage={config.stage}"
+    for name, tiled in (("update_on", "device"), ("gather_ahead", False), ("opt_state_device_fraction", 0)):
+        if (value := getattr(config, name)) != tiled:
+            return f"{name}={value!r}"
+    return None
+
+
+def reason(config: ZeroConfig) -> str:
+    """Return the setting that makes the optimizer run by parts."""
+    for name in ("opt_state", "params", "grads"):
+        if (tier := getattr(config, name)) != "device":
+            return f"{name}={tier!r}"
+    return f"update={config.update!r}"
+
+
+def check_unlayered(config: ZeroConfig) -> None:
+    """Raise ValueError for a setting that needs the layers of a LayeredModel."""
+    needs = {
+        "params": ("device",),
+        "grads": ("device",),
+        "activations": ("save", "remat"),
+        "update": (None, "after_backward"),
+        "gather_ahead": (False,),
+        "delayed_update": (False,),
+        "saved_names": ((),),
+        "offloaded_names": ((),),
+        "opt_state_device_fraction": (0,),
+    }
+    for name, without in needs.items():
+        if (value := getattr(config, name)) not in without:
+            raise ValueError(
+                f"{name}={value!r} works layer by layer, and the layers of a Model are not known: use {name}={without[0]!r}, "
+                "or give a LayeredModel (zerojax.from_flax(embed=..., block=..., head=..., num_layers=...))"
+            )

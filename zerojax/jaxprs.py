@@ -12,32 +12,25 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from zerojax.gather import Spec
-
 PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "gather", "dynamic_slice"})
 """Equations that cost too much to repeat in backward, or whose result is data of its own (lookups)."""
-
 LINEAR = frozenset(
     {"add", "sub", "neg", "convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims",
      "copy", "copy_p", "reduce_precision", "name", "slice", "concatenate", "split", "reduce_sum", "add_any"}
 )  # fmt: skip
 """Equations whose derivative does not need their operands."""
-
 ELEMENTWISE = frozenset(
     {"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "stop_gradient", "add", "sub", "neg", "mul", "div",
      "max", "min", "exp", "exp2", "log", "log1p", "expm1", "tanh", "logistic", "rsqrt", "sqrt", "cbrt", "square", "integer_pow",
      "pow", "abs", "sign", "erf", "erf_inv", "erfc", "sin", "cos", "tan", "floor", "ceil", "round", "clamp"}
 )  # fmt: skip
 """Equations that act on each element: on a shard as on the whole."""
-
 CHEAP = LINEAR | ELEMENTWISE | frozenset(
     {"select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "rev", "pad", "iota", "reduce_max",
      "reduce_min", "reduce_and", "reduce_or", "is_finite", "rem", "nextafter"}
 )  # fmt: skip
 """Elementwise, layout and reduction equations: cheap to repeat."""
-
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
-
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
@@ -59,7 +52,7 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class FlatJaxpr:
     """A jaxpr without nested `jit`: instructions over slots, and where each slot is read last."""
 
     inputs: tuple[int, ...]
@@ -68,7 +61,9 @@ class Program:
     last_read: dict[int, int]
 
 
-def flatten(jaxpr: jex.Jaxpr, consts: Sequence[Any], is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False) -> Program:
+def flatten(
+    jaxpr: jex.Jaxpr, consts: Sequence[Any], is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False
+) -> FlatJaxpr:
     """Inline every nested `jit` of `jaxpr`, but those that are to stay one equation."""
     counter = iter(range(1 << 62))
     instructions: list[Instruction] = []
@@ -97,7 +92,7 @@ def flatten(jaxpr: jex.Jaxpr, consts: Sequence[Any], is_opaque: Callable[[jex.Ja
     outputs = tuple(emit(jaxpr, consts, inputs))
     last_read = {ref: i for i, instr in enumerate(instructions) for ref in instr.ins if isinstance(ref, int)}
     last_read.update({ref: len(instructions) for ref in outputs if isinstance(ref, int)})
-    return Program(inputs, tuple(instructions), outputs, last_read)
+    return FlatJaxpr(inputs, tuple(instructions), outputs, last_read)
 
 
 @contextlib.contextmanager
@@ -129,35 +124,9 @@ def scan_arity(params: dict[str, Any], num_operands: int) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
-    """Return the spec of an equation's result, or None where the equation does not act shard by shard.
-
-    Args:
-      eqn: an equation of which operand `position` is sharded, and every other one a scalar constant.
-      spec: of that operand.
-      position: its index.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    before: Any = eqn.invars[position].aval
-    after: Any = eqn.outvars[0].aval
-    old, new = before.shape, after.shape
-    if name in ELEMENTWISE:
-        return spec if new == old else None
-    if name == "transpose":
-        return tuple(spec[d] for d in params["permutation"])
-    if name == "squeeze":
-        return tuple(s for d, s in enumerate(spec) if d not in params["dimensions"])
-    if name in ("slice", "dynamic_slice") and all(s is None or old[d] == new[d] for d, s in enumerate(spec)):
-        return spec
-    if name == "broadcast_in_dim":
-        placed = dict(zip(params["broadcast_dimensions"], range(len(old)), strict=True))
-        grows = any(new[d] != (old[placed[d]] if d in placed else 1) for d in range(len(new)))
-        return None if grows else tuple(spec[placed[d]] if d in placed else None for d in range(len(new)))
-    if name == "reshape" and params.get("dimensions") is None:
-        kept = [(n, s) for n, s in zip(old, spec, strict=True) if n != 1]
-        split_ones = any(s for n, s in zip(old, spec, strict=True) if n == 1)
-        if split_ones or [n for n, _ in kept] != [n for n in new if n != 1]:
-            return None
-        rest = iter(kept)
-        return tuple(None if n == 1 else next(rest)[1] for n in new)
-    return None
+POINTWISE = ELEMENTWISE | {
+    "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "is_finite", "rem", "nextafter", "add_any",
+    "bitcast_convert_type", "shift_left", "shift_right_logical", "shift_right_arithmetic",
+}  # fmt: skip
+"""Equations whose result at one index reads its operands at that index alone (of a bitcast: where it keeps the shape)."""
+FILLS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})

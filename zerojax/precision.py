@@ -5,7 +5,7 @@
     bf16        bfloat16                 float32                      none (float32's exponent range)
     fp16        float16                  float32                      dynamic
 
-Moments may also rest in bfloat16, whatever the precision: see `zerojax.moments`.
+Moments may also rest in bfloat16, whatever the precision: see `zerojax.optim.moments`.
 
 Mixed precision as in Micikevicius et al. (arXiv:1710.03740) and section 3.1 of ZeRO. With a loss scale S the derivative of
 S * loss is taken in float16, and divided by S in float32. A non-finite gradient means that S was too large: the update is

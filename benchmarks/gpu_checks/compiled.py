@@ -16,13 +16,13 @@ def compile_rows(check: str, jobs: Sequence[Job], sizes: Sizes) -> Iterator[Row]
     """Compile what a check would run, jobs or forms, for an H200; look for host slices that are not provably right."""
     import jax
 
-    from zerojax import aot, hlo_host
+    from zerojax import aot, hlo
 
     mesh = aot.gpu_mesh(gpus_per_host=1)
 
     def judged(name: str, compiled: Any, seconds: float) -> Row:
         text = compiled.as_text()
-        slices, unsafe = hlo_host.host_slices(text, unknown_trips=1), hlo_host.unsafe_host_slices(text, unknown_trips=1)
+        slices, unsafe = hlo.host_slices(text, unknown_trips=1), hlo.unsafe_host_slices(text, unknown_trips=1)
         figure = f"{len(slices)} host slices, {len(unsafe)} not provably right; {seconds:.1f} s"
         return Row(name, figure, "0", not unsafe, {"slices": len(slices), "unsafe": len(unsafe), "seconds": seconds})
 

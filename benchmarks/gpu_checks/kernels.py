@@ -43,7 +43,7 @@ def compile_kernels(mesh: Any, sizes: Sizes, judged: Callable[[str, Any, float],
     import jax
     import kernels
 
-    from zerojax.layout import named
+    from zerojax.sharding import named
 
     for case in kernels.cases(sizes.few):
 

@@ -14,14 +14,14 @@ def check_slices(sizes: Sizes) -> Iterator[Row]:
     """Run each form of access to host memory, in both directions."""
     import jax
 
-    from host_offload import self_test
+    from host_offload.device import build_form, forms, records
 
     del sizes
-    for name, form in self_test.forms().items():
+    for name, form in forms().items():
 
         def rows(name: str = name, form: Any = form) -> Iterator[Row]:
-            program, wrong = self_test.build_form(form, jax.devices()[0]), []
-            stack = self_test.records()
+            program, wrong = build_form(form, jax.devices()[0]), []
+            stack = records()
             for direction, order in (("ascending", range(len(stack))), ("descending", reversed(range(len(stack))))):
                 order = np.array(list(order), np.int32)
                 found, right = program(order, stack), form.expect(order, stack)
@@ -36,11 +36,11 @@ def compile_forms(mesh: Any, judged: Callable[[str, Any, float], Row]) -> Iterat
     """Compile the forms of access to host memory."""
     import jax
 
-    from host_offload import self_test
-    from zerojax.layout import named
+    from host_offload.device import forms, records
+    from zerojax.sharding import named
 
-    stack = self_test.records()
-    for name, form in self_test.forms().items():
+    stack = records()
+    for name, form in forms().items():
 
         def rows(name: str = name, form: Any = form) -> Iterator[Row]:
             start = time.perf_counter()

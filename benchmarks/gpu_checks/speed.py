@@ -47,7 +47,7 @@ def measure_link(mesh: Any, num_bytes: int, repeats: int = 5) -> Link:
     import jax
     import jax.numpy as jnp
 
-    from zerojax.layout import named
+    from zerojax.sharding import named
 
     on_device, on_host = named(mesh, ()), named(mesh, (), H)
     x = jax.device_put(jnp.ones(num_bytes // 4, jnp.float32), on_device)

@@ -14,7 +14,7 @@ from gpu_checks.speed import ratio_row
 from gpu_checks.turns import Timed, Turns
 
 if TYPE_CHECKING:
-    from host_offload.bandwidth import Rates
+    from host_offload.disk import Rates
 
 
 def speed_jobs(sizes: Sizes, folder: str | None = None) -> list[Job]:
@@ -31,7 +31,7 @@ def swap_jobs(sizes: Sizes) -> list[Job]:
 
 def check_swap(sizes: Sizes) -> Iterator[Row]:
     """Compare, measure the disk, and time."""
-    from host_offload.bandwidth import PLAIN
+    from host_offload.disk import PLAIN
 
     with tempfile.TemporaryDirectory() as folder:
         yield from compare_jobs(nvme_jobs(sizes, folder))
@@ -44,9 +44,7 @@ def check_swap(sizes: Sizes) -> Iterator[Row]:
 
 def measure_disk(folder: str, num_bytes: int) -> "dict[str, Rates]":
     """Return the rates of a folder by reader, for files of `num_bytes` in all: the best of three rounds."""
-    from host_offload.bandwidth import Bench, Rates
-    from host_offload.direct_io import tune
-    from host_offload.store import SwapFolder
+    from host_offload.disk import Bench, Rates, SwapFolder, tune
 
     num_records = 16
     with (

@@ -27,14 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.linear_cross_entropy.kernel_config import COLUMNS
 from pallas_kernels.linear_cross_entropy.reference import Form
-from pallas_kernels.linear_cross_entropy.ring import (
-    COPIES,
-    LOADER_REGISTERS,
-    MULTIPLIER_REGISTERS,
-    WARPGROUPS,
-    Ring,
-    loop,
-)
+from pallas_kernels.linear_cross_entropy.ring import COPIES, LOADER_REGISTERS, MULTIPLIER_REGISTERS, WARPGROUPS, Ring, loop
 from pallas_kernels.linear_cross_entropy.sweep import HALF, Sweep
 from pallas_kernels.shared_memory import swizzled
 

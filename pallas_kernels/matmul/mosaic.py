@@ -50,11 +50,7 @@ def refusal(problem: Problem, target: Target) -> str | None:
     """Tell why the kernel cannot serve a call, or None."""
     if problem.dtype not in NARROW:
         return f"it multiplies bfloat16 and float16, not {problem.dtype}"
-    for name, dtype in (
-        ("result", problem.out_dtype),
-        ("accumulate", problem.accumulate_dtype),
-        ("bias", problem.bias_dtype),
-    ):
+    for name, dtype in (("result", problem.out_dtype), ("accumulate", problem.accumulate_dtype), ("bias", problem.bias_dtype)):
         if dtype not in (None, problem.dtype, jnp.dtype(jnp.float32)):
             return f"of {problem.dtype} inputs the {name} is {problem.dtype} or float32, not {dtype}"
     if 0 in (problem.m, problem.n, problem.k):

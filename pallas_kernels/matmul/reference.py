@@ -16,11 +16,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
-    None: lambda z: z,
-    "gelu": jax.nn.gelu,
-    "silu": jax.nn.silu,
-}
+ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {None: lambda z: z, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +38,7 @@ class Form:
 
 
 def matmul(
-    form: Form,
-    x: jax.Array,
-    weights: Sequence[jax.Array],
-    biases: Sequence[jax.Array],
-    accumulates: Sequence[jax.Array],
+    form: Form, x: jax.Array, weights: Sequence[jax.Array], biases: Sequence[jax.Array], accumulates: Sequence[jax.Array]
 ) -> jax.Array:
     """Return y[M, N] for x[M, K] and one or two of w[K, N], bias[N] and accumulate[M, N], as above."""
     wide = x.astype(jnp.float32)

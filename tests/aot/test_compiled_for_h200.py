@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
-from zerojax import aot, hlo, memory, resident
-from zerojax.accounting import MemoryReport
+from zerojax import aot, hlo, memory
+from zerojax.memory.report import MemoryReport
+from zerojax.resident import step as resident
 
 CONFIG = gpt.GPTConfig(layers=8, hidden=4096, heads=32, seq=512, vocab=4096, dtype=jnp.bfloat16, tied=False)
 LAYER_BYTES = 2 * (12 * CONFIG.hidden**2 + 13 * CONFIG.hidden)

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from host_offload import self_test
-from zerojax import aot, hlo_host
+from host_offload.device import self_test
+from zerojax import aot, hlo
 
 pytestmark = pytest.mark.xdist_group("h200")  # beside the other tests that compile for it
 L, D, GPUS = 6, 512, 2
@@ -93,26 +93,26 @@ INDICES = {
 @pytest.mark.parametrize("name", INDICES)
 def test_reads_at_the_raw_counter_or_at_an_argument_are_safe(name):
     text = compile_text(reads(INDICES[name]))
-    (found,) = hlo_host.host_slices(text)
+    (found,) = hlo.host_slices(text)
     assert (found.op, found.direction) == ("dynamic-slice", "to_device")
     assert (found.num_bytes, found.times) == (RECORD, L)
     assert found.index == ("raw" if name == "raw" else "array")
     assert found.proven if name == "raw" else not found.has_descriptor
-    assert hlo_host.unsafe_host_slices(text) == []
-    assert hlo_host.host_copies(text) == []
-    assert hlo_host.host_link_bytes(text) == {"to_device": STACK, "to_host": 0}
+    assert hlo.unsafe_host_slices(text) == []
+    assert hlo.host_copies(text) == []
+    assert hlo.host_link_bytes(text) == {"to_device": STACK, "to_host": 0}
 
 
 @pytest.mark.parametrize("name", ["raw", "argument", "argument_reversed"])
 def test_updates_in_place_move_each_record_once_each_way(name):
     text = compile_text(updates(INDICES[name]), returns_stack=True)
-    found = {s.op: s for s in hlo_host.host_slices(text)}
+    found = {s.op: s for s in hlo.host_slices(text)}
     assert {op: s.direction for op, s in found.items()} == {"dynamic-slice": "to_device", "dynamic-update-slice": "to_host"}
     assert {(s.num_bytes, s.times) for s in found.values()} == {(RECORD, L)}
     assert {s.index for s in found.values()} == {"raw" if name == "raw" else "array"}
-    assert hlo_host.unsafe_host_slices(text) == []
-    assert hlo_host.host_copies(text) == []
-    assert hlo_host.host_link_bytes(text) == {"to_device": STACK, "to_host": STACK}
+    assert hlo.unsafe_host_slices(text) == []
+    assert hlo.host_copies(text) == []
+    assert hlo.host_link_bytes(text) == {"to_device": STACK, "to_host": STACK}
 
 
 @pytest.mark.parametrize(
@@ -128,23 +128,23 @@ def test_updates_in_place_move_each_record_once_each_way(name):
 def test_functions_of_the_counter_are_found_where_xla_derives_them_wrongly(program, returns_stack, offset, stride):
     """The control of both tests above, for as long as XLA has the bug."""
     text = compile_text(program, returns_stack)
-    slices = hlo_host.host_slices(text)
+    slices = hlo.host_slices(text)
     assert {s.index for s in slices} == {"other"}
     assert all(s.has_descriptor for s in slices)
-    if {s.descriptor for s in slices} == {hlo_host.Descriptor(offset, stride, 0)}:
-        assert hlo_host.unsafe_host_slices(text) == []
+    if {s.descriptor for s in slices} == {hlo.Descriptor(offset, stride, 0)}:
+        assert hlo.unsafe_host_slices(text) == []
         pytest.skip(f"the XLA of jax {jax.__version__} derives this index rightly: offset {offset}, stride {stride}")
-    assert hlo_host.unsafe_host_slices(text) == slices
+    assert hlo.unsafe_host_slices(text) == slices
 
 
 def test_an_altered_descriptor_is_unsafe():
     text = compile_text(reads(INDICES["raw"]))
-    (found,) = hlo_host.host_slices(text)
-    assert found.descriptor == hlo_host.Descriptor(0, RECORD, 0)
+    (found,) = hlo.host_slices(text)
+    assert found.descriptor == hlo.Descriptor(0, RECORD, 0)
     stride = f'"byte_stride":"{RECORD}"'
     assert text.count(stride) == 1
     for altered in (f'"byte_stride":"-{RECORD}"', '"byte_stride":"0"', f'"byte_stride":"{RECORD}","modulus":"3"'):
-        (found,) = hlo_host.unsafe_host_slices(text.replace(stride, altered))
+        (found,) = hlo.unsafe_host_slices(text.replace(stride, altered))
         assert found.index == "raw"
 
 
@@ -158,10 +158,10 @@ def test_an_altered_descriptor_is_unsafe():
 )
 def test_a_carried_index_is_raw_only_if_it_counts_up_from_0(following, start, kind):
     text = compile_text(carries(following, start))
-    found = hlo_host.host_slices(text)
+    found = hlo.host_slices(text)
     assert {s.index for s in found} == {kind}
     assert sum(s.times for s in found) in (1, L)  # a record that stays may be loaded before the loop
-    assert hlo_host.unsafe_host_slices(text) == []
+    assert hlo.unsafe_host_slices(text) == []
 
 
 def test_slices_in_nested_loops_run_as_often_as_both():
@@ -169,9 +169,9 @@ def test_slices_in_nested_loops_run_as_often_as_both():
         return jax.lax.fori_loop(0, 3, lambda _, x: reads(INDICES["raw"])(order, stack, x), x)
 
     text = compile_text(nested)
-    assert [(s.times, s.index) for s in hlo_host.host_slices(text)] == [(3 * L, "raw")]
-    assert hlo_host.unsafe_host_slices(text) == []
-    assert hlo_host.host_link_bytes(text)["to_device"] == 3 * STACK
+    assert [(s.times, s.index) for s in hlo.host_slices(text)] == [(3 * L, "raw")]
+    assert hlo.unsafe_host_slices(text) == []
+    assert hlo.host_link_bytes(text)["to_device"] == 3 * STACK
 
 
 def test_slices_under_a_condition_are_found():
@@ -183,7 +183,7 @@ def test_slices_under_a_condition_are_found():
         return x + jax.lax.fori_loop(0, L, tick, jnp.zeros((D, D), jnp.int32))[:8]
 
     text = compile_text(guarded)
-    assert [(s.num_bytes, s.times, s.index) for s in hlo_host.host_slices(text)] == [(RECORD, L, "array")]
+    assert [(s.num_bytes, s.times, s.index) for s in hlo.host_slices(text)] == [(RECORD, L, "array")]
 
 
 def test_whole_stacks_that_are_copied_are_found():
@@ -193,11 +193,11 @@ def test_whole_stacks_that_are_copied_are_found():
     def whole_back(order: Any, stack: Any, x: Any) -> Any:
         return jax.device_put(2 * jax.device_put(stack, jax.memory.Space.Device) + x[0, 0], jax.memory.Space.Host)
 
-    (copy,) = hlo_host.host_copies(compile_text(whole))
+    (copy,) = hlo.host_copies(compile_text(whole))
     assert (copy.direction, copy.num_bytes, copy.times) == ("to_device", STACK, 1)
     text = compile_text(whole_back, returns_stack=True)
-    assert hlo_host.host_slices(text) == []
-    assert hlo_host.host_link_bytes(text) == {"to_device": STACK, "to_host": STACK}
+    assert hlo.host_slices(text) == []
+    assert hlo.host_link_bytes(text) == {"to_device": STACK, "to_host": STACK}
 
 
 def test_a_loop_without_a_trip_count_is_refused_or_told():
@@ -205,12 +205,12 @@ def test_a_loop_without_a_trip_count_is_refused_or_told():
         return reads(INDICES["argument"], stop=order[0])(order, stack, x)
 
     text = compile_text(once)
-    for count in (hlo_host.host_slices, hlo_host.host_link_bytes):
+    for count in (hlo.host_slices, hlo.host_link_bytes):
         with pytest.raises(ValueError, match="trip count is not known: give unknown_trips"):
             count(text)
-    assert hlo_host.host_link_bytes(text, unknown_trips=3) == {"to_device": 3 * RECORD, "to_host": 0}
-    assert [s.index for s in hlo_host.host_slices(text, unknown_trips=1)] == ["array"]
-    assert hlo_host.unsafe_host_slices(text, unknown_trips=1) == []
+    assert hlo.host_link_bytes(text, unknown_trips=3) == {"to_device": 3 * RECORD, "to_host": 0}
+    assert [s.index for s in hlo.host_slices(text, unknown_trips=1)] == ["array"]
+    assert hlo.unsafe_host_slices(text, unknown_trips=1) == []
 
 
 @pytest.mark.parametrize("name", self_test.forms())
@@ -225,16 +225,16 @@ def test_forms_of_the_self_test_are_safe(name):
         return store(stack, taken[0] + x[0, 0], order[0])
 
     text = compile_text(program, returns_stack=True, gpus=1)
-    slices = hlo_host.host_slices(text)
+    slices = hlo.host_slices(text)
     assert {s.index for s in slices} == {"array"}
     assert not any(s.has_descriptor for s in slices)
-    assert hlo_host.host_copies(text) == []
+    assert hlo.host_copies(text) == []
     whole_record = GPUS * RECORD
-    assert hlo_host.host_link_bytes(text) == {"to_device": (L + extra) * whole_record, "to_host": (stores + 1) * whole_record}
+    assert hlo.host_link_bytes(text) == {"to_device": (L + extra) * whole_record, "to_host": (stores + 1) * whole_record}
 
 
 def test_a_form_at_the_raw_counter_is_told_from_one_at_the_argument():
     form = self_test.forms()["update"]
     raw = dataclasses.replace(form, run=lambda order, stack, kind: form.run(jnp.arange(L), stack, kind))
     text = compile_text(lambda order, stack, x: raw.run(order, stack, "pinned_host")[0], returns_stack=True, gpus=1)
-    assert {s.index for s in hlo_host.host_slices(text)} == {"raw"}
+    assert {s.index for s in hlo.host_slices(text)} == {"raw"}

@@ -10,7 +10,7 @@ import pytest
 from test_streamed_for_h200 import ACTIVATION_BYTES, BATCH, INVOLUNTARY, LAYER_BYTES, SEQ, SMALL, layered, schedule_bytes
 
 import zerojax as zj
-from zerojax import aot, hlo, hlo_host
+from zerojax import aot, hlo
 
 pytestmark = pytest.mark.xdist_group("h200")
 DISK = "nvme"
@@ -47,7 +47,7 @@ def test_nvme_step_holds_a_few_layers_and_no_state(name, capfd):
     unread = report.argument_bytes - stats.argument_size_in_bytes
     assert 0 <= unread <= schedule_bytes(program)
     assert stats.argument_size_in_bytes < 1 << 16  # tokens, counters, the schedule and the batch
-    assert not hlo_host.host_slices(result.as_text(), unknown_trips=1)
+    assert not hlo.host_slices(result.as_text(), unknown_trips=1)
     assert INVOLUNTARY not in capfd.readouterr().err
 
 

@@ -3,15 +3,15 @@
 import jax
 import jax.numpy as jnp
 import pytest
-import test_tiles
+import tiled_toys
 import toys
 
 import zerojax as zj
-from zerojax import aot, hlo_host
-from zerojax.contents import leaves_of
-from zerojax.layout import named
-from zerojax.program_state import contents_of_program
-from zerojax.restoring import filler
+from zerojax import aot, hlo
+from zerojax.checkpoint.contents import leaves_of
+from zerojax.checkpoint.program_state import contents_of_program
+from zerojax.checkpoint.restore import filler
+from zerojax.sharding.specs import named
 
 pytestmark = pytest.mark.xdist_group("h200")
 HOST = "pinned_host"
@@ -22,7 +22,7 @@ ALL = {"stage": 3, "params": HOST, "grads": HOST, "opt_state": HOST}
 def test_a_record_is_written_where_it_belongs(name, h200_compiler):
     mesh = aot.gpu_mesh("h200", gpus_per_host=2)
     config = zj.ZeroConfig(**ALL, precision="bf16", opt_state_device_fraction=0.5 if name == "fraction" else 0.0)
-    model = test_tiles.model(stochastic=False) if name == "tiles" else toys.layered()
+    model = tiled_toys.model(stochastic=False) if name == "tiles" else toys.layered()
     program = zj.build_train_step(model, toys.optimizer(), config, mesh)
     leaves = leaves_of(program.layout.abstract_state)
     first = max(content.first for content in contents_of_program(program))
@@ -40,9 +40,9 @@ def test_a_record_is_written_where_it_belongs(name, h200_compiler):
         with jax.set_mesh(mesh):
             compiled = filler(mesh, contents, arrays, on_device).lower(arrays, values, index).compile()
         text = compiled.as_text()
-        written = [s for s in hlo_host.host_slices(text) if s.op == "dynamic-update-slice"]
+        written = [s for s in hlo.host_slices(text) if s.op == "dynamic-update-slice"]
         assert len(written) == (0 if on_device else len(contents))
-        assert not hlo_host.unsafe_host_slices(text)
+        assert not hlo.unsafe_host_slices(text)
         assert all(s.index == "array" and not s.has_descriptor for s in written)
         memory = compiled.memory_analysis()
         assert memory.host_alias_size_in_bytes == memory.host_output_size_in_bytes  # in place

@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
-from zerojax import aot, hlo, hlo_host, hlo_overlap
-from zerojax.accounting import MemoryReport
+from zerojax import aot, hlo
+from zerojax.memory.report import MemoryReport
 
 pytestmark = pytest.mark.xdist_group("h200")  # tests share compiled programs, so they share a process
 HIDDEN, VOCAB, SEQ, BATCH, GPUS, LAYERS = 4096, 512, 64, 2, 8, 24
@@ -105,9 +105,9 @@ class Compiled:
         """Bytes beside the arguments, in layers of the compute dtype."""
         return self.stats.temp_size_in_bytes / LAYER_BYTES
 
-    def beside(self, *kinds: str) -> list[hlo_overlap.Span]:
+    def beside(self, *kinds: str) -> list[hlo.Span]:
         """What loops of many trips move, and beside what."""
-        return [s for s in hlo_overlap.spans(self.text) if s.kind in kinds and s.times > 1 and s.num_bytes > SMALL]
+        return [s for s in hlo.spans(self.text) if s.kind in kinds and s.times > 1 and s.num_bytes > SMALL]
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +168,7 @@ def test_no_state_is_held_twice_in_host_memory(name):
     c = compiled(name)
     assert c.stats.host_temp_size_in_bytes == 0
     assert c.stats.host_output_size_in_bytes == c.stats.host_alias_size_in_bytes  # updated in place
-    copies = hlo_host.host_copies(c.text, unknown_trips=1)
+    copies = hlo.host_copies(c.text, unknown_trips=1)
     assert max((copy.num_bytes for copy in copies), default=0) <= 4 * VOCAB * HIDDEN  # leaves that are not stacked
     assert all(copy.direction != "host_to_host" for copy in copies)
 
@@ -190,7 +190,7 @@ def test_optimizer_state_of_a_resident_model_is_updated_leaf_by_leaf():
 @pytest.mark.parametrize("name", [*CASES, "resident"])
 def test_every_record_crosses_the_link_as_often_as_the_account_says(name):
     c = compiled(name)
-    copied = hlo_host.host_link_bytes(c.text, unknown_trips=1)
+    copied = hlo.host_link_bytes(c.text, unknown_trips=1)
     for way, expected in c.report.host_link.items():
         np.testing.assert_allclose(copied[way], expected - c.report.callback_link[way], rtol=1e-3, err_msg=way)
 
@@ -198,8 +198,8 @@ def test_every_record_crosses_the_link_as_often_as_the_account_says(name):
 @pytest.mark.parametrize("name", [*CASES, "resident"])
 def test_no_slice_of_host_memory_is_at_a_derived_offset(name):
     text = compiled(name).text
-    slices = hlo_host.host_slices(text, unknown_trips=1)
-    assert hlo_host.unsafe_host_slices(text, unknown_trips=1) == []
+    slices = hlo.host_slices(text, unknown_trips=1)
+    assert hlo.unsafe_host_slices(text, unknown_trips=1) == []
     assert {s.index for s in slices} <= {"array"}  # read from the schedule
     assert bool(slices) == (name not in ("resident", "update_on_host"))
 

@@ -10,9 +10,9 @@ import tiling
 from flax import nnx
 
 import zerojax as zj
-from zerojax import aot, hlo, hlo_host
-from zerojax.born import is_away
-from zerojax.layout import named
+from zerojax import aot, hlo
+from zerojax.sharding.specs import named
+from zerojax.state.host_memory import is_away
 
 pytestmark = pytest.mark.xdist_group("h200")
 HIDDEN, INNER, TOKENS = 16384, 65536, 512
@@ -82,8 +82,8 @@ def test_on_one_gpu_sixteen_tiles_hold_a_tenth_of_a_layer(update):
     # everything beside the arguments is what the account says, parameters of a tile among it
     extra = sum(account.tiers["device"][kind] for kind in ("grads", "gathered", "activations", "in_flight"))
     assert tiled.temp_size_in_bytes <= 1.1 * extra
-    assert hlo_host.unsafe_host_slices(text, 1) == []
-    assert hlo_host.host_link_bytes(text, 1) == account.host_link
+    assert hlo.unsafe_host_slices(text, 1) == []
+    assert hlo.host_link_bytes(text, 1) == account.host_link
 
 
 def test_on_eight_gpus_a_streamed_layer_is_gathered_by_tiles():
@@ -92,7 +92,7 @@ def test_on_eight_gpus_a_streamed_layer_is_gathered_by_tiles():
     assert hlo.peak_gathered_bytes(text) <= layer_bytes / 10
     moved = hlo.collective_bytes(text, least_bytes=1 << 20, unknown_trips=1)
     assert moved == {"all-gather": 2 * 2 * layer_bytes, "reduce-scatter": 2 * layer_bytes}
-    assert hlo_host.host_link_bytes(text, 1) == account.host_link
+    assert hlo.host_link_bytes(text, 1) == account.host_link
 
 
 def test_a_layer_larger_than_the_budget_trains_within_it():

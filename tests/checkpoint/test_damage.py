@@ -16,10 +16,10 @@ from matrix_of_checkpoints import DISK, HOST, assert_same, numbers, whole
 from test_resume import build
 
 import zerojax as zj
-from host_offload.snapshot import Snapshot
-from zerojax.checkpoint_error import CheckpointError, DamagedError
-from zerojax.program_state import begin_save
-from zerojax.saved_state import SavedState
+from host_offload.disk.snapshot import Snapshot
+from zerojax.checkpoint.errors import CheckpointError, DamagedError
+from zerojax.checkpoint.manifest import SavedState
+from zerojax.checkpoint.program_state import begin_save
 
 pytestmark = pytest.mark.usefixtures("quick_fusions")
 DATA = toys.batches(6)
@@ -337,7 +337,7 @@ def test_interval_keep_and_best(tmp_path):
 @pytest.mark.parametrize("on_host", [True, False])
 def test_copies_stay_within_the_bound(on_host, tmp_path, monkeypatch):
     """Pieces of arrays that numpy does not read where they are, such as a GPU's, are cut on the device."""
-    monkeypatch.setattr("zerojax.saving.is_host_memory", lambda _: on_host)
+    monkeypatch.setattr("zerojax.checkpoint.pieces.is_host_memory", lambda _: on_host)
     found, fields = [], {"stage": 3, "params": HOST, "opt_state": HOST}
     with build(fields, tmp_path, {"fsdp": 2}) as made:
         state = made.init(jax.random.key(0))

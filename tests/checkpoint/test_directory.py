@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 import zerojax as zj
-from zerojax.checkpoint_error import CheckpointError, DamagedError
-from zerojax.saved_state import SavedState, _checksum
+from zerojax.checkpoint.errors import CheckpointError, DamagedError
+from zerojax.checkpoint.manifest import SavedState, _checksum
 
 BATCH = {"x": np.arange(16, dtype=np.float32).reshape(4, 4) / 16}
 

@@ -12,7 +12,7 @@ from matrix_of_checkpoints import Place, build
 
 import zerojax as zj
 from zerojax import cli
-from zerojax.saved_state import SavedState
+from zerojax.checkpoint.manifest import SavedState
 
 
 @pytest.fixture(scope="module")

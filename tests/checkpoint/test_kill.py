@@ -14,7 +14,7 @@ import processes
 import pytest
 
 import zerojax as zj
-from zerojax.saved_state import SavedState
+from zerojax.checkpoint.manifest import SavedState
 
 pytestmark = pytest.mark.usefixtures("quick_fusions", "quick_processes_of_file")
 LONGEST_RUN = 3.0

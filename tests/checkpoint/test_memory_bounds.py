@@ -13,7 +13,7 @@ import toys
 from matrix_of_checkpoints import Place, build
 
 import zerojax as zj
-from zerojax import restoring
+from zerojax.checkpoint import restore as restoring
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "checkpoints.py"
 SLACK = 40 << 20  # what compiling takes, and records of 9 MB
@@ -42,7 +42,7 @@ def test_copies_are_the_shards_or_within_the_bound(measured):
 
 def test_one_record_is_in_memory_at_a_time(tmp_path, monkeypatch):
     """A record is read once the one before is in place, however slow the device: busy here, with large products."""
-    read, fillers, made, unready = restoring.Source.record, restoring.filler, [], []
+    read, fillers, made, unready = restoring.LeafSource.record, restoring.filler, [], []
 
     @jax.jit
     def slowly(value):
@@ -62,7 +62,7 @@ def test_one_record_is_in_memory_at_a_time(tmp_path, monkeypatch):
 
         return put_slowly
 
-    monkeypatch.setattr(restoring.Source, "record", record)
+    monkeypatch.setattr(restoring.LeafSource, "record", record)
     monkeypatch.setattr(restoring, "filler", filler)
     with build(Place(3, "device", "1"), tmp_path) as program, zj.Checkpointer(tmp_path / "c") as ckpt:
         ckpt.save(program, program.init(jax.random.key(0)))

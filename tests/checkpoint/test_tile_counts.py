@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import test_tiles
+import tiled_toys
 from matrix_of_checkpoints import DISK, assert_same, numbers
 from test_resume import ON_HOST, build
 
 import zerojax as zj
 from zerojax import tiling
-from zerojax.checkpoint_error import CheckpointError
-from zerojax.retile import retiled
+from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.retile import retiled
 
 
 def tiled_model(tiles):
@@ -22,7 +22,7 @@ def tiled_model(tiles):
 
     def init_block(key):
         keys = jax.random.split(key, 2)
-        dense = {"up": test_tiles.draw(keys[0], 16, 32), "down": test_tiles.draw(keys[1], 32, 16)}
+        dense = {"up": tiled_toys.draw(keys[0], 16, 32), "down": tiled_toys.draw(keys[1], 32, 16)}
         return {"mlp": tiling.tile_mlp(dense, tiles) if tiles else dense, "scale": jnp.ones(16)}
 
     def block(p, x, key):
@@ -32,12 +32,12 @@ def tiled_model(tiles):
             return x + jax.nn.gelu(x @ p["mlp"]["up"]) @ p["mlp"]["down"]
         return x + tiling.tiled_mlp(x, p["mlp"])
 
-    made = test_tiles.model(stochastic=False, block=block)
+    made = tiled_toys.model(stochastic=False, block=block)
     return dataclasses.replace(made, init_block=init_block, tiles={"mlp": bool(tiles), "scale": False})
 
 
 def test_any_number_of_tiles_is_restored_as_any_other(tmp_path):
-    data, found = test_tiles.batches(2), {}
+    data, found = tiled_toys.batches(2), {}
     places = [
         (4, {"stage": 3, **ON_HOST}),
         (0, {"stage": 3}),

@@ -25,7 +25,7 @@ from gpu_checks.rows import Row, attempt, line
 from gpu_checks.speed import Link, speed_rows
 from gpu_checks.turns import Timed
 
-from zerojax.model import init_layered
+from zerojax.models.model import init_layered
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SMALL = problem.Problem(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=4)
@@ -214,10 +214,7 @@ def test_gpu_check_sees_another_loss_and_another_parameter():
     assert not compared(losses, [leaves[0], leaves[1] + np.float32(1e-20)]).ok  # a leaf that is zero must stay so
 
 
-@pytest.mark.parametrize(
-    ("step", "hidden", "floor"),
-    [(3.0, 1.0, 1.0), (4.0, 0.0, 4 / 3)],
-)
+@pytest.mark.parametrize(("step", "hidden", "floor"), [(3.0, 1.0, 1.0), (4.0, 0.0, 4 / 3)])
 def test_gpu_check_tells_how_much_of_the_transfers_is_hidden(step, hidden, floor):
     job = Job(name="mix", problem=SMALL, fields=IN_BACKWARD)
     link = Link(to_device=20.0, to_host=10.0, both=25.0)

@@ -10,7 +10,7 @@ import toys
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax as zj
-from zerojax.saved import MODES, plan_layer
+from zerojax.streamed.residuals import MODES, plan_layer
 
 HOST = "pinned_host"
 C = gpt.GPTConfig(layers=2, hidden=32, heads=2, seq=24, vocab=32, dropout=0.2)

@@ -11,7 +11,7 @@ import pytest
 import toys
 
 import zerojax as zj
-from zerojax.state import is_stored
+from zerojax.state.train_state import is_stored
 
 HOST, DISK = matrix.HOST, matrix.DISK
 ALL_ON_DISK = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
@@ -56,9 +56,7 @@ def moved(program, reference):
     ("precision", "tiers"),
     [
         pytest.param(
-            "fp32",
-            {"params": HOST, "grads": HOST, "opt_state": HOST, "prefetch_distance": 2},
-            marks=pytest.mark.exhaustive,
+            "fp32", {"params": HOST, "grads": HOST, "opt_state": HOST, "prefetch_distance": 2}, marks=pytest.mark.exhaustive
         ),
         ("fp32", {"params": HOST, "opt_state": HOST, "update": "in_backward"}),
         ("bf16", ALL_ON_DISK),

@@ -1,0 +1,220 @@
+"""Host memory for records on their way between disk and device: a fixed ring of buffers, all taken before step 1.
+
+O_DIRECT pins the pages that it transfers to, one by one, so their size decides its speed: into pages of 2 MB a disk reads at
+its best, into pages of 4 KB at a third of that. Memory is therefore private and anonymous (shared memory gets no huge pages),
+2 MB aligned, and touched when it is made. A ring has as many buffers as the schedule has records in flight; when all are out,
+whoever asks waits, so that a slow disk slows the step and grows no memory.
+"""
+
+import ctypes
+import functools
+import logging
+import mmap
+import os
+import resource
+import threading
+import time
+from typing import Literal
+
+import numpy as np
+
+from host_offload.device.cuda_driver import driver
+
+logger = logging.getLogger(__name__)
+HUGE_BYTES = 2 << 20
+PAGE_BYTES = 4096
+
+
+def allocate(num_bytes: int) -> np.ndarray:
+    """Return uint8[num_bytes] of private zeroed memory, 2 MB aligned, in huge pages where the kernel has them, touched.
+
+    It goes with the last view of it.
+
+    Raises:
+      ValueError: num_bytes < 1.
+      MemoryError: there is not so much.
+    """
+    if num_bytes < 1:
+        raise ValueError(f"num_bytes={num_bytes}: 1 or more is needed")
+    multiple = HUGE_BYTES if num_bytes >= HUGE_BYTES // 2 else PAGE_BYTES  # room for the last huge page to be whole
+    room = -(-num_bytes // multiple) * multiple + HUGE_BYTES
+    try:
+        memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(
+            f"no memory for a buffer of {num_bytes} bytes: {error}; use fewer buffers, or more devices"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without them: slower, nothing else
+            logger.debug("this kernel has no transparent huge pages")
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % HUGE_BYTES
+    buffer = whole[start : start + num_bytes]
+    buffer[::PAGE_BYTES] = 0
+    return buffer
+
+
+def lock_pages(buffer: np.ndarray) -> bool:
+    """Keep a buffer's pages in memory (mlock), where the limit allows; return whether they are. It ends with the memory.
+
+    The first refusal is logged.
+    """
+    try:
+        libc = _libc()
+        if libc.mlock(ctypes.c_void_p(buffer.ctypes.data), ctypes.c_size_t(buffer.nbytes)) == 0:
+            return True
+        reason = os.strerror(ctypes.get_errno())
+    except (OSError, AttributeError) as error:
+        reason = str(error)
+    _warn_unlocked(buffer.nbytes, reason)
+    return False
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+_warned = threading.Event()
+
+
+def _warn_unlocked(num_bytes: int, reason: str) -> None:
+    if _warned.is_set():
+        return
+    _warned.set()
+    limit, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    logger.warning(
+        "a buffer of %d bytes is not page-locked (%s), and may be swapped out where memory is short: RLIMIT_MEMLOCK is %s, "
+        "hard limit %s; raise it with `ulimit -l unlimited`, `memlock` in /etc/security/limits.conf, systemd's LimitMEMLOCK=, "
+        "or a container's --ulimit memlock=-1",
+        num_bytes,
+        reason,
+        "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes",
+        "unlimited" if hard == resource.RLIM_INFINITY else f"{hard} bytes",
+    )
+
+
+class Ring:
+    """A fixed number of buffers of one size, handed out and given back by any thread; a context manager.
+
+    Attributes:
+      num_buffers: how many there are.
+      num_bytes: of each.
+      locked: whether all are page-locked.
+    """
+
+    def __init__(self, num_buffers: int, num_bytes: int, *, pin: Literal["lock", "cuda", "none"] = "lock") -> None:
+        """Take all the memory.
+
+        Args:
+          num_buffers: buffers.
+          num_bytes: of each.
+          pin: "lock" locks pages where the limit allows, "cuda" registers them with the driver, "none" does neither.
+
+        Raises:
+          ValueError: a size below 1, or an unknown `pin`.
+          MemoryError: there is not so much memory.
+          NotImplementedError, RuntimeError: as `host_offload.device.cuda_driver`, with pin="cuda".
+        """
+        if num_buffers < 1 or pin not in ("lock", "cuda", "none"):
+            raise ValueError(f"num_buffers={num_buffers}, pin={pin!r}: 1 or more, and 'lock', 'cuda' or 'none' are needed")
+        self.num_buffers, self.num_bytes = num_buffers, num_bytes
+        self._pin, self._registered = pin, []
+        self._changed = threading.Condition()
+        self._out: dict[int, np.ndarray] = {}  # address -> buffer
+        self._seconds_waited, self._closed = 0.0, False
+        self._free = [allocate(num_bytes) for _ in range(num_buffers)]
+        locked = [lock_pages(b) for b in self._free] if pin == "lock" else [False]
+        self.locked = all(locked)
+        if pin == "cuda":
+            try:
+                for buffer in self._free:
+                    driver().register(buffer)
+                    self._registered.append(buffer)
+            except BaseException:
+                self.close()
+                raise
+            self.locked = True
+
+    @property
+    def free(self) -> int:
+        """Buffers that nobody has."""
+        with self._changed:
+            return len(self._free)
+
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds that callers of `take` have waited, all together."""
+        with self._changed:
+            return self._seconds_waited
+
+    def take(self, timeout: float | None = None) -> np.ndarray:
+        """Return a buffer, uint8[num_bytes], that is the caller's until it is given back; its contents are left from before.
+
+        Waits while all are out.
+
+        Args:
+          timeout: seconds to wait at most; None waits without end.
+
+        Raises:
+          TimeoutError: none came back in that time.
+          RuntimeError: the ring is closed, or was while this waited.
+        """
+        with self._changed:
+            if not self._free and not self._closed:
+                start = time.monotonic()
+                came = self._changed.wait_for(lambda: self._free or self._closed, timeout)
+                self._seconds_waited += time.monotonic() - start
+                if not came:
+                    raise TimeoutError(
+                        f"no buffer came back within {timeout} s: all {self.num_buffers} of {self.num_bytes} bytes are out; "
+                        f"give some back before taking more, or make the ring larger"
+                    )
+            if self._closed:
+                raise RuntimeError(f"this ring of {self.num_buffers} buffers is closed")
+            buffer = self._free.pop()  # the one given back last: its pages are in the caches
+            self._out[buffer.ctypes.data] = buffer
+            return buffer
+
+    def give(self, buffer: np.ndarray) -> None:
+        """Give a buffer back; nothing may read or write it afterwards. On a closed ring its memory goes.
+
+        Raises:
+          ValueError: it is not of this ring, or not out.
+        """
+        with self._changed:
+            own = self._out.pop(buffer.ctypes.data, None)
+            if own is None:
+                raise ValueError("this buffer is not out: it was given back already, or is not of this ring")
+            if not self._closed:
+                self._free.append(own)
+                self._changed.notify()
+                return
+        self._release(own)
+
+    def close(self) -> None:
+        """Free the memory of every buffer that is not out, and wake all who wait with an error; once closed, do nothing.
+
+        The memory of a buffer that is out, or of which views are left, goes with the last of them.
+        """
+        with self._changed:
+            self._closed = True
+            held, self._free = self._free, []
+            self._changed.notify_all()
+        for buffer in held:
+            self._release(buffer)
+
+    def _release(self, buffer: np.ndarray) -> None:
+        """Unregister; the memory itself goes with the last reference."""
+        kept = [b for b in self._registered if b is not buffer]
+        if len(kept) < len(self._registered):
+            self._registered = kept
+            driver().unregister(buffer)
+
+    def __enter__(self) -> "Ring":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

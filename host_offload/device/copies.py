@@ -1,0 +1,115 @@
+"""Records between host buffers and device buffers, inside callbacks of a running program.
+
+On a CPU both are host memory, and a record is copied where it lies. On a GPU a callback runs while the program is queued, and
+a copy on the program's own stream overlaps nothing. So each kind of record has a **slot** in device memory for each direction,
+and a GPU has two streams of its own:
+
+    up      disk -> buffer --up stream--> slot        as soon as the record is read and the slot is free, beside the program
+            slot --program's stream--> values         in the callback that fetches, at the speed of device memory
+    down    values --program's stream--> slot         in the callback that stores
+            slot --down stream--> buffer -> disk      beside whatever the program does next
+
+    event           recorded after       waited for by
+    up, full        the copy up          the program's stream, before it reads the slot; the host, before it reuses the buffer
+    up, empty       the program read     the up stream, before the next copy into the slot
+    down, full      the program wrote    the down stream, before it reads the slot
+    down, empty     the copy down        the program's stream, before it fills the slot again
+    down, saved     the copy down        the host, before it writes the buffer to disk
+
+A copy could also be two callbacks of one loop body, a start and a wait, between which XLA computes. A slot needs no such place
+in the program: copies up run ahead by a whole tick, copies down end after it, for every kind, and no buffer of the program is
+in flight where XLA may copy or reuse it. The price is one record of device memory for each kind and direction.
+
+A kind of a single record is never ahead of anything: it is copied on the program's stream, between page-locked memory.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+
+Views = Sequence[np.ndarray]
+
+
+class Copies(Protocol):
+    """How records cross between buffers and a device. `rank` is the device's position in the mesh."""
+
+    def add(self, kind: str, rank: int, num_bytes: int, *, up: bool, down: bool) -> None:
+        """Make slots for a kind's records of `num_bytes`, in the wanted directions."""
+        ...
+
+    def remove(self, kind: str) -> None:
+        """Free a kind's slots."""
+        ...
+
+    def lift(self, kind: str, rank: int, buffer: np.ndarray) -> None:
+        """Copy a buffer's record toward the device, if its slot is free."""
+        ...
+
+    def drop(self, kind: str, rank: int, buffer: np.ndarray) -> None:
+        """Wait until nothing reads a buffer any more, and forget that it was lifted."""
+        ...
+
+    def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> None:
+        """Copy a record's leaves to a callback's buffers; `views` may be reused afterwards."""
+        ...
+
+    def save(self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views) -> "Future[None] | None":
+        """Copy a callback's buffers to a record's leaves; returns what is done when they are there, None if they are."""
+        ...
+
+    def pass_on(self, context: Any, source: Any, out: Any) -> None:
+        """Copy one callback buffer to another."""
+        ...
+
+    def clear(self, context: Any, out: Sequence[Any]) -> None:
+        """Fill a callback's buffers with zeros."""
+        ...
+
+    def close(self) -> None:
+        """Wait for all copies, and free slots and threads."""
+        ...
+
+
+class HostCopies:
+    """Records of CPU devices, whose buffers are host memory: nothing is lifted."""
+
+    def add(self, kind: str, rank: int, num_bytes: int, *, up: bool, down: bool) -> None:
+        del kind, rank, num_bytes, up, down
+
+    def remove(self, kind: str) -> None:
+        del kind
+
+    def lift(self, kind: str, rank: int, buffer: np.ndarray) -> None:
+        del kind, rank, buffer
+
+    def drop(self, kind: str, rank: int, buffer: np.ndarray) -> None:
+        del kind, rank, buffer
+
+    def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> None:
+        del context, kind, rank
+        for target, value in zip(out, views, strict=True):
+            np.copyto(np.asarray(target), value)
+
+    def save(self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views) -> None:
+        del context, kind, rank
+        for value, room in zip(values, views, strict=True):
+            np.copyto(room, np.asarray(value))
+
+    def pass_on(self, context: Any, source: Any, out: Any) -> None:
+        del context
+        np.asarray(out)[...] = np.asarray(source)
+
+    def clear(self, context: Any, out: Sequence[Any]) -> None:
+        del context
+        for target in out:
+            np.asarray(target)[...] = 0
+
+    def close(self) -> None:
+        pass
+
+
+def num_bytes(buffer: Any) -> int:
+    """Return the bytes of a callback's buffer."""
+    return int(np.prod(buffer.shape, dtype=np.int64)) * np.dtype(buffer.dtype).itemsize

@@ -1,0 +1,230 @@
+"""Copies to and from a GPU on streams of our own, beside the program that computes."""
+
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from host_offload.device.copies import Copies, HostCopies, Views, num_bytes
+from host_offload.device.cuda_driver import Driver, driver
+from host_offload.device.link import pointer, stream_of
+
+
+@dataclasses.dataclass(eq=False)
+class _Slot:
+    """Device memory for one record, in one direction.
+
+    Attributes:
+      memory: uint8[n] on the device.
+      full: event, a record is in it.
+      empty: event, the record was copied out of it; recorded once `used`.
+      used: whether a record ever was.
+      held: up: address of the buffer whose record is in the slot, or on its way there.
+    """
+
+    memory: jax.Array
+    full: int
+    empty: int
+    used: bool = False
+    held: int | None = None
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    @property
+    def address(self) -> int:
+        return self.memory.unsafe_buffer_pointer()
+
+
+class _Gpu:
+    """Streams of one GPU, and the thread that tells when copies down are done."""
+
+    def __init__(self, driver: Driver, device: Any, rank: int) -> None:
+        self.driver = driver
+        self.context = driver.context_of(device.local_hardware_id or 0)
+        driver.use(self.context)
+        self.up, self.down = driver.make_stream(), driver.make_stream()
+        self.events: list[int] = []
+        self._lock = threading.Lock()
+        self._saved: queue.SimpleQueue[tuple[int, Future[None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._watch, name=f"zerojax-copies-{rank}", daemon=True)
+        self._thread.start()
+
+    def take_event(self) -> int:
+        with self._lock:
+            if self.events:
+                return self.events.pop()
+        return self.driver.make_event()
+
+    def tell(self, event: int) -> "Future[None]":
+        """Return a future that is done when `event` has happened; the event is reused then."""
+        done: Future[None] = Future()
+        self._saved.put((event, done))
+        return done
+
+    @contextlib.contextmanager
+    def finishing(self, stream: int) -> Iterator[None]:
+        """Leave by an error only when nothing that was queued on a stream is under way: buffers are used again then."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self.driver.finish_stream(stream)
+            raise
+
+    def _watch(self) -> None:
+        self.driver.use(self.context)
+        while (job := self._saved.get()) is not None:
+            event, done = job
+            try:
+                self.driver.finish_event(event)
+            except BaseException as error:  # the thread must go on
+                done.set_exception(error)
+                continue
+            with self._lock:
+                self.events.append(event)
+            done.set_result(None)
+
+    def close(self) -> None:
+        """End the thread, after all that it was asked for."""
+        self._saved.put(None)
+        self._thread.join()
+        self.driver.use(self.context)
+        for stream in (self.up, self.down):
+            self.driver.finish_stream(stream)
+            self.driver.destroy_stream(stream)
+        for event in self.events:
+            self.driver.destroy_event(event)
+
+
+class GpuCopies:
+    """Records of CUDA devices."""
+
+    def __init__(self, devices: Sequence[Any], driver: Driver) -> None:
+        """Serve the devices of a mesh, in its order; those of other processes are never asked for."""
+        self.devices, self.driver = list(devices), driver
+        self._gpus: dict[int, _Gpu] = {}
+        self._up: dict[tuple[str, int], _Slot] = {}
+        self._down: dict[tuple[str, int], _Slot] = {}
+
+    def add(self, kind: str, rank: int, num_bytes: int, *, up: bool, down: bool) -> None:
+        if rank not in self._gpus:
+            self._gpus[rank] = _Gpu(self.driver, self.devices[rank], rank)
+        self.driver.use(self._gpus[rank].context)
+        for wanted, slots in ((up, self._up), (down, self._down)):
+            if wanted:
+                memory = jax.device_put(jnp.zeros(num_bytes, jnp.uint8), self.devices[rank]).block_until_ready()
+                slots[kind, rank] = _Slot(memory, self.driver.make_event(), self.driver.make_event())
+
+    def remove(self, kind: str) -> None:
+        for slots in (self._up, self._down):
+            for key in [key for key in slots if key[0] == kind]:
+                slot, gpu = slots.pop(key), self._gpus[key[1]]
+                self.driver.use(gpu.context)
+                for event in (slot.full, slot.empty):  # nothing may still read or fill the memory
+                    self.driver.finish_event(event)
+                    self.driver.destroy_event(event)
+
+    def lift(self, kind: str, rank: int, buffer: np.ndarray) -> None:
+        slot = self._up.get((kind, rank))
+        if slot is None:
+            return
+        with slot.lock:
+            if slot.held is not None:
+                return
+            gpu, call = self._gpus[rank], self.driver
+            call.use(gpu.context)
+            with gpu.finishing(gpu.up):
+                if slot.used:
+                    call.wait(gpu.up, slot.empty)
+                call.copy(slot.address, buffer.ctypes.data, buffer.nbytes, gpu.up)
+                call.record(slot.full, gpu.up)
+            slot.held = buffer.ctypes.data
+
+    def drop(self, kind: str, rank: int, buffer: np.ndarray) -> None:
+        slot = self._up.get((kind, rank))
+        if slot is None:
+            return
+        with slot.lock:
+            if slot.held == buffer.ctypes.data:
+                self.driver.use(self._gpus[rank].context)
+                self.driver.finish_event(slot.full)
+                slot.held = None
+
+    def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> None:
+        call, stream = self.driver, stream_of(context)
+        call.use(self._gpus[rank].context)
+        slot = self._up.get((kind, rank))
+        base = views[0].ctypes.data if views else 0  # a record's first leaf lies at its start
+        if slot is not None:
+            with slot.lock:
+                if slot.held == base:
+                    call.wait(stream, slot.full)
+                    for target, view in zip(out, views, strict=True):
+                        call.copy(pointer(target), slot.address + view.ctypes.data - base, view.nbytes, stream)
+                    call.record(slot.empty, stream)
+                    slot.used = True
+                    call.finish_event(slot.full)
+                    slot.held = None
+                    return
+        for target, view in zip(out, views, strict=True):
+            call.copy(pointer(target), view.ctypes.data, view.nbytes, stream)
+        call.finish_stream(stream)
+
+    def save(self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views) -> "Future[None] | None":
+        call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
+        call.use(gpu.context)
+        slot = self._down.get((kind, rank))
+        if slot is None:
+            for value, view in zip(values, views, strict=True):
+                call.copy(view.ctypes.data, pointer(value), view.nbytes, stream)
+            call.finish_stream(stream)
+            return None
+        base = views[0].ctypes.data
+        with slot.lock, gpu.finishing(gpu.down):
+            if slot.used:
+                call.wait(stream, slot.empty)
+            for value, view in zip(values, views, strict=True):
+                call.copy(slot.address + view.ctypes.data - base, pointer(value), view.nbytes, stream)
+            call.record(slot.full, stream)
+            call.wait(gpu.down, slot.full)
+            for view in views:
+                call.copy(view.ctypes.data, slot.address + view.ctypes.data - base, view.nbytes, gpu.down)
+            call.record(slot.empty, gpu.down)
+            slot.used = True
+            saved = gpu.take_event()
+            call.record(saved, gpu.down)
+        return gpu.tell(saved)
+
+    def pass_on(self, context: Any, source: Any, out: Any) -> None:
+        self.driver.copy(pointer(out), pointer(source), num_bytes(out), stream_of(context))
+
+    def clear(self, context: Any, out: Sequence[Any]) -> None:
+        for target in out:
+            self.driver.clear(pointer(target), num_bytes(target), stream_of(context))
+
+    def close(self) -> None:
+        for kind in {kind for kind, _ in (*self._up, *self._down)}:
+            self.remove(kind)
+        for gpu in self._gpus.values():
+            gpu.close()
+        self._gpus.clear()
+
+
+def copies_of(devices: Sequence[Any]) -> Copies:
+    """Return how records cross to the devices of a mesh.
+
+    Raises:
+      NotImplementedError: devices of an unknown kind, or cuda-bindings is missing.
+    """
+    platform = devices[0].platform
+    if platform == "cpu":
+        return HostCopies()
+    if platform in ("gpu", "cuda"):
+        return GpuCopies(devices, driver())
+    raise NotImplementedError(f"the nvme tier moves buffers of cpu and cuda devices, and these are {platform}'s")

@@ -1,0 +1,118 @@
+"""Bytes between a device buffer and host memory, inside a callback of a running program.
+
+On a CPU a buffer is host memory, and is used where it lies. On a GPU a callback runs while the program is being queued: what it
+reads must be computed first, so it copies on the program's own stream and waits for that stream; what it writes is queued
+there too. The copies go through page-locked staging memory, one piece for each place that asks, made once.
+"""
+
+import ctypes
+import math
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import numpy as np
+
+from host_offload.device.cuda_driver import driver
+
+
+class Link(Protocol):
+    """How a callback reads and writes device buffers. `place` tells the buffers of different callers apart."""
+
+    def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        """Return a buffer's contents, valid until the callback returns or the same place is read again."""
+        ...
+
+    def room(self, buffer: Any, place: Hashable) -> np.ndarray:
+        """Return host memory in which to make a buffer's contents."""
+        ...
+
+    def write(self, context: Any, buffer: Any, place: Hashable) -> None:
+        """Move what was made in `room(buffer, place)` to the buffer."""
+        ...
+
+
+class HostLink:
+    """Buffers of the CPU backend."""
+
+    def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        del context, place
+        return np.asarray(buffer)
+
+    def room(self, buffer: Any, place: Hashable) -> np.ndarray:
+        del place
+        return np.asarray(buffer)
+
+    def write(self, context: Any, buffer: Any, place: Hashable) -> None:
+        del context, buffer, place
+
+
+class CudaLink:
+    """Buffers of a CUDA GPU, moved by the driver."""
+
+    def __init__(self) -> None:
+        self.staging: dict[Hashable, np.ndarray] = {}
+
+    def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        host, call = self.room(buffer, (place, stream_of(context))), driver()  # a device's stream: devices read at once
+        call.copy(host.ctypes.data, pointer(buffer), host.nbytes, stream_of(context))
+        call.finish_stream(stream_of(context))
+        return host
+
+    def room(self, buffer: Any, place: Hashable) -> np.ndarray:
+        dtype = np.dtype(buffer.dtype)
+        key = (place, tuple(buffer.shape), str(dtype))
+        if key not in self.staging:
+            array = np.empty(buffer.shape, dtype)
+            if array.nbytes:
+                driver().register(array)
+            self.staging[key] = array
+        return self.staging[key]
+
+    def write(self, context: Any, buffer: Any, place: Hashable) -> None:
+        host, call = self.room(buffer, place), driver()
+        call.copy(pointer(buffer), host.ctypes.data, host.nbytes, stream_of(context))
+        call.finish_stream(stream_of(context))  # the staging memory is used again
+
+
+def stream_of(context: Any) -> int:
+    """Return the program's stream on a GPU, to which a callback may add."""
+    return int(context.stream)
+
+
+def pointer(buffer: Any) -> int:
+    """Return the device address of a callback's buffer on a GPU."""
+    return int(buffer.__cuda_array_interface__["data"][0])
+
+
+def link_of(platform: str) -> Link:
+    """Return how buffers of a platform's devices are read and written.
+
+    Raises:
+      NotImplementedError: a platform whose buffers have no known interface.
+    """
+    if platform == "cpu":
+        return HostLink()
+    if platform in ("gpu", "cuda"):
+        return CudaLink()
+    raise NotImplementedError(f"an update on the host moves buffers of cpu and cuda devices, and these are {platform}'s")
+
+
+def writable(array: np.ndarray) -> np.ndarray:
+    """Return the same memory as an array that may be written to."""
+    return _at(array.ctypes.data, array.shape, array.dtype)
+
+
+def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:
+        return np.empty(shape, dtype)
+    memory: Any = (ctypes.c_char * num_bytes).from_address(address)
+    return np.frombuffer(memory, dtype=dtype).reshape(shape)
+
+
+def view(array: Any) -> np.ndarray:
+    """Return the memory of a single-device array in host memory, as numpy; writing to it changes the array.
+
+    For arrays that a program owns and hands from step to step: nothing else may hold them.
+    """
+    return _at(array.unsafe_buffer_pointer(), array.shape, array.dtype)

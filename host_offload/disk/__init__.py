@@ -1,0 +1,29 @@
+"""Records as files: folder, format, readers and writers, tuning, snapshots and errors."""
+
+from host_offload.disk.bandwidth import DIRECT as DIRECT
+from host_offload.disk.bandwidth import PLAIN as PLAIN
+from host_offload.disk.bandwidth import TENSORSTORE as TENSORSTORE
+from host_offload.disk.bandwidth import UNCHECKED as UNCHECKED
+from host_offload.disk.bandwidth import Bench as Bench
+from host_offload.disk.bandwidth import Rates as Rates
+from host_offload.disk.checksum import checksum as checksum
+from host_offload.disk.direct_file import write_file as write_file
+from host_offload.disk.direct_io import DirectIo as DirectIo
+from host_offload.disk.errors import STATE_LOST as STATE_LOST
+from host_offload.disk.errors import SwapError as SwapError
+from host_offload.disk.errors import explain as explain
+from host_offload.disk.folder import SwapFolder as SwapFolder
+from host_offload.disk.record_format import LeafFormat as LeafFormat
+from host_offload.disk.record_format import RecordFormat as RecordFormat
+from host_offload.disk.record_format import numpy_dtype as numpy_dtype
+from host_offload.disk.saved_records import Box as Box
+from host_offload.disk.saved_records import SavedRecords as SavedRecords
+from host_offload.disk.saved_records import SavedStore as SavedStore
+from host_offload.disk.saved_records import record_format as record_format
+from host_offload.disk.snapshot import LinkedRecord as LinkedRecord
+from host_offload.disk.snapshot import Snapshot as Snapshot
+from host_offload.disk.snapshot import sync as sync
+from host_offload.disk.store import Store as Store
+from host_offload.disk.tensorstore_io import TensorstoreIo as TensorstoreIo
+from host_offload.disk.tuning import IoSettings as IoSettings
+from host_offload.disk.tuning import tune as tune

@@ -1,0 +1,168 @@
+"""How fast records come from a folder's disk and go to it: each reader, beside what the disk itself gives.
+
+The ceiling is plain preadv and pwritev with O_DIRECT on the same files and buffers, in blocks on threads: no futures, no
+checksums, no files opened meanwhile, the best of several settings. All write first, then read what they wrote, with the page
+cache dropped between. A round measures each in turn, and ratios are taken within a round, so that a slow minute falls on all.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import errno
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from host_offload.device import Ring
+from host_offload.disk.direct_io import DirectIo
+from host_offload.disk.errors import SwapError
+from host_offload.disk.record_format import LeafFormat, RecordFormat
+from host_offload.disk.store import Store
+from host_offload.disk.tensorstore_io import TensorstoreIo
+from host_offload.disk.tuning import DEFAULT, IoSettings
+
+PLAIN = "plain preadv/pwritev"
+DIRECT, UNCHECKED, TENSORSTORE = 'io="direct"', 'io="direct", unchecked', 'io="tensorstore"'
+_MIB = 1 << 20
+_OTHERS = (DEFAULT, IoSettings(8, 4 * _MIB), IoSettings(2, 16 * _MIB))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Bytes a second, reading and writing."""
+
+    read: float
+    write: float
+
+
+class Reader(Protocol):
+    """What `DirectIo` and `TensorstoreIo` are."""
+
+    def read(
+        self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True
+    ) -> concurrent.futures.Future[float]: ...
+
+    def write(
+        self, store: Store, layer: int, buffer: np.ndarray, *, checksum: bool = True
+    ) -> concurrent.futures.Future[float]: ...
+
+
+class Bench:
+    """Records to measure with, in a folder; a context manager that frees its buffers."""
+
+    def __init__(self, folder_path: str, settings: IoSettings, *, num_records: int = 16, record_bytes: int = 64 * _MIB) -> None:
+        """Reserve the disk space and fill the buffers.
+
+        Args:
+          folder_path: of a `SwapFolder`.
+          settings: of both readers.
+          num_records: at least 2.
+          record_bytes: of each record; four buffers of so many are held in memory.
+
+        Raises:
+          SwapError: the disk is too small.
+        """
+        self.settings = settings
+        form = RecordFormat((LeafFormat("bytes", (record_bytes,), "uint8"),))
+        self.store = Store(folder_path, "bench", 0, num_records, form)
+        self.store.preallocate()
+        self._ring = Ring(min(4, num_records), form.padded_bytes)
+        self._buffers = [self._ring.take() for _ in range(self._ring.num_buffers)]
+        random = np.random.default_rng(0)  # some disks compress, or know zeros
+        for buffer in self._buffers:
+            buffer.view(np.uint64)[:] = random.integers(0, 1 << 63, buffer.nbytes // 8, np.uint64)
+
+    def round(self) -> dict[str, Rates]:
+        """Measure the disk and both readers once, the direct one also without checksums."""
+        plain = [self._plain(settings) for settings in dict.fromkeys((self.settings, *_OTHERS))]
+        rates = {PLAIN: Rates(read=max(r.read for r in plain), write=max(r.write for r in plain))}
+        with DirectIo(self.settings) as direct, TensorstoreIo(self.settings) as through:
+            return rates | {
+                DIRECT: self._records(direct),
+                UNCHECKED: self._records(direct, checks=False),
+                TENSORSTORE: self._records(through),
+            }
+
+    def _records(self, io: Reader, checks: bool = True) -> Rates:
+        def run(start: Callable[[Store, int, np.ndarray], concurrent.futures.Future[float]]) -> float:
+            began, pending = time.monotonic(), collections.deque()
+            for layer in range(self.store.num_layers):
+                if len(pending) == len(self._buffers):
+                    pending.popleft().result()
+                pending.append(start(self.store, layer, self._buffers[layer % len(self._buffers)]))
+            for future in pending:
+                future.result()
+            return self.store.num_bytes / (time.monotonic() - began)
+
+        write = run(functools.partial(io.write, checksum=checks))
+        self._drop_caches()
+        return Rates(write=write, read=run(functools.partial(io.read, verify=checks)))
+
+    def _plain(self, settings: IoSettings) -> Rates:
+        write = self._run_plain(settings, writes=True)
+        self._drop_caches()
+        return Rates(write=write, read=self._run_plain(settings, writes=False))
+
+    def _run_plain(self, settings: IoSettings, writes: bool) -> float:
+        size, block = self.store.format.padded_bytes, settings.block_bytes
+        paths = [self.store.record_path(layer) for layer in range(self.store.num_layers)]
+        files = [_open(path) for path in paths]
+        parts = iter([(layer, start) for layer in range(len(files)) for start in range(0, size, block)])
+        call = os.pwritev if writes else os.preadv
+
+        def work() -> None:
+            for layer, start in parts:
+                part = self._buffers[layer % len(self._buffers)][start : start + block]
+                if (moved := call(files[layer], [part.data], start)) != part.nbytes:
+                    raise SwapError(f"{paths[layer]}: {moved} of {part.nbytes} bytes moved", file=paths[layer])
+
+        try:
+            with concurrent.futures.ThreadPoolExecutor(settings.num_threads) as pool:
+                began = time.monotonic()
+                for job in [pool.submit(work) for _ in range(settings.num_threads)]:
+                    job.result()
+                return self.store.num_bytes / (time.monotonic() - began)
+        finally:
+            for fd in files:
+                os.close(fd)
+
+    def _drop_caches(self) -> None:
+        drop_caches([self.store.record_path(layer) for layer in range(self.store.num_layers)])
+
+    def close(self) -> None:
+        """Free the buffers."""
+        for buffer in self._buffers:
+            self._ring.give(buffer)
+        self._buffers = []
+        self._ring.close()
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # a file system without it: the page cache is its ceiling
+
+
+def drop_caches(paths: Sequence[str]) -> None:
+    """Bring files to disk, and their pages out of the page cache."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)

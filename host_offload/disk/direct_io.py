@@ -1,0 +1,204 @@
+"""Records between disk and buffers at the disk's own speed: O_DIRECT, in blocks, on a pool of threads.
+
+    read    open; blocks of the record by several threads (preadv); compare the checksum
+    write   open; the checksum, while other threads write blocks (pwritev)
+
+A record's blocks are claimed by whatever threads are free, records in the order they were asked for: a record has the whole
+disk until its last blocks, and what a step waits for comes first. The file is opened by its name each time, which costs some
+20 microseconds, and a record that was removed or cut short meanwhile is noticed. System calls and checksums release the GIL.
+
+Errors leave through the future, as SwapError. A write that failed leaves a record that counts as never written, and reading
+what was never written is an error too: no read returns what was not stored by a write that succeeded.
+"""
+
+import concurrent.futures
+import logging
+import os
+import threading
+import time
+
+import numpy as np
+
+from host_offload.disk.checksum import checksum as checksum_of
+from host_offload.disk.direct_file import DirectFile
+from host_offload.disk.errors import TruncatedError, explain
+from host_offload.disk.record_format import check_buffer
+from host_offload.disk.store import Store
+from host_offload.disk.tuning import IoSettings
+
+logger = logging.getLogger(__name__)
+
+
+class DirectIo:
+    """Reads and writes records of any stores; a context manager."""
+
+    def __init__(self, settings: IoSettings, *, name: str = "direct") -> None:
+        """Make the pool.
+
+        Args:
+          settings: threads and blocks.
+          name: of the threads, as debuggers show it. Reads and writes that must not wait for each other have a pool each.
+        """
+        self.settings = settings
+        self._pool = concurrent.futures.ThreadPoolExecutor(settings.num_threads, thread_name_prefix=f"zerojax-{name}")
+        self._buffered: set[str] = set()  # folders without O_DIRECT
+        self._lock = threading.Lock()
+
+    def read(self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True) -> concurrent.futures.Future[float]:
+        """Begin to read a record.
+
+        Args:
+          store: of the record. A pending write of the same record must be waited for before.
+          layer: index of the record.
+          buffer: uint8[n], contiguous, writable, n >= padded_bytes; another's until the future is done. At a multiple of 4096
+            in memory, or it is read through the page cache.
+          verify: compare the checksum, if one was written; and refuse a record that was never written.
+
+        Returns:
+          The seconds from the first block's start to the end, checksum included; or SwapError.
+
+        Raises:
+          ValueError: the buffer is not so, or there is no such layer.
+          RuntimeError: this is closed.
+        """
+        return self._start(_Transfer(self, store, layer, buffer, writes=False, checked=verify))
+
+    def write(self, store: Store, layer: int, buffer: np.ndarray, *, checksum: bool = True) -> concurrent.futures.Future[float]:
+        """Begin to write a record.
+
+        Args:
+          store: of the record.
+          layer: index of the record.
+          buffer: as for `read`; its first padded_bytes are the record, and must not change until the future is done.
+          checksum: keep the record's checksum, for reads to verify.
+
+        Returns:
+          As `read`.
+
+        Raises:
+          ValueError, RuntimeError: as `read`.
+        """
+        return self._start(_Transfer(self, store, layer, buffer, writes=True, checked=checksum))
+
+    def _start(self, transfer: "_Transfer") -> concurrent.futures.Future[float]:
+        for k in range(min(transfer.num_blocks, self.settings.num_threads)):
+            try:
+                self._pool.submit(self._run, transfer)
+            except RuntimeError:  # closed, or the interpreter exits; one thread at work will do
+                if k == 0:
+                    raise
+        return transfer.future
+
+    def _run(self, transfer: "_Transfer") -> None:
+        while transfer.move_block():
+            pass
+
+    def note_buffered(self, folder: str) -> None:
+        """Log, once, that a folder has no O_DIRECT."""
+        with self._lock:
+            if folder in self._buffered:
+                return
+            self._buffered.add(folder)
+        logger.warning("%s has no O_DIRECT: its records go through the page cache, which is slower", folder)
+
+    def close(self) -> None:
+        """Wait for all transfers and end the threads; once closed, do nothing."""
+        self._pool.shutdown(wait=True)
+
+    def __enter__(self) -> "DirectIo":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Transfer:
+    """One record on its way, at which several threads work."""
+
+    def __init__(self, io: DirectIo, store: Store, layer: int, buffer: np.ndarray, *, writes: bool, checked: bool) -> None:
+        size = store.format.padded_bytes
+        check_buffer(buffer, size)
+        if not writes and not buffer.flags.writeable:
+            raise ValueError("a record is read into a writable buffer, and this one is not")
+        self._io, self._store, self._layer, self._path = io, store, layer, store.record_path(layer)
+        self.future: concurrent.futures.Future[float] = concurrent.futures.Future()
+        self.num_blocks = -(-size // io.settings.block_bytes)
+        self._record, self._writes, self._checked = buffer[:size], writes, checked
+        self._lock = threading.Lock()
+        self._file: DirectFile | None = None
+        self._error: BaseException | None = None
+        self._next, self._moving, self._checksum, self._start = 0, 0, 0, 0.0
+
+    def move_block(self) -> bool:
+        """Move the next block, if one is left; the last to end finishes the record. Return whether there was one."""
+        with self._lock:
+            block = self._next
+            if block == self.num_blocks:
+                return False
+            if block == 0 and not self.future.set_running_or_notify_cancel():
+                self._next = self.num_blocks
+                return False
+            self._next, self._moving = block + 1, self._moving + 1
+            if block == 0 and (error := self._begin()) is not None:
+                self._error, self._next = error, self.num_blocks
+        error = self._error or self._move(block)
+        with self._lock:
+            self._moving -= 1
+            if error is not None:
+                self._error, self._next = self._error or error, self.num_blocks
+            is_last = self._moving == 0 and self._next == self.num_blocks
+        if is_last:
+            self._finish()
+        return True
+
+    def _begin(self) -> BaseException | None:
+        self._start = time.monotonic()
+        size = self._record.nbytes
+        try:
+            if self._writes:
+                self._store.begin_write(self._layer)
+            elif self._checked:
+                self._store.require(self._layer)
+            self._file = DirectFile(self._path, writes=self._writes)
+            if (found := self._file.num_bytes) != size:
+                if not self._writes:
+                    raise TruncatedError(f"the file has {found} bytes, and the record {size}")
+                self._file.resize(size)
+        except BaseException as error:
+            return error
+        return None
+
+    def _move(self, block: int) -> BaseException | None:
+        length = self._io.settings.block_bytes
+        start = block * length
+        part = self._record[start : start + length]
+        try:
+            assert self._file is not None
+            if not self._writes:
+                self._file.read(part, start)
+                return None
+            if block == 0 and self._checked:  # the other blocks are on their way meanwhile
+                self._checksum = checksum_of(self._record)
+            self._file.write(part, start)
+        except BaseException as error:
+            return error
+        return None
+
+    def _finish(self) -> None:
+        error = self._error
+        try:
+            if self._file is not None:
+                self._file.close()
+                if not self._file.direct:
+                    self._io.note_buffered(os.path.dirname(os.path.dirname(self._store.path)))
+            if error is None and self._writes:
+                self._store.end_write(self._layer, self._checksum)
+            elif error is None and self._checked:
+                self._store.verify(self._layer, self._record)
+        except BaseException as late:
+            error = error or late
+        if error is None:
+            self.future.set_result(time.monotonic() - self._start)
+            return
+        doing = f"{'writing' if self._writes else 'reading'} {self._store.kind} of rank {self._store.rank}"
+        self.future.set_exception(explain(error, doing=doing, file=self._path, layer=self._layer))

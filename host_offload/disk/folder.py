@@ -1,0 +1,174 @@
+"""A private folder below the user's swap_dir, for one process, that goes when the process does.
+
+The folder holds model state, so only its user may read it (0700), and two programs in one would overwrite each other's records,
+so a lock on a file inside says who uses it. The kernel lets go of the lock (flock) with the process, however it ends: a folder
+whose lock is free was left by a process that was killed, and is emptied and used again.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import stat
+import weakref
+from types import TracebackType
+
+from host_offload.disk.errors import SwapError, explain
+
+logger = logging.getLogger(__name__)
+_LOCK = "lock"
+
+
+class SwapFolder:
+    """The folder `root/zerojax-swap-{process}`; a context manager.
+
+    Attributes:
+      path: of the folder.
+    """
+
+    def __init__(self, root: str, process: int = 0) -> None:
+        """Make the folder, or take over one that a killed process left.
+
+        Args:
+          root: the user's swap_dir; on a disk of its own, best. It must exist: a path mistyped would fill another disk.
+          process: `jax.process_index()`; processes of one machine share the root.
+
+        Raises:
+          ValueError: root is no folder.
+          SwapError: it cannot be written to, or another process or program uses the folder.
+        """
+        if not os.path.isdir(root):
+            what = "is not a folder" if os.path.exists(root) else "does not exist"
+            raise ValueError(f"swap_dir={root!r} {what}: give an existing folder of a fast local disk, or create it (mkdir -p)")
+        self.path = os.path.join(os.path.abspath(root), f"zerojax-swap-{process}")
+        self._take()
+
+    def _take(self) -> None:
+        try:
+            fd = _lock(self.path)
+        except OSError as error:
+            if error.errno == errno.ENOENT:
+                raise SwapError(
+                    f"making the swap folder, {self.path} failed: ENOENT ({error.errno}); that file system has no room for "
+                    "folders of its users: set swap_dir to a folder of a local disk",
+                    file=self.path,
+                    errno=error.errno,
+                ) from error
+            raise explain(error, doing="making the swap folder", file=self.path) from error
+        self._close = weakref.finalize(self, _remove, self.path, fd)  # at exit too
+        close = self._close
+        os.register_at_fork(after_in_child=lambda: _forget(close, fd))
+        try:
+            self._begin(fd)
+        except OSError as error:
+            self._close()
+            raise explain(error, doing="emptying the swap folder", file=self.path) from error
+
+    def _begin(self, fd: int) -> None:
+        os.chmod(self.path, 0o700)
+        before = os.pread(fd, 64, 0).decode(errors="replace").strip()
+        if before:
+            logger.warning("%s was left by process %s, which is gone: it is emptied and used again", self.path, before)
+        _empty(self.path)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+    def free_bytes(self) -> int:
+        """Return what this user can still write to the file system."""
+        found = os.statvfs(self.path)
+        return found.f_bavail * found.f_frsize
+
+    def renew(self) -> None:
+        """Make the folder empty again; if it was removed, or taken over, take it anew.
+
+        Raises:
+          SwapError: another program has it now, or it cannot be made.
+        """
+        self.close()
+        self._take()
+
+    def close(self) -> None:
+        """Remove the folder and all in it; once closed, do nothing. Whatever uses it must be closed before."""
+        self._close()
+
+    def __enter__(self) -> "SwapFolder":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _lock(path: str) -> int:
+    """Return the descriptor of the folder's lock file, locked; make both if need be."""
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a folder"
+            if stat.S_ISDIR(found.st_mode):
+                what = f"a folder of another user (uid {found.st_uid}, this one is {os.geteuid()})"
+            raise SwapError(f"{path} is {what}: remove it, or set swap_dir to another folder", file=path)
+        name = os.path.join(path, _LOCK)
+        if os.listdir(path) and not os.path.lexists(name):
+            raise SwapError(
+                f"{path} holds files, and no lock of a program that made them: move them away if you need them, remove the "
+                "folder, or set swap_dir to another one",
+                file=path,
+            )
+        try:
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:  # the folder was removed since
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(name).st_ino == os.fstat(fd).st_ino:
+                return fd
+        except FileNotFoundError:  # its owner removed it just before it let go of the lock
+            pass
+        except BlockingIOError as error:
+            owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
+            os.close(fd)
+            raise _in_use(path, owner) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _in_use(path: str, owner: str) -> SwapError:
+    if owner == str(os.getpid()):
+        remedy = f"this process (pid {owner}): close that program first (program.close()), or give this one another swap_dir"
+    else:
+        remedy = f"process {owner or 'unknown'}: wait for it or end it (kill {owner or 'PID'}), or set another swap_dir"
+    return SwapError(f"{path} is in use by {remedy}", file=path, errno=errno.EWOULDBLOCK)
+
+
+def _empty(path: str) -> None:
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name != _LOCK:
+                os.unlink(entry.path)
+
+
+def _remove(path: str, fd: int) -> None:
+    try:
+        _empty(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(path, _LOCK))
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # removed by hand; or taken over since the lock file went
+            logger.warning("%s was not removed: %s; remove it by hand", path, error)
+    finally:
+        os.close(fd)
+
+
+def _forget(close: weakref.finalize, fd: int) -> None:
+    """In a forked child: leave the folder to the parent, and give back the descriptor, which would keep the lock without it."""
+    if close.detach() is not None:
+        os.close(fd)

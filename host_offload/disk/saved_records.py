@@ -1,0 +1,233 @@
+"""Records at rest: what a checkpoint tells of the records it holds, and their bytes, read slice by slice.
+
+A store of a checkpoint is a `host_offload.Store`, a zarr array whose chunks are files of one record. It holds one device's
+shards of some leaves, for a run of layers (or tiles, or for one record where a leaf is no stack). Beside the array, the
+checkpoint tells for each leaf where its shard lies in the whole leaf, so that any box of a leaf is found among the stores:
+
+    whole leaf  [L, D, F]        a store of layers first .. first + n, of the shard [start : start + shape] of each layer
+    box         (l0:l1, d0:d1, f0:f1)  =  for each store and record that meet it, a copy of the common part
+
+Files are mapped into memory, not read whole: a box costs the pages that it touches, and they are the page cache's. Each
+record's checksum is that of `host_offload.disk.checksum`.
+"""
+
+import collections
+import dataclasses
+import math
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from host_offload.disk.checksum import checksum
+from host_offload.disk.errors import ChecksumError, TruncatedError
+from host_offload.disk.record_format import LeafFormat, RecordFormat, numpy_dtype
+from host_offload.disk.store import Store
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) in each dim of a leaf."""
+MOST_OPEN = 64
+"""Files mapped at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedShard:
+    """One leaf of the records of a store.
+
+    Attributes:
+      name: of the leaf in the checkpoint.
+      shape: of what a record holds of it.
+      dtype: name of numpy or ml_dtypes.
+      offset: of its first byte in the record.
+      start: where what a record holds begins, in the dims of the leaf that follow those that number records.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    start: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedStore:
+    """The records that one device had of some leaves.
+
+    Attributes:
+      folder: of the zarr array, in the checkpoint.
+      lead: sizes of the leading dims of the leaves that number records, row by row: () for one record, (L,), or (L, T).
+      first: number of the first record.
+      num_records: how many there are.
+      record_bytes: size of each file.
+      leaves: of a record.
+      checksums: of each record; 0 where it is not known.
+    """
+
+    folder: str
+    lead: tuple[int, ...]
+    first: int
+    num_records: int
+    record_bytes: int
+    leaves: tuple[SavedShard, ...]
+    checksums: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        store: Store, folder: str, names: Sequence[str], starts: Sequence[Sequence[int]], lead: Sequence[int], first: int = 0
+    ) -> "SavedStore":
+        """Return what is to be told of a store whose records are written."""
+        formats = zip(store.format.leaves, store.format.offsets, names, starts, strict=True)
+        leaves = [SavedShard(name, leaf.shape, leaf.dtype, offset, tuple(start)) for leaf, offset, name, start in formats]
+        sums = tuple(int(c) for c in store.checksums)
+        return SavedStore(folder, tuple(lead), first, store.num_layers, store.format.padded_bytes, tuple(leaves), sums)
+
+    def record_file(self, record: int) -> str:
+        """Return the file of a record, below the checkpoint; records are counted from `first`."""
+        return os.path.join(self.folder, f"c.{record}.0")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what JSON can hold; checksums as hexadecimal digits."""
+        told = dataclasses.asdict(self)
+        return told | {"checksums": [f"{c:016x}" for c in self.checksums]}
+
+    @staticmethod
+    def from_json(told: Mapping[str, Any]) -> "SavedStore":
+        """Return what `to_json` told.
+
+        Raises:
+          KeyError, TypeError, ValueError: it is something else.
+        """
+        leaves = [
+            SavedShard(leaf["name"], tuple(leaf["shape"]), leaf["dtype"], leaf["offset"], tuple(leaf["start"]))
+            for leaf in told["leaves"]
+        ]
+        return SavedStore(
+            folder=told["folder"],
+            lead=tuple(told["lead"]),
+            first=told["first"],
+            num_records=told["num_records"],
+            record_bytes=told["record_bytes"],
+            leaves=tuple(leaves),
+            checksums=tuple(int(c, 16) for c in told["checksums"]),
+        )
+
+
+def record_format(leaves: Sequence[tuple[str, Sequence[int], Any]]) -> RecordFormat:
+    """Return the format of records of leaves (name, shape, dtype)."""
+    return RecordFormat(tuple(LeafFormat(name, tuple(shape), np.dtype(dtype).name) for name, shape, dtype in leaves))
+
+
+class SavedRecords:
+    """The records of a checkpoint; a context manager. Several threads may read at once."""
+
+    def __init__(self, root: str, stores: Sequence[SavedStore]) -> None:
+        """Read below `root`, the folder against which the stores' folders are told."""
+        self.root, self.stores = root, tuple(stores)
+        self._held: dict[str, list[tuple[SavedStore, SavedShard]]] = collections.defaultdict(list)
+        for store in stores:
+            for leaf in store.leaves:
+                self._held[leaf.name].append((store, leaf))
+        self._maps: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def files(self) -> Iterator[tuple[SavedStore, int, str]]:
+        """Yield (store, record, path) of every record."""
+        for store in self.stores:
+            for record in range(store.num_records):
+                yield store, record, os.path.join(self.root, store.record_file(record))
+
+    def check_size(self, store: SavedStore, record: int) -> None:
+        """Compare a record's size.
+
+        Raises:
+          OSError: the file is not there.
+          TruncatedError: it has another size.
+        """
+        found = os.stat(path := os.path.join(self.root, store.record_file(record))).st_size
+        if found != store.record_bytes:
+            raise TruncatedError(f"{path} has {found} bytes, and the record {store.record_bytes}")
+
+    def check(self, store: SavedStore, record: int) -> None:
+        """Compare a record's size and checksum.
+
+        Raises:
+          OSError: it cannot be read.
+          TruncatedError, ChecksumError: it is not what was saved.
+        """
+        self.check_size(store, record)
+        expected = store.checksums[record]
+        if expected and (found := checksum(np.asarray(self._map(store, record)))) != expected:
+            path = os.path.join(self.root, store.record_file(record))
+            raise ChecksumError(f"{path}: its checksum is {found:016x}, and {expected:016x} was saved")
+
+    def read(self, name: str, box: Box, out: np.ndarray) -> None:
+        """Fill `out`, of the box's shape, with a part of a leaf, cast to its dtype.
+
+        Raises:
+          KeyError: there is no such leaf, or the stores do not hold all of the box.
+          OSError: a file cannot be read, or ends before its record does.
+        """
+        missing = math.prod(stop - start for start, stop in box)
+        done: set[Box] = set()
+        for store, leaf in self._held[name]:
+            for record in _records(store, box):
+                index = np.unravel_index(store.first + record, store.lead) if store.lead else ()
+                own = tuple((int(i), int(i) + 1) for i in index)
+                own += tuple((s, s + n) for s, n in zip(leaf.start, leaf.shape, strict=True))
+                common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box, strict=True))
+                if any(a >= b for a, b in common) or common in done:
+                    continue  # a replica holds the same
+                done.add(common)
+                data = self._map(store, record)[leaf.offset :][: math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize]
+                value = data.view(numpy_dtype(leaf.dtype)).reshape((1,) * len(index) + leaf.shape)
+                source = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, own, strict=True))
+                target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
+                out[target] = value[source]
+                missing -= math.prod(b - a for a, b in common)
+                if not missing:
+                    return
+        if missing:
+            raise KeyError(f"{name}: {missing} elements of {box} are in no record")
+
+    def _map(self, store: SavedStore, record: int) -> np.ndarray:
+        """Return the bytes of a record, mapped: uint8[record_bytes]."""
+        file = store.record_file(record)
+        with self._lock:
+            if (known := self._maps.get(file)) is not None:
+                self._maps.move_to_end(file)
+                return known
+        self.check_size(store, record)
+        with open(os.path.join(self.root, file), "rb") as opened:
+            mapped = mmap.mmap(opened.fileno(), store.record_bytes, prot=mmap.PROT_READ)
+        array = np.frombuffer(mapped, np.uint8)
+        with self._lock:
+            self._maps[file] = array  # unmapped with the last array over it
+            while len(self._maps) > MOST_OPEN:
+                self._maps.popitem(last=False)
+        return array
+
+    def close(self) -> None:
+        """Let go of the files."""
+        with self._lock:
+            self._maps.clear()
+
+    def __enter__(self) -> "SavedRecords":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _records(store: SavedStore, box: Box) -> Iterator[int]:
+    """Yield the records of a store that may meet a box, counted from its first."""
+    if not store.lead:
+        yield 0
+        return
+    for index in np.ndindex(*(stop - start for start, stop in box[: len(store.lead)])):
+        at = [i + start for i, (start, _) in zip(index, box, strict=False)]
+        number = int(np.ravel_multi_index(at, store.lead)) - store.first
+        if 0 <= number < store.num_records:
+            yield number

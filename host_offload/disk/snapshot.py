@@ -1,0 +1,151 @@
+"""The records of stores as they are at one moment, kept while they go on to be written.
+
+A record gets a second name in a folder beside its store (a hard link: no byte is copied), and the next write of it goes to a
+file of its own, whose space is reserved when the link is made (`Store.link`). What has the second name is never written again,
+so it can be moved away at leisure: by a link once more, where the checkpoint is on the same file system, else by a copy, one
+record at a time, read past the page cache and compared with its checksum.
+
+Where a file system cannot link, or has no room for a second record, records are copied at once, and the step waits.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+
+from host_offload.device import allocate
+from host_offload.disk.checksum import checksum
+from host_offload.disk.direct_file import read_file, write_file
+from host_offload.disk.errors import ChecksumError, TruncatedError
+from host_offload.disk.store import Store
+
+_DESCRIPTION = "zarr.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkedRecord:
+    """One store at the moment of a snapshot.
+
+    Attributes:
+      store: whose records they are; it may hold others by now.
+      checksums: of each record; 0 where it is not known.
+      folder: of the second names, or None if the records were copied at once.
+    """
+
+    store: Store
+    checksums: tuple[int, ...]
+    folder: str | None
+
+
+class Snapshot:
+    """Some stores' records; `close` lets go of them."""
+
+    def __init__(self, folder: str) -> None:
+        """Use a folder that is not there yet, on the stores' file system."""
+        self._folder = folder
+        self._kept: list[LinkedRecord] = []
+        self._closed = threading.Event()
+        os.mkdir(folder, 0o700)
+
+    def keep(self, store: Store, target: str) -> LinkedRecord:
+        """Keep the records of a store, no write of which is under way; where that needs a copy, make it now.
+
+        Args:
+          store: of the records.
+          target: folder for `move`, not there yet.
+
+        Raises:
+          SwapError: a record was never written.
+          OSError: neither can they be kept, nor copied.
+        """
+        for record in range(store.num_layers):
+            store.require(record)
+        sums = tuple(int(c) for c in store.checksums)
+        folder = os.path.join(self._folder, f"{store.kind}-{store.rank}")
+        os.mkdir(folder, 0o700)
+        linked = []
+        try:
+            for record in range(store.num_layers):
+                store.link(record, path := os.path.join(folder, str(record)))
+                linked.append((record, path))
+        except OSError:
+            for record, path in linked:
+                store.unlink(record, path)
+            os.rmdir(folder)
+            kept = LinkedRecord(store, sums, None)
+            _make(store, target)
+            _copy([(store.record_path(r), os.path.join(target, f"c.{r}.0"), sums[r]) for r in range(store.num_layers)], store)
+            return kept
+        kept = LinkedRecord(store, sums, folder)
+        self._kept.append(kept)
+        return kept
+
+    def move(self, kept: LinkedRecord, target: str) -> None:
+        """Put kept records into a folder: by links, or by copies that are on disk when this returns.
+
+        Raises:
+          OSError: they cannot be read or written, or a record is not what was written.
+        """
+        if kept.folder is None:
+            return
+        _make(kept.store, target)
+        copies = []
+        for record in range(kept.store.num_layers):
+            source, wanted = os.path.join(kept.folder, str(record)), os.path.join(target, f"c.{record}.0")
+            try:
+                os.link(source, wanted)
+                sync(wanted)
+            except OSError:
+                copies.append((source, wanted, kept.checksums[record]))
+        _copy(copies, kept.store)
+
+    def close(self) -> None:
+        """Remove the second names; once closed, do nothing."""
+        kept, self._kept = self._kept, []
+        for each in kept:
+            if each.folder is not None:
+                for record in range(each.store.num_layers):
+                    with contextlib.suppress(OSError):
+                        each.store.unlink(record, os.path.join(each.folder, str(record)))
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._closed.set()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    def wait(self) -> None:
+        """Wait until it was closed: what removes the stores' folder, or their records, comes after."""
+        self._closed.wait()
+
+
+def _make(store: Store, target: str) -> None:
+    os.makedirs(target, exist_ok=True)
+    shutil.copyfile(os.path.join(store.path, _DESCRIPTION), os.path.join(target, _DESCRIPTION))
+
+
+def _copy(files: Sequence[tuple[str, str, int]], store: Store) -> None:
+    """Copy records (source, target, checksum), one after the other."""
+    if not files:
+        return
+    size = store.format.padded_bytes
+    buffer = allocate(size)
+    for source, target, expected in files:
+        if (found := os.stat(source).st_size) != size:
+            raise TruncatedError(f"{source} has {found} bytes, and the record {size}")
+        read_file(source, buffer, size)
+        if expected and (found := checksum(buffer)) != expected:
+            raise ChecksumError(f"{source}: its checksum is {found:016x}, and {expected:016x} was written")
+        write_file(target, buffer, size)
+        sync(target)
+
+
+def sync(path: str) -> None:
+    """Wait until a file's bytes are on disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,270 @@
+"""Records on disk: one per layer, of one file each, that hold the layer's leaves; tensorstore owns the format.
+
+A store is one zarr array `uint8[num_layers, padded_bytes]`, uncompressed, in chunks of one layer, so that a chunk is a file of
+exactly the record's bytes, which any tensorstore or zarr client can read, and O_DIRECT too:
+
+    {folder}/{kind}/{rank}/zarr.json     shape, chunks, and as attributes the manifest: each leaf's name, shape, dtype, offset
+    {folder}/{kind}/{rank}/c.{layer}.0   leaf 0 | to 64 bytes | leaf 1 | ... | to 4096 bytes
+
+A record's checksum is kept in memory, not on disk: a swap folder does not outlive its process, and a stale record then
+cannot vouch for itself.
+"""
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from host_offload.disk.checksum import checksum
+from host_offload.disk.errors import ChecksumError, SwapError, explain, of_tensorstore
+from host_offload.disk.record_format import RecordFormat
+
+
+class Store:
+    """The records of one kind of state that one device holds.
+
+    Attributes:
+      path: folder of the array.
+      kind: "params", "grads", "opt_state" or "activations".
+      rank: index of the device.
+      num_layers: records.
+      format: of a record.
+      checksums: uint64[num_layers], of each record as last written; 0 where that is not known.
+      written: bool[num_layers], whether a record was written completely.
+    """
+
+    def __init__(
+        self,
+        folder_path: str,
+        kind: str,
+        rank: int,
+        num_layers: int,
+        format: RecordFormat,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Create the array; no record exists yet.
+
+        Args:
+          folder_path: of a `SwapFolder`.
+          kind: name of the kind of state.
+          rank: index of the device.
+          num_layers: records.
+          format: of each of them.
+          metadata: goes into the attributes as it is (specs, mesh); what JSON can hold.
+
+        Raises:
+          ValueError: the kind is no name of a folder, or there are no layers.
+          SwapError: the array exists, or cannot be created.
+        """
+        if not kind or kind != os.path.basename(kind) or kind in (".", "..") or rank < 0 or num_layers < 1:
+            raise ValueError(
+                f"kind={kind!r}, rank={rank}, num_layers={num_layers}: a folder's name, 0 or more and 1 or more are needed"
+            )
+        self.kind, self.rank, self.num_layers, self.format = kind, rank, num_layers, format
+        self.path = os.path.join(folder_path, kind, str(rank))
+        self.checksums = np.zeros(num_layers, np.uint64)
+        self.written = np.zeros(num_layers, bool)
+        self._metadata = dict(metadata or {})
+        self._linking = threading.Lock()  # of the next line
+        self._linked: set[int] = set()  # records that have another name, under which they must stay as they are
+        if not os.path.isdir(folder_path):  # tensorstore would make it, with everybody's rights
+            raise explain(FileNotFoundError(errno.ENOENT, ""), doing=f"creating the records of {kind}", file=folder_path)
+        try:
+            ts.open(self._spec(), create=True, open=False).result()
+        except ValueError as error:
+            raise explain(of_tensorstore(error), doing=f"creating the records of {kind}", file=self.path) from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk once every record is written."""
+        return self.num_layers * self.format.padded_bytes
+
+    def record_path(self, layer: int) -> str:
+        """Return the file of a layer's record.
+
+        Raises:
+          ValueError: there is no such layer.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(f"layer {layer} of {self.kind}: there are {self.num_layers}, counted from 0")
+        return os.path.join(self.path, f"c.{layer}.0")
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the array's attributes."""
+        leaves = [
+            {"name": leaf.name, "shape": list(leaf.shape), "dtype": leaf.dtype, "offset": offset, "num_bytes": leaf.num_bytes}
+            for leaf, offset in zip(self.format.leaves, self.format.offsets, strict=True)
+        ]
+        return {"kind": self.kind, "rank": self.rank, "leaves": leaves, "metadata": self._metadata}
+
+    def open_array(self, context: Mapping[str, Any] | None = None) -> ts.TensorStore:
+        """Return the array `uint8[num_layers, padded_bytes]`, without a cache: what it reads is on disk.
+
+        A record that is not there is an error, and one of zeros is a file like any other.
+
+        Args:
+          context: more resources of tensorstore, such as {"file_io_concurrency": {"limit": 4}}.
+
+        Raises:
+          SwapError: it was removed, or is another.
+        """
+        try:
+            return ts.open(self._spec(context), open=True).result()
+        except ValueError as error:
+            raise explain(of_tensorstore(error), doing=f"opening the records of {self.kind}", file=self.path) from error
+
+    def preallocate(self) -> None:
+        """Reserve disk space for every record, so that none is refused in the middle of a step.
+
+        What was written stays as it is. A file system that cannot reserve is asked only how much is free.
+
+        Raises:
+          SwapError: the disk is too small, or failed.
+        """
+        size, paths = self.format.padded_bytes, [self.record_path(layer) for layer in range(self.num_layers)]
+        missing = self.num_bytes - sum(_held_bytes(path) for path in paths) - _free_bytes(self.path)
+        if missing > 0:
+            raise self._too_small(missing)
+        for layer, path in enumerate(paths):
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    _reserve(fd, size)
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                left = self.num_bytes - sum(_held_bytes(p) for p in paths) - _free_bytes(self.path)
+                if error.errno == errno.ENOSPC and left > 0:
+                    raise self._too_small(left, path, layer) from error
+                raise explain(error, doing=f"reserving {size} bytes for {self.kind}", file=path, layer=layer) from error
+
+    def link(self, layer: int, target: str) -> None:
+        """Give a record a second name, under which it stays as it is: the next write of the record goes to another file.
+
+        That file's space is reserved here, so that no write is refused for want of it.
+
+        Args:
+          layer: index of the record, no write of which is under way.
+          target: the second name, on the same file system.
+
+        Raises:
+          OSError: the file system is full, or cannot link.
+        """
+        path, spare = self.record_path(layer), self._spare_path(layer)
+        with self._linking:
+            if layer in self._linked:
+                os.link(path, target)
+                return
+            try:
+                fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                try:
+                    _reserve(fd, self.format.padded_bytes)
+                finally:
+                    os.close(fd)
+                os.link(path, target)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(spare)
+                raise
+            self._linked.add(layer)
+
+    def unlink(self, layer: int, target: str) -> None:
+        """Remove the second name of a record; if it was not written since, and has no third, its file is written to again."""
+        os.unlink(target)
+        with self._linking, contextlib.suppress(OSError):
+            if layer in self._linked and os.stat(self.record_path(layer)).st_nlink == 1:
+                self._linked.discard(layer)
+                os.unlink(self._spare_path(layer))
+
+    def _spare_path(self, layer: int) -> str:
+        return os.path.join(self.path, f"spare.{layer}")
+
+    def begin_write(self, layer: int) -> None:
+        """Let a record count as never written until `end_write`: half a record is none."""
+        self.written[layer], self.checksums[layer] = False, 0
+        with self._linking:
+            if layer in self._linked:
+                os.replace(self._spare_path(layer), self.record_path(layer))
+                self._linked.discard(layer)
+
+    def end_write(self, layer: int, checksum: int = 0) -> None:
+        """Note that a record was written completely, with its checksum or 0."""
+        self.checksums[layer], self.written[layer] = checksum, True
+
+    def require(self, layer: int) -> None:
+        """Refuse to read a record that does not hold what a write stored.
+
+        Raises:
+          SwapError: it was never written, or its last write failed.
+        """
+        if not self.written[layer]:
+            path = self.record_path(layer)
+            raise SwapError(f"{self.kind} of layer {layer}, {path}, was never written completely", file=path, layer=layer)
+
+    def verify(self, layer: int, record: np.ndarray) -> None:
+        """Compare a record, uint8[padded_bytes], with its checksum, if it has one.
+
+        Raises:
+          ChecksumError: it is not what was written.
+        """
+        expected = int(self.checksums[layer])
+        if expected and (found := checksum(record)) != expected:
+            raise ChecksumError(f"its checksum is {found:016x}, and {expected:016x} was written")
+
+    def _too_small(self, missing: int, file: str | None = None, layer: int | None = None) -> SwapError:
+        return SwapError(
+            f"{self.kind} of rank {self.rank} takes {self.num_layers} records x {self.format.padded_bytes} bytes = "
+            f"{self.num_bytes} bytes, and {self.path} has {missing} bytes too few: ENOSPC ({errno.ENOSPC}); free space on that "
+            f"file system, set swap_dir to a folder of a larger disk, or use more devices",
+            file=file or self.path,
+            layer=layer,
+            errno=errno.ENOSPC,
+        )
+
+    def _spec(self, context: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        size = self.format.padded_bytes
+        return {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": self.path + "/"},
+            "metadata": {
+                "shape": [self.num_layers, size],
+                "data_type": "uint8",
+                "fill_value": 0,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [1, size]}},
+                "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+                "codecs": [{"name": "bytes"}],
+                "attributes": self.manifest(),
+            },
+            "store_data_equal_to_fill_value": True,  # else a record of zeros has no file
+            "fill_missing_data_reads": False,  # else a removed record reads as zeros
+            "recheck_cached_data": True,
+            "context": {"cache_pool": {"total_bytes_limit": 0}, **(context or {})},
+        }
+
+
+def _held_bytes(path: str) -> int:
+    try:
+        return os.stat(path).st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+def _free_bytes(path: str) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize
+
+
+def _reserve(fd: int, size: int) -> None:
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, size)
+            return
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            raise
+    os.ftruncate(fd, max(size, os.fstat(fd).st_size))

@@ -1,0 +1,99 @@
+"""Records between disk and buffers through tensorstore: the same files as `direct_io`, by the format's own library.
+
+Slower (a read is copied once, a write goes through the page cache and is flushed), but it needs nothing of a file system beyond
+files, and a write is atomic: another file, flushed and renamed, so the disk must have room for one record more.
+"""
+
+import concurrent.futures
+import errno
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from host_offload.disk.checksum import checksum as checksum_of
+from host_offload.disk.errors import explain, of_tensorstore
+from host_offload.disk.record_format import check_buffer
+from host_offload.disk.store import Store
+from host_offload.disk.tuning import IoSettings
+
+
+class TensorstoreIo:
+    """Reads and writes records of any stores, as `direct_io.DirectIo` does; a context manager."""
+
+    def __init__(self, settings: IoSettings) -> None:
+        """Make the pool.
+
+        Args:
+          settings: transfers at once; tensorstore moves a record as one block.
+        """
+        self.settings = settings
+        self._pool = concurrent.futures.ThreadPoolExecutor(settings.num_threads, thread_name_prefix="zerojax-tensorstore")
+        self._arrays: weakref.WeakKeyDictionary[Store, ts.TensorStore] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def read(self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True) -> concurrent.futures.Future[float]:
+        """Begin to read a record; arguments, result and errors are those of `DirectIo.read`."""
+        record = _record_of(store, layer, buffer)
+        if not buffer.flags.writeable:
+            raise ValueError("a record is read into a writable buffer, and this one is not")
+
+        def read() -> None:
+            if verify:
+                store.require(layer)
+            np.copyto(record, self._array(store)[layer].read().result())
+            if verify:
+                store.verify(layer, record)
+
+        return self._pool.submit(_timed, read, store, layer, f"reading {store.kind} of rank {store.rank}")
+
+    def write(self, store: Store, layer: int, buffer: np.ndarray, *, checksum: bool = True) -> concurrent.futures.Future[float]:
+        """Begin to write a record; arguments, result and errors are those of `DirectIo.write`."""
+        record = _record_of(store, layer, buffer)
+
+        def write() -> None:
+            store.begin_write(layer)
+            if not os.path.isdir(store.path):  # tensorstore would make it, with everybody's rights
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), store.path)
+            self._array(store)[layer].write(record).result()
+            store.end_write(layer, checksum_of(record) if checksum else 0)
+
+        return self._pool.submit(_timed, write, store, layer, f"writing {store.kind} of rank {store.rank}")
+
+    def _array(self, store: Store) -> ts.TensorStore:
+        with self._lock:
+            if store not in self._arrays:
+                self._arrays[store] = store.open_array({"file_io_concurrency": {"limit": self.settings.num_threads}})
+            return self._arrays[store]
+
+    def close(self) -> None:
+        """Wait for all transfers and end the threads; once closed, do nothing."""
+        self._pool.shutdown(wait=True)
+        self._arrays.clear()
+
+    def __enter__(self) -> "TensorstoreIo":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _record_of(store: Store, layer: int, buffer: np.ndarray) -> np.ndarray:
+    store.record_path(layer)  # refuses a layer that is not there
+    check_buffer(buffer, store.format.padded_bytes)
+    return buffer[: store.format.padded_bytes]
+
+
+def _timed(work: Callable[[], None], store: Store, layer: int, doing: str) -> float:
+    start = time.monotonic()
+    try:
+        work()
+    except BaseException as error:
+        cause: Any = of_tensorstore(error) if isinstance(error, ValueError) else error
+        raise explain(cause, doing=doing, file=store.record_path(layer), layer=layer) from error
+    return time.monotonic() - start

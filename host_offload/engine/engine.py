@@ -1,0 +1,466 @@
+"""Records between disk and buffers while a jitted step runs: read ahead, written behind.
+
+Callbacks of the program ask for a record or hand one over (`host_offload.engine.ops`), one after the other on each device:
+
+    fetch(kind, rank, layer)     wait for its buffer, copy out of it, give it back; then start the reads whose turn has come
+    store(kind, rank, layer)     wait for an empty buffer, copy into it, start the write
+    borrow(kind, rank, layer)    the buffer itself, for what works in host memory: read, updated in place, or filled
+
+Buffers are fixed: of each kind on each device `distance` to read ahead, one more for the record in use, and as many to write;
+kinds of one record share theirs (`host_offload.engine.buffer_sets`).
+Reads are taken from one ring and writes from another. Records that are updated in place are written from the buffer into which
+they were read, so theirs is one ring of as many buffers, of which no more are being written than a ring to write would have.
+A write waits only for the disk, a read that nothing foresaw for the one record in use; if what was read ahead has all buffers,
+the last of it gives way. So nothing waits in a circle, however few buffers there are, and a full ring is a wait that is counted
+(`Stats.stall_seconds`), not an error.
+
+    read of a record whose write is pending     is a copy out of that write's buffer
+    write of a record that was read ahead       the read is forgotten
+    write of a record whose write is pending    starts when the other is done
+
+A callback must not raise, since another device may be waiting in a collective: the first error is kept, every later call
+returns at once with zeros, and `check` raises it when the step is over. What is on disk is then no state: `failed` stays set
+until `reset`.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Literal
+
+import numpy as np
+
+from host_offload.device import Copies, HostCopies, Ring
+from host_offload.disk import STATE_LOST, Store, SwapError, explain
+from host_offload.engine.buffer_sets import Rings, Shelf, num_buffers
+from host_offload.engine.stats import Event, Stats
+from host_offload.engine.transfers import Io, Transfers, Write
+from host_offload.schedule import Move, Window
+
+Views = list[np.ndarray]
+Key = tuple[str, int]
+Mode = Literal["read", "update", "write"]
+"""What is done to a borrowed record: its views are read; or read and written; or filled, whatever they hold."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Read:
+    """A record on its way into a buffer."""
+
+    buffer: np.ndarray
+    done: "Future[float]"
+    event: Event
+
+
+class _Lane:
+    """One device's records. Its attributes are guarded by `lock`."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.lock = threading.RLock()  # a read may be done before the call that starts it returns
+        self.shelves: dict[str, Shelf] = {}
+        self.shared: Rings | None = None  # of the kinds that share theirs
+        self.window = Window((), 0)
+        self.reading: dict[Key, _Read] = {}
+        self.writing: dict[Key, Write] = {}
+        self.wanted: list[tuple[Key, Ring]] = []  # for which a callback takes a buffer: reading ahead must leave it one
+
+
+class Engine:
+    """Moves the records of this process's devices."""
+
+    def __init__(
+        self, io: Io, distance: int, pin: Literal["lock", "cuda", "none"] = "lock", copies: Copies | None = None
+    ) -> None:
+        """Use `io` and `copies`, which are closed with the engine, and read `distance` records of a kind ahead."""
+        self.io, self.distance, self.copies = io, distance, copies or HostCopies()
+        self.pin: Literal["lock", "cuda", "none"] = pin
+        self._lanes: dict[int, _Lane] = {}
+        self._transfers = Transfers(io, self.fail)
+        self._lock = threading.Lock()  # of the error
+        self._error: SwapError | None = None
+        self._numbers = itertools.count(1)  # of transfers
+
+    # --- what there is -----------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        kind: str,
+        rank: int,
+        store: Store,
+        *,
+        in_place: bool = False,
+        up: bool = True,
+        down: bool = True,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Take over the records of a kind on a device, and make their buffers.
+
+        Args:
+          kind: of the records.
+          rank: position of the device in the mesh.
+          store: the records.
+          in_place: they are updated in the buffers into which they are read.
+          up: copies to the device run ahead of the program.
+          down: copies from the device run behind it.
+          shared_bytes: if not 0, the kind uses buffers of so many bytes with all others on the device that are added so, and of
+            these no two records may be borrowed at once by one caller.
+        """
+        lane = self._lanes.setdefault(rank, _Lane(rank))
+        size = store.format.padded_bytes
+        if not shared_bytes:
+            count = num_buffers(self.distance, store.num_layers, in_place)
+            rings = Rings.make(count, size, self.distance, in_place, self.pin)
+        elif (rings := lane.shared) is None:
+            rings = Rings.make(2 * (self.distance + 1), shared_bytes, self.distance, in_place, self.pin)
+            lane.shared = rings
+        self.copies.add(kind, rank, size, up=up, down=down)
+        with lane.lock:
+            lane.shelves[kind] = Shelf(store, rings)
+
+    def remove(self, kind: str) -> None:
+        """Let go of the records of a kind, when nothing uses them."""
+        for lane in self._lanes.values():
+            self._forget(lane, lambda key: key[0] == kind)
+            self._wait_for_writes(lane)
+            with lane.lock:
+                shelf = lane.shelves.pop(kind, None)
+            if shelf is not None:
+                self.copies.remove(kind)
+                if all(other.rings is not shelf.rings for other in lane.shelves.values()):
+                    shelf.rings.close()
+                    lane.shared = None if lane.shared is shelf.rings else lane.shared
+
+    def kinds(self) -> set[str]:
+        """Return the kinds that were added."""
+        return {kind for lane in self._lanes.values() for kind in lane.shelves}
+
+    def store_of(self, kind: str, rank: int) -> Store:
+        """Return the records of a kind on a device."""
+        return self._lanes[rank].shelves[kind].store
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers."""
+        rings = {shelf.rings for lane in self._lanes.values() for shelf in lane.shelves.values()}
+        return sum(each.num_bytes for each in rings)
+
+    # --- around a program --------------------------------------------------------------------------------------------------
+
+    def begin(self, moves: Sequence[Move]) -> None:
+        """Expect these moves on every device, from the first on, and read ahead.
+
+        Raises:
+          SwapError: an earlier step failed.
+        """
+        self.check()
+        for lane in self._lanes.values():
+            window = Window(moves, self.distance)
+            soon = {(m.kind, m.layer) for m in window.ahead(())}
+            self._forget(lane, lambda key, soon=soon: key not in soon)
+            with lane.lock:
+                lane.window = window
+            self._read_ahead(lane)
+
+    def check(self) -> None:
+        """Raise the first error.
+
+        Raises:
+          SwapError: a record could not be moved, and the state is lost.
+        """
+        if (error := self._error) is not None:
+            raise SwapError(f"{error}; {STATE_LOST}", file=error.file, layer=error.layer, errno=error.errno) from error
+
+    @property
+    def failed(self) -> bool:
+        """Whether the records are no state any more."""
+        return self._error is not None
+
+    def reset(self) -> None:
+        """Forget what was read ahead, and the error: records are about to be written anew."""
+        for lane in self._lanes.values():
+            self._drain(lane)
+        with self._lock:
+            self._error = None
+
+    def flush(self) -> None:
+        """Wait for all that is under way.
+
+        Raises:
+          SwapError: a write, or an earlier move, failed.
+        """
+        for lane in self._lanes.values():
+            self._wait_for_writes(lane)
+            with lane.lock:
+                pending = [read.done for read in lane.reading.values()]
+            for done in pending:
+                done.exception()
+        self.check()
+
+    def take_stats(self) -> Stats:
+        """Return the statistics since this was last called."""
+        return self._transfers.take_stats()
+
+    def recent_events(self) -> list[Event]:
+        """Return the transfers and waits since the statistics were last taken; they stay there."""
+        return self._transfers.recent_events()
+
+    def close(self) -> None:
+        """Wait for what is under way, and release buffers and threads."""
+        for lane in self._lanes.values():
+            self._drain(lane)
+        for kind in self.kinds():
+            self.remove(kind)
+        self._lanes.clear()
+        self.copies.close()
+        self._transfers.close()
+
+    # --- inside a program --------------------------------------------------------------------------------------------------
+
+    def fetch(self, kind: str, rank: int, layer: int, use: Callable[[Views], None]) -> None:
+        """Let `use` read the leaves of a record.
+
+        Raises:
+          SwapError: it cannot be read, or an earlier move failed.
+        """
+        with self._reading(kind, rank, layer) as (shelf, buffer):
+            use(shelf.store.format.views(buffer))
+
+    def store(self, kind: str, rank: int, layer: int, fill: "Callable[[Views], Future[None] | None]") -> None:
+        """Write a record whose leaves `fill` puts in place, at once or, where it returns a future, until that is done.
+
+        Raises:
+          SwapError: an earlier move failed.
+        """
+        with self._writing(kind, rank, layer) as (shelf, buffer, filled):
+            filled.append(fill(shelf.store.format.views(buffer)))
+
+    @contextlib.contextmanager
+    def borrow(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> Iterator[Views]:
+        """Lend the leaves of a record, in the memory of its buffer.
+
+        The write of what was updated or filled starts when the context ends; if it ends by an error, nothing is written.
+
+        Args:
+          kind: of the record; to update it, one that was added with `in_place`.
+          rank: position of the device in the mesh.
+          layer: index of the record.
+          mode: what is done to it.
+
+        Raises:
+          SwapError: it cannot be read, or an earlier move failed.
+        """
+        if mode == "write":
+            with self._writing(kind, rank, layer) as (shelf, buffer, _):
+                yield shelf.store.format.views(buffer)
+            return
+        with self._reading(kind, rank, layer, update=mode == "update") as (shelf, buffer):
+            self.copies.drop(kind, rank, buffer)
+            yield shelf.store.format.views(buffer)
+
+    @contextlib.contextmanager
+    def _reading(self, kind: str, rank: int, layer: int, update: bool = False) -> Iterator[tuple[Shelf, np.ndarray]]:
+        """Lend a buffer that holds a record, and give it back, or write it."""
+        self.check()
+        lane = self._lanes[rank]
+        shelf = lane.shelves[kind]
+        assert not update or shelf.rings.reads is shelf.rings.writes, f"{kind} was not added to be updated in place"
+        buffer = self._read(lane, shelf, kind, rank, layer)
+        try:
+            yield shelf, buffer
+        except BaseException:
+            self._give(shelf, kind, rank, buffer)
+            raise
+        if update:
+            self._write(lane, shelf, Event("write", kind, rank, layer, next(self._numbers)), buffer, None)
+        else:
+            self._give(shelf, kind, rank, buffer)
+        self._read_ahead(lane)
+
+    @contextlib.contextmanager
+    def _writing(self, kind: str, rank: int, layer: int) -> "Iterator[tuple[Shelf, np.ndarray, list[Future[None] | None]]]":
+        """Lend a buffer to fill, and write it when what is put in the list is done."""
+        self.check()
+        lane = self._lanes[rank]
+        shelf = lane.shelves[kind]
+        event = Event("write", kind, rank, layer, next(self._numbers))
+        buffer, filled = self._empty(lane, shelf, event), []
+        try:
+            yield shelf, buffer, filled
+        except BaseException:
+            shelf.rings.writes.give(buffer)
+            raise
+        self._write(lane, shelf, event, buffer, filled[0] if filled else None)
+        self._read_ahead(lane)
+
+    def skip(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> None:
+        """Expect the moves of a record no longer that would come now: nothing is done to it in this step.
+
+        Raises:
+          SwapError: an earlier move failed.
+        """
+        self.check()
+        lane = self._lanes[rank]
+        if mode != "write":
+            self._forget(lane, lambda key: key == (kind, layer))
+        with lane.lock:
+            for writes in {"read": (False,), "update": (False, True), "write": (True,)}[mode]:
+                lane.window.advance(Move(kind, layer, writes))
+        self._read_ahead(lane)
+
+    def fail(self, error: BaseException, kind: str = "", layer: int | None = None) -> None:
+        """Keep an error for `check`."""
+        found = error
+        if not isinstance(found, SwapError):
+            found = explain(found, doing=f"moving {kind or 'a record'}", file=None, layer=layer)
+        with self._lock:
+            if self._error is None:
+                self._error = found
+
+    # --- pieces ------------------------------------------------------------------------------------------------------------
+
+    def _read(self, lane: _Lane, shelf: Shelf, kind: str, rank: int, layer: int) -> np.ndarray:
+        """Return a buffer that holds a record."""
+        with self._wanting(lane, (kind, layer), shelf.rings.reads):
+            with lane.lock:
+                read = lane.reading.pop((kind, layer), None)
+            if read is None:
+                self._give_way(lane, shelf.rings)
+                event = Event("read", kind, rank, layer, next(self._numbers))
+                buffer = shelf.room(self._transfers.waiting(event, shelf.rings.reads.take))
+                with lane.lock:
+                    read = self._start_read(lane, shelf, event, buffer)
+                self._transfers.count_miss()
+        try:
+            with lane.lock:
+                lane.window.advance(Move(kind, layer))
+            self._read_ahead(lane)
+            self._transfers.waiting(read.event, read.done.result)
+        except BaseException:
+            shelf.rings.reads.give(read.buffer)
+            raise
+        return read.buffer
+
+    def _empty(self, lane: _Lane, shelf: Shelf, event: Event) -> np.ndarray:
+        """Return a buffer to fill, for a write."""
+        record = (event.kind, event.layer)
+        with self._wanting(lane, record, shelf.rings.writes):
+            self._forget(lane, lambda key: key == record)
+            if shelf.rings.reads is shelf.rings.writes:
+                self._give_way(lane, shelf.rings)
+            return shelf.room(self._transfers.waiting(event, shelf.rings.writes.take))
+
+    def _write(self, lane: _Lane, shelf: Shelf, event: Event, buffer: np.ndarray, filled: "Future[None] | None") -> None:
+        """Start to write a record when it is its turn, and `filled` is done."""
+        kind, layer = event.kind, event.layer
+        self._transfers.waiting(event, shelf.rings.turns.acquire)
+        write = Write(buffer, filled)
+        with lane.lock:  # from here on the record is what is in this buffer, and what was read before is forgotten
+            stale = lane.reading.pop((kind, layer), None)
+            before = lane.writing.get((kind, layer))
+            lane.writing[kind, layer] = write
+            self._transfers.write(event, shelf.store, write, before)
+            lane.window.advance(Move(kind, layer, True))
+
+        def release(_: "Future[float]") -> None:
+            shelf.rings.turns.release()
+            with lane.lock:
+                if lane.writing.get((kind, layer)) is write:
+                    del lane.writing[kind, layer]
+            if write.copies:
+                write.copies[-1].add_done_callback(give)
+            else:
+                give()
+
+        def give(_: "Future[float] | None" = None) -> None:
+            shelf.rings.writes.give(buffer)
+            if shelf.rings.reads is shelf.rings.writes:  # there may be a read that found no buffer
+                self._read_ahead(lane)
+
+        write.done.add_done_callback(release)
+        if stale is not None:
+            self._drop(lane, shelf, kind, stale)
+
+    @contextlib.contextmanager
+    def _wanting(self, lane: _Lane, key: Key, ring: Ring) -> Iterator[None]:
+        with lane.lock:
+            lane.wanted.append((key, ring))
+        try:
+            yield
+        finally:
+            with lane.lock:
+                lane.wanted.remove((key, ring))
+
+    def _give_way(self, lane: _Lane, rings: Rings) -> None:
+        """Let go of the last record that was read ahead, if no buffer is free."""
+        with lane.lock:
+            ahead = [key for key in lane.reading if lane.shelves[key[0]].rings is rings]
+            if rings.reads.free or not ahead:
+                return
+            (kind, _), spare = ahead[-1], lane.reading.pop(ahead[-1])
+            shelf = lane.shelves[kind]
+        self._drop(lane, shelf, kind, spare)
+
+    def _read_ahead(self, lane: _Lane) -> None:
+        with lane.lock:
+            for move in lane.window.ahead(lane.reading.keys()):
+                shelf = lane.shelves.get(move.kind)
+                if shelf is None or any(key == (move.kind, move.layer) for key, _ in lane.wanted):
+                    continue
+                if shelf.rings.reads.free <= sum(ring is shelf.rings.reads for _, ring in lane.wanted):
+                    continue
+                with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
+                    buffer = shelf.room(shelf.rings.reads.take(0))
+                    event = Event("read", move.kind, lane.rank, move.layer, next(self._numbers), ahead=True)
+                    lane.reading[move.kind, move.layer] = self._start_read(lane, shelf, event, buffer)
+            self._lift(lane)
+
+    def _lift(self, lane: _Lane) -> None:
+        """Copy toward the device, of each kind, the record that is wanted next, if it is there."""
+        try:
+            with lane.lock:
+                seen: set[str] = set()
+                for (kind, _), read in lane.reading.items():  # in the order in which they were started
+                    if kind not in seen and read.done.done() and read.done.exception() is None:
+                        self.copies.lift(kind, lane.rank, read.buffer)
+                    seen.add(kind)
+        except BaseException as error:  # of the driver, in a thread of the disk
+            self.fail(error)
+
+    def _start_read(self, lane: _Lane, shelf: Shelf, event: Event, buffer: np.ndarray) -> _Read:
+        done = self._transfers.read(event, shelf.store, buffer, lane.writing.get((event.kind, event.layer)))
+        done.add_done_callback(lambda _: self._lift(lane))
+        return _Read(buffer, done, event)
+
+    def _forget(self, lane: _Lane, chosen: Callable[[Key], bool]) -> None:
+        """Drop what was read ahead and is not wanted."""
+        with lane.lock:
+            dropped = [(key[0], lane.shelves[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
+        for kind, shelf, read in dropped:
+            self._drop(lane, shelf, kind, read)
+
+    def _drop(self, lane: _Lane, shelf: Shelf, kind: str, read: _Read) -> None:
+        """Give back the buffer of a read that nobody wants; its error is none."""
+        read.done.exception()  # waits
+        self._give(shelf, kind, lane.rank, read.buffer)
+
+    def _give(self, shelf: Shelf, kind: str, rank: int, buffer: np.ndarray) -> None:
+        """Give back a buffer that was read into."""
+        self.copies.drop(kind, rank, buffer)
+        shelf.rings.reads.give(buffer)
+
+    def _drain(self, lane: _Lane) -> None:
+        """Expect nothing, and wait for what is under way."""
+        with lane.lock:
+            lane.window = Window((), 0)
+        self._forget(lane, lambda _: True)
+        self._wait_for_writes(lane)
+
+    def _wait_for_writes(self, lane: _Lane) -> None:
+        with lane.lock:
+            pending = list(lane.writing.values())
+        for write in pending:
+            write.done.exception()

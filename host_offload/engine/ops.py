@@ -1,0 +1,231 @@
+"""Fetch and store of records inside a jitted program: small `shard_map` islands around `buffer_callback`.
+
+    values = fetch(token, layer)             disk -> buffer -> device     each device its own shard: W[D_fsdp, F]
+    token  = store(token, layer, values)     device -> buffer -> disk
+
+Every device moves its own part over its own link (bandwidth-centric partitioning, ZeRO-Infinity, arXiv:2104.07857, 6.1).
+The token, i32[devices], stands for the records of a kind as they are: a store returns a new one, a fetch needs one, and that
+orders them. It holds the number of the state that it belongs to. The first number of a state is drawn at random, each step
+makes the next, and any state but the one on this disk is refused: one that was overwritten, a copy, one of another program.
+
+A `Swap` is the seam between programs, which are traced before there is a disk, and an engine. A callback never raises: an
+exception in one of several devices would leave the others waiting in a collective. It hands the error to the engine, whose
+`check` raises it after the step; the values are zeros then.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.buffer_callback import buffer_callback
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from host_offload.device import Copies, Link, copies_of, link_of
+from host_offload.disk import LeafFormat, RecordFormat, SwapError
+from host_offload.engine.engine import Engine
+
+Array = jax.Array
+
+
+class Swap:
+    """What the callbacks of a mesh's programs work on.
+
+    Attributes:
+      mesh: the device mesh.
+      engine: set before a program runs; a program that is only compiled has none.
+      generation: number of the state that is on disk; 0 where there is none.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.engine: Engine | None = None
+        self.generation = 0
+        self._link: Link | None = None
+        self._copies: Copies | None = None
+
+    @property
+    def link(self) -> Link:
+        if self._link is None:
+            self._link = link_of(self.mesh.devices.flat[0].platform)
+        return self._link
+
+    @property
+    def copies(self) -> Copies:
+        """How records cross to the devices."""
+        if self._copies is None:
+            self._copies = copies_of(list(self.mesh.devices.flat))
+        return self._copies
+
+    def on_fetch(self, context: Any, out: Any, where: Any, token: Any, *, kind: str) -> None:
+        """Fill the leaves of a record.
+
+        Args:
+          context: of the callback.
+          out: the leaves.
+          where: i32[3], device, layer, and the state's number or 0.
+          token: orders callbacks.
+          kind: of the record.
+        """
+        del token
+        layer = None
+        try:
+            rank, layer, number = self.link.read(context, where, (kind, "where")).tolist()
+            engine = self.engine_of(number)
+            engine.fetch(kind, rank, layer, lambda views: self.copies.load(context, kind, rank, views, out))
+        except BaseException as error:  # a callback must not raise: see the module's docstring
+            self.fail(error, kind, layer)
+            self._try(lambda: self.copies.clear(context, out))
+
+    def on_store(self, context: Any, out: Any, where: Any, token: Any, *values: Any, kind: str) -> None:
+        """Take the leaves of a record; `out` is the next token."""
+        layer = None
+        try:
+            rank, layer, number = self.link.read(context, where, (kind, "where")).tolist()
+            engine = self.engine_of(number)
+            engine.store(kind, rank, layer, lambda views: self.copies.save(context, kind, rank, values, views))
+        except BaseException as error:  # as above
+            self.fail(error, kind, layer)
+        self._try(lambda: self.copies.pass_on(context, token, out))
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:  # as above
+            self.fail(error)
+
+    def engine_of(self, number: int) -> Engine:
+        """Return the engine for the records of a state, or of 0 for those that live inside a step.
+
+        Raises:
+          SwapError: they are gone.
+        """
+        if self.engine is None:
+            raise SwapError("the program is closed, and its records are gone")
+        if number not in (0, self.generation):
+            raise SwapError(f"records of state {number} were asked for, and those of state {self.generation} are on disk")
+        return self.engine
+
+    def fail(self, error: BaseException, kind: str = "", layer: int | None = None) -> None:
+        """Keep an error for the engine's `check`."""
+        if self.engine is not None:
+            self.engine.fail(error, kind, layer)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DiskRecords:
+    """The records of one kind: one for each layer and device, holding the device's shards of several leaves.
+
+    Attributes:
+      swap: of the program.
+      kind: name of the folder.
+      num_layers: records on each device.
+      names: of the leaves.
+      shapes: ShapeDtypeStruct of each leaf of one layer, whole.
+      specs: PartitionSpec of each.
+      is_state: whether they outlive a step, so that a state must be the one on disk.
+      in_place: whether the host updates them in the buffers into which they are read.
+      fetched: whether programs fetch them; what the host works on is not, and needs no room on a device.
+      stored: whether programs store them.
+      in_turn: whether programs use all such kinds one after the other, so that they may share buffers.
+    """
+
+    swap: Swap
+    kind: str
+    num_layers: int
+    names: tuple[str, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    specs: tuple[PartitionSpec, ...]
+    is_state: bool = True
+    in_place: bool = False
+    fetched: bool = True
+    stored: bool = True
+    in_turn: bool = False
+
+    @property
+    def format(self) -> RecordFormat:
+        """What a record holds on one device."""
+        leaves = zip(self.names, self._local(), strict=True)
+        return RecordFormat(tuple(LeafFormat(name, tuple(a.shape), str(a.dtype)) for name, a in leaves))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one device's record, padding included."""
+        return self.format.padded_bytes
+
+    @property
+    def slots(self) -> tuple[bool, bool]:
+        """Whether copies up run ahead of a program, and copies down behind it: a kind of one record has nothing to overlap."""
+        return self.fetched and self.num_layers > 1, self.stored and self.num_layers > 1
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of device memory beside a program on a GPU; see `host_offload.device.copies`."""
+        return 0 if self.swap.mesh.devices.flat[0].platform == "cpu" else sum(self.slots) * self.num_bytes
+
+    def _local(self) -> list[jax.ShapeDtypeStruct]:
+        shardings = [NamedSharding(self.swap.mesh, spec) for spec in self.specs]
+        return [
+            jax.ShapeDtypeStruct(s.shard_shape(tuple(a.shape)), a.dtype) for s, a in zip(shardings, self.shapes, strict=True)
+        ]
+
+    def first_token(self) -> Array:
+        """Return the token of records that this step writes first."""
+        return jnp.zeros(self.swap.mesh.size, jnp.int32)
+
+    def fetch(self, token: Array, layer: Array) -> list[Array]:
+        """Return one layer's leaves, sharded as `specs` say.
+
+        Args:
+          token: i32[devices].
+          layer: i32[].
+        """
+        every = PartitionSpec(self.swap.mesh.axis_names)
+
+        def local(position: Array, token: Array, layer: Array) -> list[Array]:
+            callback = _named(self.swap.on_fetch, self.kind)
+            return buffer_callback(callback, self._local(), has_side_effect=True)(self._where(position, token, layer), token)
+
+        island = jax.shard_map(
+            local,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=(every, every, PartitionSpec()),
+            out_specs=list(self.specs),
+            check_vma=False,
+        )
+        return island(self._positions(), token, layer)
+
+    def store(self, token: Array, layer: Array, values: Sequence[Array]) -> Array:
+        """Write one layer's leaves; returns the next token."""
+        every = PartitionSpec(self.swap.mesh.axis_names)
+
+        def local(position: Array, token: Array, layer: Array, values: list[Array]) -> Array:
+            callback = _named(self.swap.on_store, self.kind)
+            after = jax.ShapeDtypeStruct((1,), jnp.int32)
+            where = self._where(position, token, layer)
+            return buffer_callback(callback, after, has_side_effect=True)(where, token, *values)
+
+        island = jax.shard_map(
+            local,
+            mesh=jax.sharding.get_abstract_mesh(),
+            in_specs=(every, every, PartitionSpec(), list(self.specs)),
+            out_specs=every,
+            check_vma=False,
+        )
+        values = [v.astype(a.dtype) for v, a in zip(values, self.shapes, strict=True)]
+        return island(self._positions(), token, layer, values)
+
+    def _where(self, position: Array, token: Array, layer: Array) -> Array:
+        number = token if self.is_state else jnp.zeros_like(token)
+        return jnp.concatenate([position, layer[None].astype(jnp.int32), number])
+
+    def _positions(self) -> Array:
+        return jnp.arange(self.swap.mesh.size, dtype=jnp.int32)
+
+
+def _named(method: Any, kind: str) -> Any:
+    def callback(context: Any, out: Any, *args: Any) -> None:
+        method(context, out, *args, kind=kind)
+
+    return callback

@@ -1,0 +1,170 @@
+"""Transfers between buffers and a disk, one after the other where they must be, each counted with the waits for it."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+
+from host_offload.disk import Store
+from host_offload.engine.stats import Event, Stats
+
+
+class Io(Protocol):
+    """How records are read and written: `host_offload.disk.direct_io` or `host_offload.disk.tensorstore_io`."""
+
+    def read(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
+
+    def write(self, store: Store, layer: int, buffer: np.ndarray) -> "Future[float]": ...
+
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass(eq=False)
+class Write:
+    """A record on its way to the disk.
+
+    Attributes:
+      buffer: that holds it.
+      filled: when it does; None if it does.
+      done: when it is on disk, or cannot be.
+      copies: reads of the record that take it from the buffer, in the order in which they end.
+    """
+
+    buffer: np.ndarray
+    filled: "Future[None] | None"
+    done: "Future[float]" = dataclasses.field(default_factory=Future)
+    copies: "list[Future[float]]" = dataclasses.field(default_factory=list)
+
+    def copy_to(self, buffer: np.ndarray) -> float:
+        """Copy the record when it is there; returns the seconds that the copy took."""
+        if self.filled is not None:
+            self.filled.result()
+        start = time.perf_counter()
+        np.copyto(buffer, self.buffer)
+        return time.perf_counter() - start
+
+
+class Transfers:
+    """What an engine has under way, and its statistics."""
+
+    def __init__(self, io: Io, fail: Callable[[BaseException, str, int], None]) -> None:
+        """Use `io`; the error of a write is handed to `fail` with kind and layer, that of a read to whoever waits for it."""
+        self.io, self._fail = io, fail
+        self._copier = ThreadPoolExecutor(1, "zerojax-copy")  # one thread, so that copies end in order
+        self._lock = threading.Lock()  # of what follows
+        self._stats = Stats()
+        self._queued = 0
+
+    def read(self, event: Event, store: Store, buffer: np.ndarray, pending: Write | None) -> "Future[float]":
+        """Read a record: from the buffer of a write of it that is under way, else from disk."""
+        if pending is None or pending.done.done():
+            return self._start(event, buffer, lambda: self.io.read(store, event.layer, buffer), Future())
+
+        def copy() -> "Future[float]":
+            with self._lock:
+                self._stats.bytes_copied += buffer.nbytes
+            pending.copies.append(self._copier.submit(pending.copy_to, buffer))
+            return pending.copies[-1]
+
+        return self._start(event, buffer, copy, Future())
+
+    def write(self, event: Event, store: Store, write: Write, after: Write | None) -> None:
+        """Write a record when its buffer is filled, and after another write of it, if one is given."""
+
+        def move() -> "Future[float]":
+            if write.filled is not None:
+                write.filled.result()
+            return self.io.write(store, event.layer, write.buffer)
+
+        def begin(_: Any = None) -> None:
+            self._start(event, write.buffer, move, write.done)
+
+        def order(_: Any = None) -> None:
+            if after is None:
+                begin()
+            else:
+                after.done.add_done_callback(begin)
+
+        if write.filled is None:
+            order()
+        else:
+            write.filled.add_done_callback(order)
+
+    def _start(
+        self, event: Event, buffer: np.ndarray, move: "Callable[[], Future[float]]", done: "Future[float]"
+    ) -> "Future[float]":
+        """Begin what `move` returns the end of, and count it when it ends."""
+        with self._lock:
+            queued = time.perf_counter()
+            self._queued += 1
+            self._stats.most_queued = max(self._stats.most_queued, self._queued)
+
+        def finish(moved: "Future[float]") -> None:
+            error = moved.exception()
+            with self._lock:
+                self._queued -= 1
+                if error is None:
+                    self._count(event, queued, moved.result(), buffer.nbytes)
+            if error is None:
+                done.set_result(moved.result())
+                return
+            if event.name == "write":
+                self._fail(error, event.kind, event.layer)
+            done.set_exception(error)
+
+        try:
+            moved = move()
+        except BaseException as error:
+            moved = Future()
+            moved.set_exception(error)
+        moved.add_done_callback(finish)
+        return done
+
+    def _count(self, event: Event, queued: float, seconds: float, num_bytes: int) -> None:
+        stats = self._stats
+        if event.name == "read":
+            stats.bytes_read += num_bytes
+            stats.read_seconds += seconds
+        else:
+            stats.bytes_written += num_bytes
+            stats.write_seconds += seconds
+        start = max(queued, time.perf_counter() - seconds)
+        stats.note(dataclasses.replace(event, start=start, seconds=seconds, queued=queued, num_bytes=num_bytes))
+
+    def waiting(self, event: Event, call: Callable[[], Any]) -> Any:
+        """Call, and count the time as a stall of the step for a transfer."""
+        start = time.perf_counter()
+        try:
+            return call()
+        finally:
+            seconds = time.perf_counter() - start
+            with self._lock:
+                self._stats.stall_seconds[event.kind] += seconds
+                self._stats.note(
+                    dataclasses.replace(event, name=f"{event.name}_wait", start=start, seconds=seconds, queued=start)
+                )
+
+    def close(self) -> None:
+        """End the thread, and close `io`."""
+        self._copier.shutdown()
+        self.io.close()
+
+    def take_stats(self) -> Stats:
+        """Return the statistics since this was last called."""
+        with self._lock:
+            taken, self._stats = self._stats, Stats()
+            return taken
+
+    def recent_events(self) -> list[Event]:
+        """Return transfers and waits that `take_stats` has not returned yet, at most the last MOST_EVENTS."""
+        with self._lock:
+            return list(self._stats.events)
+
+    def count_miss(self) -> None:
+        """Count a read that was not ahead of its use."""
+        with self._lock:
+            self._stats.misses += 1

@@ -1,0 +1,220 @@
+"""What the loop of a host kernel calls, where numba has no word for it: LLVM instructions; and its compilation."""
+
+import functools
+import math
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
+
+from host_offload.host_update.kernel_source import NUM_BYTES
+
+F32, F16, I64, I32, I16, I8 = ir.FloatType(), ir.HalfType(), ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+MEMORY = {"float32": F32, "bfloat16": I16, "float16": I16, "int32": I32, "bool": I8}
+TYPES = {"int32": numba.int32, "uint32": numba.uint32, "bool": numba.boolean}  # every other dtype is computed in float32
+
+
+def _of_float(result: Any, write: Callable[..., Any]) -> Any:
+    """Return an intrinsic of one float32, written by `write(builder, value)`."""
+
+    @intrinsic
+    def call(typing: Any, x: Any) -> Any:
+        return result(numba.float32), lambda context, builder, sig, args: write(builder, args[0])
+
+    return call
+
+
+def _llvm(name: str, *types: ir.Type) -> Callable[..., Any]:
+    kind = ir.FunctionType(types[0] if types else F32, [F32])
+    return lambda builder, x: builder.call(builder.module.declare_intrinsic(name, types or (F32,), kind), [x])
+
+
+def _round_bfloat16(builder: Any, x: Any) -> Any:
+    """Round to nearest even, in the integers: LLVM makes vectors of this on every processor."""
+    bits = builder.bitcast(x, I32)
+    high = builder.lshr(bits, I32(16))
+    rounded = builder.add(builder.add(bits, I32(0x7FFF)), builder.and_(high, I32(1)))
+    quiet = builder.or_(builder.and_(bits, I32(0x80000000)), I32(0x7FC00000))  # adding could turn a NaN into infinity
+    kept = builder.and_(builder.select(builder.fcmp_unordered("uno", x, x), quiet, rounded), I32(0xFFFF0000))
+    return builder.bitcast(kept, F32)
+
+
+def _round_float16(builder: Any, x: Any) -> Any:
+    return builder.fpext(builder.fptrunc(x, F16), F32)
+
+
+@intrinsic
+def _select(typing: Any, condition: Any, x: Any, y: Any) -> Any:
+    kind = numba.types.unliteral(x)
+    return kind(numba.boolean, kind, kind), lambda context, builder, sig, args: builder.select(*args)
+
+
+def _shift(name: str) -> Any:
+    """Return an intrinsic: (uint32, uint32) -> the first shifted by the second; 0 from 32 on, as in XLA."""
+
+    @intrinsic
+    def shift(typing: Any, x: Any, y: Any) -> Any:
+        def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            shifted = getattr(builder, name)(args[0], builder.and_(args[1], I32(31)))
+            return builder.select(builder.icmp_unsigned("<", args[1], I32(32)), shifted, I32(0))
+
+        return numba.uint32(numba.uint32, numba.uint32), write
+
+    return shift
+
+
+@intrinsic
+def _float_of(typing: Any, x: Any) -> Any:
+    """Return the float32 of these bits."""
+    return numba.float32(numba.uint32), lambda context, builder, sig, args: builder.bitcast(args[0], F32)
+
+
+@intrinsic
+def _claim(typing: Any, counter: Any, num: Any) -> Any:
+    """Add `num` to the counter at an address, atomically; return what it was."""
+
+    def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
+
+    return numba.int64(numba.int64, numba.int64), write
+
+
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+ARM = platform.machine().lower() in ("aarch64", "arm64")
+FLUSH = 0x8040 if X86 else 1 << 24 if ARM else 0  # MXCSR's FTZ and DAZ; FPCR's FZ
+
+
+@intrinsic
+def _flush_subnormals(typing: Any) -> Any:
+    """Let this thread count subnormal numbers as zero; return the mode that it had."""
+
+    def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        old = _read_mode(builder)
+        _write_mode(builder, builder.or_(old, I64(FLUSH)))
+        return old
+
+    return numba.int64(), write
+
+
+@intrinsic
+def _set_mode(typing: Any, mode: Any) -> Any:
+    """Give this thread back the mode that it had."""
+
+    def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        _write_mode(builder, args[0])
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64), write
+
+
+def _read_mode(builder: Any) -> Any:
+    if X86:
+        place = builder.bitcast(builder.alloca(I32), I8.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer()])
+        builder.call(builder.module.declare_intrinsic("llvm.x86.sse.stmxcsr", (), kind), [place])
+        return builder.zext(builder.load(builder.bitcast(place, I32.as_pointer())), I64)
+    if ARM:
+        return builder.call(builder.module.declare_intrinsic("llvm.aarch64.get.fpcr", (), ir.FunctionType(I64, [])), [])
+    return I64(0)
+
+
+def _write_mode(builder: Any, mode: Any) -> None:
+    if X86:
+        place = builder.bitcast(builder.alloca(I32), I8.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer()])
+        builder.store(builder.trunc(mode, I32), builder.bitcast(place, I32.as_pointer()))
+        builder.call(builder.module.declare_intrinsic("llvm.x86.sse.ldmxcsr", (), kind), [place])
+    elif ARM:
+        kind = ir.FunctionType(ir.VoidType(), [I64])
+        builder.call(builder.module.declare_intrinsic("llvm.aarch64.set.fpcr", (), kind), [mode])
+
+
+def _no_overlap(instruction: Any, module: Any, stream: int, num_streams: int) -> None:
+    """Tell LLVM that streams do not overlap (calls check it): else it compares all pairs of them, or makes no vectors."""
+    domain = module.add_metadata(["fused"])
+    scopes = [module.add_metadata([f"stream {k}", domain]) for k in range(num_streams)]
+    instruction.set_metadata("alias.scope", module.add_metadata([scopes[stream]]))
+    instruction.set_metadata("noalias", module.add_metadata([s for k, s in enumerate(scopes) if k != stream]))
+
+
+def _load(dtype: str, stream: int, num_streams: int) -> Any:
+    """Return an intrinsic: (address, index) -> the element, as float32."""
+
+    @intrinsic
+    def load(typing: Any, address: Any, index: Any) -> Any:
+        def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            pointer = builder.gep(builder.inttoptr(args[0], MEMORY[dtype].as_pointer()), [args[1]])
+            x = builder.load(pointer, align=NUM_BYTES[dtype])
+            _no_overlap(x, builder.module, stream, num_streams)
+            if dtype == "bfloat16":
+                return builder.bitcast(builder.shl(builder.zext(x, I32), I32(16)), F32)
+            return builder.fpext(builder.bitcast(x, F16), F32) if dtype == "float16" else x
+
+        return numba.float32(numba.int64, numba.int64), write
+
+    return load
+
+
+def _store(dtype: str, stream: int, num_streams: int) -> Any:
+    """Return an intrinsic: (address, index, value of that dtype) -> None."""
+
+    @intrinsic
+    def store(typing: Any, address: Any, index: Any, value: Any) -> Any:
+        def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            pointer = builder.gep(builder.inttoptr(args[0], MEMORY[dtype].as_pointer()), [args[1]])
+            x = args[2]
+            if dtype == "bfloat16":
+                x = builder.trunc(builder.lshr(builder.bitcast(x, I32), I32(16)), I16)
+            elif dtype == "float16":
+                x = builder.bitcast(builder.fptrunc(x, F16), I16)
+            elif dtype == "bool":
+                x = builder.zext(x, I8)
+            _no_overlap(builder.store(x, pointer, align=NUM_BYTES[dtype]), builder.module, stream, num_streams)
+            return context.get_dummy_value()
+
+        kind = TYPES.get(dtype, numba.float32)
+        return numba.void(numba.int64, numba.int64, kind), write
+
+    return store
+
+
+WORDS = {
+    "math": math,
+    "f32": np.float32,
+    "i32": np.int32,
+    "u32": np.uint32,
+    "inf": np.float32("inf"),
+    "nan": np.float32("nan"),
+    "select": _select,
+    "shift_left": _shift("shl"),
+    "shift_right": _shift("lshr"),
+    "bits_of": _of_float(numba.uint32, lambda builder, x: builder.bitcast(x, I32)),
+    "float_of": _float_of,
+    "claim": _claim,
+    "flush_subnormals": _flush_subnormals,
+    "set_mode": _set_mode,
+    "sqrt": _of_float(numba.float32, _llvm("llvm.sqrt")),
+    "floor": _of_float(numba.float32, _llvm("llvm.floor")),
+    "ceil": _of_float(numba.float32, _llvm("llvm.ceil")),
+    "to_int32": _of_float(numba.int32, _llvm("llvm.fptosi.sat", I32, F32)),  # NaN is 0, and what is too large the largest
+    "round_bfloat16": _of_float(numba.float32, _round_bfloat16),
+    "round_float16": _of_float(numba.float32, _round_float16),
+}
+"""What a kernel's source may name, beside its own loads and stores."""
+
+
+@functools.cache
+def compile_source(source: str, streams: tuple[str, ...], scalars: tuple[str, ...]) -> Callable[..., None]:
+    """Compile the source of a kernel. `streams` and `scalars` are the dtypes of its arguments."""
+    words: dict[str, Any] = dict(WORDS)
+    for k, dtype in enumerate(streams):
+        words[f"load{k}"], words[f"store{k}"] = _load(dtype, k, len(streams)), _store(dtype, k, len(streams))
+    exec(source, words)
+    types = [numba.int64] * (3 + len(streams)) + [TYPES.get(dtype, numba.float32) for dtype in scalars]
+    # error_model: a division by zero is an infinity, not an exception. Not fastmath, which also turns powers into calls of
+    # __powisf2, a function that numba does not link.
+    return numba.njit(numba.void(*types), nogil=True, error_model="numpy")(words["kernel"])

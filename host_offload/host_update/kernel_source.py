@@ -1,0 +1,300 @@
+"""The source of a host kernel: an elementwise jaxpr written as the lines of a loop.
+
+`Writer` walks the equations. Those of scalars alone become lines before the loop, the others lines in it, on float32 values;
+`source_of_loop` puts loads, lines and stores together.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+NUM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "bool": 1}
+"""Dtypes of a kernel, and their sizes. The first three may be arrays."""
+ARRAYS = ("float32", "bfloat16", "float16")
+SCALARS = ("float32", "int32", "bool")
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A variable of the loop (`varies`) or of the lines before it, or a constant. `text` is its name in the source."""
+
+    text: str
+    dtype: str
+    varies: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Memory that the loop reads or writes: an input, an output, or both in place. Not an array: one element."""
+
+    dtype: str
+    is_array: bool
+    input: int | None = None
+    output: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"output {self.output}" if self.input is None else f"input {self.input}"
+
+    def find(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> np.ndarray:
+        """Return this stream's array.
+
+        Raises:
+          ValueError: it is none that the loop could take.
+        """
+        array = outputs[self.output or 0] if self.input is None else inputs[self.input]
+        if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or array.ctypes.data % NUM_BYTES[self.dtype]:
+            raise ValueError(f"{self.name} is {type(array).__name__}: a contiguous, aligned numpy array is needed")
+        if str(array.dtype) not in {self.dtype, "uint16" if NUM_BYTES[self.dtype] == 2 else self.dtype}:
+            raise ValueError(f"{self.name} has dtype {array.dtype}: the kernel was built for {self.dtype}")
+        if self.output is not None and not array.flags.writeable:
+            raise ValueError(f"{self.name} is read-only, and output {self.output} is written there")
+        if not self.is_array and array.size != 1:
+            raise ValueError(f"{self.name} has {array.size} elements: it depends on no array, and has 1")
+        other = None if self.input is None or self.output is None else outputs[self.output]
+        if other is not None and (other.ctypes.data, other.nbytes) != (array.ctypes.data, array.nbytes):
+            raise ValueError(f"output {self.output} is in place over {self.name}, but is other memory: give None, or the same")
+        return array
+
+
+COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_MAX, _MIN = (f"select(({{0}} {op} {{1}}) | ({{0}} != {{0}}), {{0}}, {{1}})" for op in (">=", "<="))  # NaN of either side wins
+EXACT = {
+    "neg": "-{0}",
+    "abs": "abs({0})",
+    "sign": "select({0} > f32(0), f32(1), select({0} < f32(0), f32(-1), {0}))",
+    "max": _MAX,
+    "min": _MIN,
+    "floor": "floor({0})",
+    "ceil": "ceil({0})",
+}
+"""Of floats: results that are values of the operands' dtype, or small integers."""
+ROUNDED = {
+    "add": "{0} + {1}",
+    "add_any": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "square": "{0} * {0}",
+    "sqrt": "sqrt({0})",
+    "rsqrt": "f32(1) / sqrt({0})",
+    "exp": "math.exp({0})",
+    "expm1": "math.expm1({0})",
+    "log": "math.log({0})",
+    "log1p": "math.log1p({0})",
+    "logistic": "f32(1) / (f32(1) + math.exp(-{0}))",
+    "tanh": "math.tanh({0})",
+    "sin": "math.sin({0})",
+    "cos": "math.cos({0})",
+    "pow": "{0} ** f32({1})",
+}
+"""Of floats: results that are rounded to the dtype of the equation."""
+INTEGERS = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "neg": "-{0}",
+    "abs": "abs({0})",
+    "sign": "({0} > 0) - ({0} < 0)",
+    "max": "max({0}, {1})",
+    "min": "min({0}, {1})",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "clamp": "min(max({1}, {0}), {2})",
+}
+UNSIGNED = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "xor": "{0} ^ {1}",
+    "shift_left": "shift_left({0}, {1})",
+    "shift_right_logical": "shift_right({0}, {1})",
+}
+"""Of uint32: modulo 2^32."""
+BOOLEANS = {"and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} != {1}", "not": "not {0}"}
+SAME = frozenset({"copy", "copy_p", "name"})
+SHAPED = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+
+
+class Writer:
+    """Turns equations into lines: those of scalars alone, and those of the loop."""
+
+    def __init__(self) -> None:
+        self.before: list[str] = []
+        self.loop: list[str] = []
+        self._num = 0
+
+    def define(self, text: str, dtype: str, varies: bool) -> Value:
+        if text.isidentifier():
+            return Value(text, dtype, varies)
+        name = f"t{self._num}"
+        self._num += 1
+        (self.loop if varies else self.before).append(f"{name} = {text}")
+        return Value(name, dtype, varies)
+
+    def walk(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
+        """Write a jaxpr, nested ones inlined, and return the values of its outputs."""
+        env = dict(zip(jaxpr.invars, args, strict=True))
+        env |= {var: _constant(value, var.aval) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+
+        def read(atom: Any) -> Value:
+            return _constant(atom.val, atom.aval) if isinstance(atom, jex.Literal) else env[atom]
+
+        for eqn in _live(jaxpr):
+            ins = [read(atom) for atom in eqn.invars]
+            if eqn.primitive.name in INLINED:
+                inner: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+                is_closed = isinstance(inner, jex.ClosedJaxpr)
+                outs = self.walk(inner.jaxpr if is_closed else inner, inner.consts if is_closed else (), ins)
+            else:
+                outs = [self.equation(eqn, ins)]
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: jex.JaxprEqn, ins: list[Value]) -> Value:
+        """Write one equation."""
+        aval: Any = eqn.outvars[0].aval
+        dtype, varies = str(aval.dtype), any(v.varies for v in ins)
+        if eqn.primitive.name in SAME:
+            return ins[0]
+        if eqn.primitive.name in SHAPED:  # a scalar is the same on every element; an array must stay as it is
+            moved: Any = eqn.invars[0].aval
+            if len(ins) > 1 or (moved.shape != aval.shape if varies else moved.size != 1):
+                raise ValueError(f"{_named(eqn)}: it changes the shape of an array")
+            return ins[0]
+        if eqn.primitive.name == "clamp" and dtype in ARRAYS:
+            low, x, high = ins
+            raised = self.define(_MAX.format(x.text, low.text), dtype, varies)
+            return self.define(_MIN.format(raised.text, high.text), dtype, varies)
+        if eqn.primitive.name == "integer_pow" and dtype in ARRAYS:
+            return self.power(ins[0], eqn.params["y"])
+        return self.define(_expression(eqn, ins, dtype), dtype, varies)
+
+    def power(self, x: Value, y: int) -> Value:
+        """Write x**y as squarings and products, in XLA's order."""
+        product, rest = "", abs(y)
+        while rest:
+            if rest & 1:
+                product = self.define(f"{product} * {x.text}" if product else x.text, x.dtype, x.varies).text
+            rest >>= 1
+            x = self.define(f"{x.text} * {x.text}", x.dtype, x.varies) if rest else x
+        product = product or "f32(1)"
+        return self.define(_rounded(f"f32(1) / {product}" if y < 0 else product, x.dtype), x.dtype, x.varies)
+
+
+def _expression(eqn: jex.JaxprEqn, ins: list[Value], dtype: str) -> str:
+    """Return the Python expression of one equation, of type `dtype`."""
+    name, source = eqn.primitive.name, ins[0].dtype if ins else None
+    args = [v.text for v in ins]
+    if {dtype, *(v.dtype for v in ins)} - NUM_BYTES.keys():
+        raise ValueError(f"{_named(eqn)}: host kernels know {', '.join(NUM_BYTES)}")
+    if name == "convert_element_type" and (dtype != "uint32" or source in ("uint32", "int32", "bool")):
+        return _converted(args[0], str(source), dtype)
+    if name == "select_n" and source == "bool" and len(ins) == 3:
+        return f"select({args[0]}, {args[2]}, {args[1]})"
+    if name in COMPARISONS:
+        return f"{args[0]} {COMPARISONS[name]} {args[1]}"
+    if name == "is_finite":
+        return f"abs({args[0]}) < inf"
+    if dtype == "bool" and name in BOOLEANS:
+        return BOOLEANS[name].format(*args)
+    if name == "bitcast_convert_type" and {dtype, source} == {"float32", "uint32"}:
+        return f"{'bits_of' if dtype == 'uint32' else 'float_of'}({args[0]})"
+    if dtype == "uint32" and name in UNSIGNED:
+        return f"u32({UNSIGNED[name].format(*args)})"
+    if dtype == "int32" and name in INTEGERS:
+        return f"i32({INTEGERS[name].format(*args)})"
+    if dtype in ARRAYS:
+        if name in EXACT:
+            return EXACT[name].format(*args)
+        if name in ROUNDED:
+            return _rounded(ROUNDED[name].format(*args), dtype)
+    raise ValueError(f"{_named(eqn)}: it is not elementwise, or not on {source}")
+
+
+def _rounded(text: str, dtype: str) -> str:
+    return text if dtype == "float32" else f"round_{dtype}({text})"
+
+
+def _converted(text: str, source: str, dtype: str) -> str:
+    if source == dtype or (source in ARRAYS and dtype == "float32"):
+        return text
+    if dtype == "bool":
+        return f"{text} != {'f32' if source in ARRAYS else 'i32'}(0)"
+    if dtype == "uint32":
+        return f"u32({text})"
+    if dtype == "int32":
+        return f"to_int32({text})" if source in ARRAYS else f"i32({text})"
+    if source not in ARRAYS:
+        text = f"f32({text})"
+    return _rounded(text, dtype)
+
+
+def _constant(value: Any, aval: Any) -> Value:
+    """Return a constant of one element.
+
+    Raises:
+      ValueError: it has more elements, or is of a dtype that kernels do not know.
+    """
+    dtype = str(aval.dtype)
+    if aval.size != 1 or dtype not in NUM_BYTES:
+        raise ValueError(f"a constant of shape {aval.shape} and dtype {dtype}: make it an input, or one number")
+    number = np.asarray(value, aval.dtype).reshape(())
+    if dtype == "bool":
+        return Value(repr(bool(number)), dtype)
+    if dtype in ("int32", "uint32"):
+        return Value(f"{dtype[0]}32({int(number)})", dtype)
+    x = float(number.astype(np.float32))
+    return Value(f"f32({x!r})" if math.isfinite(x) else "nan" if math.isnan(x) else f"f32({'-' * (x < 0)}inf)", dtype)
+
+
+def _live(jaxpr: jex.Jaxpr) -> list[jex.JaxprEqn]:
+    """Return the equations on which an output depends, in order."""
+    needed, live = {v for v in jaxpr.outvars if isinstance(v, jex.Var)}, []
+    for eqn in reversed(jaxpr.eqns):
+        if needed.intersection(eqn.outvars):
+            needed.update(v for v in eqn.invars if isinstance(v, jex.Var))
+            live.append(eqn)
+    return live[::-1]
+
+
+def _named(eqn: jex.JaxprEqn) -> str:
+    return f"a host kernel cannot hold {eqn.primitive.name} (`{str(eqn).splitlines()[0].strip()}`)"
+
+
+def source_of_loop(
+    writer: Writer, streams: Sequence[Stream], scalars: dict[int, str | None], results: Sequence[Value]
+) -> tuple[str, int]:
+    """Return the loop in Python, and the bytes that it moves for each element."""
+    stores = {True: [], False: []}
+    moved: list[str] = []
+    for k, s in enumerate(streams):
+        if s.output is not None and results[s.output].text != f"x{s.input}":  # what returns as it came is not written
+            stores[s.is_array].append(f"store{k}(a{k}, {'i' if s.is_array else 0}, {results[s.output].text})")
+            moved += [s.dtype] * s.is_array
+    used = set(re.findall(r"\bx\d+\b", "\n".join(writer.loop + stores[True])))
+    read = {k: s for k, s in enumerate(streams) if f"x{s.input}" in used}
+    moved += [s.dtype for s in read.values()]
+    arguments = [f"a{k}" for k in range(len(streams))] + [f"x{k}" for k, dtype in scalars.items() if dtype is not None]
+    inner = [f"x{s.input} = load{k}(a{k}, i)" for k, s in read.items()] + writer.loop + stores[True]
+    lines = [
+        f"def kernel({', '.join(['n', 'counter', 'block', *arguments])}):",
+        "    mode = flush_subnormals()",
+        *(f"    {line}" for line in writer.before + stores[False]),
+        "    while True:",
+        "        start = claim(counter, block)",
+        "        if start >= n:",
+        "            break",
+        "        for i in range(start, min(start + block, n)):",
+        *(f"            {line}" for line in inner or ["pass"]),
+        "    set_mode(mode)",
+    ]
+    return "\n".join(lines) + "\n", sum(NUM_BYTES[dtype] for dtype in moved)

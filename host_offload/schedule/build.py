@@ -1,0 +1,147 @@
+"""Build a schedule from the number of layers, the prefetch distance, the tiers and the order of the update."""
+
+import bisect
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from host_offload.schedule.schedule import KINDS, SIZES, UPDATES, Phase, Schedule, int32, moved, padded
+from host_offload.tiers import TIERS
+
+
+def build_schedule(
+    num_layers: int,
+    distance: int = 0,
+    *,
+    tiers: Mapping[str, str] | None = None,
+    update: str = "after_backward",
+    gather_ahead: bool = False,
+    master: bool = True,
+    device_layers: int = 0,
+    record_bytes: Mapping[str, int] | None = None,
+    budget_bytes: int | None = None,
+) -> Schedule:
+    """Build the schedule of a train step.
+
+    Args:
+      num_layers: equal layers of the stack.
+      distance: ticks between the fetch of a record and its use; may exceed num_layers.
+      tiers: kind -> tier, of KINDS and TIERS; kinds that are missing are on the device.
+      update: when a layer's optimizer runs, "after_backward" or "in_backward".
+      gather_ahead: take and gather the next layer while one computes; a second layer is whole meanwhile.
+      master: parameters have float32 masters, which rest and move with opt_state; without, an update reads the parameters.
+      device_layers: opt_state of layers 0 .. device_layers-1 stays on the device.
+      record_bytes: bytes of one layer on one device, by kind (params: its shard), and "gathered" (whole); missing ones are 0.
+      budget_bytes: the most bytes that may be in flight on a device.
+
+    Raises:
+      ValueError: impossible sizes, unknown names, or more bytes in flight than the budget; then the message tells the largest
+        distance that fits, with gather_ahead as it was if it can.
+    """
+    _check_int("num_layers", num_layers, 1)
+    _check_int("distance", distance, 0)
+    _check_int("device_layers", device_layers, 0, num_layers)
+    _check_names("tiers", tiers or {}, KINDS)
+    _check_names("record_bytes", record_bytes or {}, SIZES)
+    for kind, tier in (tiers or {}).items():
+        if tier not in TIERS:
+            raise ValueError(f"tiers[{kind!r}]={tier!r}: known tiers are {', '.join(TIERS)}")
+    if update not in UPDATES:
+        raise ValueError(f"update={update!r}: 'after_backward' or 'in_backward' is needed")
+    for kind, size in (record_bytes or {}).items():
+        _check_int(f"record_bytes[{kind!r}]", size, 0)
+
+    where = {kind: (tiers or {}).get(kind, "device") for kind in KINDS}
+    size = None if record_bytes is None else MappingProxyType({kind: record_bytes.get(kind, 0) for kind in SIZES})
+
+    def build(distance: int, gather_ahead: bool) -> Schedule:
+        return Schedule(
+            num_layers=num_layers,
+            distance=distance,
+            update=update,
+            gather_ahead=gather_ahead,
+            master=master,
+            tiers=MappingProxyType(where),
+            device_layers=device_layers,
+            phases=_build_phases(num_layers, distance, where, update, gather_ahead, master, device_layers),
+            record_bytes=size,
+        )
+
+    schedule = build(distance, gather_ahead)
+    if budget_bytes is not None:
+        _check_int("budget_bytes", budget_bytes, 0)
+        if record_bytes is None:
+            raise ValueError(f"budget_bytes={budget_bytes} needs record_bytes, the bytes of one layer by kind")
+        if schedule.peak_bytes > budget_bytes:
+            raise ValueError(
+                f"budget_bytes={budget_bytes}: prefetch_distance={distance} with gather_ahead={gather_ahead} puts "
+                f"{schedule.peak_bytes} bytes in flight on a device, {schedule.peak_bytes - budget_bytes} more; "
+                + advise(build, distance, gather_ahead, budget_bytes)
+            )
+    return schedule
+
+
+def advise(build: Callable[[int, bool], Schedule], distance: int, gather_ahead: bool, budget_bytes: int) -> str:
+    """Return what of a schedule could be changed for it to fit a budget."""
+    for ahead in (True, False) if gather_ahead else (False,):
+        # A longer distance never takes fewer bytes, so distances can be bisected.
+        fits = bisect.bisect_right(range(distance + 1), budget_bytes, key=lambda d: build(d, ahead).peak_bytes) - 1
+        if fits >= 0:
+            off = "gather_ahead=False with " if gather_ahead and not ahead else ""
+            return f"{off}prefetch_distance={fits} fits, with {build(fits, ahead).peak_bytes} bytes"
+    least = build(0, False).peak_bytes
+    return f"nothing fits: prefetch_distance=0 with gather_ahead=False needs {least} bytes, {least - budget_bytes} more"
+
+
+def _build_phases(
+    num_layers: int, distance: int, tiers: Mapping[str, str], update: str, gather_ahead: bool, master: bool, device_layers: int
+) -> tuple[Phase, ...]:
+    moving = {kind for kind, tier in tiers.items() if tier != "device"}
+    if device_layers == num_layers:
+        moving.discard("opt_state")
+
+    def phase(name: str, layer: np.ndarray, fetches: str, writes: str, reads: str = "") -> Phase:
+        ahead = gather_ahead and name != "update"
+        kinds = [tuple(kind for kind in text.split() if kind in moving) for text in (fetches, reads, writes)]
+        consume = np.append(layer[1:], -1) if ahead else layer
+        # Ticks that take something off the device come first: of an update, the layers whose state is on the device come last.
+        takes = consume[moved(kinds[0], consume, device_layers)]
+        slots = np.arange(len(takes)) % distance if distance else np.full(len(takes), -1)
+        use_slot, fetch = (padded(array, num_layers) for array in (slots, takes[distance:]))
+        return Phase(
+            name=name,
+            layer=int32(layer),
+            consume=int32(consume),
+            use_slot=use_slot,
+            fetch=fetch,
+            fetch_slot=int32(np.where(fetch >= 0, use_slot, -1)),
+            store=int32(np.where(moved(kinds[2], layer, device_layers), layer, -1)),
+            preload=int32(takes[:distance]),
+            preload_slot=int32(slots[:distance]),
+            first=int(layer[0]) if ahead else -1,
+            fetches=kinds[0],
+            reads=kinds[1],
+            writes=kinds[2],
+            device_layers=device_layers,
+        )
+
+    layers = np.arange(num_layers)
+    forward = phase("forward", layers, "params", "activations")
+    if update == "in_backward":
+        return forward, phase("backward", layers[::-1], "params activations", "opt_state params", "opt_state")
+    backward = phase("backward", layers[::-1], "params activations", "grads")
+    reads = "grads opt_state" if master else "grads opt_state params"
+    return forward, backward, phase("update", np.roll(layers, -device_layers), reads, "opt_state params")
+
+
+def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{name}={value!r}: an int is needed")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name}={value}: {least} or more is needed" if most is None else f"{name}={value}: {least} to {most}")
+
+
+def _check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    if unknown := sorted(set(given) - set(known), key=str):
+        raise ValueError(f"{what} has {', '.join(map(repr, unknown))}: known are {', '.join(known)}")

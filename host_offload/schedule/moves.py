@@ -1,0 +1,178 @@
+"""Which records a train step moves between disk and buffers, in which order, and how early each read may start: pure functions.
+
+A step is a fixed sequence of **moves**, repeated: it follows from the `Schedule`. A read may start ahead of its turn, but not
+before the last write of its record that precedes it,
+
+    start(i)  >  max { j < i : moves[j] writes the record of moves[i] }
+
+with the sequence continued by itself, since the next step follows this one: the first layers of the next forward are read while
+this step ends, and only those whose update has been handed over. Of each kind the next `distance` reads may start and no
+others, or the buffers would fill with what is wanted last.
+
+A `Window` follows one device through the sequence. Callbacks of a program may come in another order where nothing orders them
+(two kinds read in one tick), so a move is looked for among the next few, and what is not there is done all the same: the
+sequence only tells what to read early, never what is right.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from host_offload.schedule.schedule import Phase, Schedule
+from host_offload.schedule.tiles import TiledSchedule, TileLoops
+
+
+class Move(NamedTuple):
+    """One record read from disk, or written to it.
+
+    Attributes:
+      kind: of the record.
+      layer: index of the record among those of its kind.
+      writes: whether it is written.
+    """
+
+    kind: str
+    layer: int
+    writes: bool = False
+
+
+Kinds = tuple[str, ...]
+
+
+def moves_of(
+    schedule: Schedule,
+    kinds: Collection[str],
+    phases: Collection[str] | None = None,
+    besides: Mapping[str, tuple[Kinds, Kinds]] | None = None,
+    loops: Mapping[str, Sequence[tuple[TileLoops, str]]] | None = None,
+) -> tuple[Move, ...]:
+    """Return the moves of a step.
+
+    Args:
+      schedule: of the step.
+      kinds: those that rest on disk. Records of "opt_state" are counted from the first layer that is not on the device.
+      phases: names of the phases wanted; all by default.
+      besides: phase -> kinds that a tick reads, and kinds that it writes, of its own layer, which the schedule does not know
+        of because the device does not have them: an update on the host.
+      loops: phase -> the loops over tiles that each of its ticks runs, in order, and which of their phases each is.
+    """
+    moves: list[Move] = []
+    for phase in schedule.phases:
+        if phases is not None and phase.name not in phases:
+            continue
+
+        def tiles(layer: int, inside: Sequence[tuple[TileLoops, str]]) -> list[Move]:
+            """Return the moves of a tick's loops over tiles."""
+            own: list[Move] = []
+            for group, name in inside:
+                made = _moves_of_phase(group.phase(name), group.kind)
+                own += [Move(kind, layer * group.num_tiles + tile, writes) for kind, tile, writes in made]
+            return own
+
+        inside = (loops or {}).get(phase.name, ())
+        moves += _moves_of_phase(phase, str, (besides or {}).get(phase.name, ((), ())), partial(tiles, inside=inside))
+        if phase.name == "update" and isinstance(schedule, TiledSchedule):
+            for group in schedule.tiles:
+                moves += _moves_of_phase(group.phase("update"), group.kind)
+    return tuple(move for move in moves if move.kind in kinds)
+
+
+def _moves_of_phase(
+    phase: Phase,
+    name: Callable[[str], str],
+    besides: tuple[Kinds, Kinds] = ((), ()),
+    inside: Callable[[int], list[Move]] = lambda layer: [],
+) -> list[Move]:
+    """Return the moves of one loop of records whose kinds are called `name(kind)`; each tick has those `inside` besides."""
+    moves: list[Move] = []
+
+    def add(names: Sequence[str], layer: int, writes: bool = False) -> None:
+        for kind in names:
+            record = layer - phase.device_layers if kind == "opt_state" else layer
+            if layer >= 0 and record >= 0:
+                moves.append(Move(name(kind), record, writes))
+
+    reads, writes = besides
+    add(phase.fetches, phase.first)
+    for layer in phase.preload.tolist():
+        add(phase.fetches, layer)
+    for tick, layer in enumerate(phase.layer.tolist()):
+        waits = not len(phase.preload)  # no ring: a tick fetches what it takes itself
+        add(phase.fetches, int(phase.consume[tick]) if waits else int(phase.fetch[tick]))
+        moves += inside(layer)
+        add((*phase.reads, *reads), layer)
+        add(phase.writes, int(phase.store[tick]), writes=True)
+        add(writes, layer, writes=True)
+    return moves
+
+
+def ready_after(moves: Sequence[Move]) -> np.ndarray:
+    """Return for each move of two rounds the last move before it that writes its record: int64[2n], -1 where there is none."""
+    written: dict[tuple[str, int], int] = {}
+    after = np.full(2 * len(moves), -1, np.int64)
+    for i in range(2 * len(moves)):
+        move = moves[i % len(moves)]
+        record = (move.kind, move.layer)
+        after[i] = written.get(record, -1)
+        if move.writes:
+            written[record] = i
+    return after
+
+
+def horizon_of(moves: Sequence[Move], distance: int) -> int:
+    """Return among how many of the next moves those are sought that are read ahead, or have just been made."""
+    kinds = {move.kind for move in moves}
+    return min(len(moves), 2 * (distance + 2) * (len(kinds) + 1))
+
+
+class Window:
+    """One device's place in a sequence of moves."""
+
+    def __init__(self, moves: Sequence[Move], distance: int) -> None:
+        """Start before the first move; `distance` records of a kind are read ahead."""
+        self.moves, self.distance = tuple(moves), distance
+        self._after = ready_after(self.moves)
+        self._horizon = horizon_of(self.moves, distance)
+        self._done = np.zeros(len(self.moves), bool)
+        self.position = 0
+
+    def advance(self, move: Move) -> bool:
+        """Note that a move has been handed over; returns whether it was expected."""
+        for i in range(self.position, min(self.position + self._horizon, len(self.moves))):
+            if self.moves[i] == move and not self._done[i]:
+                self._done[i] = True
+                while self.position < len(self.moves) and self._done[self.position]:
+                    self.position += 1
+                return True
+        return False
+
+    def ahead(self, waiting: Collection[tuple[str, int]]) -> Iterator[Move]:
+        """Yield the reads to start now, the next one first: of the next `distance` of a kind those that may start.
+
+        A later one that may start must not take a buffer of an earlier one that may not yet: what a loop writes last, the next
+        loop often reads first.
+
+        Args:
+          waiting: (kind, layer) of the records that were read, or are being read, and are not used yet.
+        """
+        n, found = len(self.moves), set(waiting)
+        count: dict[str, int] = {}
+        for kind, _ in waiting:
+            count[kind] = count.get(kind, 0) + 1
+        coming: dict[str, int] = {}  # reads of each kind that were passed: a later one would take their buffers
+        for i in range(self.position, self.position + self._horizon):
+            move = self.moves[i % n]
+            if move.writes or (i < n and self._done[i]) or coming.get(move.kind, 0) == self.distance:
+                continue
+            coming[move.kind] = coming.get(move.kind, 0) + 1
+            record = (move.kind, move.layer)
+            if record not in found and count.get(move.kind, 0) < self.distance and self._may_start(int(self._after[i])):
+                found.add(record)
+                count[move.kind] = count.get(move.kind, 0) + 1
+                yield move
+
+    def _may_start(self, after: int) -> bool:
+        """Tell whether the write that a read follows has been handed over."""
+        return after < self.position or (after < len(self.moves) and bool(self._done[after]))

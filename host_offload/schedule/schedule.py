@@ -1,0 +1,309 @@
+"""Which layer is fetched, taken, computed and stored at each tick of a train step: pure functions, int32 arrays, a table.
+
+A step over L equal layers is two or three loops, its **phases**, of L **ticks** each. One tick computes one layer:
+
+    forward   0 .. L-1   the layer's output from its input
+    backward  L-1 .. 0   its gradients, the layer being computed again
+    update    0 .. L-1   its parameters, once all gradients are known (they may have to be scaled by their norm)
+
+With update="in_backward" a backward tick also updates its layer and there is no third phase.
+
+Records (the params, grads, opt_state or activations of one layer) whose tier is not "device" move while the step runs. The
+loops read the arrays of a `Phase`, so an order is data and not code. Tick t of a loop does, in this order:
+
+    take     consume[t], out of ring slot use_slot[t]; forward and backward gather it: W[D_fsdp, F] -> W[D, F]
+    fetch    fetch[t], which lands in fetch_slot[t]: that slot has just been emptied, so use_slot[t] = fetch_slot[t]
+    compute  layer[t], on what was taken
+    store    store[t] = layer[t], what this tick made
+
+The **ring** has `distance` = d slots. Takes are counted: take number c empties slot c mod d, and the fetch of the same tick
+refills that slot with the record of take c + d. So a record is taken exactly d ticks after its fetch, which can hide behind the
+computation of d ticks, and nothing in a slot is overwritten before it is taken. The first d records are fetched before tick 0
+(`preload`), the last d takes fetch nothing, and a loop leaves its ring empty. With fewer takes than d all are preloaded. With
+d = 0 there is no ring: fetch[t] is what tick t itself takes, and waits for.
+
+Without `gather_ahead` a tick takes the layer that it computes: consume = layer, one layer is whole at a time, and its gather is
+waited for. With `gather_ahead` tick t takes and gathers layer[t+1] while it computes layer[t]: two layers are whole, `first` =
+layer[0] is taken before tick 0, and the last tick takes nothing.
+
+Who waits for whom: a computation for what was taken for it, a take for the fetch d ticks ago, a fetch for the slot's take. A
+fetch waits for no store of its own loop: a loop reads a record before it writes it, and reads no record that it has written.
+What an earlier loop wrote is complete before a later one begins.
+
+    phase     reads ahead (`fetches`)       reads in the tick (`reads`)   writes (`writes`)
+    forward   params                                                      activations
+    backward  params, activations                                         grads
+      or      params, activations           opt_state                     opt_state, params (update in backward)
+    update    grads, opt_state, params*                                   opt_state, params
+
+Only kinds off the device count. params*: where parameters have no float32 masters beside them, they are themselves what is
+updated. The optimizer state of layers 0 .. device_layers-1 may stay on the device (a fractional offload): the update phase
+visits these layers last, and fetches nothing for them unless another kind is off the device. In backward the optimizer state is
+read in the tick that uses it: that copy hides behind the tick's own derivative, and so takes no slot.
+
+All ticks count the same here. A schedule bounds layers and bytes; seconds are for a measurement to tell.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from host_offload.schedule.timeline import Box, Lane, Strip, draw_html, draw_svg, draw_text
+
+KINDS = ("params", "grads", "opt_state", "activations")
+UPDATES = ("after_backward", "in_backward")
+SIZES = ("gathered", *KINDS)  # what record_bytes may hold
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Phase:
+    """One loop of a train step, T = num_layers ticks. Arrays are int32 and read-only; -1 means none.
+
+    Attributes:
+      name: "forward", "backward" or "update".
+      layer: int32[T], the layer computed, or updated.
+      consume: int32[T], the layer whose record is taken, from wherever it is, and gathered in forward and backward.
+      use_slot: int32[T], the ring slot that it is taken from; -1 where the ring has nothing for this tick.
+      fetch: int32[T], the layer whose `fetches` start to move to the device.
+      fetch_slot: int32[T], the ring slot that they fill, after the take of the same tick.
+      store: int32[T], the layer whose `writes` are written.
+      preload: int32[n], layers fetched before tick 0; not empty exactly where the phase has a ring.
+      preload_slot: int32[n], the slots that they fill.
+      first: the layer fetched and taken before tick 0, outside of the ring (gather_ahead), else -1.
+      fetches: kinds read ahead, which are a ring slot's content.
+      reads: kinds read in the very tick that uses them.
+      writes: kinds written.
+      device_layers: opt_state of the layers below this one is on the device, whatever its tier.
+    """
+
+    name: str
+    layer: np.ndarray
+    consume: np.ndarray
+    use_slot: np.ndarray
+    fetch: np.ndarray
+    fetch_slot: np.ndarray
+    store: np.ndarray
+    preload: np.ndarray
+    preload_slot: np.ndarray
+    first: int
+    fetches: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    device_layers: int
+
+    def kinds_of(self, tick: int) -> tuple[str, ...]:
+        """Return those of `fetches` that are off the device for the layer of `tick`: all, or all but opt_state."""
+        return self._off_device(self.fetches, int(self.layer[tick]))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the int32 arrays by field name, `first` as int32[1]."""
+        names = ("layer", "consume", "use_slot", "fetch", "fetch_slot", "store", "preload", "preload_slot")
+        return {name: getattr(self, name) for name in names} | {"first": int32([self.first])}
+
+    def _off_device(self, kinds: tuple[str, ...], layer: int) -> tuple[str, ...]:
+        return tuple(kind for kind in kinds if moved((kind,), layer, self.device_layers))
+
+    def _strip(self) -> Strip:
+        ring = len(self.preload)
+        boxes: dict[str, list[Box]] = {name: [] for name in ("fetch", "read", "gather", "compute", "store")}
+        slots: dict[int, list[Box]] = {slot: [] for slot in range(ring)}
+
+        def put(boxes: list[Box], layer: int, kinds: tuple[str, ...], tick: int, ticks: int = 1) -> None:
+            if layer >= 0 and kinds:
+                boxes.append(Box(layer=layer, start=tick, stop=tick + ticks, kinds=kinds))
+
+        # What precedes tick 0 is drawn where a loop that had begun earlier would have it.
+        start = -ring - (self.first >= 0)
+        put(boxes["fetch"], self.first, self._off_device(self.fetches, self.first), start)
+        put(boxes["gather"], self.first, ("gathered",), -1)
+        fetched = [(slot - ring, layer, slot) for slot, layer in enumerate(self.preload.tolist())]
+        fetched += zip(range(len(self.fetch)), self.fetch.tolist(), self.fetch_slot.tolist(), strict=True)
+        for tick, layer, slot in fetched:
+            kinds = self._off_device(self.fetches, layer)
+            put(boxes["fetch"], layer, kinds, tick)
+            if slot >= 0:
+                put(slots[slot], layer, kinds, tick, ring)
+        for tick, layer in enumerate(self.layer.tolist()):
+            put(boxes["read"], layer, self._off_device(self.reads, layer), tick)
+            put(boxes["gather"], int(self.consume[tick]), ("gathered",) if self.name != "update" else (), tick)
+            put(boxes["compute"], layer, ("compute",), tick)
+            put(boxes["store"], int(self.store[tick]), self._off_device(self.writes, layer), tick)
+        lanes = [Lane(name=name, boxes=tuple(b)) for name, b in boxes.items()]
+        lanes += [Lane(name=f"slot {slot}", boxes=tuple(b)) for slot, b in slots.items()]
+        return Strip(name=self.name, note=self._note(), start=start, stop=len(self.layer), lanes=tuple(lanes))
+
+    def _note(self) -> str:
+        parts = (("fetches", self.fetches), ("reads", self.reads), ("writes", self.writes))
+        text = "; ".join(f"{verb} {', '.join(kinds)}" for verb, kinds in parts if kinds)
+        return f": {text or 'nothing moves'}"
+
+    def _rows(self) -> list[str]:
+        rows = []
+        if self.first >= 0:
+            rows.append(("before", self.first if self.fetches else -1, -1, self.first, -1, -1))
+        rows += [("before", layer, slot, -1, -1, -1) for layer, slot in zip(self.preload, self.preload_slot, strict=True)]
+        slot = np.maximum(self.use_slot, self.fetch_slot)
+        rows += zip(range(len(self.layer)), self.fetch, slot, self.consume, self.layer, self.store, strict=True)
+        return [
+            f"{self.name:<8} {tick:>6}" + "".join(f" {layer if layer >= 0 else '-':>7}" for layer in layers)
+            for tick, *layers in rows
+        ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Schedule:
+    """The phases of one train step, as the module describes them.
+
+    Attributes:
+      num_layers: L.
+      distance: ticks between the fetch of a record and its use.
+      update: "after_backward" or "in_backward".
+      gather_ahead: the next layer is gathered while this one computes.
+      master: parameters have float32 masters, which rest and move with opt_state.
+      tiers: the tier of every kind.
+      device_layers: layers whose opt_state is on the device, whatever its tier.
+      phases: in the order in which they run.
+      record_bytes: bytes of one layer on one device by kind, and "gathered"; None where they were not given.
+    """
+
+    num_layers: int
+    distance: int
+    update: str
+    gather_ahead: bool
+    master: bool
+    tiers: Mapping[str, str]
+    device_layers: int
+    phases: tuple[Phase, ...]
+    record_bytes: Mapping[str, int] | None
+
+    def phase(self, name: str) -> Phase:
+        """Return a phase by name.
+
+        Raises:
+          ValueError: this schedule has no such phase.
+        """
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        names = ", ".join(phase.name for phase in self.phases)
+        raise ValueError(f"phase {name!r}: a schedule with update={self.update!r} has the phases {names}")
+
+    def arrays(self) -> dict[str, dict[str, np.ndarray]]:
+        """Return the int32 arrays of every phase: phase name -> field name -> array, `first` as int32[1]."""
+        return {phase.name: phase.arrays() for phase in self.phases}
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a ring: `distance`, or 0 where no phase has one."""
+        return self.distance if any(len(phase.preload) for phase in self.phases) else 0
+
+    @property
+    def peak_layers(self) -> int:
+        """The largest number of layers in one tick that are computed, gathered, or in the ring and on their way to it."""
+        return max(int(self._layers(phase).max()) for phase in self.phases)
+
+    def _layers(self, phase: Phase) -> np.ndarray:
+        took = phase.use_slot >= 0
+        ring = len(phase.preload) + np.cumsum((phase.fetch_slot >= 0) * 1 - took)
+        return 1 + ring + (self._ahead(phase) & (phase.consume >= 0))
+
+    def _ahead(self, phase: Phase) -> bool:
+        return self.gather_ahead and phase.name != "update"
+
+    def in_flight(self) -> dict[str, np.ndarray]:
+        """Return the bytes in flight on a device in each tick: phase name -> int64[T].
+
+        The sum of
+
+          - the ring, all of its slots, and the record that lands while the one it replaces is in use;
+          - the layer gathered, and with gather_ahead the next one, and what was taken for this layer a tick ago and is not
+            used up by its gather (activations; params that the tick updates);
+          - `reads` and `writes` of the layer;
+          - in backward the layer's gradient, wherever gradients rest.
+
+        What rests on the device, and what a layer's own computation needs, is not part of it. Nor is anything before tick 0.
+
+        Raises:
+          ValueError: the schedule was built without record_bytes.
+        """
+        if self.record_bytes is None:
+            raise ValueError("record_bytes=None: bytes in flight are known where build_schedule is given record_bytes")
+        return {phase.name: self._bytes(phase, self.record_bytes) for phase in self.phases}
+
+    def _bytes(self, phase: Phase, size: Mapping[str, int]) -> np.ndarray:
+        total = np.zeros(self.num_layers, np.int64)
+
+        def add(kinds: Iterable[str], layers: np.ndarray) -> None:
+            for kind in kinds:
+                total[moved((kind,), layers, self.device_layers)] += size[kind]
+
+        if len(phase.preload):
+            total += self.distance * sum(size[kind] for kind in phase.fetches)
+        add(phase.fetches, phase.fetch)
+        add(phase.reads, phase.layer)
+        add(phase.writes, phase.store)
+        if phase.name != "update":
+            total += size["gathered"]
+        if phase.name == "backward" and "grads" not in phase.writes:
+            total += size["grads"]
+        if self._ahead(phase):
+            total[phase.consume >= 0] += size["gathered"]
+            used = {"activations"} if self.master else {"activations", *phase.writes}
+            add(used.intersection(phase.fetches), phase.layer)
+        return total
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of `in_flight`."""
+        return max(int(total.max()) for total in self.in_flight().values())
+
+    def _title(self) -> str:
+        ahead = ", gather_ahead" if self.gather_ahead else ""
+        size = f" ({self.peak_bytes} bytes)" if self.record_bytes else ""
+        return f"{self.num_layers} layers, distance {self.distance}{ahead}, at most {self.peak_layers} in flight{size}"
+
+    def __str__(self) -> str:
+        notes = [phase.name + phase._note() for phase in self.phases]
+        names = f"{'phase':<8} {'tick':>6} {'fetch':>7} {'slot':>7} {'take':>7} {'compute':>7} {'store':>7}"
+        return "\n".join([self._title(), *notes, names, *(row for phase in self.phases for row in phase._rows())])
+
+    def timeline(self, width: int = 80) -> str:
+        """Return the phases as text: one row a lane (fetch, read, gather, compute, store, ring slots), one column a tick.
+
+        Every tick is one column wide, however long it takes. Lanes in which nothing happens are left out, and so are the
+        middle ticks of a phase that does not fit.
+
+        Args:
+          width: characters of a line.
+        """
+        return draw_text(self._title(), [phase._strip() for phase in self.phases], width)
+
+    def timeline_svg(self) -> str:
+        """Return the lanes of `timeline`, complete, as an SVG document: a box for each layer, coloured by kind.
+
+        Every tick is drawn equally long, however long it takes.
+        """
+        return draw_svg(self._title(), [phase._strip() for phase in self.phases])
+
+    def timeline_html(self) -> str:
+        """Return an HTML file that holds the SVG and the table."""
+        return draw_html(self._title(), [phase._strip() for phase in self.phases], str(self))
+
+
+def moved(kinds: tuple[str, ...], layer, device_layers: int):
+    """Tell of each layer whether any of `kinds`, which are off the device, is so for it: opt_state may not be."""
+    some = any(kind != "opt_state" for kind in kinds)
+    return (layer >= 0) & (some | (("opt_state" in kinds) & (layer >= device_layers)))
+
+
+def int32(values) -> np.ndarray:
+    """Return a read-only i32 array."""
+    array = np.array(values, np.int32)
+    array.flags.writeable = False
+    return array
+
+
+def padded(values: np.ndarray, length: int) -> np.ndarray:
+    """Return an i32 array of `length`, the missing entries -1: no layer."""
+    return int32(np.append(values, np.full(length - len(values), -1)))

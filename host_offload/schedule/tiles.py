@@ -1,0 +1,170 @@
+"""The schedule of a step whose layers hold stacks of tiles: loops over tiles inside of the ticks of the loops over layers.
+
+A **group** is what of each layer is kept in T tiles that are used together, such as the weights of an MLP. A record of a group
+is one tile: there are L x T of them, that of tile k of layer l being number l T + k, and no device ever holds more of a layer's
+group than the tiles that are computed, gathered or in the ring. What else a layer has is one record, as it always is.
+
+    phase     tick of the layers' loop                    loop over a group's tiles
+    forward   take the layer's record; compute, and       T ticks in each: take, fetch, compute tile k
+    backward  where the block uses a group, run its loop  T ticks in each, last tile first: the same, and store or update
+    update    one record                                  a loop of its own after that of the layers, L T ticks
+
+The ring of a group is filled when its loop begins, and empty when it ends: tiles are fetched ahead within a layer. A group's
+loop may run twice in a tick of backward, where something computed from its result has to be computed again.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from host_offload.schedule.build import advise, build_schedule
+from host_offload.schedule.schedule import KINDS, Phase, Schedule
+
+_SHOWN = 8  # ticks of a loop over tiles that a table shows at its begin, and at its end
+
+
+def tiles_kind(kind: str, group: str) -> str:
+    """Return the name of the records of a kind that are a group's tiles."""
+    return f"{kind}.tiles.{group}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TileLoops:
+    """The loops over one group.
+
+    Attributes:
+      name: of the group.
+      num_tiles: T.
+      inner: a schedule whose "layers" are the tiles of one layer; its forward and backward run.
+      flat: one whose "layers" are the tiles of all layers; its update runs, if it has one.
+    """
+
+    name: str
+    num_tiles: int
+    inner: Schedule
+    flat: Schedule
+
+    def phase(self, name: str) -> Phase:
+        """Return the loop over tiles of a phase: T ticks in forward and backward, L T in update."""
+        return (self.flat if name == "update" else self.inner).phase(name)
+
+    def kind(self, kind: str) -> str:
+        """Return the name of this group's records of a kind."""
+        return tiles_kind(kind, self.name)
+
+    def plan(self, phase: str) -> str:
+        """Return the key of this group's arrays of a phase among those of the schedule."""
+        return f"{phase}/{self.name}"
+
+    def in_flight(self, phase: str) -> int:
+        """Return the most bytes in flight in a tick of a phase."""
+        return int((self.flat if phase == "update" else self.inner).in_flight()[phase].max())
+
+    def with_bytes(self, record_bytes: Mapping[str, int]) -> "TileLoops":
+        """Return the same loops with other sizes."""
+        inner, flat = (dataclasses.replace(s, record_bytes=record_bytes) for s in (self.inner, self.flat))
+        return dataclasses.replace(self, inner=inner, flat=flat)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class TiledSchedule(Schedule):
+    """A schedule, and the loops over tiles inside of it.
+
+    Attributes:
+      tiles: of each group.
+    """
+
+    tiles: tuple[TileLoops, ...] = ()
+
+    def arrays(self) -> dict[str, dict[str, np.ndarray]]:
+        """Return the int32 arrays of every phase, and of every group in it by `TileLoops.plan`."""
+        arrays = super().arrays()
+        for loops in self.tiles:
+            arrays |= {loops.plan(phase.name): loops.phase(phase.name).arrays() for phase in self.phases}
+        return arrays
+
+    def in_flight(self) -> dict[str, np.ndarray]:
+        """Return the bytes in flight on a device in each tick of the layers' loops, and of update's loops over tiles.
+
+        A tick counts the largest of its loops over tiles: they run one after the other.
+
+        Raises:
+          ValueError: the schedule was built without record_bytes.
+        """
+        total = super().in_flight()
+        for phase in self.phases:
+            if phase.name == "update":
+                total |= {loops.plan("update"): loops.flat.in_flight()["update"] for loops in self.tiles}
+            else:
+                total[phase.name] = total[phase.name] + max((loops.in_flight(phase.name) for loops in self.tiles), default=0)
+        return total
+
+    def _title(self) -> str:
+        groups = ", ".join(f"{loops.num_tiles} tiles of {loops.name}" for loops in self.tiles)
+        return f"{super()._title()}; a layer is one record and {groups}"
+
+    def __str__(self) -> str:
+        text = [super().__str__()]
+        for loops in self.tiles:
+            for phase in self.phases:
+                where = "after the layers" if phase.name == "update" else "in each tick"
+                inside = loops.phase(phase.name)
+                rows = inside._rows()
+                more = len(rows) - 2 * _SHOWN
+                if more > 1:
+                    rows = [*rows[:_SHOWN], f"{'':<8} {'...':>6} {more} more ticks", *rows[-_SHOWN:]]
+                text += [f"{loops.plan(phase.name)}, {where}{inside._note()}", *rows]
+        return "\n".join(text)
+
+
+def build_tiled_schedule(
+    num_layers: int,
+    distance: int = 0,
+    *,
+    groups: Mapping[str, int],
+    group_bytes: Sequence[Mapping[str, int]],
+    tiers: Mapping[str, str],
+    update: str = "after_backward",
+    master: bool = True,
+    record_bytes: Mapping[str, int],
+    budget_bytes: int | None = None,
+) -> TiledSchedule:
+    """Build the schedule of a step whose layers hold tiles.
+
+    Args:
+      num_layers: L.
+      distance: ticks between the fetch of a record, layer or tile, and its use.
+      groups: T by name of each group.
+      group_bytes: bytes of one tile of each group on one device, by kind, as `record_bytes`.
+      tiers: as `host_offload.build_schedule`.
+      update: likewise.
+      master: likewise.
+      record_bytes: bytes of a layer's one record, tiles excluded.
+      budget_bytes: the most bytes that may be in flight on a device.
+
+    Raises:
+      ValueError: as `host_offload.build_schedule`.
+    """
+    of_tiles = {kind: tier for kind, tier in tiers.items() if kind != "activations"}
+
+    def build(distance: int, gather_ahead: bool) -> TiledSchedule:
+        make = partial(build_schedule, distance=distance, update=update, master=master)
+        layers = make(num_layers, tiers=tiers, record_bytes=record_bytes)
+        tiles = []
+        for (name, count), size in zip(groups.items(), group_bytes, strict=True):
+            inner, flat = (make(n, tiers=of_tiles, record_bytes=size) for n in (count, num_layers * count))
+            tiles.append(TileLoops(name=name, num_tiles=count, inner=inner, flat=flat))
+        fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(Schedule)}
+        del gather_ahead
+        return TiledSchedule(**fields, tiles=tuple(tiles))
+
+    assert set(of_tiles) <= set(KINDS)
+    schedule = build(distance, False)
+    if budget_bytes is not None and schedule.peak_bytes > budget_bytes:
+        raise ValueError(
+            f"budget_bytes={budget_bytes}: prefetch_distance={distance} puts {schedule.peak_bytes} bytes in flight on a "
+            f"device, {schedule.peak_bytes - budget_bytes} more; " + advise(build, distance, False, budget_bytes)
+        )
+    return schedule

@@ -1,0 +1,300 @@
+"""Write what a program's swapping was planned to be, and what it was, as a file that Perfetto opens (ui.perfetto.dev).
+
+The format is the Chrome trace event format, object form: complete events ("X"), counters ("C") and names ("M"), times in
+microseconds. Slices of one thread must not overlap there, so transfers of one kind that do are laid on several **lanes**.
+
+    process     threads                                  what is drawn
+    disk        steps; counters                          each run with its sums; transfers queued, and their bytes
+    planned     read and write, by kind                  each move at its ideal place (see `plan.py`), of all devices
+    rank N      read, write and wait, by kind, lanes     each transfer and each wait of one device
+
+A planned move and the transfers that it became have the same "run" and "move" among their arguments. A transfer without them is
+one that no run of the trace asked for: read ahead for the next run, or forgotten. "counted_in" is the run whose metrics count
+it, which is the one that ended next: a record written last is counted by the run after.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import errno
+import gzip
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from host_offload.engine import Event
+from host_offload.trace.plan import Causes, Intervals, Lateness, Planned, Run, Use, plan, transfers_of, uses_of
+
+DISK, PLANNED, RANKS = 1, 2, 3
+"""Process ids: of what all devices share, of the plan, of the first device."""
+Json = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Slice:
+    """A box: `track` and `name` are what is read beside it and in it; times in nanoseconds."""
+
+    process: int
+    track: str
+    name: str
+    start: int
+    end: int
+    args: Json
+
+
+def build_trace(
+    runs: Sequence[Run],
+    distance: int,
+    *,
+    before: Run | None = None,
+    after: Sequence[Event] = (),
+    metadata: Mapping[str, Any] | None = None,
+) -> Json:
+    """Return a trace of some runs of a program.
+
+    Args:
+      runs: what is drawn, in the order of time.
+      distance: records of a kind that are read ahead.
+      before: the run before them, in which the first records were read ahead.
+      after: events since the last of them, such as the end of its last writes.
+      metadata: goes into the file as it is.
+
+    Returns:
+      The object that the file holds, for `write_trace`.
+    """
+    return _Builder(runs, distance, before, after).build(metadata or {})
+
+
+class _Builder:
+    """What the parts of one trace share."""
+
+    def __init__(self, runs: Sequence[Run], distance: int, before: Run | None, after: Sequence[Event]) -> None:
+        self.runs = [*([] if before is None else [before]), *runs]
+        self.first = len(self.runs) - len(runs)  # that is drawn
+        self.distance, self.after = distance, after
+        events = [event for run in self.runs for event in run.events] + list(after)
+        self.transfers = transfers_of(events)
+        self.uses = uses_of(self.runs)
+        self.use_of = {use.number: use for use in self.uses}
+        self.counted_in = {e.number: i for i, run in enumerate(self.runs) for e in run.events if e.name in ("read", "write")}
+        since = min([run.start for run in self.runs] + [event.queued for event in events], default=0.0)
+        causes = Causes(self.transfers, since)
+        self.busy, self.late = causes.busy, {use.number: causes.of(use) for use in self.uses}
+        self.planned = [p for p in plan(self.runs, self.uses, self.transfers, distance) if p.run >= self.first]
+        self.drawn = [transfer for transfer in self.transfers.values() if self._is_drawn(transfer)]
+        starts = [run.start for run in self.runs[self.first :]] + [p.start for p in self.planned]
+        self.origin = min(starts + [t.queued for t in self.drawn], default=0.0)
+        self.names = _names(self.runs, self.first)
+
+    def _is_drawn(self, transfer: Event) -> bool:
+        """Tell whether a transfer ended after the first run began, or was read ahead for it."""
+        use = self.use_of.get(transfer.number)
+        is_used = use is not None and use.run >= self.first
+        return is_used or self.counted_in.get(transfer.number, len(self.runs)) >= self.first
+
+    def build(self, metadata: Mapping[str, Any]) -> Json:
+        slices = [*self._runs(), *self._planned(), *map(self._transfer, self.drawn), *self._waits()]
+        ranks = sorted({s.process for s in slices if s.process >= RANKS})
+        events = _process(DISK, "disk", 0) + _process(PLANNED, "planned", 1)
+        for i, process in enumerate(ranks):
+            events += _process(process, f"rank {process - RANKS}", 2 + i)
+        events += _on_lanes(slices) + self._counters()
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(metadata)}
+
+    def _ns(self, time: float) -> int:
+        return round((time - self.origin) * 1e9)
+
+    def _slice(self, process: int, track: str, name: str, start: float, end: float, args: Json) -> _Slice:
+        return _Slice(process=process, track=track, name=name, start=self._ns(start), end=self._ns(end), args=args)
+
+    def _place(self, use: Use | None) -> Json:
+        """Return the arguments by which a transfer is found in the plan."""
+        if use is None or use.run < self.first:
+            return {}
+        return {"run": self.names[use.run], **({} if use.turn is None else {"move": use.turn})}
+
+    def _transfer(self, event: Event) -> _Slice:
+        use, late = self.use_of.get(event.number), self.late.get(event.number)
+        counted = self.counted_in.get(event.number)
+        args = {
+            "kind": event.kind, "layer": event.layer, **self._place(use), "number": event.number, "bytes": event.num_bytes,
+            "GB_per_s": _rate(event.num_bytes, event.seconds), "queued_ms": _ms(event.start - event.queued),
+            **({} if counted is None or counted < self.first else {"counted_in": self.names[counted]}),
+        }  # fmt: skip
+        if event.name == "read":
+            args["ahead"] = event.ahead
+            if use is not None and late is not None:
+                args |= {"before_use_ms": _ms(use.wanted - event.end), **_lateness(late)}
+        name = f"{event.name} {event.kind} {event.layer}"
+        return self._slice(RANKS + event.rank, f"{event.name} {event.kind}", name, event.start, event.end, args)
+
+    def _waits(self) -> Iterable[_Slice]:
+        for run in self.runs[self.first :]:
+            for event in run.events:
+                if event.name in ("read_wait", "write_wait"):
+                    use, late = self.use_of[event.number], self.late[event.number]
+                    args = {
+                        "kind": event.kind,
+                        "layer": event.layer,
+                        **self._place(use),
+                        "number": event.number,
+                        **_lateness(late),
+                    }
+                    name = f"{'write' if use.move.writes else 'read'} {event.kind} {event.layer}: {late.cause or 'not late'}"
+                    yield self._slice(RANKS + event.rank, f"wait {event.kind}", name, event.start, event.end, args)
+
+    def _planned(self) -> Iterable[_Slice]:
+        uses: dict[tuple[int, int | None], list[Use]] = {}
+        for use in self.uses:
+            uses.setdefault((use.run, use.turn), []).append(use)
+        for p in self.planned:
+            yield self._planned_move(p, uses.get((p.run, p.turn), []))
+
+    def _planned_move(self, p: Planned, uses: Sequence[Use]) -> _Slice:
+        what = "write" if p.move.writes else "read"
+        args = {
+            "kind": p.move.kind, "layer": p.move.layer, "run": self.names[p.run], "move": p.turn, "bytes": p.num_bytes,
+            "GB_per_s": _rate(p.num_bytes, p.seconds), "made_on_devices": len(uses),
+        }  # fmt: skip
+        if not p.move.writes:
+            found = [self.transfers[use.number] for use in uses if use.number in self.transfers]
+            args["missed_on_devices"] = sum(not read.ahead for read in found)
+            args["ideally_late_ms"] = _ms(max(0.0, p.start + p.seconds - p.wanted))
+        if uses:
+            args |= _lateness(max((self.late[use.number] for use in uses), key=lambda late: late.seconds))
+        name = f"{what} {p.move.kind} {p.move.layer}"
+        return self._slice(PLANNED, f"{what} {p.move.kind}", name, p.start, p.start + p.seconds, args)
+
+    def _runs(self) -> Iterable[_Slice]:
+        for index, run in enumerate(self.runs):
+            if index >= self.first:
+                end = max([run.start, *(e.end for e in run.events)]) if run.end is None else run.end
+                yield self._slice(DISK, "steps", self.names[index], run.start, end, self._sums(index, run, end))
+
+    def _sums(self, index: int, run: Run, end: float) -> Json:
+        """Return what a run moved and waited for, counted as its metrics are, and the stall by its cause."""
+        args: Json = {}
+        for name in ("read", "write"):
+            found = [e for e in run.events if e.name == name]
+            num_bytes, under_way = sum(e.num_bytes for e in found), Intervals((e.start, e.end) for e in found)
+            args[f"{name}_bytes"], args[f"{name}_GB_per_s"] = num_bytes, _rate(num_bytes, under_way.seconds)
+        stalls: dict[str, float] = collections.defaultdict(float)
+        for use in self.uses:
+            if use.run == index:
+                stalls["all"] += use.waited
+                stalls[self.late[use.number].cause or "not late"] += use.waited
+        seconds = end - run.start
+        args["stall_ms"] = {cause: _ms(stall) for cause, stall in sorted(stalls.items())}
+        args["misses"] = sum(e.name == "read" and not e.ahead for e in run.events)
+        args["disk_busy"] = round(self.busy.covered(run.start, end) / seconds, 4) if seconds else 0.0
+        return args | ({} if run.end is not None else {"ended": False})
+
+    def _counters(self) -> list[Json]:
+        """Return transfers queued or under way, and their bytes, wherever that changes."""
+        changes: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        for t in self.drawn:
+            for time, sign in ((self._ns(t.queued), 1), (self._ns(t.end), -1)):
+                changes[time][t.name] += sign
+                changes[time][t.name + " bytes"] += sign * t.num_bytes
+        now: collections.Counter[str] = collections.Counter()
+        events = []
+        for time, change in sorted(changes.items()):
+            now.update(change)
+            for name, unit in (("transfers queued", ""), ("bytes in flight", " bytes")):
+                values = {direction: now[direction + unit] for direction in ("read", "write")}
+                events.append({"ph": "C", "pid": DISK, "name": name, "ts": time / 1e3, "args": values})
+        return events
+
+
+def _names(runs: Sequence[Run], first: int) -> list[str]:
+    counts: collections.Counter[str] = collections.Counter()
+    names = []
+    for index, run in enumerate(runs):
+        counts[run.name] += index >= first
+        names.append(f"{run.name} {counts[run.name]}")
+    return names
+
+
+def _lateness(late: Lateness) -> Json:
+    return {"late_ms": _ms(late.seconds), "disk_rested_ms": _ms(late.rested), "cause": late.cause} if late.cause else {}
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 6)
+
+
+def _rate(num_bytes: int, seconds: float) -> float:
+    return round(num_bytes / seconds / 1e9, 3) if seconds else 0.0
+
+
+def _process(process: int, name: str, order: int) -> list[Json]:
+    return [
+        {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}},
+        {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": order}},
+    ]
+
+
+def _on_lanes(slices: Iterable[_Slice]) -> list[Json]:
+    """Return slices as complete events, each on the first lane of its track that is free, and the lanes' names."""
+    tracks: dict[tuple[int, str], list[_Slice]] = {}
+    for s in slices:
+        tracks.setdefault((s.process, s.track), []).append(s)
+    events: list[Json] = []
+    threads: collections.Counter[int] = collections.Counter()
+    for (process, track), found in sorted(tracks.items()):
+        ends: list[int] = []  # of each lane
+        first = threads[process] + 1
+        for s in sorted(found, key=lambda s: (s.start, s.end)):
+            lane = next((i for i, end in enumerate(ends) if end <= s.start), len(ends))
+            ends[lane : lane + 1] = [s.end]
+            events.append(
+                {"ph": "X", "pid": process, "tid": first + lane, "name": s.name, "cat": track, "ts": s.start / 1e3,
+                 "dur": (s.end - s.start) / 1e3, "args": s.args}
+            )  # fmt: skip
+        for lane in range(len(ends)):
+            tid, name = first + lane, track if lane == 0 else f"{track} ({lane + 1})"
+            events.append({"ph": "M", "pid": process, "tid": tid, "name": "thread_name", "args": {"name": name}})
+            events.append({"ph": "M", "pid": process, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
+        threads[process] += len(ends)
+    return events
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError where a trace cannot be written. A file that is there stays as it is, and none is left that was not."""
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"a trace cannot be written to {path!r}: name a file, such as trace.json.gz")
+    try:
+        if os.path.lexists(name) and not os.path.isfile(name):
+            raise OSError(errno.EINVAL, "no regular file")
+        with open(_part_of(name), "wb"):
+            pass
+        os.unlink(_part_of(name))
+    except OSError as error:
+        raise ValueError(
+            f"a trace cannot be written to {name} ({error.strerror}): name a file in a folder that exists and may be written to"
+        ) from error
+
+
+def _part_of(name: str) -> str:
+    """Return the file that a trace is written to, until all of it is there."""
+    return f"{name}.part"
+
+
+def write_trace(trace: Json, path: str | os.PathLike[str]) -> None:
+    """Write a trace as JSON, compressed if the name ends in ".gz"; the file is there when all of it is.
+
+    Raises:
+      OSError: it cannot be written; an older file of that name stays.
+    """
+    name = os.fspath(path)
+    part = _part_of(name)
+    try:
+        with gzip.open(part, "wt") if name.endswith(".gz") else open(part, "w") as file:
+            json.dump(trace, file, separators=(",", ":"))
+        os.replace(part, name)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise

@@ -1,0 +1,365 @@
+"""A step's transfers as they were planned, beside those that were: pure functions of moves and events.
+
+An event is a transfer or a wait, a **use** the moment at which a step asks for a record or hands one over, and each use is one
+move of the plan. The plan knows an order and how early a read may start; this gives it seconds:
+
+    wanted    when each use would have come if no device had ever waited for the disk
+    write     starts when it is wanted, and when the write before it has ended
+    read      starts when `read_ahead.Window` lets it (see `_released`), and when the read before it has ended
+    seconds   bytes of all devices of this process / rate at which this run read or wrote
+
+so what is drawn is the best that this disk could have done by this plan. Where that is still too late for its use, the disk is
+too slow for the step; where it is not, the cause of each wait tells what went otherwise.
+
+What is late has one of four causes. The disk **rests** while no transfer is queued or under way.
+
+    asked too late         the disk rested for as long as this read was late, after the record had been written and before the
+                           read was queued: a larger distance would have hidden it
+    disk busy              the disk had no such rest: it is slower than the step
+    still being written    the record was wanted before its own write was over
+    earlier writes         a record to write had to wait for one of its kind to be on disk
+"""
+
+import bisect
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from host_offload.engine import Event
+from host_offload.schedule import Move, horizon_of
+
+ASKED_TOO_LATE, DISK_BUSY = "asked too late", "disk busy"
+STILL_WRITTEN, EARLIER_WRITES = "still being written", "earlier writes"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A program that ran once.
+
+    Attributes:
+      name: "step" and the like.
+      moves: that were planned.
+      start: when it began to read ahead, seconds of `time.perf_counter`.
+      end: when it was done; None of one that was not, or failed.
+      events: transfers that ended since the run before, and waits.
+      num_events: how many there were; more than `events` where the oldest were not kept.
+    """
+
+    name: str
+    moves: tuple[Move, ...]
+    start: float
+    end: float | None = None
+    events: Sequence[Event] = ()
+    num_events: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Use:
+    """A record that a step asked for, or handed over.
+
+    Attributes:
+      run: index of the run.
+      turn: index among its moves; None of what was not planned.
+      move: what was done.
+      rank: position of the device in the mesh.
+      number: of the transfer.
+      waits: for it; at least one, in the order of time.
+    """
+
+    run: int
+    turn: int | None
+    move: Move
+    rank: int
+    number: int
+    waits: tuple[Event, ...]
+
+    @property
+    def wanted(self) -> float:
+        """When the record was asked for, or an empty buffer for it; seconds of `time.perf_counter`."""
+        return self.waits[0].start
+
+    @property
+    def until(self) -> float:
+        """When the step could go on."""
+        return self.waits[-1].end
+
+    @property
+    def waited(self) -> float:
+        """Seconds of waiting in between."""
+        return sum(wait.seconds for wait in self.waits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A move of the plan at the place that it would ideally have had.
+
+    Attributes:
+      run: index of the run.
+      turn: index among its moves.
+      move: what is done.
+      start: seconds of `time.perf_counter`.
+      seconds: how long.
+      num_bytes: of all devices of this process.
+      wanted: when the first device would ask for it, or the last hand it over, if no device ever waited for the disk.
+    """
+
+    run: int
+    turn: int
+    move: Move
+    start: float
+    seconds: float
+    num_bytes: int
+    wanted: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Lateness:
+    """Why a use waited.
+
+    Attributes:
+      seconds: for which a record was not there when it was wanted, or not taken.
+      rested: seconds for which the disk rested while the record could have been read and was not asked for.
+      cause: one of four, or "" where nothing was late.
+    """
+
+    seconds: float
+    rested: float
+    cause: str
+
+
+class Intervals:
+    """The union of intervals of time."""
+
+    def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
+        merged: list[list[float]] = []
+        for start, end in sorted(intervals):
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([start, end])
+        self._starts, self._ends = [m[0] for m in merged], [m[1] for m in merged]
+        self._sums = [0.0, *itertools.accumulate(m[1] - m[0] for m in merged)]
+
+    @property
+    def seconds(self) -> float:
+        """The length of all."""
+        return self._sums[-1]
+
+    def covered(self, start: float, end: float) -> float:
+        """Return the length of their part between two times."""
+        return max(0.0, self._before(end) - self._before(start))
+
+    def _before(self, time: float) -> float:
+        i = bisect.bisect_right(self._starts, time)
+        return self._sums[i] - (max(0.0, self._ends[i - 1] - time) if i else 0.0)
+
+
+def transfers_of(events: Iterable[Event]) -> dict[int, Event]:
+    """Return reads and writes by number."""
+    return {event.number: event for event in events if event.name in ("read", "write")}
+
+
+def uses_of(runs: Sequence[Run]) -> list[Use]:
+    """Return what was asked for and handed over, in the order of time within a run.
+
+    The k-th use of a record is the k-th move of it; where the first events were not kept, both are counted from the last.
+    """
+    return [use for index, run in enumerate(runs) for use in _uses_of_run(index, run)]
+
+
+def _uses_of_run(index: int, run: Run) -> list[Use]:
+    waits: dict[int, list[Event]] = {}
+    for event in run.events:
+        if event.name in ("read_wait", "write_wait"):
+            waits.setdefault(event.number, []).append(event)
+    groups = sorted(waits.values(), key=lambda group: group[0].start)
+    backward = run.num_events > len(run.events)
+    turns: dict[Move, list[int]] = {}
+    for turn, move in enumerate(run.moves):
+        turns.setdefault(move, []).append(turn)
+    taken: dict[tuple[int, Move], int] = {}
+    uses = []
+    for group in reversed(groups) if backward else groups:
+        first = group[0]
+        move = Move(first.kind, first.layer, first.name == "write_wait")
+        of_record, k = turns.get(move, []), taken.get((first.rank, move), 0)
+        taken[first.rank, move] = k + 1
+        turn = None if k >= len(of_record) else of_record[-1 - k if backward else k]
+        uses.append(Use(run=index, turn=turn, move=move, rank=first.rank, number=first.number, waits=tuple(group)))
+    return uses[::-1] if backward else uses
+
+
+def written_before(transfers: Mapping[int, Event]) -> dict[int, float]:
+    """Return for the number of each read when the last write of its record ended that was queued before it."""
+    last: dict[tuple[str, int, int], float] = {}
+    ends = {}
+    for transfer in sorted(transfers.values(), key=lambda t: (t.queued, t.name == "read")):
+        record = (transfer.kind, transfer.rank, transfer.layer)
+        if transfer.name == "write":
+            last[record] = transfer.end
+        elif record in last:
+            ends[transfer.number] = last[record]
+    return ends
+
+
+class Causes:
+    """Why uses waited."""
+
+    def __init__(self, transfers: Mapping[int, Event], since: float) -> None:
+        """Know the reads and writes by number, all from some time on."""
+        self.transfers, self.since = transfers, since
+        self.busy = Intervals((t.queued, t.end) for t in transfers.values())
+        self._written = written_before(transfers)
+        self._ends: dict[tuple[str, int], list[float]] = {}  # of writes
+        for transfer in sorted(transfers.values(), key=lambda t: t.end):
+            if transfer.name == "write":
+                self._ends.setdefault((transfer.kind, transfer.rank), []).append(transfer.end)
+
+    def of(self, use: Use) -> Lateness:
+        """Return how late a record was, and why."""
+        if use.move.writes:
+            ends = self._ends.get((use.move.kind, use.rank), [])
+            late = sum(w.seconds for w in use.waits if bisect.bisect_left(ends, w.start) < bisect.bisect_right(ends, w.end))
+            return Lateness(late, 0.0, EARLIER_WRITES if late else "")
+        read = self.transfers.get(use.number)
+        if read is None or read.end <= use.wanted:
+            return Lateness(0.0, 0.0, "")
+        late, written = read.end - use.wanted, self._written.get(use.number, self.since)
+        if written > use.wanted:
+            return Lateness(late, 0.0, STILL_WRITTEN)
+        rested = max(0.0, read.queued - written - self.busy.covered(written, read.queued))
+        return Lateness(late, rested, ASKED_TOO_LATE if rested >= late else DISK_BUSY)
+
+
+def plan(runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event], distance: int) -> list[Planned]:
+    """Return every move of the runs at its ideal place: see the module's docstring.
+
+    Args:
+      runs: in the order of time.
+      uses: of all of them.
+      transfers: reads and writes by number.
+      distance: records of a kind that are read ahead.
+    """
+    wanted = _wanted(runs, uses)
+    num_bytes, seconds = _costs(runs, uses, transfers)
+    ideal: dict[tuple[int, int], Planned] = {}
+
+    def place(run: int, turn: int, start: float) -> float:
+        key = (run, turn)
+        move = runs[run].moves[turn]
+        ideal[key] = Planned(run=run, turn=turn, move=move, start=start, seconds=seconds[key], num_bytes=num_bytes[key],
+                             wanted=wanted[run][turn])  # fmt: skip
+        return start + seconds[key]
+
+    every = [(run, turn) for run in range(len(runs)) for turn in range(len(runs[run].moves))]
+    free, ends = -np.inf, {}
+    for run, turn in every:
+        if runs[run].moves[turn].writes:
+            free = ends[run, turn] = place(run, turn, max(free, wanted[run][turn]))
+    waiting = [(t, key) for key, t in _released(runs, wanted, ends, distance).items()]
+    heapq.heapify(waiting)
+    free, ready = -np.inf, []
+    while waiting or ready:
+        while waiting and (waiting[0][0] <= free or not ready):
+            released, key = heapq.heappop(waiting)
+            free = max(free, released)
+            heapq.heappush(ready, key)
+        run, turn = heapq.heappop(ready)
+        free = place(run, turn, free)
+    return [ideal[key] for key in every]
+
+
+def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
+    """Return for each move of each run when it would be wanted if no device ever waited. What was not made has its place."""
+    times: list[list[list[float]]] = [[[] for _ in run.moves] for run in runs]
+    stalls = [Intervals((e.start, e.end) for e in run.events if e.name in ("read_wait", "write_wait")) for run in runs]
+    for use in uses:
+        if use.turn is not None:
+            at = use.until if use.move.writes else use.wanted
+            times[use.run][use.turn].append(at - stalls[use.run].covered(runs[use.run].start, at))
+    wanted = []
+    for run, of_run in zip(runs, times, strict=True):
+        row, last = [], run.start
+        for move, found in zip(run.moves, of_run, strict=True):
+            last = (max(found) if move.writes else min(found)) if found else last
+            row.append(last)
+        wanted.append(row)
+    return wanted
+
+
+def _costs(
+    runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event]
+) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], float]]:
+    """Return bytes and seconds of each move by (run, turn), at the rate of its run and direction, or of all runs."""
+    by_name: dict[str, list[Event]] = {"read": [], "write": []}
+    of_run: dict[tuple[int, str], list[Event]] = {}
+    sizes: dict[tuple[int, int], dict[int, int]] = {}
+    for use in uses:
+        if (transfer := transfers.get(use.number)) is not None:
+            by_name[transfer.name].append(transfer)
+            of_run.setdefault((use.run, transfer.name), []).append(transfer)
+            if use.turn is not None:
+                sizes.setdefault((use.run, use.turn), {})[use.rank] = transfer.num_bytes
+    usual = {transfer.kind: transfer.num_bytes for transfer in transfers.values()}
+    ranks = {use.rank for use in uses}
+    num_bytes: dict[tuple[int, int], int] = {}
+    seconds: dict[tuple[int, int], float] = {}
+    rates = {key: _rate(found) for key, found in of_run.items()}
+    overall = {name: _rate(found) for name, found in by_name.items()}
+    for index, run in enumerate(runs):
+        for turn, move in enumerate(run.moves):
+            known, name = sizes.get((index, turn), {}), "write" if move.writes else "read"
+            size = sum(known.get(rank, usual.get(move.kind, 0)) for rank in ranks)
+            rate = rates.get((index, name)) or overall[name]
+            num_bytes[index, turn], seconds[index, turn] = size, size / rate if rate else 0.0
+    return num_bytes, seconds
+
+
+def _rate(transfers: Sequence[Event]) -> float:
+    """Return bytes a second while any was under way; 0 where that is not known."""
+    seconds = Intervals((t.start, t.end) for t in transfers).seconds
+    return sum(t.num_bytes for t in transfers) / seconds if seconds else 0.0
+
+
+def _released(
+    runs: Sequence[Run], wanted: Sequence[Sequence[float]], written: Mapping[tuple[int, int], float], distance: int
+) -> dict[tuple[int, int], float]:
+    """Return when the plan lets each read start, by (run, turn).
+
+    That is when the `distance`-th read of its kind before it has been asked for, the one before of its own record likewise, and
+    its record written; within the window's horizon; and if the run before had other moves, when its run begins.
+    """
+    released: dict[tuple[int, int], float] = {}
+    last_write: dict[tuple[str, int], float] = {}  # of each record so far: its end
+    for index, run in enumerate(runs):
+        n, horizon = len(run.moves), horizon_of(run.moves, distance)
+        first = index - 1 if index and runs[index - 1].moves == run.moves else index
+        begin = runs[first].start
+
+        def at(turn: int, index: int = index, n: int = n) -> tuple[int, int]:
+            """Return (run, turn) of one counted from this run's first, which may be of the run before."""
+            return (index, turn) if turn >= 0 else (index - 1, turn + n)
+
+        lowest = -n if first < index else 0
+        reads: dict[str, list[int]] = {}
+        of_record: dict[tuple[str, int], int] = {}
+        for turn in range(lowest, n):
+            move = run.moves[turn % n]
+            before, record = reads.setdefault(move.kind, []), (move.kind, move.layer)
+            if move.writes:
+                if turn >= 0:
+                    last_write[record] = written[index, turn]
+                continue
+            if turn >= 0:
+                bounds = [turn - horizon] if turn - horizon >= lowest else []
+                bounds += [before[-distance]] if 0 < distance <= len(before) else []
+                bounds += [turn] if not distance else []
+                bounds += [of_record[record]] if record in of_record else []
+                times = [wanted[run_][turn_] for run_, turn_ in map(at, bounds)]
+                released[index, turn] = max([begin, last_write.get(record, begin), *times])
+            before.append(turn)
+            of_record[record] = turn
+    return released

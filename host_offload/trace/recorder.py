@@ -1,0 +1,111 @@
+"""Keep what programs moved, run by run, for as long as it is traced, and write it when the trace ends.
+
+Outside of a trace only the last run is kept, because the first records of a traced one were read ahead in it. In a trace all
+are kept, up to MOST_EVENTS transfers and waits: of a longer one the last runs, and the file's "otherData" and the log say so.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from host_offload.disk import SwapError
+from host_offload.engine import MOST_EVENTS, Engine, Stats
+from host_offload.schedule import Move
+from host_offload.trace.perfetto import build_trace, write_trace
+from host_offload.trace.plan import Run
+
+logger = logging.getLogger("zerojax")
+
+
+class Recorder:
+    """The runs of one program's engine.
+
+    Attributes:
+      distance: records of a kind that are read ahead.
+    """
+
+    def __init__(self, distance: int) -> None:
+        self.distance = distance
+        self._open: Run | None = None  # the run that has begun and is not done
+        self._last: Run | None = None  # the one before those traced; outside of a trace the last
+        self._traced: list[Run] | None = None
+        self._dropped = 0
+
+    def begin(self, name: str, moves: Sequence[Move], engine: Engine) -> None:
+        """Note that a run begins; what one before it that failed has moved is taken out of the engine's statistics."""
+        if self._open is not None:
+            self._close(engine.take_stats(), None)
+        self._open = Run(name=name, moves=tuple(moves), start=time.perf_counter())
+
+    def finish(self, stats: Stats) -> None:
+        """Note that the run is done, and what it moved."""
+        if self._open is not None:
+            self._close(stats, time.perf_counter())
+
+    def _close(self, stats: Stats, end: float | None) -> None:
+        assert self._open is not None
+        run, self._open = dataclasses.replace(self._open, end=end, events=list(stats.events), num_events=stats.num_events), None
+        if self._traced is None:
+            self._last = run
+            return
+        self._traced.append(run)
+        while len(self._traced) > 1 and sum(len(run.events) for run in self._traced) > MOST_EVENTS:
+            self._last = self._traced.pop(0)
+            self._dropped += 1
+
+    @contextlib.contextmanager
+    def trace(
+        self, path: str | os.PathLike[str], engine: Callable[[], Engine | None], metadata: Mapping[str, Any]
+    ) -> Iterator[None]:
+        """Write the runs of the context to a file when it ends, by an error too; one of writing never hides that error.
+
+        Args:
+          path: of the file.
+          engine: returns the engine, or None if it was closed.
+          metadata: goes into the file.
+
+        Raises:
+          ValueError: in another trace.
+          OSError: the file could not be written when the context ended without an error; after one it is logged.
+        """
+        if self._traced is not None:
+            raise ValueError("this program is traced already: end that trace first")
+        self._traced, self._dropped = [], 0
+        has_failed = True
+        try:
+            yield
+            has_failed = False
+        finally:
+            runs, self._traced = self._traced, None
+            after = []
+            if (live := engine()) is not None:
+                with contextlib.suppress(SwapError):  # the program's next run raises it
+                    live.flush()
+                after = live.recent_events()
+            if self._open is not None:  # it failed
+                runs, after = [*runs, dataclasses.replace(self._open, events=after, num_events=len(after))], []
+            before, self._last = self._last, (runs or [self._last])[-1]
+            try:
+                self._write(path, runs, before, after, metadata)
+            except Exception as error:
+                if not has_failed:
+                    raise
+                logger.error("no trace was written to %s: %r", os.fspath(path), error)
+
+    def _write(
+        self, path: str | os.PathLike[str], runs: list[Run], before: Run | None, after: list[Any], metadata: Mapping[str, Any]
+    ) -> None:
+        lost = sum(run.num_events - len(run.events) for run in runs)
+        found = {**metadata, "prefetch_distance": self.distance, "runs": len(runs)}
+        found |= {"runs_dropped": self._dropped, "events_dropped": lost}
+        write_trace(build_trace(runs, self.distance, before=before, after=after, metadata=found), path)
+        logger.info("the swapping of %d runs is in %s: open it at https://ui.perfetto.dev", len(runs), os.fspath(path))
+        if self._dropped or lost:
+            logger.warning(
+                "%s lacks the first %d runs and %d events: %d events are kept; trace fewer steps",
+                os.fspath(path), self._dropped, lost, MOST_EVENTS,
+            )  # fmt: skip

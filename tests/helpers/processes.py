@@ -1,0 +1,62 @@
+"""Processes on one machine (jax.distributed, gloo) that run one script together and tell what they found."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PATH = [ROOT, ROOT / "tests" / "helpers"]
+
+BEFORE = """
+import json, os, pathlib, sys
+import jax
+jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
+processes, me, port, out = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], pathlib.Path(sys.argv[5])
+if processes > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, me)
+"""
+AFTER = """
+json.dump(found, open(out / f"{me}.json", "w"))
+"""
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a script that imports this repository and its tests."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATH)), "JAX_PLATFORMS": "cpu"}
+
+
+def launch(script: str, folder: pathlib.Path, processes: int, devices: int = 8) -> list[dict[str, Any]]:
+    """Run a script in several processes, and return what each left in `found`.
+
+    Args:
+      script: knows `processes`, `me`, `out`, which is the folder, and the modules of BEFORE.
+      folder: to make.
+      processes: to start.
+      devices: of all processes together.
+    """
+    folder.mkdir()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    code = BEFORE + script + AFTER
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(devices // processes), str(processes), str(me), port, str(folder)],
+            env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
+        )
+        for me in range(processes)
+    ]  # fmt: skip
+    try:
+        for worker in workers:
+            output, _ = worker.communicate(timeout=120)
+            assert worker.returncode == 0, output
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert not list(folder.glob("zerojax-swap-[0-9]*"))
+    return [json.loads((folder / f"{me}.json").read_text()) for me in range(processes)]

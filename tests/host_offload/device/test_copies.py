@@ -1,0 +1,318 @@
+"""Copies between buffers and device slots on streams of their own, against a driver whose streams run late."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from simulated_cuda import Failure, SimulatedCuda
+
+from host_offload.device.copies import HostCopies
+from host_offload.device.cuda_driver import Driver
+from host_offload.device.gpu_copies import GpuCopies, copies_of
+from host_offload.disk.direct_io import DirectIo
+from host_offload.disk.folder import SwapFolder
+from host_offload.disk.record_format import LeafFormat, RecordFormat
+from host_offload.disk.store import Store
+from host_offload.disk.tuning import IoSettings
+from host_offload.engine.engine import Engine
+from host_offload.schedule.moves import Move
+
+FORMAT = RecordFormat((LeafFormat("w", (40, 30), "float32"), LeafFormat("b", (7,), "bfloat16")))
+LAYERS = 6
+
+
+class Buffer:
+    """A callback's buffer on a GPU."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype = array, array.shape, array.dtype
+        self.__cuda_array_interface__ = {"data": (array.ctypes.data, False)}
+
+
+class Gpu:
+    """A simulated GPU, and a program on it: one stream, and what its callbacks are handed."""
+
+    def __init__(self, delay=0.002):
+        self.cuda = SimulatedCuda(delay=delay)
+        self.driver = Driver(self.cuda)
+        self.copies = GpuCopies(jax.devices()[:2], self.driver)
+        self.driver.ensure_context()
+        self.stream = self.driver.make_stream()
+        self.context = SimpleNamespace(stream=self.stream)
+
+    @property
+    def up(self):
+        return self.copies._gpus[0].up
+
+    @property
+    def down(self):
+        return self.copies._gpus[0].down
+
+    def values(self, value=0.0):
+        return [Buffer(np.full(leaf.shape, value, view.dtype)) for leaf, view in zip(FORMAT.leaves, empty()[1], strict=True)]
+
+    def set(self, values, value):
+        """Queue on the program's stream that the values become `value`: what XLA computes."""
+
+        def compute():
+            time.sleep(0.001)
+            for buffer in values:
+                buffer.array[...] = value
+
+        self.cuda._queue(self.stream, compute)
+
+    def get(self, values):
+        """Return what the program sees once it comes to this point."""
+        seen = []
+        self.cuda._queue(self.stream, lambda: seen.extend(b.array.astype(np.float32) for b in values))
+        self.driver.finish_stream(self.stream)
+        assert all((a == seen[0].flat[0]).all() for a in seen), "leaves of several records"
+        return float(seen[0].flat[0])
+
+
+def empty():
+    buffer = np.zeros(FORMAT.padded_bytes, np.uint8)
+    return buffer, FORMAT.views(buffer)
+
+
+def record(value):
+    buffer, views = empty()
+    for view in views:
+        view[...] = value
+    return buffer, views
+
+
+@pytest.fixture
+def gpu():
+    gpu = Gpu()
+    gpu.copies.add("params", 0, FORMAT.padded_bytes, up=True, down=True)
+    yield gpu
+    gpu.copies.close()
+    gpu.driver.destroy_stream(gpu.stream)
+    assert gpu.cuda.streams == {}
+    assert gpu.cuda.events == {}
+
+
+def test_a_lifted_record_comes_from_its_slot_and_its_buffer_is_free(gpu):
+    for value in range(1, 8):
+        buffer, views = record(value)
+        gpu.copies.lift("params", 0, buffer)
+        gpu.cuda.copies.clear()
+        out = gpu.values()
+        gpu.copies.load(gpu.context, "params", 0, views, out)
+        assert [copy[:2] for copy in gpu.cuda.copies if copy[1] in {view.ctypes.data for view in views}] == []
+        assert {stream for stream, *_ in gpu.cuda.copies} == {gpu.stream}
+        buffer[...] = 255  # the disk reads the next record into it
+        assert gpu.get(out) == value
+
+
+def test_the_next_record_is_lifted_while_the_program_still_reads_the_slot(gpu):
+    (first, views), (second, more), out = record(1), record(2), gpu.values()
+    gpu.copies.lift("params", 0, first)
+    gpu.cuda._queue(gpu.stream, lambda: time.sleep(0.05))  # the program is late
+    gpu.copies.load(gpu.context, "params", 0, views, out)
+    gpu.copies.lift("params", 0, second)
+    assert gpu.get(out) == 1
+    gpu.copies.load(gpu.context, "params", 0, more, out)
+    assert gpu.get(out) == 2
+
+
+def test_a_record_that_was_not_lifted_is_copied_all_the_same(gpu):
+    (first, _), (second, views), out = record(1), record(2), gpu.values()
+    gpu.copies.lift("params", 0, first)
+    gpu.copies.lift("params", 0, second)  # the slot is taken
+    gpu.copies.load(gpu.context, "params", 0, views, out)
+    second[...] = 255
+    assert gpu.get(out) == 2
+    gpu.copies.load(gpu.context, "params", 0, FORMAT.views(first), out)
+    assert gpu.get(out) == 1
+
+
+def test_a_dropped_record_is_not_taken_for_the_next_one_in_its_buffer(gpu):
+    buffer, views = record(1)
+    gpu.copies.lift("params", 0, buffer)
+    gpu.copies.drop("params", 0, buffer)
+    for view in views:
+        view[...] = 2
+    out = gpu.values()
+    gpu.copies.load(gpu.context, "params", 0, views, out)
+    assert gpu.get(out) == 2
+
+
+def test_a_dropped_buffer_is_read_no_more(gpu):
+    gpu.cuda._queue(gpu.up, lambda: time.sleep(0.05))
+    buffer, _ = record(1)
+    gpu.copies.lift("params", 0, buffer)
+    gpu.copies.drop("params", 0, buffer)
+    assert all(happened is None or happened.is_set() for happened in gpu.cuda.events.values())
+
+
+def test_a_slot_is_not_filled_before_it_is_copied_down(gpu):
+    gpu.cuda._queue(gpu.down, lambda: time.sleep(0.05))
+    kept = []
+    for value in (1, 2):
+        values, (_, views) = gpu.values(value), empty()
+        kept.append((value, values, views, gpu.copies.save(gpu.context, "params", 0, values, views)))
+    for value, _, views, done in kept:
+        done.result(10)
+        assert all((view == np.float32(value)).all() for view in views)
+
+
+def test_stored_records_are_those_of_their_callback(gpu):
+    """The program overwrites its values after each store, and a slot is filled again while it is copied down."""
+    values, kept = gpu.values(), []
+    for value in range(1, 8):
+        gpu.set(values, value)
+        _, views = empty()
+        kept.append((value, views, gpu.copies.save(gpu.context, "params", 0, values, views)))
+        gpu.set(values, -1)
+    for value, views, done in kept:
+        done.result(10)
+        assert all((view == np.float32(value)).all() for view in views)
+
+
+def test_a_kind_of_one_record_is_copied_on_the_programs_stream(gpu):
+    gpu.copies.add("head", 0, FORMAT.padded_bytes, up=False, down=False)
+    values, out = gpu.values(), gpu.values()
+    buffer, views = empty()
+    gpu.set(values, 3)
+    assert gpu.copies.save(gpu.context, "head", 0, values, views) is None
+    assert all((view == np.float32(3)).all() for view in views)
+    gpu.copies.lift("head", 0, buffer)
+    gpu.copies.load(gpu.context, "head", 0, views, out)
+    buffer[...] = 255
+    assert gpu.get(out) == 3
+
+
+def test_values_are_cleared_and_tokens_passed_on(gpu):
+    values, token, after = gpu.values(5), Buffer(np.full(1, 9, np.int32)), Buffer(np.zeros(1, np.int32))
+    gpu.copies.clear(gpu.context, values)
+    gpu.copies.pass_on(gpu.context, token, after)
+    assert gpu.get(values) == 0
+    assert after.array[0] == 9
+
+
+def test_a_copy_that_the_driver_refuses_is_told(gpu):
+    gpu.cuda.fail_copies = True
+    with pytest.raises(RuntimeError, match="cuMemcpyAsync failed with CUDA_ERROR_OUT_OF_MEMORY"):
+        gpu.copies.lift("params", 0, record(1)[0])
+    gpu.cuda.fail_copies = False
+
+
+def test_a_store_that_fails_leaves_no_copy_under_way(gpu, monkeypatch):
+    gpu.cuda._queue(gpu.down, lambda: time.sleep(0.05))
+    values, (buffer, views), calls = gpu.values(1), empty(), []
+    copy = gpu.cuda.cuMemcpyAsync
+
+    def fourth_fails(*args):
+        calls.append(args)
+        return copy(*args) if len(calls) != 4 else (Failure(700),)
+
+    monkeypatch.setattr(gpu.cuda, "cuMemcpyAsync", fourth_fails)
+    with pytest.raises(RuntimeError, match="cuMemcpyAsync failed"):
+        gpu.copies.save(gpu.context, "params", 0, values, views)
+    assert (views[0] == 1).all()  # the one copy down that was queued has ended
+    buffer[...] = 7
+    gpu.driver.finish_stream(gpu.down)
+    assert (buffer == 7).all()
+
+
+def test_copies_of_a_cpu_need_no_driver():
+    assert isinstance(copies_of(jax.devices()), HostCopies)
+    with pytest.raises(NotImplementedError, match="these are tpu's"):
+        copies_of([SimpleNamespace(platform="tpu")])
+
+
+@pytest.mark.parametrize("distance", [0, 1, 3])
+def test_steps_of_an_engine_on_a_gpu_read_and_write_the_right_records(tmp_path, distance):
+    """Each step reads every record and stores it one higher, with disk, streams and program each at its own pace."""
+    gpu, rounds = Gpu(delay=0.0005), 5
+    moves = [Move("params", layer, writes) for layer in range(LAYERS) for writes in (False, True)]
+    with SwapFolder(str(tmp_path)) as folder:
+        engine = Engine(DirectIo(IoSettings(3, 4096)), distance, pin="none", copies=gpu.copies)
+        engine.add("params", 0, Store(folder.path, "params", 0, LAYERS, FORMAT))
+        values = gpu.values()
+        engine.begin(())
+        for layer in range(LAYERS):
+            gpu.set(values, layer)
+            engine.store("params", 0, layer, lambda views: gpu.copies.save(gpu.context, "params", 0, values, views))
+        for round_ in range(rounds):
+            engine.begin(moves)
+            for layer in range(LAYERS):
+                fetched = gpu.values()
+
+                def use(views, fetched=fetched):
+                    gpu.copies.load(gpu.context, "params", 0, views, fetched)
+
+                engine.fetch("params", 0, layer, use)
+                assert gpu.get(fetched) == layer + round_
+                gpu.set(values, layer + round_ + 1)
+                engine.store("params", 0, layer, lambda views: gpu.copies.save(gpu.context, "params", 0, values, views))
+                gpu.set(values, -1)
+        engine.check()
+        engine.close()
+    gpu.driver.destroy_stream(gpu.stream)
+    assert gpu.cuda.streams == {}
+    assert not [t for t in threading.enumerate() if t.name.startswith("zerojax-copies")]
+
+
+def test_a_copy_down_that_fails_is_an_error_of_the_engine(tmp_path, monkeypatch):
+    gpu = Gpu()
+    with SwapFolder(str(tmp_path)) as folder:
+        engine = Engine(DirectIo(IoSettings(1, 4096)), 1, pin="none", copies=gpu.copies)
+        engine.add("params", 0, Store(folder.path, "params", 0, LAYERS, FORMAT))
+
+        def refuse(event):
+            raise RuntimeError("cuEventSynchronize failed with CUDA_ERROR_ILLEGAL_ADDRESS (700)")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(gpu.driver, "finish_event", refuse)
+            values = gpu.values(1)
+            engine.store("params", 0, 2, lambda views: gpu.copies.save(gpu.context, "params", 0, values, views))
+            with pytest.raises(RuntimeError, match=r"(?s)layer 2.*CUDA_ERROR_ILLEGAL_ADDRESS"):
+                engine.flush()
+        engine.close()
+
+
+def test_a_store_returns_while_its_record_is_copied_down(tmp_path):
+    gpu, held = Gpu(), threading.Event()
+    with SwapFolder(str(tmp_path)) as folder:
+        engine = Engine(DirectIo(IoSettings(1, 4096)), 1, pin="none", copies=gpu.copies)
+        engine.add("params", 0, Store(folder.path, "params", 0, LAYERS, FORMAT))
+        gpu.cuda._queue(gpu.down, held.wait)
+        values, fetched = gpu.values(5), gpu.values()
+        engine.store("params", 0, 2, lambda views: gpu.copies.save(gpu.context, "params", 0, values, views))
+        assert engine.take_stats().bytes_written == 0
+        held.set()
+        engine.fetch("params", 0, 2, lambda views: gpu.copies.load(gpu.context, "params", 0, views, fetched))
+        assert gpu.get(fetched) == 5
+        engine.close()
+
+
+def test_a_record_updated_on_the_host_is_not_what_was_lifted_before(tmp_path):
+    """The host updates records in buffers that were read ahead, and copied up, for the device."""
+    gpu, rounds = Gpu(delay=0.0), 4
+    moves = [Move("params", layer, writes) for layer in range(LAYERS) for writes in (False, True)]
+    with SwapFolder(str(tmp_path)) as folder:
+        engine = Engine(DirectIo(IoSettings(2, 4096)), 1, pin="none", copies=gpu.copies)
+        engine.add("params", 0, Store(folder.path, "params", 0, LAYERS, FORMAT), in_place=True)
+        kept = [gpu.values(layer) for layer in range(LAYERS)]
+        for layer, values in enumerate(kept):
+            engine.store("params", 0, layer, lambda views, v=values: gpu.copies.save(gpu.context, "params", 0, v, views))
+        for round_ in range(rounds):
+            engine.begin(moves)
+            deadline = time.monotonic() + 20
+            while gpu.copies._up["params", 0].held is None:  # the first record was read, and lifted
+                assert time.monotonic() < deadline
+            for layer in range(LAYERS):
+                with engine.borrow("params", 0, layer, "update") as views:
+                    for view in views:
+                        view += 1
+            for layer in range(LAYERS):
+                fetched = gpu.values()
+                engine.fetch("params", 0, layer, lambda views, f=fetched: gpu.copies.load(gpu.context, "params", 0, views, f))
+                assert gpu.get(fetched) == layer + round_ + 1
+        engine.close()

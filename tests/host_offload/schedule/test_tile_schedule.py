@@ -1,0 +1,90 @@
+"""Schedules whose layers hold tiles: every tile is fetched as often as it is used, in time, and bytes are bounded."""
+
+import collections
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from host_offload.schedule.build import build_schedule
+from host_offload.schedule.moves import Move, moves_of
+from host_offload.schedule.tiles import build_tiled_schedule, tiles_kind
+
+TIERS = {"params": "nvme", "grads": "nvme", "opt_state": "nvme", "activations": "pinned_host"}
+BYTES = {"params": 10, "gathered": 40, "grads": 40, "opt_state": 60}
+TILE_BYTES = {"params": 3, "gathered": 12, "grads": 12, "opt_state": 18}
+
+
+def build(layers, distance, groups, update="after_backward", **options):
+    return build_tiled_schedule(
+        layers, distance, groups=groups, group_bytes=[TILE_BYTES] * len(groups), tiers=TIERS, update=update,
+        record_bytes=BYTES | {"activations": 5}, **options,
+    )  # fmt: skip
+
+
+groups_of = st.dictionaries(st.sampled_from(["mlp", "qkv", "out"]), st.integers(2, 5), min_size=1)
+
+
+@given(st.integers(1, 4), st.integers(0, 6), groups_of, st.sampled_from(["after_backward", "in_backward"]))
+def test_every_tile_moves_once_a_loop_in_order(layers, distance, groups, update):
+    schedule = build(layers, distance, groups, update)
+    kinds = [kind for kind in TIERS if kind != "activations"]
+    every = [*kinds, *(tiles_kind(kind, name) for kind in kinds for name in groups)]
+    loops = {"forward": [(g, "forward") for g in schedule.tiles], "backward": [(g, "backward") for g in schedule.tiles]}
+    moves = moves_of(schedule, every, loops=loops)
+    counted = collections.Counter(moves)
+    stored = update == "after_backward"
+    for name, count in groups.items():
+        for record in range(layers * count):
+            params, grads, state = (tiles_kind(kind, name) for kind in kinds)
+            assert counted[Move(params, record)] == 2  # forward, backward
+            assert counted[Move(params, record, True)] == counted[Move(state, record, True)] == 1
+            assert counted[Move(state, record)] == 1
+            assert counted[Move(grads, record)] == counted[Move(grads, record, True)] == (1 if stored else 0)
+        first = [move.layer for move in moves if move.kind == tiles_kind("params", name) and not move.writes]
+        assert first[: layers * count] == list(range(layers * count))
+        assert sorted(first[layers * count :]) == list(range(layers * count))
+        # a tile of layer l is read while the layers before it in backward are done: last layer first
+        assert [record // count for record in first[layers * count :: count]] == list(range(layers))[::-1]
+    for at, move in enumerate(moves):  # nothing is written before it is read for the last time, but what is read after
+        if move.writes and not move.kind.startswith(("grads", "activations")):
+            assert move._replace(writes=False) in moves[:at]
+
+
+@given(st.integers(1, 4), st.integers(0, 6), groups_of, st.sampled_from(["after_backward", "in_backward"]))
+def test_bytes_in_flight_are_those_of_a_layer_and_of_one_group(layers, distance, groups, update):
+    schedule = build(layers, distance, groups, update)
+    plain = build_schedule(layers, distance, tiers=TIERS, update=update, record_bytes=BYTES | {"activations": 5})
+    for name, total in plain.in_flight().items():
+        if name != "update":
+            most = max(loops.in_flight(name) for loops in schedule.tiles)
+            np.testing.assert_array_equal(schedule.in_flight()[name], total + most)
+    assert schedule.peak_bytes == max(int(total.max()) for total in schedule.in_flight().values())
+    if update == "after_backward":
+        assert {name for name in schedule.in_flight() if "/" in name} == {f"update/{name}" for name in groups}
+
+
+def test_a_tile_takes_the_same_bytes_however_many_there_are():
+    few, many = (build(2, 1, {"mlp": count}).peak_bytes for count in (4, 64))
+    assert few == many
+
+
+def test_arrays_are_those_of_each_loop():
+    schedule = build(3, 1, {"mlp": 4})
+    arrays = schedule.arrays()
+    assert set(arrays) == {f"{phase}{tiles}" for phase in ("forward", "backward", "update") for tiles in ("", "/mlp")}
+    assert arrays["forward/mlp"]["layer"].tolist() == [0, 1, 2, 3]
+    assert arrays["backward/mlp"]["layer"].tolist() == [3, 2, 1, 0]
+    assert arrays["update/mlp"]["layer"].tolist() == list(range(12))
+    assert "update/mlp, after the layers: fetches params" not in str(schedule)  # masters take the parameters' place
+    assert "update/mlp, after the layers: fetches grads, opt_state; writes opt_state, params" in str(schedule)
+
+
+def test_a_budget_tells_the_distance_that_fits():
+    peak = build(4, 2, {"mlp": 4}).peak_bytes
+    assert build(4, 2, {"mlp": 4}, budget_bytes=peak).distance == 2
+    with pytest.raises(ValueError, match=r"budget_bytes=\d+: prefetch_distance=2 puts \d+ bytes .* prefetch_distance=1 fits"):
+        build(4, 2, {"mlp": 4}, budget_bytes=peak - 1)
+    with pytest.raises(ValueError, match="nothing fits"):
+        build(4, 2, {"mlp": 4}, budget_bytes=20)

@@ -1,0 +1,74 @@
+"""What rests on disk is read by programs that are compiled once; records name what is in them; a tier may have none."""
+
+import json
+import logging
+
+import jax
+import optax
+import pytest
+import toys
+
+import zerojax as zj
+from zerojax.state.train_state import OnDisk, is_stored
+
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+DISK = "nvme"
+ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
+
+
+def build(swap_dir, tx=None, **fields):
+    config = zj.ZeroConfig(stage=3, swap_dir=str(swap_dir), **{**ALL, **fields})
+    mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    return zj.build_train_step(toys.layered(), toys.optimizer() if tx is None else tx, config, mesh)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_read_again_compile_nothing(tmp_path, caplog, precision):
+    with build(tmp_path, precision=precision) as program:
+        state = program.init(jax.random.key(0))
+        compiled, params = [], {}
+        for _ in range(2):
+            caplog.clear()
+            with jax.log_compiles(), caplog.at_level(logging.WARNING):
+                params = jax.device_get(dict(program.iter_params(state)))
+            compiled.append([r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")])
+        assert len(compiled[0]) >= len(jax.tree.leaves([params["embed"], params["head"]]))
+        assert compiled[1] == []
+
+
+def test_records_name_each_leaf_by_its_path(tmp_path):
+    with build(tmp_path, precision="bf16") as program:
+        state = program.init(jax.random.key(0))
+        (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+        manifests = [json.loads(path.read_text())["attributes"] for path in folder.glob("*/0/zarr.json")]
+        found = {manifest["kind"]: [leaf["name"] for leaf in manifest["leaves"]] for manifest in manifests}
+        paths = [
+            [jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored)
+             if isinstance(leaf, OnDisk)]
+            for tree in (state.params, state.master, state.opt_state)
+        ]  # fmt: skip
+    params, masters, moments = paths
+    assert found["params"] == [name for name in params if "['blocks']" in name]
+    assert found["opt_state"] == [name for name in (*masters, *moments) if "['blocks']" in name]
+    alone = [name for kind, names in found.items() if kind not in ("params", "opt_state") for name in names]
+    assert sorted(alone) == sorted(name for tree in paths for name in tree if "['blocks']" not in name)
+    assert {f"[0].inner_state[0].{m}['blocks']['w1']" for m in ("mu", "nu")} <= set(moments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "warns"),
+    [
+        ({"opt_state": DISK}, True),
+        ({"opt_state": "pinned_host"}, True),
+        ({"opt_state": "device"}, False),
+        ({"opt_state": DISK, "precision": "bf16"}, False),
+    ],
+)
+def test_an_optimizer_with_nothing_to_keep_is_warned_of(tmp_path, caplog, fields, warns):
+    build(tmp_path, tx=optax.sgd(0.1), **fields).close()
+    told = [r.getMessage() for r in caplog.records if "keeps nothing there" in r.getMessage()]
+    assert len(told) == warns
+    assert all(f"opt_state={fields['opt_state']!r}" in message for message in told)
+    caplog.clear()
+    build(tmp_path, tx=optax.sgd(0.1, momentum=0.9), **fields).close()
+    assert "keeps nothing there" not in caplog.text

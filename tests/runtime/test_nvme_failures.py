@@ -1,0 +1,311 @@
+"""What goes wrong on the disk is told by program.step, with file and layer; nothing hangs, and no wrong number is returned."""
+
+import errno
+import gc
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import disks
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+import zerojax as zj
+from host_offload.disk.errors import SwapError
+from host_offload.disk.record_format import RecordFormat
+
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+DISK = "nvme"
+ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+def build(swap_dir, devices=4, **fields):
+    config = zj.ZeroConfig(stage=3, swap_dir=str(swap_dir), **{**ALL, **fields})
+    mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
+    return zj.build_train_step(toys.layered(), toys.optimizer(), config, mesh)
+
+
+def folder_of(swap_dir):
+    (folder,) = (path for path in pathlib.Path(swap_dir).iterdir() if path.is_dir())
+    return folder
+
+
+def losses_of(program, state, steps=3):
+    losses = []
+    for batch in toys.batches(steps):
+        state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """Return `opened(io, distance) -> program, expected losses`: each program is built once, and begins again in each test."""
+    made = {}
+
+    def get(io, distance):
+        if (io, distance) not in made:
+            program = build(tmp_path_factory.mktemp("swap"), io=io, prefetch_distance=distance)
+            made[io, distance] = program, losses_of(program, program.init(jax.random.key(0)))[0]
+        return made[io, distance]
+
+    yield get
+    for program, _ in made.values():
+        program.close()
+        assert not [path for path in pathlib.Path(program.config.swap_dir).iterdir() if path.is_dir()]
+
+
+def cut(path):
+    os.truncate(path, 100)
+
+
+def remove(path):
+    path.unlink()
+
+
+def flip(path):
+    with open(path, "r+b") as file:
+        file.seek(17)
+        byte = file.read(1)[0]
+        file.seek(17)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("io", ["direct", "tensorstore"])
+@pytest.mark.parametrize("damage", [cut, remove, flip])
+def test_a_damaged_record_is_named_and_the_state_is_lost(opened, damage, io):
+    program, expected = opened(io, 0)
+    state = program.init(jax.random.key(0))
+    state, _ = program.step(state, toys.batches(1)[0])
+    record = folder_of(program.config.swap_dir) / "opt_state" / "1" / "c.1.0"
+    program.layout.disk.engine.flush()
+    damage(record)
+    copy = jax.tree.map(jnp.copy, state)
+    start = time.monotonic()
+    with pytest.raises(SwapError) as error:
+        program.step(state, toys.batches(1)[0])
+    assert time.monotonic() - start < 20
+    assert error.value.layer == 1
+    assert error.value.file == str(record)
+    assert_refused(program, copy)
+    found, _ = losses_of(program, program.init(jax.random.key(0)))
+    assert found == expected
+
+
+def assert_refused(program, copy):
+    """Check that the disk takes no state: a copy of the one that was lost is there, and the records are no state."""
+    batch = toys.batches(1)[0]
+    calls = (lambda: program.step(copy, batch), lambda: program.eval(copy, batch), lambda: next(program.iter_params(copy)))
+    for call in calls:
+        with pytest.raises(SwapError, match="state on the disk is lost: make one by init"):
+            call()
+    assert not copy.step.is_deleted()
+
+
+@pytest.mark.parametrize("io", ["direct", "tensorstore"])
+def test_a_disk_that_is_full_in_the_middle_of_a_step(tmp_path, io):
+    """Room is reserved before: "direct" finds none where a record has lost its own, "tensorstore" as it writes a file anew."""
+    with disks.mounted(tmp_path / "small", "size=4m") as disk:
+        with build(disk, io=io) as program:
+            expected, state = losses_of(program, program.init(jax.random.key(0)))
+            program.layout.disk.engine.flush()
+            record = folder_of(disk) / "grads" / "0" / "c.1.0"  # is written in the middle, and read only after that
+            os.truncate(record, 0)
+            ballast, copy, start = disks.fill(disk), jax.tree.map(jnp.copy, state), time.monotonic()
+            with pytest.raises(SwapError, match=r"ENOSPC \(28\).*free space.*state on the disk is lost") as error:
+                program.step(state, toys.batches(1)[0])
+            assert time.monotonic() - start < 20
+            assert (error.value.errno, error.value.layer is None) == (errno.ENOSPC, False)
+            assert error.value.file == str(record) if io == "direct" else error.value.file.startswith(str(disk))
+            assert_refused(program, copy)
+            with pytest.raises(SwapError, match="ENOSPC"):  # nor is there room for another
+                program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
+            ballast.unlink()
+            assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
+        assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_an_io_error_in_the_middle_of_a_step(opened, monkeypatch, name):
+    program, expected = opened("direct", 1)
+    state = program.init(jax.random.key(0))
+    state, _ = program.step(state, toys.batches(1)[0])
+    program.layout.disk.engine.flush()
+    calls = []
+
+    def broken(*args):
+        calls.append(args)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, name, broken)
+    with pytest.raises(SwapError) as error:  # a write that fails behind the last callback is told by the next step
+        losses_of(program, state, 2)
+    assert calls
+    assert error.value.errno == errno.EIO
+    assert error.value.file is not None
+    monkeypatch.undo()
+    assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_an_interrupt_in_a_thread_of_the_disk_is_carried_out(opened, monkeypatch, name):
+    program, expected = opened("direct", 1)
+    state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
+    program.layout.disk.engine.flush()
+
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, name, broken)
+    with pytest.raises((SwapError, KeyboardInterrupt)):
+        losses_of(program, state, 2)
+    monkeypatch.undo()
+    assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
+
+
+def test_an_exception_inside_a_callback_is_carried_out(opened, monkeypatch):
+    program, expected = opened("direct", 1)
+    state = program.init(jax.random.key(0))
+    monkeypatch.setattr(RecordFormat, "views", lambda *_: 1 / 0)
+    with pytest.raises(SwapError) as error:
+        program.step(state, toys.batches(1)[0])
+    monkeypatch.undo()
+    assert "ZeroDivisionError" in str(error.value.__cause__) or "division" in str(error.value)
+    assert program.layout.disk.engine.failed
+    assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
+
+
+def test_a_state_that_a_later_init_overwrote_is_refused(opened):
+    program, other = opened("direct", 1)
+    expected, _ = losses_of(program, program.init(jax.random.key(1)))
+    assert expected != other
+    first = program.init(jax.random.key(0))
+    second = program.init(jax.random.key(1))
+    batch = toys.batches(1)[0]
+    for call in (
+        lambda: program.step(first, batch),
+        lambda: program.eval(first, batch),
+        lambda: next(program.iter_params(first)),
+    ):
+        with pytest.raises(ValueError, match="overwritten by a later init"):
+            call()
+    assert losses_of(program, second)[0] == expected  # what was refused has done no harm
+
+
+def test_a_folder_serves_one_program(tmp_path):
+    with build(tmp_path) as program:
+        with pytest.raises(SwapError, match=str(os.getpid())):
+            build(tmp_path)
+        program.init(jax.random.key(0))
+        assert folder_of(tmp_path).stat().st_mode & 0o777 == 0o700
+    with build(tmp_path) as program:
+        program.init(jax.random.key(0))
+
+
+def test_a_closed_program_says_so_and_can_begin_again(tmp_path):
+    program = build(tmp_path)
+    expected, state = losses_of(program, program.init(jax.random.key(0)))
+    program.close()
+    program.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        program.step(state, toys.batches(1)[0])
+    assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
+    program.close()
+
+
+def test_buffers_that_no_memory_holds_are_refused_when_the_program_is_built(tmp_path):
+    def init_block(key):
+        return {"w": jnp.ones((1 << 21, 1 << 20))}  # 8 TiB
+
+    model = toys.layered()
+    model = zj.LayeredModel(4, model.init_embed, model.embed, init_block, lambda p, x, key: x, model.init_head, model.head)
+    config = zj.ZeroConfig(stage=3, params=DISK, opt_state=DISK, swap_dir=str(tmp_path))
+    mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    with pytest.raises(RuntimeError, match=rf" {4 * (2 << 41)} bytes x 4 devices.* for opt_state, .*prefetch_distance=1"):
+        zj.build_train_step(model, toys.optimizer(), config, mesh)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_swap_dir_must_be_there(tmp_path):
+    with pytest.raises(ValueError, match="nowhere"):
+        build(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="not a folder"):
+        build(tmp_path / "file")
+
+
+KILLED = """
+import os, signal, sys, threading
+sys.path[:0] = [{helpers!r}, {tests!r}, {here!r}]
+import conftest, jax, toys
+import test_nvme_failures as t
+program = t.build({folder!r})
+state = program.init(jax.random.key(0))
+state, _ = program.step(state, toys.batches(1)[0])
+engine, calls = program.layout.disk.engine, []
+store = engine.store
+def killed(*args):
+    calls.append(args)
+    if len(calls) == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    store(*args)
+engine.store = killed
+print("ready", flush=True)
+program.step(state, toys.batches(1)[0])
+"""
+
+
+def test_a_folder_of_a_killed_process_is_recognised(tmp_path, caplog, quick_processes):
+    code = KILLED.format(
+        helpers=str(ROOT / "tests" / "helpers"), tests=str(ROOT / "tests"), here=os.path.dirname(__file__), folder=str(tmp_path)
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "ready", done.stderr
+    assert done.returncode == -signal.SIGKILL
+    assert list(folder_of(tmp_path).rglob("c.*"))
+    with caplog.at_level("WARNING"), build(tmp_path) as program:
+        losses_of(program, program.init(jax.random.key(0)), 1)
+    assert [r for r in caplog.records if "zerojax-swap" in r.getMessage()]
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def resident_bytes():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def own_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("zerojax")]
+
+
+def steps_of(program, state, batch, steps):
+    """Train; returns the state, and threads, descriptors and resident bytes when nothing is under way."""
+    for step in range(steps):
+        state, metrics = program.step(state, batch)
+        assert np.isfinite(float(metrics["loss"]))
+        assert step == 0 or metrics["swap_misses"] == 0
+    program.layout.disk.engine.flush()
+    gc.collect()
+    return state, (len(own_threads()), len(os.listdir("/proc/self/fd")), resident_bytes())
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
+@pytest.mark.parametrize("steps", [40, pytest.param(300, marks=pytest.mark.exhaustive)])
+def test_many_steps_on_many_devices_grow_nothing(tmp_path, steps):
+    """On 8 devices: no hang, and no growth of threads, descriptors or memory."""
+    batch = toys.batches(1)[0]
+    others = own_threads()
+    with build(tmp_path, devices=8, update="in_backward") as program:
+        state = program.init(jax.random.key(0))
+        state, before = steps_of(program, state, batch, 15)
+        state, after = steps_of(program, state, batch, steps - 15)
+        assert after[:2] == before[:2]
+        assert after[2] - before[2] < 16 << 20
+    assert own_threads() == others

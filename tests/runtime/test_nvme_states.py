@@ -1,0 +1,317 @@
+"""A program works on one state, the one on its disk: any other is refused, and one that an interrupt left half updated."""
+
+import concurrent.futures
+import contextlib
+import copy
+import dataclasses
+import os
+import pickle
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+from test_nvme_failures import build, losses_of
+
+from zerojax.runtime.interrupts import interrupts_wait
+from zerojax.state.train_state import is_stored
+
+pytestmark = pytest.mark.usefixtures("quick_fusions")
+BATCH = toys.batches(1)[0]
+OTHER = "is not the one on disk .*overwritten by a later init or step, or is of another program"
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Return `programs(name, **fields)`: each is built once, and begins again in each test."""
+    made = {}
+
+    def get(name, **fields):
+        if name not in made:
+            made[name] = build(tmp_path_factory.mktemp("swap"), **fields)
+        return made[name]
+
+    yield get
+    for program in made.values():
+        program.close()
+
+
+@pytest.fixture
+def ctrl_c():
+    """Interrupts, timeouts and the end of a job raise KeyboardInterrupt, whatever runs the tests."""
+    numbers = (signal.SIGINT, signal.SIGALRM, signal.SIGTERM)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def copy_of(state):
+    return jax.tree.map(jnp.copy, state)
+
+
+def assert_refused(program, state, match=OTHER):
+    calls = (lambda: program.step(state, BATCH), lambda: program.eval(state, BATCH), lambda: next(program.iter_params(state)))
+    for call in calls:
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
+def test_a_copy_of_an_earlier_state_is_refused(programs):
+    program = programs("ours")
+    expected, _ = losses_of(program, program.init(jax.random.key(0)))
+    state = program.init(jax.random.key(0))
+    old = copy_of(state)
+    loss = float(program.eval(old, BATCH))  # it is the one on disk still: nothing but a step makes another
+    assert len(list(program.iter_params(old))) == toys.LAYERS + 2
+    assert float(program.eval(state, BATCH)) == loss
+    found = []
+    for batch in toys.batches(3):
+        state, metrics = program.step(state, batch)
+        found.append(float(metrics["loss"]))
+        assert_refused(program, old)
+        assert float(program.eval(copy_of(state), BATCH)) == float(program.eval(state, BATCH))
+    assert found == expected
+
+
+def test_a_state_of_another_program_is_refused(programs):
+    """Both have made as many states, with as many steps."""
+    program, other = programs("one"), programs("another")
+    mine, theirs = program.init(jax.random.key(0)), other.init(jax.random.key(1))
+    for _ in range(2):
+        assert_refused(program, theirs)
+        assert_refused(other, mine)
+        mine, theirs = program.step(mine, BATCH)[0], other.step(theirs, BATCH)[0]
+
+
+def test_a_restored_state_is_refused(tmp_path):
+    """What was on disk is not in it."""
+    with build(tmp_path) as before:
+        kept = jax.device_get(before.init(jax.random.key(0)))
+    with build(tmp_path) as program:
+        state = program.init(jax.random.key(1))
+        restored = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), kept, state)
+        assert_refused(program, restored)
+        with pytest.raises(ValueError, match=OTHER):  # of every leaf
+            program.step(dataclasses.replace(state, opt_state=restored.opt_state), BATCH)
+
+
+def test_a_donated_state_is_told_to_every_call(programs):
+    program = programs("ours")
+    state = program.init(jax.random.key(0))
+    pieces = program.iter_params(state)
+    next(pieces)
+    program.step(state, BATCH)
+    assert_refused(program, state, match="donated to an earlier step")
+    for read in (lambda: next(pieces), lambda: program.params(state), lambda: program.master_params(state)):
+        with pytest.raises(ValueError, match="donated to an earlier step"):
+            read()
+
+
+def test_an_error_before_a_step_runs_loses_nothing(programs):
+    program = programs("ours")
+    expected, _ = losses_of(program, program.init(jax.random.key(0)))
+    state = program.init(jax.random.key(0))
+    with pytest.raises(KeyError, match="weight"):
+        program.step(state, {name: value for name, value in BATCH.items() if name != "weight"})
+    assert losses_of(program, state)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "name", "number"),
+    [(1, "step", signal.SIGALRM), (1, "init", signal.SIGINT), (4, "step", signal.SIGINT), (4, "init", signal.SIGTERM)],
+)
+def test_a_signal_in_the_middle_of_a_program_waits_for_its_end(programs, devices, name, number, monkeypatch, ctrl_c):
+    program = programs(f"on {devices}", devices=devices)
+    expected, _ = losses_of(program, program.init(jax.random.key(0)))
+    state = program.init(jax.random.key(0))
+    old, calls = copy_of(state), count_calls(program, monkeypatch, at=3, do=lambda: os.kill(os.getpid(), number))
+    with pytest.raises(KeyboardInterrupt):
+        program.step(state, BATCH) if name == "step" else program.init(jax.random.key(1))
+    ended = len(calls)
+    time.sleep(0.3)
+    assert len(calls) == ended >= 3
+    monkeypatch.undo()
+    assert_refused(program, old)
+    assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
+
+
+def count_calls(program, monkeypatch, at, do):
+    """Do something in a callback; callbacks take a while from then on."""
+    swap, calls = program.layout.disk.swap, []
+    engine_of = swap.engine_of
+
+    def counted(number):
+        calls.append(number)
+        if len(calls) == at:
+            do()
+        if len(calls) >= at:
+            time.sleep(0.01)
+        return engine_of(number)
+
+    monkeypatch.setattr(swap, "engine_of", counted)
+    return calls
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["the disk", "the host's update"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_an_interrupt_inside_a_callback_is_raised_by_the_step(programs, devices, where, monkeypatch):
+    fields = {"update_on": "host", "grads": "pinned_host"} if where == "the host's update" else {}
+    program = programs(f"{where} on {devices}", devices=devices, **fields)
+    expected, _ = losses_of(program, program.init(jax.random.key(0)))
+    state = program.init(jax.random.key(0))
+    old = copy_of(state)
+    if fields:
+        monkeypatch.setattr(program._host.host, "_run_kernel", lambda *_: interrupt())
+    else:
+        count_calls(program, monkeypatch, at=3, do=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        program.step(state, BATCH)
+    monkeypatch.undo()
+    with pytest.raises((ValueError, RuntimeError), match=r"not the one on disk|state on the disk is lost"):
+        program.eval(old, BATCH)
+    assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
+
+
+@pytest.mark.parametrize("call", ["eval", "init", "close"])
+def test_a_step_that_an_exception_left_ends_before_anything_else(programs, call, monkeypatch):
+    program = programs("ours")
+    expected, _ = losses_of(program, program.init(jax.random.key(0)))
+    state = program.init(jax.random.key(0))
+    old, calls = copy_of(state), count_calls(program, monkeypatch, at=1, do=lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "block_until_ready", lambda _: interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            program.step(state, BATCH)
+    left = len(calls)
+    match call:
+        case "eval":
+            with pytest.raises(ValueError, match="none, since a step was left in the middle"):
+                program.eval(old, BATCH)
+        case "close":
+            program.close()
+    state = program.init(jax.random.key(0))
+    assert len({number for number in calls[left:] if number}) == 2  # those of both states came, and none was taken amiss
+    monkeypatch.undo()
+    assert losses_of(program, state)[0] == expected
+
+
+def test_a_second_interrupt_does_not_wait(ctrl_c):
+    came = []
+
+    @interrupts_wait()
+    def call():
+        for _ in range(2):
+            came.append(signal.raise_signal(signal.SIGINT))
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert len(came) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_signals_that_waited_come_in_order_and_once(monkeypatch):
+    came = []
+
+    def handler(number, _):
+        came.append(number)
+        if number == signal.SIGUSR1:
+            raise ZeroDivisionError
+
+    @interrupts_wait()
+    def call():
+        for number in (signal.SIGALRM, signal.SIGUSR1, signal.SIGALRM, real_time, signal.SIGUSR2):
+            signal.raise_signal(number)
+        assert came == []
+
+    real_time = signal.SIGRTMIN + 1  # has no name
+    numbers = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, real_time)
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        with pytest.raises(ZeroDivisionError):
+            call()
+        assert came == [signal.SIGALRM, signal.SIGUSR1, real_time, signal.SIGUSR2]
+        assert all(signal.getsignal(number) is handler for number in numbers)
+    finally:
+        for number, old in zip(numbers, before, strict=True):
+            signal.signal(number, old)
+
+
+@pytest.mark.parametrize("call", ["step", "eval"])
+def test_of_threads_that_use_one_state_each_waits_for_the_other(programs, call):
+    """One step is done; whoever comes after it is told that its state is gone, and nothing is lost."""
+    program = programs("ours")
+    expected, _ = losses_of(program, program.init(jax.random.key(0)))
+    batches = toys.batches(3)
+    barrier = threading.Barrier(2)
+
+    def use(name, state):
+        barrier.wait()
+        return getattr(program, name)(state, batches[0])
+
+    for _ in range(3):
+        state = program.init(jax.random.key(0))
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            jobs = [pool.submit(use, name, state) for name in ("step", call)]
+        refused = [str(error) for job in jobs if (error := job.exception()) is not None]
+        made = [job.result() for job in jobs if job.exception() is None and isinstance(job.result(), tuple)]
+        assert all("donated to an earlier step" in error for error in refused)
+        assert len(refused) == 1 or call == "eval"
+        ((state, metrics),) = made
+        losses = [float(metrics["loss"])]
+        for batch in batches[1:]:
+            state, metrics = program.step(state, batch)
+            losses.append(float(metrics["loss"]))
+        assert losses == expected
+
+
+def test_a_leaf_on_disk_is_no_array_and_is_not_copied(programs):
+    state = programs("ours").init(jax.random.key(0))
+    for use in (np.asarray, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"rests on disk.*program\.iter_params\(state\)"):
+            use(jax.tree.leaves(state.params, is_leaf=is_stored)[0])
+    with pytest.raises(TypeError, match="rests on disk"):
+        pickle.dumps(state)
+
+
+def test_a_step_inside_of_jit_is_refused(programs):
+    program = programs("ours")
+    state = program.init(jax.random.key(0))
+    for call in (program.step, program.eval):
+        with pytest.raises(ValueError, match="compiled already"):
+            jax.jit(call)(state, BATCH)
+    program.step(state, BATCH)
+
+
+def test_an_interrupt_comes_after_an_error(ctrl_c):
+    @interrupts_wait()
+    def call():
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("of the program")
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        call()
+    assert isinstance(raised.value.__context__, ValueError)
+
+
+def test_interrupts_are_left_alone_where_python_does_not_handle_them(ctrl_c):
+    failed = []
+
+    def enter():
+        with contextlib.suppress(BaseException), interrupts_wait():
+            failed.append(signal.getsignal(signal.SIGINT) is not signal.default_int_handler)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    enter()
+    assert failed == [False, True]

@@ -1,0 +1,97 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import zerojax as zj
+from zerojax.sharding.partition import leaf_spec, param_specs
+from zerojax.sharding.specs import axes_of, without_axis
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({}, {"data": 1, "fsdp": 8, "tensor": 1}),
+        ({"data": 2, "fsdp": -1, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ({"data": -1, "fsdp": 4}, {"data": 2, "fsdp": 4, "tensor": 1}),
+    ],
+)
+def test_mesh_fills_the_free_axis(sizes, expected):
+    mesh = zj.make_mesh(**sizes)
+    assert dict(mesh.shape) == expected
+    assert mesh.axis_names == ("data", "fsdp", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"data": 2, "fsdp": 3}, ["data 2 x fsdp 3 x tensor 1 = 6", "8 devices", "-1"]),
+        ({"data": 3, "fsdp": -1}, ["8 devices", "divide by 3"]),
+        ({"data": -1, "fsdp": -1}, ["data and fsdp", "at most one"]),
+        ({"fsdp": 0}, ["fsdp=0"]),
+        ({"tensor": 1.5}, ["tensor=1.5"]),
+    ],
+)
+def test_mesh_refuses_axes_that_do_not_multiply(sizes, words):
+    with pytest.raises(ValueError) as e:  # noqa: PT011
+        zj.make_mesh(**sizes)
+    assert all(word in str(e.value) for word in words), e.value
+
+
+def test_mesh_of_other_axes_is_refused():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    model = zj.Model(lambda key: {"w": jnp.ones(8)}, lambda p, b, k: jnp.sum(p["w"]))
+    with pytest.raises(ValueError, match=r"lacks \['data', 'tensor'\]"):
+        zj.build_train_step(model, None, zj.ZeroConfig(), mesh)  # type: ignore[arg-type]
+
+
+def test_leaf_spec_takes_the_largest_dim_that_divides():
+    mesh = zj.make_mesh(fsdp=4, tensor=2)
+    assert leaf_spec((8, 16), mesh, "fsdp").sharded == (None, "fsdp")
+    assert leaf_spec((8, 18), mesh, "fsdp").sharded == ("fsdp", None)
+    assert leaf_spec((64, 16), mesh, "fsdp", ("tensor", None)).sharded == ("tensor", "fsdp")
+    assert leaf_spec((64, 15), mesh, "fsdp", ("tensor", None)).sharded == (("tensor", "fsdp"), None)
+    assert leaf_spec((64,), mesh, "fsdp", ("tensor",)).sharded == (("tensor", "fsdp"),)
+    assert leaf_spec((64, 4, 4), mesh, "fsdp", first_dim=1).sharded == (None, "fsdp", None)
+    assert leaf_spec((7, 3), mesh, "fsdp").replicated is not None
+    assert leaf_spec((), mesh, "fsdp").replicated is not None
+
+
+@given(st.lists(st.integers(0, 48), max_size=4), st.lists(st.sampled_from([None, "tensor"]), max_size=4), st.integers(0, 1))
+def test_leaf_spec_is_always_valid(shape, base, first_dim):
+    mesh = zj.make_mesh(data=1, fsdp=4, tensor=2)
+    base = tuple(base[: len(shape)]) + (None,) * (len(shape) - len(base))
+    if base.count("tensor") > 1 or any(s and n % 2 for n, s in zip(shape, base, strict=True)):
+        return
+    spec = leaf_spec(shape, mesh, "fsdp", base, first_dim=first_dim)
+    axes = [a for entry in spec.sharded for a in axes_of(entry)]
+    assert len(axes) == len(set(axes))
+    for n, entry in zip(shape, spec.sharded, strict=True):
+        assert n % math.prod(mesh.shape[a] for a in axes_of(entry)) == 0
+    assert without_axis(spec.sharded, "fsdp") == spec.base == base
+    assert ("fsdp" in axes) == (spec.replicated is None)
+    assert all("fsdp" not in axes_of(entry) for entry in spec.sharded[:first_dim])
+    jax.sharding.NamedSharding(mesh, P(*spec.sharded)).shard_shape(tuple(shape))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"w": P("model", None)}, ["['w']", "'model'", "fsdp"]),
+        ({"w": P("fsdp", None)}, ["['w']", "ZeRO assigns"]),
+        ({"w": P(None, None, "tensor")}, ["['w']", "3 entries", "(8, 7)"]),
+        ({"w": P(None, "tensor")}, ["['w']", "dim 1", "(8, 7)", "divide by 2"]),
+        ({"v": P()}, ["mirror"]),
+        ({"w": "tensor"}, ["'tensor'"]),
+        ({"w": P("tensor", "tensor")}, ["['w']", "twice"]),
+    ],
+)
+def test_given_specs_that_do_not_fit_are_refused(spec, words):
+    tree = {"w": jax.ShapeDtypeStruct((8, 7), jnp.float32)}
+    with pytest.raises(ValueError) as e:  # noqa: PT011
+        param_specs(tree, spec, zj.make_mesh(fsdp=4, tensor=2), "fsdp")
+    assert all(word in str(e.value) for word in words), e.value

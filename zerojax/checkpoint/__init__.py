@@ -1,0 +1,20 @@
+"""A training state on disk: saved, restored and inspected."""
+
+from zerojax.checkpoint.checkpointer import Checkpointer as Checkpointer
+from zerojax.checkpoint.contents import INLINE_ELEMENTS as INLINE_ELEMENTS
+from zerojax.checkpoint.contents import StateLeaf as StateLeaf
+from zerojax.checkpoint.directory import STATE as STATE
+from zerojax.checkpoint.errors import CheckpointError as CheckpointError
+from zerojax.checkpoint.errors import DamagedError as DamagedError
+from zerojax.checkpoint.errors import IteratorError as IteratorError
+from zerojax.checkpoint.errors import explained as explained
+from zerojax.checkpoint.inspect import NoCheckpointError as NoCheckpointError
+from zerojax.checkpoint.inspect import inspect as inspect
+from zerojax.checkpoint.manifest import SavedLeaf as SavedLeaf
+from zerojax.checkpoint.manifest import SavedState as SavedState
+from zerojax.checkpoint.program_state import begin_save as begin_save
+from zerojax.checkpoint.program_state import contents_of_program as contents_of_program
+from zerojax.checkpoint.program_state import restore_state as restore_state
+from zerojax.checkpoint.retile import of_mlp as of_mlp
+from zerojax.checkpoint.retile import retiled as retiled
+from zerojax.checkpoint.source import MOST_NAMED as MOST_NAMED

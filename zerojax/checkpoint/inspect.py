@@ -1,0 +1,197 @@
+"""What a checkpoint holds, from its files alone: no model is built and no device is used.
+
+    zerojax inspect runs/gpt/checkpoints            one line a step: whole or not, why not, bytes, processes
+    zerojax inspect runs/gpt/checkpoints/1200       config, mesh, every leaf, and what they add up to
+
+Sizes of all files are compared with what was saved, which costs no reading; `--verify` reads all bytes for their checksums.
+"""
+
+import dataclasses
+import json
+import os
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerojax.checkpoint.directory import CONFIG, STATE
+from zerojax.checkpoint.errors import DamagedError
+from zerojax.checkpoint.manifest import SavedState
+
+TEMPORARY = ".orbax-checkpoint-tmp"
+"""In the name of what Orbax has not finished."""
+_CONFIG_FILE = "metadata"
+"""Which Orbax's JsonSave writes."""
+_WIDTH = 110
+
+
+class NoCheckpointError(ValueError):
+    """A folder is neither a Checkpointer's directory nor a step of one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `inspect` found.
+
+    Attributes:
+      text: to be printed.
+      is_whole: whether nothing is incomplete or damaged.
+    """
+
+    text: str
+    is_whole: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """One step as it lies there; `saved` is None where its descriptions cannot be read, `why` where nothing is wrong."""
+
+    saved: SavedState | None
+    why: str | None
+
+
+def inspect(folder: str | os.PathLike[str], *, verify: bool = False) -> Report:
+    """Describe a Checkpointer's directory, or the folder of one step.
+
+    Args:
+      folder: either.
+      verify: read all records and compare their checksums; else their sizes alone.
+
+    Raises:
+      NoCheckpointError: it is neither.
+    """
+    folder = os.path.abspath(os.fspath(folder))
+    if not os.path.isdir(folder):
+        raise NoCheckpointError(f"{folder} is no folder")
+    if is_step(folder):
+        return _step_report(folder, verify)
+    names = os.listdir(folder)
+    steps = sorted(int(n) for n in names if n.isdigit() and os.path.isdir(os.path.join(folder, n)))
+    leftovers = sorted(n for n in names if TEMPORARY in n)
+    if not leftovers and not any(is_step(os.path.join(folder, str(step))) for step in steps):
+        raise NoCheckpointError(f"{folder} is neither a zerojax.Checkpointer's directory nor a step of one")
+    return _directory_report(folder, steps, leftovers, verify)
+
+
+def is_step(folder: str) -> bool:
+    """Tell whether a folder is that of a step, whole or not."""
+    return TEMPORARY in os.path.basename(folder) or any(os.path.isdir(os.path.join(folder, item)) for item in (STATE, CONFIG))
+
+
+def _directory_report(folder: str, steps: Sequence[int], leftovers: Sequence[str], verify: bool) -> Report:
+    rows, whole = [], 0
+    for step in steps:
+        found = _look(os.path.join(folder, str(step)), verify)
+        saved = found.saved
+        sizes = ("?", "?") if saved is None else (f"{saved.num_bytes:,}", str(saved.num_processes))
+        rows.append((str(step), "whole" if found.why is None else "damaged", *sizes, found.why or ""))
+        whole += found.why is None
+    for name in leftovers:
+        rows.append((name.partition(TEMPORARY)[0], "incomplete", "?", "?", _unfinished(name)))
+    lines = [f"{folder}: {whole} of {len(rows)} checkpoints whole ({_looked_at(verify)})"]
+    lines += _aligned([("step", "state", "bytes", "processes", ""), *rows], right=(0, 2, 3))
+    return Report("\n".join(lines), whole == len(rows))
+
+
+def _look(folder: str, verify: bool) -> _Found:
+    """Read what a step's files say, and compare its records."""
+    try:
+        saved = SavedState(os.path.join(folder, STATE))
+    except DamagedError as error:
+        return _Found(None, str(error))
+    with saved:
+        try:
+            saved.check(checksums=verify)
+            _config(folder)
+        except DamagedError as error:
+            return _Found(saved, str(error))
+    return _Found(saved, None)
+
+
+def _unfinished(name: str) -> str:
+    return f"{name} is being written, or was left by a save that did not end"
+
+
+def _looked_at(verify: bool) -> str:
+    return "all checksums compared" if verify else "sizes compared; --verify reads the checksums"
+
+
+def _step_report(folder: str, verify: bool) -> Report:
+    name = os.path.basename(folder)
+    if TEMPORARY in name:
+        return Report(f"{folder}: incomplete: {_unfinished(name)}", False)
+    found = _look(folder, verify)
+    if (saved := found.saved) is None:
+        return Report(f"{folder}: damaged: {found.why}", False)
+    records = sum(store.num_records for store in saved.records.stores)
+    lines = [
+        f"{folder}: saved by {_count(saved.num_processes, 'process', 'processes')}, {saved.num_bytes:,} bytes in "
+        f"{_count(records, 'record', 'records')}",
+        f"damaged: {found.why}" if found.why is not None else f"whole ({_looked_at(verify)})",
+    ]
+    try:
+        lines += ["", *_aligned(_described(_config(folder)))]
+    except DamagedError as error:
+        lines += ["", f"config: {error}"]
+    lines += ["", *_leaves(saved)]
+    if saved.data:
+        lines += ["", f"positions of the iterators of {_count(len(saved.data), 'process', 'processes')}"]
+    return Report("\n".join(lines), found.why is None)
+
+
+def _config(folder: str) -> Mapping[str, Any]:
+    """Return what the item beside the state tells of the program.
+
+    Raises:
+      DamagedError: it cannot be read.
+    """
+    path = os.path.join(folder, CONFIG, _CONFIG_FILE)
+    try:
+        with open(path) as file:
+            told = json.load(file)
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+    if not isinstance(told, dict):
+        raise DamagedError(f"{path} holds no config")
+    return told
+
+
+def _described(told: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return lines for each thing told: config, mesh, devices, versions."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, dict):
+            return " ".join(f"{name}={one}" for name, one in value.items())
+        return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    wrapped = {name: textwrap.wrap(text(value), _WIDTH) or [""] for name, value in told.items()}
+    return [("" if k else name, line) for name, lines in wrapped.items() for k, line in enumerate(lines)]
+
+
+def _leaves(saved: SavedState) -> list[str]:
+    """Return a table of all leaves, those in the description with their text, and the totals."""
+    rows = [("name", "shape", "dtype", "spec", "bytes")]
+    totals: dict[str, int] = {}
+    for name, content in saved.contents.items():
+        rows.append((name, str(list(content.shape)), content.dtype, content.spec, f"{content.num_bytes:,}"))
+        kind = "weights" if name.startswith("weights") else "opt_state" if name.startswith("opt_state") else "other"
+        totals[kind] = totals.get(kind, 0) + content.num_bytes
+    for name, value in saved.values.items():
+        rows.append((name, str(list(value.shape)), value.dtype.name, f"= {value.tolist()}", f"{value.nbytes:,}"))
+        totals["other"] = totals.get("other", 0) + value.nbytes
+    rows += [(f"total {kind}", "", "", "", f"{total:,}") for kind, total in totals.items()]
+    rows.append(("total", "", "", "", f"{sum(totals.values()):,}"))
+    return _aligned(rows, right=(4,))
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Return lines whose columns are aligned, those in `right` to the right; the last one is never padded."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(w) if k in right else cell.ljust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return lines

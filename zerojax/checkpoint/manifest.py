@@ -1,0 +1,215 @@
+"""A state as it lies in a checkpoint: what its files say it holds, and its bytes.
+
+    manifest.{process}.json     what this process saved: leaves, small values, stores (`host_offload.disk.saved_records`)
+    {kind}/{device}/            zarr arrays of records
+
+Each process describes its own files, so that none waits for another to describe them; together they are the checkpoint. A
+description ends with the checksum of what it says.
+"""
+
+import base64
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from host_offload.disk import SavedRecords, SavedStore, checksum, numpy_dtype, sync
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, explained
+
+FORMAT = 1
+_NAME = re.compile(r"manifest\.(\d+)\.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedLeaf:
+    """One leaf of a saved state.
+
+    Attributes:
+      shape: of all layers.
+      dtype: as saved.
+      lead: leading dims that number records.
+      is_tiled: it is a stack of tiles.
+      spec: how it was split, as text.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    lead: int
+    is_tiled: bool
+    spec: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole leaf."""
+        return int(np.prod(self.shape, dtype=np.int64)) * numpy_dtype(self.dtype).itemsize
+
+
+def write_manifest(
+    folder: str,
+    process: int,
+    num_processes: int,
+    contents: Mapping[str, SavedLeaf],
+    values: Mapping[str, np.ndarray],
+    stores: Sequence[SavedStore],
+    keys: Mapping[str, str],
+    data: Any = None,
+) -> None:
+    """Describe what one process saved below `folder`."""
+    said = {
+        "format": FORMAT,
+        "process": process,
+        "num_processes": num_processes,
+        "leaves": {name: dataclasses.asdict(content) for name, content in contents.items()},
+        "values": {name: _told(value) for name, value in values.items()},
+        "stores": [store.to_json() for store in stores],
+        "keys": dict(keys),
+        "data": data,
+    }
+    path = os.path.join(folder, f"manifest.{process}.json")
+    with open(path, "w") as file:
+        json.dump(said | {"checksum": _checksum(said)}, file)
+    sync(path)
+    sync(folder)
+
+
+def position_of(data: Any) -> dict[str, Any]:
+    """Return what JSON can hold of an iterator's position, as its `get_state()` tells it.
+
+    Raises:
+      ValueError: it has none, or one that is neither bytes nor JSON.
+    """
+    if not hasattr(data, "get_state") or not hasattr(data, "set_state"):
+        raise ValueError(f"data is a {type(data).__name__}: an iterator with get_state and set_state, as grain's, is needed")
+    position = data.get_state()
+    if isinstance(position, bytes):
+        return {"bytes": base64.b64encode(position).decode()}
+    try:
+        told = json.loads(json.dumps(position))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the state of data cannot be told as JSON, and is no bytes: {error}") from error
+    if told != position:
+        raise ValueError(
+            f"the state of data is another once told as JSON: use lists, not tuples, and text as keys; or bytes: {position!r}"
+        )
+    return {"json": told}
+
+
+def _checksum(said: Mapping[str, Any]) -> str:
+    text = json.dumps(said, sort_keys=True).encode()
+    return f"{checksum(np.frombuffer(text, np.uint8)):016x}"
+
+
+def _told(value: np.ndarray) -> dict[str, Any]:
+    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    return {"dtype": value.dtype.name, "shape": list(value.shape), "data": data, "text": str(value.tolist())}
+
+
+def _value(told: Mapping[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(told["data"]), numpy_dtype(told["dtype"])).reshape(told["shape"])
+
+
+def _position(told: Mapping[str, Any]) -> Any:
+    return base64.b64decode(told["bytes"]) if "bytes" in told else told["json"]
+
+
+class SavedState:
+    """A state in a checkpoint; a context manager.
+
+    Attributes:
+      contents: its leaves by name.
+      values: the small ones of them.
+      records: the others' bytes.
+      keys: implementations of the random keys among the values, by name.
+      data: positions of the iterators, by process.
+      has_opt_state: it was saved; else it is made for the program that restores the weights.
+    """
+
+    has_opt_state = True
+
+    def __init__(self, folder: str) -> None:
+        """Read the descriptions.
+
+        Raises:
+          DamagedError: one is missing or is not what was written.
+          CheckpointError: another version of zerojax wrote them.
+        """
+        self.folder = folder
+        try:
+            found = {int(m[1]): name for name in os.listdir(folder) if (m := _NAME.fullmatch(name))}
+        except OSError as error:
+            raise DamagedError(str(explained(error, f"reading the checkpoint {folder}"))) from error
+        if not found:
+            raise DamagedError(f"{folder} is no state of zerojax, or lost its manifest.0.json")
+        said = {process: self._read(name) for process, name in sorted(found.items())}
+        count = next(iter(said.values()))["num_processes"]
+        if missing := sorted(set(range(count)) - set(said)):
+            raise DamagedError(f"{folder} was saved by {count} processes, and lost manifest.{missing[0]}.json")
+        self.num_processes = count
+        first = said[min(said)]
+        self.contents = {
+            name: SavedLeaf(tuple(told["shape"]), told["dtype"], told["lead"], told["is_tiled"], told["spec"])
+            for name, told in first["leaves"].items()
+        }
+        self.values = {name: _value(told) for name, told in first["values"].items()}
+        self.keys = dict(first["keys"])
+        self.data = {process: _position(own["data"]) for process, own in said.items() if own["data"] is not None}
+        self.records = SavedRecords(folder, [SavedStore.from_json(s) for own in said.values() for s in own["stores"]])
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = os.path.join(self.folder, name)
+        try:
+            with open(path) as file:
+                said = json.load(file)
+            expected = said.pop("checksum")
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+            raise DamagedError(f"{path} cannot be read: {error}") from error
+        if _checksum(said) != expected:
+            raise DamagedError(f"{path}: its checksum is {_checksum(said)}, and {expected} was saved: it was changed since")
+        if said["format"] != FORMAT:
+            raise CheckpointError(f"{path} is of format {said['format']}, and this version of zerojax reads {FORMAT}")
+        return said
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all records on disk."""
+        return sum(store.num_records * store.record_bytes for store in self.records.stores)
+
+    def check(self, *, checksums: bool, part: int = 0, num_parts: int = 1) -> None:
+        """Compare the records' sizes, or checksums too, with those that were saved.
+
+        Args:
+          checksums: read all bytes.
+          part: which part of the records to compare.
+          num_parts: of how many.
+
+        Raises:
+          DamagedError: a record is missing, or is not what was saved; it is named.
+        """
+        for number, (store, record, path) in enumerate(self.records.files()):
+            if number % num_parts != part:
+                continue
+            try:
+                if checksums:
+                    self.records.check(store, record)
+                else:
+                    self.records.check_size(store, record)
+            except OSError as error:
+                names = ", ".join(leaf.name for leaf in store.leaves[:3])
+                what = f"removed: {path}" if isinstance(error, FileNotFoundError) else str(error)
+                raise DamagedError(
+                    f"the checkpoint {self.folder} is damaged, in record {record} of {names}: {what}", errno=error.errno
+                ) from error
+
+    def close(self) -> None:
+        """Let go of its files."""
+        self.records.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

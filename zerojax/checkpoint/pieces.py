@@ -1,0 +1,87 @@
+"""Shards of leaves on their way to disk, and the host memory that copies of them may take."""
+
+import dataclasses
+import math
+import threading
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from host_offload.device import allocate
+from host_offload.disk import RecordFormat
+from zerojax.checkpoint.contents import StateLeaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One leaf's shard on one device.
+
+    Attributes:
+      content: the leaf.
+      data: [records.., *shape], on the device or in its host memory.
+      start: of the shard, in the dims after those that number records.
+    """
+
+    content: StateLeaf
+    data: jax.Array
+    start: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What one record holds."""
+        return tuple(self.data.shape[self.content.lead :])
+
+
+class Room:
+    """Host memory for copies that are not written yet."""
+
+    def __init__(self, most: int | None) -> None:
+        self.most, self._used, self._peak = most, 0, 0
+        self._changed = threading.Condition()
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at one time."""
+        return self._peak
+
+    def take(self, num_bytes: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.most is None or not self._used or self._used + num_bytes <= self.most)
+            self._used += num_bytes
+            self._peak = max(self._peak, self._used)
+
+    def give(self, num_bytes: int) -> None:
+        with self._changed:
+            self._used -= num_bytes
+            self._changed.notify_all()
+
+
+def copied(pieces: Sequence[Piece], low: int, high: int, form: RecordFormat) -> np.ndarray:
+    """Return the records of layers low .. high, uint8[n, padded_bytes], in memory that the device does not know."""
+    given = [on_host(piece, low, high) for piece in pieces]
+    count = len(given[0])
+    records = allocate(count * form.padded_bytes).reshape(count, form.padded_bytes)  # zeros between the leaves
+    for number, record in enumerate(records):
+        for view, values in zip(form.views(record), given, strict=True):
+            np.copyto(view, values[number])
+    return records
+
+
+def on_host(piece: Piece, low: int, high: int) -> np.ndarray:
+    """Return layers low .. high of a shard, [records, *shape], to be read at once: a CPU's array is the device's own memory."""
+    data, lead = piece.data, piece.content.lead
+    count = (high - low) * math.prod(data.shape[1:lead])
+    if lead and (low, high) != (0, data.shape[0]):
+        if is_host_memory(data):
+            return np.asarray(data)[low:high].reshape(count, *piece.shape)
+        (device,) = data.devices()
+        with jax.set_mesh(Mesh(np.array([device]), ("alone",))):
+            data = data[low:high]
+    return np.asarray(data).reshape(count, *piece.shape)
+
+
+def is_host_memory(data: jax.Array) -> bool:
+    """Tell whether an array of one device is in memory that numpy reads where it is."""
+    return next(iter(data.devices())).platform == "cpu"

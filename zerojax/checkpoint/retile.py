@@ -1,0 +1,173 @@
+"""A weight saved in one number of tiles, read as another, or as the dense weight it stands for, and back.
+
+A weight [D, F] in tiles is [T, D / i, F / o], T = o i, of which tile k i + j holds columns k and rows j of the grid
+(`zerojax.tiling`); a vector [F] is [T, F / T]. Both sides cut the same dense weight, so a box of one is boxes of the other:
+
+    here   box of tile t   ->   box of the dense weight   ->   boxes of the tiles that it meets, as saved
+
+Shapes tell the grid where one side is dense or one tile. Between two stacks of several tiles they leave it open which dims are
+cut where both may be. The program's own grid is known where its model tells how many tiles lie along the first dim
+(`zerojax.Model.tiles`), and with it the saved one; else the weights of an MLP, cut along its hidden dim alone, are told by
+their names and each other's shapes.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from host_offload.disk import Box, SavedRecords
+
+MLP_NAMES = ("up", "gate", "down", "up_bias", "gate_bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """How a dense weight is cut.
+
+    Attributes:
+      counts: tiles along each dim: (i, o) of a kernel, (o,) of a vector.
+      tile: shape of one.
+      has_dim: whether there is a dim that numbers tiles.
+    """
+
+    counts: tuple[int, ...]
+    tile: tuple[int, ...]
+    has_dim: bool
+
+    def origin(self, number: int) -> tuple[int, ...]:
+        """Return where tile `number` begins in the dense weight; the first dim's place runs fastest."""
+        places = np.unravel_index(number, self.counts[::-1])[::-1]
+        return tuple(int(p) * n for p, n in zip(places, self.tile, strict=True))
+
+    def number(self, places: tuple[int, ...]) -> int:
+        return int(np.ravel_multi_index(places[::-1], self.counts[::-1]))
+
+    def pieces(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
+        """Yield for each tile that a box of the dense weight meets (number, part of the tile, part of the box)."""
+        ranges = [range(a // n, -(-b // n)) for (a, b), n in zip(box, self.tile, strict=True)]
+        for places in itertools.product(*ranges):
+            starts = [p * n for p, n in zip(places, self.tile, strict=True)]
+            common = [(max(a, s), min(b, s + n)) for (a, b), s, n in zip(box, starts, self.tile, strict=True)]
+            own = tuple((a - s, b - s) for (a, b), s in zip(common, starts, strict=True))
+            target = tuple((a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
+            yield self.number(places), own, target
+
+
+@dataclasses.dataclass(frozen=True)
+class Retiled:
+    """How to read a leaf that was saved in other tiles.
+
+    Attributes:
+      saved: its grid in the checkpoint.
+      here: its grid in the program.
+      lead: dims before: 1 where layers are stacked.
+    """
+
+    saved: Grid
+    here: Grid
+    lead: int
+
+    def read(self, records: SavedRecords, name: str, box: Box, out: np.ndarray) -> None:
+        """Fill `out` with a box of the leaf as it is here; errors are those of `SavedRecords.read`."""
+        front, rest = box[: self.lead], box[self.lead :]
+        tiles: range | list[None] = range(*rest[0]) if self.here.has_dim else [None]
+        part = rest[1:] if self.here.has_dim else rest
+        lead = (slice(None),) * self.lead
+        for row, tile in enumerate(tiles):
+            origin = (0,) * len(part) if tile is None else self.here.origin(tile)
+            dense = tuple((a + o, b + o) for (a, b), o in zip(part, origin, strict=True))
+            target = out[*lead, row] if self.here.has_dim else out
+            for number, own, place in self.saved.pieces(dense):
+                source = front + (((number, number + 1),) if self.saved.has_dim else ()) + own
+                piece = np.empty([b - a for a, b in source], out.dtype)
+                records.read(name, source, piece)
+                target[*lead, *(slice(a, b) for a, b in place)] = piece.reshape(
+                    [b - a for a, b in front] + [b - a for a, b in own]
+                )
+
+
+def of_mlp(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tell whether a leaf is one of an MLP in tiles of its hidden dim, as `zerojax.tiling.tile_mlp` makes it: up[.., T, D, h]
+    beside down[.., T, h, D].
+
+    Args:
+      name: of the leaf.
+      shapes: of all leaves, by name.
+    """
+    parent = next((name.removesuffix(f"['{end}']") for end in MLP_NAMES if name.endswith(f"['{end}']")), None)
+    if parent is None:
+        return False
+    up, down = (shapes.get(f"{parent}['{end}']", ()) for end in ("up", "down"))
+    return len(up) >= 3 and up[:-2] == down[:-2] and up[-2:] == down[-2:][::-1]
+
+
+def retiled(
+    saved: tuple[int, ...], here: tuple[int, ...], *, stacked: bool, tiled: tuple[bool, bool | int], is_mlp: bool
+) -> Retiled:
+    """Return how to read a leaf of shape `saved` as one of shape `here`.
+
+    Args:
+      saved: its shape in the checkpoint.
+      here: its shape in the program.
+      stacked: its first dim counts layers.
+      tiled: whether the leaf is known to be a stack of tiles, there and here; here as `zerojax.Model.tiles` tells it.
+        One tile may be taken for none.
+      is_mlp: whether it is a leaf of an MLP, there and here (`of_mlp`).
+
+    Raises:
+      ValueError: they do not stand for one dense weight, or leave open which; says why.
+    """
+    lead = int(stacked)
+    if saved[:lead] != here[:lead]:
+        raise ValueError("")
+    a, b = saved[lead:], here[lead:]
+    if len(a) == len(b) + 1 and len(b) in (1, 2) and tiled[0]:
+        return Retiled(_cut(b, a), Grid((1,) * len(b), b, False), lead)
+    if len(b) == len(a) + 1 and len(a) in (1, 2) and tiled[1]:
+        return Retiled(Grid((1,) * len(a), a, False), _cut(a, b), lead)
+    if len(a) != len(b) or math.prod(a) != math.prod(b) or len(a) not in (2, 3):
+        raise ValueError("")
+    if not any(tiled) or not all(flag or shape[0] == 1 for flag, shape in zip(tiled, (a, b), strict=True)):
+        raise ValueError("")
+    in_tiles = tiled[1]
+    if not isinstance(in_tiles, bool):
+        grid = _grid(b, in_tiles)
+        dense = tuple(c * n for c, n in zip(grid.counts, grid.tile, strict=True))
+        return Retiled(_cut(dense, a), grid, lead)
+    return Retiled(*_both(a, b, is_mlp), lead)
+
+
+def _grid(tiles: tuple[int, ...], in_tiles: int) -> Grid:
+    """Return the grid of `tiles` [T, ...], of which `in_tiles` lie along the first dim."""
+    counts = (tiles[0],) if len(tiles) == 2 else (in_tiles, tiles[0] // in_tiles)
+    return Grid(counts, tiles[1:], True)
+
+
+def _cut(dense: tuple[int, ...], tiles: tuple[int, ...]) -> Grid:
+    """Return the grid of `tiles` [T, ...] over a dense shape."""
+    counts = tuple(n // m for n, m in zip(dense, tiles[1:], strict=True))
+    whole = tuple(c * m for c, m in zip(counts, tiles[1:], strict=True))
+    if whole != dense or math.prod(counts) != tiles[0]:
+        raise ValueError("")
+    return Grid(counts, tiles[1:], True)
+
+
+def _both(a: tuple[int, ...], b: tuple[int, ...], is_mlp: bool) -> tuple[Grid, Grid]:
+    """Return the grids of two stacks of tiles."""
+    for one, other, swap in ((a, b, False), (b, a, True)):
+        if one[0] == 1:
+            whole, cut = Grid((1,) * (len(one) - 1), one[1:], True), _cut(one[1:], other)
+            return (cut, whole) if swap else (whole, cut)
+    differ = [k for k, (m, n) in enumerate(zip(a[1:], b[1:], strict=True)) if m != n]
+    if len(differ) != 1 or (len(a) == 3 and not is_mlp):
+        raise ValueError(
+            f": {a[0]} tiles and {b[0]} may be cut along one dim or both; tell by the model's tiles how many of {b[0]} lie "
+            "along the first"
+        )
+    counts = [tuple(shape[0] if k == differ[0] else 1 for k in range(len(shape) - 1)) for shape in (a, b)]
+    if a[0] * a[1 + differ[0]] != b[0] * b[1 + differ[0]]:
+        raise ValueError("")
+    return Grid(counts[0], a[1:], True), Grid(counts[1], b[1:], True)

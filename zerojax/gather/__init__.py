@@ -1,0 +1,4 @@
+"""Gather on use: ZeRO-3 for any traced loss."""
+
+from zerojax.gather.lazy import Rule as Rule
+from zerojax.gather.on_use import gather_on_use as gather_on_use

@@ -1,0 +1,360 @@
+"""Gather on use: ZeRO-3 for any traced loss, without an edit to the model.
+
+The loss is traced once. An interpreter walks its jaxpr, and a sharded parameter stays sharded, as a `Lazy` value, through
+casts and layout operations until an equation combines it with data. That equation becomes a rematerialised unit
+
+    unit(shards, data) = eqn(all_gather(barrier(shards, data)), data)          under jax.checkpoint
+
+Two things bound memory, and the unit has both. The barrier makes the gather wait for its layer's input, else the
+scheduler hoists every gather to the top of the program. The rematerialisation keeps the gathered value from being a
+residual, else autodiff keeps the whole model alive between forward and backward; backward gathers again, which is the
+third P of ZeRO-3's 3P elements a step (arXiv:1910.02054, section 7.2.2).
+
+What the interpreter knows:
+
+- param-only equations (a scaled weight, a LoRA sum, weight norm) stay lazy: casts, layout and elementwise ones act on the
+  shard, the rest run inside each unit that uses them; a sum over a parameter (a penalty in the loss) is taken on the shard;
+- a slice of a stacked parameter, at a fixed or computed index, is taken while it is sharded;
+- `jit` is inlined; `scan`, `cond` and rematerialised regions are entered, so a stack of layers `W[L, D_fsdp, F]` that is
+  scanned is sliced while sharded and gathered layer by layer;
+- a rematerialised region (`jax.checkpoint`, `nnx.remat`, `nn.remat`) is a layer: its parameters are gathered when its
+  input is there, and again in its recomputation, unless it holds more than half of the model: then its equations are units;
+- a custom derivative is one equation: its operands are gathered for it, its rule is kept;
+- neighbouring uses share one unit, hence one barrier and collectives that XLA can combine, while the unit gathers no
+  more than `budget_bytes` and repeats no matrix product (`_Walk.group`);
+- what it does not know (`while_loop`, `shard_map`, a carry) gets its parameters gathered just before, and is reported.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from zerojax.gather.lazy import HERE, Lazy, Move, Node, Rule, Shard, Whole, gathered, move_spec, tie, total_bytes, union
+from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, REDUCTIONS, Instruction, bind, evaluate, flatten, scan_arity
+from zerojax.sharding import Spec
+
+Array = jax.Array
+
+
+def gather_on_use(
+    loss: Callable[..., Any], params: Any, *args: Any, stored: dict[str, Spec], cotangents: dict[str, Spec], rule: Rule
+) -> Any:
+    """Evaluate `loss(params, *args)`, gathering each parameter where it is used.
+
+    Args:
+      loss: any traceable function.
+      params: tree of shards in the compute dtype.
+      *args: further arguments, which are data.
+      stored: spec of each leaf, by `jax.tree_util.keystr`.
+      cotangents: spec of each leaf's gradient.
+      rule: how to gather.
+
+    Returns:
+      What `loss` returns. Differentiable with respect to `params`; gradients arrive with the specs in `cotangents`.
+    """
+    closed, out_shape = jax.make_jaxpr(loss, return_shape=True)(params, *args)
+    inputs: list[Any] = []
+    for key_path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        path = jax.tree_util.keystr(key_path)
+        inputs.append(Lazy((Shard(path, leaf, stored[path], cotangents[path]),)))
+    outs = _Walk(rule, closed.jaxpr, closed.consts, inputs + jax.tree.leaves(args)).run()
+    return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+
+
+class _Walk:
+    """The interpreter for one jaxpr. Slots hold arrays, or Lazy values."""
+
+    def __init__(self, rule: Rule, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> None:
+        self.rule = rule
+        self.program = flatten(jaxpr, consts)
+        self.slots: dict[int, Any] = dict(zip(self.program.inputs, args, strict=True))
+        self.done: set[int] = set()
+        self.constants: set[int] = set()  # slots that depend on nothing
+
+    def run(self) -> list[Array]:
+        index = 0
+        while index < len(self.program.instructions):
+            if index not in self.done:
+                self.step(index)
+            index += 1
+        return [self.gather_now(self.read(ref), "returned") for ref in self.program.outputs]
+
+    def read(self, ref: Any) -> Any:
+        return self.slots[ref] if isinstance(ref, int) else ref.value
+
+    def write(self, instruction: Instruction, outs: Sequence[Any]) -> None:
+        self.slots.update(zip(instruction.outs, outs, strict=True))
+
+    def step(self, index: int) -> None:
+        instruction = self.program.instructions[index]
+        values = [self.read(ref) for ref in instruction.ins]
+        if not any(isinstance(v, Lazy) for v in values):
+            self.write(instruction, bind(instruction.eqn, values))
+            if all(not isinstance(ref, int) or ref in self.constants for ref in instruction.ins):
+                self.constants.update(instruction.outs)
+        elif self.is_param_only(instruction):
+            self.defer(instruction)
+        elif self.slices_shard(instruction):
+            self.slice_shard(instruction)
+        elif (handler := _HANDLERS.get(instruction.eqn.primitive.name)) is not None:
+            self.write(instruction, handler(self, instruction.eqn, values))
+        else:
+            if instruction.has_jaxpr and not instruction.eqn.primitive.name.startswith("custom_"):
+                for z in values:
+                    if isinstance(z, Lazy):
+                        self.note(z, f"before {instruction.eqn.primitive.name}, which gather-on-use does not enter")
+            self.unit(self.group(index))
+
+    def note(self, lazy: Lazy, why: str) -> None:
+        if self.rule.remat:
+            self.rule.report(f"{', '.join(s.path for s in lazy.sources)}: gathered {why}")
+
+    def gather_now(self, value: Any, why: str) -> Any:
+        """Return `value` as an array, gathering it here and now if it is lazy."""
+        if not isinstance(value, Lazy):
+            return value
+        self.note(value, f"where it is {why}")
+        return Whole({s: self.rule.gather(s) for s in value.sources}).value(value)
+
+    def is_param_only(self, instruction: Instruction) -> bool:
+        name = instruction.eqn.primitive.name
+        if instruction.eqn.effects or (instruction.has_jaxpr and not name.startswith("custom_")):
+            return False
+        slots = [ref for ref in instruction.ins if isinstance(ref, int) and ref not in self.constants]
+        return bool(slots) and all(isinstance(self.slots.get(ref), Lazy) for ref in slots)
+
+    def defer(self, instruction: Instruction) -> None:
+        """Keep a param-only equation lazy: moved to the shard, reduced on the shard, or postponed to the units that use it."""
+        eqn, operands = instruction.eqn, tuple(self.read(ref) for ref in instruction.ins)
+        lazies = list(dict.fromkeys(o for o in operands if isinstance(o, Lazy)))
+        if len(lazies) == 1 and lazies[0].node is None:
+            others = [o for o in operands if o is not lazies[0]]
+            if all(jnp.ndim(o) == 0 for o in others) and self.move(instruction, operands, lazies[0]):
+                return
+        node = Node(eqn, operands)
+        results = [Lazy(union(lazies), node, i) for i in range(len(instruction.outs))]
+        if len(results) == 1 and self.shrinks(eqn, lazies):
+            results = [_reduced(results[0])]
+        self.write(instruction, results)
+
+    def move(self, instruction: Instruction, operands: tuple[Any, ...], lazy: Lazy) -> bool:
+        """Append an equation to its one source's moves, if it acts shard by shard."""
+        eqn, source, here = instruction.eqn, lazy.sources[0], operands.index(lazy)
+        stored, cotangent = move_spec(eqn, source.stored, here), move_spec(eqn, source.cotangent, here)
+        if stored is None or cotangent is None or len(instruction.outs) != 1:
+            return False
+        marked = tuple(HERE if o is lazy else o for o in operands)
+        moves = (*source.moves, Move(eqn, marked, stored, cotangent))
+        self.write(instruction, [Lazy((dataclasses.replace(source, moves=moves),))])
+        return True
+
+    def shrinks(self, eqn: jex.JaxprEqn, lazies: Sequence[Lazy]) -> bool:
+        """Tell whether a param-only result is so small, beside its sources, that it is better kept than computed again."""
+        if eqn.primitive.name not in REDUCTIONS and eqn.primitive.name != "dot_general":
+            return False
+        out: Any = eqn.outvars[0].aval
+        return 8 * out.size * out.dtype.itemsize <= total_bytes(union(lazies))
+
+    def slices_shard(self, instruction: Instruction) -> bool:
+        """Tell whether an equation takes a slice, at an index that is data, of dims that are not sharded."""
+        operand = instruction.ins[0] if instruction.eqn.primitive.name == "dynamic_slice" else None
+        lazy = self.slots.get(operand) if isinstance(operand, int) else None
+        if not isinstance(lazy, Lazy) or lazy.node is not None:
+            return False
+        source = lazy.sources[0]
+        return all(move_spec(instruction.eqn, spec) is not None for spec in (source.stored, source.cotangent))
+
+    def slice_shard(self, instruction: Instruction) -> None:
+        """Take a slice of a stacked parameter while it is sharded."""
+        lazy, *index = [self.read(ref) for ref in instruction.ins]
+        self.move(instruction, (lazy, *(self.gather_now(i, "an index") for i in index)), lazy)
+
+    def group(self, first: int) -> list[int]:
+        """Return the indices of the equations that share a unit with the use at `first`.
+
+        A group holds cheap equations and at most one product; after the product only linear equations, whose derivatives
+        do not need its result, so that backward repeats nothing that costs. It ends with a use, and gathers at most
+        the budget.
+        """
+        instructions = self.program.instructions
+        group, last_use = [first], 1
+        sources = dict.fromkeys(self.sources_of(instructions[first]))
+        after_product = instructions[first].eqn.primitive.name in PRODUCTS
+        if not after_product and instructions[first].eqn.primitive.name not in CHEAP:
+            return group
+        for index in range(first + 1, len(instructions)):
+            instruction = instructions[index]
+            name = instruction.eqn.primitive.name
+            if self.is_param_only(instruction):
+                self.defer(instruction)
+                self.done.add(index)
+                continue
+            used = self.sources_of(instruction)
+            if self.slices_shard(instruction):
+                break
+            if instruction.eqn.effects or (name not in LINEAR if after_product else name not in CHEAP | PRODUCTS):
+                break
+            if used and total_bytes([*sources, *used]) > self.rule.budget_bytes:
+                break
+            after_product = after_product or name in PRODUCTS
+            group.append(index)
+            if used:
+                sources.update(dict.fromkeys(used))
+                last_use = len(group)
+        return group[:last_use]
+
+    def sources_of(self, instruction: Instruction) -> tuple[Shard, ...]:
+        slots = [self.slots.get(ref) for ref in instruction.ins if isinstance(ref, int)]
+        return union([v for v in slots if isinstance(v, Lazy)])
+
+    def unit(self, group: list[int]) -> None:
+        """Run the equations of `group` as one rematerialised unit over the gathered parameters they use."""
+        instructions = [self.program.instructions[i] for i in group]
+        inside = {out for i in instructions for out in i.outs}
+        refs = dict.fromkeys(ref for i in instructions for ref in i.ins if isinstance(ref, int) and ref not in inside)
+        lazies = {ref: self.slots[ref] for ref in refs if isinstance(self.slots[ref], Lazy)}
+        data = [ref for ref in refs if ref not in lazies]
+        keep = [out for out in inside if self.program.last_read.get(out, -1) > group[-1]]
+
+        def equations(whole: Whole, values: Sequence[Any]) -> list[Any]:
+            env = {ref: whole.value(z) for ref, z in lazies.items()} | dict(zip(data, values, strict=True))
+            evaluate(instructions, env)
+            return [env[out] for out in keep]
+
+        sources = union(list(lazies.values()))
+        if (size := total_bytes(sources)) > self.rule.region_bytes:
+            for z in lazies.values():
+                self.note(z, f"in one equation, {size} bytes at once")
+        outs = gathered(self.rule, equations, sources, [self.slots[ref] for ref in data])
+        self.slots.update(zip(keep, outs, strict=True))
+        self.done.update(group)
+
+
+def _reduced(lazy: Lazy) -> Lazy:
+    """Compute a small value from shards, without a gather, and return it as a source of its own.
+
+    The equations mean the same on sharded arrays; the partitioner adds the psum. What they read is kept for backward, not
+    what they make on the way.
+    """
+    sources = lazy.sources
+
+    @jax.checkpoint
+    def reduce(shards: list[Array]) -> Array:
+        held = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
+        return Whole({s: h.moved() for s, h in zip(sources, held, strict=True)}).value(lazy)
+
+    value = reduce([s.value for s in sources])
+    path = " and ".join(dict.fromkeys(s.path for s in sources))
+    whole: Spec = (None,) * value.ndim
+    return Lazy((Shard(path, value, whole, whole),))
+
+
+def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Enter a scan. Loop-invariant parameters stay sharded; stacked ones are sliced while sharded."""
+    params = eqn.params
+    num_consts, num_carry = scan_arity(params, len(values))
+    consts, carry, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
+    carry = [walk.gather_now(v, "a scan's carry") for v in carry]
+    sliced: list[Any] = []
+    for v in xs:
+        if isinstance(v, Lazy) and (v.node is not None or v.sources[0].stored[0] or v.sources[0].cotangent[0]):
+            v = walk.gather_now(v, "scanned over a dim that is sharded or computed")
+        sliced.append(v)
+
+    def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        def slice_of(v: Any, value: Any) -> Any:
+            if not isinstance(v, Lazy):
+                return value
+            source = v.sources[0]
+            return Lazy((Shard(source.path, value, source.stored[1:], source.cotangent[1:]),))
+
+        inner = [slice_of(v, value) for v, value in zip(sliced, slices, strict=True)]
+        closed = params["jaxpr"]
+        outs = _Walk(walk.rule, closed.jaxpr, closed.consts, [*consts, *carry, *inner]).run()
+        return outs[:num_carry], outs[num_carry:]
+
+    carry, ys = jax.lax.scan(
+        body,
+        carry,
+        [v.sources[0].moved() if isinstance(v, Lazy) else v for v in sliced],
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *ys]
+
+
+def _cond(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Enter a cond. Each branch gathers what it uses."""
+    index, *operands = values
+    index = walk.gather_now(index, "a cond's predicate")
+    branches = [_entered(walk.rule, b.jaxpr, b.consts, operands) for b in eqn.params["branches"]]
+    return jax.lax.switch(index, branches, _data(operands))
+
+
+def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Enter a rematerialised region: its gathers wait for its input; if it is most of the model, it is run unit by unit."""
+    jaxpr, policy, prevent_cse = eqn.params["jaxpr"], eqn.params["policy"], eqn.params["prevent_cse"]
+    sources = union([v for v in values if isinstance(v, Lazy)])
+
+    def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.checkpoint(fn, policy=_never_gathered(policy), prevent_cse=prevent_cse)
+
+    if walk.rule.remat and total_bytes(sources) > walk.rule.region_bytes:
+        return checkpoint(_entered(walk.rule, jaxpr, (), values))(_data(values))
+
+    inside = dataclasses.replace(walk.rule, remat=False)  # the region itself is repeated in backward
+
+    def region(shards: list[Array], data: list[Any]) -> list[Any]:
+        shards = tie(shards, data) if walk.rule.remat else shards
+        held = {s: dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)}
+        postponed = union([v for v in values if isinstance(v, Lazy) and v.node is not None])
+        whole = Whole({s: walk.rule.gather(held[s]) for s in postponed})
+        rest = iter(data)
+        inner = [
+            next(rest) if not isinstance(v, Lazy) else Lazy((held[v.sources[0]],)) if v.node is None else whole.value(v)
+            for v in values
+        ]
+        return _Walk(inside, jaxpr, (), inner).run()
+
+    return checkpoint(region)([s.value for s in sources], _data(values))
+
+
+def _data(values: Sequence[Any]) -> list[Any]:
+    return [v for v in values if not isinstance(v, Lazy)]
+
+
+def _entered(rule: Rule, jaxpr: jex.Jaxpr, consts: Sequence[Any], operands: Sequence[Any]) -> Callable[[list[Any]], list[Any]]:
+    """Return a function of the data among `operands` that interprets `jaxpr`; it closes over the lazy ones."""
+
+    def run(data: list[Any]) -> list[Any]:
+        rest = iter(data)
+        return _Walk(rule, jaxpr, consts, [v if isinstance(v, Lazy) else next(rest) for v in operands]).run()
+
+    return run
+
+
+def _never_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """Return `policy`, except that it never saves the result of a gather."""
+    if policy is None:
+        return None
+
+    def wrapped(prim: Any, *args: Any, **params: Any) -> Any:
+        if prim.name in ("sharding_constraint", "custom_vjp_call", "optimization_barrier"):
+            return False
+        return policy(prim, *args, **params)
+
+    return wrapped
+
+
+_HANDLERS: dict[str, Callable[[_Walk, jex.JaxprEqn, list[Any]], list[Any]]] = {
+    "scan": _scan,
+    "cond": _cond,
+    "remat": _remat,
+    "remat2": _remat,
+    "checkpoint": _remat,
+}

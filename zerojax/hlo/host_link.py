@@ -1,0 +1,231 @@
+"""Read a compiled program: what it moves between host and device memory, and whether it slices host memory where it should.
+
+In HLO an array in pinned host memory has the memory space S(5). A streamed step moves such arrays a record at a time, with
+dynamic-slices (host to device) and dynamic-update-slices (device to host) in loops; a copy of a whole stack is what it must not
+do. Both are counted here, as often as they run.
+
+XLA may give a slice a descriptor, `dynamic_slice_config` in its backend_config: the slice then starts `offset + stride * i`
+bytes into its array, with i the iterations done of a loop around it, and the index is read no more. In jax 0.10 and 0.11 the
+descriptor is derived as if the index were i, whatever function of i it is (openxla/xla 46231). So each index is computed here
+for every iteration, from the constants and the counters of the loops around (`hlo_values`), and a descriptor is proven if it
+gives the same addresses. One that is not proven is unsafe. An index that is read from an argument of the program is unknown to
+the compiler too: it has no descriptor, and is read when it is used.
+
+    text = compiled.as_text()
+    assert not hlo.unsafe_host_slices(text)
+
+`host_offload.device.self_test` asks a device the same question by running.
+"""
+
+import dataclasses
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zerojax.hlo.collectives import Instruction
+from zerojax.hlo.index_values import CALLS, DONE, OTHER, Frame, entry_frame, equal, parse_arrays, walk
+
+_SLICES = ("dynamic-slice", "dynamic-update-slice")
+_VIEWS = (
+    *DONE, *CALLS, "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "custom-call",
+    "opt-barrier", "optimization-barrier", "after-all", "add-dependency",
+)  # fmt: skip
+
+
+class Descriptor(NamedTuple):
+    """The address of a slice: `byte_offset + byte_stride * i`, with i the iterations done of the loop `loop_index` outwards."""
+
+    byte_offset: int
+    byte_stride: int
+    loop_index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostSlice:
+    """A slice of an array in host memory, read or written.
+
+    Attributes:
+      computation: the HLO computation that holds it.
+      op: "dynamic-slice" or "dynamic-update-slice".
+      direction: "to_device", "to_host" or "host_to_host".
+      num_bytes: bytes that it moves each time.
+      times: how often it runs in a step.
+      index: what picks the record: "raw" (the counter of a loop around it, which starts at 0 and steps by 1), "constant",
+        "array" (read from an argument of the program) or "other".
+      has_descriptor: whether XLA fixed its address.
+      descriptor: that address; None without one, or where its form is not understood.
+      proven: the descriptor gives the address of the record asked for in every iteration.
+    """
+
+    computation: str
+    op: str
+    direction: str
+    num_bytes: int
+    times: int
+    index: str
+    has_descriptor: bool
+    descriptor: Descriptor | None
+    proven: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A whole array that is copied from, to or within host memory, or that a kernel reads or writes there.
+
+    Attributes:
+      computation: the HLO computation that holds it.
+      op: "copy", "copy-start", or the kernel's instruction that touches host memory, such as "slice" or "add".
+      direction: "to_device", "to_host" or "host_to_host".
+      num_bytes: bytes that it moves each time.
+      times: how often it runs in a step.
+    """
+
+    computation: str
+    op: str
+    direction: str
+    num_bytes: int
+    times: int
+
+
+def host_slices(text: str, unknown_trips: int | None = None) -> list[HostSlice]:
+    """List the slices of arrays in host memory, in the order of the schedule.
+
+    Args:
+      text: `compiled.as_text()`, with the backend_config of every instruction.
+      unknown_trips: how often a loop runs whose trip count XLA does not know.
+
+    Raises:
+      ValueError: a loop that holds one has no known trip count.
+    """
+    return [
+        _host_slice(frame, i, times)
+        for frame, i, times in walk(entry_frame(text), unknown_trips)
+        if i.op in _SLICES and frame.arrays(i.operands[0])[0].on_host
+    ]
+
+
+def unsafe_host_slices(text: str, unknown_trips: int | None = None) -> list[HostSlice]:
+    """List the slices of host memory whose descriptor is not proven to give the record asked for.
+
+    Args:
+      text: as for `host_slices`.
+      unknown_trips: as for `host_slices`. An index that depends on the counter of such a loop is never proven.
+    """
+    return [s for s in host_slices(text, unknown_trips) if s.has_descriptor and not s.proven]
+
+
+def host_copies(text: str, unknown_trips: int | None = None) -> list[HostCopy]:
+    """List what else moves arrays from, to or within host memory: copies of whole arrays, and kernels that work on them there.
+
+    Args:
+      text: as for `host_slices`.
+      unknown_trips: as for `host_slices`.
+
+    Raises:
+      ValueError: a loop that holds one has no known trip count.
+    """
+    visits = walk(entry_frame(text), unknown_trips)
+    found = (_host_copy(frame, i, times) for frame, i, times in visits if i.op not in _VIEWS)
+    return [c for c in found if c is not None]
+
+
+def host_link_bytes(text: str, unknown_trips: int | None = None) -> dict[str, int]:
+    """Return the bytes that one device moves over its link to the host in a step, by direction: "to_device", "to_host".
+
+    Args:
+      text: as for `host_slices`.
+      unknown_trips: as for `host_slices`.
+    """
+    total = {"to_device": 0, "to_host": 0}
+    for move in (*host_slices(text, unknown_trips), *host_copies(text, unknown_trips)):
+        if move.direction in total:
+            total[move.direction] += move.num_bytes * move.times
+    return total
+
+
+def _known(times: int | None, frame: Frame, i: Instruction) -> int:
+    if times is None:
+        raise ValueError(
+            f"{i.result} in {frame.computation.name} uses host memory in a loop whose trip count is not known: "
+            "give unknown_trips"
+        )
+    return times
+
+
+def _direction(source_on_host: bool, target_on_host: bool) -> str:
+    return "host_to_host" if source_on_host and target_on_host else "to_device" if source_on_host else "to_host"
+
+
+def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
+    stack, result = frame.arrays(i.operands[0])[0], parse_arrays(i.shape)[0]
+    written = i.op == "dynamic-update-slice"
+    part = frame.arrays(i.operands[1])[0] if written else result
+    starts = [frame.value(o) for o in i.operands[2 if written else 1 :]]
+    sliced = [d for d, (size, whole) in enumerate(zip(part.dims, stack.dims, strict=True)) if size < whole]
+    address: Any = np.asarray(0)
+    for d in sliced:  # a start is clamped so that the slice lies inside
+        start = starts[d]
+        inside = np.clip(start, 0, stack.dims[d] - part.dims[d]) if isinstance(start, np.ndarray) else None
+        address = None if address is None or inside is None else address + inside * stack.stride(d)
+    has, descriptor = _descriptor(i.rest)
+    return HostSlice(
+        computation=frame.computation.name,
+        op=i.op,
+        direction=_direction(part.on_host, True) if written else _direction(True, result.on_host),
+        num_bytes=part.num_bytes,
+        times=_known(times, frame, i),
+        index=_kind(frame, starts[sliced[0]] if sliced else np.asarray(0)),
+        has_descriptor=has,
+        descriptor=descriptor,
+        proven=descriptor is not None and address is not None and _gives(descriptor, address, frame),
+    )
+
+
+def _kind(frame: Frame, index: Any) -> str:
+    if not isinstance(index, np.ndarray):
+        return index if isinstance(index, str) else OTHER
+    for loop in range(len(frame.trips)):
+        counter = frame.iterations(loop)
+        if counter is not None and counter.size > 1 and equal(index, counter):
+            return "raw"
+    return "constant" if np.all(index == index.flat[0]) else OTHER
+
+
+def _gives(descriptor: Descriptor, address: np.ndarray, frame: Frame) -> bool:
+    counter = frame.iterations(descriptor.loop_index) if descriptor.byte_stride else np.asarray(0)
+    if counter is None:
+        return False
+    return equal(descriptor.byte_offset + descriptor.byte_stride * counter, address)
+
+
+def _descriptor(rest: str) -> tuple[bool, Descriptor | None]:
+    """Parse `"dynamic_slice_config":{..}`. The numbers are strings; jax 0.12 puts those of a linear address one level down."""
+    _, found, tail = rest.partition('"dynamic_slice_config":')
+    if not found:
+        return False, None
+    config, _ = json.JSONDecoder().raw_decode(tail)
+    linear = config.pop("linear", None) or config
+    known = {"loop_index", "byte_offset", "byte_stride"}
+    if config.keys() - known or linear.keys() - known:
+        return True, None  # an address of another form
+    numbers = {"loop_index": config.get("loop_index", 0), **linear}
+    return True, Descriptor(*(int(numbers.get(f, 0)) for f in Descriptor._fields))
+
+
+def _host_copy(frame: Frame, i: Instruction, times: int | None) -> HostCopy | None:
+    sources = [frame.arrays(o)[0] for o in i.operands if frame.arrays(o)]
+    results = parse_arrays(i.shape)[: 1 if i.op == "copy-start" else None]  # (result, operand, context)
+    if i.op in _SLICES and sources and sources[0].on_host:
+        return None  # a slice
+    read, written = [a for a in sources if a.on_host], [a for a in results if a.on_host]
+    if not read and not written:
+        return None
+    whole = i.op not in ("copy", "copy-start", "slice") and read
+    return HostCopy(
+        computation=frame.computation.name,
+        op=i.op,
+        direction=_direction(bool(read), bool(written)),
+        num_bytes=sum(a.num_bytes for a in (read if whole else results)),
+        times=_known(times, frame, i),
+    )

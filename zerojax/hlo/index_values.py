@@ -1,0 +1,277 @@
+"""Follow integers through a compiled program: what is known of an index when it is used.
+
+A value is known where it follows from constants and from the counters of the loops around. It is then an array over the
+iterations of those loops, one axis each, the innermost first, so that values from further out broadcast: in a loop of 3 trips
+inside one of 5, the inner counter is int[3, 1] and the outer one int[5]. A body's counter is found by a guess that is checked:
+start + step * k for the first two values, for which the body must give the next one in every iteration. An element that a body
+hands on as it is has the value that it came with.
+
+Where a value is not known there is a reason: ARGUMENT, it was read from an argument of the program, or computed from such
+values, constants and counters alone; or OTHER. Nothing is followed that is no integer.
+"""
+
+import dataclasses
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from zerojax.hlo.collectives import INSTRUCTION, TRIPS, Instruction, bits_of, computations_of
+
+ARGUMENT, OTHER = "array", "other"
+DONE = ("fusion-done", "async-done", "async-update", "copy-done", "call-done")
+CALLS = ("fusion", "fusion-start", "call", "call-start", "async-start")
+_SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{([\d,]*)([^}]*)\})?")
+_BODY = re.compile(r"body=%?([\w.\-]+)")
+_SAME = ("copy", "copy-start", "bitcast", "reshape", *DONE)
+_MOVES = ("convert", "broadcast", "slice", "concatenate", "transpose", "reverse", "pad", "gather", "dynamic-slice")
+_COMPARE: dict[str, Callable[[Any, Any], Any]] = {
+    "EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge,
+}  # fmt: skip
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": np.add, "subtract": np.subtract, "multiply": np.multiply, "negate": np.negative, "minimum": np.minimum,
+    "maximum": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "convert": np.asarray,
+    "broadcast": np.asarray, "select": lambda p, a, b: np.where(p != 0, a, b), "remainder": np.fmod,
+    "clamp": lambda low, x, high: np.clip(x, low, high),
+}  # fmt: skip
+_Element = Callable[[int], Any]
+"""What is known of an HLO tuple: a function of the element's number. Of a vector of constants it is a tuple of ints."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Array:
+    """An array shape of HLO, with its layout: dims from the fastest to the slowest, and whether it is in host memory."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    minor_to_major: tuple[int, ...]
+    on_host: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.dims) * bits_of(self.dtype) // 8
+
+    @property
+    def integers(self) -> range | None:
+        """The integers that an element can be; None if it is no integer."""
+        bits = bits_of(self.dtype)
+        if self.dtype == "pred":
+            return range(2)
+        return {"u": range(1 << bits), "s": range(-(1 << bits - 1), 1 << bits - 1)}.get(self.dtype[0])
+
+    def stride(self, dim: int) -> int:
+        """Return the bytes from one index of `dim` to the next."""
+        faster = self.minor_to_major[: self.minor_to_major.index(dim)]
+        return math.prod(self.dims[d] for d in faster) * bits_of(self.dtype) // 8
+
+
+def parse_arrays(shape: str) -> list[Array]:
+    """List the arrays of an HLO shape: one, or those of a tuple."""
+    found = []
+    for dtype, sizes, order, rest in _SHAPE.findall(shape):
+        dims = _ints(sizes)
+        found.append(Array(dtype, dims, _ints(order) or tuple(reversed(range(len(dims)))), "S(5)" in rest))
+    return found
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"-?\d+", text))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Computation:
+    """One HLO computation: its instructions in scheduled order, and the one whose value it returns."""
+
+    name: str
+    root: str
+    instructions: dict[str, Instruction]
+
+
+def entry_frame(text: str) -> "Frame":
+    """Return the run of a program's entry computation.
+
+    Args:
+      text: `compiled.as_text()`.
+    """
+    entry, program = "", {}
+    for is_entry, name, lines in computations_of(text):
+        matches = [(line, INSTRUCTION.match(line)) for line in lines]
+        found = {m.group(1): Instruction(*m.groups()) for _, m in matches if m is not None}
+        root = next((m.group(1) for line, m in matches if m is not None and line.lstrip().startswith("ROOT ")), "")
+        program[name] = Computation(name, root, found)
+        entry = name if is_entry else entry
+    return Frame(program, entry, lambda _: ARGUMENT, ())
+
+
+def walk(
+    frame: "Frame", unknown_trips: int | None = None, times: int | None = 1
+) -> Iterator[tuple["Frame", Instruction, int | None]]:
+    """Visit every instruction that runs, with the times that it does; None where that is not known.
+
+    Args:
+      frame: the run to start from.
+      unknown_trips: how often a loop runs whose trip count XLA does not know; None if that is not known.
+      times: how often `frame` runs.
+    """
+    for i in frame.computation.instructions.values():
+        yield frame, i, times
+        for inner, count in frame.inner(i):
+            trips = unknown_trips if count is None else count
+            yield from walk(inner, unknown_trips, None if times is None or trips is None else times * trips)
+
+
+class Frame:
+    """One run of a computation.
+
+    Attributes:
+      program: every computation by name.
+      computation: the one that runs.
+      argument: what is known of each parameter.
+      trips: trip counts of the loops around, the innermost first; None where one is not known.
+    """
+
+    def __init__(self, program: dict[str, Computation], name: str, argument: _Element, trips: tuple[int | None, ...]) -> None:
+        self.program, self.computation, self.argument, self.trips = program, program[name], argument, trips
+        self._values: dict[str, Any] = {}
+        self._loops: dict[str, tuple[int | None, _Element, _Element]] = {}
+
+    def arrays(self, name: str) -> list[Array]:
+        """List the arrays of a result."""
+        return parse_arrays(self.computation.instructions[name].shape) if name in self.computation.instructions else []
+
+    def iterations(self, loop: int) -> np.ndarray | None:
+        """Return 0, 1, .. of the loop that is `loop` loops outwards, on its axis; None where its trips are not known."""
+        trips = self.trips[loop] if loop < len(self.trips) else None
+        return None if trips is None else _column(trips, len(self.trips) - loop)
+
+    def value(self, name: str) -> Any:
+        """Return what is known of a result."""
+        if name not in self._values:
+            i = self.computation.instructions.get(name)
+            found = OTHER if i is None else self._evaluate(i)
+            if isinstance(found, np.ndarray):  # an element for each iteration, if it fits the shape and the type
+                array = self.arrays(name)[0]
+                ends = (int(found.min(initial=0)), int(found.max(initial=0)))
+                fits = array.integers is not None and all(end in array.integers for end in ends)
+                found = found if fits and math.prod(array.dims) == 1 else OTHER
+            self._values[name] = found
+        return self._values[name]
+
+    def inner(self, i: Instruction) -> "list[tuple[Frame, int | None]]":
+        """Return the computations that an instruction runs, and how often."""
+        if i.op == "while":
+            trips, element, _ = self._loop(i)
+            return [(Frame(self.program, c, lambda _: element, (trips, *self.trips)), trips) for c in i.called]
+        if i.op == "conditional":  # the branch, then an argument for each computation
+            branches = [lambda _, o=o: self.value(o) for o in i.operands[1:]]
+            return [(Frame(self.program, c, b, self.trips), 1) for c, b in zip(i.called, branches, strict=True)]
+        if i.op in CALLS:
+            return [(Frame(self.program, c, lambda n: self.value(i.operands[n]), self.trips), 1) for c in i.called[:1]]
+        return []
+
+    def _evaluate(self, i: Instruction) -> Any:
+        if i.op == "parameter":
+            return self.argument(int(i.rest.split(")")[0]))
+        if i.op == "tuple":
+            return lambda n: self.value(i.operands[n])
+        if i.op == "get-tuple-element":
+            index = re.search(r"index=(\d+)", i.rest)
+            return OTHER if index is None else _element(self.value(i.operands[0]), int(index.group(1)))
+        if i.op == "while":
+            return self._loop(i)[2]
+        if i.op in _SAME:
+            return self.value(i.operands[0])
+        arrays = parse_arrays(i.shape)
+        if not any(a.integers for a in arrays):
+            return OTHER
+        if i.op == "constant":
+            return _constant(i)
+        if i.op == "iota":
+            return tuple(range(*arrays[0].dims)) if len(arrays[0].dims) == 1 else OTHER
+        if i.op in CALLS:
+            inner = self.inner(i)[0][0]
+            return inner.value(inner.computation.root)
+        if i.op in _ARITHMETIC or i.op in _MOVES or i.op == "compare":
+            return _compute(i, [self.value(o) for o in i.operands])
+        return OTHER
+
+    def _loop(self, i: Instruction) -> tuple[int | None, _Element, _Element]:
+        """Return a loop's trips, and what is known of each element that it carries: inside it, and after it."""
+        if i.result not in self._loops:
+            self._loops[i.result] = self._follow(i)
+        return self._loops[i.result]
+
+    def _follow(self, i: Instruction) -> tuple[int | None, _Element, _Element]:
+        count, body = TRIPS.search(i.rest), _BODY.search(i.rest)
+        trips, initial = int(count.group(1)) if count else None, self.value(i.operands[0])
+        assert body is not None
+        known: dict[int, Any] = {}
+        unchanged = object()
+
+        def following(n: int, value: Any) -> Any:  # what the body makes of element n
+            def carried(m: int) -> Any:
+                return value if m == n else element(m)
+
+            frame = Frame(self.program, body.group(1), lambda _: carried, (trips, *self.trips))
+            return _element(frame.value(frame.computation.root), n)
+
+        def element(n: int) -> Any:
+            if n not in known:
+                known[n] = OTHER  # to those that it depends on itself
+                known[n] = inside(n)
+            return known[n]
+
+        def inside(n: int) -> Any:
+            first = _element(initial, n)
+            if following(n, unchanged) is unchanged:
+                return first
+            second = following(n, first) if isinstance(first, np.ndarray) else OTHER
+            if trips is None or not isinstance(second, np.ndarray):
+                return OTHER
+            guess = first + (second - first) * _column(trips, 1 + len(self.trips))
+            found = following(n, guess)
+            if not isinstance(found, np.ndarray):
+                return OTHER
+            found, guess = np.broadcast_arrays(found, guess)
+            return guess if equal(found[:-1], guess[1:]) else OTHER
+
+        return trips, element, lambda n: _element(initial, n) if following(n, unchanged) is unchanged else OTHER
+
+
+def equal(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return whether two values are the same in every iteration."""
+    return bool(np.all(a == b))
+
+
+def _column(trips: int, axes: int) -> np.ndarray:
+    return np.arange(trips).reshape(-1, *(1,) * (axes - 1))
+
+
+def _element(value: Any, n: int) -> Any:
+    return value(n) if callable(value) else value if isinstance(value, str) else OTHER
+
+
+def _constant(i: Instruction) -> Any:
+    text = {"true": "1", "false": "0"}.get(i.rest.split(")")[0], i.rest.split(")")[0])
+    if re.fullmatch(r"-?\d+", text):
+        return np.asarray(int(text))
+    return _ints(text) if re.fullmatch(r"\{(-?\d+(, )?)+\}", text) else OTHER
+
+
+def _compute(i: Instruction, values: list[Any]) -> Any:
+    """Apply an instruction to integers; where they are not all known, say why."""
+    if all(isinstance(v, np.ndarray) for v in values):
+        if i.op == "compare":
+            direction = re.search(r"direction=(\w+)", i.rest)
+            return np.asarray(_COMPARE[direction.group(1)](*values), int) if direction else OTHER
+        return np.asarray(_ARITHMETIC[i.op](*values)) if i.op in _ARITHMETIC else OTHER
+    if i.op == "dynamic-slice" and isinstance(values[0], tuple) and isinstance(values[-1], np.ndarray):
+        table = np.asarray(values[0])  # int[n], and its one index; a slice of several elements is dropped by its shape
+        return table[np.clip(values[1], 0, len(table) - 1)] if len(values) == 2 else OTHER
+    if i.op in ("dynamic-slice", "gather") and values[0] is ARGUMENT:
+        return ARGUMENT  # wherever it is read
+    unknown = [v for v in values if not isinstance(v, np.ndarray | tuple)]
+    return ARGUMENT if unknown and all(v is ARGUMENT for v in unknown) else OTHER

@@ -1,0 +1,149 @@
+"""Read a compiled program: what its collectives and host copies run beside.
+
+XLA's scheduled HLO is a sequence. An operation that is split in a start and a done runs beside what stands between the two; one
+that is not split, or that XLA marks `is_sync`, runs alone. What counts is the matrix products in between (those of a loop in
+between are counted as often as they run): time that hides the transfer.
+
+    all-gather-start  dot  dot  all-gather-done  dot       spans 2 products
+    dot  dot  dot  all-gather                              spans none
+"""
+
+import dataclasses
+import re
+
+from zerojax.hlo.collectives import COLLECTIVES, TRIPS, Instruction, parse_module, shapes_of
+
+_PRODUCT = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|fmha|cudnn|conv)[^"]*"', re.IGNORECASE)
+_WAITED = re.compile(r'"is_sync":\s*true')
+_HOST = "S(5)"
+_MOVES = ("copy", "fusion", "dynamic-slice", "dynamic-update-slice")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """A transfer of a compiled program, and what runs beside it.
+
+    Attributes:
+      kind: a collective, such as "all-gather"; or "to_device" or "to_host", over the link to the host.
+      computation: the HLO computation that holds it.
+      num_bytes: bytes of the whole operand of a collective; bytes moved over the link.
+      times: how often it runs in a step.
+      is_async: whether other operations may run beside it.
+      products: matrix products between its start and its end; 0 where it is not asynchronous.
+    """
+
+    kind: str
+    computation: str
+    num_bytes: int
+    times: int
+    is_async: bool
+    products: int
+
+
+def spans(text: str, unknown_trips: int = 1) -> list[Span]:
+    """List the transfers of a program, in scheduled order.
+
+    Args:
+      text: `compiled.as_text()`.
+      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step that is 1.
+    """
+    entry, bodies = parse_module(text)
+    products = _Products(bodies, unknown_trips)
+    found: list[Span] = []
+
+    def visit(name: str, times: int) -> None:
+        instructions = bodies.get(name, [])
+        results = {i.result: i.shape for i in instructions}
+        for index, i in enumerate(instructions):
+            kind = _kind(i, results, bodies)
+            if kind is not None:
+                end = _end(instructions, index)
+                beside = instructions[index + 1 : end] if end is not None and not _WAITED.search(i.rest) else None
+                found.append(
+                    Span(
+                        kind=kind,
+                        computation=name,
+                        num_bytes=_num_bytes(i, kind, results, instructions[end] if end is not None else i),
+                        times=times,
+                        is_async=beside is not None,
+                        products=products.of(beside or []),
+                    )
+                )
+            elif i.op == "while":
+                for computation in i.called:
+                    visit(computation, times * products.trips(i))
+            elif i.op in ("call", "conditional"):
+                for computation in i.called:
+                    visit(computation, times)
+
+    visit(entry, 1)
+    return found
+
+
+class _Products:
+    """Counts the matrix products that instructions run."""
+
+    def __init__(self, bodies: dict[str, list[Instruction]], unknown_trips: int) -> None:
+        self.bodies, self.unknown_trips = bodies, unknown_trips
+        self._counts: dict[str, int] = {}
+
+    def trips(self, i: Instruction) -> int:
+        known = TRIPS.search(i.rest)
+        return int(known.group(1)) if known else self.unknown_trips
+
+    def of(self, instructions: list[Instruction]) -> int:
+        return sum(self._one(i) for i in instructions)
+
+    def _one(self, i: Instruction) -> int:
+        if i.op in ("dot", "convolution"):
+            return 1
+        if i.op == "custom-call":
+            return int(_PRODUCT.search(i.rest) is not None)
+        inner = sum(self._in(computation) for computation in i.called)
+        if i.op == "while":
+            return inner * self.trips(i)
+        return min(inner, 1) if i.op == "fusion" else inner if i.op in ("call", "conditional") else 0
+
+    def _in(self, computation: str) -> int:
+        if computation not in self._counts:
+            self._counts[computation] = self.of(self.bodies.get(computation, []))
+        return self._counts[computation]
+
+
+def _end(instructions: list[Instruction], start: int) -> int | None:
+    """Return the index of the instruction that waits for a start; None where it is not split."""
+    i = instructions[start]
+    if not i.op.endswith("-start"):
+        return None
+    return next(n for n in range(start + 1, len(instructions)) if i.result in instructions[n].operands)
+
+
+def _kind(i: Instruction, results: dict[str, str], bodies: dict[str, list[Instruction]]) -> str | None:
+    op = i.op.removesuffix("-start")
+    if op == "async":
+        op = next((inner.op for c in i.called for inner in bodies.get(c, ()) if inner.op in COLLECTIVES), op)
+    if op in COLLECTIVES:
+        return op
+    if op not in _MOVES or (not any(_HOST in results.get(o, "") for o in i.operands) and _HOST not in i.shape):
+        return None
+    return "to_host" if _HOST in _result(i) else "to_device"
+
+
+def _result(i: Instruction) -> str:
+    """Return the shape that an instruction makes: of a start, what its end returns."""
+    if i.op == "copy-start":  # (result, operand, context)
+        return i.shape.split("}, ")[0]
+    if i.op == "fusion-start":  # ((operands), result, context)
+        return i.shape[i.shape.index(")}), ") + 4 :] if ")}), " in i.shape else i.shape.partition("), ")[2]
+    return i.shape
+
+
+def _num_bytes(i: Instruction, kind: str, results: dict[str, str], end: Instruction) -> int:
+    if kind in COLLECTIVES:
+        counted = [i.shape] if kind != "reduce-scatter" else [results.get(o, "") for o in i.operands]
+        counted = [end.shape] if kind != "reduce-scatter" and end is not i else counted
+    elif kind == "to_host" and "update-slice" in i.rest + i.result:
+        counted = [results.get(i.operands[1], "")]
+    else:
+        counted = [end.shape]
+    return sum(n for shape in counted for _, n in shapes_of(shape))

@@ -1,0 +1,251 @@
+"""An optimizer applied to part of the parameters: one layer, or one leaf.
+
+An optimizer is elementwise where the update of each parameter element, and each element of the state that mirrors it, is a
+function of that element's own gradient, weight and state, and of scalars that no gradient reaches (a step count, a learning
+rate, the loss). Adam, AdamW, Lion and momentum are; a global norm, a trust ratio (LAMB) or a factored moment (Adafactor) is
+not. Only then does updating layer by layer, on any device, give what one update of the whole tree gives. It is not guessed:
+the traced update is read equation by equation, and for each value the set of leaves it depends on.
+
+To update a part, the whole tree's structure is kept, and every other leaf is empty (shape (0, ...)): masks and labels see
+the paths and the number of dims that they see in a whole update. A rule that reads sizes (a mask of large leaves, a step
+scaled by a leaf's size) would see others: so the update of each part is traced too, and its equations must be the whole's.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zerojax.jaxprs import FILLS, POINTWISE, Constant, FlatJaxpr, Instruction, flatten
+from zerojax.state import call_update, owners
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ElementwiseUpdate:
+    """An elementwise optimizer, and how its state divides over the parameters.
+
+    Attributes:
+      tx: the optimizer.
+      params: abstract float32 parameters.
+      opt_state: abstract optimizer state.
+      owners: for each leaf of the state the index of the parameter leaf that it mirrors; None: a scalar shared by all.
+    """
+
+    tx: optax.GradientTransformation
+    params: Any
+    opt_state: Any
+    owners: tuple[int | None, ...]
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Indices of the state's shared scalars."""
+        return tuple(i for i, owner in enumerate(self.owners) if owner is None)
+
+    def states_of(self, part: Sequence[int]) -> tuple[int, ...]:
+        """Return the indices of the state leaves that mirror the parameter leaves in `part`, in the order of the state."""
+        chosen = set(part)
+        return tuple(i for i, owner in enumerate(self.owners) if owner in chosen)
+
+    def fill(self, leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
+        """Return one array for each of the abstract `leaves`: `values` at `indices`, empty ones elsewhere."""
+        given = dict(zip(indices, values, strict=True))
+        return [given[i] if i in given else jnp.zeros((0,) * len(a.shape), a.dtype) for i, a in enumerate(leaves)]
+
+    def __call__(
+        self,
+        part: Sequence[int],
+        grads: Sequence[jax.Array],
+        params: Sequence[jax.Array],
+        states: Sequence[jax.Array],
+        shared: Sequence[jax.Array],
+        loss: jax.Array,
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        """Update some leaves, or slices of them.
+
+        Args:
+          part: indices of parameter leaves.
+          grads: float32, one for each of `part`.
+          params: float32, likewise.
+          states: one for each of `states_of(part)`.
+          shared: one for each of `shared`, before the step.
+          loss: f32[].
+
+        Returns:
+          New parameters, new states and the shared scalars after the step.
+        """
+        own = self.states_of(part)
+        leaves, tree = jax.tree.flatten(self.params)
+        state_leaves, state_tree = jax.tree.flatten(self.opt_state)
+        g, p = (jax.tree.unflatten(tree, self.fill(leaves, part, values)) for values in (grads, params))
+        state = self.fill(state_leaves, (*own, *self.shared), (*states, *shared))
+        updates, after = call_update(self.tx, g, jax.tree.unflatten(state_tree, state), p, loss)
+        moved = jax.tree.leaves(optax.apply_updates(p, updates))
+        after = jax.tree.leaves(after)
+        return [moved[i] for i in part], [after[i] for i in own], [after[i] for i in self.shared]
+
+
+def elementwise_update(
+    tx: optax.GradientTransformation, params: Any, opt_state: Any, why: str, stacked: Sequence[Sequence[int]] = ()
+) -> ElementwiseUpdate:
+    """Return the optimizer as one that may be applied to parts: one layer of stacked leaves, or one other leaf.
+
+    Args:
+      tx: the optimizer.
+      params: abstract float32 parameters.
+      opt_state: its abstract state over them.
+      why: the setting that needs it, for the error.
+      stacked: indices of the parameter leaves that are stacks of layers, in the parts that are updated together.
+
+    Raises:
+      ValueError: the optimizer is not elementwise; names the equation and the leaves.
+    """
+    update = ElementwiseUpdate(tx, params, opt_state, owners(opt_state, params))
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    fault = _fault(update, names) or _fault_of_parts(update, names, stacked)
+    if fault is not None:
+        raise ValueError(
+            f"{why} updates layer by layer, which needs an optimizer whose every element is updated by itself, but {fault}; "
+            "use an elementwise optimizer such as optax.adamw (what optax.clip_by_global_norm does is config.clip_norm, what "
+            "optax.MultiSteps does num_microbatches), or keep params, grads and opt_state on the device with "
+            "update='after_backward'"
+        )
+    return update
+
+
+def _fault(update: ElementwiseUpdate, names: Sequence[str]) -> str | None:
+    """Return what is not elementwise, or None."""
+    for (path, leaf), owner in zip(jax.tree_util.tree_flatten_with_path(update.opt_state)[0], update.owners, strict=True):
+        if owner is None and leaf.shape:
+            return f"its state {jax.tree_util.keystr(path)} of shape {leaf.shape} mirrors no parameter"
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    closed, out = jax.make_jaxpr(
+        lambda g, s, p, value: call_update(update.tx, g, s, p, value)[::1], return_shape=True
+    )(update.params, update.opt_state, update.params, scalar)  # fmt: skip
+    del out
+    program = flatten(closed.jaxpr, closed.consts)
+    every = range(len(names))
+    reads = [*every, *update.owners, *every, None]
+    return _Reader(program, reads, names).fault([*every, *update.owners])
+
+
+def _fault_of_parts(update: ElementwiseUpdate, names: Sequence[str], parts: Sequence[Sequence[int]]) -> str | None:
+    """Return how the update of a part differs from the whole's, or None."""
+    leaves, states = jax.tree.leaves(update.params), jax.tree.leaves(update.opt_state)
+    every = tuple(range(len(leaves)))
+    whole = _trace(update, every, leaves, states)
+    stacked = {i for part in parts for i in part}
+    for part in [*(part for part in parts if part), *((i,) for i in every if i not in stacked), ()]:
+        own = set(update.states_of(part))
+        ones = [_one_layer(a) if i in stacked else a for i, a in enumerate(leaves)]
+        mirrored = [_one_layer(a) if update.owners[j] in stacked else a for j, a in enumerate(states)]
+        try:
+            alone = _trace(update, part, ones, mirrored)
+        except Exception as error:  # the user's code: whatever it raises
+            return f"its update of {[names[i] for i in part]} alone fails: {error!r}"
+        for key in [*(("p", i) for i in part), *(("s", j) for j in (*own, *update.shared))]:
+            if _equations(*whole, key) != _equations(*alone, key):
+                what = names[key[1]] if key[0] == "p" else f"its state {key[1]}"
+                return f"its rule for {what} depends on the sizes of arrays"
+    return None
+
+
+def _one_layer(a: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype)
+
+
+def _trace(
+    update: ElementwiseUpdate, part: Sequence[int], leaves: Sequence[Any], states: Sequence[Any]
+) -> tuple[FlatJaxpr, dict[int, Any], dict[Any, Any]]:
+    """Trace the update of a part; returns it, and what its inputs and outputs are."""
+    own, shared = update.states_of(part), update.shared
+    arrays = [leaves[i] for i in part]
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    args = (arrays, arrays, [states[j] for j in own], [states[j] for j in shared], scalar)
+    closed = jax.make_jaxpr(lambda *a: update(part, *a))(*args)
+    program = flatten(closed.jaxpr, closed.consts)
+    of_states = [("s", j) for j in (*own, *shared)]
+    roles = [*(("g", i) for i in part), *(("p", i) for i in part), *of_states, "loss"]
+    outputs = [*(("p", i) for i in part), *of_states]
+    return program, dict(zip(program.inputs, roles, strict=True)), dict(zip(outputs, program.outputs, strict=True))
+
+
+def _equations(program: FlatJaxpr, roles: dict[int, Any], outputs: dict[Any, Any], key: Any) -> list[Any]:
+    """Return the equations of one output, in a form that does not name shapes."""
+    needed = {outputs[key]} if isinstance(outputs[key], int) else set()
+    kept = []
+    for i in reversed(program.instructions):
+        if any(out in needed for out in i.outs):
+            kept.append(i)
+            needed.update(ref for ref in i.ins if isinstance(ref, int))
+    names: dict[int, Any] = dict(roles)
+
+    def name(ref: Any) -> Any:
+        if isinstance(ref, int):
+            return names[ref]
+        value = np.asarray(ref.value)
+        return ("constant", str(value.dtype), value.reshape(-1)[:1].tolist())
+
+    found = []
+    for number, i in enumerate(reversed(kept)):
+        keep = {k: str(v) for k, v in i.eqn.params.items() if k in ("y", "new_dtype", "direction", "mode")}
+        found.append((i.eqn.primitive.name, keep, [name(ref) for ref in i.ins]))
+        names.update({out: (number, n) for n, out in enumerate(i.outs)})
+    return [*found, name(outputs[key])]
+
+
+class _Reader:
+    """Follows which parameter leaf each value of a traced update depends on."""
+
+    def __init__(self, program: FlatJaxpr, reads: Sequence[int | None], names: Sequence[str]) -> None:
+        self.program, self.names = program, names
+        self.leaf: dict[int, int | None] = dict(zip(program.inputs, reads, strict=True))
+        self.uneven: set[int] = set()  # arrays of no leaf whose elements may differ
+
+    def fault(self, writes: Sequence[int | None]) -> str | None:
+        for i in self.program.instructions:
+            if (found := self.step(i)) is not None:
+                return found
+        for ref, expected in zip(self.program.outputs, writes, strict=True):
+            leaf = self.leaf.get(ref) if isinstance(ref, int) else None
+            if leaf is not None and leaf != expected:
+                to = "a state that all leaves share" if expected is None else self.names[expected]
+                return f"{self.names[leaf]} enters the update of {to}"
+            if isinstance(ref, int) and ref in self.uneven:
+                return "its update holds an array that is no function of the parameters"
+        return None
+
+    def step(self, i: Instruction) -> str | None:
+        name = i.eqn.primitive.name
+        read = {self.leaf.get(ref) for ref in i.ins if isinstance(ref, int)} - {None}
+        if len(read) > 1:
+            return f"{name} combines {' and '.join(sorted(self.names[r] for r in read if r is not None))}"
+        leaf = next(iter(read), None)
+        avals: list[Any] = [v.aval for v in i.eqn.outvars]
+        shapes = [a.shape for a in avals]
+        if leaf is None:
+            even = name in POINTWISE | FILLS and not any(self.is_uneven(ref) for ref in i.ins)
+            for out, shape in zip(i.outs, shapes, strict=True):
+                self.leaf[out] = None
+                if shape and not even:
+                    self.uneven.add(out)
+            return None
+        read_avals: list[Any] = [v.aval for v in i.eqn.invars]
+        operands = [a.shape for a in read_avals]
+        own = [s for ref, s in zip(i.ins, operands, strict=True) if isinstance(ref, int) and self.leaf.get(ref) is not None]
+        fits = all(s == shapes[0] for s in own) and all(s in ((), shapes[0]) for s in operands)
+        if name not in POINTWISE | FILLS or not fits or i.has_jaxpr:
+            return f"{name} combines elements of {self.names[leaf]}"
+        if any(self.is_uneven(ref) for ref in i.ins):
+            return f"{name} gives elements of {self.names[leaf]} different constants"
+        self.leaf.update(dict.fromkeys(i.outs, leaf))
+        return None
+
+    def is_uneven(self, ref: Any) -> bool:
+        if isinstance(ref, Constant):
+            value = np.asarray(ref.value)
+            return value.size > 1 and not (value == value.reshape(-1)[0]).all()
+        return ref in self.uneven

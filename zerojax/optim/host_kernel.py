@@ -1,0 +1,98 @@
+"""The optimizer's rule for one leaf, divided for the host: scalars that the program computes, and a kernel over elements."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from zerojax.jaxprs import FlatJaxpr, Instruction, evaluate, flatten
+from zerojax.optim.by_record import Parts
+
+Array = jax.Array
+
+
+class HostRule:
+    """The update of one leaf, divided into scalars of the program and a kernel over elements."""
+
+    def __init__(self, parts: Parts, index: int, grad_dtype: Any, summed: int, casts: bool) -> None:
+        """Divide the update of leaf `index`.
+
+        Args:
+          parts: the optimizer by parts.
+          index: of a parameter leaf.
+          grad_dtype: in which its gradient is summed.
+          summed: over how many microbatches.
+          casts: whether the kernel also makes the parameter in the compute dtype.
+        """
+        config = parts.layout.config
+        self.own = parts.update.states_of((index,))
+        weight = jax.tree.leaves(parts.update.params)[index]
+        state = jax.tree.leaves(parts.update.opt_state)
+        one = (1, *weight.shape[1:]) if index in parts.blocks else weight.shape
+        f32 = jax.ShapeDtypeStruct((), jnp.float32)
+        scalars = [*(state[j] for j in parts.update.shared), f32, f32, f32]
+        arrays = [jax.ShapeDtypeStruct(one, d) for d in (grad_dtype, jnp.float32, *(state[j].dtype for j in self.own))]
+
+        def rule(arrays: list[Array], scalars: list[Array]) -> list[Array]:
+            grad, old, *before = arrays
+            *shared, loss, factor, scale = scalars
+            grad = grad.astype(jnp.float32)
+            grad = grad / summed if summed > 1 else grad
+            grad = grad / scale if parts.layout.abstract_state.loss_scale is not None else grad
+            grad = grad * factor if config.clip_norm is not None else grad
+            (new,), after, _ = parts.update((index,), (grad,), (old,), before, shared, loss)
+            return [new, *after, *([new.astype(parts.dtypes[index])] if casts else [])]
+
+        closed = jax.make_jaxpr(rule)(arrays, scalars)
+        self.program = flatten(closed.jaxpr, closed.consts)
+        live = _live(self.program)
+        self.num_arrays = len(arrays)
+        varies = set(self.program.inputs[: self.num_arrays])
+        self.elements: list[Instruction] = []
+        self.before: list[Instruction] = []
+        for i in live:
+            avals: list[Any] = [v.aval for v in i.eqn.outvars]
+            # Scalars cross as float32, which holds a count of steps, but not 32 random bits: those are made over there.
+            is_wide = any(a.dtype == jnp.uint32 for a in avals)
+            of_kernel = is_wide or any(ref in varies for ref in i.ins if isinstance(ref, int))
+            (self.elements if of_kernel else self.before).append(i)
+            varies.update(i.outs if of_kernel else ())
+        reads = [ref for i in self.elements for ref in i.ins] + list(self.program.outputs)
+        self.crossing = tuple(dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies))
+        dtypes = {slot: a.dtype for slot, a in zip(self.program.inputs[self.num_arrays :], scalars, strict=True)}
+        shapes: dict[int, Any] = {out: v.aval for i in self.before for out, v in zip(i.outs, i.eqn.outvars, strict=True)}
+        self.fills = {slot: shapes[slot].shape for slot in self.crossing if slot in shapes and shapes[slot].shape}
+        crossed = [jax.ShapeDtypeStruct((), jnp.float32) for _ in self.crossing]
+        kinds = [shapes[slot].dtype if slot in shapes else dtypes[slot] for slot in self.crossing]
+
+        def kernel(arrays: list[Array], values: list[Array]) -> list[Array]:
+            slots: dict[int, Any] = dict(zip(self.program.inputs, arrays, strict=False))
+            for slot, value, kind in zip(self.crossing, values, kinds, strict=True):
+                value = value.astype(kind)
+                slots[slot] = jnp.broadcast_to(value, self.fills[slot]) if slot in self.fills else value
+            evaluate(self.elements, slots)
+            return [slots[ref] if isinstance(ref, int) else ref.value for ref in self.program.outputs]
+
+        self.kernel: jex.ClosedJaxpr = jax.make_jaxpr(kernel)(arrays, crossed)
+
+    def scalars(self, values: Sequence[Array]) -> list[Array]:
+        """Return what crosses from the program to the kernel, f32[] each; `values` are the rule's scalars."""
+        slots: dict[int, Any] = dict(zip(self.program.inputs[self.num_arrays :], values, strict=True))
+        evaluate(self.before, slots)
+        # An array that depends on no array is a scalar broadcast: its elements are equal.
+        return [
+            jnp.ravel(slots[slot])[0].astype(jnp.float32) if jnp.size(slots[slot]) else jnp.float32(0) for slot in self.crossing
+        ]
+
+
+def _live(program: FlatJaxpr) -> list[Instruction]:
+    """Return the instructions that the outputs need."""
+    needed = {ref for ref in program.outputs if isinstance(ref, int)}
+    kept = []
+    for i in reversed(program.instructions):
+        if any(out in needed for out in i.outs):
+            kept.append(i)
+            needed.update(ref for ref in i.ins if isinstance(ref, int))
+    return kept[::-1]

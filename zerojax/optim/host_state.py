@@ -1,0 +1,9 @@
+"""How the state of an update on the host rests in host memory."""
+
+from host_offload.host_update import OnRecord, Rest
+from zerojax.state import RecordSpec
+
+
+def rest_of(record: RecordSpec) -> Rest:
+    """Return where a leaf of the state rests for the host update: None is host memory."""
+    return None if record.shelf is None else OnRecord(record.shelf.kind, record.leaf)

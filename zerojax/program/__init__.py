@@ -1,0 +1,4 @@
+"""`build_train_step`, and the Program that it returns."""
+
+from zerojax.program.build import build_train_step as build_train_step
+from zerojax.program.program import Program as Program

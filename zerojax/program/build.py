@@ -1,0 +1,61 @@
+"""Check a model, an optimizer, a config and a mesh against each other, and build the program."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from zerojax.aot import is_there
+from zerojax.config import ZeroConfig, check_unlayered, require_built, streams
+from zerojax.models import LayeredModel, Model
+from zerojax.optim import keep_in_bfloat16
+from zerojax.program.program import Program
+from zerojax.sharding import check_mesh
+from zerojax.state import build_layout, check_optimizer
+
+
+def build_train_step(
+    model: Model | LayeredModel, tx: optax.GradientTransformation, config: ZeroConfig, mesh: Mesh, *, batch: Any = None
+) -> "Program":
+    """Build a sharded train step.
+
+    Args:
+      model: a Model or a LayeredModel; `zerojax.from_flax` makes both.
+      tx: any optax transformation. Clipping belongs in `config.clip_norm`, where a non-finite gradient is caught before it.
+      config: stage, tiers, precision.
+      mesh: from `zerojax.make_mesh`; devices of a compile-only topology will do.
+      batch: an example batch or its tree of ShapeDtypeStruct. With it the loss is traced and checked now; without it, at
+        the first step.
+
+    Returns:
+      The program. Nothing is allocated before `program.init`; the nvme tier's folder is taken, and probed for a second.
+
+    Raises:
+      ValueError: what cannot work, with names, numbers and the repair.
+      NotImplementedError: a setting that this version does not build.
+      SwapError: the nvme tier's folder cannot be written to, or another program uses it.
+    """
+    if not isinstance(model, Model | LayeredModel):
+        raise ValueError(f"model must be a zerojax.Model or LayeredModel, got {type(model).__name__}; see zerojax.from_flax")
+    if not isinstance(config, ZeroConfig):
+        raise ValueError(f"config must be a zerojax.ZeroConfig, got {type(config).__name__}")
+    if isinstance(model, Model):
+        check_unlayered(config)
+    require_built(config)
+    if config.device_budget_bytes is not None and (isinstance(model, Model) or not streams(config)):
+        raise ValueError(
+            f"device_budget_bytes={config.device_budget_bytes} bounds what a streamed step has in flight, and this step "
+            "does not stream: leave it None, or put params, grads, opt_state or activations of a LayeredModel elsewhere"
+        )
+    check_mesh(mesh)
+    check_optimizer(tx)
+    if config.moments == "bfloat16":
+        tx = keep_in_bfloat16(tx)
+    with jax.set_mesh(mesh):
+        program = Program(model, tx, build_layout(model, tx, config, mesh))
+    if batch is not None:
+        program.check(batch)
+    if program.layout.disk is not None and is_there(mesh):
+        program.layout.disk.claim()
+    return program

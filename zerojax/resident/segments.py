@@ -1,0 +1,132 @@
+"""Rematerialisation for a loss whose layers are not known: cut its trace into segments, keep what crosses the cuts.
+
+A program that makes T bytes of intermediate values, with x bytes live at a cut, keeps K x + T / K bytes in K segments; the
+sum is least for segments of sqrt(T x) bytes (Chen et al., arXiv:1604.06174). Cuts are made where little is live, which in a
+residual network is between its branches: at such a point only the stream x crosses. Each segment but the last is a
+`jax.checkpoint` region, so gather-on-use takes it for a layer: gathered at its top, and again in its recomputation.
+
+A scan of the model's own is not cut: its body becomes the segment. Regions that the model rematerialises itself stay.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.jaxprs import PRODUCTS, FlatJaxpr, Instruction, evaluate, flatten, scan_arity
+
+SLACK = 1.25
+"""A cut may hold so many times the least live bytes."""
+_OWN = ("scan", "remat", "remat2", "checkpoint")
+
+
+def remat_by_segments(loss: Callable[[Any, Any, Any], jax.Array]) -> Callable[[Any, Any, Any], jax.Array]:
+    """Return `loss(params, batch, key)`, keeping from forward to backward only what crosses the cuts between segments."""
+
+    def segmented(params: Any, batch: Any, key: Any) -> jax.Array:
+        closed, out_shape = jax.make_jaxpr(loss, return_shape=True)(params, batch, key)
+        program = flatten(closed.jaxpr, closed.consts)
+        values = jax.tree.leaves((params, batch, key))
+        slots = dict(zip(program.inputs, values, strict=True))
+        _run(program, slots, len(jax.tree.leaves(params)))
+        outs = [slots[ref] if isinstance(ref, int) else ref.value for ref in program.outputs]
+        return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
+
+    return segmented
+
+
+def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int) -> None:
+    """Evaluate `program`: what depends on parameters alone first, then the segments."""
+    of_params = set(program.inputs[:num_params])
+    data: list[tuple[int, Instruction]] = []
+    for index, i in enumerate(program.instructions):
+        reads = [ref for ref in i.ins if isinstance(ref, int)]
+        if reads and all(ref in of_params for ref in reads) and not i.has_jaxpr:
+            evaluate([i], slots)
+            of_params.update(i.outs)
+        else:
+            data.append((index, i))
+    pieces = segments(program, data)
+    for number, piece in enumerate(pieces):
+        instructions = [i for _, i in piece]
+        if len(instructions) == 1 and instructions[0].eqn.primitive.name == "scan":
+            _scan(instructions[0], slots)
+        elif number == len(pieces) - 1 or (len(instructions) == 1 and instructions[0].eqn.primitive.name in _OWN):
+            evaluate(instructions, slots)
+        else:
+            _region(program, piece, slots)
+
+
+def _region(program: FlatJaxpr, piece: Sequence[tuple[int, Instruction]], slots: dict[int, Any]) -> None:
+    """Evaluate one segment under jax.checkpoint."""
+    instructions, last = [i for _, i in piece], piece[-1][0]
+    made = {out for i in instructions for out in i.outs}
+    reads = list(dict.fromkeys(ref for i in instructions for ref in i.ins if isinstance(ref, int) and ref not in made))
+    keeps = [out for out in made if program.last_read.get(out, -1) > last]
+
+    @jax.checkpoint
+    def region(values: list[Any]) -> list[Any]:
+        inside = dict(zip(reads, values, strict=True))
+        evaluate(instructions, inside)
+        return [inside[out] for out in keeps]
+
+    slots.update(zip(keeps, region([slots[ref] for ref in reads]), strict=True))
+
+
+def _scan(i: Instruction, slots: dict[int, Any]) -> None:
+    """Evaluate a scan with its body under jax.checkpoint."""
+    params = i.eqn.params
+    values = [slots[ref] if isinstance(ref, int) else ref.value for ref in i.ins]
+    num_consts, num_carry = scan_arity(params, len(values))
+    consts, carry, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
+    inner = flatten(params["jaxpr"].jaxpr, params["jaxpr"].consts)
+
+    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        inside = dict(zip(inner.inputs, [*consts, *carry, *xs], strict=True))
+        evaluate(inner.instructions, inside)
+        outs = [inside[ref] if isinstance(ref, int) else ref.value for ref in inner.outputs]
+        return outs[:num_carry], outs[num_carry:]
+
+    checkpointed = jax.checkpoint(body, prevent_cse=False)
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(checkpointed, carry, xs, **options)
+    slots.update(zip(i.outs, [*carry, *ys], strict=True))
+
+
+def segments(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> list[list[tuple[int, Instruction]]]:
+    """Cut the data-dependent instructions, given with their indices in the program, into consecutive segments."""
+    made = [sum(_num_bytes(v) for v in i.eqn.outvars) for _, i in data]
+    live: list[int] = []
+    now, dying = 0, {}
+    for index, i in data:
+        for out, v in zip(i.outs, i.eqn.outvars, strict=True):
+            last = program.last_read.get(out, index)
+            now += _num_bytes(v)
+            dying.setdefault(last, []).append(_num_bytes(v))
+        now -= sum(sum(sizes) for last, sizes in dying.items() if last <= index)
+        dying = {last: sizes for last, sizes in dying.items() if last > index}
+        live.append(now)
+    heavy = [p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in PRODUCTS or i.has_jaxpr]
+    own = {p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in _OWN}
+    inside = range(heavy[0], heavy[-1]) if len(heavy) > 1 else range(0)
+    least = min((live[p] for p in inside if live[p]), default=0)
+    target = math.sqrt(sum(made) * least)
+    pieces: list[list[tuple[int, Instruction]]] = [[]]
+    held = 0
+    for p, item in enumerate(data):
+        if p in own and pieces[-1]:
+            pieces.append([])
+            held = 0
+        pieces[-1].append(item)
+        held += made[p]
+        if p in own or (p in inside and held >= target and live[p] <= SLACK * least):
+            pieces.append([])
+            held = 0
+    return [piece for piece in pieces if piece]
+
+
+def _num_bytes(v: Any) -> int:
+    dtype = v.aval.dtype
+    return math.prod(v.aval.shape) * (8 if jnp.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize)

@@ -1,0 +1,6 @@
+"""What is around a program while it runs: processes, signals and preemption."""
+
+from zerojax.runtime.interrupts import interrupts_wait as interrupts_wait
+from zerojax.runtime.preemption import Preemption as Preemption
+from zerojax.runtime.processes import AllProcesses as AllProcesses
+from zerojax.runtime.processes import BackgroundBarrier as BackgroundBarrier

@@ -1,0 +1,138 @@
+"""What fails in one process is raised in all: else the others wait for it in the next collective, without end.
+
+A step is one program of all processes, and its callbacks never raise, so that every process comes to its end. There, and before
+the next, each tells the others whether something failed, by a reduction of one number a device:
+
+    failed = min over processes (its index if something failed in it, else the number of processes)
+
+A number that all must agree on is the least of theirs. A program of one process needs none of it and does none.
+
+Threads beside the steps must start no program of all processes: these would come in another order in each. They meet by JAX's
+coordination service instead, which passes words on by the network (`Beside`).
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import distributed  # pyright: ignore[reportPrivateImportUsage]  the coordination service has no public face
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from host_offload.disk import SwapError
+
+
+class AllProcesses:
+    """The processes of a mesh.
+
+    Attributes:
+      what: they do together.
+      error: raised in those that did not fail.
+    """
+
+    def __init__(self, mesh: Mesh, what: str = "the nvme tier", error: type[Exception] = SwapError) -> None:
+        self.mesh, self.what, self.error = mesh, what, error
+
+    @cached_property
+    def _is_alone(self) -> bool:
+        return len({device.process_index for device in self.mesh.devices.flat}) == 1
+
+    @cached_property
+    def _least(self) -> Any:
+        return jax.jit(jnp.min, out_shardings=NamedSharding(self.mesh, PartitionSpec()))
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Do what may fail in one process alone. To be called by every process, at the same place.
+
+        Raises:
+          BaseException: whatever `work` raised here.
+          SwapError, or as `error` says: it raised in another process, which is named.
+        """
+        if self._is_alone:
+            work()
+            return
+        error: BaseException | None = None
+        try:
+            work()
+        except BaseException as raised:  # an interrupt too: the others would wait
+            error = raised
+        first = self._first_of(error is not None)
+        if error is not None:
+            raise error
+        if first is not None:
+            raise self.error(failure(self.what, first))
+
+    def _first_of(self, failed: bool) -> int | None:
+        """Return the first process that failed."""
+        none = jax.process_count()
+        first = self.least(jax.process_index() if failed else none)
+        return None if first == none else first
+
+    def least(self, number: int) -> int:
+        """Return the least of the processes' numbers, of 32 bits. To be called by every process, at the same place."""
+        if self._is_alone:
+            return number
+        mine = np.full(1, number, np.int32)
+        sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
+        given = jax.make_array_from_callback((self.mesh.size,), sharding, lambda _: mine)
+        return int(self._least(given))
+
+
+class BackgroundBarrier:
+    """Where the processes of a run wait for each other beside the steps, one piece of work after the other.
+
+    A piece of work has stages, each of which ends when all processes have ended it. A process that fails comes to none of the
+    stages that are left, but to the end of the work: there it passes them for the others' sake, and they are told.
+    """
+
+    _numbers = itertools.count()
+
+    def __init__(self, what: str, error: type[Exception], stages: Sequence[str]) -> None:
+        """Name the work and its stages; `error` is raised in processes that did not fail."""
+        self._what, self._error, self._stages = what, error, tuple(stages)
+        self._left: list[str] = []
+        self._name = ""
+
+    def renew(self) -> None:
+        """Name the next piece of work. To be called by every process, in the thread that runs the steps."""
+        self._name, self._left = f"zerojax/beside/{next(self._numbers)}", []
+
+    def begin(self) -> None:
+        """Begin it: from now on this process passes all stages."""
+        self._left = list(self._stages)
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Wait for the other processes.
+
+        Args:
+          key: contains the name of a stage, or else stands for what comes after the last of them.
+          timeout_ms: to wait at most.
+
+        Raises:
+          Exception: as the constructor says: a process failed, which is named.
+        """
+        client = distributed.global_state.client
+        if client is None or jax.process_count() == 1:
+            return
+        stage = next((stage for stage in self._left if stage in key), None)
+        failed = self._left if stage is None else []
+        for passed in failed:
+            client.key_value_set(f"{self._name}/{passed}/failed/{jax.process_index()}", "")
+            client.wait_at_barrier(f"{self._name}/{passed}", timeout_ms)
+        if stage is None:
+            self._left = []
+            client.wait_at_barrier(f"{self._name}/{key}", timeout_ms)
+            return
+        self._left.remove(stage)
+        client.wait_at_barrier(f"{self._name}/{stage}", timeout_ms)
+        told = [int(name.rpartition("/")[2]) for name, _ in client.key_value_dir_get(f"{self._name}/{stage}/failed/")]
+        if told:
+            raise self._error(failure(self._what, min(told)))
+
+
+def failure(what: str, process: int) -> str:
+    """Return what the other processes are told."""
+    return f"{what} of process {process} failed: that process raises the error, with its cause and remedy"

@@ -1,0 +1,65 @@
+"""Partition specs as plain tuples, and the shardings made of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from host_offload.tiers import memory_kind
+
+Spec = tuple[str | tuple[str, ...] | None, ...]
+"""A PartitionSpec padded with None to one entry a dim."""
+
+
+def pad_spec(spec: Sequence | PartitionSpec, ndim: int) -> Spec:
+    """Return `spec` with one entry a dim."""
+    return tuple(spec) + (None,) * (ndim - len(spec))
+
+
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the mesh axes that split one dim, as a tuple."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def without_axis(spec: Spec, axis: str) -> Spec:
+    """Return `spec` with mesh axis `axis` removed: the spec after an all_gather over it."""
+
+    def drop(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        kept = tuple(a for a in axes_of(entry) if a != axis)
+        return kept[0] if len(kept) == 1 else (kept or None)
+
+    return tuple(drop(entry) for entry in spec)
+
+
+def named(mesh: Mesh, spec: Spec | PartitionSpec, tier: str = "device") -> NamedSharding:
+    """Return the sharding of an array of `tier` that a program takes or returns.
+
+    A mesh of GPUs that are not there knows no memory kinds; its abstract mesh does.
+    """
+    if tier == "device":
+        return NamedSharding(mesh, PartitionSpec(*spec))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory_kind(tier))
+    return sharding if sharding.memory_kind else place(mesh, spec, tier)
+
+
+def explicit(tree: Any) -> Any:
+    """Return shardings whose memory kind is told, where the mesh knows memory kinds.
+
+    JAX pairs donated arguments with results by shape, and minds their memory only if it is told the memory of all of them.
+    """
+
+    def tell(sharding: NamedSharding) -> NamedSharding:
+        if sharding.memory_kind is not None:
+            return sharding
+        told = NamedSharding(sharding.mesh, sharding.spec, memory_kind="device")
+        return sharding if told.memory_kind is None else told
+
+    return jax.tree.map(tell, tree)
+
+
+def place(mesh: Mesh, spec: Spec | PartitionSpec, tier: str) -> NamedSharding:
+    """Return the sharding to which `jax.device_put` moves an array inside a traced program: its memory kind is explicit."""
+    return NamedSharding(mesh.abstract_mesh, PartitionSpec(*spec), memory_kind=memory_kind(tier))

@@ -1,0 +1,34 @@
+"""Where every byte of the training state is, and how one record of it is read and written."""
+
+from zerojax.state.disk import Disk as Disk
+from zerojax.state.host_memory import allocate_all as allocate_all
+from zerojax.state.host_memory import is_away as is_away
+from zerojax.state.layout import Layout as Layout
+from zerojax.state.layout import build_layout as build_layout
+from zerojax.state.layout import unit_bytes as unit_bytes
+from zerojax.state.opt_state import OptimizerError as OptimizerError
+from zerojax.state.opt_state import call_update as call_update
+from zerojax.state.opt_state import check_optimizer as check_optimizer
+from zerojax.state.opt_state import init_opt_state_shape as init_opt_state_shape
+from zerojax.state.opt_state import owners as owners
+from zerojax.state.ordering import Plan as Plan
+from zerojax.state.ordering import opaque as opaque
+from zerojax.state.ordering import wait_for as wait_for
+from zerojax.state.records import Index as Index
+from zerojax.state.records import RecordSpec as RecordSpec
+from zerojax.state.records import Tile as Tile
+from zerojax.state.records import load_leaves as load_leaves
+from zerojax.state.records import pick as pick
+from zerojax.state.records import read_layer as read_layer
+from zerojax.state.records import store_leaves as store_leaves
+from zerojax.state.records import write_layer as write_layer
+from zerojax.state.tile_groups import TileGroup as TileGroup
+from zerojax.state.tile_groups import tiled_leaves as tiled_leaves
+from zerojax.state.train_state import OnDisk as OnDisk
+from zerojax.state.train_state import Pending as Pending
+from zerojax.state.train_state import Split as Split
+from zerojax.state.train_state import TrainState as TrainState
+from zerojax.state.train_state import check_is_there as check_is_there
+from zerojax.state.train_state import is_stored as is_stored
+from zerojax.state.train_state import masters as masters
+from zerojax.state.train_state import numbered_next as numbered_next

@@ -1,0 +1,48 @@
+"""Host memory for state that rests there."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from host_offload.device import check_host_memory, host_memory_error
+
+Array = jax.Array
+
+
+def is_away(leaf: Any) -> bool:
+    """Tell whether an abstract leaf rests in host memory."""
+    return getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
+
+
+def allocate_all(abstract: Sequence[Any]) -> list[Array]:
+    """Return zeros in host memory, each process its own shards.
+
+    Raises:
+      RuntimeError: they find no room; says how many bytes were asked for and how to raise the limit.
+    """
+    if not abstract:
+        return []
+    platform = next(iter(abstract[0].sharding.device_set)).platform
+    num_bytes = sum(map(_local_bytes, abstract))
+    check_host_memory(num_bytes, platform)
+    try:
+        return jax.block_until_ready([_allocate(leaf) for leaf in abstract])
+    except Exception as error:
+        if (explained := host_memory_error(error, num_bytes, platform)) is not None:
+            raise explained from error
+        raise
+
+
+def _local_bytes(leaf: Any) -> int:
+    return len(leaf.sharding.addressable_devices) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _allocate(leaf: Any) -> Array:
+    def zeros(index: Any) -> np.ndarray:
+        shape = [len(range(*i.indices(n))) for i, n in zip(index, leaf.shape, strict=True)]
+        return np.zeros(shape, leaf.dtype)
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, zeros)

@@ -1,0 +1,204 @@
+"""Layers moving between tiers inside a jitted loop: read one, write one, and keep a ring of those on their way.
+
+A stack holds one leaf of all layers, `[L, ...]`, in its tier. Reading layer l slices it and moves the slice to the device;
+writing moves a value to the tier and puts it in place. Every index is read from the schedule's arrays, which enter the
+program as arguments: XLA (openxla/xla 46231) compiles a host-memory slice whose index it can derive from the loop counter as
+if it were the counter itself, so a table known at compile time, or l+1, or L-1-l, would silently read another layer.
+
+    for t in ticks:     take = ring[use_slot[t]];  ring[fetch_slot[t]] = read(stack, fetch[t]);  tick(take)
+
+Of a stack of tiles, `[L, T, ...]`, a record is one tile, and its index a pair.
+
+A fetch is issued in the tick that frees its slot and is taken `distance` ticks later. Where a phase writes the stacks that it
+fetches from, a write waits for the fetch of its tick: XLA copies a stack whose reads and writes it cannot order.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from host_offload.engine import DiskRecords
+from zerojax.sharding import Spec, named, place
+from zerojax.state.train_state import OnDisk, Split
+
+Array = jax.Array
+
+
+class Tile(NamedTuple):
+    """The index of one tile of one layer.
+
+    Attributes:
+      layer: i32[], read from an array of the schedule.
+      tile: i32[], likewise.
+      of: T, tiles of a layer.
+    """
+
+    layer: Array
+    tile: Array
+    of: int
+
+    @staticmethod
+    def numbered(record: Array, of: int) -> "Tile":
+        """Return the index of record number l T + k."""
+        return Tile(record // of, record % of, of)
+
+
+Index = Array | Tile
+"""Of a record: i32[] layer, or a tile of one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordSpec:
+    """How one leaf of one layer rests.
+
+    Attributes:
+      mesh: the device mesh.
+      spec: of the leaf, without the layer dim, and of a stack of tiles without the tile dim.
+      tier: where it rests; of a Split stack, the tier of its second part.
+      shelf: of the nvme tier, the records that it is part of.
+      leaf: its place among their leaves.
+    """
+
+    mesh: Mesh
+    spec: Spec
+    tier: str
+    shelf: DiskRecords | None = None
+    leaf: int = 0
+
+    @property
+    def is_away(self) -> bool:
+        return self.tier != "device"
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The leaf's sharding on the device."""
+        return named(self.mesh, self.spec)
+
+    def read(self, stack: Any, layer: Index, on_device: bool = False) -> Array:
+        """Return layer `layer` of a stack, on the device.
+
+        Args:
+          stack: [L, ...], a Split, or [L, T, ...] where the index is a Tile.
+          layer: i32[], read from an array of the schedule.
+          on_device: of a Split, that the layer is in its first part.
+        """
+        if isinstance(layer, Tile):
+            start = (layer.layer, layer.tile, *(0,) * (stack.ndim - 2))
+            value = jax.lax.dynamic_slice(stack, start, (1, 1, *stack.shape[2:])).reshape(stack.shape[2:])
+            return self.load(value) if self.is_away else value
+        if isinstance(stack, Split):
+            if on_device:
+                return jax.lax.dynamic_index_in_dim(stack.device, layer, 0, keepdims=False)
+            stack, layer = stack.host, layer - stack.device.shape[0]
+        value = jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
+        return self.load(value) if self.is_away else value
+
+    def write(self, stack: Any, layer: Index, value: Array, on_device: bool = False) -> Any:
+        """Return the stack with `value` as its layer `layer`; updated in place."""
+        if isinstance(layer, Tile):
+            start = (layer.layer, layer.tile, *(0,) * value.ndim)
+            return jax.lax.dynamic_update_slice(stack, self.store(value)[None, None], start)
+        if isinstance(stack, Split):
+            if on_device:
+                value = jax.lax.with_sharding_constraint(value, self.sharding)
+                return Split(jax.lax.dynamic_update_index_in_dim(stack.device, value, layer, 0), stack.host)
+            layer = layer - stack.device.shape[0]
+            return Split(stack.device, jax.lax.dynamic_update_index_in_dim(stack.host, self.store(value), layer, 0))
+        return jax.lax.dynamic_update_index_in_dim(stack, self.store(value), layer, 0)
+
+    def load(self, value: Any) -> Array:
+        """Move a value from the tier to the device; of the nvme tier, a leaf with a record of its own."""
+        if isinstance(value, OnDisk):
+            return read_layer([self], [value], jnp.int32(0))[0]
+        return jax.device_put(value, place(self.mesh, self.spec, "device")) if self.is_away else value
+
+    def store(self, value: Array, old: Any = None) -> Any:
+        """Move a value from the device to the tier; of the nvme tier, over `old`."""
+        if isinstance(old, OnDisk):
+            return write_layer([self], [old], jnp.int32(0), [value])[0]
+        value = jax.lax.with_sharding_constraint(value, self.sharding)
+        return jax.device_put(value, place(self.mesh, self.spec, self.tier)) if self.is_away else value
+
+
+def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], layer: Index, on_device: bool = False) -> list[Array]:
+    """Return layer `layer` of several stacks, on the device.
+
+    Args:
+      records: how each rests. Those on disk are all the leaves of one kind, in its order.
+      stacks: [L, ...] each, Splits, or OnDisk; [L, T, ...] where the index is a Tile.
+      layer: i32[], read from an array of the schedule.
+      on_device: of Splits, that the layer is in their first parts.
+    """
+    there = [] if on_device else [i for i, stack in enumerate(stacks) if _on_disk(stack) is not None]
+    if not there:
+        return [r.read(stack, layer, on_device) for r, stack in zip(records, stacks, strict=True)]
+    shelf, leaf = _shelf(records[there[0]]), _on_disk(stacks[there[0]])
+    assert leaf is not None
+    fetched = dict(zip(there, shelf.fetch(leaf.token, _record(stacks[there[0]], layer)), strict=True))
+    each = enumerate(zip(records, stacks, strict=True))
+    return [fetched[i] if i in fetched else r.read(stack, layer, on_device) for i, (r, stack) in each]
+
+
+def write_layer(
+    records: Sequence[RecordSpec], stacks: Sequence[Any], layer: Index, values: Sequence[Array], on_device: bool = False
+) -> list[Any]:
+    """Return the stacks with `values` as their layer `layer`."""
+    there = [] if on_device else [i for i, stack in enumerate(stacks) if _on_disk(stack) is not None]
+    each = zip(records, stacks, values, strict=True)
+    if not there:
+        return [r.write(stack, layer, value, on_device) for r, stack, value in each]
+    shelf, leaf = _shelf(records[there[0]]), _on_disk(stacks[there[0]])
+    assert leaf is not None
+    shards = [jax.lax.with_sharding_constraint(values[i], records[i].sharding) for i in there]
+    token = shelf.store(leaf.token, _record(stacks[there[0]], layer), shards)
+    after = []
+    for i, (record, stack, value) in enumerate(each):
+        if i not in there:
+            after.append(record.write(stack, layer, value, on_device))
+            continue
+        leaf = _on_disk(stack)
+        assert leaf is not None
+        leaf = dataclasses.replace(leaf, token=token)
+        after.append(Split(stack.device, leaf) if isinstance(stack, Split) else leaf)
+    return after
+
+
+def load_leaves(records: Sequence[RecordSpec], values: Sequence[Any]) -> list[Array]:
+    """Move leaves that are no stacks to the device. Those on disk are all the leaves of one kind, in its order."""
+    if values and isinstance(values[0], OnDisk):
+        return read_layer(records, values, jnp.int32(0))
+    return [r.load(value) for r, value in zip(records, values, strict=True)]
+
+
+def store_leaves(records: Sequence[RecordSpec], values: Sequence[Array], old: Sequence[Any]) -> list[Any]:
+    """Move leaves that are no stacks from the device to where `old` rest; likewise."""
+    if old and isinstance(old[0], OnDisk):
+        return write_layer(records, old, jnp.int32(0), values)
+    return [r.store(value, o) for r, value, o in zip(records, values, old, strict=True)]
+
+
+def _on_disk(stack: Any) -> OnDisk | None:
+    """Return what of a stack is on disk."""
+    rest = stack.host if isinstance(stack, Split) else stack
+    return rest if isinstance(rest, OnDisk) else None
+
+
+def _record(stack: Any, layer: Index) -> Array:
+    """Return the number of a record on disk."""
+    if isinstance(layer, Tile):
+        return layer.layer * layer.of + layer.tile
+    return layer - stack.device.shape[0] if isinstance(stack, Split) else layer
+
+
+def _shelf(record: RecordSpec) -> DiskRecords:
+    assert record.shelf is not None
+    return record.shelf
+
+
+def pick(values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    """Return `values` at `indices`."""
+    return [values[i] for i in indices]

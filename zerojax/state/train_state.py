@@ -1,0 +1,127 @@
+"""The training state: one pytree of sharded arrays, born sharded.
+
+`init` runs under jit with the state's shardings as output, so no device and no host ever holds a whole leaf that is sharded:
+each device generates its own shard (JAX's counter-based random numbers make the values independent of the mesh).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from zerojax.precision import LossScale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Stacked layers in two places.
+
+    Attributes:
+      device: [k, ...], layers 0 .. k-1.
+      host: [L-k, ...], the rest, in pinned host memory or OnDisk.
+    """
+
+    device: jax.Array
+    host: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """An update that is delayed to the next step.
+
+    Attributes:
+      grads: gradients as they were summed, in pinned host memory: stacked layers' leaves first, then the others.
+      shared: the optimizer's scalars that belong to them.
+      scalars: f32[3], loss, clipping factor and loss scale.
+      ready: bool[], whether there is an update to do: not before the first step, nor after a gradient that is not finite.
+    """
+
+    grads: list[jax.Array]
+    shared: list[jax.Array]
+    scalars: jax.Array
+    ready: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OnDisk:
+    """A leaf that rests on disk; `Program.iter_params` reads it.
+
+    Attributes:
+      token: i32[devices], the number of its state: a program has one state on disk, and works on no other.
+      shape: of the array that it stands for.
+      dtype: likewise.
+    """
+
+    token: jax.Array
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(self._no_numbers("is no array"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(self._no_numbers("cannot be copied or pickled"))
+
+    def _no_numbers(self, what: str) -> str:
+        leaf = f"{self.dtype}{list(self.shape)}"
+        return f"this leaf {leaf} rests on disk and {what}: program.iter_params(state) reads parameters from there"
+
+
+def is_stored(node: Any) -> bool:
+    """Tell whether a node of a state tree stands for one leaf: a Split or OnDisk, for `is_leaf`."""
+    return isinstance(node, Split | OnDisk)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything a step reads and writes. Donated to each step.
+
+    Attributes:
+      step: i32[], calls of the step so far.
+      skipped: i32[], updates skipped because a gradient was not finite.
+      key: base random key; a step's keys are functions of (key, step, microbatch, layer).
+      params: in the compute dtype; whole below stage 3, sharded at stage 3.
+      master: float32 weights where the compute dtype is narrower, else None.
+      opt_state: optax's state over the float32 weights. With a fraction on the device, stacked leaves are `Split`, as are
+        those of `master`. Leaves of the nvme tier are `OnDisk`, here and in params.
+      loss_scale: dynamic loss scaling with precision="fp16", else None.
+      pending: with `delayed_update`, the update that the next step does, else None.
+    """
+
+    step: jax.Array
+    skipped: jax.Array
+    key: jax.Array
+    params: Any
+    master: Any
+    opt_state: Any
+    loss_scale: LossScale | None
+    pending: Pending | None = None
+
+
+def numbered_next(state: TrainState) -> TrainState:
+    """Return a state whose leaves on disk carry the next number."""
+
+    def following(node: Any) -> Any:
+        return dataclasses.replace(node, token=node.token + 1) if isinstance(node, OnDisk) else node
+
+    return jax.tree.map(following, state, is_leaf=lambda node: isinstance(node, OnDisk))
+
+
+def check_is_there(state: TrainState) -> None:
+    """Raise ValueError for a state that was donated."""
+    if isinstance(state.step, Tracer):
+        raise ValueError(
+            "a program's step and eval are compiled already, and move states between tiers: call them outside of jit"
+        )
+    if state.step.is_deleted():  # jax 0.10 on CPU crashes the process on some donated arguments
+        raise ValueError("this state was donated to an earlier step, and is gone: go on with the state that step returned")
+
+
+def masters(state: TrainState) -> Any:
+    """Return the float32 parameters that the optimizer updates, where they rest."""
+    return state.params if state.master is None else state.master

@@ -1,0 +1,169 @@
+"""What forward keeps of each layer for backward, how it rests, and the block cut at its loops over tiles."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from host_offload.schedule import TileLoops
+from zerojax.models import BLOCKS, LayeredModel, check_block
+from zerojax.sharding import batch_spec, num_batch_shards
+from zerojax.state import Layout, RecordSpec
+from zerojax.streamed.plan import StreamedPlan
+from zerojax.streamed.residuals import MODES, TracedBlock, plan_layer
+from zerojax.streamed.tiled_block import TiledBlock
+
+Array = jax.Array
+Scratch = dict[str, list[Array]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ResidualPlan:
+    """What forward keeps of each layer for backward.
+
+    Attributes:
+      layer: the traced block.
+      records: how each array rests: the leaves of the layer's input, then what the block keeps. Microbatches, where there are
+        several, are dim 0 of each.
+      shapes: ShapeDtypeStruct of each.
+      x_tree: structure of the layer's input.
+      tiled: the block cut at its loops over tiles, if tiles are records.
+    """
+
+    layer: TracedBlock
+    records: tuple[RecordSpec, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    x_tree: Any
+    tiled: TiledBlock | None = None
+
+    @property
+    def away(self) -> tuple[int, ...]:
+        """Indices of the arrays that rest off the device."""
+        return tuple(i for i, r in enumerate(self.records) if r.is_away)
+
+    @property
+    def in_memory(self) -> tuple[int, ...]:
+        """Indices of those that rest in host memory, which XLA reads and writes."""
+        return tuple(i for i in self.away if self.records[i].shelf is None)
+
+    def parts(self, values: Sequence[Array]) -> tuple[Any, list[Array]]:
+        """Return the layer's input, and what the block kept."""
+        count = self.x_tree.num_leaves
+        return jax.tree.unflatten(self.x_tree, values[:count]), list(values[count:])
+
+
+class Keeper:
+    """Chooses what forward keeps of a model's layers.
+
+    Attributes:
+      traced: the block cut at its loops over tiles, as a step was last traced, if tiles are records.
+      traced_eval: the same of an evaluation.
+    """
+
+    def __init__(self, model: LayeredModel, layout: Layout, records: StreamedPlan) -> None:
+        self.model, self.layout, self.records = model, layout, records
+        self.mesh, self.config = layout.mesh, layout.config
+        self.traced: TiledBlock | None = None
+        self.traced_eval: TiledBlock | None = None
+
+    def _block(self) -> Any:
+        """Return the shapes of one layer's parameters, in the compute dtype."""
+        stacks = [self.records.abstract[i] for i in self.records.stacked]
+        return self.block_tree([jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks])
+
+    def block_tree(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(self.layout.abstract_params[BLOCKS]), leaves)
+
+    def plan(self, x: Any, keys: Any, count: int) -> ResidualPlan:
+        """Choose what forward keeps, from the shapes of the first layer's input, of `count` microbatches."""
+        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:] if count > 1 else a.shape, a.dtype), (x, keys))
+        params = self._block()
+        x_one, key_one = one
+        wrong = [
+            f"{jax.tree_util.keystr(path) or 'x'} is {a.dtype}"
+            for path, a in jax.tree_util.tree_flatten_with_path(x_one)[0]
+            if not jnp.issubdtype(a.dtype, jnp.floating)
+        ]
+        if wrong:
+            raise ValueError(
+                f"a streamed step hands floating activations from layer to layer, but {', '.join(wrong)}: cast them in embed, "
+                "or read them from the batch in head"
+            )
+        check_block(self.model, params, x_one, key_one)
+        config = self.config
+        mode = config.activations if config.activations in MODES else "remat"
+        layer, tiled = self._cut(params, x_one, key_one, count, mode, config.saved_names, config.offloaded_names)
+        leaves, x_tree = jax.tree.flatten(x_one)
+        tier = config.activations if config.activations not in MODES else "device"
+        records = [self._activation(a, tier, leaves[0].shape[:1], count) for a in leaves]
+        away = ["pinned_host" if off else "device" for off in layer.offloaded]
+        records += [self._activation(a, t, leaves[0].shape[:1], count) for a, t in zip(layer.shapes, away, strict=True)]
+        lead = (count,) if count > 1 else ()
+        shapes = tuple(jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for a in (*leaves, *layer.shapes))
+        if tier == "nvme" and self.layout.disk is not None:
+            names = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]]
+            inputs, num = records[: len(leaves)], self.model.num_layers
+            specs = [r.spec for r in inputs]
+            shelf = self.layout.disk.declare("activations", num, names, shapes[: len(leaves)], specs, is_state=False)
+            records[: len(leaves)] = [dataclasses.replace(r, shelf=shelf) for r in inputs]
+        self.traced = tiled
+        return ResidualPlan(layer, tuple(records), shapes, x_tree, tiled)
+
+    def _cut(
+        self,
+        params: Any,
+        x: Any,
+        key: Any,
+        count: int,
+        mode: str = "remat",
+        saved: Sequence[str] = (),
+        offloaded: Sequence[str] = (),
+    ) -> tuple[TracedBlock, TiledBlock | None]:
+        """Trace the block over abstract arguments; cut it at its loops over tiles if tiles are records."""
+        records = self.records
+        layer = plan_layer(self.model.block, params, x, key, mode, saved, offloaded, tiled=bool(records.groups))
+        if not records.groups:
+            return layer, None
+        names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        groups = [[records.stacked.index(i) for i in group.leaves] for group in records.groups]
+        tiled = TiledBlock(layer, groups, names, count, (params, x, key))
+        return layer, tiled
+
+    def _activation(self, a: Any, tier: str, batch: tuple[int, ...], count: int) -> RecordSpec:
+        """Return how an activation rests: split as the batch is, if its dim 0 is the batch."""
+        lead = (None,) if count > 1 else ()
+        is_batch = a.shape[:1] == batch and batch and batch[0] % num_batch_shards(self.mesh) == 0
+        free = PartitionSpec.UNCONSTRAINED if tier == "device" else None
+        spec = batch_spec(len(a.shape), free) if is_batch else (free,) * len(a.shape)
+        return RecordSpec(self.mesh, (*lead, *spec), tier)  # pyright: ignore[reportArgumentType]
+
+    def stacks(self, kept: ResidualPlan, scratch: Scratch) -> list[Array]:
+        """Return the empty stacks that forward fills."""
+        given = dict(zip(kept.in_memory, scratch["kept"], strict=True))
+        pairs = enumerate(zip(kept.records, kept.shapes, strict=True))
+        return [given[i] if i in given else self.records.empty(r, a) for i, (r, a) in pairs]
+
+    def without_keys(self, x: Any) -> TiledBlock | None:
+        """Return the block of a pass that keeps nothing and has no keys, cut at its loops over tiles, if tiles are records."""
+        if not self.records.groups:
+            return None
+        params = self._block()
+        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
+        self.traced_eval = self._cut(params, one, None, 1)[1]
+        return self.traced_eval
+
+    def eval_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
+        """Return the loops over tiles that a tick of an evaluation's forward runs, which was traced."""
+        loops, traced = [tiles for _, tiles in self.records.loops], self.traced_eval
+        return {} if traced is None else {"forward": [(loops[g], "forward") for g in traced.forward_loops]}
+
+    def tile_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
+        """Return the loops over tiles that a tick of each phase runs, in order, and which of their phases each is."""
+        loops = [tiles for _, tiles in self.records.loops]
+        if self.traced is None:  # no batch was seen: as a block without recomputation would have them
+            return {"forward": [(g, "forward") for g in loops], "backward": [(g, "backward") for g in reversed(loops)]}
+        backward = [(loops[g], "backward" if derived else "forward") for g, derived in self.traced.backward_loops]
+        return {"forward": [(loops[g], "forward") for g in self.traced.forward_loops], "backward": backward}

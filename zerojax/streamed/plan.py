@@ -1,0 +1,225 @@
+"""How the records of a streamed step rest and move: specs, tiers, dtypes of every leaf, and the schedule that follows.
+
+A layer's record of a kind is its shards of that kind on one device. `StreamedPlan` is what the loops (`step`)
+and the endings (`endings`) both read; it computes nothing but the sums and scales of gradients they need.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from host_offload.schedule import Schedule, TiledSchedule, TileLoops, build_schedule, build_tiled_schedule
+from zerojax.config import reason, updates_by_parts
+from zerojax.models import BLOCKS, LayeredModel
+from zerojax.optim import HostUpdate, Parts
+from zerojax.precision import PRECISIONS
+from zerojax.sharding import STAGES, LeafSpec, Spec, local_elements, named, stored_spec
+from zerojax.state import Index, Layout, OnDisk, RecordSpec, TileGroup, TrainState, pick, read_layer
+from zerojax.streamed.residuals import MODES
+
+Array = jax.Array
+
+
+class StreamedPlan:
+    """Records, tiers and schedule of one streamed step.
+
+    Attributes:
+      count: microbatches.
+      parts: the optimizer by parts, or None where the whole tree is updated on the device.
+      host: the host's update, or None.
+      schedule: of the step.
+      blocks: indices of the parameter leaves of which a layer's record holds one layer.
+      groups: those of stacks of tiles, whose records are tiles.
+      stacked: the leaves of `blocks` and `groups`, in order.
+      ends: the other indices.
+      params: how each parameter rests.
+      grads: how each gradient rests from backward to update.
+      params_away: whether parameters rest off the device.
+      grads_away: whether gradients rest off the device.
+      grads_in_memory: whether they rest in stacks in host memory, which XLA writes and reads.
+      abstract: ShapeDtypeStruct of each parameter in the compute dtype.
+    """
+
+    def __init__(self, model: LayeredModel, tx: optax.GradientTransformation, layout: Layout) -> None:
+        """Check that the step can be streamed.
+
+        Raises:
+          ValueError: the optimizer is not elementwise where it must be, or the schedule exceeds `device_budget_bytes`.
+        """
+        self.layout, self.config, self.mesh = layout, layout.config, layout.mesh
+        self.num_layers, self.count = model.num_layers, layout.config.num_microbatches
+        stage, config = STAGES[layout.config.stage], layout.config
+        self.parts = Parts(tx, layout, reason(config)) if updates_by_parts(config) else None
+        after_backward = config.update != "in_backward"
+        on_host = config.update_on == "host"
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]]
+        stacked = [path[0] == jax.tree_util.DictKey(BLOCKS) for path in paths]
+        self.groups, self.lead = layout.tiles, [layout.lead(i) if s else 0 for i, s in enumerate(stacked)]
+        self.blocks = tuple(i for i, lead in enumerate(self.lead) if lead == 1)
+        self.stacked = tuple(i for i, lead in enumerate(self.lead) if lead)
+        self.ends = tuple(i for i, s in enumerate(stacked) if not s)
+        self.schedule = plan_schedule(model.num_layers, layout, self.parts, self.blocks)
+        specs = [layout.specs[jax.tree_util.keystr(path)] for path in paths]
+
+        def records(sharded: bool, blocks_tier: str, ends_tier: str) -> list[RecordSpec]:
+            each = zip((stored_spec(s, sharded) for s in specs), self.lead, strict=True)
+            return [RecordSpec(self.mesh, spec[lead:], blocks_tier if lead else ends_tier) for spec, lead in each]
+
+        grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
+        self.params = records(stage.params, config.params, config.params) if self.parts is None else self.parts.params
+        self.grads = records(stage.opt_state, grads_tier, "device")
+        self.params_away = config.params != "device"
+        self.grads_away = grads_tier != "device" and after_backward
+        self.grads_in_memory = self.grads_away and grads_tier == "pinned_host"
+        self.abstract = jax.tree.leaves(layout.abstract_arrays.params)
+        shelf = None
+        if layout.disk is not None and config.grads == "nvme" and after_backward:
+            held = [("grads", model.num_layers, self.blocks)]
+            held += [(group.kind("grads"), model.num_layers * group.num_tiles, group.leaves) for group in self.groups]
+            for kind, count, part in held:
+                names, shapes = [jax.tree_util.keystr(paths[i]) for i in part], [self.grad_shape(i) for i in part]
+                own = layout.disk.declare(
+                    kind, count, names, shapes, [self.grads[i].spec for i in part], is_state=False,
+                    fetched=not on_host, stored=not on_host,
+                )  # fmt: skip
+                shelf = own if shelf is None else shelf
+                for leaf, i in enumerate(part):
+                    self.grads[i] = dataclasses.replace(self.grads[i], shelf=own, leaf=leaf)
+        self.host = None
+        if self.parts is not None and on_host:
+            stashes = after_backward and (config.grads != "device" or config.delayed_update)
+            self.host = HostUpdate(self.parts, stashes=stashes, summed=self.count, on_disk=shelf)
+
+    @property
+    def loops(self) -> list[tuple[TileGroup, TileLoops]]:
+        """The groups, and the loops over their tiles."""
+        return list(zip(self.groups, self.schedule.tiles, strict=True)) if isinstance(self.schedule, TiledSchedule) else []
+
+    def grad_dtype(self, index: int) -> Any:
+        """Return the dtype in which a leaf's gradient is summed."""
+        return self.abstract[index].dtype if self.count == 1 else jnp.dtype(jnp.float32)
+
+    def grad_shape(self, index: int) -> jax.ShapeDtypeStruct:
+        """Return the gradient of a leaf, of one layer or tile where it is stacked."""
+        return jax.ShapeDtypeStruct(self.abstract[index].shape[self.lead[index] :], self.grad_dtype(index))
+
+    def empty(self, record: RecordSpec, a: Any, lead: Sequence[int] = ()) -> Any:
+        """Return an empty stack [*lead, ...] of a record, on the device or on disk; `lead` is [L] by default."""
+        lead = lead or (self.num_layers,)
+        if record.shelf is not None:
+            return OnDisk(record.shelf.first_token(), (*lead, *a.shape), a.dtype)
+        stack = jnp.zeros((*lead, *a.shape), a.dtype)
+        return jax.lax.with_sharding_constraint(stack, named(self.mesh, (*(None,) * len(lead), *record.spec)))
+
+    def empty_grads(self) -> list[Any]:
+        """Return empty stacks for the gradients of `stacked`."""
+        return [self.empty(self.grads[i], self.grad_shape(i), self.abstract[i].shape[: self.lead[i]]) for i in self.stacked]
+
+    def abstract_stack(self, record: RecordSpec, a: Any, lead: Sequence[int] = ()) -> Any:
+        """Return the shape and sharding of a stack [*lead, ...] of a record where it rests; `lead` is [L] by default."""
+        lead = lead or (self.num_layers,)
+        sharding = named(self.mesh, (*(None,) * len(lead), *record.spec), record.tier)
+        return jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=sharding)
+
+    def abstract_grads(self) -> list[Any]:
+        """Return shapes and shardings of the stacks for the gradients of `stacked`, where they rest."""
+        return [
+            self.abstract_stack(self.grads[i], self.grad_shape(i), self.abstract[i].shape[: self.lead[i]]) for i in self.stacked
+        ]
+
+    def read_params(self, stacks: Sequence[Any], part: Sequence[int], index: Index) -> list[Array]:
+        """Return one layer's, or tile's, shards, on the device.
+
+        Args:
+          stacks: of `stacked`.
+          part: indices of the leaves of the record.
+          index: of the record.
+        """
+        return read_layer(pick(self.params, part), self.pick(stacks, part), index)
+
+    def pick(self, stacks: Sequence[Any], part: Sequence[int]) -> list[Any]:
+        """Return those of `stacks`, which are of `stacked`, that belong to a part of it."""
+        return [stacks[self.stacked.index(i)] for i in part]
+
+    def put(self, stacks: Sequence[Any], part: Sequence[int], values: Sequence[Any]) -> list[Any]:
+        """Return `stacks` with `values` in place of a part."""
+        given = dict(zip(part, values, strict=True))
+        return [given.get(i, stack) for i, stack in zip(self.stacked, stacks, strict=True)]
+
+    def on_shards(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
+        """Return one layer's, or unstacked leaves', gradients or weights, on the shards of the optimizer state."""
+        return [jax.lax.with_sharding_constraint(g, self.grads[i].sharding) for g, i in zip(grads, indices, strict=True)]
+
+    def mean(self, grad: Array) -> Array:
+        """Return the float32 mean over microbatches of a summed gradient."""
+        grad = grad.astype(jnp.float32)
+        return grad if self.count == 1 else grad / self.count
+
+    def unscaled(self, grad: Array, state: TrainState) -> Array:
+        """Return the mean gradient without the loss scale."""
+        grad = self.mean(grad)
+        return grad if state.loss_scale is None else grad / state.loss_scale.scale
+
+    def squares(self, grads: Sequence[Array], state: TrainState) -> Array:
+        """Return the sum of squares of unscaled gradients: f32[]."""
+        return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
+
+
+def record_bytes(layout: Layout, parts: Parts | None, part: Sequence[int]) -> dict[str, int]:
+    """Return the bytes of the records of some stacked leaves on each device, as `host_offload.build_schedule` takes them.
+
+    "grads" is the record's whole gradient, which is there before it is reduced to its shards. Activations are not counted:
+    their shapes are known once there is a batch.
+    """
+    mesh, stage = layout.mesh, STAGES[layout.config.stage]
+    itemsize = jnp.dtype(PRECISIONS[layout.config.precision].compute_dtype).itemsize
+    leaves = jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]
+    held = [(leaves[i][1].shape, layout.specs[jax.tree_util.keystr(leaves[i][0])], layout.lead(i)) for i in part]
+
+    def elements(spec_of: Callable[[LeafSpec], Spec]) -> int:
+        return sum(local_elements(shape[lead:], spec_of(spec)[lead:], mesh) for shape, spec, lead in held)
+
+    opt_state = elements(lambda s: stored_spec(s, stage.opt_state)) * 4 if layout.abstract_state.master is not None else 0
+    if parts is not None:
+        states = jax.tree.leaves(parts.update.opt_state)
+        for j in parts.update.states_of(part):
+            shape = states[j].shape[layout.lead(parts.owner(j)) :]
+            opt_state += local_elements(shape, parts.opt_record(j).spec, mesh) * states[j].dtype.itemsize
+    whole = elements(lambda s: s.base) * itemsize
+    params = elements(lambda s: stored_spec(s, stage.params)) * itemsize
+    return {"params": params, "gathered": whole, "grads": whole, "opt_state": opt_state}
+
+
+def plan_schedule(num_layers: int, layout: Layout, parts: Parts | None, blocks: Sequence[int]) -> Schedule:
+    """Return the schedule of a streamed step.
+
+    Raises:
+      ValueError: it does not fit `device_budget_bytes`.
+    """
+    config = layout.config
+    activations = "pinned_host" if config.offloaded_names else config.activations
+    on_host = config.update_on == "host"  # then its callbacks read and write the state, and nothing of it is fetched
+    tiers = {
+        "params": config.params,
+        "grads": "device" if on_host else config.grads,
+        "opt_state": "device" if on_host else config.opt_state,
+        "activations": "device" if activations in MODES else activations,
+    }
+    options: dict[str, Any] = {
+        "tiers": tiers,
+        "update": config.update or "after_backward",
+        "master": layout.abstract_state.master is not None or on_host,
+        "record_bytes": record_bytes(layout, parts, blocks),
+        "budget_bytes": config.device_budget_bytes,
+    }
+    if layout.tiles:
+        groups = {group.name: group.num_tiles for group in layout.tiles}
+        sizes = [record_bytes(layout, parts, group.leaves) for group in layout.tiles]
+        return build_tiled_schedule(num_layers, config.prefetch_distance, groups=groups, group_bytes=sizes, **options)
+    return build_schedule(
+        num_layers, config.prefetch_distance, gather_ahead=config.gather_ahead, device_layers=layout.device_layers, **options
+    )

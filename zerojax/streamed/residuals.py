@@ -1,0 +1,228 @@
+"""What one layer keeps from forward to backward, and its derivative given what was kept.
+
+A layer is run twice: forward, and again inside its own derivative. The second run takes what was kept in place of what it
+computes, so whatever only led to a kept value is dead code and is not computed again:
+
+    forward     y, kept = block(p, x)
+    backward    dp, dx  = vjp(block with each kept value put in its place)(dy)
+
+Putting a value in place is an operation of its own: its result is the kept value, its derivative is that of what it replaces.
+Nothing made from parameters alone is ever kept (a gathered or transposed weight is made again from the gathered layer), so
+ZeRO-3's memory bound holds in every mode. What is kept:
+
+    save        every intermediate that backward reads, layout and casts excepted
+    selective   the same, less attention's inner part: all between the product of queries and keys and the product with the
+                values, dropout mask included (Korthikanti et al., arXiv:2205.05198, section 5)
+    remat       nothing but the layer's input
+    names       whatever the model marks by `jax.ad_checkpoint.checkpoint_name`, in any mode
+
+Attention is found by its form, two matrix products with batch dims of data with data, one feeding the other; a fused attention
+kernel keeps little, and is one equation here. Random masks agree in both runs since keys are functions of (step, layer).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten
+from zerojax.tiling import TileLoop, find_loops, marked, parse
+
+MODES = ("save", "selective", "remat")
+_LAYOUT = frozenset(
+    {"broadcast_in_dim", "iota", "reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "slice", "copy",
+     "copy_p", "stop_gradient", "random_wrap", "random_unwrap", "random_fold_in", "random_split", "random_seed", "rev", "split"}
+)  # fmt: skip
+"""Equations whose results are made again from what they read."""
+
+
+@jax.custom_jvp
+def put(computed: jax.Array, kept: jax.Array) -> jax.Array:
+    """Return `kept`; the derivative is that of `computed`."""
+    del computed
+    return kept
+
+
+@put.defjvp
+def _put_jvp(primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+    return primals[1], tangents[0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedBlock:
+    """One layer, traced: its forward with what it keeps, and its backward.
+
+    Attributes:
+      program: the block over (params, x, key), flattened.
+      structures: tree structures of params, x and key.
+      kept: slots kept, in order.
+      offloaded: for each of `kept`, whether the user asked for host memory.
+      shapes: ShapeDtypeStruct of each of `kept`.
+      loops: the loops over tiles that are equations of the program, by the slot of their result, in order.
+    """
+
+    program: FlatJaxpr
+    structures: tuple[Any, Any, Any]
+    kept: tuple[int, ...]
+    offloaded: tuple[bool, ...]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    loops: Mapping[int, TileLoop]
+
+    def forward(self, params: Any, x: Any, key: Any) -> tuple[Any, list[jax.Array]]:
+        """Return y and the kept values."""
+        slots = self._run(params, x, key, {})
+        return self._outputs(slots), [slots[slot] for slot in self.kept]
+
+    def backward(self, params: Any, x: Any, key: Any, kept: Sequence[jax.Array], dy: Any) -> tuple[Any, Any]:
+        """Return the gradients of the parameters and of x."""
+        given = dict(zip(self.kept, kept, strict=True))
+        _, derivative = jax.vjp(lambda p, x: self._outputs(self._run(p, x, key, given)), params, x)
+        return derivative(dy)
+
+    def _outputs(self, slots: dict[int, Any]) -> Any:
+        leaves = [slots[ref] if isinstance(ref, int) else ref.value for ref in self.program.outputs]
+        return jax.tree.unflatten(self.structures[1], leaves)
+
+    def _run(self, params: Any, x: Any, key: Any, given: dict[int, jax.Array]) -> dict[int, Any]:
+        slots: dict[int, Any] = dict(zip(self.program.inputs, jax.tree.leaves((params, x, key)), strict=True))
+        numbers = {slot: number for number, slot in enumerate(self.loops)}
+        for i in self.program.instructions:
+            values = [slots[ref] if isinstance(ref, int) else ref.value for ref in i.ins]
+            number = numbers.get(i.outs[0]) if i.outs else None
+            outs = bind(i.eqn, values) if number is None else [self.loops[i.outs[0]].derivable(number, values)]
+            for slot, value in zip(i.outs, outs, strict=True):
+                if slot not in given:
+                    slots[slot] = value
+                elif jnp.issubdtype(value.dtype, jnp.floating):
+                    slots[slot] = put(value, given[slot])
+                else:
+                    slots[slot] = given[slot]
+        return slots
+
+
+def plan_layer(
+    block: Callable[[Any, Any, Any], Any],
+    params: Any,
+    x: Any,
+    key: Any,
+    mode: str,
+    saved: Sequence[str],
+    offloaded: Sequence[str],
+    tiled: bool = False,
+) -> TracedBlock:
+    """Trace a block and choose what it keeps.
+
+    Args:
+      block: `block(params, x, key) -> x`.
+      params: abstract parameters of one layer.
+      x: abstract activations.
+      key: abstract key, or None.
+      mode: one of MODES.
+      saved: names to keep on the device.
+      offloaded: names to keep in host memory.
+      tiled: whether loops over tiles stay equations (`zerojax.tiling.loops`).
+
+    Raises:
+      ValueError: a name that the block does not mark.
+    """
+    closed = jax.make_jaxpr(block)(params, x, key)
+    program = flatten(closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None)
+    structures = tuple(jax.tree.structure(t) for t in (params, x, key))
+    names = _names(program)
+    wanted = {*saved, *offloaded}
+    if missing := sorted(wanted - {n for n, _ in names.values()}):
+        marked = sorted({n for n, _ in names.values()})
+        raise ValueError(
+            f"saved_names and offloaded_names name {missing}, which the block does not mark; it marks {marked or 'none'} "
+            "(jax.ad_checkpoint.checkpoint_name(value, name))"
+        )
+    chosen = {slot: aval for slot, (name, aval) in names.items() if name in wanted}
+    if mode != "remat":
+        num_params, num_data = len(jax.tree.leaves(params)), len(jax.tree.leaves(x))
+        inner = _attention_inner(program, num_params, num_data) if mode == "selective" else frozenset()
+        candidates = _candidates(program, num_params)
+        chosen |= {slot: aval for slot, aval in candidates.items() if slot not in inner}
+    to_host = {slot for slot, (name, _) in names.items() if name in offloaded}
+    shapes = {slot: jax.ShapeDtypeStruct(aval.shape, aval.dtype) for slot, aval in chosen.items()}
+
+    loops = find_loops(program) if tiled else {}
+
+    def layer(slots: Sequence[int]) -> TracedBlock:
+        kept = tuple(sorted(slots))
+        return TracedBlock(program, structures, kept, tuple(s in to_host for s in kept), tuple(shapes[s] for s in kept), loops)
+
+    every = layer(list(shapes))
+    return layer([slot for slot, read in zip(every.kept, _read_by_backward(every, params, x, key), strict=True) if read])
+
+
+def _read_by_backward(layer: TracedBlock, params: Any, x: Any, key: Any) -> list[bool]:
+    """Return, for each kept value, whether the derivative reads it."""
+    closed = jax.make_jaxpr(lambda kept, p, x, key, dy: layer.backward(p, x, key, kept, dy))(
+        list(layer.shapes), params, x, key, x
+    )
+    program = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
+    live = {ref for ref in program.outputs if isinstance(ref, int)}
+    for i in reversed(program.instructions):
+        if i.eqn.effects or any(out in live for out in i.outs):
+            live.update(ref for ref in i.ins if isinstance(ref, int))
+    return [slot in live for slot in program.inputs[: len(layer.kept)]]
+
+
+def _names(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:
+    """Return name and aval of each slot that `checkpoint_name` marks."""
+    return {
+        i.outs[0]: (i.eqn.params["name"], i.eqn.outvars[0].aval) for i in program.instructions if i.eqn.primitive.name == "name"
+    }
+
+
+def _reached(program: FlatJaxpr, starts: set[int]) -> set[int]:
+    """Return `starts` and every slot computed from them."""
+    reached = set(starts)
+    for i in program.instructions:
+        if any(ref in reached for ref in i.ins if isinstance(ref, int)):
+            reached.update(i.outs)
+    return reached
+
+
+def _candidates(program: FlatJaxpr, num_params: int) -> dict[int, Any]:
+    """Return the slots that depend on data and cost something to make again."""
+    data = _reached(program, set(program.inputs[num_params:]))
+    made: dict[int, Any] = {
+        out: v.aval
+        for i in program.instructions
+        if i.eqn.primitive.name not in _LAYOUT
+        for out, v in zip(i.outs, i.eqn.outvars, strict=True)
+    }
+    return {s: a for s, a in made.items() if s in data and not jnp.issubdtype(a.dtype, jax.dtypes.extended)}
+
+
+def _attention_inner(program: FlatJaxpr, num_params: int, num_data: int) -> frozenset[int]:
+    """Return the slots between the two products of attention: scores, weights, and the masks that only they read."""
+    data = _reached(program, set(program.inputs[num_params : num_params + num_data]))
+
+    def of_data(i: Instruction) -> bool:
+        """Tell whether an instruction multiplies data with data, batched."""
+        if i.eqn.primitive.name != "dot_general" or not all(isinstance(ref, int) and ref in data for ref in i.ins):
+            return False
+        return bool(i.eqn.params["dimension_numbers"][1][0])
+
+    products = [i for i in program.instructions if of_data(i)]
+    inner: set[int] = set()
+    for first in products:
+        after = _reached(program, set(first.outs))
+        for second in products:
+            if second is not first and any(ref in after for ref in second.ins):
+                inner |= _between(program, first, second, data)
+    return frozenset(inner)
+
+
+def _between(program: FlatJaxpr, first: Instruction, second: Instruction, data: set[int]) -> set[int]:
+    """Return the slots made after `first` on the way to `second`, and what is made of no data for them."""
+    after = _reached(program, set(first.outs))
+    feeds = {ref for ref in second.ins if isinstance(ref, int)}
+    for i in reversed(program.instructions):
+        if i is not first and any(out in feeds for out in i.outs):
+            feeds.update(ref for ref in i.ins if isinstance(ref, int) and (ref in after or ref not in data))
+    return (feeds & after) | (feeds - data)

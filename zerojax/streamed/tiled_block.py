@@ -1,0 +1,331 @@
+"""A block whose stacks of tiles are not there: its equations run one after the other, its loops over tiles by whoever has them.
+
+    forward    y  = block(p, x)                 segments of equations between loops, as the block has them
+    backward   dp, dx = vjp(block)(dy)          traced once; what the loops' results are needed for is computed again, and each
+                                                loop's derivative is a loop, which uses its tiles' gradients where it makes them
+
+A gradient of a stack of tiles is therefore never an array. Microbatches are dim 0 of all that depends on data: a segment runs
+for one after the other, and a loop over tiles runs once for all of them, so that each tile is fetched and gathered once.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.jaxprs import FlatJaxpr, Instruction, evaluate, flatten
+from zerojax.streamed.residuals import TracedBlock
+from zerojax.tiling import TileLoop, marked
+
+Array = jax.Array
+Slots = dict[int, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TileLoopCall:
+    """A loop over tiles to run.
+
+    Attributes:
+      loop: it.
+      group: index of the group whose tiles it uses.
+      is_backward: whether its derivative is meant.
+      operands: those of the loop, stacks of tiles being None; each with whether microbatches are its dim 0.
+      dy: likewise the cotangent of its result, or None.
+      wanted: of a derivative, whether the cotangent of each operand is.
+    """
+
+    loop: TileLoop
+    group: int
+    is_backward: bool
+    operands: tuple[tuple[Any, bool] | None, ...]
+    dy: tuple[Any, bool] | None
+    wanted: tuple[bool, ...]
+
+
+RunLoop = Callable[[TileLoopCall], Sequence[Any]]
+"""Runs a loop; returns its result alone, or the wanted cotangents, each with microbatches as dim 0 where there are several."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Code:
+    """A program cut at its loops.
+
+    Attributes:
+      program: flattened.
+      items: segments of instructions, and single ones that are loops.
+      loops: for each item the number of the loop that it is, and whether it is its derivative; None of a segment.
+      read: for each item the slots that later ones read.
+      outputs: slots that are wanted.
+    """
+
+    program: FlatJaxpr
+    items: tuple[tuple[Instruction, ...], ...]
+    loops: tuple[tuple[int, bool] | None, ...]
+    read: tuple[frozenset[int], ...]
+    outputs: frozenset[int]
+
+
+class TiledBlock:
+    """One block, traced, with what it keeps, for one record of parameters and groups of tiles.
+
+    Attributes:
+      layer: the traced block.
+      forward_loops: the groups whose loops a forward tick runs, in order.
+      backward_loops: of a backward tick, each with whether it is the loop's derivative.
+    """
+
+    def __init__(
+        self, layer: TracedBlock, groups: Sequence[Sequence[int]], names: Sequence[str], count: int, args: tuple[Any, Any, Any]
+    ) -> None:
+        """Cut a block's forward and backward.
+
+        Args:
+          layer: the traced block.
+          groups: for each group its leaves among those of the block's parameters.
+          names: of the block's leaves, for errors.
+          count: microbatches.
+          args: abstract (params, x, key) of one microbatch.
+
+        Raises:
+          ValueError: a stack of tiles that is not used in one loop over tiles of its group alone.
+        """
+        self.layer, self.groups, self.count = layer, tuple(map(tuple, groups)), count
+        self.tiled = {leaf for group in self.groups for leaf in group}
+        self.num_params, self.num_x = len(jax.tree.leaves(args[0])), len(jax.tree.leaves(args[1]))
+        program = layer.program
+        numbers = {slot: number for number, slot in enumerate(layer.loops)}
+        self.loops = list(layer.loops.values())
+
+        def forward_loop(i: Instruction) -> tuple[int, bool] | None:
+            number = numbers.get(i.outs[0]) if i.outs else None
+            return None if number is None else (number, False)
+
+        self.group_of = _check_uses(program, self.loops, forward_loop, self.groups, names)
+        outputs = [ref for ref in (*program.outputs, *layer.kept) if isinstance(ref, int)]
+        self._forward = _cut(program, outputs, forward_loop)
+        params, x, key = args
+        closed = jax.make_jaxpr(lambda p, x, key, kept, dy: layer.backward(p, x, key, kept, dy))(
+            params, x, key, list(layer.shapes), x
+        )
+        backward = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
+        wanted = [ref for i, ref in enumerate(backward.outputs) if i not in self.tiled and isinstance(ref, int)]
+        self._check_gradients(backward, names)
+        self._backward = _cut(backward, wanted, lambda i: marked(i.eqn))
+        self.forward_loops = [self.group_of[found[0]] for found in self._forward.loops if found is not None]
+        self.backward_loops = [(self.group_of[found[0]], found[1]) for found in self._backward.loops if found is not None]
+
+    def _check_gradients(self, program: FlatJaxpr, names: Sequence[str]) -> None:
+        made = {out for i in program.instructions if (found := marked(i.eqn)) is not None and found[1] for out in i.outs}
+        for leaf in self.tiled:
+            if program.outputs[leaf] not in made:
+                raise ValueError(f"{names[leaf]}: its gradient is not that of one loop over tiles alone")
+
+    def forward(self, params: Sequence[Any], x: Any, key: Any, run: RunLoop) -> tuple[Any, list[Array]]:
+        """Return y and the kept values.
+
+        Args:
+          params: the block's leaves, gathered; stacks of tiles are None.
+          x: the layer's input; microbatches are dim 0 where there are several.
+          key: of the layer, likewise, or None.
+          run: runs loops.
+        """
+        data = [*jax.tree.leaves(x), *jax.tree.leaves(key)]
+        shared, each = self._run(self._forward, params, data, run, {})[:2]
+        program = self.layer.program
+        outs = [self._value(ref, shared, each) for ref in program.outputs]
+        return jax.tree.unflatten(self.layer.structures[1], outs), [self._value(s, shared, each) for s in self.layer.kept]
+
+    def backward(
+        self, params: Sequence[Any], x: Any, key: Any, kept: Sequence[Array], dy: Any, run: RunLoop, totals: Sequence[Array]
+    ) -> tuple[list[Array], Any]:
+        """Return the gradients of the leaves that are no stacks of tiles, and of x.
+
+        Args:
+          params: as in `forward`.
+          x: likewise.
+          key: likewise.
+          kept: likewise.
+          dy: likewise.
+          run: likewise.
+          totals: float32 zeros for these gradients, where there are several microbatches.
+        """
+        data = [*jax.tree.leaves(x), *jax.tree.leaves(key), *kept, *jax.tree.leaves(dy)]
+        outputs = self._backward.program.outputs
+        rest = [i for i in range(self.num_params) if i not in self.tiled]
+        sums: Slots = {}
+        if self.count > 1:
+            of_x = outputs[self.num_params :]  # what is a gradient of x too is needed of each microbatch
+            pairs = [(outputs[i], total) for i, total in zip(rest, totals, strict=True)]
+            sums = {ref: total for ref, total in pairs if isinstance(ref, int) and ref not in of_x}
+        shared, each, sums = self._run(self._backward, params, data, run, sums)
+        dx = [self._value(ref, shared, each) for ref in outputs[self.num_params :]]
+        grads = [self._total(outputs[i], shared, each, sums) for i in rest]
+        return grads, jax.tree.unflatten(self.layer.structures[1], dx)
+
+    def _total(self, ref: Any, shared: Slots, each: Slots, sums: Slots) -> Array:
+        """Return the sum over microbatches of a gradient: of a segment, of a loop, or the same for each. Several in float32."""
+        if isinstance(ref, int) and ref in sums:
+            return sums[ref]
+        if isinstance(ref, int) and ref in each:
+            return each[ref] if self.count == 1 else jnp.sum(each[ref].astype(jnp.float32), 0)
+        value = shared[ref] if isinstance(ref, int) else jnp.asarray(ref.value)
+        return value if self.count == 1 else value.astype(jnp.float32) * self.count
+
+    def _value(self, ref: Any, shared: Slots, each: Slots) -> Any:
+        """Return a result that there is one of for each microbatch."""
+        if isinstance(ref, int) and ref in each:
+            return each[ref]
+        value = shared[ref] if isinstance(ref, int) else jnp.asarray(ref.value)
+        return value if self.count == 1 else jnp.broadcast_to(value, (self.count, *value.shape))
+
+    def _run(
+        self, code: _Code, params: Sequence[Any], data: Sequence[Any], run: RunLoop, sums: Slots
+    ) -> tuple[Slots, Slots, Slots]:
+        """Run a program; returns what does not depend on data, what does, and those of the sums that there are."""
+        inputs = code.program.inputs
+        shared: Slots = {slot: p for slot, p in zip(inputs, params, strict=False) if p is not None}
+        each: Slots = dict(zip(inputs[len(params) :], data, strict=True))
+        done: set[int] = set()
+        for item, found, read in zip(code.items, code.loops, code.read, strict=True):
+            if found is not None:
+                self._call(item[0], found, code.outputs | read, shared, each, run)
+                continue
+            of_data: set[int] = set()
+            instructions = []
+            for i in item:
+                if any(ref in each or ref in of_data for ref in i.ins if isinstance(ref, int)):
+                    of_data.update(i.outs)
+                    instructions.append(i)
+                else:
+                    evaluate([i], shared)
+            if instructions:
+                done |= of_data & sums.keys()
+                keeps = of_data & (read | (code.outputs - sums.keys()))
+                sums = self._segment(instructions, of_data, keeps, shared, each, sums)
+        return shared, each, {slot: sums[slot] for slot in done}
+
+    def _segment(
+        self, instructions: Sequence[Instruction], made: set[int], keeps: set[int], shared: Slots, each: Slots, sums: Slots
+    ) -> Slots:
+        """Run equations that depend on data, for one microbatch after the other; returns the sums.
+
+        Args:
+          instructions: the equations.
+          made: slots that they make.
+          keeps: those that are read later, of each microbatch.
+          shared: slots that do not depend on data.
+          each: slots that do; those kept are added.
+          sums: over microbatches, so far.
+        """
+        needs = sorted({ref for i in instructions for ref in i.ins if isinstance(ref, int) and ref in each})
+        totals, kept = sorted(made & sums.keys()), sorted(keeps)
+
+        def one(total: list[Array], values: list[Any]) -> tuple[list[Array], list[Any]]:
+            slots = shared | dict(zip(needs, values, strict=True))
+            evaluate(instructions, slots)
+            total = [t + slots[slot].astype(t.dtype) for t, slot in zip(total, totals, strict=True)]
+            return total, [slots[slot] for slot in kept]
+
+        values = [each[slot] for slot in needs]
+        run = one if self.count == 1 else lambda total, values: jax.lax.scan(one, total, values)
+        total, after = run([sums[slot] for slot in totals], values)
+        each.update(zip(kept, after, strict=True))
+        return sums | dict(zip(totals, total, strict=True))
+
+    def _call(
+        self, i: Instruction, found: tuple[int, bool], read: frozenset[int], shared: Slots, each: Slots, run: RunLoop
+    ) -> None:
+        number, is_backward = found
+        loop = self.loops[number]
+
+        def operand(ref: Any) -> tuple[Any, bool]:
+            if not isinstance(ref, int):
+                return ref.value, False
+            return (each[ref], self.count > 1) if ref in each else (shared[ref], False)
+
+        count = sum(loop.sizes)
+        operands = tuple(None if p in loop.tiles else operand(ref) for p, ref in enumerate(i.ins[:count]))
+        floating = [p for p in range(count) if jnp.issubdtype(i.eqn.invars[p].aval.dtype, jnp.floating)]  # pyright: ignore[reportAttributeAccessIssue]
+        outs = dict(zip(floating, i.outs, strict=True)) if is_backward else {}
+        wanted = tuple(p in outs and outs[p] in read and p not in loop.tiles for p in range(count))
+        dy = operand(i.ins[count]) if is_backward else None
+        made = run(TileLoopCall(loop, self.group_of[number], is_backward, operands, dy, wanted))
+        slots = [outs[p] for p in range(count) if wanted[p]] if is_backward else i.outs
+        each.update(zip(slots, made, strict=True))
+
+
+def _cut(program: FlatJaxpr, outputs: Sequence[int], loop_of: Callable[[Instruction], tuple[int, bool] | None]) -> _Code:
+    """Cut a program at its loops over tiles; drops what is not needed for `outputs` or a loop's derivative."""
+    live, needed = set(outputs), []
+    for i in reversed(program.instructions):
+        found = loop_of(i)
+        if i.eqn.effects or (found is not None and found[1]) or any(out in live for out in i.outs):
+            needed.append((i, found))
+            live.update(ref for ref in i.ins if isinstance(ref, int))
+    items: list[list[Instruction]] = []
+    loops: list[tuple[int, bool] | None] = []
+    for i, found in reversed(needed):
+        if found is not None or not items or loops[-1] is not None:
+            items.append([])
+            loops.append(found)
+        items[-1].append(i)
+    read, later = [], set[int]()
+    for item in reversed(items):
+        read.append(frozenset(later))
+        later.update(ref for i in item for ref in i.ins if isinstance(ref, int))
+    return _Code(program, tuple(map(tuple, items)), tuple(loops), tuple(reversed(read)), frozenset(outputs))
+
+
+def _check_uses(
+    program: FlatJaxpr,
+    loops: Sequence[TileLoop],
+    loop_of: Callable[[Instruction], tuple[int, bool] | None],
+    groups: Sequence[Sequence[int]],
+    names: Sequence[str],
+) -> dict[int, int]:
+    """Return the group that each loop uses.
+
+    Raises:
+      ValueError: a stack of tiles that is not used in one loop over tiles of its group alone.
+    """
+    leaf_of: dict[Any, int] = {program.inputs[leaf]: leaf for group in groups for leaf in group}
+    used: dict[int, list[int]] = {}
+    for i in program.instructions:
+        found = loop_of(i)
+        stacks = loops[found[0]].tiles if found is not None else range(0)
+        for position, ref in enumerate(i.ins):
+            if not isinstance(ref, int) or (leaf := leaf_of.get(ref)) is None:
+                continue
+            if found is None or position not in stacks:
+                raise ValueError(
+                    f"{names[leaf]} is a stack of tiles, whose records are tiles in a streamed step, but the block uses it in "
+                    f"{i.eqn.primitive.name!r}: it may be used in one loop of zerojax.tiling alone, as TiledDense and TiledMLP "
+                    "do, which is not inside of jax.checkpoint, nnx.remat, scan, cond or vmap; or leave it "
+                    "out of the model's `tiles` (dataclasses.replace(model, tiles=False)), and it is fetched whole"
+                )
+            used.setdefault(leaf, []).append(found[0])
+    for ref in program.outputs:
+        if ref in leaf_of:
+            raise ValueError(f"{names[leaf_of[ref]]} is a stack of tiles, and the block returns it")
+    group_of: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        loops_of = {tuple(used.get(leaf, ())) for leaf in group}
+        if len(loops_of) > 1 or len(next(iter(loops_of))) != 1:
+            uses = {names[leaf]: used.get(leaf, []) for leaf in group}
+            raise ValueError(
+                f"stacks of tiles that one module holds are used together in one loop, once in a block, but these are used by "
+                f"loops {uses}: hold them in modules of their own, or leave them out of the model's `tiles`"
+            )
+        group_of[next(iter(loops_of))[0]] = number
+    for number, loop in enumerate(loops):
+        own = [group for group in groups if any(number in used.get(leaf, ()) for leaf in group)]
+        if len(own) != 1 or len(own[0]) != loop.sizes[1]:
+            found = [names[leaf] for group in own for leaf in group]
+            raise ValueError(
+                f"loop {number} of the block runs over {loop.num_tiles} tiles of {loop.sizes[1]} stacks, of which the model's "
+                f"`tiles` names {found or 'none'}, held in {len(own)} places: all stacks of a loop are named there, held "
+                "together, and neither cast nor changed before it"
+            )
+    return group_of

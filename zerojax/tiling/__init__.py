@@ -1,0 +1,24 @@
+"""Operators that run tile by tile: functions, NNX and Linen modules, and a loss without its logits."""
+
+from zerojax.tiling import linen as linen
+from zerojax.tiling.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from zerojax.tiling.loops import TileLoop as TileLoop
+from zerojax.tiling.loops import find_loops as find_loops
+from zerojax.tiling.loops import find_stacks as find_stacks
+from zerojax.tiling.loops import marked as marked
+from zerojax.tiling.loops import parse as parse
+from zerojax.tiling.nnx import TiledDense as TiledDense
+from zerojax.tiling.nnx import TiledMLP as TiledMLP
+from zerojax.tiling.operators import in_chunks as in_chunks
+from zerojax.tiling.operators import tile_stack as tile_stack
+from zerojax.tiling.operators import tile_sum as tile_sum
+from zerojax.tiling.operators import tiled_dense as tiled_dense
+from zerojax.tiling.operators import tiled_mlp as tiled_mlp
+from zerojax.tiling.weights import TILE_BYTES as TILE_BYTES
+from zerojax.tiling.weights import check_tiles as check_tiles
+from zerojax.tiling.weights import choose_num_tiles as choose_num_tiles
+from zerojax.tiling.weights import tile_kernel as tile_kernel
+from zerojax.tiling.weights import tile_mlp as tile_mlp
+from zerojax.tiling.weights import tiles_of as tiles_of
+from zerojax.tiling.weights import untile_kernel as untile_kernel
+from zerojax.tiling.weights import untile_mlp as untile_mlp

@@ -1,0 +1,114 @@
+"""Tiled layers for Flax Linen: the same as those for NNX (`zerojax.tiling.nnx`), with a Linen module's fields."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from zerojax.tiling.operators import tiled_dense, tiled_mlp
+from zerojax.tiling.weights import check_tiles, tile_kernel, tiles_of
+
+Array = jax.Array
+Initializer = Callable[..., Any]
+
+
+def _tiled(init: Initializer, tile: Callable[[Array], Array]) -> Initializer:
+    """Return an initializer of the dense shape whose value, and annotation if there is one, are those of tiles."""
+
+    def make(key: Array, shape: tuple[int, ...], dtype: Any) -> Any:
+        made = init(key, shape, dtype)
+        if isinstance(made, nn.Partitioned):
+            return made.replace(value=tile(made.value), names=(None, *made.names))
+        return tile(made)
+
+    return make
+
+
+class TiledDense(nn.Module):
+    """A dense layer y = x W + b whose W is gathered, fetched, used and released one tile at a time.
+
+    Attributes:
+      features: F.
+      num_tiles: along F; None chooses by `zerojax.tiling.choose_num_tiles`.
+      in_tiles: along the input's dim.
+      use_bias: whether there is one.
+      dtype: of x, products and result; that of x by default.
+      param_dtype: of the weights.
+      kernel_init: makes [D, F]; may be `nn.with_partitioning`.
+      bias_init: makes [F].
+    """
+
+    features: int
+    num_tiles: int | None = None
+    in_tiles: int = 1
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Initializer = nn.linear.default_kernel_init
+    bias_init: Initializer = nn.initializers.zeros_init()
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Return x W + b: x[..., D] -> [..., F]."""
+        x = x if self.dtype is None else x.astype(self.dtype)
+        size = x.shape[-1]
+        check_tiles(self.in_tiles, size, "in_tiles")
+        num_bytes = 4 * size * self.features // self.in_tiles
+        tiles = tiles_of(self.num_tiles, self.features, num_bytes, f"a dense kernel [{size}, {self.features}]")
+        init = _tiled(self.kernel_init, lambda w: tile_kernel(w, in_tiles=self.in_tiles, out_tiles=tiles))
+        kernel = self.param("kernel", init, (size, self.features), self.param_dtype)
+        bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
+        return tiled_dense(x, kernel, bias, in_tiles=self.in_tiles)
+
+
+class TiledMLP(nn.Module):
+    """An MLP y = f(x up + b) down + c, whose weights are used one tile of the hidden dim at a time.
+
+    Attributes:
+      hidden: H.
+      num_tiles: along H; None chooses by `zerojax.tiling.choose_num_tiles`.
+      seq_tiles: pieces of the sequence in which a tile is used.
+      activation: f.
+      gated: whether f(x gate) * (x up) takes the place of f(x up).
+      use_bias: whether there are biases.
+      dtype: of x, products and result; that of x by default.
+      param_dtype: of the weights.
+      up_init: makes [D, H], of up and gate; may be `nn.with_partitioning`.
+      down_init: makes [H, D]; likewise.
+      bias_init: makes [H], of up and gate; likewise.
+      down_bias_init: makes [D].
+    """
+
+    hidden: int
+    num_tiles: int | None = None
+    seq_tiles: int = 1
+    activation: Callable[[Array], Array] = jax.nn.gelu
+    gated: bool = False
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    up_init: Initializer = nn.linear.default_kernel_init
+    down_init: Initializer = nn.linear.default_kernel_init
+    bias_init: Initializer = nn.initializers.zeros_init()
+    down_bias_init: Initializer = nn.initializers.zeros_init()
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Return the MLP of x[..., S, D]."""
+        x = x if self.dtype is None else x.astype(self.dtype)
+        size, hidden = x.shape[-1], self.hidden
+        tiles = tiles_of(self.num_tiles, hidden, 4 * size * hidden * (3 if self.gated else 2), f"an MLP [{size}, {hidden}]")
+        weights: dict[str, Array] = {}
+        for name in ("up", "gate") if self.gated else ("up",):
+            init = _tiled(self.up_init, lambda w: tile_kernel(w, out_tiles=tiles))
+            weights[name] = self.param(name, init, (size, hidden), self.param_dtype)
+            if self.use_bias:
+                split = _tiled(self.bias_init, lambda b: b.reshape(tiles, -1))
+                weights[f"{name}_bias"] = self.param(f"{name}_bias", split, (hidden,), self.param_dtype)
+        down = _tiled(self.down_init, lambda w: tile_kernel(w, in_tiles=tiles))
+        weights["down"] = self.param("down", down, (hidden, size), self.param_dtype)
+        if self.use_bias:
+            weights["down_bias"] = self.param("down_bias", self.down_bias_init, (size,), self.param_dtype)
+        return tiled_mlp(x, weights, self.activation, seq_tiles=self.seq_tiles)

@@ -1,0 +1,244 @@
+"""Loops over tiles, which a streamed step finds in a block's jaxpr and runs itself, since it does not have the stacks.
+
+A loop of `zerojax.tiling` is a `jit` of a scan, called by a name that tells what the operands are. Everywhere else it is that
+scan. A streamed step, which fetches a block's tiles one by one while the block runs, keeps the `jit` as one equation
+
+    forward    y          = F(consts, tiles, x, parts)
+    backward   d_operands = B(consts, tiles, x, parts, dy)
+
+takes what it computes of one tile out of it, and runs the equations around it (`zerojax.streamed`). That a loop is an
+equation, and nothing of the tracing around it, keeps it whatever JAX caches. The name holds the operands' shapes: where the
+equation was changed (vmap, jvp) they do not fit, and it is no loop over tiles any more.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+
+from zerojax.jaxprs import FlatJaxpr, evaluate, flatten
+
+Array = jax.Array
+NAME = "zerojax_tiles"
+"""What the name of a loop begins with."""
+MARK = "zerojax_mark"
+"""What the name of an equation begins with that stands for a loop, or its derivative, and is not to be run."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TileLoop:
+    """One loop over tiles.
+
+    Attributes:
+      unit: jaxpr of `function(tile, x, part)`; constants, what the function closed over, come before its arguments.
+      sizes: how many arrays consts, tiles, x and parts are.
+      num_tiles: T.
+      num_out: leading dim of the result; T / num_out successive tiles make one of its entries.
+      summed: whether these are summed, in float32.
+      result: ShapeDtypeStruct of the unit's result.
+    """
+
+    unit: jex.Jaxpr
+    sizes: tuple[int, int, int, int]
+    num_tiles: int
+    num_out: int
+    summed: bool
+    result: jax.ShapeDtypeStruct
+
+    @property
+    def out(self) -> jax.ShapeDtypeStruct:
+        """The loop's result."""
+        return jax.ShapeDtypeStruct((self.num_out, *self.result.shape), jnp.float32 if self.summed else self.result.dtype)
+
+    @property
+    def tiles(self) -> range:
+        """Which operands are stacks of tiles."""
+        return range(self.sizes[0], self.sizes[0] + self.sizes[1])
+
+    @property
+    def parts(self) -> range:
+        """Which operands are read a slice at a time, one for each tile."""
+        return range(sum(self.sizes[:3]), sum(self.sizes))
+
+    def run(self, values: Sequence[Any]) -> Array:
+        """Return what the function makes of one tile: operands in order, of stacks and parts a slice."""
+        num_consts = len(self.unit.constvars)
+        program = flatten(self.unit, values[:num_consts])
+        slots: dict[int, Any] = dict(zip(program.inputs, values[num_consts:], strict=True))
+        evaluate(program.instructions, slots)
+        (ref,) = program.outputs
+        return slots[ref] if isinstance(ref, int) else jnp.asarray(ref.value)
+
+    def place(self, tile: Array) -> Array:
+        """Return the entry of the result that a tile is part of: i32[]."""
+        return tile // (self.num_tiles // self.num_out)
+
+    def put(self, y: Array, tile: Array, made: Array) -> Array:
+        """Return the loop's result with what one tile made in it."""
+        if self.summed and self.num_out == 1:
+            return y + made.astype(y.dtype)[None]
+        return y.at[self.place(tile)].add(made) if self.summed else jax.lax.dynamic_update_index_in_dim(y, made, tile, 0)
+
+    def cotangent(self, dy: Array, tile: Array) -> Array:
+        """Return the cotangent of what one tile made."""
+        return jax.lax.dynamic_index_in_dim(dy, self.place(tile), 0, keepdims=False).astype(self.result.dtype)
+
+    def scan(self, operands: Sequence[Any]) -> Array:
+        """Return the loop's result, of stacks that are there. A tile is run again in backward."""
+        unit = jax.checkpoint(lambda *values: self.run(values))
+        shared = list(operands[: self.sizes[0]])
+        x = list(operands[self.tiles.stop : self.parts.start])
+        tiles, parts = ([operands[p] for p in at] for at in (self.tiles, self.parts))
+        if not self.summed:
+            return jax.lax.scan(lambda _, each: (None, unit(*shared, *each[0], *x, *each[1])), None, (tiles, parts))[1]
+        if self.num_out == 1:
+
+            def add(total: Array, each: Any) -> tuple[Array, None]:
+                return total + unit(*shared, *each[0], *x, *each[1]).astype(jnp.float32), None
+
+            return jax.lax.scan(add, jnp.zeros(self.result.shape, jnp.float32), (tiles, parts))[0][None]
+
+        def put(y: Array, each: Any) -> tuple[Array, None]:
+            return self.put(y, each[2], unit(*shared, *each[0], *x, *each[1])), None
+
+        y = jnp.zeros(self.out.shape, jnp.float32)
+        return jax.lax.scan(put, y, (tiles, parts, jnp.arange(self.num_tiles)))[0]
+
+    def derivable(self, number: int, operands: Sequence[Any]) -> Array:
+        """Return the loop as an equation, and with a derivative, that stand for it and are not to be run."""
+        floating = [i for i, a in enumerate(operands) if jnp.issubdtype(a.dtype, jnp.floating)]
+        shapes = [jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in floating]
+
+        def forward(operands: Sequence[Any]) -> Array:
+            return _mark(f"{MARK}_{number}_forward", self.out, list(operands))
+
+        @jax.custom_vjp
+        def call(*operands: Any) -> Array:
+            return forward(operands)
+
+        def backward(operands: Any, dy: Array) -> tuple[Any, ...]:
+            made = iter(_mark(f"{MARK}_{number}_backward", shapes, [*operands, dy]))
+            return tuple(next(made) if i in floating else None for i in range(len(operands)))
+
+        call.defvjp(lambda *operands: (forward(operands), operands), backward)
+        return call(*operands)
+
+
+def _mark(name: str, out: Any, operands: list[Any]) -> Any:
+    """Return the results of a jit that reads `operands` and is not to be run."""
+
+    def mark(operands: list[Any]) -> Any:
+        del operands
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), out)
+
+    mark.__name__ = mark.__qualname__ = name
+    return jax.jit(mark)(operands)
+
+
+def marked(eqn: jex.JaxprEqn) -> tuple[int, bool] | None:
+    """Return the number of the loop that an equation stands for, and whether it is its derivative; None of others."""
+    name = str(eqn.params.get("name", ""))
+    if not name.startswith(MARK):
+        return None
+    number, kind = name.removeprefix(f"{MARK}_").split("_")
+    return int(number), kind == "backward"
+
+
+def loop_over(
+    function: Callable[..., Array], tiles: Any, x: Any, parts: Any = None, *, num_out: int = 1, summed: bool = True
+) -> Array:
+    """Return [num_out, ...]: of every T / num_out successive tiles, function(tiles[k], x, parts[k]), summed or alone.
+
+    Args:
+      function: `function(tile, x, part)`; returns one array, of the same shape for every tile.
+      tiles: tree of [T, ...].
+      x: tree, the same for every tile. What is no array of it is handed on as it is.
+      parts: tree of [T, ...], or None.
+      num_out: a divisor of T; T itself if not summed.
+      summed: in float32.
+
+    Raises:
+      ValueError: there is no tile, the stacks differ in length, or the function returns something else.
+    """
+    leaves, structure = jax.tree.flatten((tiles, x, parts))
+    counts = [len(jax.tree.leaves(tree)) for tree in (tiles, x, parts)]
+    stacks = [leaves[i] for i in (*range(counts[0]), *range(counts[0] + counts[1], sum(counts)))]
+    lengths = {a.shape[0] if a.ndim else 0 for a in map(jnp.asarray, stacks)}
+    if not counts[0] or len(lengths) > 1 or 0 in lengths:
+        raise ValueError(f"tiles and parts are stacks of one length, one entry for each tile, not {list(lengths)}")
+    middle = range(counts[0], counts[0] + counts[1])
+    at = [i for i, a in enumerate(leaves) if i not in middle or hasattr(a, "dtype")]
+    arrays = [jnp.asarray(leaves[i]) for i in at]
+    is_stack = [i not in middle for i in at]
+
+    def unit(*values: Array) -> Array:
+        given = dict(zip(at, values, strict=True))
+        made = function(*jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
+        if not isinstance(made, jax.Array):
+            raise ValueError(f"a function of a tile returns one array, not {type(made).__name__}")
+        return made
+
+    pairs = zip(arrays, is_stack, strict=True)
+    shapes = [jax.ShapeDtypeStruct(a.shape[1:] if s else a.shape, a.dtype, weak_type=a.weak_type) for a, s in pairs]
+    closed, result = jax.make_jaxpr(unit, return_shape=True)(*shapes)
+    consts = list(map(jnp.asarray, closed.consts))
+    sizes = (len(consts), counts[0], len(at) - counts[0] - counts[2], counts[2])
+    loop = TileLoop(closed.jaxpr, sizes, lengths.pop(), num_out, summed, result)
+    if loop.num_tiles == 1:  # one tile is the whole: there is nothing to stream
+        return loop.scan([*consts, *arrays])
+
+    def scan(*operands: Any) -> Array:
+        return loop.scan(operands)
+
+    scan.__name__ = scan.__qualname__ = _name(loop, [*consts, *arrays])
+    return jax.jit(scan)(*consts, *arrays)
+
+
+def _name(loop: TileLoop, operands: Sequence[Any]) -> str:
+    shapes = str([(tuple(a.shape), str(a.dtype)) for a in (*operands, loop.out)])
+    numbers = (*loop.sizes, loop.num_tiles, loop.num_out, int(loop.summed), zlib.crc32(shapes.encode()))
+    return "_".join([NAME, *map(str, numbers)])
+
+
+def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
+    """Return the loop over tiles that an equation is, or None."""
+    name = str(eqn.params.get("name", ""))
+    if eqn.primitive.name not in ("jit", "pjit") or not name.startswith(NAME) or len(eqn.outvars) != 1:
+        return None
+    *sizes, num_tiles, num_out, summed, _ = map(int, name.removeprefix(f"{NAME}_").split("_"))
+    scans = [e for e in eqn.params["jaxpr"].jaxpr.eqns if e.primitive.name == "scan"]
+    units = [e.params["jaxpr"] for s in scans for e in s.params["jaxpr"].jaxpr.eqns if e.primitive.name in _CHECKPOINT]
+    if len(scans) != 1 or len(units) != 1 or len(units[0].invars) != sum(sizes) or len(eqn.invars) != sum(sizes):
+        return None
+    made: Any = units[0].outvars[0].aval
+    result = jax.ShapeDtypeStruct(made.shape, made.dtype)
+    loop = TileLoop(units[0], tuple(sizes), num_tiles, num_out, bool(summed), result)  # pyright: ignore[reportArgumentType]
+    return loop if _name(loop, [v.aval for v in eqn.invars]) == name else None
+
+
+_CHECKPOINT = ("checkpoint", "remat", "remat2")
+
+
+def find_loops(program: FlatJaxpr) -> dict[int, TileLoop]:
+    """Return the loops over tiles among a program's instructions, by the slot of their result."""
+    return {i.outs[0]: loop for i in program.instructions if (loop := parse(i.eqn)) is not None}
+
+
+def find_stacks(function: Callable[..., Any], params: Any, *args: Any) -> Any:
+    """Return which leaves of abstract parameters are stacks that `function(params, *args)` loops over: a tree of bool."""
+    closed = jax.make_jaxpr(lambda *args: function(*args))(params, *args)
+    program = flatten(closed.jaxpr, closed.consts, lambda eqn: parse(eqn) is not None)
+    loops = find_loops(program)
+    stacks: set[Any] = set()
+    others: set[Any] = {ref for ref in program.outputs if isinstance(ref, int)}
+    for i in program.instructions:
+        at = loops[i.outs[0]].tiles if i.outs and i.outs[0] in loops else range(0)
+        for position, ref in enumerate(i.ins):
+            if isinstance(ref, int):
+                (stacks if position in at else others).add(ref)
+    leaves, tree = jax.tree.flatten(params)
+    return jax.tree.unflatten(tree, [slot in stacks - others for slot in program.inputs[: len(leaves)]])

@@ -1,0 +1,183 @@
+"""Memory-centric tiling: an operator too large to be whole on a device runs as a sequence of tiles.
+
+After ZeRO-Infinity (arXiv:2104.07857, section 5.1.3). The weight of a dense layer is stored as a stack of tiles, and used in a
+loop that gathers, uses and releases one at a time:
+
+    tiles along the output   W[t, D, F/t]        y[:, k] = x W[k]                     columns of y
+    along the input          W[t, D/t, F]        y = sum_k x[:, k] W[k]               summed in float32
+    along both               W[o*i, D/i, F/o]    y[:, k] = sum_j x[:, j] W[k*i + j]
+
+and of an MLP along its hidden dim, so that neither its two weights nor its hidden activations are ever whole:
+
+    up[t, D, H/t], down[t, H/t, D]               y = sum_k f(x up[k]) down[k]
+
+A tile is a unit of rematerialisation: backward gathers it again and computes its inner activations again, and its gradient is
+reduced to the shards before the next tile's. Nothing is kept of a tile but what all share, the input. At stage 3 the loop over
+tiles is a scan over a stack whose tile dim is whole, which gather-on-use slices while it is sharded.
+
+DeepSpeed's TiledLinear makes a module of each tile, so that its hooks gather it; here the tiles are one leaf.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.tiling.loops import loop_over
+from zerojax.tiling.weights import check_tiles
+
+Array = jax.Array
+logger = logging.getLogger("zerojax")
+
+
+def tile_sum(function: Callable[[Any, Any, Any], Array], tiles: Any, x: Any, parts: Any = None) -> Array:
+    """Return sum_k function(tiles[k], x, parts[k]), summed in float32.
+
+    Args:
+      function: differentiable; run again in backward. Its result has the same shape for every tile.
+      tiles: tree of stacks [t, ...]; a slice of each is one tile.
+      x: what every tile reads.
+      parts: tree of [t, ...], what each tile reads of its own; or None.
+    """
+    return loop_over(function, tiles, x, parts)[0]
+
+
+def tile_stack(function: Callable[[Any, Any], Array], tiles: Any, x: Any) -> Array:
+    """Return function(tiles[k], x) for every tile, stacked: [t, ...]. The function is run again in backward."""
+    count = jax.tree.leaves(tiles)[0].shape[0]
+    return loop_over(lambda tile, x, _: function(tile, x), tiles, x, num_out=count, summed=False)
+
+
+def in_chunks(function: Callable[[Any, Array], Array], num_chunks: int) -> Callable[[Any, Array], Array]:
+    """Return `function(tile, x)` for x[..., S, D] run on `num_chunks` pieces of dim S, one after the other.
+
+    What it makes inside is never there for more than a piece, in backward too.
+    """
+    if num_chunks == 1:
+        return function
+
+    def chunked(tile: Any, x: Array) -> Array:
+        *lead, seq, width = x.shape
+        check_tiles(num_chunks, seq, "seq_tiles")
+        pieces = jnp.moveaxis(x.reshape(*lead, num_chunks, seq // num_chunks, width), -3, 0)
+        unit = jax.checkpoint(lambda piece: function(tile, piece))
+        made = jnp.moveaxis(jax.lax.map(unit, pieces), 0, -3)  # [..., chunks, S / chunks, F]
+        return made.reshape(*lead, seq, made.shape[-1])
+
+    return chunked
+
+
+def tiled_dense(x: Array, kernel: Array, bias: Array | None = None, *, in_tiles: int = 1) -> Array:
+    """Return x W + b, one tile of W at a time.
+
+    Args:
+      x: [..., D].
+      kernel: [out_tiles * in_tiles, D / in_tiles, F / out_tiles], as `tile_kernel` makes it; in the dtype of x.
+      bias: [F], or None.
+      in_tiles: tiles along D.
+
+    Returns:
+      [..., F] in the dtype of x; products are summed in float32.
+
+    Raises:
+      ValueError: x and the tiles do not fit, or `in_tiles` does not divide the tiles.
+    """
+    count, d, f = kernel.shape
+    check_tiles(in_tiles, count, "in_tiles")
+    if x.shape[-1] != in_tiles * d:
+        raise ValueError(f"x has {x.shape[-1]} features, and {in_tiles} tiles of {d} take {in_tiles * d}")
+    out_tiles, lead = count // in_tiles, x.shape[:-1]
+    if in_tiles == 1:
+        y = tile_stack(lambda w, x: x @ w.astype(x.dtype), kernel, x)  # [t, ..., F/t]
+        y = jnp.moveaxis(y, 0, -2).reshape(*lead, count * f)
+    else:
+        parts = jnp.moveaxis(x.reshape(*lead, in_tiles, d), -2, 0)  # [i, ..., D/i]
+        if out_tiles == 1:
+            y = tile_sum(lambda w, _, part: _wide_product(part, w.astype(part.dtype)), kernel, None, parts)
+        else:
+            y = _both(kernel, parts, out_tiles)
+        y = y.astype(x.dtype)
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _both(kernel: Array, parts: Array, out_tiles: int) -> Array:
+    """Return y[..., F] of tiles along both dims, in float32; parts are [i, ..., D/i]."""
+    in_tiles, lead, f = parts.shape[0], parts.shape[1:-1], kernel.shape[-1]
+
+    def unit(w: Array, parts: Array, j: Array) -> Array:
+        part = jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False)
+        return _wide_product(part, w.astype(part.dtype))
+
+    which = jnp.arange(kernel.shape[0]) % in_tiles
+    y = loop_over(unit, kernel, parts, which, num_out=out_tiles)
+    return jnp.moveaxis(y, 0, -2).reshape(*lead, out_tiles * f)
+
+
+def tiled_mlp(
+    x: Array, weights: Mapping[str, Array], activation: Callable[[Array], Array] = jax.nn.gelu, *, seq_tiles: int = 1
+) -> Array:
+    """Return an MLP's result, one tile of its hidden dim at a time: y = sum_k f(x up[k] + b[k]) down[k] + c.
+
+    With a "gate", f(x gate[k]) * (x up[k]) takes the place of f(x up[k]) (arXiv:2002.05202).
+
+    Args:
+      x: [..., S, D].
+      weights: "up"[t, D, H/t], "down"[t, H/t, F], and if there are such "gate"[t, D, H/t], "up_bias"[t, H/t],
+        "gate_bias"[t, H/t] and "down_bias"[F]; as `tile_mlp` makes them, in the dtype of x.
+      activation: f.
+      seq_tiles: pieces of S in which each tile is used, so that the hidden activations are [..., S / seq_tiles, H / t].
+
+    Returns:
+      [..., S, F] in the dtype of x; summed in float32.
+
+    Raises:
+      ValueError: weights that do not belong together, or tiles that do not divide S.
+    """
+    tiles = {name: a for name, a in weights.items() if name != "down_bias"}
+    if unknown := sorted(set(tiles) - {"up", "down", "gate", "up_bias", "gate_bias"}):
+        raise ValueError(f"an MLP has up, down, gate, up_bias, gate_bias and down_bias, not {unknown}")
+    shapes = {name: a.shape for name, a in tiles.items()}
+    if missing := sorted({"up", "down"} - set(tiles)):
+        raise ValueError(f"an MLP has up and down, and {missing} are not there")
+    up, down = shapes["up"], shapes["down"]
+    biases = {shape for name, shape in shapes.items() if name.endswith("_bias")}
+    alike = len(up) == len(down) == 3 and up[::2] == down[:2] and shapes.get("gate", up) == up and biases <= {up[::2]}
+    if not alike or up[1] != x.shape[-1]:
+        raise ValueError(f"these tiles do not belong together, or not to x {x.shape}: {shapes}")
+
+    def use(tile: Mapping[str, Array], x: Array) -> Array:
+        def make(name: str) -> Array:
+            made = x @ tile[name].astype(x.dtype)
+            return made if f"{name}_bias" not in tile else made + tile[f"{name}_bias"].astype(x.dtype)
+
+        hidden = activation(make("gate")) * make("up") if "gate" in tile else activation(make("up"))
+        return _wide_product(hidden, tile["down"].astype(x.dtype))
+
+    chunked = in_chunks(use, seq_tiles)
+    y = tile_sum(lambda tile, x, _: chunked(tile, x), tiles, x).astype(x.dtype)
+    return y + weights["down_bias"].astype(y.dtype) if "down_bias" in weights else y
+
+
+@jax.custom_vjp
+def _wide_product(x: Array, w: Array) -> Array:
+    """Return x[..., D] w[D, F] in float32, of operands of one dtype, to be summed and rounded to that dtype.
+
+    Its cotangent is then a number of that dtype, and so the gradients are products of that dtype, which devices sum as they do
+    those of a dense layer. By JAX's rule they would be float32 first, and collectives would move twice the bytes.
+    """
+    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+
+
+def _wide_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _wide_product(x, w), (x, w)
+
+
+def _wide_product_backward(kept: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = kept
+    dy, lead = dy.astype(x.dtype), tuple(range(x.ndim - 1))
+    return dy @ w.T, jnp.tensordot(x, dy, (lead, lead))
+
+
+_wide_product.defvjp(_wide_product_forward, _wide_product_backward)

@@ -1,0 +1,80 @@
+"""Names and dtypes of weights in files."""
+
+import ast
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from host_offload.disk import numpy_dtype
+from zerojax.checkpoint import CheckpointError, SavedState
+
+DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""What weights may be written in, and its name in safetensors."""
+TILED = "zerojax.tiled"
+"""In the metadata of either format: JSON list of the names of weights that are stacks of tiles."""
+_KEY = re.compile(r"""\.([^\W\d]\w*)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|-?\d+)\]|\[<flat index (\d+)>\]""")
+_WEIGHTS = "weights"
+
+
+def path_of(name: str) -> tuple[str, ...]:
+    """Return the keys of a weight, from its name in a checkpoint: "weights['a'][0].b" -> ("a", "0", "b").
+
+    Raises:
+      CheckpointError: a key is neither text, nor a number, nor an attribute.
+    """
+    keys, at = [], len(_WEIGHTS)
+    while at < len(name):
+        if (found := _KEY.match(name, at)) is None:
+            raise CheckpointError(f"{name}: {name[at:]} is no key that other formats know: use text or numbers as keys")
+        attribute, key, number = found.groups()
+        keys.append(attribute or number or str(ast.literal_eval(key)))
+        at = found.end()
+    return tuple(keys)
+
+
+def weights_of(saved: SavedState) -> dict[tuple[str, ...], str]:
+    """Return the names of the weights, by their keys, in order.
+
+    Raises:
+      CheckpointError: there is none, or two that other formats do not tell apart.
+    """
+    found: dict[tuple[str, ...], str] = {}
+    joined: dict[str, str] = {}
+    for name in saved.contents:
+        if not name.startswith(_WEIGHTS):
+            continue
+        path = path_of(name)
+        if not path:
+            raise CheckpointError(f"{saved.folder}: its parameters are one array, which has no name: put it into a dict")
+        if (other := joined.setdefault(".".join(path), name)) != name:
+            raise CheckpointError(f"{other} and {name} are both {'.'.join(path)} in other formats: rename one of them")
+        found[path] = name
+    if not found:
+        raise CheckpointError(f"{saved.folder} holds no weights")
+    return dict(sorted(found.items(), key=lambda item: ".".join(item[0])))
+
+
+def tiled_names(saved: SavedState, tensors: Mapping[str, str]) -> list[str]:
+    """Return the names of tensors that are stacks of tiles."""
+    return [tensor for tensor, name in tensors.items() if saved.contents[name].is_tiled]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """What a file tells of a tensor.
+
+    Attributes:
+      shape: of it.
+      dtype: name of numpy or ml_dtypes, or the file's own where it is no floating one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def known_dtype(name: str) -> Any:
+    """Return the numpy dtype of a name in a file, or void for one that is not read."""
+    return numpy_dtype(name) if name in DTYPES else np.dtype(np.void)

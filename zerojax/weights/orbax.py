@@ -1,0 +1,177 @@
+"""Weights in Orbax's format, read and written."""
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from host_offload.disk import Box
+from zerojax.checkpoint import STATE, CheckpointError, SavedState, explained
+from zerojax.weights.files import appearing, export_dtype, opened, read_part
+from zerojax.weights.names import TILED, Tensor, tiled_names, weights_of
+
+PIECE_BYTES = 32 * 2**20
+"""Most bytes of a chunk of an Orbax array, unless a row of its last dim is larger."""
+
+
+def export_orbax(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None) -> None:
+    """Write the weights of a checkpoint as a checkpoint of Orbax's own format.
+
+    `ocp.StandardCheckpointer().restore(path)` returns the parameter tree as nested dicts of arrays. Lists and tuples become
+    dicts with keys "0", "1", ..., as do other integer keys, and attributes keys of their names. Stacked layers stay stacked.
+    The records' checksums are compared first. To be called by one process; it uses no device.
+
+    Args:
+      checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole step.
+      path: of the folder; nothing may be there.
+      dtype: float64, float32, float16 or bfloat16; None: float32, in which the weights were saved.
+
+    Raises:
+      ValueError: another dtype, or `path` exists.
+      CheckpointError: there is no checkpoint, the folder cannot be written, or a weight's name or numbers do not fit.
+      DamagedError: the checkpoint is not whole.
+    """
+    kind = export_dtype(dtype)
+    with appearing(path) as made, opened(checkpoint) as saved:
+        weights = weights_of(saved)
+        tensors = {".".join(keys): name for keys, name in weights.items()}
+        for tensor, name in tensors.items():
+            if not {"", ".", ".."}.isdisjoint(tensor.split("/")) or "\\" in tensor:
+                raise CheckpointError(f"{name}: no folder of Orbax's format can be named {tensor}: export it as safetensors")
+        try:
+            _write_tree(made, weights, kind, tiled_names(saved, tensors))
+            for keys, name in weights.items():
+                _write_array(os.path.join(made, ".".join(keys)), saved, name, kind)
+        except ValueError as error:  # tensorstore's, of a file too
+            raise CheckpointError(f"writing {os.fspath(path)} failed: {error}") from error
+
+
+def _write_tree(made: str, weights: Mapping[tuple[str, ...], str], kind: np.dtype[Any], tiled: Sequence[str]) -> None:
+    """Let Orbax write the tree, each leaf of one number."""
+    tree: dict[str, Any] = {}
+    for keys in weights:
+        node = tree
+        for n, key in enumerate(keys[:-1]):
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                raise CheckpointError(f"{weights[keys]}: its parent {'.'.join(keys[: n + 1])} is an array: rename one of them")
+        if keys[-1] in node:
+            raise CheckpointError(f"{weights[keys]}: there is a tree of its name, too: rename one of them")
+        node[keys[-1]] = np.zeros((), kind)
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix="zerojax.weights.files"
+    )
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as writer:
+        writer.save(made, args=ocp.args.PyTreeSave(tree, custom_metadata={TILED: json.dumps(list(tiled))}))
+
+
+def _write_array(folder: str, saved: SavedState, name: str, kind: np.dtype[Any]) -> None:
+    """Make the array of a weight in place of that of one number, and fill it chunk by chunk."""
+    content = saved.contents[name]
+    spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": folder + "/"}, "store_data_equal_to_fill_value": True}
+    metadata = ts.open(spec).result().spec().to_json()["metadata"]
+    chunks = chunk_shape(content.shape, content.lead, kind.itemsize)
+    spec["metadata"] = metadata | {"shape": list(content.shape), "chunks": list(chunks)}
+    array = ts.open(spec, create=True, delete_existing=True).result()
+    for corner in itertools.product(*(range(0, n, c) for n, c in zip(content.shape, chunks, strict=True))):
+        box = tuple((a, min(a + c, n)) for a, c, n in zip(corner, chunks, content.shape, strict=True))
+        piece = np.empty([b - a for a, b in box], kind)
+        read_part(saved, name, box, piece)
+        array[tuple(slice(a, b) for a, b in box)].write(piece).result()
+
+
+def chunk_shape(shape: Sequence[int], lead: int, itemsize: int) -> tuple[int, ...]:
+    """Return the chunks of an array: one record of a stack, or as many rows of it as `PIECE_BYTES` hold."""
+    chunks = [1] * len(shape)
+    for dim in range(lead, len(shape)):
+        row = math.prod(shape[dim + 1 :]) * itemsize
+        if row <= PIECE_BYTES:
+            chunks[dim:] = shape[dim:]
+            chunks[dim] = min(shape[dim], PIECE_BYTES // max(1, row))
+            break
+    return tuple(max(1, n) for n in chunks)
+
+
+CACHE_BYTES = 2**28
+"""Of chunks of Orbax arrays that hold several layers, kept for the next one."""
+_EMPTY_NODES = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple", "Empty"})
+
+
+class OrbaxFolder:
+    """A checkpoint of a tree of arrays in Orbax's format.
+
+    Attributes:
+      path: of it.
+      tensors: what it holds, by keys joined by ".".
+      tiled: names of those that are known to be stacks of tiles.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Read the tree.
+
+        Raises:
+          CheckpointError: it is no such checkpoint.
+        """
+        self.path = path
+        described = os.path.join(path, "_METADATA")
+        if not os.path.exists(described):
+            raise CheckpointError(
+                f"{path} is no checkpoint that holds arrays in Orbax's format: it has no _METADATA{_hint(path)}"
+            )
+        try:
+            with open(described) as file:
+                told = json.load(file)
+            driver = "zarr3" if told.get("use_zarr3") else "zarr"
+            self.tiled = frozenset(json.loads((told.get("custom_metadata") or {}).get(TILED, "[]")))
+            names = [
+                ".".join(str(key["key"]) for key in leaf["key_metadata"])
+                for leaf in told["tree_metadata"].values()
+                if leaf["value_metadata"]["value_type"] not in _EMPTY_NODES
+            ]
+            self._arrays = self._open(driver, names)
+        except OSError as error:
+            raise explained(error, f"reading {path}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be read as a checkpoint of Orbax: {error}") from error
+        self.tensors = {n: Tensor(tuple(a.shape), str(a.dtype.name)) for n, a in self._arrays.items()}
+
+    def _open(self, driver: str, names: Sequence[str]) -> dict[str, Any]:
+        context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+        files = {"driver": "file", "path": self.path + "/"}
+        is_joined = os.path.exists(os.path.join(self.path, "manifest.ocdbt"))
+        opening = {}
+        for name in names:
+            store = (
+                {"driver": "ocdbt", "base": files, "path": name + "/"}
+                if is_joined
+                else files | {"path": f"{self.path}/{name}/"}
+            )
+            opening[name] = ts.open({"driver": driver, "kvstore": store}, open=True, read=True, context=context)
+        return {name: array.result() for name, array in opening.items()}
+
+    def read(self, name: str, box: Box) -> Any:
+        """Return a part of a tensor.
+
+        Raises:
+          OSError: it cannot be read.
+        """
+        try:
+            return self._arrays[name][tuple(slice(a, b) for a, b in box)].read().result()
+        except ValueError as error:
+            raise OSError(f"{name} of {self.path}: {error}") from error
+
+
+def _hint(path: str) -> str:
+    if os.path.isdir(os.path.join(path, STATE)):
+        return "; it is a zerojax checkpoint, for Checkpointer.restore or zj.export_orbax"
+    inner = sorted(name for name in os.listdir(path) if os.path.exists(os.path.join(path, name, "_METADATA")))
+    return f"; {inner[0]} in it has one" if inner else ""
