@@ -7,7 +7,7 @@ state, metrics = program.step(state, batch)
 """
 
 from host_offload.swap_error import SwapError as SwapError
-from zerojax import tiled_linen as linen  # noqa: F401
+from zerojax import tiled_linen as linen
 from zerojax.checkpoint import Checkpointer as Checkpointer
 from zerojax.checkpoint_error import CheckpointError as CheckpointError
 from zerojax.checkpoint_error import IteratorError as IteratorError
@@ -27,3 +27,29 @@ from zerojax.step import Program as Program
 from zerojax.step import build_train_step as build_train_step
 from zerojax.tiled_nnx import TiledDense as TiledDense
 from zerojax.tiled_nnx import TiledMLP as TiledMLP
+
+__version__ = "0.1.0"
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "IteratorError",
+    "LayeredModel",
+    "LossScaling",
+    "Model",
+    "Preemption",
+    "Program",
+    "SwapError",
+    "TiledDense",
+    "TiledMLP",
+    "TrainState",
+    "ZeroConfig",
+    "__version__",
+    "build_train_step",
+    "export_orbax",
+    "export_safetensors",
+    "from_flax",
+    "import_params",
+    "linear_cross_entropy",
+    "linen",
+    "make_mesh",
+]
