@@ -27,3 +27,29 @@ from zerojax.tiling import linen as linen
 from zerojax.weights import export_orbax as export_orbax
 from zerojax.weights import export_safetensors as export_safetensors
 from zerojax.weights import import_params as import_params
+
+__version__ = "0.1.0"
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "IteratorError",
+    "LayeredModel",
+    "LossScaling",
+    "Model",
+    "Preemption",
+    "Program",
+    "SwapError",
+    "TiledDense",
+    "TiledMLP",
+    "TrainState",
+    "ZeroConfig",
+    "__version__",
+    "build_train_step",
+    "export_orbax",
+    "export_safetensors",
+    "from_flax",
+    "import_params",
+    "linear_cross_entropy",
+    "linen",
+    "make_mesh",
+]

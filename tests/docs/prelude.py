@@ -1,0 +1,91 @@
+"""The names that blocks of the documentation use without defining them: a tiny model, and what goes with it.
+
+Every page gets these anew. A reader puts their own in the place of `model`, `tx`, `mesh`, `batch` and `data`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import zerojax as zj
+
+VOCAB, HIDDEN, LAYERS, BATCH, SEQ = 64, 32, 2, 64, 4
+
+
+def init_embed(key: jax.Array) -> Any:
+    return {"table": 0.3 * jax.random.normal(key, (VOCAB, HIDDEN))}
+
+
+def embed(p_embed: Any, batch: Any, key: Any) -> jax.Array:
+    del key
+    return p_embed["table"][batch["tokens"]]  # x[B, T, H]
+
+
+def init_block(key: jax.Array) -> Any:
+    return {"w": jax.random.normal(key, (HIDDEN, HIDDEN)) / 8}
+
+
+def block(p: Any, x: jax.Array, key: Any) -> jax.Array:
+    del key
+    return x + jnp.tanh(x @ p["w"])
+
+
+def init_head(key: jax.Array) -> Any:
+    del key
+    return {"bias": jnp.zeros(VOCAB)}
+
+
+def head(p_head: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> jax.Array:
+    del key
+    logits = x @ p_embed["table"].T + p_head["bias"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"]).mean()
+
+
+class Data:
+    """Three batches at a time, over and over; with `get_state` and `set_state`, as grain's iterators have."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch, self.position = batch, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(3):
+            self.position += 1
+            yield self.batch
+
+    def get_state(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def names() -> dict[str, Any]:
+    """Return a namespace for one page."""
+    random = np.random.default_rng(0)
+    batch = {name: random.integers(0, VOCAB, (BATCH, SEQ), dtype=np.int32) for name in ("tokens", "targets")}
+    embedding = jnp.asarray(random.standard_normal((VOCAB, HIDDEN), dtype=np.float32))
+    return {
+        "__name__": "page",
+        **{"jax": jax, "jnp": jnp, "np": np, "optax": optax, "nn": nn, "nnx": nnx, "P": P, "zj": zj},
+        **{"HIDDEN": HIDDEN, "init_embed": init_embed, "embed": embed, "init_block": init_block, "block": block},
+        **{"init_head": init_head, "head": head},
+        "model": zj.LayeredModel(LAYERS, init_embed, embed, init_block, block, init_head, head),
+        "tx": optax.adamw(1e-3),
+        "config": zj.ZeroConfig(stage=3),
+        "mesh": zj.make_mesh(fsdp=4, devices=jax.devices()[:4]),
+        "batch": batch,
+        "abstract_batch": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch),
+        "data": Data(batch),
+        # a loss without its logits
+        "x": embedding[batch["tokens"]],  # [B, S, D]
+        "w": embedding.T,  # [D, V]
+        "embedding": embedding,
+        "labels": jnp.asarray(batch["targets"]),
+    }

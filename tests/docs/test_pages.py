@@ -1,0 +1,65 @@
+"""The pages themselves: their length, their links, and the one that is generated."""
+
+import importlib.util
+import re
+import shlex
+import subprocess
+
+import blocks
+import pytest
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def prose(page):
+    """Return a page without its code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page):
+    """Return the fragments that GitHub makes of a page's headings."""
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(prose(page)))
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+def test_readme_is_at_most_150_lines():
+    assert len((blocks.ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", blocks.PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(prose(page)):
+        if link.startswith("https://"):
+            continue
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link} is not there"
+        assert not fragment or fragment in anchors(target), f"{page.name}: {link} names no heading of {target.name}"
+
+
+def test_every_page_is_in_the_index_and_can_be_reached_from_readme():
+    index, readme = (blocks.ROOT / "docs/README.md").read_text(), (blocks.ROOT / "README.md").read_text()
+    for page in (blocks.ROOT / "docs").rglob("*.md"):
+        if page.name != "README.md":
+            assert f"({page.name})" in index, page.name
+    assert "(docs/README.md)" in readme
+
+
+def test_config_page_is_what_the_docstrings_say():
+    path = blocks.ROOT / "docs/generate_config.py"
+    spec = importlib.util.spec_from_file_location("generate_config", path)
+    assert spec is not None
+    assert spec.loader is not None
+    generate_config = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate_config)
+    assert generate_config.PAGE.read_text() == generate_config.page(), "run docs/generate_config.py"
+
+
+def test_ci_finds_the_test_command_in_readme():
+    """`.ci/run` reads it by its mark."""
+    (line,) = [line for line in (blocks.ROOT / ".ci/run").read_text().splitlines() if line.startswith("command=$(awk ")]
+    awk = shlex.split(line.removeprefix("command=$(").removesuffix(")"))
+    command = subprocess.run(awk, cwd=blocks.ROOT, capture_output=True, text=True, check=True).stdout
+    assert command.strip().endswith(".venv/bin/python -m pytest -n 2 --dist loadgroup")
+    assert len(command.splitlines()) == 1
