@@ -23,7 +23,7 @@ def _disk_is_not_probed(monkeypatch):
     """Take default settings of a disk: programs from disk are built many times, and a probe takes a second."""
     from host_offload.disk.tuning import DEFAULT
 
-    monkeypatch.setattr("zerojax.state.disk.tune", lambda _: DEFAULT)
+    monkeypatch.setattr("zerojax.runtime.swap.tune", lambda _: DEFAULT)
 
 
 @pytest.fixture

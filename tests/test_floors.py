@@ -24,8 +24,8 @@ ROOMS = {
     "zerojax.gather": ("jaxprs", "sharding"),
     "zerojax.tiling": ("jaxprs", "sharding"),
     "zerojax.models": ("tiling",),
-    "zerojax.state": ("models", "sharding", "config", "precision", "runtime"),
-    "zerojax.runtime": (),
+    "zerojax.state": ("models", "sharding", "config", "precision"),
+    "zerojax.runtime": ("state",),
     "zerojax.optim": ("state", "runtime", "models", "sharding", "jaxprs", "config", "precision", "metrics"),
     "zerojax.resident": ("gather", "optim", "state", "models", "sharding", "jaxprs"),
     "zerojax.streamed": (

@@ -164,6 +164,10 @@ class DiskRecords:
         """Bytes of device memory beside a program on a GPU; see `host_offload.device.copies`."""
         return 0 if self.swap.mesh.devices.flat[0].platform == "cpu" else sum(self.slots) * self.num_bytes
 
+    def has_files_of(self, other: "DiskRecords | None") -> bool:
+        """Tell whether the files and buffers of another kind serve this one."""
+        return other is not None and (self.format, self.num_layers) == (other.format, other.num_layers)
+
     def _local(self) -> list[jax.ShapeDtypeStruct]:
         shardings = [NamedSharding(self.swap.mesh, spec) for spec in self.specs]
         return [

@@ -50,7 +50,7 @@ def failure(what, work):
 
 def fail_in_one(program):
     "Let the last process fail: in a step, between two steps, and where a program is built."
-    engine, last = program.layout.disk.engine, me == processes - 1
+    engine, last = program.swap.engine, me == processes - 1
     state, _ = program.step(program.init(jax.random.key(0)), local[0])
     engine.flush()
     if last:
@@ -85,7 +85,7 @@ def fail_on_host(program):
 with build("layered", out, **DISK) as program:
     found["nvme"], program_state = losses_of(program, local[:3])
     found["folders"] = sorted(path.name for path in out.glob("zerojax-swap-[0-9]*"))
-    found["ranks"] = sorted(program.layout.disk.engine._lanes)
+    found["ranks"] = sorted(program.swap.engine._lanes)
     if processes > 1:
         fail_in_one(program)
 with build("layered", update_on="host", opt_state="pinned_host") as program:

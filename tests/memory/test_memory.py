@@ -259,7 +259,7 @@ def test_an_update_on_the_host_with_the_nvme_tier_is_accounted_for(config, tmp_p
     program, batch = small(**{"precision": "bf16", "update_on": "host", "swap_dir": str(tmp_path), **config})
     with program:
         report, state = program.memory(batch), program.init(jax.random.key(0))
-        engine, traffic = program._disk.engine, program._host.host.traffic
+        engine, traffic = program.swap.engine, program._host.host.traffic
         crossed = {"to_device": 0, "to_host": 0}  # by callbacks that move records to the device and from it
 
         def counted(move: Any, way: str) -> Any:

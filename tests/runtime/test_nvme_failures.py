@@ -86,7 +86,7 @@ def test_a_damaged_record_is_named_and_the_state_is_lost(opened, damage, io):
     state = program.init(jax.random.key(0))
     state, _ = program.step(state, toys.batches(1)[0])
     record = folder_of(program.config.swap_dir) / "opt_state" / "1" / "c.1.0"
-    program.layout.disk.engine.flush()
+    program.swap.engine.flush()
     damage(record)
     copy = jax.tree.map(jnp.copy, state)
     start = time.monotonic()
@@ -116,7 +116,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step(tmp_path, io):
     with disks.mounted(tmp_path / "small", "size=4m") as disk:
         with build(disk, io=io) as program:
             expected, state = losses_of(program, program.init(jax.random.key(0)))
-            program.layout.disk.engine.flush()
+            program.swap.engine.flush()
             record = folder_of(disk) / "grads" / "0" / "c.1.0"  # is written in the middle, and read only after that
             os.truncate(record, 0)
             ballast, copy, start = disks.fill(disk), jax.tree.map(jnp.copy, state), time.monotonic()
@@ -138,7 +138,7 @@ def test_an_io_error_in_the_middle_of_a_step(opened, monkeypatch, name):
     program, expected = opened("direct", 1)
     state = program.init(jax.random.key(0))
     state, _ = program.step(state, toys.batches(1)[0])
-    program.layout.disk.engine.flush()
+    program.swap.engine.flush()
     calls = []
 
     def broken(*args):
@@ -159,7 +159,7 @@ def test_an_io_error_in_the_middle_of_a_step(opened, monkeypatch, name):
 def test_an_interrupt_in_a_thread_of_the_disk_is_carried_out(opened, monkeypatch, name):
     program, expected = opened("direct", 1)
     state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
-    program.layout.disk.engine.flush()
+    program.swap.engine.flush()
 
     def broken(*_):
         raise KeyboardInterrupt
@@ -179,7 +179,7 @@ def test_an_exception_inside_a_callback_is_carried_out(opened, monkeypatch):
         program.step(state, toys.batches(1)[0])
     monkeypatch.undo()
     assert "ZeroDivisionError" in str(error.value.__cause__) or "division" in str(error.value)
-    assert program.layout.disk.engine.failed
+    assert program.swap.engine.failed
     assert losses_of(program, program.init(jax.random.key(0)))[0] == expected
 
 
@@ -250,7 +250,7 @@ import test_nvme_failures as t
 program = t.build({folder!r})
 state = program.init(jax.random.key(0))
 state, _ = program.step(state, toys.batches(1)[0])
-engine, calls = program.layout.disk.engine, []
+engine, calls = program.swap.engine, []
 store = engine.store
 def killed(*args):
     calls.append(args)
@@ -291,7 +291,7 @@ def steps_of(program, state, batch, steps):
         state, metrics = program.step(state, batch)
         assert np.isfinite(float(metrics["loss"]))
         assert step == 0 or metrics["swap_misses"] == 0
-    program.layout.disk.engine.flush()
+    program.swap.engine.flush()
     gc.collect()
     return state, (len(own_threads()), len(os.listdir("/proc/self/fd")), resident_bytes())
 

@@ -35,7 +35,7 @@ def train(program, data):
 
 def on_disk(program, tmp_path, kinds=("opt_state", "master", "params")):
     """Return the bytes of every record of some kinds, by file."""
-    program._disk.engine.flush()
+    program.swap.engine.flush()
     files = [path for path in tmp_path.rglob("c.*") if path.parent.parent.name.split(".")[0] in kinds]
     assert files
     return {str(path): path.read_bytes() for path in files}
@@ -94,7 +94,7 @@ def test_any_elementwise_optimizer_runs_there(name, tmp_path):
 
 def files_bytes(program, kinds):
     """Bytes of the records of some kinds, all devices together."""
-    shelves = program._disk.kinds.values()
+    shelves = program.layout.disk.kinds.values()
     return 4 * sum(r.num_layers * r.num_bytes for r in shelves if r.kind.split(".")[0] in kinds)
 
 
@@ -113,7 +113,7 @@ def files_bytes(program, kinds):
 def test_the_optimizer_state_goes_to_the_disk_and_back_once_and_never_to_the_device(fields, down, up, read, written, tmp_path):
     with build(tmp_path, {"prefetch_distance": 0, **fields}) as program:  # nothing is read for the next step
         state = program.init(jax.random.key(0))
-        traffic, engine = program._host.host.traffic, program._disk.engine
+        traffic, engine = program._host.host.traffic, program.swap.engine
         taken, take = [], engine.take_stats
         engine.take_stats = lambda: taken.append(take()) or taken[-1]  # by the step, while its last writes are under way
         for batch in toys.batches(2):
@@ -178,7 +178,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing(fields, tmp_path):
         state, metrics = program.step(state, bad)
         assert float(metrics["skipped_steps"]) == 1
         assert on_disk(program, tmp_path) == kept
-        for lane in program._disk.engine._lanes.values():  # nothing is read ahead but what the next step begins with
+        for lane in program.swap.engine._lanes.values():  # nothing is read ahead but what the next step begins with
             assert lane.window.position == len(lane.window.moves)
         state, metrics = program.step(state, good[2])
         assert on_disk(program, tmp_path) != kept
@@ -187,7 +187,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing(fields, tmp_path):
 
 def break_disk(program, name, kind, layer):
     """Let one record's reads or writes fail, as a disk does."""
-    io = program._disk.engine.io
+    io = program.swap.engine.io
     whole = getattr(io, name)
 
     def broken(store, at, buffer):
@@ -259,8 +259,8 @@ def test_a_state_whose_records_were_overwritten_is_refused(tmp_path, monkeypatch
         with pytest.raises(ValueError, match=rf"this state \(number {first}\) is not the one on disk \(number {second}\)"):
             program.step(old, toys.batches(1)[0])
         assert on_disk(program, tmp_path) == kept
-        begin = program._disk.begin
-        monkeypatch.setattr(program._disk, "begin", lambda held, *args: begin((), *args))  # the callbacks look too
+        begin = program.swap.begin
+        monkeypatch.setattr(program.swap, "begin", lambda held, *args: begin((), *args))  # the callbacks look too
         with pytest.raises(
             SwapError, match=f"records of state {first} were asked for, and those of state {second} are on disk"
         ):
@@ -278,7 +278,7 @@ def test_leaves_on_disk_carry_the_number_of_their_state(tmp_path):
     with build(tmp_path, {"params": DISK, "precision": "bf16"}) as program:
         program.init(jax.random.key(0))
         state = program.init(jax.random.key(0))
-        first = program._disk.swap.generation
+        first = program.swap.generation
         for step, batch in enumerate(toys.batches(2)):
             leaves = jax.tree.leaves((state.params, state.master, state.opt_state), is_leaf=is_stored)
             held = [leaf for leaf in leaves if isinstance(leaf, OnDisk)]

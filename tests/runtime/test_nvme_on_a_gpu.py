@@ -26,7 +26,7 @@ def train(swap_dir, fields, steps=3):
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
     with zj.build_train_step(toys.layered(), toys.optimizer(), config, mesh) as program:
         losses, state = toys.run(program, program.init(jax.random.key(0)), toys.batches(steps))
-        return losses, jax.device_get(list(program.iter_params(state))), program.layout.disk.engine.copies
+        return losses, jax.device_get(list(program.iter_params(state))), program.swap.engine.copies
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -55,7 +55,7 @@ def test_batches_may_change_their_shape_and_programs_may_be_asked_about_others(t
 
         np.testing.assert_allclose(losses_of(program, batches, ask), expected, rtol=1e-5)
         np.testing.assert_allclose(losses_of(program, batches), expected, rtol=1e-5)
-        made = {records.kind: records for records in program.layout.disk._made.values()}
+        made = {records.kind: records for records in program.swap._made.values()}
         assert made["activations"].num_bytes == program.layout.disk.declare(
             "activations", 3, ["x"], [jax.ShapeDtypeStruct((8, 5, 16), np.float32)], [("fsdp",)], is_state=False
         ).num_bytes  # fmt: skip
@@ -99,7 +99,7 @@ def test_after_folders_were_removed_init_makes_a_state_in_a_private_folder(tmp_p
     program = build(tmp_path, **ALL, io=io)
     expected = losses_of(program, toys.batches(2))
     state = program.init(jax.random.key(0))
-    program.layout.disk.engine.flush()
+    program.swap.engine.flush()
     shutil.rmtree(tmp_path / "zerojax-swap-0" / what)
     with pytest.raises(SwapError):
         program.step(state, toys.batches(1)[0])
@@ -140,7 +140,7 @@ def test_of_a_plain_model_only_a_few_leaves_are_in_host_memory(tmp_path):
                 losses[tier].append(float(metrics["loss"]))
                 assert step == 0 or tier == "device" or metrics["swap_misses"] == 0
             if tier == DISK:
-                report, engine = program.memory(batch), program.layout.disk.engine
+                report, engine = program.memory(batch), program.swap.engine
                 buffers = report.tiers["pinned_host"]["buffers"]
                 assert engine.buffer_bytes == 2 * buffers  # of two devices
                 assert buffers == sum(report.tiers["nvme"].values()) * 4 // 12

@@ -208,7 +208,7 @@ def test_memory_and_records_hold_2_bytes_a_moment(moments, tier, tmp_path):
         arrays = [a for a in jax.tree.leaves(state.opt_state, is_leaf=is_stored) if a.shape]
         assert {str(a.dtype) for a in arrays} == {moments}
         if tier == DISK:
-            program._disk.engine.flush()
+            program.swap.engine.flush()
             files = list(tmp_path.rglob("opt_state*/*/c.*"))
             assert sum(path.stat().st_size for path in files) == 4 * crossing
         else:

@@ -36,7 +36,7 @@ def begin_save(
     program.check_state(state)
     with program.calling(), jax.set_mesh(program.mesh):
         contents = contents_of_program(program)
-        return Saving(program.layout, contents, jax.block_until_ready(state), root, max_host_bytes, data)
+        return Saving(program.layout, program.swap, contents, jax.block_until_ready(state), root, max_host_bytes, data)
 
 
 def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -> TrainState:
@@ -44,7 +44,7 @@ def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -
     if program.parts is not None:
         with jax.set_mesh(program.mesh):
             program.check_host_memory()
-    return Restoring(program.layout, contents_of_program(program), program.calling).restore(saved, verify=verify)
+    return Restoring(program.layout, program.swap, contents_of_program(program), program.calling).restore(saved, verify=verify)
 
 
 def described(program: Program) -> dict[str, Any]:

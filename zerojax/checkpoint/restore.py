@@ -28,9 +28,9 @@ from zerojax.checkpoint.manifest import SavedLeaf, SavedState
 from zerojax.checkpoint.retile import Retiled, of_mlp, retiled
 from zerojax.checkpoint.source import MOST_NAMED, LeafSource, may_be_left, unconverted
 from zerojax.precision import init_loss_scale
-from zerojax.runtime import AllProcesses
+from zerojax.runtime import AllProcesses, SwapSession
 from zerojax.sharding import explicit, named
-from zerojax.state import Disk, Layout, OnDisk, Split, TrainState, allocate_all, is_away
+from zerojax.state import Layout, OnDisk, Split, TrainState, allocate_all, is_away
 
 logger = logging.getLogger("zerojax")
 
@@ -39,10 +39,21 @@ class Restoring:
     """Makes states of one program from checkpoints."""
 
     def __init__(
-        self, layout: Layout, contents: Sequence[StateLeaf], calling: Callable[[], AbstractContextManager[None]]
+        self,
+        layout: Layout,
+        swap: SwapSession | None,
+        contents: Sequence[StateLeaf],
+        calling: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Restore into states of `layout`; `calling` returns the context for a program that calls back."""
-        self.layout, self.contents, self._calling = layout, contents, calling
+        """Restore into states of `layout`.
+
+        Args:
+          layout: of the program.
+          swap: of the program, where something rests on disk.
+          contents: what each leaf of its states holds.
+          calling: returns the context for a program that calls back.
+        """
+        self.layout, self.contents, self._swap, self._calling = layout, contents, swap, calling
         self._together = AllProcesses(layout.mesh, "restoring the checkpoint", CheckpointError)
         self._checking = AllProcesses(layout.mesh, "reading the checkpoint", DamagedError)  # all pass the same one over
 
@@ -62,15 +73,15 @@ class Restoring:
         part = {"part": jax.process_index(), "num_parts": jax.process_count()}
         self._checking.do(lambda: saved.check(checksums=verify, **part))
         with self._calling(), jax.set_mesh(self.layout.mesh):
-            disk = self.layout.disk
-            if disk is not None:
-                disk.open()
-                disk.begin((), (), name="restore")
+            swap = self._swap
+            if swap is not None:
+                swap.open()
+                swap.begin((), (), name="restore")
             leaves = self._arrays(sources)
-            if disk is not None:
-                self._together.do(lambda: self._fill_disk(disk, sources))
-                disk.finish()
-                leaves = [self._numbered(leaf, disk) for leaf in leaves]
+            if swap is not None:
+                self._together.do(lambda: self._fill_disk(swap, sources))
+                swap.finish()
+                leaves = [self._numbered(leaf, swap.generation) for leaf in leaves]
             tree = jax.tree.structure(self.layout.abstract_state)
             return jax.block_until_ready(jax.tree.unflatten(tree, jax.tree.leaves(leaves)))
 
@@ -185,17 +196,17 @@ class Restoring:
 
     # --- the disk ----------------------------------------------------------------------------------------------------------
 
-    def _fill_disk(self, disk: Disk, sources: Sequence["LeafSource"]) -> None:
+    def _fill_disk(self, swap: SwapSession, sources: Sequence["LeafSource"]) -> None:
         kinds: dict[str, tuple[DiskRecords, list[LeafSource]]] = {}
         for source in sources:
             if (shelf := source.content.shelf) is not None:
                 kinds.setdefault(shelf.kind, (shelf, []))[1].append(source)
-        engine = disk.engine
+        engine = swap.engine
         for records, held in kinds.values():
             held.sort(key=lambda source: source.content.shelf_leaf)
             content = held[0].content
             dims = _dims(content)
-            for rank in disk.ranks():
+            for rank in swap.disk.ranks():
                 device = self.layout.mesh.devices.flat[rank]
                 boxes = [_box_on(s.content.record(self.layout.mesh).sharding, s.content, device) for s in held]
                 for number in range(records.num_layers):
@@ -205,14 +216,14 @@ class Restoring:
                             source.fill(tuple((int(i), int(i) + 1) for i in index) + box, view)
         engine.flush()
 
-    def _numbered(self, leaf: Any, disk: Disk) -> Any:
+    def _numbered(self, leaf: Any, generation: int) -> Any:
         """Return a leaf whose part on disk has the state's number."""
         if isinstance(leaf, Split):
-            return Split(leaf.device, self._numbered(leaf.host, disk))
+            return Split(leaf.device, self._numbered(leaf.host, generation))
         if not isinstance(leaf, OnDisk):
             return leaf
         token = leaf.token
-        number = np.full(1, disk.swap.generation, np.int32)
+        number = np.full(1, generation, np.int32)
         return dataclasses.replace(leaf, token=jax.make_array_from_callback(token.shape, token.sharding, lambda _: number))
 
 

@@ -27,7 +27,8 @@ from zerojax.checkpoint.contents import StateLeaf, arrays_of, leaves_of
 from zerojax.checkpoint.errors import explained
 from zerojax.checkpoint.manifest import SavedLeaf, position_of, write_manifest
 from zerojax.checkpoint.pieces import Piece, Room, copied
-from zerojax.state import Disk, Layout, TrainState
+from zerojax.runtime import SwapSession
+from zerojax.state import Layout, TrainState
 
 NUM_THREADS = 2
 PIECE_BYTES = 1 << 30
@@ -46,6 +47,7 @@ class Saving:
     def __init__(
         self,
         layout: Layout,
+        swap: SwapSession | None,
         contents: Sequence[StateLeaf],
         state: TrainState,
         root: str,
@@ -56,6 +58,7 @@ class Saving:
 
         Args:
           layout: of the state's program.
+          swap: of the program, where something rests on disk.
           contents: likewise.
           state: not donated yet; its steps are over.
           root: folder to write into; it is there and empty.
@@ -80,8 +83,8 @@ class Saving:
         try:
             with _explaining(root):
                 self._copy(leaves_of(state))
-                if layout.disk is not None:
-                    self._keep(layout.disk, state)
+                if swap is not None:
+                    self._keep(swap, state)
         except BaseException:
             self.abandon()
             raise
@@ -146,14 +149,14 @@ class Saving:
             if write.done():
                 write.result()
 
-    def _keep(self, disk: Disk, state: TrainState) -> None:
+    def _keep(self, swap: SwapSession, state: TrainState) -> None:
         held = [c for c in self.contents if c.shelf is not None and not c.is_derived]
         kinds: dict[str, list[StateLeaf]] = {}
         for content in held:
             assert content.shelf is not None
             kinds.setdefault(content.shelf.kind, []).append(content)
         wanted = [own[0].shelf for own in kinds.values() if own[0].shelf is not None]
-        with disk.snapshot(state, wanted) as (snapshot, stores):
+        with swap.snapshot(state, wanted) as (snapshot, stores):
             self._snapshot = snapshot
             for records, store in stores:
                 own = sorted(kinds[records.kind], key=lambda c: c.shelf_leaf)

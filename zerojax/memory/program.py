@@ -35,7 +35,7 @@ from zerojax.memory.streamed import streamed_bytes
 from zerojax.models import LayeredModel, Model
 from zerojax.optim import Parts
 from zerojax.sharding import num_batch_shards
-from zerojax.state import Disk, Layout
+from zerojax.state import DiskLayout, Layout
 from zerojax.streamed import StreamedStep
 
 
@@ -87,7 +87,7 @@ def program_memory(
     )
 
 
-def _disk_bytes(disk: Disk) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+def _disk_bytes(disk: DiskLayout) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Return the bytes of a device's records by kind of state, of the buffers in host memory, and of a GPU's slots."""
     held: dict[str, int] = {}
     slots = 0

@@ -24,7 +24,7 @@ from zerojax.optim.elementwise import ElementwiseUpdate, elementwise_update
 from zerojax.optim.whole_tree import Update, finish, scale_grads
 from zerojax.sharding import STAGES, LeafSpec, stored_spec
 from zerojax.state import (
-    Disk,
+    DiskLayout,
     Index,
     Layout,
     OnDisk,
@@ -112,7 +112,7 @@ class Parts:
         if layout.disk is not None:
             self._shelve(layout.disk, names)
 
-    def _shelve(self, disk: Disk, names: Sequence[str]) -> None:
+    def _shelve(self, disk: DiskLayout, names: Sequence[str]) -> None:
         """Declare the records of the nvme tier: a kind for the stacked layers, for each group, and for each other leaf."""
         config, shapes = self.layout.config, [a.shape for a in jax.tree.leaves(self.layout.abstract_params)]
         has_master = self.layout.abstract_state.master is not None

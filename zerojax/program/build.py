@@ -56,6 +56,6 @@ def build_train_step(
         program = Program(model, tx, build_layout(model, tx, config, mesh))
     if batch is not None:
         program.check(batch)
-    if program.layout.disk is not None and is_there(mesh):
-        program.layout.disk.claim()
+    if program.swap is not None and is_there(mesh):
+        program.swap.claim()
     return program

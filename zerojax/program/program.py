@@ -29,7 +29,7 @@ from zerojax.program.compile import CompiledStep, LoweredStep, compiler_options,
 from zerojax.program.init import build_born_init, build_init
 from zerojax.program.read_params import ParamReader
 from zerojax.resident import build_step, plain_loss, sharded_loss
-from zerojax.runtime import interrupts_wait
+from zerojax.runtime import SwapSession, interrupts_wait
 from zerojax.sharding import Replicated, abstract_batch, batch_sharding, check_batch, explicit, named, place_batch
 from zerojax.state import Layout, TrainState, allocate_all, check_is_there, is_away, masters
 from zerojax.streamed import Plans, Scratch, StreamedStep, index_arrays
@@ -44,7 +44,7 @@ class Program:
     def __init__(self, model: Model | LayeredModel, tx: optax.GradientTransformation, layout: Layout) -> None:
         self.model, self.tx, self.layout = model, tx, layout
         self.mesh, self.config = layout.mesh, layout.config
-        self._disk = layout.disk
+        self.swap = None if layout.disk is None else SwapSession(layout.disk)
         self._reported: dict[str, None] = {}
         self._arrays: tuple[Plans, jax.Array] | None = None
         options = compiler_options(model, layout)
@@ -84,11 +84,11 @@ class Program:
                 in_shardings=(whole, whole, whole, empty, whole),
                 out_shardings=explicit(layout.shardings),
             )
-        self._step, self._options = step if self._disk is None else with_next_number(step), options
+        self._step, self._options = step if self.swap is None else with_next_number(step), options
         self._compiled: dict[Any, CompiledStep] = {}
         self._grads: list[jax.Array] | None = None
         self._eval = jax.jit(evaluate, compiler_options=options)
-        self._reader = ParamReader(model, layout, self.parts, self.calling)
+        self._reader = ParamReader(model, layout, self.parts, self.swap, self.calling)
         self._lock = threading.RLock()  # one program at a time, where it calls back
 
     def __enter__(self) -> Self:
@@ -104,16 +104,16 @@ class Program:
             self._grads = None
             if self._host is not None:
                 self._host.host.release()
-            if self._disk is not None:
-                self._disk.close()
+            if self.swap is not None:
+                self.swap.close()
 
     @cached_property
     def _moves(self) -> tuple[Move, ...]:
         """What a step reads from disk and writes to it, in order."""
-        assert self._disk is not None
+        assert self.layout.disk is not None
         first, last = ((), ()) if self.parts is None else self.parts.end_moves()
         by_host = {} if self._host is None else self._host.moves()
-        kinds, layers = self._disk.kinds.keys(), [phase.name for phase in self.schedule.phases]
+        kinds, layers = self.layout.disk.kinds.keys(), [phase.name for phase in self.schedule.phases]
         after = ["update"] if self._streamed is not None and self._streamed.ending.ends_first else []
         loops = {} if self._streamed is None else self._streamed.keeper.tile_loops()
         before = moves_of(self.schedule, kinds, [name for name in layers if name not in after], by_host, loops)
@@ -121,10 +121,10 @@ class Program:
 
     @cached_property
     def _eval_moves(self) -> tuple[Move, ...]:
-        assert self._disk is not None
+        assert self.layout.disk is not None
         first = () if self.parts is None else self.parts.end_moves()[0]
         loops = {} if self._streamed is None else self._streamed.keeper.eval_loops()
-        forward = moves_of(self.schedule, self._disk.kinds.keys(), ("forward",), loops=loops)
+        forward = moves_of(self.schedule, self.layout.disk.kinds.keys(), ("forward",), loops=loops)
         return (*first, *(move for move in forward if move.kind.split(".")[0] == "params"))
 
     @property
@@ -160,11 +160,11 @@ class Program:
           ValueError: nothing rests on nvme, or the file cannot be written; or, on entering, there is another trace.
           OSError: the file could not be written when the context ended; after an error inside of it, that is logged instead.
         """
-        if self._disk is None:
+        if self.swap is None:
             raise ValueError(
                 "this program has nothing on nvme, and so no swapping to trace: set params, opt_state, ... to 'nvme'"
             )
-        return self._disk.trace(path)
+        return self.swap.trace(path)
 
     def init(self, key: jax.Array) -> TrainState:
         """Make the state, each device its own shard.
@@ -183,25 +183,25 @@ class Program:
         if key.shape:
             raise ValueError(f"init takes one random key, got an array of shape {key.shape}")
         with self.calling(), jax.set_mesh(self.mesh):
-            if self._disk is not None:
-                self._disk.open()
+            if self.swap is not None:
+                self.swap.open()
             if self.parts is None:
                 return self._init(key)
             self.check_host_memory()
             order = self.layout.order
             empty = allocate_all([a for a in jax.tree.leaves(self.layout.abstract_state) if is_away(a)])
-            if self._disk is None:
+            if self.swap is None:
                 return self._init(key, order, jnp.int32(1), empty, jnp.int32(0))
-            self._disk.begin((), (), name="init")
-            state = self._init(key, order, jnp.int32(1), empty, jnp.int32(self._disk.swap.generation))
+            self.swap.begin((), (), name="init")
+            state = self._init(key, order, jnp.int32(1), empty, jnp.int32(self.swap.generation))
             jax.block_until_ready(state)
-            self._disk.finish()
+            self.swap.finish()
             return state
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """Run a program in this: where it calls back, no signal leaves it, and no other thread runs one beside it."""
-        if self._disk is None and self._host is None:
+        if self.swap is None and self._host is None:
             yield
             return
         with self._lock, interrupts_wait():
@@ -234,14 +234,14 @@ class Program:
             jitted, (plans, one) = self._jitted(batch), self._indices()
             scratch = self._take_scratch(jitted)
             memory = [] if self._host is None else self._host.prepare(jax.block_until_ready(state))
-            if self._disk is not None:
-                self._disk.begin(state, self._moves, jitted.on_disk)
+            if self.swap is not None:
+                self.swap.begin(state, self._moves, jitted.on_disk)
             (state, scratch), metrics = jitted.step(state, batch, plans, one, scratch)
-            if self._host is not None or self._disk is not None:
+            if self._host is not None or self.swap is not None:
                 jax.block_until_ready((state, scratch, metrics))
             self._keep_scratch(jitted, scratch)
-            if self._disk is not None:
-                metrics |= self._disk.finish(is_step=True)
+            if self.swap is not None:
+                metrics |= self.swap.finish(is_step=True)
             if self._host is not None:
                 self._host.check(memory, state)
             return state, metrics
@@ -317,7 +317,7 @@ class Program:
                 compiler_options=self._options,
             )
             on_disk: Sequence[DiskRecords] = ()
-            if self._streamed is not None and self._disk is not None:
+            if self._streamed is not None and self.swap is not None:
                 on_disk = self._streamed.on_disk(self.layout.abstract_arrays.params, abstract)
             self._compiled[key] = CompiledStep(step, scratch, on_disk)
         return self._compiled[key]
@@ -329,12 +329,12 @@ class Program:
         with self.calling(), jax.set_mesh(self.mesh):
             self._check_state(state)
             plans, one = self._indices()
-            if self._disk is None:
+            if self.swap is None:
                 return self._eval(state.params, batch, plans, one)
             jax.eval_shape(self._eval, state.params, batch, plans, one)  # traced first: which loops over tiles it has
-            self._disk.begin(state.params, self._eval_moves, name="eval")
+            self.swap.begin(state.params, self._eval_moves, name="eval")
             loss = jax.block_until_ready(self._eval(state.params, batch, plans, one))
-            self._disk.finish()
+            self.swap.finish()
             return loss
 
     def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
@@ -382,7 +382,7 @@ class Program:
         check_batch(abstract_batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
             lowered = self._abstract_call(abstract_batch, lambda step, *args: step.lower(*args))
-        has_callbacks = self._host is not None or self._disk is not None
+        has_callbacks = self._host is not None or self.swap is not None
         return LoweredStep(lowered, self.mesh, self._options, has_callbacks)
 
     def memory(self, batch: Any) -> MemoryReport:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from zerojax.models import BLOCKS, LayeredModel, Model
 from zerojax.optim import Parts
+from zerojax.runtime import SwapSession
 from zerojax.state import Index, Layout, OnDisk, Tile, TileGroup, TrainState, check_is_there, is_stored, load_leaves, masters
 
 
@@ -21,6 +22,7 @@ class ParamReader:
         model: Model | LayeredModel,
         layout: Layout,
         parts: Parts | None,
+        swap: SwapSession | None,
         calling: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Read states of `layout`.
@@ -29,9 +31,10 @@ class ParamReader:
           model: of the program.
           layout: likewise.
           parts: how states rest where they do not rest on the device.
+          swap: of the program, where something rests on disk.
           calling: returns the context for a program that calls back.
         """
-        self.model, self.layout, self.parts, self._calling = model, layout, parts, calling
+        self.model, self.layout, self.parts, self._swap, self._calling = model, layout, parts, swap, calling
         self._ends: dict[int, Any] = {}
 
     def pieces(self, state: TrainState) -> Iterator[tuple[str, Any]]:
@@ -51,14 +54,13 @@ class ParamReader:
 
     def _read(self, read: Any, held: Any, *args: Any) -> Any:
         """Call `read(held, *args)`, which reads from any tier."""
-        disk = self.layout.disk
-        if disk is None:
+        if self._swap is None:
             with jax.set_mesh(self.layout.mesh):
                 return read(held, *args)
         with self._calling(), jax.set_mesh(self.layout.mesh):
-            disk.begin(held, (), name="read")
+            self._swap.begin(held, (), name="read")
             values = jax.block_until_ready(read(held, *args))
-            disk.finish()
+            self._swap.finish()
             return values
 
     def _end(self, state: TrainState, index: int) -> jax.Array:

@@ -1,6 +1,7 @@
-"""What is around a program while it runs: processes, signals and preemption."""
+"""What is around a program while it runs: its records on disk, the other processes, signals and preemption."""
 
 from zerojax.runtime.interrupts import interrupts_wait as interrupts_wait
 from zerojax.runtime.preemption import Preemption as Preemption
 from zerojax.runtime.processes import AllProcesses as AllProcesses
 from zerojax.runtime.processes import BackgroundBarrier as BackgroundBarrier
+from zerojax.runtime.swap import SwapSession as SwapSession

@@ -1,6 +1,6 @@
 """Where every byte of the training state is, and how one record of it is read and written."""
 
-from zerojax.state.disk import Disk as Disk
+from zerojax.state.disk_layout import DiskLayout as DiskLayout
 from zerojax.state.host_memory import allocate_all as allocate_all
 from zerojax.state.host_memory import is_away as is_away
 from zerojax.state.layout import Layout as Layout

@@ -16,7 +16,7 @@ from zerojax.config import ZeroConfig, uses_disk
 from zerojax.models import BLOCKS, LayeredModel, Model, check_floating, init_params, layered_specs
 from zerojax.precision import PRECISIONS, LossScale
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Replicated, named, param_specs, replicated_leaves, stored_spec
-from zerojax.state.disk import Disk
+from zerojax.state.disk_layout import DiskLayout
 from zerojax.state.opt_state import init_opt_state_shape, opt_state_specs, owners
 from zerojax.state.tile_groups import TileGroup, tile_groups, tiled_leaves
 from zerojax.state.train_state import OnDisk, Pending, Split, TrainState, is_stored
@@ -39,7 +39,7 @@ class Layout:
       replicated: leaves that the ZeRO axis does not split.
       num_layers: of a LayeredModel, else None.
       device_layers: layers of a LayeredModel whose optimizer state stays on the device while `opt_state` is off it.
-      disk: the nvme tier, where there is one.
+      disk: the records of the nvme tier, where there is one.
       tiles: of a streamed step, the groups of leaves whose records are tiles.
     """
 
@@ -53,7 +53,7 @@ class Layout:
     replicated: tuple[Replicated, ...]
     num_layers: int | None = None
     device_layers: int = 0
-    disk: Disk | None = None
+    disk: DiskLayout | None = None
     tiles: tuple[TileGroup, ...] = ()
 
     def lead(self, index: int) -> int:
@@ -161,7 +161,7 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     arrays, disk = abstract_state, None
     if uses_disk(config):
-        disk = Disk(config, mesh)
+        disk = DiskLayout(config, mesh)
         abstract_state = _on_disk(abstract_state, is_shared, config, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     tiles = tile_groups(model, made, config)

@@ -1,9 +1,7 @@
-"""The nvme tier of one program: which records there are, and the folder, buffers and threads behind them.
+"""One program's records on disk while it runs: the folder, the buffers and the threads behind a `DiskLayout`.
 
-Records of a kind hold one layer's leaves on one device. The stacked layers are four kinds, "params", "grads", "opt_state" (with
-the float32 masters) and "activations"; of a leaf that is no stack of layers, parameter and state are kinds of one record each:
-"params.3" and "opt_state.3". Kinds are declared while programs are built and traced; folder, buffers and threads come with the
-first state (`open`).
+The folder and the threads come when the program is built (`claim`), files and buffers with its first state (`open`), those of
+records that live inside a step with the first batch of a shape (`begin`).
 
 With the optimizer on the host, what it updates goes disk -> buffer -> disk, in one buffer, and never to the device.
 
@@ -19,78 +17,44 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.device import available_bytes
 from host_offload.disk import DirectIo, Snapshot, Store, SwapError, SwapFolder, TensorstoreIo, tune
-from host_offload.engine import DiskRecords, Engine, Swap, num_buffers, shared_bytes
+from host_offload.engine import DiskRecords, Engine
 from host_offload.schedule import Move
 from host_offload.trace import Recorder, check_path
-from zerojax.config import ZeroConfig
-from zerojax.runtime import AllProcesses
-from zerojax.sharding import Spec
-from zerojax.state.train_state import OnDisk
+from zerojax.runtime.processes import AllProcesses
+from zerojax.state import DiskLayout, OnDisk
 
 logger = logging.getLogger("zerojax")
 
 
-class Disk:
-    """Records of a program on disk."""
+class SwapSession:
+    """Runs programs whose records are on disk.
 
-    def __init__(self, config: ZeroConfig, mesh: Mesh) -> None:
-        self.config, self.mesh, self.swap = config, mesh, Swap(mesh)
-        self.kinds: dict[str, DiskRecords] = {}
+    Attributes:
+      disk: the records that were declared.
+    """
+
+    def __init__(self, disk: DiskLayout) -> None:
+        self.disk, self.config, self.mesh, self.swap = disk, disk.config, disk.mesh, disk.swap
         self._folder: SwapFolder | None = None
         self._made: dict[str, DiskRecords] = {}  # kinds that have files and buffers, on every device
-        self._recorder = Recorder(config.prefetch_distance)
-        self._together = AllProcesses(mesh)
+        self._recorder = Recorder(self.config.prefetch_distance)
+        self._together = AllProcesses(self.mesh)
         self._running: list[OnDisk] | None = None
         self._numbers = itertools.count(1)
         self._snapshots: list[Snapshot] = []
 
-    def declare(
-        self,
-        kind: str,
-        num_layers: int,
-        names: Sequence[str],
-        shapes: Sequence[Any],
-        specs: Sequence[Spec],
-        is_state: bool = True,
-        in_place: bool = False,
-        fetched: bool = True,
-        stored: bool = True,
-        in_turn: bool = False,
-    ) -> DiskRecords:
-        """Return the records of a kind, the same for the same shapes.
-
-        Args:
-          kind: name of its folder.
-          num_layers: records on each device.
-          names: of the leaves.
-          shapes: of each leaf of one layer, whole: ShapeDtypeStruct.
-          specs: of each.
-          is_state: whether they outlive a step.
-          in_place: whether the host updates them in the buffers into which they are read.
-          fetched: whether programs fetch them.
-          stored: whether programs store them.
-          in_turn: whether programs use all such kinds one after the other, so that they may share buffers.
-        """
-        plain, all_specs = (
-            tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes),
-            tuple(PartitionSpec(*s) for s in specs),
-        )
-        records = DiskRecords(
-            self.swap, kind, num_layers, tuple(names), plain, all_specs, is_state, in_place, fetched, stored, in_turn
-        )
-        if (known := self.kinds.get(kind)) is not None and _alike(known, records):
-            return known
-        self.kinds[kind] = records
-        return records
+    @property
+    def generation(self) -> int:
+        """Number of the state that is on disk; 0 where there is none."""
+        return self.swap.generation
 
     @property
     def engine(self) -> Engine:
@@ -120,7 +84,7 @@ class Disk:
             raise
 
     def _claim(self) -> None:
-        self._check_memory([records for records in self.kinds.values() if records.is_state])
+        self._check_memory([records for records in self.disk.kinds.values() if records.is_state])
         copies, pin = self.swap.copies, "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock"
         self._folder = SwapFolder(self.config.swap_dir or "", jax.process_index())
         settings = tune(self._folder.path)
@@ -138,7 +102,7 @@ class Disk:
         self.swap.generation = self._together.least(1 + secrets.randbelow(1 << 30))
         self._together.do(self._renew)
         logger.info(
-            "nvme tier: %.2f GiB in %s, %.1f MiB of buffers", self.num_bytes / 2**30, self.config.swap_dir,
+            "nvme tier: %.2f GiB in %s, %.1f MiB of buffers", self.disk.num_bytes / 2**30, self.config.swap_dir,
             self.engine.buffer_bytes / 2**20,
         )  # fmt: skip
 
@@ -156,38 +120,12 @@ class Disk:
                 self.engine.remove(kind)
             self._made.clear()
             self._folder.renew()
-        self._make([records for records in self.kinds.values() if records.is_state])
-
-    def shared_bytes(self, records: DiskRecords) -> int:
-        """Return the bytes of the buffers that a kind shares with others, or 0 if it has its own."""
-        alike = [r.num_bytes for r in self.kinds.values() if r.in_turn]
-        size = shared_bytes(alike, self.config.prefetch_distance, records.in_place) if records.in_turn else 0
-        return size if records.num_bytes <= size else 0
-
-    def buffer_bytes(self, kinds: Iterable[DiskRecords]) -> int:
-        """Return the bytes of the buffers of some kinds on one device, to read and to write."""
-        distance, shared, own = self.config.prefetch_distance, 0, 0
-        for records in kinds:
-            if size := self.shared_bytes(records):
-                shared = 2 * (distance + 1) * size
-            else:
-                own += num_buffers(distance, records.num_layers, records.in_place) * records.num_bytes
-        return own + shared
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on disk of this process's devices."""
-        return len(self.ranks()) * sum(r.num_layers * r.num_bytes for r in self.kinds.values())
-
-    def ranks(self) -> list[int]:
-        """Return the positions in the mesh of this process's devices."""
-        local = set(self.mesh.local_devices)
-        return [rank for rank, device in enumerate(self.mesh.devices.flat) if device in local]
+        self._make([records for records in self.disk.kinds.values() if records.is_state])
 
     def _make(self, wanted: Sequence[DiskRecords]) -> None:
         """Make files and buffers of kinds that have none, or those of another batch."""
         assert self._folder is not None
-        missing = [records for records in wanted if not _alike(self._made.get(records.kind), records)]
+        missing = [records for records in wanted if not records.has_files_of(self._made.get(records.kind))]
         for kind in (records.kind for records in missing):  # what another batch has, or an attempt that failed has left
             self._made.pop(kind, None)
             if kind in self.engine.kinds():
@@ -201,22 +139,23 @@ class Disk:
                 "mesh": dict(self.mesh.shape),
                 "shapes": [list(a.shape) for a in records.shapes],
             }
-            for rank in self.ranks():
+            for rank in self.disk.ranks():
                 store = Store(self._folder.path, records.kind, rank, records.num_layers, records.format, metadata)
                 store.preallocate()
                 up, down = records.slots
-                shared = self.shared_bytes(records)
+                shared = self.disk.shared_bytes(records)
                 self.engine.add(records.kind, rank, store, in_place=records.in_place, up=up, down=down, shared_bytes=shared)
             self._made[records.kind] = records
 
     def _check_memory(self, wanted: Sequence[DiskRecords]) -> None:
         """Raise RuntimeError where the machine has less memory left than the buffers of some kinds take."""
-        ranks, available = len(self.ranks()), available_bytes()
-        if available is None or (needed := ranks * self.buffer_bytes(wanted)) <= available:
+        ranks, available = len(self.disk.ranks()), available_bytes()
+        if available is None or (needed := ranks * self.disk.buffer_bytes(wanted)) <= available:
             return
-        largest = max(wanted, key=lambda r: self.buffer_bytes([r]))
+        largest = max(wanted, key=lambda r: self.disk.buffer_bytes([r]))
+        largest_bytes = self.disk.buffer_bytes([largest])
         raise RuntimeError(
-            f"the nvme tier's buffers take {needed} bytes ({needed / 2**30:.1f} GiB), {self.buffer_bytes([largest])} bytes x "
+            f"the nvme tier's buffers take {needed} bytes ({needed / 2**30:.1f} GiB), {largest_bytes} bytes x "
             f"{ranks} devices of them for {largest.kind}, and the machine has {available} bytes "
             f"({available / 2**30:.1f} GiB) available: lower prefetch_distance={self.config.prefetch_distance}, use more "
             "devices, or make layers smaller"
@@ -325,7 +264,10 @@ class Disk:
         snapshot = Snapshot(os.path.join(self._folder.path, f"snapshot-{next(self._numbers)}"))
         self._snapshots = [*(one for one in self._snapshots if not one.is_closed), snapshot]
         try:
-            yield snapshot, [(records, self.engine.store_of(records.kind, rank)) for records in wanted for rank in self.ranks()]
+            yield (
+                snapshot,
+                [(records, self.engine.store_of(records.kind, rank)) for records in wanted for rank in self.disk.ranks()],
+            )
         except BaseException:
             snapshot.close()
             raise
@@ -352,8 +294,3 @@ class Disk:
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.close()
-
-
-def _alike(some: DiskRecords | None, others: DiskRecords) -> bool:
-    """Tell whether two kinds' files and buffers can be the same."""
-    return some is not None and (some.format, some.num_layers) == (others.format, others.num_layers)
