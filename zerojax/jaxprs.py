@@ -1,12 +1,19 @@
-"""What gather-on-use must know about jaxprs: a flat list of equations, and how each primitive treats a spec.
+"""A traced function as a flat list of equations, for whoever interprets one or decides something from what it computes.
 
-`flatten` inlines nested `jit` calls, so that uses of parameters are neighbours wherever the model's author put
-function boundaries. Variables become integer slots, because two calls of one jitted function share their variables.
+`flatten` inlines nested `jit` calls, so that equations that follow each other are neighbours wherever the author put function
+boundaries. Variables become integer slots, because two calls of one jitted function share their variables. A slot is written
+once, before it is read; so one pass over the instructions answers both questions of data flow:
+
+    program.live(outputs)     backwards: which instructions do these outputs need?
+    program.reached(starts)   forwards: which slots depend on these?
+
+The sets of primitives below say what an equation is like: cheap, linear, elementwise. A primitive in none of them is assumed
+to be like none of them.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +38,14 @@ CHEAP = LINEAR | ELEMENTWISE | frozenset(
 )  # fmt: skip
 """Elementwise, layout and reduction equations: cheap to repeat."""
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+POINTWISE = ELEMENTWISE | {
+    "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "is_finite", "rem", "nextafter", "add_any",
+    "bitcast_convert_type", "shift_left", "shift_right_logical", "shift_right_arithmetic",
+}  # fmt: skip
+"""Equations whose result at one index reads its operands at that index alone (of a bitcast: where it keeps the shape)."""
+FILLS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
+"""Equations that make of equal elements an array of the same elements, in another shape."""
+_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,43 +55,101 @@ class Constant:
     value: Any
 
 
+Ref = int | Constant
+"""An operand: a slot, or a constant."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """An equation whose operands and results are slots (int) or constants."""
+    """An equation over slots.
+
+    Attributes:
+      eqn: the equation.
+      ins: its operands.
+      outs: the slots of its results.
+      has_jaxpr: whether it holds a jaxpr, such as the body of a scan.
+    """
 
     eqn: jex.JaxprEqn
-    ins: tuple[int | Constant, ...]
+    ins: tuple[Ref, ...]
     outs: tuple[int, ...]
     has_jaxpr: bool
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The slots among its operands."""
+        return tuple(ref for ref in self.ins if isinstance(ref, int))
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatJaxpr:
-    """A jaxpr without nested `jit`: instructions over slots, and where each slot is read last."""
+    """A jaxpr without nested `jit`.
+
+    Attributes:
+      inputs: slots of the arguments.
+      instructions: in the order of the trace, so each slot is written before it is read.
+      outputs: the results.
+      last_read: index of the last instruction that reads a slot; of an output the number of instructions.
+    """
 
     inputs: tuple[int, ...]
     instructions: tuple[Instruction, ...]
-    outputs: tuple[int | Constant, ...]
+    outputs: tuple[Ref, ...]
     last_read: dict[int, int]
+
+    def live(
+        self,
+        outputs: Iterable[Ref],
+        is_root: Callable[[Instruction], bool] = lambda i: False,
+        is_followed: Callable[[int], bool] = lambda slot: True,
+    ) -> tuple[Instruction, ...]:
+        """Return the instructions that outputs need, in order.
+
+        Args:
+          outputs: slots that are wanted; constants need nothing.
+          is_root: whether an instruction is wanted whoever reads its results, such as one with an effect.
+          is_followed: whether what makes an operand is needed too.
+        """
+        needed = {ref for ref in outputs if isinstance(ref, int)}
+        live: list[Instruction] = []
+        for i in reversed(self.instructions):
+            if is_root(i) or not needed.isdisjoint(i.outs):
+                live.append(i)
+                needed.update(slot for slot in i.reads if is_followed(slot))
+        return tuple(reversed(live))
+
+    def reached(self, starts: Iterable[int]) -> set[int]:
+        """Return the slots in `starts`, and every slot that is computed from them."""
+        reached = set(starts)
+        for i in self.instructions:
+            if not reached.isdisjoint(i.reads):
+                reached.update(i.outs)
+        return reached
 
 
 def flatten(
     jaxpr: jex.Jaxpr, consts: Sequence[Any], is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False
 ) -> FlatJaxpr:
-    """Inline every nested `jit` of `jaxpr`, but those that are to stay one equation."""
+    """Inline every nested `jit`.
+
+    Args:
+      jaxpr: what to flatten.
+      consts: values of its constvars.
+      is_opaque: whether a `jit` is to stay one equation.
+    """
     counter = iter(range(1 << 62))
     instructions: list[Instruction] = []
 
-    def emit(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[int | Constant]) -> list[int | Constant]:
-        env: dict[jex.Var, int | Constant] = {v: Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+    def emit(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Ref]) -> list[Ref]:
+        env: dict[jex.Var, Ref] = {v: Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
         env.update(zip(jaxpr.invars, args, strict=True))
 
-        def read(atom: Any) -> int | Constant:
+        def ref_of(atom: Any) -> Ref:
             return Constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
-            ins = [read(v) for v in eqn.invars]
-            if eqn.primitive.name in INLINED and not is_opaque(eqn):
+            ins = [ref_of(v) for v in eqn.invars]
+            if eqn.primitive.name in _INLINED and not is_opaque(eqn):
                 inner: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
                 is_closed = isinstance(inner, jex.ClosedJaxpr)
                 outs = emit(inner.jaxpr if is_closed else inner, inner.consts if is_closed else (), ins)
@@ -86,11 +158,11 @@ def flatten(
                 nested = next(iter(jex.jaxprs_in_params(eqn.params)), None) is not None
                 instructions.append(Instruction(eqn, tuple(ins), tuple(outs), nested))
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        return [ref_of(v) for v in jaxpr.outvars]
 
     inputs = tuple(next(counter) for _ in jaxpr.invars)
     outputs = tuple(emit(jaxpr, consts, inputs))
-    last_read = {ref: i for i, instr in enumerate(instructions) for ref in instr.ins if isinstance(ref, int)}
+    last_read = {slot: index for index, i in enumerate(instructions) for slot in i.reads}
     last_read.update({ref: len(instructions) for ref in outputs if isinstance(ref, int)})
     return FlatJaxpr(inputs, tuple(instructions), outputs, last_read)
 
@@ -100,6 +172,11 @@ def _context_of(eqn: jex.JaxprEqn) -> Iterator[None]:
     """Restore what the equation was traced under: its mesh and compute_on context, and its name in profiles."""
     with eqn.ctx.manager, jax.named_scope(str(eqn.source_info.name_stack) or "param"):
         yield
+
+
+def read(ref: Ref, slots: Mapping[int, Any]) -> Any:
+    """Return the value of an operand."""
+    return slots[ref] if isinstance(ref, int) else ref.value
 
 
 def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
@@ -112,7 +189,7 @@ def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 def evaluate(instructions: Sequence[Instruction], slots: dict[int, Any]) -> None:
     """Run instructions in order, reading and writing `slots`."""
     for i in instructions:
-        outs = bind(i.eqn, [slots[ref] if isinstance(ref, int) else ref.value for ref in i.ins])
+        outs = bind(i.eqn, [read(ref, slots) for ref in i.ins])
         slots.update(zip(i.outs, outs, strict=True))
 
 
@@ -122,11 +199,3 @@ def scan_arity(params: dict[str, Any], num_operands: int) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].update(range(num_operands)).unpack()  # jax 0.12 groups the operands
     return len(list(consts)), len(list(carry))
-
-
-POINTWISE = ELEMENTWISE | {
-    "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "is_finite", "rem", "nextafter", "add_any",
-    "bitcast_convert_type", "shift_left", "shift_right_logical", "shift_right_arithmetic",
-}  # fmt: skip
-"""Equations whose result at one index reads its operands at that index alone (of a bitcast: where it keeps the shape)."""
-FILLS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})

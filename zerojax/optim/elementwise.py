@@ -175,12 +175,6 @@ def _trace(
 
 def _equations(program: FlatJaxpr, roles: dict[int, Any], outputs: dict[Any, Any], key: Any) -> list[Any]:
     """Return the equations of one output, in a form that does not name shapes."""
-    needed = {outputs[key]} if isinstance(outputs[key], int) else set()
-    kept = []
-    for i in reversed(program.instructions):
-        if any(out in needed for out in i.outs):
-            kept.append(i)
-            needed.update(ref for ref in i.ins if isinstance(ref, int))
     names: dict[int, Any] = dict(roles)
 
     def name(ref: Any) -> Any:
@@ -189,12 +183,12 @@ def _equations(program: FlatJaxpr, roles: dict[int, Any], outputs: dict[Any, Any
         value = np.asarray(ref.value)
         return ("constant", str(value.dtype), value.reshape(-1)[:1].tolist())
 
-    found = []
-    for number, i in enumerate(reversed(kept)):
+    equations = []
+    for number, i in enumerate(program.live([outputs[key]])):
         keep = {k: str(v) for k, v in i.eqn.params.items() if k in ("y", "new_dtype", "direction", "mode")}
-        found.append((i.eqn.primitive.name, keep, [name(ref) for ref in i.ins]))
+        equations.append((i.eqn.primitive.name, keep, [name(ref) for ref in i.ins]))
         names.update({out: (number, n) for n, out in enumerate(i.outs)})
-    return [*found, name(outputs[key])]
+    return [*equations, name(outputs[key])]
 
 
 class _Reader:

@@ -7,7 +7,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zerojax.jaxprs import FlatJaxpr, Instruction, evaluate, flatten
+from zerojax.jaxprs import evaluate, flatten, read
 from zerojax.optim.by_record import Parts
 
 Array = jax.Array
@@ -47,18 +47,13 @@ class HostRule:
 
         closed = jax.make_jaxpr(rule)(arrays, scalars)
         self.program = flatten(closed.jaxpr, closed.consts)
-        live = _live(self.program)
         self.num_arrays = len(arrays)
-        varies = set(self.program.inputs[: self.num_arrays])
-        self.elements: list[Instruction] = []
-        self.before: list[Instruction] = []
-        for i in live:
-            avals: list[Any] = [v.aval for v in i.eqn.outvars]
-            # Scalars cross as float32, which holds a count of steps, but not 32 random bits: those are made over there.
-            is_wide = any(a.dtype == jnp.uint32 for a in avals)
-            of_kernel = is_wide or any(ref in varies for ref in i.ins if isinstance(ref, int))
-            (self.elements if of_kernel else self.before).append(i)
-            varies.update(i.outs if of_kernel else ())
+        live = self.program.live(self.program.outputs)
+        # Scalars cross as float32, which holds a count of steps, but not 32 random bits: those are made over there.
+        wide = [out for i in live if any(v.aval.dtype == jnp.uint32 for v in i.eqn.outvars) for out in i.outs]  # pyright: ignore[reportAttributeAccessIssue]
+        varies = self.program.reached([*self.program.inputs[: self.num_arrays], *wide])
+        self.elements = [i for i in live if not varies.isdisjoint(i.outs)]
+        self.before = [i for i in live if varies.isdisjoint(i.outs)]
         reads = [ref for i in self.elements for ref in i.ins] + list(self.program.outputs)
         self.crossing = tuple(dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies))
         dtypes = {slot: a.dtype for slot, a in zip(self.program.inputs[self.num_arrays :], scalars, strict=True)}
@@ -73,7 +68,7 @@ class HostRule:
                 value = value.astype(kind)
                 slots[slot] = jnp.broadcast_to(value, self.fills[slot]) if slot in self.fills else value
             evaluate(self.elements, slots)
-            return [slots[ref] if isinstance(ref, int) else ref.value for ref in self.program.outputs]
+            return [read(ref, slots) for ref in self.program.outputs]
 
         self.kernel: jex.ClosedJaxpr = jax.make_jaxpr(kernel)(arrays, crossed)
 
@@ -85,14 +80,3 @@ class HostRule:
         return [
             jnp.ravel(slots[slot])[0].astype(jnp.float32) if jnp.size(slots[slot]) else jnp.float32(0) for slot in self.crossing
         ]
-
-
-def _live(program: FlatJaxpr) -> list[Instruction]:
-    """Return the instructions that the outputs need."""
-    needed = {ref for ref in program.outputs if isinstance(ref, int)}
-    kept = []
-    for i in reversed(program.instructions):
-        if any(out in needed for out in i.outs):
-            kept.append(i)
-            needed.update(ref for ref in i.ins if isinstance(ref, int))
-    return kept[::-1]

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten
+from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten, read
 from zerojax.tiling import TileLoop, find_loops, marked, parse
 
 MODES = ("save", "selective", "remat")
@@ -82,14 +82,13 @@ class TracedBlock:
         return derivative(dy)
 
     def _outputs(self, slots: dict[int, Any]) -> Any:
-        leaves = [slots[ref] if isinstance(ref, int) else ref.value for ref in self.program.outputs]
-        return jax.tree.unflatten(self.structures[1], leaves)
+        return jax.tree.unflatten(self.structures[1], [read(ref, slots) for ref in self.program.outputs])
 
     def _run(self, params: Any, x: Any, key: Any, given: dict[int, jax.Array]) -> dict[int, Any]:
         slots: dict[int, Any] = dict(zip(self.program.inputs, jax.tree.leaves((params, x, key)), strict=True))
         numbers = {slot: number for number, slot in enumerate(self.loops)}
         for i in self.program.instructions:
-            values = [slots[ref] if isinstance(ref, int) else ref.value for ref in i.ins]
+            values = [read(ref, slots) for ref in i.ins]
             number = numbers.get(i.outs[0]) if i.outs else None
             outs = bind(i.eqn, values) if number is None else [self.loops[i.outs[0]].derivable(number, values)]
             for slot, value in zip(i.outs, outs, strict=True):
@@ -163,11 +162,9 @@ def _read_by_backward(layer: TracedBlock, params: Any, x: Any, key: Any) -> list
         list(layer.shapes), params, x, key, x
     )
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
-    live = {ref for ref in program.outputs if isinstance(ref, int)}
-    for i in reversed(program.instructions):
-        if i.eqn.effects or any(out in live for out in i.outs):
-            live.update(ref for ref in i.ins if isinstance(ref, int))
-    return [slot in live for slot in program.inputs[: len(layer.kept)]]
+    live = program.live(program.outputs, is_root=lambda i: bool(i.eqn.effects))
+    read_slots = {ref for ref in program.outputs if isinstance(ref, int)} | {slot for i in live for slot in i.reads}
+    return [slot in read_slots for slot in program.inputs[: len(layer.kept)]]
 
 
 def _names(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:
@@ -177,18 +174,9 @@ def _names(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:
     }
 
 
-def _reached(program: FlatJaxpr, starts: set[int]) -> set[int]:
-    """Return `starts` and every slot computed from them."""
-    reached = set(starts)
-    for i in program.instructions:
-        if any(ref in reached for ref in i.ins if isinstance(ref, int)):
-            reached.update(i.outs)
-    return reached
-
-
 def _candidates(program: FlatJaxpr, num_params: int) -> dict[int, Any]:
     """Return the slots that depend on data and cost something to make again."""
-    data = _reached(program, set(program.inputs[num_params:]))
+    data = program.reached(program.inputs[num_params:])
     made: dict[int, Any] = {
         out: v.aval
         for i in program.instructions
@@ -200,7 +188,7 @@ def _candidates(program: FlatJaxpr, num_params: int) -> dict[int, Any]:
 
 def _attention_inner(program: FlatJaxpr, num_params: int, num_data: int) -> frozenset[int]:
     """Return the slots between the two products of attention: scores, weights, and the masks that only they read."""
-    data = _reached(program, set(program.inputs[num_params : num_params + num_data]))
+    data = program.reached(program.inputs[num_params : num_params + num_data])
 
     def of_data(i: Instruction) -> bool:
         """Tell whether an instruction multiplies data with data, batched."""
@@ -211,18 +199,25 @@ def _attention_inner(program: FlatJaxpr, num_params: int, num_data: int) -> froz
     products = [i for i in program.instructions if of_data(i)]
     inner: set[int] = set()
     for first in products:
-        after = _reached(program, set(first.outs))
+        after = program.reached(first.outs)
         for second in products:
             if second is not first and any(ref in after for ref in second.ins):
-                inner |= _between(program, first, second, data)
+                inner |= _between(program, second, after, data)
     return frozenset(inner)
 
 
-def _between(program: FlatJaxpr, first: Instruction, second: Instruction, data: set[int]) -> set[int]:
-    """Return the slots made after `first` on the way to `second`, and what is made of no data for them."""
-    after = _reached(program, set(first.outs))
-    feeds = {ref for ref in second.ins if isinstance(ref, int)}
-    for i in reversed(program.instructions):
-        if i is not first and any(out in feeds for out in i.outs):
-            feeds.update(ref for ref in i.ins if isinstance(ref, int) and (ref in after or ref not in data))
-    return (feeds & after) | (feeds - data)
+def _between(program: FlatJaxpr, second: Instruction, after: set[int], data: set[int]) -> set[int]:
+    """Return the slots on the way from the first product to the second, and what is made of no data for them.
+
+    Args:
+      program: the block.
+      second: the second product.
+      after: slots that depend on the first.
+      data: slots that depend on data.
+    """
+
+    def is_inner(slot: int) -> bool:
+        return slot in after or slot not in data
+
+    live = program.live(second.ins, is_followed=is_inner)
+    return {slot for i in (*live, second) for slot in i.reads if is_inner(slot)}

@@ -195,7 +195,7 @@ class TiledBlock:
             of_data: set[int] = set()
             instructions = []
             for i in item:
-                if any(ref in each or ref in of_data for ref in i.ins if isinstance(ref, int)):
+                if any(slot in each or slot in of_data for slot in i.reads):
                     of_data.update(i.outs)
                     instructions.append(i)
                 else:
@@ -219,7 +219,7 @@ class TiledBlock:
           each: slots that do; those kept are added.
           sums: over microbatches, so far.
         """
-        needs = sorted({ref for i in instructions for ref in i.ins if isinstance(ref, int) and ref in each})
+        needs = sorted({slot for i in instructions for slot in i.reads if slot in each})
         totals, kept = sorted(made & sums.keys()), sorted(keeps)
 
         def one(total: list[Array], values: list[Any]) -> tuple[list[Array], list[Any]]:
@@ -258,15 +258,15 @@ class TiledBlock:
 
 def _cut(program: FlatJaxpr, outputs: Sequence[int], loop_of: Callable[[Instruction], tuple[int, bool] | None]) -> _Code:
     """Cut a program at its loops over tiles; drops what is not needed for `outputs` or a loop's derivative."""
-    live, needed = set(outputs), []
-    for i in reversed(program.instructions):
-        found = loop_of(i)
-        if i.eqn.effects or (found is not None and found[1]) or any(out in live for out in i.outs):
-            needed.append((i, found))
-            live.update(ref for ref in i.ins if isinstance(ref, int))
+
+    def is_root(i: Instruction) -> bool:
+        loop = loop_of(i)
+        return bool(i.eqn.effects) or (loop is not None and loop[1])
+
     items: list[list[Instruction]] = []
     loops: list[tuple[int, bool] | None] = []
-    for i, found in reversed(needed):
+    for i in program.live(outputs, is_root):
+        found = loop_of(i)
         if found is not None or not items or loops[-1] is not None:
             items.append([])
             loops.append(found)
@@ -274,7 +274,7 @@ def _cut(program: FlatJaxpr, outputs: Sequence[int], loop_of: Callable[[Instruct
     read, later = [], set[int]()
     for item in reversed(items):
         read.append(frozenset(later))
-        later.update(ref for i in item for ref in i.ins if isinstance(ref, int))
+        later.update(slot for i in item for slot in i.reads)
     return _Code(program, tuple(map(tuple, items)), tuple(loops), tuple(reversed(read)), frozenset(outputs))
 
 

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.checkpoint import INLINE_ELEMENTS
-from zerojax.jaxprs import POINTWISE, Constant, Instruction, bind, flatten
+from zerojax.jaxprs import FILLS, POINTWISE, Constant, Instruction, bind, flatten
 
-_FILLS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
 _COPIES = frozenset({"copy", "copy_p", "convert_element_type", "reshape", "name", "stop_gradient"})
 
 
@@ -67,7 +66,7 @@ def _results(i: Instruction, values: Sequence[Made]) -> list[Made]:
     numbers = [v for v in values if isinstance(v, np.ndarray | np.generic)]
     if len(numbers) < len(values):
         return [None] * len(outs)
-    if name in _FILLS and not numbers[0].shape:
+    if name in FILLS and not numbers[0].shape:
         return [numbers[0]]
     if name in POINTWISE and not i.has_jaxpr and not any(n.shape for n in numbers):
         return [_folded(out) for out in bind(i.eqn, [jnp.asarray(n) for n in numbers])]
