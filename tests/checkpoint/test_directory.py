@@ -49,7 +49,7 @@ def test_the_last_save_is_waited_for_when_the_program_ends(tmp_path):
     code = """
         import sys, time, jax
         import zerojax as zj
-        from zerojax.saving import Saving
+        from zerojax.checkpoint.save import Saving
         from test_directory import build
         finish = Saving.finish
         def slow(self):

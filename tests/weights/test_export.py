@@ -26,7 +26,7 @@ import zerojax as zj
 from zerojax import cli
 from zerojax.checkpoint.errors import DamagedError
 from zerojax.checkpoint.manifest import SavedState
-from zerojax.weights import files as export
+from zerojax.weights import exporting
 from zerojax.weights.names import path_of
 
 EXPORTS = {"orbax": zj.export_orbax, "safetensors": zj.export_safetensors}
@@ -190,7 +190,7 @@ def test_numbers_out_of_reach_are_refused_by_name(original, tmp_path, form, monk
     def large(self, name: str, box: object, out: np.ndarray) -> None:
         out[...] = np.full(out.shape, 1e5 if name == AWKWARD["gate"] else 0, np.float32)
 
-    monkeypatch.setattr(export.SavedState, "check", lambda self, **_: None)
+    monkeypatch.setattr(exporting.SavedState, "check", lambda self, **_: None)
     monkeypatch.setattr("host_offload.disk.saved_records.SavedRecords.read", large)
     with pytest.raises(zj.CheckpointError, match=r"weights\['gate'\] holds numbers that float16 does not reach"):
         EXPORTS[form](original, tmp_path / "out", dtype=jnp.float16)

@@ -4,12 +4,14 @@ from zerojax.checkpoint.checkpointer import Checkpointer as Checkpointer
 from zerojax.checkpoint.contents import INLINE_ELEMENTS as INLINE_ELEMENTS
 from zerojax.checkpoint.contents import StateLeaf as StateLeaf
 from zerojax.checkpoint.directory import STATE as STATE
+from zerojax.checkpoint.directory import Directory as Directory
 from zerojax.checkpoint.errors import CheckpointError as CheckpointError
 from zerojax.checkpoint.errors import DamagedError as DamagedError
 from zerojax.checkpoint.errors import IteratorError as IteratorError
 from zerojax.checkpoint.errors import explained as explained
-from zerojax.checkpoint.inspect import NoCheckpointError as NoCheckpointError
-from zerojax.checkpoint.inspect import inspect as inspect
+from zerojax.checkpoint.errors import explaining as explaining
+from zerojax.checkpoint.inspection import NoCheckpointError as NoCheckpointError
+from zerojax.checkpoint.inspection import inspect as inspect
 from zerojax.checkpoint.manifest import SavedLeaf as SavedLeaf
 from zerojax.checkpoint.manifest import SavedState as SavedState
 from zerojax.checkpoint.program_state import begin_save as begin_save

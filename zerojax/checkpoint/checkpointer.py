@@ -12,18 +12,14 @@
 Orbax's CheckpointManager makes a checkpoint appear whole or not at all, keeps as many as asked for, and lets the processes of a
 run wait for each other. The arrays are not Orbax's: its format is read and written leaf by leaf, so a stack of layers, or a
 tier on disk, would pass through memory whole; here a record of one layer is the unit, which a disk's records are linked as.
-`zerojax.weights.files` writes checkpoints of Orbax's own format.
+`zerojax.weights.exporting` writes checkpoints of Orbax's own format.
 """
 
 import contextlib
-import fcntl
-import itertools
 import logging
 import math
 import os
 import pathlib
-import shutil
-import tempfile
 import threading
 from collections.abc import Mapping
 from types import TracebackType
@@ -34,9 +30,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from host_offload.disk import sync
-from zerojax.checkpoint.directory import ASIDE, CONFIG, DELETED, LOCK, STATE, TEMPORARY
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, IteratorError, explained
+from zerojax.checkpoint.directory import CONFIG, DELETED, STATE, Directory
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, IteratorError, explaining
 from zerojax.checkpoint.manifest import SavedState, position_of
 from zerojax.checkpoint.orbax import SAVING, Manager, StateSave
 from zerojax.checkpoint.program_state import described, restore_state
@@ -95,18 +90,16 @@ class Checkpointer:
             raise ValueError(f"best_metric={best_metric!r}: None or the name of a metric is needed")
         if best_mode not in ("min", "max"):
             raise ValueError(f"best_mode={best_mode!r}: 'min' or 'max' is needed")
-        self.directory = os.path.abspath(os.fspath(directory))
+        self._directory = Directory(directory)
+        self.directory = self._directory.path
         if "://" in os.fspath(directory):
             raise ValueError(f"directory={os.fspath(directory)!r}: records are files of a file system; mount the bucket")
         self._interval, self._max_host_bytes, self._verify = save_interval_steps, max_host_bytes, verify
-        self._best = best_metric
-        self._beside = BackgroundBarrier(
+        self._best_metric = best_metric
+        self._barrier = BackgroundBarrier(
             SAVING, CheckpointError, ("async_write_complete", "async_commit_complete")
         )  # Orbax's names
-        try:
-            os.makedirs(self.directory, exist_ok=True)
-        except OSError as error:
-            raise explained(error, f"making the directory of checkpoints {self.directory}") from error
+        self._directory.make()
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=max_to_keep,
             best_fn=None if best_metric is None else lambda metrics: _comparable(metrics[best_metric], best_mode),
@@ -114,17 +107,16 @@ class Checkpointer:
             todelete_subdir=DELETED,
             enable_async_checkpointing=is_async,
             async_options=ocp.AsyncOptions(
-                timeout_secs=_LONGEST_SECONDS, barrier_sync_fn=self._beside, create_directories_asynchronously=False
+                timeout_secs=_LONGEST_SECONDS, barrier_sync_fn=self._barrier, create_directories_asynchronously=False
             ),
         )
-        self._opened: ocp.CheckpointManager | None = None
+        self._open_manager: ocp.CheckpointManager | None = None
         self._mutex = threading.RLock()  # one call at a time
         self._is_closed = False
-        self._lock: int | None = None
-        self._emptying: threading.Thread | None = None
-        self._from: int | None = None  # the step that was saved or restored last
-        self._before: int | None = None  # and the one before that, to which a save that failed goes back
-        self._last: StateSave | None = None
+        self._deletion: threading.Thread | None = None  # of old checkpoints
+        self._last_step: int | None = None  # that was saved or restored
+        self._step_before: int | None = None  # to which a save that fails goes back
+        self._last_save: StateSave | None = None  # until it is on disk
 
     # --- saving ------------------------------------------------------------------------------------------------------------
 
@@ -162,69 +154,62 @@ class Checkpointer:
         self._check_open()
         program.check_state(state)
         step = int(state.step)
-        if (not force and step % self._interval) or step == self._from:
+        if (not force and step % self._interval) or step == self._last_step:
             return False
         # refused before anything is touched, and by all processes
-        AllProcesses(program.mesh, SAVING, CheckpointError).do(lambda: None if data is None else _check_position(data))
-        if self._best is not None and (metrics is None or self._best not in metrics):
-            raise ValueError(f"best_metric={self._best!r}: metrics with that name are needed, got {sorted(metrics or ())}")
+        AllProcesses(program.mesh, SAVING, CheckpointError).do(lambda: _check_position(data))
+        if self._best_metric is not None and (metrics is None or self._best_metric not in metrics):
+            got = sorted(metrics or ())
+            raise ValueError(f"best_metric={self._best_metric!r}: metrics with that name are needed, got {got}")
         self._take_lock(program.mesh)
         self.wait()
-        AllProcesses(program.mesh, SAVING, CheckpointError).do(self._check_writable)
+        AllProcesses(program.mesh, SAVING, CheckpointError).do(self._directory.check_writable)
         manager = self._manager()
-        with _explaining(f"saving step {step} in {self.directory}"):
-            self._make_way(program.mesh, manager, step)
-            save = StateSave(program, state, self._max_host_bytes, data, self._beside)
+        with explaining(f"saving step {step} in {self.directory}"):
+            self._set_newer_aside(program.mesh, manager, step)
+            save = StateSave(program, state, self._max_host_bytes, data, self._barrier)
             args = ocp.args.Composite(**{STATE: save, CONFIG: ocp.args.JsonSave(described(program))})
-            told = None if metrics is None else {name: float(value) for name, value in metrics.items()}
-            self._beside.renew()
-            self._last, self._before = save, self._from
+            numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
+            self._barrier.renew()
+            self._last_save, self._step_before = save, self._last_step
             _OPEN.add(self)
             try:
-                manager.save(step, args=args, metrics=told if self._best is not None else None, force=True)
+                manager.save(step, args=args, metrics=numbers if self._best_metric is not None else None, force=True)
                 save.check()
             except BaseException:
                 self._give_up()
                 raise
         if jax.process_index() == 0:
-            self._emptying = threading.Thread(target=self._empty, args=(manager,), name="zerojax-delete")
-            self._emptying.start()
-        self._from = step
+            self._deletion = threading.Thread(target=self._delete_old, args=(manager,), name="zerojax-delete")
+            self._deletion.start()
+        self._last_step = step
         return True
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise CheckpointError(f"this Checkpointer of {self.directory} is closed: make another")
 
-    def _check_writable(self) -> None:
-        """Make a file: where Orbax cannot make its folder, the processes that do not make it wait for it."""
-        if jax.process_index() == 0:
-            with _explaining(f"writing to {self.directory}"), tempfile.TemporaryFile(dir=self.directory):
-                pass
-
-    def _make_way(self, mesh: Mesh, manager: ocp.CheckpointManager, step: int) -> None:
+    def _set_newer_aside(self, mesh: Mesh, manager: ocp.CheckpointManager, step: int) -> None:
         """Set aside checkpoints that are newer than that from which this run went on: it makes its own."""
-        there, last = manager.all_steps(), self._from
-        if there and (max(there) >= step if last is None else step < last):
+        steps, last = manager.all_steps(), self._last_step
+        if steps and (max(steps) >= step if last is None else step < last):
             raise CheckpointError(
-                f"{self.directory} holds checkpoints of steps up to {max(there)}, of another run, and this state is at step "
+                f"{self.directory} holds checkpoints of steps up to {max(steps)}, of another run, and this state is at step "
                 f"{step}: restore and go on from there, or give another directory"
             )
-        newer = [one for one in there if last is not None and one > last]
+        newer = [other for other in steps if last is not None and other > last]
         if not newer:
             return
 
         def set_aside() -> None:
-            for one in newer if jax.process_index() == 0 else ():
-                names = (f"{one}{ASIDE}{n or ''}" for n in itertools.count())
-                name = next(n for n in names if not os.path.lexists(os.path.join(self.directory, n)))
-                os.rename(os.path.join(self.directory, str(one)), os.path.join(self.directory, name))
-                logger.warning(
-                    "%s: step %d is set aside as %s, as this run went on from step %s", self.directory, one, name, last
-                )
+            for other in newer:
+                if (name := self._directory.set_aside(other)) is not None:
+                    logger.warning(
+                        "%s: step %d is set aside as %s, as this run went on from step %s", self.directory, other, name, last
+                    )
 
         AllProcesses(mesh, "setting newer checkpoints aside", CheckpointError).do(set_aside)
-        manager.reload()
+        manager.reload()  # it listed them when it was opened
 
     def wait(self) -> None:
         """Wait until what was saved is on disk.
@@ -236,83 +221,46 @@ class Checkpointer:
             self._wait()
 
     def _wait(self) -> None:
-        if self._opened is None:
+        if self._open_manager is None:
             return
-        with _explaining(f"saving in {self.directory}"):
+        with explaining(f"saving in {self.directory}"):
             try:
-                self._opened.wait_until_finished()
-                if self._emptying is not None:
-                    self._emptying.join()
-                sync(self.directory)  # the name of the last checkpoint
+                self._open_manager.wait_until_finished()
+                if self._deletion is not None:
+                    self._deletion.join()
+                self._directory.sync()  # the name of the last checkpoint
             except BaseException:
                 self._give_up()
                 raise
-            self._last = None
+            self._last_save = None
 
     def _give_up(self) -> None:
         """Let go of a manager whose save failed, which would raise its error again, and of what that left."""
-        manager, self._opened = self._opened, None
+        manager, self._open_manager = self._open_manager, None
         if manager is not None:
             with contextlib.suppress(Exception):  # what failed fails in the background too
                 manager.close()
-        if self._last is not None and self._last.saving is not None:  # Orbax may not have come to it
-            self._last.saving.abandon()
-        self._from = self._before
-        self._clean()
+        if self._last_save is not None and self._last_save.saving is not None:  # Orbax may not have come to it
+            self._last_save.saving.abandon()
+        self._last_step = self._step_before
+        self._directory.clean()
 
-    def _clean(self) -> None:
-        """Remove what saves that failed, or that a kill ended, left."""
-        if jax.process_index() == 0:
-            for name in os.listdir(self.directory):
-                if TEMPORARY in name or name == DELETED:
-                    shutil.rmtree(os.path.join(self.directory, name), ignore_errors=True)
-
-    def _empty(self, manager: ocp.CheckpointManager) -> None:
+    def _delete_old(self, manager: ocp.CheckpointManager) -> None:
         """Remove the files of old checkpoints, once the new one is there."""
         with contextlib.suppress(Exception):  # `wait` raises it
             manager.wait_until_finished()
-        shutil.rmtree(os.path.join(self.directory, DELETED), ignore_errors=True)
+        self._directory.empty_deleted()
 
     def _manager(self) -> ocp.CheckpointManager:
-        if self._opened is None:
-            with _explaining(f"opening {self.directory}"):
-                self._opened = Manager(pathlib.Path(self.directory), options=self._options)
-        return self._opened
+        if self._open_manager is None:
+            with explaining(f"opening {self.directory}"):
+                self._open_manager = Manager(pathlib.Path(self.directory), options=self._options)
+        return self._open_manager
 
     def _take_lock(self, mesh: Mesh) -> None:
-        """Keep other runs from saving here; the kernel lets go of the lock with the process."""
-        if self._lock is None:
-            AllProcesses(mesh, "taking the directory of checkpoints", CheckpointError).do(self._lock_directory)
-
-    def _lock_directory(self) -> None:
-        if jax.process_index() != 0:
-            self._lock = -1
-            return
-        path = os.path.join(self.directory, LOCK)
-        with _explaining(f"taking the directory of checkpoints {self.directory}"):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-            except BlockingIOError as error:
-                owner = os.pread(fd, 64, 0).decode(errors="replace").strip() or "?"
-                os.close(fd)
-                raise CheckpointError(
-                    f"process {owner} saves checkpoints in {self.directory}: give this run a directory of its own"
-                ) from error
-            except BaseException:
-                os.close(fd)
-                raise
-            self._clean()  # now no other run writes there
-        self._lock = fd
-        os.register_at_fork(after_in_child=lambda: self._forget(fd))
-
-    def _forget(self, fd: int) -> None:
-        """Close the lock's file in a forked child, which would keep the lock when this process is gone."""
-        if self._lock == fd:
-            self._lock = None
-            os.close(fd)
+        """Keep other runs from saving here."""
+        if not self._directory.is_locked:
+            AllProcesses(mesh, "taking the directory of checkpoints", CheckpointError).do(self._directory.lock)
 
     # --- restoring ---------------------------------------------------------------------------------------------------------
 
@@ -337,75 +285,62 @@ class Checkpointer:
     def _restore(self, program: Program, step: int | None, data: Any) -> TrainState:
         if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer)):
             raise ValueError(f"step={step!r}: None or the number of a step is needed")
-        steps = self.all_steps()
-        if step is not None and step not in steps:
-            raise CheckpointError(f"{self.directory} has no checkpoint of step {step}: there are {steps or 'none'}")
-        if not steps:
-            raise CheckpointError(f"{self.directory} has no checkpoint: start from program.init(key)")
-        wanted = [step] if step is not None else steps[::-1]
-        for one in wanted:
-            try:
-                with self._saved(one, program.mesh) as saved:
-                    position = _position(saved, data)
-                    state = restore_state(program, saved, verify=self._verify)
-            except DamagedError as error:
-                if one == wanted[-1]:
-                    raise
-                logger.warning("step %d is passed over: %s", one, error)
-                continue
-            if data is not None:
-                data.set_state(position)
-            elif saved.data:
-                logger.warning("step %d holds the position of an iterator, which restore(program, data=...) sets", one)
-            self._from = one
-            return state
-        raise AssertionError
+        self.wait()
 
-    def _saved(self, step: int, mesh: Mesh) -> SavedState:
-        """Open a checkpoint in all processes, or raise DamagedError in all."""
-        found: list[SavedState] = []
+        def read(step: int) -> tuple[TrainState, Any, bool]:
+            with self._open_step(step, program.mesh) as saved:
+                position = _position(saved, data)
+                return restore_state(program, saved, verify=self._verify), position, bool(saved.data)
+
+        if step is not None:
+            if step not in (steps := self._directory.steps()):
+                raise CheckpointError(f"{self.directory} has no checkpoint of step {step}: there are {steps or 'none'}")
+            state, position, has_position = read(step)
+        elif (newest := self._directory.newest_whole(read)) is not None:
+            step, (state, position, has_position) = newest
+        else:
+            raise CheckpointError(f"{self.directory} has no checkpoint: start from program.init(key)")
+        if data is not None:
+            data.set_state(position)
+        elif has_position:
+            logger.warning("step %d holds the position of an iterator, which restore(program, data=...) sets", step)
+        self._last_step = step
+        return state
+
+    def _open_step(self, step: int, mesh: Mesh) -> SavedState:
+        """Open a checkpoint in all processes, or raise DamagedError in all, so that all pass the same ones over."""
+        opened: list[SavedState] = []  # of one, once it is open
+        folder = self._directory.state_folder(step)
         try:
-            AllProcesses(mesh, f"opening step {step}", DamagedError).do(lambda: found.append(SavedState(self._path(step))))
+            AllProcesses(mesh, f"opening step {step}", DamagedError).do(lambda: opened.append(SavedState(folder)))
         except BaseException:
-            for saved in found:
+            for saved in opened:
                 saved.close()
             raise
-        return found[0]
+        return opened[0]
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in order."""
         self.wait()
-        return self._steps()
-
-    def _steps(self) -> list[int]:
-        try:
-            names = os.listdir(self.directory)
-        except OSError as error:
-            raise CheckpointError(f"the directory of checkpoints {self.directory} cannot be read: {error.strerror}") from error
-        return sorted(int(name) for name in names if name.isdigit() and os.path.isdir(os.path.join(self.directory, name)))
+        return self._directory.steps()
 
     def latest_step(self) -> int | None:
         """Return the newest step of which all files are there, in the size in which they were saved; None if there is none.
 
         One that is not so is passed over with a warning.
         """
-        for step in self.all_steps()[::-1]:
-            try:
-                with SavedState(self._path(step)) as saved:
-                    saved.check(checksums=False)
-            except DamagedError as error:
-                logger.warning("step %d is passed over: %s", step, error)
-                continue
-            return step
-        return None
+        self.wait()
+        newest = self._directory.newest_whole(self._check_sizes, required=False)
+        return None if newest is None else newest[0]
+
+    def _check_sizes(self, step: int) -> None:
+        with SavedState(self._directory.state_folder(step)) as saved:
+            saved.check(checksums=False)
 
     def best_step(self) -> int | None:
         """Return the step of the best metric, with `best_metric`; else the latest."""
         self.wait()
         return self._manager().best_step()
-
-    def _path(self, step: int) -> str:
-        return os.path.join(self.directory, str(step), STATE)
 
     def close(self) -> None:
         """Wait for what is under way, and let go of the directory. At the program's end this is done for you."""
@@ -415,12 +350,10 @@ class Checkpointer:
             try:
                 self._wait()
             finally:
-                manager, self._opened = self._opened, None
+                manager, self._open_manager = self._open_manager, None
                 if manager is not None:
                     manager.close()
-                fd, self._lock = self._lock, None
-                if fd is not None and fd >= 0:
-                    os.close(fd)
+                self._directory.unlock()
 
     def __enter__(self) -> Self:
         return self
@@ -451,7 +384,9 @@ def _comparable(value: float, mode: str) -> float:
 
 
 def _check_position(data: Any) -> None:
-    position_of(data)
+    """Raise ValueError for an iterator whose position cannot be saved."""
+    if data is not None:
+        position_of(data)
 
 
 def _position(saved: SavedState, data: Any) -> Any:
@@ -472,17 +407,3 @@ def _position(saved: SavedState, data: Any) -> Any:
             f"{saved.folder} holds no state of the iterator of process {missing[0]}: save it with data=, or restore without"
         )
     return saved.data[jax.process_index()]
-
-
-class _explaining:  # noqa: N801
-    """Raise what fails as a CheckpointError."""
-
-    def __init__(self, doing: str) -> None:
-        self.doing = doing
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, OSError):
-            raise explained(error, self.doing) from error

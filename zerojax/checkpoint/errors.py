@@ -1,7 +1,11 @@
 """What is wrong with a checkpoint, or hindered its making, and what to do about it."""
 
+import contextlib
 import errno as errnos
 import os
+from collections.abc import Iterator
+
+from host_offload.disk import SwapError
 
 _REMEDIES = {
     errnos.ENOSPC: "free space, or files if it has none left (df -i), on that file system, or keep fewer checkpoints; the "
@@ -35,14 +39,34 @@ class IteratorError(CheckpointError):
     """A checkpoint holds no position for the iterators of these processes."""
 
 
-def explained(error: BaseException, doing: str) -> CheckpointError:
-    """Return the CheckpointError to raise from an error; one is returned as it is."""
+def explained(error: BaseException, action: str) -> CheckpointError:
+    """Return the CheckpointError to raise from an error, by which an action failed; one is returned as it is."""
     if isinstance(error, CheckpointError):
         return error
     number = error.errno if isinstance(error, OSError) else None
-    told = str(error) or type(error).__name__
+    cause = str(error) or type(error).__name__
     if number is not None:
         where = f", {error.filename}" if isinstance(error, OSError) and error.filename else ""
-        told = f"{errnos.errorcode.get(number, 'errno')} ({number}), {os.strerror(number)}{where}"
+        cause = f"{errnos.errorcode.get(number, 'errno')} ({number}), {os.strerror(number)}{where}"
     remedy = None if number is None else _REMEDIES.get(number)
-    return CheckpointError(f"{doing} failed: {told}{f'; {remedy}' if remedy else ''}", errno=number)
+    return CheckpointError(f"{action} failed: {cause}{f'; {remedy}' if remedy else ''}", errno=number)
+
+
+@contextlib.contextmanager
+def explaining(action: str, root: str | None = None) -> Iterator[None]:
+    """Raise the file system's errors as CheckpointErrors, with their remedies; all others pass.
+
+    Args:
+      action: what is under way.
+      root: folder that is written. A SwapError about a file in it is raised as a CheckpointError too: a checkpoint's records
+        are written by the swap folder's means, and without it the error would tell the user to look after the swap folder.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise explained(error, action) from error
+    except SwapError as error:
+        if root is None or error.errno is None or error.file is None or not error.file.startswith(root):
+            raise
+        cause = OSError(error.errno, os.strerror(error.errno), error.file)
+        raise explained(cause, action) from error

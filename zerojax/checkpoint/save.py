@@ -10,21 +10,20 @@ the step waits while the disk makes room. One record is always let through.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.disk import LinkedRecord, SavedStore, Snapshot, Store, SwapError, checksum, record_format, sync, write_file
+from host_offload.disk import LinkedRecord, SavedStore, Snapshot, Store, checksum, record_format, sync, write_file
 from host_offload.engine import DiskRecords
 from zerojax.checkpoint.contents import StateLeaf, arrays_of, leaves_of
-from zerojax.checkpoint.errors import explained
+from zerojax.checkpoint.errors import explaining
 from zerojax.checkpoint.manifest import SavedLeaf, position_of, write_manifest
 from zerojax.checkpoint.pieces import Piece, Room, copied
 from zerojax.runtime import SwapSession
@@ -81,7 +80,7 @@ class Saving:
         self._keys: dict[str, str] = {}
         self._data = None if data is None else position_of(data)
         try:
-            with _explaining(root):
+            with explaining(f"writing the checkpoint {root}", root):
                 self._copy(leaves_of(state))
                 if swap is not None:
                     self._keep(swap, state)
@@ -201,7 +200,7 @@ class Saving:
           CheckpointError: something could not be written.
         """
         try:
-            with _explaining(self.root):
+            with explaining(f"writing the checkpoint {self.root}", self.root):
                 for write in self._writes:
                     write.result()
                 stores = [
@@ -231,16 +230,3 @@ class Saving:
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None
-
-
-@contextlib.contextmanager
-def _explaining(root: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise explained(error, f"writing the checkpoint {root}") from error
-    except SwapError as error:
-        if error.errno is None or error.file is None or not error.file.startswith(root):
-            raise
-        cause = OSError(error.errno, os.strerror(error.errno), error.file)
-        raise explained(cause, f"writing the checkpoint {root}") from error

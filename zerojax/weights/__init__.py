@@ -1,6 +1,6 @@
 """Weights alone, in formats of others: exported and imported."""
 
-from zerojax.weights.import_params import import_params as import_params
+from zerojax.weights.importing import import_params as import_params
 from zerojax.weights.names import DTYPES as DTYPES
 from zerojax.weights.orbax import export_orbax as export_orbax
 from zerojax.weights.safetensors import export_safetensors as export_safetensors

@@ -14,7 +14,7 @@ import tensorstore as ts
 
 from host_offload.disk import Box
 from zerojax.checkpoint import STATE, CheckpointError, SavedState, explained
-from zerojax.weights.files import appearing, export_dtype, opened, read_part
+from zerojax.weights.exporting import appearing, export_dtype, opened, read_part
 from zerojax.weights.names import TILED, Tensor, tiled_names, weights_of
 
 PIECE_BYTES = 32 * 2**20
@@ -67,7 +67,7 @@ def _write_tree(made: str, weights: Mapping[tuple[str, ...], str], kind: np.dtyp
         node[keys[-1]] = np.zeros((), kind)
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
-        primary_host=me, active_processes={me}, barrier_sync_key_prefix="zerojax.weights.files"
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix="zerojax.weights.exporting"
     )
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as writer:

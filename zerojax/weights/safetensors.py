@@ -11,7 +11,7 @@ import numpy as np
 
 from host_offload.disk import Box, numpy_dtype, sync
 from zerojax.checkpoint import CheckpointError, SavedLeaf, SavedState, explained
-from zerojax.weights.files import appearing, export_dtype, opened, read_part
+from zerojax.weights.exporting import appearing, export_dtype, opened, read_part
 from zerojax.weights.names import DTYPES, TILED, Tensor, tiled_names, weights_of
 
 ALIGNMENT = 8

@@ -13,12 +13,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax.checkpoint.directory import CONFIG, STATE
+from zerojax.checkpoint.directory import CONFIG, STATE, TEMPORARY, Directory, is_step
 from zerojax.checkpoint.errors import DamagedError
 from zerojax.checkpoint.manifest import SavedState
 
-TEMPORARY = ".orbax-checkpoint-tmp"
-"""In the name of what Orbax has not finished."""
 _CONFIG_FILE = "metadata"
 """Which Orbax's JsonSave writes."""
 _WIDTH = 110
@@ -42,11 +40,11 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
-    """One step as it lies there; `saved` is None where its descriptions cannot be read, `why` where nothing is wrong."""
+class _Status:
+    """Of one step: `saved` is None where its descriptions cannot be read, `damage` where it is whole."""
 
     saved: SavedState | None
-    why: str | None
+    damage: str | None
 
 
 def inspect(folder: str | os.PathLike[str], *, verify: bool = False) -> Report:
@@ -59,59 +57,54 @@ def inspect(folder: str | os.PathLike[str], *, verify: bool = False) -> Report:
     Raises:
       NoCheckpointError: it is neither.
     """
-    folder = os.path.abspath(os.fspath(folder))
+    directory = Directory(folder)
+    folder = directory.path
     if not os.path.isdir(folder):
         raise NoCheckpointError(f"{folder} is no folder")
     if is_step(folder):
         return _step_report(folder, verify)
-    names = os.listdir(folder)
-    steps = sorted(int(n) for n in names if n.isdigit() and os.path.isdir(os.path.join(folder, n)))
-    leftovers = sorted(n for n in names if TEMPORARY in n)
-    if not leftovers and not any(is_step(os.path.join(folder, str(step))) for step in steps):
+    steps, unfinished = directory.listing()
+    if not unfinished and not any(is_step(directory.step_folder(step)) for step in steps):
         raise NoCheckpointError(f"{folder} is neither a zerojax.Checkpointer's directory nor a step of one")
-    return _directory_report(folder, steps, leftovers, verify)
+    return _directory_report(directory, steps, unfinished, verify)
 
 
-def is_step(folder: str) -> bool:
-    """Tell whether a folder is that of a step, whole or not."""
-    return TEMPORARY in os.path.basename(folder) or any(os.path.isdir(os.path.join(folder, item)) for item in (STATE, CONFIG))
-
-
-def _directory_report(folder: str, steps: Sequence[int], leftovers: Sequence[str], verify: bool) -> Report:
-    rows, whole = [], 0
+def _directory_report(directory: Directory, steps: Sequence[int], unfinished: Sequence[str], verify: bool) -> Report:
+    rows, num_whole = [], 0
     for step in steps:
-        found = _look(os.path.join(folder, str(step)), verify)
-        saved = found.saved
+        status = _status(directory.step_folder(step), verify)
+        saved = status.saved
         sizes = ("?", "?") if saved is None else (f"{saved.num_bytes:,}", str(saved.num_processes))
-        rows.append((str(step), "whole" if found.why is None else "damaged", *sizes, found.why or ""))
-        whole += found.why is None
-    for name in leftovers:
+        rows.append((str(step), "whole" if status.damage is None else "damaged", *sizes, status.damage or ""))
+        num_whole += status.damage is None
+    for name in unfinished:
         rows.append((name.partition(TEMPORARY)[0], "incomplete", "?", "?", _unfinished(name)))
-    lines = [f"{folder}: {whole} of {len(rows)} checkpoints whole ({_looked_at(verify)})"]
+    lines = [f"{directory.path}: {num_whole} of {len(rows)} checkpoints whole ({_extent(verify)})"]
     lines += _aligned([("step", "state", "bytes", "processes", ""), *rows], right=(0, 2, 3))
-    return Report("\n".join(lines), whole == len(rows))
+    return Report("\n".join(lines), num_whole == len(rows))
 
 
-def _look(folder: str, verify: bool) -> _Found:
+def _status(folder: str, verify: bool) -> _Status:
     """Read what a step's files say, and compare its records."""
     try:
         saved = SavedState(os.path.join(folder, STATE))
     except DamagedError as error:
-        return _Found(None, str(error))
+        return _Status(None, str(error))
     with saved:
         try:
             saved.check(checksums=verify)
             _config(folder)
         except DamagedError as error:
-            return _Found(saved, str(error))
-    return _Found(saved, None)
+            return _Status(saved, str(error))
+    return _Status(saved, None)
 
 
 def _unfinished(name: str) -> str:
     return f"{name} is being written, or was left by a save that did not end"
 
 
-def _looked_at(verify: bool) -> str:
+def _extent(verify: bool) -> str:
+    """Return what was compared."""
     return "all checksums compared" if verify else "sizes compared; --verify reads the checksums"
 
 
@@ -119,23 +112,23 @@ def _step_report(folder: str, verify: bool) -> Report:
     name = os.path.basename(folder)
     if TEMPORARY in name:
         return Report(f"{folder}: incomplete: {_unfinished(name)}", False)
-    found = _look(folder, verify)
-    if (saved := found.saved) is None:
-        return Report(f"{folder}: damaged: {found.why}", False)
+    status = _status(folder, verify)
+    if (saved := status.saved) is None:
+        return Report(f"{folder}: damaged: {status.damage}", False)
     records = sum(store.num_records for store in saved.records.stores)
     lines = [
         f"{folder}: saved by {_count(saved.num_processes, 'process', 'processes')}, {saved.num_bytes:,} bytes in "
         f"{_count(records, 'record', 'records')}",
-        f"damaged: {found.why}" if found.why is not None else f"whole ({_looked_at(verify)})",
+        f"damaged: {status.damage}" if status.damage is not None else f"whole ({_extent(verify)})",
     ]
     try:
-        lines += ["", *_aligned(_described(_config(folder)))]
+        lines += ["", *_aligned(_config_rows(_config(folder)))]
     except DamagedError as error:
         lines += ["", f"config: {error}"]
     lines += ["", *_leaves(saved)]
     if saved.data:
         lines += ["", f"positions of the iterators of {_count(len(saved.data), 'process', 'processes')}"]
-    return Report("\n".join(lines), found.why is None)
+    return Report("\n".join(lines), status.damage is None)
 
 
 def _config(folder: str) -> Mapping[str, Any]:
@@ -147,23 +140,23 @@ def _config(folder: str) -> Mapping[str, Any]:
     path = os.path.join(folder, CONFIG, _CONFIG_FILE)
     try:
         with open(path) as file:
-            told = json.load(file)
+            config = json.load(file)
     except (OSError, ValueError) as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
-    if not isinstance(told, dict):
+    if not isinstance(config, dict):
         raise DamagedError(f"{path} holds no config")
-    return told
+    return config
 
 
-def _described(told: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return lines for each thing told: config, mesh, devices, versions."""
+def _config_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) of config, mesh, devices and versions; long texts go on in rows without a name."""
 
     def text(value: Any) -> str:
         if isinstance(value, dict):
-            return " ".join(f"{name}={one}" for name, one in value.items())
+            return " ".join(f"{name}={field}" for name, field in value.items())
         return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    wrapped = {name: textwrap.wrap(text(value), _WIDTH) or [""] for name, value in told.items()}
+    wrapped = {name: textwrap.wrap(text(value), _WIDTH) or [""] for name, value in config.items()}
     return [("" if k else name, line) for name, lines in wrapped.items() for k, line in enumerate(lines)]
 
 

@@ -17,7 +17,6 @@ What is written appears under its name when it is whole and on disk.
 """
 
 import contextlib
-import logging
 import os
 import shutil
 import tempfile
@@ -27,10 +26,8 @@ from typing import Any
 import numpy as np
 
 from host_offload.disk import Box, numpy_dtype, sync
-from zerojax.checkpoint import STATE, CheckpointError, DamagedError, SavedState, explained
+from zerojax.checkpoint import STATE, CheckpointError, DamagedError, Directory, SavedState, explaining
 from zerojax.weights.names import DTYPES
-
-logger = logging.getLogger("zerojax")
 
 
 @contextlib.contextmanager
@@ -41,27 +38,32 @@ def opened(checkpoint: str | os.PathLike[str]) -> Iterator[SavedState]:
       CheckpointError: there is none.
       DamagedError: it is not whole, or none is.
     """
-    folder = os.path.abspath(os.fspath(checkpoint))
-    if os.path.isdir(os.path.join(folder, STATE)):
-        steps = [folder]
-    else:
-        names = os.listdir(folder) if os.path.isdir(folder) else []
-        numbers = sorted((int(name) for name in names if name.isdigit()), reverse=True)
-        steps = [step for n in numbers if os.path.isdir(step := os.path.join(folder, str(n)))]
-    if not steps:
-        raise CheckpointError(f"{folder} is neither a zerojax.Checkpointer's directory with a checkpoint, nor a step of one")
-    for step in steps:
-        try:
-            with SavedState(os.path.join(step, STATE)) as saved:
-                saved.check(checksums=True)
-        except DamagedError as error:
-            if step == steps[-1]:
-                raise
-            logger.warning("%s is passed over: %s", step, error)
-            continue
-        with saved:
-            yield saved
-        return
+    with _newest_whole(Directory(checkpoint)) as saved:
+        yield saved
+
+
+def _newest_whole(directory: Directory) -> SavedState:
+    """Return the state of a step, if the directory is the folder of one, or of the newest whole step in it."""
+    if os.path.isdir(state := os.path.join(directory.path, STATE)):
+        return _checked(state)
+    if os.path.isdir(directory.path):
+        newest = directory.newest_whole(lambda step: _checked(directory.state_folder(step)), label=directory.step_folder)
+        if newest is not None:
+            return newest[1]
+    raise CheckpointError(
+        f"{directory.path} is neither a zerojax.Checkpointer's directory with a checkpoint, nor a step of one"
+    )
+
+
+def _checked(folder: str) -> SavedState:
+    """Open a state whose checksums are those that were saved."""
+    saved = SavedState(folder)
+    try:
+        saved.check(checksums=True)
+    except BaseException:
+        saved.close()
+        raise
+    return saved
 
 
 def export_dtype(dtype: Any) -> np.dtype[Any]:
@@ -88,21 +90,20 @@ def appearing(path: str | os.PathLike[str]) -> Iterator[str]:
         raise ValueError(f"{target} exists: remove it, or give another path")
     if not os.path.isdir(parent):
         raise ValueError(f"{parent} is no folder: make it first")
-    try:
+    with explaining(f"writing {target}"):
         room = tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=parent)
         try:
-            yield (made := os.path.join(room, name))
-            for folder, _, files in os.walk(made):
-                for each in [*(os.path.join(folder, file) for file in files), folder]:
-                    sync(each)
+            yield (output := os.path.join(room, name))
+            # bytes, then their folders, then the name: after a power failure what has the name is whole
+            for folder, _, files in os.walk(output):
+                for entry in [*(os.path.join(folder, file) for file in files), folder]:
+                    sync(entry)
             if os.path.lexists(target):
                 raise ValueError(f"{target} was made by another process meanwhile: remove it, or give another path")
-            os.rename(made, target)
+            os.rename(output, target)
             sync(parent)
         finally:
             shutil.rmtree(room, ignore_errors=True)
-    except OSError as error:
-        raise explained(error, f"writing {target}") from error
 
 
 def read_part(saved: SavedState, name: str, box: Box, out: np.ndarray) -> None:
