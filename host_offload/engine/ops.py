@@ -15,7 +15,7 @@ exception in one of several devices would leave the others waiting in a collecti
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,11 @@ from host_offload.disk import LeafFormat, RecordFormat, SwapError
 from host_offload.engine.engine import Engine
 
 Array = jax.Array
+Lifetime = Literal["state", "step"]
+"""Records of a state stay until the next state; those of a step are written in it before they are read."""
+User = Literal["program", "host", "both"]
+"""Who works on records: the program, which fetches and stores them; the host, in their buffers; or the host, whose records the
+program fetches."""
 
 
 class Swap:
@@ -124,10 +129,9 @@ class DiskRecords:
       names: of the leaves.
       shapes: ShapeDtypeStruct of each leaf of one layer, whole.
       specs: PartitionSpec of each.
-      is_state: whether they outlive a step, so that a state must be the one on disk.
+      lifetime: "state" if a state must be the one on disk for a program to work on them.
+      used_by: what the host alone works on needs no room on a device.
       in_place: whether the host updates them in the buffers into which they are read.
-      fetched: whether programs fetch them; what the host works on is not, and needs no room on a device.
-      stored: whether programs store them.
       in_turn: whether programs use all such kinds one after the other, so that they may share buffers.
     """
 
@@ -137,10 +141,9 @@ class DiskRecords:
     names: tuple[str, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     specs: tuple[PartitionSpec, ...]
-    is_state: bool = True
+    lifetime: Lifetime = "state"
+    used_by: User = "program"
     in_place: bool = False
-    fetched: bool = True
-    stored: bool = True
     in_turn: bool = False
 
     @property
@@ -157,7 +160,8 @@ class DiskRecords:
     @property
     def slots(self) -> tuple[bool, bool]:
         """Whether copies up run ahead of a program, and copies down behind it: a kind of one record has nothing to overlap."""
-        return self.fetched and self.num_layers > 1, self.stored and self.num_layers > 1
+        is_fetched, is_stored = self.used_by != "host", self.used_by == "program"
+        return is_fetched and self.num_layers > 1, is_stored and self.num_layers > 1
 
     @property
     def slot_bytes(self) -> int:
@@ -221,7 +225,7 @@ class DiskRecords:
         return island(self._positions(), token, layer, values)
 
     def _where(self, position: Array, token: Array, layer: Array) -> Array:
-        number = token if self.is_state else jnp.zeros_like(token)
+        number = token if self.lifetime == "state" else jnp.zeros_like(token)
         return jnp.concatenate([position, layer[None].astype(jnp.int32), number])
 
     def _positions(self) -> Array:

@@ -127,10 +127,10 @@ class Parts:
                 return
             rests = [records[i] for records, i, _, _ in held]
             names, shapes, specs = [name for *_, name, _ in held], [a for *_, a in held], [r.spec for r in rests]
+            used_by = "program" if not on_host else "both" if kind.startswith("params") else "host"
             shelf = disk.declare(
-                kind, count, names, shapes, specs, in_place=on_host and updated,
-                fetched=kind.startswith("params") or not on_host, stored=not on_host, in_turn=in_turn,
-            )  # fmt: skip
+                kind, count, names, shapes, specs, used_by=used_by, in_place=on_host and updated, in_turn=in_turn
+            )
             for leaf, ((records, i, _, _), record) in enumerate(zip(held, rests, strict=True)):
                 records[i] = dataclasses.replace(record, shelf=shelf, leaf=leaf)
 

@@ -84,7 +84,7 @@ class SwapSession:
             raise
 
     def _claim(self) -> None:
-        self._check_memory([records for records in self.disk.kinds.values() if records.is_state])
+        self._check_memory([records for records in self.disk.kinds.values() if records.lifetime == "state"])
         copies, pin = self.swap.copies, "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock"
         self._folder = SwapFolder(self.config.swap_dir or "", jax.process_index())
         settings = tune(self._folder.path)
@@ -120,7 +120,7 @@ class SwapSession:
                 self.engine.remove(kind)
             self._made.clear()
             self._folder.renew()
-        self._make([records for records in self.disk.kinds.values() if records.is_state])
+        self._make([records for records in self.disk.kinds.values() if records.lifetime == "state"])
 
     def _make(self, wanted: Sequence[DiskRecords]) -> None:
         """Make files and buffers of kinds that have none, or those of another batch."""

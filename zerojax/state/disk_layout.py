@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from host_offload.engine import DiskRecords, Swap, num_buffers, shared_bytes
+from host_offload.engine import DiskRecords, Lifetime, Swap, User, num_buffers, shared_bytes
 from zerojax.config import ZeroConfig
 from zerojax.sharding import Spec
 
@@ -39,10 +39,10 @@ class DiskLayout:
         names: Sequence[str],
         shapes: Sequence[Any],
         specs: Sequence[Spec],
-        is_state: bool = True,
+        *,
+        lifetime: Lifetime = "state",
+        used_by: User = "program",
         in_place: bool = False,
-        fetched: bool = True,
-        stored: bool = True,
         in_turn: bool = False,
     ) -> DiskRecords:
         """Return the records of a kind, the same for the same shapes.
@@ -53,18 +53,22 @@ class DiskLayout:
           names: of the leaves.
           shapes: of each leaf of one layer, whole: ShapeDtypeStruct.
           specs: of each.
-          is_state: whether they outlive a step.
+          lifetime: whether they outlive a step.
+          used_by: whether programs fetch and store them, or the host works on them.
           in_place: whether the host updates them in the buffers into which they are read.
-          fetched: whether programs fetch them.
-          stored: whether programs store them.
           in_turn: whether programs use all such kinds one after the other, so that they may share buffers.
         """
-        plain, all_specs = (
+        records = DiskRecords(
+            self.swap,
+            kind,
+            num_layers,
+            tuple(names),
             tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in shapes),
             tuple(PartitionSpec(*s) for s in specs),
-        )
-        records = DiskRecords(
-            self.swap, kind, num_layers, tuple(names), plain, all_specs, is_state, in_place, fetched, stored, in_turn
+            lifetime,
+            used_by,
+            in_place,
+            in_turn,
         )
         known = self.kinds.get(kind)
         if known is not None and known.has_files_of(records):

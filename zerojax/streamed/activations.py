@@ -107,7 +107,7 @@ class Keeper:
             names = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]]
             inputs, num = records[: len(leaves)], self.model.num_layers
             specs = [r.spec for r in inputs]
-            shelf = self.layout.disk.declare("activations", num, names, shapes[: len(leaves)], specs, is_state=False)
+            shelf = self.layout.disk.declare("activations", num, names, shapes[: len(leaves)], specs, lifetime="step")
             records[: len(leaves)] = [dataclasses.replace(r, shelf=shelf) for r in inputs]
         self.traced = tiled
         return ResidualPlan(layer, tuple(records), shapes, x_tree, tiled)

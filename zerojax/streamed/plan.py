@@ -83,8 +83,8 @@ class StreamedPlan:
             for kind, count, part in held:
                 names, shapes = [jax.tree_util.keystr(paths[i]) for i in part], [self.grad_shape(i) for i in part]
                 own = layout.disk.declare(
-                    kind, count, names, shapes, [self.grads[i].spec for i in part], is_state=False,
-                    fetched=not on_host, stored=not on_host,
+                    kind, count, names, shapes, [self.grads[i].spec for i in part], lifetime="step",
+                    used_by="host" if on_host else "program",
                 )  # fmt: skip
                 shelf = own if shelf is None else shelf
                 for leaf, i in enumerate(part):
