@@ -33,7 +33,13 @@ Views = Sequence[np.ndarray]
 
 
 class Copies(Protocol):
-    """How records cross between buffers and a device. `rank` is the device's position in the mesh."""
+    """How records cross between buffers and a device. `rank` is the device's position in the mesh.
+
+    Attributes:
+      lifts: whether copies toward a device may run ahead of the program. `lift` does nothing where they may not.
+    """
+
+    lifts: bool
 
     def add(self, kind: str, rank: int, num_bytes: int, *, up: bool, down: bool) -> None:
         """Make slots for a kind's records of `num_bytes`, in the wanted directions."""
@@ -74,6 +80,8 @@ class Copies(Protocol):
 
 class HostCopies:
     """Records of CPU devices, whose buffers are host memory: nothing is lifted."""
+
+    lifts = False
 
     def add(self, kind: str, rank: int, num_bytes: int, *, up: bool, down: bool) -> None:
         del kind, rank, num_bytes, up, down

@@ -105,6 +105,8 @@ class _Gpu:
 class GpuCopies:
     """Records of CUDA devices."""
 
+    lifts = True
+
     def __init__(self, devices: Sequence[Any], driver: Driver) -> None:
         """Serve the devices of a mesh, in its order; those of other processes are never asked for."""
         self.devices, self.driver = list(devices), driver

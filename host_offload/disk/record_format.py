@@ -1,9 +1,13 @@
 """How the leaves of one layer lie in a record: one after the other, each at a cache line, the whole in a disk's blocks.
 
 leaf 0 | to 64 bytes | leaf 1 | ... | to 4096 bytes
+
+Sizes and places are computed once for each format. Callbacks of a running program ask for them at every transfer, and there a
+GPU waits for Python.
 """
 
 import dataclasses
+import functools
 import math
 
 import ml_dtypes
@@ -29,7 +33,7 @@ class LeafFormat:
     shape: tuple[int, ...]
     dtype: str
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes of the leaf, padding left out."""
         return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
@@ -41,7 +45,7 @@ class RecordFormat:
 
     leaves: tuple[LeafFormat, ...]
 
-    @property
+    @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each leaf starts, in bytes."""
         offsets, end = [], 0
@@ -51,15 +55,23 @@ class RecordFormat:
             end = start + leaf.num_bytes
         return tuple(offsets)
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes up to the end of the last leaf."""
         return self.offsets[-1] + self.leaves[-1].num_bytes if self.leaves else 0
 
-    @property
+    @functools.cached_property
     def padded_bytes(self) -> int:
         """Bytes of the record's file."""
         return max(_round_up(self.num_bytes, BLOCK_BYTES), BLOCK_BYTES)
+
+    @functools.cached_property
+    def _places(self) -> tuple[tuple[slice, np.dtype, tuple[int, ...]], ...]:
+        """Where the bytes of each leaf lie in a record, its dtype and its shape."""
+        return tuple(
+            (slice(start, start + leaf.num_bytes), numpy_dtype(leaf.dtype), leaf.shape)
+            for start, leaf in zip(self.offsets, self.leaves, strict=True)
+        )
 
     def views(self, buffer: np.ndarray) -> list[np.ndarray]:
         """Return each leaf as an array in the buffer's own memory.
@@ -71,10 +83,7 @@ class RecordFormat:
           ValueError: the buffer is not so.
         """
         check_buffer(buffer, self.num_bytes)
-        return [
-            buffer[start : start + leaf.num_bytes].view(numpy_dtype(leaf.dtype)).reshape(leaf.shape)
-            for start, leaf in zip(self.offsets, self.leaves, strict=True)
-        ]
+        return [buffer[place].view(dtype).reshape(shape) for place, dtype, shape in self._places]
 
 
 def numpy_dtype(name: str) -> np.dtype:

@@ -66,7 +66,10 @@ class _Lane:
         self.window = Window((), 0)
         self.reading: dict[Key, _Read] = {}
         self.writing: dict[Key, Write] = {}
-        self.wanted: list[tuple[Key, Ring]] = []  # for which a callback takes a buffer: reading ahead must leave it one
+        self.lifted: set[str] = set()  # kinds of which copies toward the device run ahead
+        # Records for which a callback takes a buffer, and the ring of each: reading ahead must leave it one.
+        self.wanted: list[Key] = []
+        self.claims: list[Ring] = []
 
 
 class Engine:
@@ -82,6 +85,7 @@ class Engine:
         self._transfers = Transfers(io, self.fail)
         self._lock = threading.Lock()  # of the error
         self._error: SwapError | None = None
+        self._window = Window((), 0)  # at its start
         self._numbers = itertools.count(1)  # of transfers
 
     # --- what there is -----------------------------------------------------------------------------------------------------
@@ -120,6 +124,8 @@ class Engine:
         self.copies.add(kind, rank, size, up=up, down=down)
         with lane.lock:
             lane.shelves[kind] = Shelf(store, rings)
+            if up and self.copies.lifts:
+                lane.lifted.add(kind)
 
     def remove(self, kind: str) -> None:
         """Let go of the records of a kind, when nothing uses them."""
@@ -128,6 +134,7 @@ class Engine:
             self._wait_for_writes(lane)
             with lane.lock:
                 shelf = lane.shelves.pop(kind, None)
+                lane.lifted.discard(kind)
             if shelf is not None:
                 self.copies.remove(kind)
                 if all(other.rings is not shelf.rings for other in lane.shelves.values()):
@@ -157,8 +164,10 @@ class Engine:
           SwapError: an earlier step failed.
         """
         self.check()
+        if self._window.moves != tuple(moves):  # most programs run again and again
+            self._window = Window(moves, self.distance)
         for lane in self._lanes.values():
-            window = Window(moves, self.distance)
+            window = self._window.restarted()
             soon = {(m.kind, m.layer) for m in window.ahead(())}
             self._forget(lane, lambda key, soon=soon: key not in soon)
             with lane.lock:
@@ -305,7 +314,7 @@ class Engine:
         self.check()
         lane = self._lanes[rank]
         if mode != "write":
-            self._forget(lane, lambda key: key == (kind, layer))
+            self._forget_record(lane, (kind, layer))
         with lane.lock:
             for writes in {"read": (False,), "update": (False, True), "write": (True,)}[mode]:
                 lane.window.advance(Move(kind, layer, writes))
@@ -324,19 +333,21 @@ class Engine:
 
     def _read(self, lane: _Lane, shelf: Shelf, kind: str, rank: int, layer: int) -> np.ndarray:
         """Return a buffer that holds a record."""
-        with self._wanting(lane, (kind, layer), shelf.rings.reads):
-            with lane.lock:
-                read = lane.reading.pop((kind, layer), None)
-            if read is None:
+        key = (kind, layer)
+        with lane.lock:
+            read = lane.reading.pop(key, None)
+            if read is not None:
+                lane.window.advance(Move(kind, layer))
+        if read is None:
+            with self._wanting(lane, key, shelf.rings.reads):
                 self._give_way(lane, shelf.rings)
                 event = Event("read", kind, rank, layer, next(self._numbers))
                 buffer = shelf.room(self._transfers.waiting(event, shelf.rings.reads.take))
                 with lane.lock:
                     read = self._start_read(lane, shelf, event, buffer)
+                    lane.window.advance(Move(kind, layer))
                 self._transfers.count_miss()
         try:
-            with lane.lock:
-                lane.window.advance(Move(kind, layer))
             self._read_ahead(lane)
             self._transfers.waiting(read.event, read.done.result)
         except BaseException:
@@ -348,7 +359,7 @@ class Engine:
         """Return a buffer to fill, for a write."""
         record = (event.kind, event.layer)
         with self._wanting(lane, record, shelf.rings.writes):
-            self._forget(lane, lambda key: key == record)
+            self._forget_record(lane, record)
             if shelf.rings.reads is shelf.rings.writes:
                 self._give_way(lane, shelf.rings)
             return shelf.room(self._transfers.waiting(event, shelf.rings.writes.take))
@@ -387,12 +398,14 @@ class Engine:
     @contextlib.contextmanager
     def _wanting(self, lane: _Lane, key: Key, ring: Ring) -> Iterator[None]:
         with lane.lock:
-            lane.wanted.append((key, ring))
+            lane.wanted.append(key)
+            lane.claims.append(ring)
         try:
             yield
         finally:
             with lane.lock:
-                lane.wanted.remove((key, ring))
+                lane.wanted.remove(key)
+                lane.claims.remove(ring)
 
     def _give_way(self, lane: _Lane, rings: Rings) -> None:
         """Let go of the last record that was read ahead, if no buffer is free."""
@@ -408,9 +421,9 @@ class Engine:
         with lane.lock:
             for move in lane.window.ahead(lane.reading.keys()):
                 shelf = lane.shelves.get(move.kind)
-                if shelf is None or any(key == (move.kind, move.layer) for key, _ in lane.wanted):
+                if shelf is None or (move.kind, move.layer) in lane.wanted:
                     continue
-                if shelf.rings.reads.free <= sum(ring is shelf.rings.reads for _, ring in lane.wanted):
+                if shelf.rings.reads.free <= lane.claims.count(shelf.rings.reads):
                     continue
                 with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
                     buffer = shelf.room(shelf.rings.reads.take(0))
@@ -420,19 +433,22 @@ class Engine:
 
     def _lift(self, lane: _Lane) -> None:
         """Copy toward the device, of each kind, the record that is wanted next, if it is there."""
+        if not lane.lifted:
+            return
         try:
             with lane.lock:
-                seen: set[str] = set()
+                missing = set(lane.lifted)
                 for (kind, _), read in lane.reading.items():  # in the order in which they were started
-                    if kind not in seen and read.done.done() and read.done.exception() is None:
+                    if kind in missing and read.done.done() and read.done.exception() is None:
                         self.copies.lift(kind, lane.rank, read.buffer)
-                    seen.add(kind)
+                    missing.discard(kind)
         except BaseException as error:  # of the driver, in a thread of the disk
             self.fail(error)
 
     def _start_read(self, lane: _Lane, shelf: Shelf, event: Event, buffer: np.ndarray) -> _Read:
         done = self._transfers.read(event, shelf.store, buffer, lane.writing.get((event.kind, event.layer)))
-        done.add_done_callback(lambda _: self._lift(lane))
+        if event.kind in lane.lifted:
+            done.add_done_callback(lambda _: self._lift(lane))
         return _Read(buffer, done, event)
 
     def _forget(self, lane: _Lane, chosen: Callable[[Key], bool]) -> None:
@@ -441,6 +457,13 @@ class Engine:
             dropped = [(key[0], lane.shelves[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
         for kind, shelf, read in dropped:
             self._drop(lane, shelf, kind, read)
+
+    def _forget_record(self, lane: _Lane, key: Key) -> None:
+        """Drop a record that was read ahead, if it was."""
+        with lane.lock:
+            read, shelf = lane.reading.pop(key, None), lane.shelves[key[0]]
+        if read is not None:
+            self._drop(lane, shelf, key[0], read)
 
     def _drop(self, lane: _Lane, shelf: Shelf, kind: str, read: _Read) -> None:
         """Give back the buffer of a read that nobody wants; its error is none."""

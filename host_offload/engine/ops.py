@@ -14,6 +14,7 @@ exception in one of several devices would leave the others waiting in a collecti
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -47,21 +48,16 @@ class Swap:
         self.mesh = mesh
         self.engine: Engine | None = None
         self.generation = 0
-        self._link: Link | None = None
-        self._copies: Copies | None = None
 
-    @property
+    @functools.cached_property
     def link(self) -> Link:
-        if self._link is None:
-            self._link = link_of(self.mesh.devices.flat[0].platform)
-        return self._link
+        """How callbacks read their small operands."""
+        return link_of(self.mesh.devices.flat[0].platform)
 
-    @property
+    @functools.cached_property
     def copies(self) -> Copies:
         """How records cross to the devices."""
-        if self._copies is None:
-            self._copies = copies_of(list(self.mesh.devices.flat))
-        return self._copies
+        return copies_of(list(self.mesh.devices.flat))
 
     def on_fetch(self, context: Any, out: Any, where: Any, token: Any, *, kind: str) -> None:
         """Fill the leaves of a record.
@@ -146,10 +142,10 @@ class DiskRecords:
     in_place: bool = False
     in_turn: bool = False
 
-    @property
+    @functools.cached_property
     def format(self) -> RecordFormat:
         """What a record holds on one device."""
-        leaves = zip(self.names, self._local(), strict=True)
+        leaves = zip(self.names, self._local_shapes, strict=True)
         return RecordFormat(tuple(LeafFormat(name, tuple(a.shape), str(a.dtype)) for name, a in leaves))
 
     @property
@@ -172,7 +168,9 @@ class DiskRecords:
         """Tell whether the files and buffers of another kind serve this one."""
         return other is not None and (self.format, self.num_layers) == (other.format, other.num_layers)
 
-    def _local(self) -> list[jax.ShapeDtypeStruct]:
+    @functools.cached_property
+    def _local_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """What one device holds of each leaf."""
         shardings = [NamedSharding(self.swap.mesh, spec) for spec in self.specs]
         return [
             jax.ShapeDtypeStruct(s.shard_shape(tuple(a.shape)), a.dtype) for s, a in zip(shardings, self.shapes, strict=True)
@@ -192,8 +190,9 @@ class DiskRecords:
         every = PartitionSpec(self.swap.mesh.axis_names)
 
         def local(position: Array, token: Array, layer: Array) -> list[Array]:
-            callback = _named(self.swap.on_fetch, self.kind)
-            return buffer_callback(callback, self._local(), has_side_effect=True)(self._where(position, token, layer), token)
+            callback = functools.partial(self.swap.on_fetch, kind=self.kind)
+            where = self._where(position, token, layer)
+            return buffer_callback(callback, self._local_shapes, has_side_effect=True)(where, token)
 
         island = jax.shard_map(
             local,
@@ -209,7 +208,7 @@ class DiskRecords:
         every = PartitionSpec(self.swap.mesh.axis_names)
 
         def local(position: Array, token: Array, layer: Array, values: list[Array]) -> Array:
-            callback = _named(self.swap.on_store, self.kind)
+            callback = functools.partial(self.swap.on_store, kind=self.kind)
             after = jax.ShapeDtypeStruct((1,), jnp.int32)
             where = self._where(position, token, layer)
             return buffer_callback(callback, after, has_side_effect=True)(where, token, *values)
@@ -230,10 +229,3 @@ class DiskRecords:
 
     def _positions(self) -> Array:
         return jnp.arange(self.swap.mesh.size, dtype=jnp.int32)
-
-
-def _named(method: Any, kind: str) -> Any:
-    def callback(context: Any, out: Any, *args: Any) -> None:
-        method(context, out, *args, kind=kind)
-
-    return callback

@@ -2,12 +2,12 @@
 
 import collections
 import dataclasses
+from typing import NamedTuple
 
 MOST_EVENTS = 100_000  # transfers and waits whose times are kept, between two calls of take_stats
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """One transfer, or one wait for it.
 
     A record that is read is waited for once, and once more for a buffer if it was not read ahead; one that is written, once for

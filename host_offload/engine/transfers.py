@@ -133,7 +133,7 @@ class Transfers:
             stats.bytes_written += num_bytes
             stats.write_seconds += seconds
         start = max(queued, time.perf_counter() - seconds)
-        stats.note(dataclasses.replace(event, start=start, seconds=seconds, queued=queued, num_bytes=num_bytes))
+        stats.note(event._replace(start=start, seconds=seconds, queued=queued, num_bytes=num_bytes))
 
     def waiting(self, event: Event, call: Callable[[], Any]) -> Any:
         """Call, and count the time as a stall of the step for a transfer."""
@@ -144,9 +144,7 @@ class Transfers:
             seconds = time.perf_counter() - start
             with self._lock:
                 self._stats.stall_seconds[event.kind] += seconds
-                self._stats.note(
-                    dataclasses.replace(event, name=f"{event.name}_wait", start=start, seconds=seconds, queued=start)
-                )
+                self._stats.note(event._replace(name=f"{event.name}_wait", start=start, seconds=seconds, queued=start))
 
     def close(self) -> None:
         """End the thread, and close `io`."""

@@ -14,7 +14,8 @@ A `Window` follows one device through the sequence. Callbacks of a program may c
 sequence only tells what to read early, never what is right.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -133,23 +134,30 @@ class Window:
     def __init__(self, moves: Sequence[Move], distance: int) -> None:
         """Start before the first move; `distance` records of a kind are read ahead."""
         self.moves, self.distance = tuple(moves), distance
-        self._after = ready_after(self.moves)
+        self._after = ready_after(self.moves).tolist()  # a list: callbacks read single numbers of it
         self._horizon = horizon_of(self.moves, distance)
-        self._done = np.zeros(len(self.moves), bool)
+        self._done = [False] * len(self.moves)
         self.position = 0
+
+    def restarted(self) -> "Window":
+        """Return a window before the first of the same moves."""
+        window = copy.copy(self)
+        window._done, window.position = [False] * len(self.moves), 0
+        return window
 
     def advance(self, move: Move) -> bool:
         """Note that a move has been handed over; returns whether it was expected."""
-        for i in range(self.position, min(self.position + self._horizon, len(self.moves))):
-            if self.moves[i] == move and not self._done[i]:
-                self._done[i] = True
-                while self.position < len(self.moves) and self._done[self.position]:
+        moves, done, n = self.moves, self._done, len(self.moves)
+        for i in range(self.position, min(self.position + self._horizon, n)):
+            if moves[i] == move and not done[i]:
+                done[i] = True
+                while self.position < n and done[self.position]:
                     self.position += 1
                 return True
         return False
 
-    def ahead(self, waiting: Collection[tuple[str, int]]) -> Iterator[Move]:
-        """Yield the reads to start now, the next one first: of the next `distance` of a kind those that may start.
+    def ahead(self, waiting: Collection[tuple[str, int]]) -> list[Move]:
+        """Return the reads to start now, the next one first: of the next `distance` of a kind those that may start.
 
         A later one that may start must not take a buffer of an earlier one that may not yet: what a loop writes last, the next
         loop often reads first.
@@ -157,22 +165,23 @@ class Window:
         Args:
           waiting: (kind, layer) of the records that were read, or are being read, and are not used yet.
         """
-        n, found = len(self.moves), set(waiting)
+        moves, done, after, n = self.moves, self._done, self._after, len(self.moves)
+        reads: list[Move] = []
+        started, position, distance = set(waiting), self.position, self.distance
         count: dict[str, int] = {}
         for kind, _ in waiting:
             count[kind] = count.get(kind, 0) + 1
         coming: dict[str, int] = {}  # reads of each kind that were passed: a later one would take their buffers
-        for i in range(self.position, self.position + self._horizon):
-            move = self.moves[i % n]
-            if move.writes or (i < n and self._done[i]) or coming.get(move.kind, 0) == self.distance:
+        for i in range(position, position + self._horizon):
+            move = moves[i % n]
+            kind, layer, writes = move
+            if writes or (i < n and done[i]) or coming.get(kind, 0) == distance:
                 continue
-            coming[move.kind] = coming.get(move.kind, 0) + 1
-            record = (move.kind, move.layer)
-            if record not in found and count.get(move.kind, 0) < self.distance and self._may_start(int(self._after[i])):
-                found.add(record)
-                count[move.kind] = count.get(move.kind, 0) + 1
-                yield move
-
-    def _may_start(self, after: int) -> bool:
-        """Tell whether the write that a read follows has been handed over."""
-        return after < self.position or (after < len(self.moves) and bool(self._done[after]))
+            coming[kind] = coming.get(kind, 0) + 1
+            write = after[i]  # that the read must see: has it been handed over?
+            is_written = write < position or (write < n and done[write])
+            if is_written and (kind, layer) not in started and count.get(kind, 0) < distance:
+                started.add((kind, layer))
+                count[kind] = count.get(kind, 0) + 1
+                reads.append(move)
+        return reads

@@ -7,7 +7,7 @@ import toys
 from simulated_cuda import SimulatedCuda
 
 import zerojax as zj
-from host_offload.device import copies
+from host_offload.device import copies, gpu_copies
 from host_offload.device.cuda_driver import Driver
 from host_offload.device.gpu_copies import GpuCopies
 
@@ -35,8 +35,8 @@ def test_records_that_cross_by_slots_and_streams_are_the_same(name, tmp_path, mo
     assert isinstance(way, copies.HostCopies)
     cuda = SimulatedCuda(delay=0.001)
     monkeypatch.setattr("host_offload.engine.ops.copies_of", lambda devices: GpuCopies(devices, Driver(cuda)))
-    monkeypatch.setattr(copies, "pointer", lambda buffer: np.asarray(buffer).ctypes.data)
-    monkeypatch.setattr(copies, "stream_of", lambda context: 0)
+    monkeypatch.setattr(gpu_copies, "pointer", lambda buffer: np.asarray(buffer).ctypes.data)
+    monkeypatch.setattr(gpu_copies, "stream_of", lambda context: 0)
     losses, same, way = train(tmp_path, CASES[name])
     assert isinstance(way, GpuCopies)
     assert losses == expected

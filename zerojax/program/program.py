@@ -256,18 +256,26 @@ class Program:
     def _check_state(self, state: TrainState) -> None:
         """Raise ValueError for a state that was donated, perhaps by another thread just now, or that another program made."""
         check_is_there(state)
-        expected = self.layout.abstract_state
-        if jax.tree.structure(state) != jax.tree.structure(expected):
+        leaves, tree = jax.tree.flatten(state)
+        expected, places = self._expected
+        if tree != expected:
             raise ValueError(
                 "this state is of another structure than this program's: it was made by a program of another config"
             )
-        for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(state)[0], jax.tree.leaves(expected), strict=True):
-            if is_away(a) != is_away(b) or a.shape != b.shape:
-                places = ["host memory" if is_away(leaf) else "device memory" for leaf in (a, b)]
+        for i, (leaf, (shape, away)) in enumerate(zip(leaves, places, strict=True)):
+            if is_away(leaf) != away or leaf.shape != shape:
+                path = jax.tree_util.tree_flatten_with_path(state)[0][i][0]
+                tiers = ["host memory" if is_host else "device memory" for is_host in (is_away(leaf), away)]
                 raise ValueError(
-                    f"this state's {jax.tree_util.keystr(path)} is {a.shape} in {places[0]}, and this program's is {b.shape} "
-                    f"in {places[1]}: it was made by a program of another model or config"
+                    f"this state's {jax.tree_util.keystr(path)} is {leaf.shape} in {tiers[0]}, and this program's is {shape} "
+                    f"in {tiers[1]}: it was made by a program of another model or config"
                 )
+
+    @cached_property
+    def _expected(self) -> tuple[Any, list[tuple[tuple[int, ...], bool]]]:
+        """The structure of this program's states, and of each leaf the shape and whether it rests in host memory."""
+        leaves, tree = jax.tree.flatten(self.layout.abstract_state)
+        return tree, [(leaf.shape, is_away(leaf)) for leaf in leaves]
 
     def _take_scratch(self, jitted: CompiledStep) -> Scratch:
         """Return the host memory of a step, which is donated: a step that fails leaves none. Allocates it where there is none.

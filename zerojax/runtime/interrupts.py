@@ -14,6 +14,8 @@ from types import FrameType
 
 _AT_ONCE = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 """Signals of a fault: what runs does not go on after them."""
+_NUMBERS = tuple(int(number) for number in signal.valid_signals() - _AT_ONCE)
+"""All others, as numbers: Python makes an enum of each at every question, before every step."""
 
 
 @contextlib.contextmanager
@@ -26,7 +28,7 @@ def interrupts_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    found = {int(number): signal.getsignal(number) for number in signal.valid_signals() - _AT_ONCE}
+    found = {number: signal.getsignal(number) for number in _NUMBERS}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}
     held: dict[int, FrameType | None] = {}
     has_ended = is_impatient = False

@@ -126,6 +126,8 @@ class SwapSession:
         """Make files and buffers of kinds that have none, or those of another batch."""
         assert self._folder is not None
         missing = [records for records in wanted if not records.has_files_of(self._made.get(records.kind))]
+        if not missing:  # of all steps but the first of a shape: how much memory is left need not be asked
+            return
         for kind in (records.kind for records in missing):  # what another batch has, or an attempt that failed has left
             self._made.pop(kind, None)
             if kind in self.engine.kinds():

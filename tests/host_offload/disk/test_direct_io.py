@@ -455,10 +455,10 @@ def test_many_cycles_with_failures_leave_no_descriptors_and_no_threads(store):
 def refuse_at_open(monkeypatch):
     real = os.open
 
-    def open_(path, flags, *rest):
+    def open_(path, flags, *rest, **options):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *rest)
+        return real(path, flags, *rest, **options)
 
     monkeypatch.setattr(os, "open", open_)
 
