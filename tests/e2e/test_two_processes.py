@@ -13,7 +13,7 @@ WORKER = """
 import errno, time
 import toys
 import zerojax as zj
-from host_offload.swap_error import SwapError
+from host_offload.disk import SwapError
 
 mesh = zj.make_mesh(data=2, fsdp=4)
 assert mesh.size == 8

@@ -319,7 +319,7 @@ def test_a_link_in_the_folders_place_is_refused(tmp_path):
 
 HOLDER = """
 import os, sys
-from host_offload.store import LeafFormat, RecordFormat, Store, SwapFolder
+from host_offload.disk import LeafFormat, RecordFormat, Store, SwapFolder
 folder = SwapFolder(sys.argv[1])
 Store(folder.path, "params", 0, 2, RecordFormat((LeafFormat("w", (8,), "float32"),))).preallocate()
 print(os.getpid(), flush=True)
@@ -353,7 +353,7 @@ def test_the_folder_of_a_killed_process_is_emptied_and_used_again(tmp_path, capl
 
 FORKER = """
 import os, sys
-from host_offload.store import SwapFolder
+from host_offload.disk import SwapFolder
 folder = SwapFolder(sys.argv[1])
 child = os.fork()
 if child == 0:
