@@ -191,6 +191,6 @@ def _gathered_again(streamed: StreamedStep | None) -> dict[str, int]:
     if streamed is None:
         return {}
     paths = list(leaves_by_path(streamed.layout))
-    inside = streamed.keeper.tile_loops()["backward"]
-    times = {loops.name: sum(g is loops and phase == "forward" for g, phase in inside) for _, loops in streamed.records.loops}
-    return {paths[i]: times[loops.name] for group, loops in streamed.records.loops for i in group.leaves}
+    inside = streamed.tracer.tile_loops()["backward"]
+    times = {loops.name: sum(g is loops and phase == "forward" for g, phase in inside) for _, loops in streamed.plan.loops}
+    return {paths[i]: times[loops.name] for group, loops in streamed.plan.loops for i in group.leaves}

@@ -29,12 +29,12 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
     config, parts = layout.config, streamed.parts
     num_layers = streamed.model.num_layers
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
-    whole = streamed.abstract_kept(layout.abstract_arrays.params, shapes)
+    whole = streamed.abstract_residuals(layout.abstract_arrays.params, shapes)
     kept = {"device": 0, "pinned_host": 0, "nvme": 0}
     for record, a in zip(whole.records, whole.shapes, strict=True):
         kept[record.tier] += local_record_bytes(record, a.shape, a.dtype)
 
-    records = streamed.records
+    records = streamed.plan
     held = [records.blocks, *(group.leaves for group in records.groups)]  # a layer's record, and a tile of each group
     shards = [sum(local_record_bytes(records.grads[i], a.shape, a.dtype) for i, a in _grads(records, part)) for part in held]
     sizes = [record_bytes(layout, parts, part) for part in held]
@@ -54,13 +54,13 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
 
     # What is not stacked: loaded once, and updated after all layers, one leaf at a time (all at once by callbacks).
     loaded = sum(
-        local_record_bytes(streamed.records.params[i], streamed.records.abstract[i].shape, streamed.records.abstract[i].dtype)
-        for i in streamed.records.ends
-        if streamed.records.params_away
+        local_record_bytes(streamed.plan.params[i], streamed.plan.abstract[i].shape, streamed.plan.abstract[i].dtype)
+        for i in streamed.plan.ends
+        if streamed.plan.params_away
     )
-    updates, called = moved_by_updates(parts, streamed.records.ends)
-    _, layer_called = moved_by_updates(parts, streamed.records.blocks)
-    gathered = gathered_bytes(layout, num_layers, 1 + config.gather_ahead, streamed.records.params_away)
+    updates, called = moved_by_updates(parts, streamed.plan.ends)
+    _, layer_called = moved_by_updates(parts, streamed.plan.blocks)
+    gathered = gathered_bytes(layout, num_layers, 1 + config.gather_ahead, streamed.plan.params_away)
     if not gathered:
         sizes = [size | {"gathered": 0} for size in sizes]
     read = [size | {"grads": shard} for size, shard in zip(sizes, shards, strict=True)]
@@ -82,7 +82,7 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
         "in_flight": loaded + max(0, max(peaks) - gathered),
     }
     moved = _schedule_link(streamed, read, written)
-    tiers, swaps = streamed.schedule.tiers, swapped_by_updates(parts, streamed.records.ends)
+    tiers, swaps = streamed.schedule.tiers, swapped_by_updates(parts, streamed.plan.ends)
     by_disk = [{kind: n if tiers[kind] == "nvme" else 0 for kind, n in size.items() if kind in tiers} for size in read]
     by_disk[0]["activations"] = kept["nvme"]
     kept_up = {} if streamed.host is None else {"params": 0}
@@ -118,8 +118,8 @@ def _schedule_link(
     streamed: StreamedStep, read: Sequence[Mapping[str, int]], written: Sequence[Mapping[str, int]]
 ) -> LinkBytes:
     """Return what the phases of a schedule move, given the bytes by kind of a layer's record, and of a tile of each group."""
-    schedule, inside = streamed.schedule, streamed.keeper.tile_loops()
-    groups = {loops.name: n for n, (_, loops) in enumerate(streamed.records.loops, 1)}
+    schedule, inside = streamed.schedule, streamed.tracer.tile_loops()
+    groups = {loops.name: n for n, (_, loops) in enumerate(streamed.plan.loops, 1)}
     moved: list[LinkBytes] = []
     for phase in schedule.phases:
         moved.append(_phase_link(phase, read[0], written[0]))
@@ -128,7 +128,7 @@ def _schedule_link(
             moved += [_phase_link(loops.phase(name), read[n], written[n])] * schedule.num_layers
         if phase.name == "update":
             moved += [_phase_link(loops.phase("update"), read[n], written[n]) for n, (_, loops) in
-                      enumerate(streamed.records.loops, 1)]  # fmt: skip
+                      enumerate(streamed.plan.loops, 1)]  # fmt: skip
     return summed(moved)
 
 

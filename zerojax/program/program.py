@@ -115,7 +115,7 @@ class Program:
         by_host = {} if self._host is None else self._host.moves()
         kinds, layers = self.layout.disk.kinds.keys(), [phase.name for phase in self.schedule.phases]
         after = ["update"] if self._streamed is not None and self._streamed.ending.ends_first else []
-        loops = {} if self._streamed is None else self._streamed.keeper.tile_loops()
+        loops = {} if self._streamed is None else self._streamed.tracer.tile_loops()
         before = moves_of(self.schedule, kinds, [name for name in layers if name not in after], by_host, loops)
         return (*first, *before, *last, *moves_of(self.schedule, kinds, after, by_host))
 
@@ -123,7 +123,7 @@ class Program:
     def _eval_moves(self) -> tuple[Move, ...]:
         assert self.layout.disk is not None
         first = () if self.parts is None else self.parts.end_moves()[0]
-        loops = {} if self._streamed is None else self._streamed.keeper.eval_loops()
+        loops = {} if self._streamed is None else self._streamed.tracer.eval_loops()
         forward = moves_of(self.schedule, self.layout.disk.kinds.keys(), ("forward",), loops=loops)
         return (*first, *(move for move in forward if move.kind.split(".")[0] == "params"))
 
@@ -285,19 +285,19 @@ class Program:
         abstract = jitted.abstract_scratch
         if not abstract:
             return abstract
-        if jitted.kept is None and abstract["kept"]:
+        if jitted.kept is None and abstract["residuals"]:
             for other in self._compiled.values():
                 other.kept = None
-        if (jitted.kept is None and abstract["kept"]) or (self._grads is None and abstract["grads"]):
+        if (jitted.kept is None and abstract["residuals"]) or (self._grads is None and abstract["grads"]):
             self.check_host_memory()
-        kept = allocate_all(abstract["kept"]) if jitted.kept is None else jitted.kept
+        kept = allocate_all(abstract["residuals"]) if jitted.kept is None else jitted.kept
         grads = allocate_all(abstract["grads"]) if self._grads is None else self._grads
         jitted.kept = self._grads = None
-        return {"kept": kept, "grads": grads}
+        return {"residuals": kept, "grads": grads}
 
     def _keep_scratch(self, jitted: CompiledStep, scratch: Scratch) -> None:
         if scratch:
-            jitted.kept, self._grads = scratch["kept"], scratch["grads"]
+            jitted.kept, self._grads = scratch["residuals"], scratch["grads"]
 
     def _indices(self) -> tuple[Plans, jax.Array]:
         """Return the schedule's arrays as arguments of the step: known when compiling, XLA would derive wrong slices."""

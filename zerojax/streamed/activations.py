@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from host_offload.schedule import TileLoops
 from zerojax.models import BLOCKS, LayeredModel, check_block
 from zerojax.sharding import batch_spec, num_batch_shards
-from zerojax.state import Layout, RecordSpec
+from zerojax.state import RecordSpec, pick, read_layer
 from zerojax.streamed.plan import StreamedPlan
 from zerojax.streamed.residuals import MODES, TracedBlock, plan_layer
 from zerojax.streamed.tiled_block import TiledBlock
@@ -25,15 +25,15 @@ class ResidualPlan:
     """What forward keeps of each layer for backward.
 
     Attributes:
-      layer: the traced block.
-      records: how each array rests: the leaves of the layer's input, then what the block keeps. Microbatches, where there are
+      block: traced.
+      records: how each array rests: the leaves of the layer's input, then the block's residuals. Microbatches, where there are
         several, are dim 0 of each.
       shapes: ShapeDtypeStruct of each.
       x_tree: structure of the layer's input.
       tiled: the block cut at its loops over tiles, if tiles are records.
     """
 
-    layer: TracedBlock
+    block: TracedBlock
     records: tuple[RecordSpec, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     x_tree: Any
@@ -49,36 +49,45 @@ class ResidualPlan:
         """Indices of those that rest in host memory, which XLA reads and writes."""
         return tuple(i for i in self.away if self.records[i].shelf is None)
 
-    def parts(self, values: Sequence[Array]) -> tuple[Any, list[Array]]:
-        """Return the layer's input, and what the block kept."""
+    def fetch(self, stacks: Sequence[Any], layer: Array) -> list[Array]:
+        """Return those of one layer that rest off the device."""
+        return read_layer(pick(self.records, self.away), pick(stacks, self.away), layer)
+
+    def read(self, stacks: Sequence[Any], fetched: Sequence[Array], layer: Array) -> list[Array]:
+        """Return those of one layer, given the ones that `fetch` returned."""
+        away = dict(zip(self.away, fetched, strict=True))
+        return [away[i] if i in away else r.read(stacks[i], layer) for i, r in enumerate(self.records)]
+
+    def split(self, values: Sequence[Array]) -> tuple[Any, list[Array]]:
+        """Return the layer's input, and the block's residuals."""
         count = self.x_tree.num_leaves
         return jax.tree.unflatten(self.x_tree, values[:count]), list(values[count:])
 
 
-class Keeper:
-    """Chooses what forward keeps of a model's layers.
+class BlockTracer:
+    """Traces a model's block over the shapes of a batch: what forward saves of it, and its loops over tiles.
 
     Attributes:
       traced: the block cut at its loops over tiles, as a step was last traced, if tiles are records.
       traced_eval: the same of an evaluation.
     """
 
-    def __init__(self, model: LayeredModel, layout: Layout, records: StreamedPlan) -> None:
-        self.model, self.layout, self.records = model, layout, records
-        self.mesh, self.config = layout.mesh, layout.config
+    def __init__(self, model: LayeredModel, plan: StreamedPlan) -> None:
+        self.model, self.plan = model, plan
+        self.layout, self.mesh, self.config = plan.layout, plan.mesh, plan.config
         self.traced: TiledBlock | None = None
         self.traced_eval: TiledBlock | None = None
 
     def _block(self) -> Any:
         """Return the shapes of one layer's parameters, in the compute dtype."""
-        stacks = [self.records.abstract[i] for i in self.records.stacked]
+        stacks = [self.plan.abstract[i] for i in self.plan.stacked]
         return self.block_tree([jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks])
 
     def block_tree(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(self.layout.abstract_params[BLOCKS]), leaves)
 
-    def plan(self, x: Any, keys: Any, count: int) -> ResidualPlan:
-        """Choose what forward keeps, from the shapes of the first layer's input, of `count` microbatches."""
+    def plan_residuals(self, x: Any, keys: Any, count: int) -> ResidualPlan:
+        """Choose what forward saves, from the shapes of the first layer's input, of `count` microbatches."""
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:] if count > 1 else a.shape, a.dtype), (x, keys))
         params = self._block()
         x_one, key_one = one
@@ -123,12 +132,12 @@ class Keeper:
         offloaded: Sequence[str] = (),
     ) -> tuple[TracedBlock, TiledBlock | None]:
         """Trace the block over abstract arguments; cut it at its loops over tiles if tiles are records."""
-        records = self.records
-        layer = plan_layer(self.model.block, params, x, key, mode, saved, offloaded, tiled=bool(records.groups))
-        if not records.groups:
+        plan = self.plan
+        layer = plan_layer(self.model.block, params, x, key, mode, saved, offloaded, tiled=bool(plan.groups))
+        if not plan.groups:
             return layer, None
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-        groups = [[records.stacked.index(i) for i in group.leaves] for group in records.groups]
+        groups = [[plan.stacked.index(i) for i in group.leaves] for group in plan.groups]
         tiled = TiledBlock(layer, groups, names, count, (params, x, key))
         return layer, tiled
 
@@ -140,15 +149,15 @@ class Keeper:
         spec = batch_spec(len(a.shape), free) if is_batch else (free,) * len(a.shape)
         return RecordSpec(self.mesh, (*lead, *spec), tier)  # pyright: ignore[reportArgumentType]
 
-    def stacks(self, kept: ResidualPlan, scratch: Scratch) -> list[Array]:
+    def stacks(self, residuals: ResidualPlan, scratch: Scratch) -> list[Array]:
         """Return the empty stacks that forward fills."""
-        given = dict(zip(kept.in_memory, scratch["kept"], strict=True))
-        pairs = enumerate(zip(kept.records, kept.shapes, strict=True))
-        return [given[i] if i in given else self.records.empty(r, a) for i, (r, a) in pairs]
+        in_memory = dict(zip(residuals.in_memory, scratch["residuals"], strict=True))
+        pairs = enumerate(zip(residuals.records, residuals.shapes, strict=True))
+        return [in_memory[i] if i in in_memory else self.plan.empty(r, a) for i, (r, a) in pairs]
 
-    def without_keys(self, x: Any) -> TiledBlock | None:
-        """Return the block of a pass that keeps nothing and has no keys, cut at its loops over tiles, if tiles are records."""
-        if not self.records.groups:
+    def without_residuals(self, x: Any) -> TiledBlock | None:
+        """Return the block of a pass that saves nothing and has no keys, cut at its loops over tiles, if tiles are records."""
+        if not self.plan.groups:
             return None
         params = self._block()
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
@@ -157,12 +166,12 @@ class Keeper:
 
     def eval_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
         """Return the loops over tiles that a tick of an evaluation's forward runs, which was traced."""
-        loops, traced = [tiles for _, tiles in self.records.loops], self.traced_eval
+        loops, traced = [tiles for _, tiles in self.plan.loops], self.traced_eval
         return {} if traced is None else {"forward": [(loops[g], "forward") for g in traced.forward_loops]}
 
     def tile_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
         """Return the loops over tiles that a tick of each phase runs, in order, and which of their phases each is."""
-        loops = [tiles for _, tiles in self.records.loops]
+        loops = [tiles for _, tiles in self.plan.loops]
         if self.traced is None:  # no batch was seen: as a block without recomputation would have them
             return {"forward": [(g, "forward") for g in loops], "backward": [(g, "backward") for g in reversed(loops)]}
         backward = [(loops[g], "backward" if derived else "forward") for g, derived in self.traced.backward_loops]

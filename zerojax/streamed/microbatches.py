@@ -1,10 +1,75 @@
-"""Microbatches of a streamed step, and the random keys of its layers."""
+"""The microbatches of a streamed step, and the random keys of its layers.
 
+Where there are several, dim 0 of whatever depends on data counts them, and a function of one microbatch runs in a loop over
+it. A layer's gradients are summed over that loop: in float32, as sums in 16 bits would lose the smaller terms. A single
+microbatch has no such dim, no loop, and gradients in their own dtype.
+"""
+
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from zerojax.sharding import batch_spec, constrain_batch, named, num_batch_shards, split_microbatches
 
 Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatches:
+    """Functions of one microbatch, applied to all of a step.
+
+    Attributes:
+      mesh: the device mesh.
+      count: microbatches of a step.
+    """
+
+    mesh: Mesh
+    count: int
+
+    def each(self, function: Callable[..., Any], *trees: Any) -> Any:
+        """Apply `function` to every microbatch: dim 0 of the trees where there are several."""
+        return function(*trees) if self.count == 1 else jax.lax.map(lambda one: function(*one), trees)
+
+    def fold(
+        self, function: Callable[..., tuple[list[Array], Any]], total: list[Array], *trees: Any
+    ) -> tuple[list[Array], Any]:
+        """Sum over microbatches the first result of `function`, in float32 where there are several; return the second."""
+        if self.count == 1:
+            return function(*trees)
+
+        def body(total: list[Array], one: Any) -> tuple[list[Array], Any]:
+            values, out = function(*one)
+            return [t + v.astype(jnp.float32) for t, v in zip(total, values, strict=True)], out
+
+        return jax.lax.scan(body, total, trees)
+
+    def split(self, batch: Any, key: Any) -> tuple[Any, Any]:
+        """Return the microbatches and their keys."""
+        if self.count == 1:
+            return batch, key
+        keys = None if key is None else jax.vmap(lambda m: jax.random.fold_in(key, m))(jnp.arange(self.count))
+        return split_microbatches(batch, self.count), keys
+
+    def keys_of(self, keys: Any, layer: Array) -> Any:
+        """Return the key of one layer for each microbatch."""
+        return key_of(keys, layer) if self.count == 1 or keys is None else jax.vmap(lambda key: key_of(key, layer))(keys)
+
+    def constrain(self, x: Any) -> Any:
+        """Keep the activations of all microbatches split as the batch is."""
+        if self.count == 1:
+            return constrain_batch(self.mesh, x)
+
+        def constrain(a: Array) -> Array:
+            if a.ndim < 2 or a.shape[1] % num_batch_shards(self.mesh):
+                return a
+            spec = (None, *batch_spec(a.ndim - 1, PartitionSpec.UNCONSTRAINED))
+            return jax.lax.with_sharding_constraint(a, named(self.mesh, spec))
+
+        return jax.tree.map(constrain, x)
 
 
 def key_of(key: Any, layer: int | Array) -> Any:

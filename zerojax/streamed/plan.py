@@ -17,7 +17,7 @@ from zerojax.config import reason, updates_by_parts
 from zerojax.models import BLOCKS, LayeredModel
 from zerojax.optim import HostUpdate, Parts
 from zerojax.precision import PRECISIONS
-from zerojax.sharding import STAGES, LeafSpec, Spec, local_elements, named, stored_spec
+from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, named, stored_spec, without_axis
 from zerojax.state import Index, Layout, OnDisk, RecordSpec, TileGroup, TrainState, pick, read_layer
 from zerojax.streamed.residuals import MODES
 
@@ -149,6 +149,28 @@ class StreamedPlan:
         """Return `stacks` with `values` in place of a part."""
         given = dict(zip(part, values, strict=True))
         return [given.get(i, stack) for i, stack in zip(self.stacked, stacks, strict=True)]
+
+    def without_tiles(self, leaves: Sequence[Array]) -> list[Any]:
+        """Return leaves of `stacked` where those of `blocks` are given: None for stacks of tiles."""
+        present = dict(zip(self.blocks, leaves, strict=True))
+        return [present.get(i) for i in self.stacked]
+
+    def gather(self, shards: Sequence[Array], part: Sequence[int] | None = None) -> list[Array]:
+        """All_gather a record, by default a layer's: W[D_fsdp, F] -> W[D, F]."""
+        part = self.blocks if part is None else part
+        return [self._gather(shard, self.params[i].spec) for i, shard in zip(part, shards, strict=True)]
+
+    def _gather(self, shard: Array, spec: Spec) -> Array:
+        whole = without_axis(spec, FSDP)
+        if whole == spec:
+            return shard
+        shard = jax.lax.with_sharding_constraint(shard, named(self.mesh, spec))
+        return jax.lax.with_sharding_constraint(shard, named(self.mesh, whole))
+
+    def zero_grads(self, indices: Sequence[int]) -> list[Array]:
+        """Return where the gradients of one record's leaves, or of unstacked leaves, are summed over microbatches."""
+        shapes = [self.abstract[i].shape[self.lead[i] :] for i in indices]
+        return self.on_shards([jnp.zeros(shape, jnp.float32) for shape in shapes], indices)
 
     def on_shards(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
         """Return one layer's, or unstacked leaves', gradients or weights, on the shards of the optimizer state."""

@@ -8,7 +8,7 @@ A tile is fetched and gathered once for all microbatches. Cotangents of what all
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from host_offload.schedule import TileLoops
 from zerojax.state import Plan, Tile, TileGroup, wait_for
 from zerojax.streamed.ending import RecordGrads
+from zerojax.streamed.microbatches import Microbatches
 from zerojax.streamed.phases import Tick, beside, run_phase
+from zerojax.streamed.plan import StreamedPlan
 from zerojax.streamed.tiled_block import TileLoopCall
 
 Array = jax.Array
@@ -34,32 +36,32 @@ class TileRunner:
 
     def __init__(
         self,
-        step: Any,
-        plans: dict[str, Plan] | Any,
+        plan: StreamedPlan,
+        microbatches: Microbatches,
+        plans: Mapping[str, Plan],
         one: Array,
         now: Tick,
-        phase: str,
         stacks: Callable[[dict[str, Any]], Sequence[Any]],
         carried: dict[str, Any] | None = None,
     ) -> None:
         """Run loops of a tick.
 
         Args:
-          step: the StreamedStep.
+          plan: of the step.
+          microbatches: of the step.
           plans: the schedule's arrays.
           one: i32[] holding 1.
           now: the tick.
-          phase: "forward" or "backward".
           stacks: of parameters, given what is carried.
           carried: by the ending, in backward.
         """
-        self.step, self.plans, self.one, self.now, self.phase = step, plans, one, now, phase
+        self.plan, self.microbatches, self.plans, self.one, self.now = plan, microbatches, plans, one, now
         self.stacks, self.carried = stacks, carried or {}
         self._before: Array | None = None  # what the last loop made
 
     def run(self, call: TileLoopCall, use: OnRecordGrads | None = None) -> list[Any]:
         """Run a loop; returns its result, or the wanted cotangents of its operands."""
-        group, loops = self.step.records.loops[call.group]
+        group, loops = self.plan.loops[call.group]
         return (
             self._derive(call, group, loops, use)
             if call.is_backward and use is not None
@@ -67,7 +69,7 @@ class TileRunner:
         )
 
     def _forward(self, call: TileLoopCall, group: TileGroup, loops: TileLoops) -> Array:
-        loop, step = call.loop, self.step
+        loop, microbatches = call.loop, self.microbatches
         each = [o[0] for o in call.operands if o is not None and o[1]]
 
         def tick(y: Array, now: Tick) -> tuple[Array, Any]:
@@ -76,30 +78,30 @@ class TileRunner:
             def one(y: Array, *each: Any) -> Array:
                 return loop.put(y, now.layer, loop.run(_operands(call, full, each, now.layer)))
 
-            if step.count == 1:
+            if microbatches.count == 1:
                 return beside(one, (y,), now.landing)
-            return step.each(one, y, *each), now.landing
+            return microbatches.each(one, y, *each), now.landing
 
-        y = jnp.zeros(loop.out.shape if step.count == 1 else (step.count, *loop.out.shape), loop.out.dtype)
+        y = jnp.zeros(loop.out.shape if microbatches.count == 1 else (microbatches.count, *loop.out.shape), loop.out.dtype)
         return self._loop("forward", group, loops, y, tick, lambda carry: self.carried)
 
     def _derive(self, call: TileLoopCall, group: TileGroup, loops: TileLoops, use: OnRecordGrads) -> list[Array]:
-        loop, step = call.loop, self.step
+        loop, microbatches = call.loop, self.microbatches
         assert call.dy is not None
         shared_x = [p for p, wanted in enumerate(call.wanted) if wanted and p not in loop.parts]
         parts = [p for p, wanted in enumerate(call.wanted) if wanted and p in loop.parts]
-        lead = () if step.count == 1 else (step.count,)
+        lead = () if microbatches.count == 1 else (microbatches.count,)
 
         def zeros(p: int, dtype: Any) -> Array:
             operand = call.operands[p]
             assert operand is not None
-            shape = operand[0].shape if step.count == 1 or operand[1] else (step.count, *operand[0].shape)
+            shape = operand[0].shape if microbatches.count == 1 or operand[1] else (microbatches.count, *operand[0].shape)
             return jnp.zeros(shape, dtype)
 
         sums = [zeros(p, jnp.float32) for p in shared_x]
         slices = [zeros(p, _dtype(call, p)) for p in parts]
         each = [o[0] for o in call.operands if o is not None and o[1]]
-        dy = call.dy[0] if call.dy[1] or step.count == 1 else jnp.broadcast_to(call.dy[0], (*lead, *call.dy[0].shape))
+        dy = call.dy[0] if call.dy[1] or microbatches.count == 1 else jnp.broadcast_to(call.dy[0], (*lead, *call.dy[0].shape))
 
         def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
             (sums, slices), carried = carry
@@ -117,15 +119,15 @@ class TileRunner:
                 dw, dx, own = jax.vjp(unit, *primals)[1](loop.cotangent(dy, now.layer))
                 sums = [s + d.astype(jnp.float32) for s, d in zip(sums, dx, strict=True)]
                 slices = [jax.lax.dynamic_update_index_in_dim(s, d, now.layer, 0) for s, d in zip(slices, own, strict=True)]
-                total = [t + d.astype(jnp.float32) for t, d in zip(total, dw, strict=True)] if step.count > 1 else dw
+                total = [t + d.astype(jnp.float32) for t, d in zip(total, dw, strict=True)] if microbatches.count > 1 else dw
                 return total, (sums, slices)
 
             given, landing = (sums, slices, dy, each), now.landing
-            if step.count == 1:
+            if microbatches.count == 1:
                 (grads, made), landing = beside(lambda given: one([], given), (given,), landing)
             else:
-                grads, made = jax.lax.scan(one, step.zeros(group.leaves), given)
-            grads = step.records.on_shards(grads, group.leaves)
+                grads, made = jax.lax.scan(one, self.plan.zero_grads(group.leaves), given)
+            grads = self.plan.on_shards(grads, group.leaves)
             # As for a layer: what uses the gradients waits for what is computed besides.
             grads, made = jax.lax.optimization_barrier((grads, made))
             here, there = (Tile(self.now.layer, k, group.num_tiles) for k in (now.layer, now.write))
@@ -151,22 +153,22 @@ class TileRunner:
 
         def read(carry: Any, tile: Array) -> list[Array]:
             index = Tile(self.now.layer, tile, group.num_tiles)
-            return self.step.records.read_params(self.stacks(carried(carry)), group.leaves, index)
+            return self.plan.read_params(self.stacks(carried(carry)), group.leaves, index)
 
         def take(carry: Any, now: Tick) -> tuple[Any, Any]:
-            shards = now.taken if self.step.records.params_away else read(carry, now.consume)
+            shards = now.taken if self.plan.params_away else read(carry, now.consume)
             return tick(carry, dataclasses.replace(now, taken=shards))
 
         plan = self.plans[loops.plan(phase)]
-        if self._before is not None and self.step.layout.disk is not None:  # the disk sees one order
-            plan, _ = wait_for(plan, self._before, self.step.mesh)
+        if self._before is not None and self.plan.layout.disk is not None:  # the disk sees one order
+            plan, _ = wait_for(plan, self._before, self.plan.mesh)
         after = run_phase(loops.phase(phase), plan, carry, take, self.one, fetch=read)
         self._before = jax.tree.leaves(after)[0]
         return after
 
     def _gather(self, group: TileGroup, now: Tick) -> list[Array]:
         assert now.taken is not None
-        return self.step.gather(now.taken, group.leaves)
+        return self.plan.gather(now.taken, group.leaves)
 
 
 def _dtype(call: TileLoopCall, position: int) -> Any:

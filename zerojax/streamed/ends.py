@@ -1,0 +1,117 @@
+"""The ends of a streamed model: the embedding before its layers, the head after them, and the derivatives of both.
+
+Their leaves are no stack of layers. They are loaded once a step, and stay on the device for all of it; stage 3 gathers each
+where it is used, as it does in the resident step. The gradients of head and embedding add up, since a tied embedding has both.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.gather import gather_on_use
+from zerojax.models import BLOCKS, LayeredModel, checked
+from zerojax.resident import build_rule
+from zerojax.sharding import STAGES, constrain_batch, stored_spec
+from zerojax.state import is_stored
+from zerojax.streamed.microbatches import Microbatches, key_of
+from zerojax.streamed.plan import StreamedPlan
+
+Array = jax.Array
+
+
+class Ends:
+    """Embedding and head of a model, as functions of their leaves: a tree `{"embed", "head"}`."""
+
+    def __init__(
+        self, model: LayeredModel, plan: StreamedPlan, microbatches: Microbatches, report: Callable[[str], None]
+    ) -> None:
+        self.model, self.plan, self.microbatches = model, plan, microbatches
+        self.layout, self.mesh, self.stage = plan.layout, plan.mesh, STAGES[plan.config.stage]
+        self.rule = build_rule(model, plan.layout, self.stage.params, report)
+
+    def load(self, params: Any) -> Any:
+        """Return the leaves, sharded, on the device."""
+        leaves, tree = jax.tree.flatten(_without_blocks(params), is_leaf=is_stored)
+        return jax.tree.unflatten(
+            tree, [self.plan.params[i].load(leaf) for i, leaf in zip(self.plan.ends, leaves, strict=True)]
+        )
+
+    def embed(self, ends: Any, batch: Any, key: Any) -> Any:
+        """Return the first layer's input, of one microbatch."""
+        batch = constrain_batch(self.mesh, batch)
+        key = key_of(key, self.model.num_layers)
+        x = self._on_shards(lambda p, b, k: self.model.embed(p["embed"], b, k), ends, batch, key)
+        return constrain_batch(self.mesh, x)
+
+    def abstract_input(self, abstract_params: Any, abstract_batch: Any) -> tuple[Any, Any]:
+        """Return the shapes of the first layer's input, and of the keys, of all microbatches."""
+
+        def first(params: Any, batch: Any) -> Any:
+            batch, keys = self.microbatches.split(batch, jax.random.key(0) if self.model.stochastic else None)
+            ends = _without_blocks(params)
+            return self.microbatches.each(lambda b, k: self.embed(ends, b, k), batch, keys), keys
+
+        on_device = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_params)
+        return jax.eval_shape(first, on_device, abstract_batch)
+
+    def head(self, ends: Any, x: Any, batch: Any, key: Any) -> Array:
+        """Return the loss of one microbatch: f32[]."""
+        key = key_of(key, self.model.num_layers + 1)
+
+        def loss(p: Any, x: Any, b: Any, k: Any) -> Array:
+            return checked(lambda p, b, k: self.model.head(p["head"], p["embed"], x, b, k))(p, b, k)
+
+        return self._on_shards(loss, ends, x, batch, key).astype(jnp.float32)
+
+    def head_and_grads(self, ends: Any, y: Any, batch: Any, keys: Any, scale: Array) -> tuple[Array, Any, list[Array]]:
+        """Return the mean loss, dloss/dy, and the summed gradients of `ends`; the derivative is that of scale * loss."""
+
+        def one(y: Any, batch: Any, key: Any) -> tuple[list[Array], tuple[Array, Any]]:
+            batch = constrain_batch(self.mesh, batch)
+
+            def scaled(ends: Any, y: Any) -> tuple[Array, Array]:
+                value = self.head(ends, y, batch, key)
+                return value * scale, value
+
+            (g, dy), value = jax.grad(scaled, argnums=(0, 1), has_aux=True)(ends, y)
+            return self._reduced(g), (value, constrain_batch(self.mesh, dy))
+
+        count = self.microbatches.count
+        g, (value, dy) = self.microbatches.fold(one, self.plan.zero_grads(self.plan.ends), y, batch, keys)
+        return (value if count == 1 else jnp.sum(value) / count), dy, g
+
+    def embed_grads(self, ends: Any, batch: Any, keys: Any, dx: Any, g_ends: list[Array]) -> list[Array]:
+        """Add the embedding's gradients to those of the head.
+
+        The embedding is computed again rather than its residuals held through the whole step: it is a look-up.
+        """
+
+        def one(dx: Any, batch: Any, key: Any) -> tuple[list[Array], None]:
+            (g,) = jax.vjp(lambda p: self.embed(p, batch, key), ends)[1](dx)
+            return self._reduced(g), None
+
+        if self.microbatches.count > 1:
+            return self.microbatches.fold(one, g_ends, dx, batch, keys)[0]
+        return [a + b for a, b in zip(g_ends, one(dx, batch, keys)[0], strict=True)]
+
+    def _on_shards(self, function: Callable[..., Any], ends: Any, *args: Any) -> Any:
+        """Evaluate `function(ends, *args)`, its parameters gathered on use and their gradients reduced to their shards."""
+        specs = self.layout.specs
+        if not self.stage.opt_state or all(s.sharded == s.base for s in specs.values()):
+            return function(ends, *args)
+        return gather_on_use(
+            function, ends, *args,
+            stored={path: stored_spec(s, self.stage.params) for path, s in specs.items()},
+            cotangents={path: s.sharded for path, s in specs.items()},
+            rule=self.rule,
+        )  # fmt: skip
+
+    def _reduced(self, grads: Any) -> list[Array]:
+        """Return gradients of the leaves, on their shards."""
+        return self.plan.on_shards(jax.tree.leaves(grads), self.plan.ends)
+
+
+def _without_blocks(params: Any) -> Any:
+    return {name: tree for name, tree in params.items() if name != BLOCKS}
