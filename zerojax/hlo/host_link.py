@@ -1,4 +1,4 @@
-"""Read a compiled program: what it moves between host and device memory, and whether it slices host memory where it should.
+"""What a compiled program moves between host and device memory, and whether it slices host memory where it should.
 
 In HLO an array in pinned host memory has the memory space S(5). A streamed step moves such arrays a record at a time, with
 dynamic-slices (host to device) and dynamic-update-slices (device to host) in loops; a copy of a whole stack is what it must not
@@ -7,7 +7,7 @@ do. Both are counted here, as often as they run.
 XLA may give a slice a descriptor, `dynamic_slice_config` in its backend_config: the slice then starts `offset + stride * i`
 bytes into its array, with i the iterations done of a loop around it, and the index is read no more. In jax 0.10 and 0.11 the
 descriptor is derived as if the index were i, whatever function of i it is (openxla/xla 46231). So each index is computed here
-for every iteration, from the constants and the counters of the loops around (`hlo_values`), and a descriptor is proven if it
+for every iteration, from the constants and the counters of the loops around (`index_values`), and a descriptor is proven if it
 gives the same addresses. One that is not proven is unsafe. An index that is read from an argument of the program is unknown to
 the compiler too: it has no descriptor, and is read when it is used.
 
@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zerojax.hlo.collectives import Instruction
-from zerojax.hlo.index_values import CALLS, DONE, OTHER, Frame, entry_frame, equal, parse_arrays, walk
+from zerojax.hlo.index_values import CALLS, DONE, OTHER, Frame, entry_frame, equal, walk
+from zerojax.hlo.parse import Instruction, parse_arrays
 
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
 _VIEWS = (
@@ -126,8 +126,8 @@ def host_copies(text: str, unknown_trips: int | None = None) -> list[HostCopy]:
       ValueError: a loop that holds one has no known trip count.
     """
     visits = walk(entry_frame(text), unknown_trips)
-    found = (_host_copy(frame, i, times) for frame, i, times in visits if i.op not in _VIEWS)
-    return [c for c in found if c is not None]
+    copies = (_host_copy(frame, i, times) for frame, i, times in visits if i.op not in _VIEWS)
+    return [c for c in copies if c is not None]
 
 
 def host_link_bytes(text: str, unknown_trips: int | None = None) -> dict[str, int]:
@@ -201,8 +201,8 @@ def _gives(descriptor: Descriptor, address: np.ndarray, frame: Frame) -> bool:
 
 def _descriptor(rest: str) -> tuple[bool, Descriptor | None]:
     """Parse `"dynamic_slice_config":{..}`. The numbers are strings; jax 0.12 puts those of a linear address one level down."""
-    _, found, tail = rest.partition('"dynamic_slice_config":')
-    if not found:
+    _, key, tail = rest.partition('"dynamic_slice_config":')
+    if not key:
         return False, None
     config, _ = json.JSONDecoder().raw_decode(tail)
     linear = config.pop("linear", None) or config

@@ -10,21 +10,19 @@ Where a value is not known there is a reason: ARGUMENT, it was read from an argu
 values, constants and counters alone; or OTHER. Nothing is followed that is no integer.
 """
 
-import dataclasses
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from zerojax.hlo.collectives import INSTRUCTION, TRIPS, Instruction, bits_of, computations_of
+from zerojax.hlo.parse import Array, Computation, Instruction, parse_arrays, parse_ints, parse_module
 
 ARGUMENT, OTHER = "array", "other"
 DONE = ("fusion-done", "async-done", "async-update", "copy-done", "call-done")
 CALLS = ("fusion", "fusion-start", "call", "call-start", "async-start")
-_SHAPE = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{([\d,]*)([^}]*)\})?")
 _BODY = re.compile(r"body=%?([\w.\-]+)")
 _SAME = ("copy", "copy-start", "bitcast", "reshape", *DONE)
 _MOVES = ("convert", "broadcast", "slice", "concatenate", "transpose", "reverse", "pad", "gather", "dynamic-slice")
@@ -41,69 +39,14 @@ _Element = Callable[[int], Any]
 """What is known of an HLO tuple: a function of the element's number. Of a vector of constants it is a tuple of ints."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Array:
-    """An array shape of HLO, with its layout: dims from the fastest to the slowest, and whether it is in host memory."""
-
-    dtype: str
-    dims: tuple[int, ...]
-    minor_to_major: tuple[int, ...]
-    on_host: bool
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.dims) * bits_of(self.dtype) // 8
-
-    @property
-    def integers(self) -> range | None:
-        """The integers that an element can be; None if it is no integer."""
-        bits = bits_of(self.dtype)
-        if self.dtype == "pred":
-            return range(2)
-        return {"u": range(1 << bits), "s": range(-(1 << bits - 1), 1 << bits - 1)}.get(self.dtype[0])
-
-    def stride(self, dim: int) -> int:
-        """Return the bytes from one index of `dim` to the next."""
-        faster = self.minor_to_major[: self.minor_to_major.index(dim)]
-        return math.prod(self.dims[d] for d in faster) * bits_of(self.dtype) // 8
-
-
-def parse_arrays(shape: str) -> list[Array]:
-    """List the arrays of an HLO shape: one, or those of a tuple."""
-    found = []
-    for dtype, sizes, order, rest in _SHAPE.findall(shape):
-        dims = _ints(sizes)
-        found.append(Array(dtype, dims, _ints(order) or tuple(reversed(range(len(dims)))), "S(5)" in rest))
-    return found
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"-?\d+", text))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Computation:
-    """One HLO computation: its instructions in scheduled order, and the one whose value it returns."""
-
-    name: str
-    root: str
-    instructions: dict[str, Instruction]
-
-
 def entry_frame(text: str) -> "Frame":
     """Return the run of a program's entry computation.
 
     Args:
       text: `compiled.as_text()`.
     """
-    entry, program = "", {}
-    for is_entry, name, lines in computations_of(text):
-        matches = [(line, INSTRUCTION.match(line)) for line in lines]
-        found = {m.group(1): Instruction(*m.groups()) for _, m in matches if m is not None}
-        root = next((m.group(1) for line, m in matches if m is not None and line.lstrip().startswith("ROOT ")), "")
-        program[name] = Computation(name, root, found)
-        entry = name if is_entry else entry
-    return Frame(program, entry, lambda _: ARGUMENT, ())
+    module = parse_module(text)
+    return Frame(module.computations, module.entry, lambda _: ARGUMENT, ())
 
 
 def walk(
@@ -133,7 +76,9 @@ class Frame:
       trips: trip counts of the loops around, the innermost first; None where one is not known.
     """
 
-    def __init__(self, program: dict[str, Computation], name: str, argument: _Element, trips: tuple[int | None, ...]) -> None:
+    def __init__(
+        self, program: Mapping[str, Computation], name: str, argument: _Element, trips: tuple[int | None, ...]
+    ) -> None:
         self.program, self.computation, self.argument, self.trips = program, program[name], argument, trips
         self._values: dict[str, Any] = {}
         self._loops: dict[str, tuple[int | None, _Element, _Element]] = {}
@@ -151,13 +96,13 @@ class Frame:
         """Return what is known of a result."""
         if name not in self._values:
             i = self.computation.instructions.get(name)
-            found = OTHER if i is None else self._evaluate(i)
-            if isinstance(found, np.ndarray):  # an element for each iteration, if it fits the shape and the type
+            value = OTHER if i is None else self._evaluate(i)
+            if isinstance(value, np.ndarray):  # an element for each iteration, if it fits the shape and the type
                 array = self.arrays(name)[0]
-                ends = (int(found.min(initial=0)), int(found.max(initial=0)))
+                ends = (int(value.min(initial=0)), int(value.max(initial=0)))
                 fits = array.integers is not None and all(end in array.integers for end in ends)
-                found = found if fits and math.prod(array.dims) == 1 else OTHER
-            self._values[name] = found
+                value = value if fits and math.prod(array.dims) == 1 else OTHER
+            self._values[name] = value
         return self._values[name]
 
     def inner(self, i: Instruction) -> "list[tuple[Frame, int | None]]":
@@ -205,8 +150,7 @@ class Frame:
         return self._loops[i.result]
 
     def _follow(self, i: Instruction) -> tuple[int | None, _Element, _Element]:
-        count, body = TRIPS.search(i.rest), _BODY.search(i.rest)
-        trips, initial = int(count.group(1)) if count else None, self.value(i.operands[0])
+        trips, body, initial = i.trips, _BODY.search(i.rest), self.value(i.operands[0])
         assert body is not None
         known: dict[int, Any] = {}
         unchanged = object()
@@ -232,11 +176,11 @@ class Frame:
             if trips is None or not isinstance(second, np.ndarray):
                 return OTHER
             guess = first + (second - first) * _column(trips, 1 + len(self.trips))
-            found = following(n, guess)
-            if not isinstance(found, np.ndarray):
+            after = following(n, guess)
+            if not isinstance(after, np.ndarray):
                 return OTHER
-            found, guess = np.broadcast_arrays(found, guess)
-            return guess if equal(found[:-1], guess[1:]) else OTHER
+            after, guess = np.broadcast_arrays(after, guess)
+            return guess if equal(after[:-1], guess[1:]) else OTHER
 
         return trips, element, lambda n: _element(initial, n) if following(n, unchanged) is unchanged else OTHER
 
@@ -258,7 +202,7 @@ def _constant(i: Instruction) -> Any:
     text = {"true": "1", "false": "0"}.get(i.rest.split(")")[0], i.rest.split(")")[0])
     if re.fullmatch(r"-?\d+", text):
         return np.asarray(int(text))
-    return _ints(text) if re.fullmatch(r"\{(-?\d+(, )?)+\}", text) else OTHER
+    return parse_ints(text) if re.fullmatch(r"\{(-?\d+(, )?)+\}", text) else OTHER
 
 
 def _compute(i: Instruction, values: list[Any]) -> Any:

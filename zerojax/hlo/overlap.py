@@ -1,4 +1,4 @@
-"""Read a compiled program: what its collectives and host copies run beside.
+"""What the collectives and host copies of a compiled program run beside.
 
 XLA's scheduled HLO is a sequence. An operation that is split in a start and a done runs beside what stands between the two; one
 that is not split, or that XLA marks `is_sync`, runs alone. What counts is the matrix products in between (those of a loop in
@@ -11,7 +11,8 @@ between are counted as often as they run): time that hides the transfer.
 import dataclasses
 import re
 
-from zerojax.hlo.collectives import COLLECTIVES, TRIPS, Instruction, parse_module, shapes_of
+from zerojax.hlo.collectives import COLLECTIVES
+from zerojax.hlo.parse import Instruction, Module, parse_arrays, parse_module
 
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|fmha|cudnn|conv)[^"]*"', re.IGNORECASE)
 _WAITED = re.compile(r'"is_sync":\s*true')
@@ -47,23 +48,23 @@ def spans(text: str, unknown_trips: int = 1) -> list[Span]:
       text: `compiled.as_text()`.
       unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step that is 1.
     """
-    entry, bodies = parse_module(text)
-    products = _Products(bodies, unknown_trips)
-    found: list[Span] = []
+    module = parse_module(text)
+    products = _Products(module, unknown_trips)
+    transfers: list[Span] = []
 
     def visit(name: str, times: int) -> None:
-        instructions = bodies.get(name, [])
-        results = {i.result: i.shape for i in instructions}
+        instructions = module.instructions(name)
+        shapes = {i.result: i.shape for i in instructions}
         for index, i in enumerate(instructions):
-            kind = _kind(i, results, bodies)
+            kind = _kind(i, shapes, module)
             if kind is not None:
                 end = _end(instructions, index)
                 beside = instructions[index + 1 : end] if end is not None and not _WAITED.search(i.rest) else None
-                found.append(
+                transfers.append(
                     Span(
                         kind=kind,
                         computation=name,
-                        num_bytes=_num_bytes(i, kind, results, instructions[end] if end is not None else i),
+                        num_bytes=_num_bytes(i, kind, shapes, instructions[end] if end is not None else i),
                         times=times,
                         is_async=beside is not None,
                         products=products.of(beside or []),
@@ -76,20 +77,19 @@ def spans(text: str, unknown_trips: int = 1) -> list[Span]:
                 for computation in i.called:
                     visit(computation, times)
 
-    visit(entry, 1)
-    return found
+    visit(module.entry, 1)
+    return transfers
 
 
 class _Products:
     """Counts the matrix products that instructions run."""
 
-    def __init__(self, bodies: dict[str, list[Instruction]], unknown_trips: int) -> None:
-        self.bodies, self.unknown_trips = bodies, unknown_trips
+    def __init__(self, module: Module, unknown_trips: int) -> None:
+        self.module, self.unknown_trips = module, unknown_trips
         self._counts: dict[str, int] = {}
 
     def trips(self, i: Instruction) -> int:
-        known = TRIPS.search(i.rest)
-        return int(known.group(1)) if known else self.unknown_trips
+        return self.unknown_trips if i.trips is None else i.trips
 
     def of(self, instructions: list[Instruction]) -> int:
         return sum(self._one(i) for i in instructions)
@@ -106,7 +106,7 @@ class _Products:
 
     def _in(self, computation: str) -> int:
         if computation not in self._counts:
-            self._counts[computation] = self.of(self.bodies.get(computation, []))
+            self._counts[computation] = self.of(self.module.instructions(computation))
         return self._counts[computation]
 
 
@@ -118,19 +118,19 @@ def _end(instructions: list[Instruction], start: int) -> int | None:
     return next(n for n in range(start + 1, len(instructions)) if i.result in instructions[n].operands)
 
 
-def _kind(i: Instruction, results: dict[str, str], bodies: dict[str, list[Instruction]]) -> str | None:
+def _kind(i: Instruction, shapes: dict[str, str], module: Module) -> str | None:
     op = i.op.removesuffix("-start")
     if op == "async":
-        op = next((inner.op for c in i.called for inner in bodies.get(c, ()) if inner.op in COLLECTIVES), op)
+        op = next((inner.op for c in i.called for inner in module.instructions(c) if inner.op in COLLECTIVES), op)
     if op in COLLECTIVES:
         return op
-    if op not in _MOVES or (not any(_HOST in results.get(o, "") for o in i.operands) and _HOST not in i.shape):
+    if op not in _MOVES or (not any(_HOST in shapes.get(o, "") for o in i.operands) and _HOST not in i.shape):
         return None
     return "to_host" if _HOST in _result(i) else "to_device"
 
 
 def _result(i: Instruction) -> str:
-    """Return the shape that an instruction makes: of a start, what its end returns."""
+    """Return the shape of an instruction's result: of a start, of what its end returns."""
     if i.op == "copy-start":  # (result, operand, context)
         return i.shape.split("}, ")[0]
     if i.op == "fusion-start":  # ((operands), result, context)
@@ -138,12 +138,12 @@ def _result(i: Instruction) -> str:
     return i.shape
 
 
-def _num_bytes(i: Instruction, kind: str, results: dict[str, str], end: Instruction) -> int:
+def _num_bytes(i: Instruction, kind: str, shapes: dict[str, str], end: Instruction) -> int:
     if kind in COLLECTIVES:
-        counted = [i.shape] if kind != "reduce-scatter" else [results.get(o, "") for o in i.operands]
+        counted = [i.shape] if kind != "reduce-scatter" else [shapes.get(o, "") for o in i.operands]
         counted = [end.shape] if kind != "reduce-scatter" and end is not i else counted
     elif kind == "to_host" and "update-slice" in i.rest + i.result:
-        counted = [results.get(i.operands[1], "")]
+        counted = [shapes.get(i.operands[1], "")]
     else:
         counted = [end.shape]
-    return sum(n for shape in counted for _, n in shapes_of(shape))
+    return sum(a.num_bytes for shape in counted for a in parse_arrays(shape))

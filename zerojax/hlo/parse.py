@@ -1,0 +1,165 @@
+"""The text of a compiled program, parsed: computations, their instructions in scheduled order, and the shapes of results.
+
+`compiled.as_text()` is the program that one device runs, after partitioning, fusion and scheduling. It is read line by line:
+
+    %gathered = bf16[64,64]{1,0:S(5)} all-gather(%shard), channel_id=1, dimensions={0}
+     result     shape                 op         rest
+
+The text is parsed and not the proto, because the text is what every version and backend of XLA gives without its compiler's
+classes. Attributes stay text in `rest`; only those that every reader needs are properties.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+_ITEM_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{([\d,]*)([^}]*)\})?")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_TRIPS = re.compile(r"known_trip_count\D+(\d+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Array:
+    """An array shape with its layout.
+
+    Attributes:
+      dtype: HLO's name of the element type, such as "bf16".
+      dims: of the array.
+      minor_to_major: dims from the fastest to the slowest.
+      on_host: whether it is in pinned host memory, which is memory space S(5).
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    minor_to_major: tuple[int, ...]
+    on_host: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.dims) * bits_of(self.dtype) // 8
+
+    @property
+    def integers(self) -> range | None:
+        """The integers that an element can be; None if it is no integer."""
+        bits = bits_of(self.dtype)
+        if self.dtype == "pred":
+            return range(2)
+        return {"u": range(1 << bits), "s": range(-(1 << bits - 1), 1 << bits - 1)}.get(self.dtype[0])
+
+    def stride(self, dim: int) -> int:
+        """Return the bytes from one index of `dim` to the next."""
+        faster = self.minor_to_major[: self.minor_to_major.index(dim)]
+        return math.prod(self.dims[d] for d in faster) * bits_of(self.dtype) // 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      result: its name.
+      shape: text of the result's shape, a tuple's in parentheses.
+      op: the opcode.
+      rest: text of operands and attributes.
+    """
+
+    result: str
+    shape: str
+    op: str
+    rest: str
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the results that it reads."""
+        return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it runs: a fusion's, a loop's condition and body, a conditional's branches."""
+        branches = [c.strip().lstrip("%") for group in _BRANCHES.findall(self.rest) for c in group.split(",")]
+        return _CALLED.findall(self.rest) + branches
+
+    @property
+    def trips(self) -> int | None:
+        """How often a loop runs; None where XLA does not know."""
+        trips = _TRIPS.search(self.rest)
+        return int(trips.group(1)) if trips else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Computation:
+    """A function of HLO: the result that it returns, and its instructions by their result, in scheduled order."""
+
+    name: str
+    root: str
+    instructions: Mapping[str, Instruction]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Module:
+    """A compiled program: its computations by name, and the name of the one that is called first."""
+
+    entry: str
+    computations: Mapping[str, Computation]
+
+    def instructions(self, computation: str) -> list[Instruction]:
+        """Return a computation's instructions in scheduled order; none of one that the text does not hold."""
+        return list(self.computations[computation].instructions.values()) if computation in self.computations else []
+
+
+def parse_module(text: str) -> Module:
+    """Parse a compiled program.
+
+    Args:
+      text: `compiled.as_text()`.
+    """
+    entry, computations = "", {}
+    for is_entry, name, lines in _computations(text):
+        matches = [match.groups() for line in lines if (match := _INSTRUCTION.match(line)) is not None]
+        instructions = {result: Instruction(result, *texts) for _, result, *texts in matches}
+        root = next((result for is_root, result, *_ in matches if is_root), "")
+        computations[name] = Computation(name, root, instructions)
+        entry = name if is_entry else entry
+    return Module(entry, computations)
+
+
+def _computations(text: str) -> Iterator[tuple[bool, str, list[str]]]:
+    """Yield each computation of a module: whether it is the entry, its name, and its lines."""
+    name, is_entry, lines = None, False, []
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header and not line.startswith("HloModule"):
+            name, is_entry, lines = header.group(2), bool(header.group(1)), []
+        elif line.startswith("}") and name is not None:
+            yield is_entry, name, lines
+            name = None
+        elif name is not None:
+            lines.append(line)
+
+
+def parse_arrays(shape: str) -> list[Array]:
+    """List the arrays of a shape: one, or those of a tuple."""
+    arrays = []
+    for dtype, sizes, order, rest in _ARRAY.findall(shape):
+        dims = parse_ints(sizes)
+        # Without a layout, as in a signature, the last dim is the fastest.
+        arrays.append(Array(dtype, dims, parse_ints(order) or tuple(reversed(range(len(dims)))), "S(5)" in rest))
+    return arrays
+
+
+def parse_ints(text: str) -> tuple[int, ...]:
+    """List the integers in a text, such as dims."""
+    return tuple(int(n) for n in re.findall(r"-?\d+", text))
+
+
+def bits_of(dtype: str) -> int:
+    """Return the bits of one element of an HLO dtype."""
+    if dtype in _ITEM_BITS:
+        return _ITEM_BITS[dtype]
+    digits = re.search(r"\d+", dtype)
+    return int(digits.group()) if digits else 0
