@@ -350,7 +350,7 @@ def test_copies_stay_within_the_bound(on_host, tmp_path, monkeypatch):
             assert saving.peak_host_bytes <= max(most if most is not None else 1 << 30, largest)
             assert (saving.peak_host_bytes > 20_000) == (most is None)
             with SavedState(str(folder)) as kept:
-                found.append({name: whole(kept, name) for name in kept.contents})
+                found.append({name: whole(kept, name) for name in kept.leaves})
     for other in found[1:]:
         assert_same(other, found[0])
 

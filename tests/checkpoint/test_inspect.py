@@ -79,8 +79,8 @@ def test_step_shows_leaves_values_config_and_totals(original, capsys):
     assert row(text, "mesh")[1:] == ["data=1", "fsdp=8", "tensor=1"]
     assert {"stage=3", "precision=fp16"} <= set(text.split())
     with SavedState(str(original / "20" / "state")) as saved:
-        weights = sum(c.num_bytes for name, c in saved.contents.items() if name.startswith("weights"))
-        rest = sum(c.num_bytes for name, c in saved.contents.items() if not name.startswith("weights"))
+        weights = sum(c.num_bytes for name, c in saved.leaves.items() if name.startswith("weights"))
+        rest = sum(c.num_bytes for name, c in saved.leaves.items() if not name.startswith("weights"))
         rest += sum(value.nbytes for value in saved.values.values())
     assert row(text, "total") == ["total", "weights", f"{weights:,}"]
     assert text.splitlines()[-1].split() == ["total", f"{weights + rest:,}"]

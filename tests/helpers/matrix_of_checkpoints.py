@@ -73,13 +73,13 @@ def trained(program: zj.Program, steps: int = STEPS) -> zj.TrainState:
 def numbers(directory: str | os.PathLike[str], step: int) -> dict[str, np.ndarray]:
     """Return every leaf of a checkpoint, whole."""
     with SavedState(os.path.join(directory, str(step), "state")) as saved:
-        return {name: whole(saved, name) for name in saved.contents} | saved.values
+        return {name: whole(saved, name) for name in saved.leaves} | saved.values
 
 
 def whole(saved: SavedState, name: str) -> np.ndarray:
-    content = saved.contents[name]
-    out = np.empty(content.shape, content.dtype if content.dtype != "bfloat16" else np.float32)
-    saved.records.read(name, tuple((0, n) for n in content.shape), out)
+    leaf = saved.leaves[name]
+    out = np.empty(leaf.shape, leaf.dtype if leaf.dtype != "bfloat16" else np.float32)
+    saved.records.read(name, tuple((0, n) for n in leaf.shape), out)
     return out
 
 

@@ -19,4 +19,4 @@ from zerojax.checkpoint.program_state import contents_of_program as contents_of_
 from zerojax.checkpoint.program_state import restore_state as restore_state
 from zerojax.checkpoint.retile import of_mlp as of_mlp
 from zerojax.checkpoint.retile import retiled as retiled
-from zerojax.checkpoint.source import MOST_NAMED as MOST_NAMED
+from zerojax.checkpoint.source import first_few as first_few

@@ -52,28 +52,28 @@ def write_manifest(
     folder: str,
     process: int,
     num_processes: int,
-    contents: Mapping[str, SavedLeaf],
+    leaves: Mapping[str, SavedLeaf],
     values: Mapping[str, np.ndarray],
     stores: Sequence[SavedStore],
     keys: Mapping[str, str],
     data: Any = None,
 ) -> None:
     """Describe what one process saved below `folder`."""
-    said = {
+    manifest = {
         "format": FORMAT,
         "process": process,
         "num_processes": num_processes,
-        "leaves": {name: dataclasses.asdict(content) for name, content in contents.items()},
-        "values": {name: _told(value) for name, value in values.items()},
+        "leaves": {name: dataclasses.asdict(leaf) for name, leaf in leaves.items()},
+        "values": {name: _encoded(value) for name, value in values.items()},
         "stores": [store.to_json() for store in stores],
         "keys": dict(keys),
         "data": data,
     }
     path = os.path.join(folder, f"manifest.{process}.json")
     with open(path, "w") as file:
-        json.dump(said | {"checksum": _checksum(said)}, file)
+        json.dump(manifest | {"checksum": _checksum(manifest)}, file)
     sync(path)
-    sync(folder)
+    sync(folder)  # for its name
 
 
 def position_of(data: Any) -> dict[str, Any]:
@@ -88,41 +88,42 @@ def position_of(data: Any) -> dict[str, Any]:
     if isinstance(position, bytes):
         return {"bytes": base64.b64encode(position).decode()}
     try:
-        told = json.loads(json.dumps(position))
+        decoded = json.loads(json.dumps(position))
     except (TypeError, ValueError) as error:
         raise ValueError(f"the state of data cannot be told as JSON, and is no bytes: {error}") from error
-    if told != position:
+    if decoded != position:  # JSON makes lists of tuples, and text of keys
         raise ValueError(
             f"the state of data is another once told as JSON: use lists, not tuples, and text as keys; or bytes: {position!r}"
         )
-    return {"json": told}
+    return {"json": decoded}
 
 
-def _checksum(said: Mapping[str, Any]) -> str:
-    text = json.dumps(said, sort_keys=True).encode()
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    text = json.dumps(manifest, sort_keys=True).encode()
     return f"{checksum(np.frombuffer(text, np.uint8)):016x}"
 
 
-def _told(value: np.ndarray) -> dict[str, Any]:
+def _encoded(value: np.ndarray) -> dict[str, Any]:
+    """Return a small leaf as JSON; `text` is for people, and is not read."""
     data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
     return {"dtype": value.dtype.name, "shape": list(value.shape), "data": data, "text": str(value.tolist())}
 
 
-def _value(told: Mapping[str, Any]) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(told["data"]), numpy_dtype(told["dtype"])).reshape(told["shape"])
+def _decoded(entry: Mapping[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(entry["data"]), numpy_dtype(entry["dtype"])).reshape(entry["shape"])
 
 
-def _position(told: Mapping[str, Any]) -> Any:
-    return base64.b64decode(told["bytes"]) if "bytes" in told else told["json"]
+def _decoded_position(entry: Mapping[str, Any]) -> Any:
+    return base64.b64decode(entry["bytes"]) if "bytes" in entry else entry["json"]
 
 
 class SavedState:
     """A state in a checkpoint; a context manager.
 
     Attributes:
-      contents: its leaves by name.
-      values: the small ones of them.
-      records: the others' bytes.
+      leaves: by name, those whose bytes are in records.
+      values: the small ones, by name.
+      records: the bytes.
       keys: implementations of the random keys among the values, by name.
       data: positions of the iterators, by process.
       has_opt_state: it was saved; else it is made for the program that restores the weights.
@@ -139,39 +140,38 @@ class SavedState:
         """
         self.folder = folder
         try:
-            found = {int(m[1]): name for name in os.listdir(folder) if (m := _NAME.fullmatch(name))}
+            names = {int(m[1]): name for name in os.listdir(folder) if (m := _NAME.fullmatch(name))}
         except OSError as error:
             raise DamagedError(str(explained(error, f"reading the checkpoint {folder}"))) from error
-        if not found:
+        if not names:
             raise DamagedError(f"{folder} is no state of zerojax, or lost its manifest.0.json")
-        said = {process: self._read(name) for process, name in sorted(found.items())}
-        count = next(iter(said.values()))["num_processes"]
-        if missing := sorted(set(range(count)) - set(said)):
-            raise DamagedError(f"{folder} was saved by {count} processes, and lost manifest.{missing[0]}.json")
-        self.num_processes = count
-        first = said[min(said)]
-        self.contents = {
-            name: SavedLeaf(tuple(told["shape"]), told["dtype"], told["lead"], told["is_tiled"], told["spec"])
-            for name, told in first["leaves"].items()
+        manifests = {process: self._read(name) for process, name in sorted(names.items())}
+        first = next(iter(manifests.values()))
+        self.num_processes = first["num_processes"]
+        if missing := sorted(set(range(self.num_processes)) - set(manifests)):
+            raise DamagedError(f"{folder} was saved by {self.num_processes} processes, and lost manifest.{missing[0]}.json")
+        self.leaves = {
+            name: SavedLeaf(tuple(leaf["shape"]), leaf["dtype"], leaf["lead"], leaf["is_tiled"], leaf["spec"])
+            for name, leaf in first["leaves"].items()
         }
-        self.values = {name: _value(told) for name, told in first["values"].items()}
+        self.values = {name: _decoded(entry) for name, entry in first["values"].items()}
         self.keys = dict(first["keys"])
-        self.data = {process: _position(own["data"]) for process, own in said.items() if own["data"] is not None}
-        self.records = SavedRecords(folder, [SavedStore.from_json(s) for own in said.values() for s in own["stores"]])
+        self.data = {process: _decoded_position(m["data"]) for process, m in manifests.items() if m["data"] is not None}
+        self.records = SavedRecords(folder, [SavedStore.from_json(s) for m in manifests.values() for s in m["stores"]])
 
     def _read(self, name: str) -> dict[str, Any]:
         path = os.path.join(self.folder, name)
         try:
             with open(path) as file:
-                said = json.load(file)
-            expected = said.pop("checksum")
+                manifest = json.load(file)
+            expected = manifest.pop("checksum")
         except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
             raise DamagedError(f"{path} cannot be read: {error}") from error
-        if _checksum(said) != expected:
-            raise DamagedError(f"{path}: its checksum is {_checksum(said)}, and {expected} was saved: it was changed since")
-        if said["format"] != FORMAT:
-            raise CheckpointError(f"{path} is of format {said['format']}, and this version of zerojax reads {FORMAT}")
-        return said
+        if (found := _checksum(manifest)) != expected:
+            raise DamagedError(f"{path}: its checksum is {found}, and {expected} was saved: it was changed since")
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{path} is of format {manifest['format']}, and this version of zerojax reads {FORMAT}")
+        return manifest
 
     @property
     def num_bytes(self) -> int:

@@ -19,23 +19,27 @@ class Piece:
     """One leaf's shard on one device.
 
     Attributes:
-      content: the leaf.
+      leaf: of the state.
       data: [records.., *shape], on the device or in its host memory.
       start: of the shard, in the dims after those that number records.
     """
 
-    content: StateLeaf
+    leaf: StateLeaf
     data: jax.Array
     start: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """What one record holds."""
-        return tuple(self.data.shape[self.content.lead :])
+        return tuple(self.data.shape[self.leaf.lead :])
 
 
 class Room:
-    """Host memory for copies that are not written yet."""
+    """Host memory for copies that are not written yet.
+
+    Attributes:
+      most: bytes that they may take together; None: any. What is larger than that alone is let through alone.
+    """
 
     def __init__(self, most: int | None) -> None:
         self.most, self._used, self._peak = most, 0, 0
@@ -47,12 +51,14 @@ class Room:
         return self._peak
 
     def take(self, num_bytes: int) -> None:
+        """Wait until there is room, and take it."""
         with self._changed:
             self._changed.wait_for(lambda: self.most is None or not self._used or self._used + num_bytes <= self.most)
             self._used += num_bytes
             self._peak = max(self._peak, self._used)
 
     def give(self, num_bytes: int) -> None:
+        """Give back what was taken, in any thread."""
         with self._changed:
             self._used -= num_bytes
             self._changed.notify_all()
@@ -60,18 +66,18 @@ class Room:
 
 def copied(pieces: Sequence[Piece], low: int, high: int, form: RecordFormat) -> np.ndarray:
     """Return the records of layers low .. high, uint8[n, padded_bytes], in memory that the device does not know."""
-    given = [on_host(piece, low, high) for piece in pieces]
-    count = len(given[0])
+    leaves = [on_host(piece, low, high) for piece in pieces]
+    count = len(leaves[0])
     records = allocate(count * form.padded_bytes).reshape(count, form.padded_bytes)  # zeros between the leaves
     for number, record in enumerate(records):
-        for view, values in zip(form.views(record), given, strict=True):
+        for view, values in zip(form.views(record), leaves, strict=True):
             np.copyto(view, values[number])
     return records
 
 
 def on_host(piece: Piece, low: int, high: int) -> np.ndarray:
     """Return layers low .. high of a shard, [records, *shape], to be read at once: a CPU's array is the device's own memory."""
-    data, lead = piece.data, piece.content.lead
+    data, lead = piece.data, piece.leaf.lead
     count = (high - low) * math.prod(data.shape[1:lead])
     if lead and (low, high) != (0, data.shape[0]):
         if is_host_memory(data):

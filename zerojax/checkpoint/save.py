@@ -47,7 +47,7 @@ class Saving:
         self,
         layout: Layout,
         swap: SwapSession | None,
-        contents: Sequence[StateLeaf],
+        leaves: Sequence[StateLeaf],
         state: TrainState,
         root: str,
         max_host_bytes: int | None,
@@ -58,7 +58,7 @@ class Saving:
         Args:
           layout: of the state's program.
           swap: of the program, where something rests on disk.
-          contents: likewise.
+          leaves: of its states.
           state: not donated yet; its steps are over.
           root: folder to write into; it is there and empty.
           max_host_bytes: that copies which are not written may take; None: as much as there is.
@@ -69,12 +69,12 @@ class Saving:
           CheckpointError: the folder cannot be written to, or is full.
           SwapError: the state on disk is lost.
         """
-        self.layout, self.contents, self.root = layout, contents, root
+        self.layout, self.leaves, self.root = layout, leaves, root
         self._room, self._pool = Room(max_host_bytes), concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "zerojax-save")
         self._rank = {device: rank for rank, device in enumerate(layout.mesh.devices.flat)}
         self._writes: list[concurrent.futures.Future[None]] = []
         self._stores: list[tuple[Store, str, list[str], list[tuple[int, ...]], tuple[int, ...], int]] = []
-        self._kept: list[tuple[LinkedRecord, SavedStore]] = []
+        self._links: list[tuple[LinkedRecord, SavedStore]] = []
         self._snapshot: Snapshot | None = None
         self._values: dict[str, np.ndarray] = {}
         self._keys: dict[str, str] = {}
@@ -83,7 +83,7 @@ class Saving:
             with explaining(f"writing the checkpoint {root}", root):
                 self._copy(leaves_of(state))
                 if swap is not None:
-                    self._keep(swap, state)
+                    self._link(swap, state)
         except BaseException:
             self.abandon()
             raise
@@ -94,40 +94,43 @@ class Saving:
 
     # --- while the step waits ----------------------------------------------------------------------------------------------
 
-    def _copy(self, leaves: Sequence[Any]) -> None:
+    def _copy(self, arrays: Sequence[Any]) -> None:
+        """Copy what rests in memory; `arrays` are those of the leaves."""
         groups: dict[tuple[str, int, int], list[Piece]] = {}  # by label, first layer and device
-        for number, (content, leaf) in enumerate(zip(self.contents, leaves, strict=True)):
-            if content.is_derived:
+        for number, (leaf, value) in enumerate(zip(self.leaves, arrays, strict=True)):
+            if leaf.is_derived:
                 continue
-            if content.is_inline:
-                value = leaf
-                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-                    value = jax.random.key_data(leaf)
-                    self._keys[content.name] = str(jax.random.key_impl(leaf))
-                self._values[content.name] = np.array(value.addressable_data(0))
+            if leaf.is_inline:
+                self._copy_inline(leaf, value)
                 continue
-            for array, first in arrays_of(content, leaf):
-                label = {0: f"leaf.{number}", 1: "layers", 2: f"tiles.{content.group}"}[content.lead]
-                if content.lead and array.shape[0] < content.shape[0]:
+            for array, first in arrays_of(leaf, value):
+                label = {0: f"leaf.{number}", 1: "layers", 2: f"tiles.{leaf.group}"}[leaf.lead]
+                if leaf.lead and array.shape[0] < leaf.shape[0]:
                     label += f".{first}"
                 for shard in array.addressable_shards:
                     if shard.replica_id == 0:
-                        start = tuple(s.start or 0 for s in shard.index[content.lead :])
-                        piece = Piece(content, shard.data, start)
+                        start = tuple(s.start or 0 for s in shard.index[leaf.lead :])
+                        piece = Piece(leaf, shard.data, start)
                         groups.setdefault((label, first, self._rank[shard.device]), []).append(piece)
         for (label, first, rank), pieces in groups.items():
             self._copy_group(label, first, rank, pieces)
 
+    def _copy_inline(self, leaf: StateLeaf, value: jax.Array) -> None:
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            self._keys[leaf.name] = str(jax.random.key_impl(value))
+            value = jax.random.key_data(value)
+        self._values[leaf.name] = np.array(value.addressable_data(0))
+
     def _copy_group(self, label: str, first: int, rank: int, pieces: Sequence[Piece]) -> None:
         """Copy and write the leaves whose records are numbered alike on one device."""
-        lead = pieces[0].content.lead
-        form = record_format([(p.content.name, p.shape, p.data.dtype) for p in pieces])
+        lead = pieces[0].leaf.lead
+        form = record_format([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
         dims = tuple(pieces[0].data.shape[:lead])
         count = math.prod(dims)
         store = Store(self.root, label, rank, count, form)
         scale = math.prod(dims[1:])
-        names, starts = [p.content.name for p in pieces], [p.start for p in pieces]
-        whole = tuple(pieces[0].content.shape[:lead])
+        names, starts = [p.leaf.name for p in pieces], [p.start for p in pieces]
+        whole = tuple(pieces[0].leaf.shape[:lead])
         self._stores.append((store, os.path.join(label, str(rank)), names, starts, whole, first * scale))
         rows = dims[0] if lead else 1
         row_bytes = form.padded_bytes * scale
@@ -148,37 +151,37 @@ class Saving:
             if write.done():
                 write.result()
 
-    def _keep(self, swap: SwapSession, state: TrainState) -> None:
-        held = [c for c in self.contents if c.shelf is not None and not c.is_derived]
-        kinds: dict[str, list[StateLeaf]] = {}
-        for content in held:
-            assert content.shelf is not None
-            kinds.setdefault(content.shelf.kind, []).append(content)
-        wanted = [own[0].shelf for own in kinds.values() if own[0].shelf is not None]
-        with swap.snapshot(state, wanted) as (snapshot, stores):
+    def _link(self, swap: SwapSession, state: TrainState) -> None:
+        """Keep what rests on disk by second names, under which the next step's writes leave it as it is."""
+        kinds: dict[str, tuple[DiskRecords, list[StateLeaf]]] = {}
+        for leaf in self.leaves:
+            if leaf.shelf is not None and not leaf.is_derived:
+                kinds.setdefault(leaf.shelf.kind, (leaf.shelf, []))[1].append(leaf)
+        with swap.snapshot(state, [records for records, _ in kinds.values()]) as (snapshot, stores):
             self._snapshot = snapshot
             for records, store in stores:
-                own = sorted(kinds[records.kind], key=lambda c: c.shelf_leaf)
-                told = self._told(records, store, own)
-                if told is not None:
-                    kept = snapshot.keep(store, os.path.join(self.root, told.folder))
-                    self._kept.append((kept, dataclasses.replace(told, checksums=kept.checksums)))
+                leaves = sorted(kinds[records.kind][1], key=lambda leaf: leaf.shelf_leaf)
+                saved_store = self._saved_store(records, store, leaves)
+                if saved_store is not None:
+                    link = snapshot.keep(store, os.path.join(self.root, saved_store.folder))
+                    self._links.append((link, dataclasses.replace(saved_store, checksums=link.checksums)))
 
-    def _told(self, records: DiskRecords, store: Store, own: Sequence[StateLeaf]) -> SavedStore | None:
-        """Return what is told of a store on disk; None if another device holds all of it too."""
+    def _saved_store(self, records: DiskRecords, store: Store, leaves: Sequence[StateLeaf]) -> SavedStore | None:
+        """Return the description of a store on disk; None if a device before it holds all of it too."""
         mesh, device = self.layout.mesh, self.layout.mesh.devices.flat[store.rank]
         starts, is_first = [], False
-        for content in own:
-            sharding, shape = content.record(mesh).sharding, tuple(content.shape[content.lead :])
+        for leaf in leaves:
+            sharding, shape = leaf.record(mesh).sharding, tuple(leaf.shape[leaf.lead :])
             indices = sharding.devices_indices_map(shape)
-            mine = indices[device]
-            starts.append(tuple(s.start or 0 for s in mine))
-            is_first |= next(d for d in mesh.devices.flat if indices[d] == mine) == device
+            index = indices[device]
+            starts.append(tuple(s.start or 0 for s in index))
+            is_first |= next(d for d in mesh.devices.flat if indices[d] == index) == device
         if not is_first:
             return None
-        lead, scale = own[0].lead, math.prod(own[0].shape[1 : own[0].lead])
+        lead, scale = leaves[0].lead, math.prod(leaves[0].shape[1 : leaves[0].lead])
         folder = os.path.join(f"disk.{records.kind}", str(store.rank))
-        return SavedStore.of(store, folder, [c.name for c in own], starts, own[0].shape[:lead], own[0].first * scale)
+        names = [leaf.name for leaf in leaves]
+        return SavedStore.of(store, folder, names, starts, leaves[0].shape[:lead], leaves[0].first * scale)
 
     # --- beside the next steps ---------------------------------------------------------------------------------------------
 
@@ -207,22 +210,32 @@ class Saving:
                     SavedStore.of(store, folder, names, starts, lead, first)
                     for store, folder, names, starts, lead, first in self._stores
                 ]
-                for kept, told in self._kept:
+                for link, saved_store in self._links:
                     assert self._snapshot is not None
-                    self._snapshot.move(kept, os.path.join(self.root, told.folder))
-                    stores.append(told)
-                saved = {
-                    c.name: SavedLeaf(c.shape, np.dtype(c.saved_dtype).name, c.lead, bool(c.tiles), str(c.spec))
-                    for c in self.contents
-                    if not c.is_derived and not c.is_inline
-                }
-                for store in stores:
+                    self._snapshot.move(link, os.path.join(self.root, saved_store.folder))
+                    stores.append(saved_store)
+                for store in stores:  # the names of their files, before the manifest tells of them
                     sync(os.path.join(self.root, store.folder))
                 write_manifest(
-                    self.root, jax.process_index(), jax.process_count(), saved, self._values, stores, self._keys, self._data
+                    self.root,
+                    jax.process_index(),
+                    jax.process_count(),
+                    self._saved_leaves(),
+                    self._values,
+                    stores,
+                    self._keys,
+                    self._data,
                 )
         finally:
             self.abandon()
+
+    def _saved_leaves(self) -> dict[str, SavedLeaf]:
+        """Return what the manifest says of the leaves whose bytes are in records."""
+        return {
+            leaf.name: SavedLeaf(leaf.shape, np.dtype(leaf.saved_dtype).name, leaf.lead, bool(leaf.tiles), str(leaf.spec))
+            for leaf in self.leaves
+            if not leaf.is_derived and not leaf.is_inline
+        }
 
     def abandon(self) -> None:
         """Wait for what is under way, and let go of what is held; once done, do nothing."""

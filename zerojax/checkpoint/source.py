@@ -1,8 +1,18 @@
-"""Where the numbers of a leaf come from when a checkpoint is restored."""
+"""Where the numbers of each leaf come from when a checkpoint is restored, and whether it is of this program at all.
+
+    saved as                                  read from
+    a leaf of the same shape                  its records, box by box
+    a stack of other tiles                    its records, box by box of the dense weight (`zerojax.checkpoint.retile`)
+    a small value                             the manifest
+    nothing, and the config alone needs it    the value with which it starts: a loss scale, a count, no pending update
+
+What has no row here, and what is saved and has no place here, differs: the first few leaves of that kind are named.
+"""
 
 import dataclasses
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,9 +23,11 @@ from host_offload.disk import Box
 from zerojax.checkpoint.contents import ROUNDING_STEP, StateLeaf
 from zerojax.checkpoint.errors import CheckpointError, DamagedError
 from zerojax.checkpoint.manifest import SavedState
-from zerojax.checkpoint.retile import Retiled
+from zerojax.checkpoint.retile import Retiled, of_mlp, retiled
+from zerojax.precision import LossScaling, init_loss_scale
 
-MOST_NAMED = 8
+logger = logging.getLogger("zerojax")
+_MOST_NAMED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +35,13 @@ class LeafSource:
     """Where a leaf's numbers come from.
 
     Attributes:
-      content: the leaf.
+      leaf: of the program's state.
       saved: the checkpoint.
       value: the number, or numbers, themselves, where they are not in its records.
       tiles: how to read it if it was saved in other tiles.
     """
 
-    content: StateLeaf
+    leaf: StateLeaf
     saved: SavedState
     value: np.ndarray | None = None
     tiles: Retiled | None = None
@@ -46,9 +58,9 @@ class LeafSource:
             return
         try:
             if self.tiles is not None:
-                self.tiles.read(self.saved.records, self.content.name, box, out.reshape(shape))
+                self.tiles.read(self.saved.records, self.leaf.name, box, out.reshape(shape))
             else:
-                self.saved.records.read(self.content.name, box, out.reshape(shape))
+                self.saved.records.read(self.leaf.name, box, out.reshape(shape))
         except (OSError, KeyError) as error:
             raise DamagedError(f"the checkpoint {self.saved.folder} is damaged: {error}") from error
 
@@ -56,45 +68,133 @@ class LeafSource:
         """Return the whole leaf where it rests."""
         if jnp.issubdtype(abstract.dtype, jax.dtypes.prng_key):
             assert self.value is not None
-            key = jax.random.wrap_key_data(jnp.asarray(self.value), impl=self.saved.keys.get(self.content.name))
+            key = jax.random.wrap_key_data(jnp.asarray(self.value), impl=self.saved.keys.get(self.leaf.name))
             return jax.device_put(key, abstract.sharding)
-        return self._made(abstract.shape, abstract.sharding, lambda box: box)
+        return self._array(abstract.shape, abstract.sharding, lambda box: box)
 
     def record(self, index: Sequence[int], sharding: Any) -> jax.Array:
         """Return one record of the leaf on the device."""
-        own = tuple((i, i + 1) for i in index)
-        return self._made(self.content.shape[self.content.lead :], sharding, lambda box: own + box)
+        front = tuple((i, i + 1) for i in index)
+        return self._array(self.leaf.shape[self.leaf.lead :], sharding, lambda box: front + box)
 
-    def _made(self, shape: Sequence[int], sharding: Any, whole: Callable[[Box], Box]) -> jax.Array:
-        made: dict[Box, np.ndarray] = {}
+    def _array(self, shape: Sequence[int], sharding: Any, box_of_leaf: Callable[[Box], Box]) -> jax.Array:
+        """Return an array that is a part of the leaf.
+
+        Args:
+          shape: of the array.
+          sharding: likewise.
+          box_of_leaf: where a box of the array is in the leaf.
+        """
+        shards: dict[Box, np.ndarray] = {}  # devices that hold the same read it once
 
         def shard(index: Any) -> np.ndarray:
             box = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-            if box not in made:
-                out = np.empty([stop - start for start, stop in box], self.content.dtype)
-                self.fill(whole(box), out)
-                made[box] = out
-            return made[box]
+            if box not in shards:
+                out = np.empty([stop - start for start, stop in box], self.leaf.dtype)
+                self.fill(box_of_leaf(box), out)
+                shards[box] = out
+            return shards[box]
 
         return jax.make_array_from_callback(tuple(shape), sharding, shard)
 
 
-def unconverted(sources: Sequence[LeafSource]) -> list[str]:
+def find_sources(leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: LossScaling) -> list[LeafSource]:
+    """Return what to read for each leaf.
+
+    Args:
+      leaves: of the program's state.
+      saved: the checkpoint.
+      loss_scaling: of the program, where the checkpoint has none.
+
+    Raises:
+      CheckpointError: leaves that differ.
+    """
+    differences: list[str] = []
+    shapes = {leaf.name: leaf.shape for leaf in leaves}
+    sources = [_source(leaf, shapes, saved, loss_scaling, differences) for leaf in leaves]
+    if saved.has_opt_state:
+        differences += _unconverted(sources)
+    unread = sorted(name for name in [*saved.leaves, *saved.values] if name not in shapes and not _may_be_left(name, saved))
+    differences += [f"{name}, which this program's state has not" for name in unread]
+    if differences:
+        raise CheckpointError(
+            f"the checkpoint {saved.folder} is of another model, optimizer or setting. It holds: {first_few(differences)}"
+        )
+    return sources
+
+
+def first_few(differences: Sequence[str]) -> str:
+    """Return the first differences, and how many more there are."""
+    more = f"; and {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
+    return f"{'; '.join(differences[:_MOST_NAMED])}{more}"
+
+
+def _source(
+    leaf: StateLeaf,
+    shapes: Mapping[str, tuple[int, ...]],
+    saved: SavedState,
+    loss_scaling: LossScaling,
+    differences: list[str],
+) -> LeafSource:
+    """Return what to read for a leaf; what it lacks is added to `differences`, so that all are found at once."""
+    name = leaf.name
+    if name in saved.values:
+        value = saved.values[name]
+        if value.shape != leaf.shape and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            differences.append(f"{name} {value.dtype}{list(value.shape)}, and here it is {list(leaf.shape)}")
+        return LeafSource(leaf, saved, value=value)
+    if name in saved.leaves:
+        shape = saved.leaves[name].shape
+        if shape == leaf.shape:
+            return LeafSource(leaf, saved)
+        try:
+            return LeafSource(leaf, saved, tiles=_retiled(leaf, shapes, saved))
+        except ValueError as error:
+            differences.append(f"{name} {list(shape)}, and here it is {list(leaf.shape)}{error}")
+        return LeafSource(leaf, saved)
+    value = _initial_value(name, saved, loss_scaling)
+    if value is None and not name.startswith("pending.grads"):
+        differences.append(f"no {name} {list(leaf.shape)}")
+    return LeafSource(leaf, saved, value=np.zeros((), leaf.dtype) if value is None else value)
+
+
+def _retiled(leaf: StateLeaf, shapes: Mapping[str, tuple[int, ...]], saved: SavedState) -> Retiled:
+    saved_leaf = saved.leaves[leaf.name]
+    saved_shapes = {name: other.shape for name, other in saved.leaves.items()}
+    return retiled(
+        saved_leaf.shape, leaf.shape, stacked=saved_leaf.lead > 0 and leaf.lead > 0, tiled=(saved_leaf.is_tiled, leaf.tiles),
+        is_mlp=of_mlp(leaf.name, shapes) and of_mlp(leaf.name, saved_shapes),
+    )  # fmt: skip
+
+
+def _initial_value(name: str, saved: SavedState, loss_scaling: LossScaling) -> np.ndarray | None:
+    """Return the value of a leaf that states of another config do not have."""
+    if name.startswith("loss_scale."):
+        logger.info("the checkpoint holds no loss scale: it starts as the config says")
+        return np.asarray(getattr(init_loss_scale(loss_scaling), name.partition(".")[2]))
+    if name == ROUNDING_STEP:
+        return saved.values["step"]
+    if name.startswith("pending.") and not name.startswith("pending.grads"):
+        return np.zeros((), np.float32)  # no update is pending
+    return None
+
+
+def _unconverted(sources: Sequence[LeafSource]) -> list[str]:
     """Return what to say of leaves that belong to a weight which is read in other tiles, and are not like it.
 
     Such are the row and column sums of a factored moment: they may have the same shape for other tiles, and other meaning.
     """
-    read = {s.content.name.removeprefix("weights"): s.tiles for s in sources if s.content.name.startswith("weights")}
-    told = []
-    for source in sources if any(read.values()) else ():
-        name, shape = source.content.name, list(source.content.shape)
-        owner = max((path for path in read if name.endswith(path)), key=len, default=None)
-        if owner is not None and read[owner] is not None and source.tiles is None and math.prod(shape) > 1:
-            told.append(f"{name} {shape}, which is not like its weight, and so is not converted to other tiles")
-    return told
+    tiles = {s.leaf.name.removeprefix("weights"): s.tiles for s in sources if s.leaf.name.startswith("weights")}
+    differences = []
+    for source in sources if any(tiles.values()) else ():
+        name, shape = source.leaf.name, list(source.leaf.shape)
+        owner = max((path for path in tiles if name.endswith(path)), key=len, default=None)
+        if owner is not None and tiles[owner] is not None and source.tiles is None and math.prod(shape) > 1:
+            differences.append(f"{name} {shape}, which is not like its weight, and so is not converted to other tiles")
+    return differences
 
 
-def may_be_left(name: str, saved: SavedState) -> bool:
+def _may_be_left(name: str, saved: SavedState) -> bool:
     """Tell whether a leaf of a checkpoint may be left unread by states of another config.
 
     Raises:

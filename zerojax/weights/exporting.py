@@ -1,19 +1,11 @@
-"""The weights of a checkpoint, whole, in formats that others read: Orbax's own, and safetensors.
+"""What exports have in common: the checkpoint that is read, and the file or folder that appears when it is whole.
 
-    zj.export_orbax("runs/gpt/checkpoints", "gpt")                      ocp.StandardCheckpointer().restore(path) -> nested dict
-    zj.export_safetensors("runs/gpt/checkpoints/1200", "gpt.safetensors", dtype=jnp.bfloat16)
+    zj.export_orbax("runs/gpt/checkpoints", "gpt")                      `zerojax.weights.orbax`
+    zj.export_safetensors("runs/gpt/checkpoints/1200", "gpt.safetensors", dtype=jnp.bfloat16)    `zerojax.weights.safetensors`
 
-Both are made from files alone, without a program, a model or a device. The tree is that of the parameters, as nested dicts:
-
-    in the checkpoint           Orbax                        safetensors
-    weights['blocks']['w1']     {"blocks": {"w1": a}}        blocks.w1
-    weights['layers'][0].bias   {"layers": {"0": {"bias"}}}  layers.0.bias
-
-Nothing is held whole. A tensor of safetensors is read from the records straight into the file, mapped into memory. Of an Orbax
-checkpoint, Orbax writes the tree, over arrays of one number each; these are then made anew as zarr arrays of the tensors'
-shapes, and filled chunk by chunk, a chunk being one layer of a stack, or `PIECE_BYTES` of it.
-
-What is written appears under its name when it is whole and on disk.
+Both are made from files alone, without a program, a model or a device, and hold no weight whole. The checksums of a checkpoint
+are compared first: whoever gets the weights gets none of zerojax's checksums with them. What is written lies in a hidden folder
+beside its destination, on the same file system, and is renamed when it is on disk.
 """
 
 import contextlib
@@ -31,7 +23,7 @@ from zerojax.weights.names import DTYPES
 
 
 @contextlib.contextmanager
-def opened(checkpoint: str | os.PathLike[str]) -> Iterator[SavedState]:
+def open_checkpoint(checkpoint: str | os.PathLike[str]) -> Iterator[SavedState]:
     """Open a step's folder, or the newest whole step of a directory, once its checksums were compared.
 
     Raises:
@@ -75,8 +67,11 @@ def export_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 @contextlib.contextmanager
-def appearing(path: str | os.PathLike[str]) -> Iterator[str]:
+def write_atomically(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a name to write under; what was written is moved to `path` when the context ends without an error.
+
+    Between the check and the rename another process may still put a file there, which the rename replaces; it fails over a
+    folder that is not empty.
 
     Raises:
       ValueError: there is something already, or no folder to put it in.

@@ -1,15 +1,15 @@
-"""A fresh state of a program, with weights from a file that zerojax or others wrote: safetensors, or Orbax's format.
+"""A fresh state of a program whose weights are those of a file: safetensors, or Orbax's format, by zerojax or others.
 
     state = zj.import_params(program, "gpt.safetensors", key=jax.random.key(0))
 
 is `program.init(key)` with other weights: step 0, the same key, and the optimizer state that `tx.init` makes of the weights.
-The file is given to `Restoring` as if it were a checkpoint, and so read layer by layer into any stage, mesh and tier.
+The file is given to a restore as if it were a checkpoint, and so read layer by layer into any stage, mesh and tier.
 
-The optimizer's leaves are in no file. `tx.init` is traced, and for each leaf of its result it is told what it is:
+The optimizer's leaves are in no file. `zerojax.weights.initial_opt_state` tells what each of them is:
 
-    a number, or a few     read off the trace
-    a copy of a weight     read as that weight is
-    anything else          computed by `tx.init` from the weights; only where all rests on the device
+    one number, or a few    known before the file is read
+    a copy of a weight      read as that weight is
+    anything else           computed by `tx.init` from the weights; only where all rests on the device
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ import numpy as np
 
 from host_offload.disk import Box, SavedRecords
 from zerojax.checkpoint import (
-    MOST_NAMED,
     CheckpointError,
     SavedLeaf,
     SavedState,
     StateLeaf,
     contents_of_program,
+    first_few,
     of_mlp,
     restore_state,
     retiled,
@@ -50,25 +50,25 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
     Raises:
       CheckpointError: it is none.
     """
-    found = os.path.abspath(os.fspath(path))
-    if not os.path.exists(found):
-        raise CheckpointError(f"{found} is not there")
-    return OrbaxFolder(found) if os.path.isdir(found) else SafetensorsFile(found)
+    path = os.path.abspath(os.fspath(path))
+    if not os.path.exists(path):
+        raise CheckpointError(f"{path} is not there")
+    return OrbaxFolder(path) if os.path.isdir(path) else SafetensorsFile(path)
 
 
 class StoredRecords(SavedRecords):
     """Leaves of a state that is not there: weights of a file, and what an optimizer makes of them."""
 
-    def __init__(self, file: WeightFile, weights: Mapping[str, str], made: Mapping[str, np.ndarray]) -> None:
-        """Read from `file`, by names in a checkpoint; `made` are other leaves."""
+    def __init__(self, file: WeightFile, weights: Mapping[str, str], constants: Mapping[str, np.ndarray]) -> None:
+        """Read the tensors `weights` of a file, by names in a checkpoint; the other leaves are numbers."""
         super().__init__(file.path, ())
-        self._file, self._weights, self._made = file, weights, made
+        self._file, self._weights, self._constants = file, weights, constants
 
     def read(self, name: str, box: Box, out: np.ndarray) -> None:
         if name in self._weights:
             out[...] = self._file.read(self._weights[name], box)
             return
-        value = self._made[name]
+        value = self._constants[name]
         out[...] = value[tuple(slice(a, b) for a, b in box)] if value.shape else value
 
 
@@ -80,25 +80,25 @@ class _Imported(SavedState):
     def __init__(
         self,
         file: WeightFile,
-        contents: Mapping[str, SavedLeaf],
+        leaves: Mapping[str, SavedLeaf],
         weights: Mapping[str, str],
-        made: Mapping[str, np.ndarray],
+        constants: Mapping[str, np.ndarray],
         key: np.ndarray,
     ) -> None:
         """Take the place of a checkpoint.
 
         Args:
           file: of the weights.
-          contents: all leaves but the small ones.
+          leaves: all but the small ones.
           weights: the tensors of the file, by leaf.
-          made: the numbers of the others.
+          constants: the numbers of the others.
           key: key data of the state.
         """
         self.folder, self.num_processes, self.data = file.path, 1, {}
-        self.contents = dict(contents)
+        self.leaves = dict(leaves)
         self.keys: dict[str, str] = {}  # of the default implementation
         self.values = {"step": np.zeros((), np.int32), "skipped": np.zeros((), np.int32), "key": key}
-        self.records = StoredRecords(file, weights, made)
+        self.records = StoredRecords(file, weights, constants)
 
     def check(self, *, checksums: bool, part: int = 0, num_parts: int = 1) -> None:
         """Do nothing: these formats hold no checksums of their own."""
@@ -126,36 +126,57 @@ def import_params(program: Program, path: str | os.PathLike[str], *, key: jax.Ar
     """
     data = _key_data(key, program)
     file = open_weights(path)
-    weights, contents = _compare(
-        file, [c for c in contents_of_program(program) if c.name.startswith("weights") and not c.is_derived]
-    )
-    with jax.set_mesh(program.mesh):
-        made = initial_values(program.tx.init, program.layout.abstract_params)
-    names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(program.layout.abstract_params)[0]]
-    constants: dict[str, np.ndarray] = {}
-    others = []
-    states = [content for content in contents_of_program(program) if content.path.startswith(".opt_state")]
-    for content, value in zip(states, made, strict=True):
-        if jnp.issubdtype(content.dtype, jax.dtypes.prng_key):
-            raise ValueError(
-                f"{content.name} is a random key, which is not imported: use an optimizer that keeps jax.random.PRNGKey"
-            )
-        told = SavedLeaf(content.shape, np.dtype(content.dtype).name, content.lead, bool(content.tiles), "")
-        if isinstance(value, Copy):
-            source = f"weights{names[value.index]}"
-            weights[content.name] = weights[source]
-            told = dataclasses.replace(contents[source], dtype=told.dtype)
-        else:
-            others += [] if value is not None else [content.name]
-            constants[content.name] = np.zeros((), np.float32) if value is None else np.asarray(value)
-        contents[content.name] = told
+    state_leaves = contents_of_program(program)
+    weights, leaves = _compare(file, [leaf for leaf in state_leaves if leaf.name.startswith("weights") and not leaf.is_derived])
+    constants, others = _add_opt_state(program, state_leaves, weights, leaves)
     if others and (updates_by_parts(program.config) or program.layout.disk is not None):
         raise ValueError(
             f"tx.init makes {others[0]} of the weights, as neither a constant nor a copy: import into a program whose params, "
             "grads and opt_state are on the device with update='after_backward', save it, and restore it here"
         )
-    state = restore_state(program, _Imported(file, contents, weights, constants, data))
+    state = restore_state(program, _Imported(file, leaves, weights, constants, data))
     return _initialised(program, state) if others else state
+
+
+def _add_opt_state(
+    program: Program, state_leaves: Sequence[StateLeaf], weights: dict[str, str], leaves: dict[str, SavedLeaf]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Say what the leaves of the optimizer state are.
+
+    Args:
+      program: whose `tx.init` makes them.
+      state_leaves: of its state.
+      weights: the tensor of each weight; copies of weights are added.
+      leaves: what is in the file; these are added.
+
+    Returns:
+      The numbers of those that are constant, and the names of those that are computed from the weights: these are zeros.
+
+    Raises:
+      ValueError: one is a random key.
+    """
+    with jax.set_mesh(program.mesh):
+        values = initial_values(program.tx.init, program.layout.abstract_params)
+    params = jax.tree_util.tree_flatten_with_path(program.layout.abstract_params)[0]
+    names = [f"weights{jax.tree_util.keystr(path)}" for path, _ in params]
+    constants: dict[str, np.ndarray] = {}
+    others = []
+    opt_leaves = [leaf for leaf in state_leaves if leaf.path.startswith(".opt_state")]
+    for leaf, value in zip(opt_leaves, values, strict=True):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"{leaf.name} is a random key, which is not imported: use an optimizer that keeps jax.random.PRNGKey"
+            )
+        dtype = np.dtype(leaf.dtype).name
+        if isinstance(value, Copy):
+            weight = names[value.index]
+            weights[leaf.name] = weights[weight]
+            leaves[leaf.name] = dataclasses.replace(leaves[weight], dtype=dtype)
+            continue
+        others += [] if value is not None else [leaf.name]
+        constants[leaf.name] = np.zeros((), np.float32) if value is None else np.asarray(value)
+        leaves[leaf.name] = SavedLeaf(leaf.shape, dtype, leaf.lead, bool(leaf.tiles), "")
+    return constants, others
 
 
 def _key_data(key: Any, program: Program) -> np.ndarray:
@@ -169,41 +190,37 @@ def _key_data(key: Any, program: Program) -> np.ndarray:
     return np.asarray(jax.random.key_data(jax.random.fold_in(key, 0x5EED)))
 
 
-def _compare(file: WeightFile, wanted: Sequence[StateLeaf]) -> tuple[dict[str, str], dict[str, SavedLeaf]]:
+def _compare(file: WeightFile, state_leaves: Sequence[StateLeaf]) -> tuple[dict[str, str], dict[str, SavedLeaf]]:
     """Return the tensor of each weight, and what it is.
 
     Raises:
       CheckpointError: tensors that differ.
     """
-    weights, contents, differ = {}, {}, []
-    here_shapes = {content.name: content.shape for content in wanted}
+    weights, leaves, differences = {}, {}, []
+    here_shapes = {leaf.name: leaf.shape for leaf in state_leaves}
     file_shapes = {name: tensor.shape for name in here_shapes if (tensor := file.tensors.get(".".join(path_of(name))))}
-    for content in wanted:
-        name = weights[content.name] = ".".join(path_of(content.name))
-        here = f"{name} {list(content.shape)}"
+    for leaf in state_leaves:
+        name = weights[leaf.name] = ".".join(path_of(leaf.name))
         if (tensor := file.tensors.get(name)) is None:
-            differ.append(f"no {here}")
+            differences.append(f"no {name} {list(leaf.shape)}")
             continue
-        is_tiled = name in file.tiled or (bool(content.tiles) and len(tensor.shape) == len(content.shape))
-        told = SavedLeaf(tensor.shape, tensor.dtype, min(content.lead, 1), is_tiled, "")
+        is_tiled = name in file.tiled or (bool(leaf.tiles) and len(tensor.shape) == len(leaf.shape))
+        leaves[leaf.name] = SavedLeaf(tensor.shape, tensor.dtype, min(leaf.lead, 1), is_tiled, "")
         if not jnp.issubdtype(known_dtype(tensor.dtype), jnp.floating):
-            differ.append(f"{name} of {tensor.dtype}, which is no floating dtype that is read here")
-        elif tensor.shape != content.shape:
+            differences.append(f"{name} of {tensor.dtype}, which is no floating dtype that is read here")
+        elif tensor.shape != leaf.shape:
             try:
-                if not (name in file.tiled or content.tiles):
+                if not (name in file.tiled or leaf.tiles):
                     raise ValueError("")
-                both = (is_tiled, content.tiles)
-                is_mlp = of_mlp(content.name, here_shapes) and of_mlp(content.name, file_shapes)
-                retiled(tensor.shape, content.shape, stacked=content.lead > 0, tiled=both, is_mlp=is_mlp)
+                is_mlp = of_mlp(leaf.name, here_shapes) and of_mlp(leaf.name, file_shapes)
+                retiled(tensor.shape, leaf.shape, stacked=leaf.lead > 0, tiled=(is_tiled, leaf.tiles), is_mlp=is_mlp)
             except ValueError as error:
-                differ.append(f"{name} {list(tensor.shape)}, and here it is {list(content.shape)}{error}")
-        contents[content.name] = told
+                differences.append(f"{name} {list(tensor.shape)}, and here it is {list(leaf.shape)}{error}")
     extra = sorted(set(file.tensors) - set(weights.values()))
-    differ += [f"{name} {list(file.tensors[name].shape)}, which this program's model has not" for name in extra]
-    if differ:
-        more = f"; and {len(differ) - MOST_NAMED} more" if len(differ) > MOST_NAMED else ""
-        raise CheckpointError(f"{file.path} is of another model. It holds: {'; '.join(differ[:MOST_NAMED])}{more}")
-    return weights, contents
+    differences += [f"{name} {list(file.tensors[name].shape)}, which this program's model has not" for name in extra]
+    if differences:
+        raise CheckpointError(f"{file.path} is of another model. It holds: {first_few(differences)}")
+    return weights, leaves
 
 
 def _initialised(program: Program, state: TrainState) -> TrainState:

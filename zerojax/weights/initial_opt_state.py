@@ -1,4 +1,15 @@
-"""What an optimizer's init makes of imported weights, found out from its jaxpr."""
+"""What `tx.init(params)` makes of weights that are not there yet, read off its jaxpr.
+
+The weights may be larger than memory, so `tx.init` is not run: its jaxpr is interpreted over what is known of each value.
+
+    Copy(i)     weight i as it is, or cast to another float        the float32 copy of a wrapper that averages weights
+    numbers     one for all elements, or a few                     moments that are 0; counts; learning rates
+    None        anything else                                      sums over weights; random numbers
+
+    x = known numbers, f any equation    ->  f(x), computed, where it stays one number or a few
+    x = Copy(i), f a copy or a cast      ->  Copy(i)
+    else                                 ->  None
+"""
 
 import dataclasses
 import math
@@ -22,31 +33,31 @@ class Copy:
     index: int
 
 
-Made = np.ndarray | np.generic | Copy | None
+InitialValue = np.ndarray | np.generic | Copy | None
 """Of a leaf: its numbers, or one for all of its elements; a copy; or something else."""
 
 
-def initial_values(init: Any, abstract_params: Any) -> list[Made]:
-    """Tell of each leaf of `init(params)` what it is.
+def initial_values(init: Any, abstract_params: Any) -> list[InitialValue]:
+    """Return what each leaf of `init(params)` is.
 
     Args:
       init: of an optimizer.
       abstract_params: float32 shapes.
     """
     closed = jax.make_jaxpr(init)(abstract_params)
-    program = flatten(closed.jaxpr, closed.consts)
-    known: dict[int, Made] = {slot: Copy(index) for index, slot in enumerate(program.inputs)}
+    flat = flatten(closed.jaxpr, closed.consts)
+    known: dict[int, InitialValue] = {slot: Copy(index) for index, slot in enumerate(flat.inputs)}
 
-    def value(ref: int | Constant) -> Made:
-        return known.get(ref) if isinstance(ref, int) else _folded(ref.value)
+    def value(ref: int | Constant) -> InitialValue:
+        return known.get(ref) if isinstance(ref, int) else _numbers(ref.value)
 
-    for i in program.instructions:
+    for i in flat.instructions:
         known.update(zip(i.outs, _results(i, [value(ref) for ref in i.ins]), strict=True))
-    return [value(ref) for ref in program.outputs]
+    return [value(ref) for ref in flat.outputs]
 
 
-def _folded(value: Any) -> Made:
-    """Return numbers as they are known: one for all, or a few."""
+def _numbers(value: Any) -> InitialValue:
+    """Return an array as one number if its elements are all the same, or itself if they are few."""
     if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return None
     array = np.asarray(value)
@@ -55,27 +66,27 @@ def _folded(value: Any) -> Made:
     return array if array.size <= INLINE_ELEMENTS else None
 
 
-def _results(i: Instruction, values: Sequence[Made]) -> list[Made]:
+def _results(i: Instruction, values: Sequence[InitialValue]) -> list[InitialValue]:
     """Return what is known of an equation's results."""
     name, outs = i.eqn.primitive.name, [v.aval for v in i.eqn.outvars]
     shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in i.eqn.invars]
-    if name in _COPIES and isinstance(copied := values[0], Copy):
+    if name in _COPIES and isinstance(copy := values[0], Copy):
         before: Any = i.eqn.invars[0].aval
         after: Any = outs[0]
-        return [copied if (before.shape, before.dtype) == (after.shape, after.dtype) or _narrows(before, after) else None]
+        return [copy if (before.shape, before.dtype) == (after.shape, after.dtype) or _narrows(before, after) else None]
     numbers = [v for v in values if isinstance(v, np.ndarray | np.generic)]
     if len(numbers) < len(values):
         return [None] * len(outs)
     if name in FILLS and not numbers[0].shape:
         return [numbers[0]]
     if name in POINTWISE and not i.has_jaxpr and not any(n.shape for n in numbers):
-        return [_folded(out) for out in bind(i.eqn, [jnp.asarray(n) for n in numbers])]
+        return [_numbers(out) for out in bind(i.eqn, [jnp.asarray(n) for n in numbers])]  # one element for all
     if all(math.prod(getattr(a, "shape", ())) <= INLINE_ELEMENTS for a in [*(v.aval for v in i.eqn.invars), *outs]):
-        whole = [jnp.asarray(np.broadcast_to(n, shape)) for n, shape in zip(numbers, shapes, strict=True)]
-        return [_folded(out) for out in bind(i.eqn, whole)]
+        arrays = [jnp.asarray(np.broadcast_to(n, shape)) for n, shape in zip(numbers, shapes, strict=True)]
+        return [_numbers(out) for out in bind(i.eqn, arrays)]
     return [None] * len(outs)
 
 
 def _narrows(before: Any, after: Any) -> bool:
-    """Tell whether a weight is cast as a reader casts it."""
+    """Tell whether a weight is cast as a reader casts it: from float32, in which weights are read, in one rounding."""
     return before.shape == after.shape and before.dtype == jnp.float32 and jnp.issubdtype(after.dtype, jnp.floating)

@@ -1,4 +1,13 @@
-"""Names and dtypes of weights in files."""
+"""What weights are called in other formats, and which dtypes they have there.
+
+    in a checkpoint             keys                        Orbax                        safetensors
+    weights['blocks']['w1']     ("blocks", "w1")            {"blocks": {"w1": a}}        blocks.w1
+    weights['layers'][0].bias   ("layers", "0", "bias")     {"layers": {"0": {"bias"}}}  layers.0.bias
+
+A checkpoint's name is JAX's `keystr`, which tells dicts, lists and attributes apart. Other formats do not, so two names may
+become one: that is an error, never a choice. Names are only translated from left to right: an import looks for the keys of each
+weight that the program has, and need not know what kind of node a key of the file was.
+"""
 
 import ast
 import dataclasses
@@ -14,7 +23,7 @@ from zerojax.checkpoint import CheckpointError, SavedState
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """What weights may be written in, and its name in safetensors."""
 TILED = "zerojax.tiled"
-"""In the metadata of either format: JSON list of the names of weights that are stacks of tiles."""
+"""In the metadata of either format: JSON list of the names of weights that are stacks of tiles, which shapes do not tell."""
 _KEY = re.compile(r"""\.([^\W\d]\w*)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|-?\d+)\]|\[<flat index (\d+)>\]""")
 _WEIGHTS = "weights"
 
@@ -27,11 +36,11 @@ def path_of(name: str) -> tuple[str, ...]:
     """
     keys, at = [], len(_WEIGHTS)
     while at < len(name):
-        if (found := _KEY.match(name, at)) is None:
+        if (match := _KEY.match(name, at)) is None:
             raise CheckpointError(f"{name}: {name[at:]} is no key that other formats know: use text or numbers as keys")
-        attribute, key, number = found.groups()
+        attribute, key, number = match.groups()
         keys.append(attribute or number or str(ast.literal_eval(key)))
-        at = found.end()
+        at = match.end()
     return tuple(keys)
 
 
@@ -41,9 +50,9 @@ def weights_of(saved: SavedState) -> dict[tuple[str, ...], str]:
     Raises:
       CheckpointError: there is none, or two that other formats do not tell apart.
     """
-    found: dict[tuple[str, ...], str] = {}
+    weights: dict[tuple[str, ...], str] = {}
     joined: dict[str, str] = {}
-    for name in saved.contents:
+    for name in saved.leaves:
         if not name.startswith(_WEIGHTS):
             continue
         path = path_of(name)
@@ -51,23 +60,23 @@ def weights_of(saved: SavedState) -> dict[tuple[str, ...], str]:
             raise CheckpointError(f"{saved.folder}: its parameters are one array, which has no name: put it into a dict")
         if (other := joined.setdefault(".".join(path), name)) != name:
             raise CheckpointError(f"{other} and {name} are both {'.'.join(path)} in other formats: rename one of them")
-        found[path] = name
-    if not found:
+        weights[path] = name
+    if not weights:
         raise CheckpointError(f"{saved.folder} holds no weights")
-    return dict(sorted(found.items(), key=lambda item: ".".join(item[0])))
+    return dict(sorted(weights.items(), key=lambda item: ".".join(item[0])))
 
 
 def tiled_names(saved: SavedState, tensors: Mapping[str, str]) -> list[str]:
     """Return the names of tensors that are stacks of tiles."""
-    return [tensor for tensor, name in tensors.items() if saved.contents[name].is_tiled]
+    return [tensor for tensor, name in tensors.items() if saved.leaves[name].is_tiled]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """What a file tells of a tensor.
+    """What a file says of a tensor.
 
     Attributes:
-      shape: of it.
+      shape: of the whole tensor.
       dtype: name of numpy or ml_dtypes, or the file's own where it is no floating one.
     """
 

@@ -1,4 +1,14 @@
-"""Weights in Orbax's format, read and written."""
+"""Weights as a checkpoint in Orbax's own format: written from a checkpoint of zerojax, and read.
+
+    ocp.StandardCheckpointer().restore(path)  ->  {"blocks": {"w1": f32[L, D, F]}, ...}
+
+    {path}/_METADATA      the tree, as JSON; `custom_metadata` names the weights that are stacks of tiles
+    {path}/blocks.w1/     a zarr array; or, in others' checkpoints, all arrays in one database (OCDBT, `manifest.ocdbt`)
+
+Orbax writes a leaf from an array that is there whole. So it is given the same tree with one number for each leaf, and writes
+all of the format but the arrays' sizes; each array is then made anew in its own shape and filled chunk by chunk, a chunk being
+one layer of a stack, or `PIECE_BYTES` of it. For the same reason arrays are read by tensorstore, box by box, not by Orbax.
+"""
 
 import itertools
 import json
@@ -14,11 +24,14 @@ import tensorstore as ts
 
 from host_offload.disk import Box
 from zerojax.checkpoint import STATE, CheckpointError, SavedState, explained
-from zerojax.weights.exporting import appearing, export_dtype, opened, read_part
+from zerojax.weights.exporting import export_dtype, open_checkpoint, read_part, write_atomically
 from zerojax.weights.names import TILED, Tensor, tiled_names, weights_of
 
 PIECE_BYTES = 32 * 2**20
 """Most bytes of a chunk of an Orbax array, unless a row of its last dim is larger."""
+CACHE_BYTES = 2**28
+"""Of chunks of Orbax arrays that hold several layers, kept for the next one."""
+_EMPTY_NODES = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple", "Empty"})
 
 
 def export_orbax(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None) -> None:
@@ -39,21 +52,21 @@ def export_orbax(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str
       DamagedError: the checkpoint is not whole.
     """
     kind = export_dtype(dtype)
-    with appearing(path) as made, opened(checkpoint) as saved:
+    with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
         weights = weights_of(saved)
         tensors = {".".join(keys): name for keys, name in weights.items()}
         for tensor, name in tensors.items():
             if not {"", ".", ".."}.isdisjoint(tensor.split("/")) or "\\" in tensor:
                 raise CheckpointError(f"{name}: no folder of Orbax's format can be named {tensor}: export it as safetensors")
         try:
-            _write_tree(made, weights, kind, tiled_names(saved, tensors))
+            _write_tree(output, weights, kind, tiled_names(saved, tensors))
             for keys, name in weights.items():
-                _write_array(os.path.join(made, ".".join(keys)), saved, name, kind)
+                _write_array(os.path.join(output, ".".join(keys)), saved, name, kind)
         except ValueError as error:  # tensorstore's, of a file too
             raise CheckpointError(f"writing {os.fspath(path)} failed: {error}") from error
 
 
-def _write_tree(made: str, weights: Mapping[tuple[str, ...], str], kind: np.dtype[Any], tiled: Sequence[str]) -> None:
+def _write_tree(folder: str, weights: Mapping[tuple[str, ...], str], kind: np.dtype[Any], tiled: Sequence[str]) -> None:
     """Let Orbax write the tree, each leaf of one number."""
     tree: dict[str, Any] = {}
     for keys in weights:
@@ -65,25 +78,25 @@ def _write_tree(made: str, weights: Mapping[tuple[str, ...], str], kind: np.dtyp
         if keys[-1] in node:
             raise CheckpointError(f"{weights[keys]}: there is a tree of its name, too: rename one of them")
         node[keys[-1]] = np.zeros((), kind)
-    me = jax.process_index()
+    me = jax.process_index()  # of several processes, those that do not export would be waited for
     alone = ocp.options.MultiprocessingOptions(
-        primary_host=me, active_processes={me}, barrier_sync_key_prefix="zerojax.weights.exporting"
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix="zerojax.weights.orbax"
     )
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as writer:
-        writer.save(made, args=ocp.args.PyTreeSave(tree, custom_metadata={TILED: json.dumps(list(tiled))}))
+        writer.save(folder, args=ocp.args.PyTreeSave(tree, custom_metadata={TILED: json.dumps(list(tiled))}))
 
 
 def _write_array(folder: str, saved: SavedState, name: str, kind: np.dtype[Any]) -> None:
     """Make the array of a weight in place of that of one number, and fill it chunk by chunk."""
-    content = saved.contents[name]
+    leaf = saved.leaves[name]
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": folder + "/"}, "store_data_equal_to_fill_value": True}
     metadata = ts.open(spec).result().spec().to_json()["metadata"]
-    chunks = chunk_shape(content.shape, content.lead, kind.itemsize)
-    spec["metadata"] = metadata | {"shape": list(content.shape), "chunks": list(chunks)}
+    chunks = chunk_shape(leaf.shape, leaf.lead, kind.itemsize)
+    spec["metadata"] = metadata | {"shape": list(leaf.shape), "chunks": list(chunks)}
     array = ts.open(spec, create=True, delete_existing=True).result()
-    for corner in itertools.product(*(range(0, n, c) for n, c in zip(content.shape, chunks, strict=True))):
-        box = tuple((a, min(a + c, n)) for a, c, n in zip(corner, chunks, content.shape, strict=True))
+    for corner in itertools.product(*(range(0, n, c) for n, c in zip(leaf.shape, chunks, strict=True))):
+        box = tuple((a, min(a + c, n)) for a, c, n in zip(corner, chunks, leaf.shape, strict=True))
         piece = np.empty([b - a for a, b in box], kind)
         read_part(saved, name, box, piece)
         array[tuple(slice(a, b) for a, b in box)].write(piece).result()
@@ -101,17 +114,12 @@ def chunk_shape(shape: Sequence[int], lead: int, itemsize: int) -> tuple[int, ..
     return tuple(max(1, n) for n in chunks)
 
 
-CACHE_BYTES = 2**28
-"""Of chunks of Orbax arrays that hold several layers, kept for the next one."""
-_EMPTY_NODES = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple", "Empty"})
-
-
 class OrbaxFolder:
     """A checkpoint of a tree of arrays in Orbax's format.
 
     Attributes:
-      path: of it.
-      tensors: what it holds, by keys joined by ".".
+      path: of the folder.
+      tensors: by keys joined by ".".
       tiled: names of those that are known to be stacks of tiles.
     """
 
@@ -122,19 +130,19 @@ class OrbaxFolder:
           CheckpointError: it is no such checkpoint.
         """
         self.path = path
-        described = os.path.join(path, "_METADATA")
-        if not os.path.exists(described):
+        description = os.path.join(path, "_METADATA")
+        if not os.path.exists(description):
             raise CheckpointError(
                 f"{path} is no checkpoint that holds arrays in Orbax's format: it has no _METADATA{_hint(path)}"
             )
         try:
-            with open(described) as file:
-                told = json.load(file)
-            driver = "zarr3" if told.get("use_zarr3") else "zarr"
-            self.tiled = frozenset(json.loads((told.get("custom_metadata") or {}).get(TILED, "[]")))
+            with open(description) as file:
+                metadata = json.load(file)
+            driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+            self.tiled = frozenset(json.loads((metadata.get("custom_metadata") or {}).get(TILED, "[]")))
             names = [
                 ".".join(str(key["key"]) for key in leaf["key_metadata"])
-                for leaf in told["tree_metadata"].values()
+                for leaf in metadata["tree_metadata"].values()
                 if leaf["value_metadata"]["value_type"] not in _EMPTY_NODES
             ]
             self._arrays = self._open(driver, names)

@@ -1,4 +1,13 @@
-"""Weights in safetensors files, read and written."""
+"""Weights as one safetensors file: written from a checkpoint, and read.
+
+    8 bytes        N, little-endian
+    N bytes        JSON: {name: {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {text: text}}
+    the rest       the tensors, row by row; offsets count from here
+
+The file is mapped into memory both ways. An export reads each record from the checkpoint straight into its place in the file;
+an import copies out the slices that it is asked for. Either touches the pages of one record at a time, and they are the page
+cache's. What the format does not have, which weights are stacks of tiles, is in its metadata.
+"""
 
 import json
 import math
@@ -11,10 +20,11 @@ import numpy as np
 
 from host_offload.disk import Box, numpy_dtype, sync
 from zerojax.checkpoint import CheckpointError, SavedLeaf, SavedState, explained
-from zerojax.weights.exporting import appearing, export_dtype, opened, read_part
+from zerojax.weights.exporting import export_dtype, open_checkpoint, read_part, write_atomically
 from zerojax.weights.names import DTYPES, TILED, Tensor, tiled_names, weights_of
 
 ALIGNMENT = 8
+"""The header is padded to it, so that the tensors of a mapped file are aligned for their dtypes."""
 
 
 def export_safetensors(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None) -> None:
@@ -34,42 +44,42 @@ def export_safetensors(checkpoint: str | os.PathLike[str], path: str | os.PathLi
       DamagedError: the checkpoint is not whole.
     """
     kind = export_dtype(dtype)
-    with appearing(path) as made, opened(checkpoint) as saved:
+    with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
         tensors = {".".join(keys): name for keys, name in weights_of(saved).items()}
         header, end = _header(saved, tensors, kind)
-        with open(made, "wb") as file:
+        with open(output, "wb") as file:
             file.write(header)
             file.flush()
             os.posix_fallocate(file.fileno(), 0, end)  # a full disk is told now: over mapped memory it would be a signal
-        whole = np.asarray(mapped := np.memmap(made, np.uint8, "r+"))
+        whole = np.asarray(mapped := np.memmap(output, np.uint8, "r+"))
         at = len(header)
         for name in tensors.values():
-            content = saved.contents[name]
-            num_bytes = math.prod(content.shape) * kind.itemsize
-            _fill(saved, name, content, whole[at : at + num_bytes].view(kind).reshape(content.shape))
+            leaf = saved.leaves[name]
+            num_bytes = math.prod(leaf.shape) * kind.itemsize
+            _fill(saved, name, leaf, whole[at : at + num_bytes].view(kind).reshape(leaf.shape))
             at += num_bytes
         mapped.flush()
-        sync(made)
+        sync(output)
 
 
 def _header(saved: SavedState, tensors: Mapping[str, str], kind: np.dtype[Any]) -> tuple[bytes, int]:
     """Return what a file begins with, and its size."""
-    told: dict[str, Any] = {"__metadata__": {TILED: json.dumps(tiled_names(saved, tensors))}}
+    header: dict[str, Any] = {"__metadata__": {TILED: json.dumps(tiled_names(saved, tensors))}}
     at = 0
     for tensor, name in tensors.items():
-        shape = saved.contents[name].shape
+        shape = saved.leaves[name].shape
         end = at + math.prod(shape) * kind.itemsize
-        told[tensor] = {"dtype": DTYPES[kind.name], "shape": list(shape), "data_offsets": [at, end]}
+        header[tensor] = {"dtype": DTYPES[kind.name], "shape": list(shape), "data_offsets": [at, end]}
         at = end
-    text = json.dumps(told, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, 8 + len(text) + at
 
 
-def _fill(saved: SavedState, name: str, content: SavedLeaf, out: np.ndarray) -> None:
+def _fill(saved: SavedState, name: str, leaf: SavedLeaf, out: np.ndarray) -> None:
     """Fill `out`, a whole weight, one record after the other."""
-    for index in np.ndindex(*content.shape[: content.lead]):
-        box = (*((i, i + 1) for i in index), *((0, n) for n in content.shape[content.lead :]))
+    for index in np.ndindex(*leaf.shape[: leaf.lead]):
+        box = (*((i, i + 1) for i in index), *((0, n) for n in leaf.shape[leaf.lead :]))
         read_part(saved, name, box, out[*(slice(a, b) for a, b in box), ...])
 
 
@@ -77,8 +87,8 @@ class SafetensorsFile:
     """A safetensors file, mapped into memory.
 
     Attributes:
-      path: of it.
-      tensors: what it holds.
+      path: of the file.
+      tensors: by name.
       tiled: names of those that are known to be stacks of tiles.
     """
 
@@ -89,21 +99,24 @@ class SafetensorsFile:
           CheckpointError: it is no such file, or is cut off.
         """
         self.path = path
-        names = {told: name for name, told in DTYPES.items()}
+        dtypes = {there: here for here, there in DTYPES.items()}
         try:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
                 if size < 8 or length > size - 8:
                     raise ValueError(f"its header takes {length} bytes, and the file {size}")
-                told = json.loads(file.read(length))
+                header = json.loads(file.read(length))
                 self._data = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
-            metadata = told.pop("__metadata__", {})
+            metadata = header.pop("__metadata__", {})
             self.tiled = frozenset(json.loads(metadata.get(TILED, "[]")))
-            self.tensors = {n: Tensor(tuple(t["shape"]), names.get(t["dtype"]) or str(t["dtype"])) for n, t in told.items()}
+            self.tensors = {
+                name: Tensor(tuple(entry["shape"]), dtypes.get(entry["dtype"]) or str(entry["dtype"]))
+                for name, entry in header.items()
+            }
             self._starts = {}
             for name, tensor in self.tensors.items():
-                start, stop = told[name]["data_offsets"]
+                start, stop = header[name]["data_offsets"]
                 needed = (
                     math.prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize if tensor.dtype in DTYPES else stop - start
                 )
