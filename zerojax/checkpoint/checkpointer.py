@@ -12,7 +12,10 @@
 Orbax's CheckpointManager makes a checkpoint appear whole or not at all, keeps as many as asked for, and lets the processes of a
 run wait for each other. The arrays are not Orbax's: its format is read and written leaf by leaf, so a stack of layers, or a
 tier on disk, would pass through memory whole; here a record of one layer is the unit, which a disk's records are linked as.
-`zerojax.weights.exporting` writes checkpoints of Orbax's own format.
+`zerojax.weights` writes weights in Orbax's own format.
+
+Here are a save's and a restore's order of events. What lies in the directory, and what is renamed and removed there, is in
+`zerojax.checkpoint.directory`; what is written and read, in `zerojax.checkpoint.save` and `zerojax.checkpoint.restore`.
 """
 
 import contextlib
@@ -81,24 +84,15 @@ class Checkpointer:
           ValueError: settings out of range.
           CheckpointError: the directory cannot be made.
         """
-        for name, value in (("max_to_keep", max_to_keep), ("save_interval_steps", save_interval_steps)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
-        if isinstance(max_host_bytes, bool) or not isinstance(max_host_bytes, int | None) or (max_host_bytes or 0) < 0:
-            raise ValueError(f"max_host_bytes={max_host_bytes!r}: None or an integer of at least 0 is needed")
-        if not isinstance(best_metric, str | None):
-            raise ValueError(f"best_metric={best_metric!r}: None or the name of a metric is needed")
-        if best_mode not in ("min", "max"):
-            raise ValueError(f"best_mode={best_mode!r}: 'min' or 'max' is needed")
+        _check_settings(max_to_keep, save_interval_steps, best_metric, best_mode, max_host_bytes)
         self._directory = Directory(directory)
         self.directory = self._directory.path
         if "://" in os.fspath(directory):
             raise ValueError(f"directory={os.fspath(directory)!r}: records are files of a file system; mount the bucket")
         self._interval, self._max_host_bytes, self._verify = save_interval_steps, max_host_bytes, verify
         self._best_metric = best_metric
-        self._barrier = BackgroundBarrier(
-            SAVING, CheckpointError, ("async_write_complete", "async_commit_complete")
-        )  # Orbax's names
+        stages = ("async_write_complete", "async_commit_complete")  # Orbax's names
+        self._barrier = BackgroundBarrier(SAVING, CheckpointError, stages)
         self._directory.make()
         self._options = ocp.CheckpointManagerOptions(
             max_to_keep=max_to_keep,
@@ -167,23 +161,35 @@ class Checkpointer:
         manager = self._manager()
         with explaining(f"saving step {step} in {self.directory}"):
             self._set_newer_aside(program.mesh, manager, step)
-            save = StateSave(program, state, self._max_host_bytes, data, self._barrier)
-            args = ocp.args.Composite(**{STATE: save, CONFIG: ocp.args.JsonSave(described(program))})
-            numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
-            self._barrier.renew()
-            self._last_save, self._step_before = save, self._last_step
-            _OPEN.add(self)
-            try:
-                manager.save(step, args=args, metrics=numbers if self._best_metric is not None else None, force=True)
-                save.check()
-            except BaseException:
-                self._give_up()
-                raise
+            self._begin_save(manager, program, state, step, metrics, data)
         if jax.process_index() == 0:
             self._deletion = threading.Thread(target=self._delete_old, args=(manager,), name="zerojax-delete")
             self._deletion.start()
         self._last_step = step
         return True
+
+    def _begin_save(
+        self,
+        manager: ocp.CheckpointManager,
+        program: Program,
+        state: TrainState,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        data: Any,
+    ) -> None:
+        """Let Orbax begin the save, and go on with it beside the next steps; if it fails, all is as it was before."""
+        save = StateSave(program, state, self._max_host_bytes, data, self._barrier)
+        args = ocp.args.Composite(**{STATE: save, CONFIG: ocp.args.JsonSave(described(program))})
+        numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
+        self._barrier.renew()
+        self._last_save, self._step_before = save, self._last_step
+        _OPEN.add(self)
+        try:
+            manager.save(step, args=args, metrics=numbers if self._best_metric is not None else None, force=True)
+            save.check()  # what failed in another process, or in this one of several
+        except BaseException:
+            self._give_up()
+            raise
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -376,6 +382,18 @@ def _close_all() -> None:
 
 # Before Python's executors refuse work, of which Orbax's threads have some: `atexit` comes after that.
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+
+
+def _check_settings(max_to_keep: Any, save_interval_steps: Any, best_metric: Any, best_mode: Any, max_host_bytes: Any) -> None:
+    for name, value in (("max_to_keep", max_to_keep), ("save_interval_steps", save_interval_steps)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
+    if isinstance(max_host_bytes, bool) or not isinstance(max_host_bytes, int | None) or (max_host_bytes or 0) < 0:
+        raise ValueError(f"max_host_bytes={max_host_bytes!r}: None or an integer of at least 0 is needed")
+    if not isinstance(best_metric, str | None):
+        raise ValueError(f"best_metric={best_metric!r}: None or the name of a metric is needed")
+    if best_mode not in ("min", "max"):
+        raise ValueError(f"best_mode={best_mode!r}: 'min' or 'max' is needed")
 
 
 def _comparable(value: float, mode: str) -> float:

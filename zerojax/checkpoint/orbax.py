@@ -1,4 +1,12 @@
-"""The part of Orbax that a checkpoint uses: a manager of steps, and a handler that writes the state through zerojax."""
+"""What a checkpoint has of Orbax: the manager, which decides when a step appears and goes, and a handler for its state.
+
+    manager.save(step)          makes {step}.orbax-checkpoint-tmp-*, and calls the handler
+      StateHandler.async_save     while the step waits: `StateSave.begin`
+    in Orbax's thread           waits for `StateSave.result`, then renames the folder to {step}
+    the next save or wait       raises what failed there
+
+Orbax knows nothing of the arrays: to it the state is one item, which writes files of its own into the folder.
+"""
 
 import dataclasses
 from typing import Any
@@ -29,7 +37,7 @@ class Manager(ocp.CheckpointManager):
 
 
 class StateHandler(ocp.handlers.AsyncCheckpointHandler):
-    """Orbax's way to write the item "state"; it is read by `zerojax.checkpoint.restore`."""
+    """Writes the item "state". It is not read through Orbax, which would return all of it at once."""
 
     async def async_save(self, directory: Any, args: "StateSave") -> list[Any]:
         args.begin(str(directory))
@@ -48,21 +56,22 @@ class StateHandler(ocp.handlers.AsyncCheckpointHandler):
 class StateSave(ocp.args.CheckpointArgs):
     """One save: what the handler needs for it, and what is left of it, which Orbax waits for beside the next steps.
 
-    Several processes wait for each other before Orbax's save returns, so what fails in `begin` is kept: `check` raises it in
-    all of them, and `result`, which comes beside the next steps, keeps the checkpoint from appearing.
+    Several processes wait for each other before Orbax's save returns: if one raised in `begin`, the others would wait for it.
+    So the error is stored. `check` raises it in all processes once Orbax's save returned, and `result`, which comes beside the
+    next steps, raises it so that the checkpoint does not appear.
     """
 
     program: Program
     state: TrainState | None
     max_host_bytes: int | None
     data: Any
-    beside: BackgroundBarrier
+    barrier: BackgroundBarrier
     saving: Saving | None = None
     error: BaseException | None = None
 
     def begin(self, folder: str) -> None:
         """Copy and keep the state."""
-        self.beside.begin()
+        self.barrier.begin()
         try:
             assert self.state is not None
             self.saving = begin_save(self.program, self.state, folder, max_host_bytes=self.max_host_bytes, data=self.data)

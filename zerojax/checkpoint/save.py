@@ -73,7 +73,7 @@ class Saving:
         self._room, self._pool = Room(max_host_bytes), concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "zerojax-save")
         self._rank = {device: rank for rank, device in enumerate(layout.mesh.devices.flat)}
         self._writes: list[concurrent.futures.Future[None]] = []
-        self._stores: list[tuple[Store, str, list[str], list[tuple[int, ...]], tuple[int, ...], int]] = []
+        self._stores: list[tuple[Store, SavedStore]] = []  # of copies; without checksums until they are written
         self._links: list[tuple[LinkedRecord, SavedStore]] = []
         self._snapshot: Snapshot | None = None
         self._values: dict[str, np.ndarray] = {}
@@ -126,24 +126,22 @@ class Saving:
         lead = pieces[0].leaf.lead
         form = record_format([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
         dims = tuple(pieces[0].data.shape[:lead])
-        count = math.prod(dims)
-        store = Store(self.root, label, rank, count, form)
-        scale = math.prod(dims[1:])
-        names, starts = [p.leaf.name for p in pieces], [p.start for p in pieces]
-        whole = tuple(pieces[0].leaf.shape[:lead])
-        self._stores.append((store, os.path.join(label, str(rank)), names, starts, whole, first * scale))
-        rows = dims[0] if lead else 1
-        row_bytes = form.padded_bytes * scale
+        scale = math.prod(dims[1:])  # records of a layer
+        store = Store(self.root, label, rank, math.prod(dims), form)
+        folder, names, starts = os.path.join(label, str(rank)), [p.leaf.name for p in pieces], [p.start for p in pieces]
+        self._stores.append((store, SavedStore.of(store, folder, names, starts, pieces[0].leaf.shape[:lead], first * scale)))
+        num_layers = dims[0] if lead else 1
+        layer_bytes = form.padded_bytes * scale
+        # half of the room, so that one run of layers is copied while the one before is written
         most = PIECE_BYTES if self._room.most is None else min(PIECE_BYTES, self._room.most // 2)
-        step = max(1, min(rows, most // row_bytes))
-        for low in range(0, rows, step):
-            high = min(rows, low + step)
-            num_bytes = (high - low) * row_bytes
-            self._room.take(num_bytes)
+        step = max(1, min(num_layers, most // layer_bytes))
+        for low in range(0, num_layers, step):
+            high = min(num_layers, low + step)
+            self._room.take((high - low) * layer_bytes)
             self._check()
             copies = copied(pieces, low, high, form)
             self._writes.append(self._pool.submit(self._write, store, low * scale, copies))
-            del copies
+            del copies  # or they stay in memory while the loop waits for room
 
     def _check(self) -> None:
         """Raise the error of a write that failed."""
@@ -207,8 +205,8 @@ class Saving:
                 for write in self._writes:
                     write.result()
                 stores = [
-                    SavedStore.of(store, folder, names, starts, lead, first)
-                    for store, folder, names, starts, lead, first in self._stores
+                    dataclasses.replace(saved_store, checksums=tuple(int(c) for c in store.checksums))
+                    for store, saved_store in self._stores
                 ]
                 for link, saved_store in self._links:
                     assert self._snapshot is not None
@@ -216,26 +214,18 @@ class Saving:
                     stores.append(saved_store)
                 for store in stores:  # the names of their files, before the manifest tells of them
                     sync(os.path.join(self.root, store.folder))
-                write_manifest(
-                    self.root,
-                    jax.process_index(),
-                    jax.process_count(),
-                    self._saved_leaves(),
-                    self._values,
-                    stores,
-                    self._keys,
-                    self._data,
-                )
+                self._write_manifest(stores)
         finally:
             self.abandon()
 
-    def _saved_leaves(self) -> dict[str, SavedLeaf]:
-        """Return what the manifest says of the leaves whose bytes are in records."""
-        return {
+    def _write_manifest(self, stores: Sequence[SavedStore]) -> None:
+        leaves = {
             leaf.name: SavedLeaf(leaf.shape, np.dtype(leaf.saved_dtype).name, leaf.lead, bool(leaf.tiles), str(leaf.spec))
             for leaf in self.leaves
             if not leaf.is_derived and not leaf.is_inline
         }
+        process, num_processes = jax.process_index(), jax.process_count()
+        write_manifest(self.root, process, num_processes, leaves, self._values, stores, self._keys, self._data)
 
     def abandon(self) -> None:
         """Wait for what is under way, and let go of what is held; once done, do nothing."""
