@@ -55,7 +55,7 @@ def test_batches_may_change_their_shape_and_programs_may_be_asked_about_others(t
 
         np.testing.assert_allclose(losses_of(program, batches, ask), expected, rtol=1e-5)
         np.testing.assert_allclose(losses_of(program, batches), expected, rtol=1e-5)
-        made = {records.kind: records for records in program.swap._made.values()}
+        made = {records.kind: records for records in program.swap._files_of.values()}
         assert made["activations"].num_bytes == program.layout.disk.declare(
             "activations", 3, ["x"], [jax.ShapeDtypeStruct((8, 5, 16), np.float32)], [("fsdp",)], lifetime="step"
         ).num_bytes  # fmt: skip

@@ -1,7 +1,26 @@
 """One program's records on disk while it runs: the folder, the buffers and the threads behind a `DiskLayout`.
 
 The folder and the threads come when the program is built (`claim`), files and buffers with its first state (`open`), those of
-records that live inside a step with the first batch of a shape (`begin`).
+records that live inside a step with the first batch of a shape (`begin`). Which call is possible when, and where it leads:
+
+    state      claim    open  begin    finish  snapshot  trace  close
+    UNCLAIMED  CLAIMED  OPEN  -        -       -         same   CLOSED
+    CLAIMED    same     OPEN  RUNNING  -       same      same   CLOSED
+    OPEN       same     same  RUNNING  -       same      same   CLOSED
+    RUNNING    same     OPEN  same     back    back      same   CLOSED
+    LOST       same     OPEN  RUNNING  -       same      same   CLOSED
+    CLOSED     CLAIMED  OPEN  -        -       -         same   same
+
+"back" is the state in which the program began. A call that raises changes no state, but for these:
+
+    a claim that fails closes the session, and an open that fails leaves it CLAIMED;
+    an error of the engine, whichever call finds it, makes the state LOST.
+
+An exception may leave a program in the middle. Every call but claim, finish and trace ends it first. If it was a step, the
+state is LOST; if not, the session is back where the program began.
+
+Only an OPEN session has a state on disk. In another a program or a snapshot may read what rests in memory, as an eval does if
+only optimizer states are on disk; leaves on disk are refused.
 
 With the optimizer on the host, what it updates goes disk -> buffer -> disk, in one buffer, and never to the device.
 
@@ -12,12 +31,14 @@ Each process has the records of its own devices, in a folder of its own. What fa
 """
 
 import contextlib
+import dataclasses
+import enum
 import itertools
 import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,6 +55,51 @@ from zerojax.state import DiskLayout, OnDisk
 logger = logging.getLogger("zerojax")
 
 
+class SwapState(enum.Enum):
+    """Where a session is."""
+
+    UNCLAIMED = "there is no folder yet, as of a program that is only compiled"
+    CLAIMED = "the folder is taken and the threads are there; there is no state on disk"
+    OPEN = "there is a state on disk, and no program runs"
+    RUNNING = "a program runs, or an exception left it"
+    LOST = "what is on disk is no state any more"
+    CLOSED = "folder, buffers and threads are gone"
+
+
+_UNCLAIMED, _CLAIMED, _OPEN, _RUNNING, _LOST, _CLOSED = SwapState
+
+TRANSITIONS: Mapping[str, Mapping[SwapState, SwapState | None]] = {
+    "claim": {
+        _UNCLAIMED: _CLAIMED, _CLAIMED: _CLAIMED, _OPEN: _OPEN, _RUNNING: _RUNNING, _LOST: _LOST, _CLOSED: _CLAIMED,
+    },
+    "open": dict.fromkeys(SwapState, _OPEN),
+    "begin": {_CLAIMED: _RUNNING, _OPEN: _RUNNING, _RUNNING: _RUNNING, _LOST: _RUNNING},
+    "finish": {_RUNNING: None},
+    "snapshot": {_CLAIMED: _CLAIMED, _OPEN: _OPEN, _RUNNING: None, _LOST: _LOST},
+    "trace": {state: state for state in SwapState},
+    "close": dict.fromkeys(SwapState, _CLOSED),
+}  # fmt: skip
+"""Where each call leads from the states in which it is possible; None is back to where the program began."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A program that began and did not finish.
+
+    Attributes:
+      leaves: what it reads of the state on disk.
+      began_in: the session's state before it.
+    """
+
+    leaves: Sequence[OnDisk]
+    began_in: SwapState
+
+    @property
+    def took_the_state(self) -> bool:
+        """Whether it was a step, and ran: no other program has the state donated to it."""
+        return any(leaf.token.is_deleted() for leaf in self.leaves)
+
+
 class SwapSession:
     """Runs programs whose records are on disk.
 
@@ -43,13 +109,19 @@ class SwapSession:
 
     def __init__(self, disk: DiskLayout) -> None:
         self.disk, self.config, self.mesh, self.swap = disk, disk.config, disk.mesh, disk.swap
+        self._state = SwapState.UNCLAIMED
+        self._run: _Run | None = None
         self._folder: SwapFolder | None = None
-        self._made: dict[str, DiskRecords] = {}  # kinds that have files and buffers, on every device
+        self._files_of: dict[str, DiskRecords] = {}  # kinds that have files and buffers, on every device
         self._recorder = Recorder(self.config.prefetch_distance)
-        self._together = AllProcesses(self.mesh)
-        self._running: list[OnDisk] | None = None
-        self._numbers = itertools.count(1)
+        self._processes = AllProcesses(self.mesh)
+        self._snapshot_numbers = itertools.count(1)
         self._snapshots: list[Snapshot] = []
+
+    @property
+    def state(self) -> SwapState:
+        """What the calls so far have led to."""
+        return self._state
 
     @property
     def generation(self) -> int:
@@ -67,6 +139,14 @@ class SwapSession:
             raise RuntimeError("this program is closed, and what it had on disk is gone: make a state by init")
         return self.swap.engine
 
+    def _advance(self, call: str) -> None:
+        """Go where the table says that a call leads."""
+        after = TRANSITIONS[call][self._state]
+        if after is None:
+            assert self._run is not None
+            after = self._run.began_in
+        self._state = after
+
     def claim(self) -> None:
         """Take the swap folder, and find out how it is read best.
 
@@ -75,13 +155,14 @@ class SwapSession:
           RuntimeError: the machine has no memory for the buffers.
           SwapError: it cannot be written to, or another program uses it; or another process failed at this.
         """
-        if self._folder is not None:
+        if self._state not in (SwapState.UNCLAIMED, SwapState.CLOSED):
             return
         try:
-            self._together.do(self._claim)
-        except Exception:
+            self._processes.do(self._claim)
+        except BaseException:
             self.close()
             raise
+        self._advance("claim")
 
     def _claim(self) -> None:
         self._check_memory([records for records in self.disk.kinds.values() if records.lifetime == "state"])
@@ -99,8 +180,11 @@ class SwapSession:
         """
         self.claim()
         self._end_last()
-        self.swap.generation = self._together.least(1 + secrets.randbelow(1 << 30))
-        self._together.do(self._renew)
+        # Drawn at random, or a state of another program that made as many would have the same number.
+        self.swap.generation = self._processes.least(1 + secrets.randbelow(1 << 30))
+        self._state = SwapState.CLAIMED
+        self._processes.do(self._renew)
+        self._advance("open")
         logger.info(
             "nvme tier: %.2f GiB in %s, %.1f MiB of buffers", self.disk.num_bytes / 2**30, self.config.swap_dir,
             self.engine.buffer_bytes / 2**20,
@@ -113,23 +197,23 @@ class SwapSession:
     def _renew(self) -> None:
         assert self._folder is not None
         self._wait_for_snapshots()
-        failed = self.engine.failed
+        has_failed = self.engine.failed  # also of a write that ended after the last call
         self.engine.reset()
-        if failed or not os.path.isdir(self._folder.path):  # files may be missing
+        if has_failed or not os.path.isdir(self._folder.path):  # files may be missing
             for kind in self.engine.kinds():
                 self.engine.remove(kind)
-            self._made.clear()
+            self._files_of.clear()
             self._folder.renew()
-        self._make([records for records in self.disk.kinds.values() if records.lifetime == "state"])
+        self._make_files([records for records in self.disk.kinds.values() if records.lifetime == "state"])
 
-    def _make(self, wanted: Sequence[DiskRecords]) -> None:
+    def _make_files(self, kinds: Sequence[DiskRecords]) -> None:
         """Make files and buffers of kinds that have none, or those of another batch."""
         assert self._folder is not None
-        missing = [records for records in wanted if not records.has_files_of(self._made.get(records.kind))]
+        missing = [records for records in kinds if not records.has_files_of(self._files_of.get(records.kind))]
         if not missing:  # of all steps but the first of a shape: how much memory is left need not be asked
             return
         for kind in (records.kind for records in missing):  # what another batch has, or an attempt that failed has left
-            self._made.pop(kind, None)
+            self._files_of.pop(kind, None)
             if kind in self.engine.kinds():
                 self.engine.remove(kind)
             if os.path.isdir(path := os.path.join(self._folder.path, kind)):
@@ -147,14 +231,14 @@ class SwapSession:
                 up, down = records.slots
                 shared = self.disk.shared_bytes(records)
                 self.engine.add(records.kind, rank, store, in_place=records.in_place, up=up, down=down, shared_bytes=shared)
-            self._made[records.kind] = records
+            self._files_of[records.kind] = records
 
-    def _check_memory(self, wanted: Sequence[DiskRecords]) -> None:
+    def _check_memory(self, kinds: Sequence[DiskRecords]) -> None:
         """Raise RuntimeError where the machine has less memory left than the buffers of some kinds take."""
         ranks, available = len(self.disk.ranks()), available_bytes()
-        if available is None or (needed := ranks * self.disk.buffer_bytes(wanted)) <= available:
+        if available is None or (needed := ranks * self.disk.buffer_bytes(kinds)) <= available:
             return
-        largest = max(wanted, key=lambda r: self.disk.buffer_bytes([r]))
+        largest = max(kinds, key=lambda r: self.disk.buffer_bytes([r]))
         largest_bytes = self.disk.buffer_bytes([largest])
         raise RuntimeError(
             f"the nvme tier's buffers take {needed} bytes ({needed / 2**30:.1f} GiB), {largest_bytes} bytes x "
@@ -165,11 +249,11 @@ class SwapSession:
 
     # --- around programs ---------------------------------------------------------------------------------------------------
 
-    def begin(self, held: Any, moves: Sequence[Move], scratch: Sequence[DiskRecords] = (), name: str = "step") -> None:
+    def begin(self, reads: Any, moves: Sequence[Move], scratch: Sequence[DiskRecords] = (), name: str = "step") -> None:
         """Prepare for a program: make the records that live inside it, and read ahead.
 
         Args:
-          held: the state that it reads, or part of one.
+          reads: the state, or the part of one, that it reads.
           moves: of the program, in order.
           scratch: kinds that the program writes before it reads them.
           name: of the program in a trace.
@@ -179,18 +263,29 @@ class SwapSession:
           RuntimeError: the machine has no memory for the buffers.
           SwapError: an earlier step failed, or the disk is too small; or another process failed at this.
         """
-        self._together.do(lambda: self._begin(held, moves, scratch, name))
+        self._processes.do(lambda: self._begin(reads, moves, scratch, name))
 
-    def _begin(self, held: Any, moves: Sequence[Move], scratch: Sequence[DiskRecords], name: str) -> None:
+    def _begin(self, reads: Any, moves: Sequence[Move], scratch: Sequence[DiskRecords], name: str) -> None:
         self._end_last()
-        self.engine.check()
-        leaves = jax.tree.leaves(held, is_leaf=lambda node: isinstance(node, OnDisk))
-        on_disk = [leaf for leaf in leaves if isinstance(leaf, OnDisk)]
-        self._check_numbers(on_disk)
-        self._make(scratch)
-        self._recorder.begin(name, moves, self.engine)
-        self.engine.begin(moves)
-        self._running = on_disk
+        engine = self.engine
+        with self._loss_is_noted():
+            engine.check()
+        leaves = _on_disk(reads)
+        self._check_numbers(leaves)
+        self._make_files(scratch)
+        self._recorder.begin(name, moves, engine)
+        engine.begin(moves)
+        self._run = _Run(leaves, self._state)
+        self._advance("begin")
+
+    @contextlib.contextmanager
+    def _loss_is_noted(self) -> Iterator[None]:
+        """Around what raises the engine's error: a record was not moved, and so the state is lost."""
+        try:
+            yield
+        except SwapError:
+            self._state = SwapState.LOST
+            raise
 
     def _check_numbers(self, leaves: Sequence[OnDisk]) -> None:
         """Raise ValueError for leaves of a state that is not the one on disk."""
@@ -205,13 +300,14 @@ class SwapSession:
 
     def _end_last(self) -> None:
         """Wait for the last program, if an exception left it, so that its callbacks do not come in the next."""
-        running, self._running = self._running, None
-        if running is None:
+        run, self._run = self._run, None
+        if run is None:
             return
         with contextlib.suppress(Exception):
             jax.effects_barrier()
-        if any(leaf.token.is_deleted() for leaf in running):  # donated: it was a step, and it ran
-            self.swap.generation = 0
+        self._state = run.began_in
+        if run.took_the_state:
+            self.swap.generation, self._state = 0, SwapState.LOST
 
     def finish(self, is_step: bool = False) -> dict[str, float]:
         """Return what the program moved.
@@ -223,17 +319,21 @@ class SwapSession:
           SwapError: a record could not be moved, here or by another process; the state is lost.
           BaseException: as it was raised in a callback, if it is no Exception, such as KeyboardInterrupt; likewise.
         """
-        self._running = None
+        engine = self.engine
+        assert self._run is not None, "no program has begun"
+        self._advance("finish")
+        self._run = None
         try:
-            self._together.do(self.engine.check)
+            with self._loss_is_noted():
+                self._processes.do(engine.check)
         except SwapError as error:
-            self.engine.fail(error)  # of another process: here none was kept
+            engine.fail(error)  # of another process: here none was kept
             first = error.__cause__.__cause__ if error.__cause__ is not None else None
             if first is not None and not isinstance(first, Exception):
                 raise first from error
             raise
         self.swap.generation += is_step
-        stats = self.engine.take_stats()
+        stats = engine.take_stats()
         self._recorder.finish(stats)
         return {
             "swap_read_bytes": float(stats.bytes_read),
@@ -247,29 +347,27 @@ class SwapSession:
         }
 
     @contextlib.contextmanager
-    def snapshot(self, held: Any, wanted: Sequence[DiskRecords]) -> Iterator[tuple[Snapshot, list[tuple[DiskRecords, Store]]]]:
+    def snapshot(self, state: Any, kinds: Sequence[DiskRecords]) -> Iterator[tuple[Snapshot, list[tuple[DiskRecords, Store]]]]:
         """Lend the stores of some kinds at rest, and a snapshot to keep their records in; whoever takes it closes it.
 
         Args:
-          held: the state, which must be the one on disk.
-          wanted: kinds of which the state is part.
+          state: of a program, which must be the one on disk.
+          kinds: those of which it is part.
 
         Raises:
           ValueError: the state is not the one on disk.
           SwapError: an earlier step failed, or a write does.
         """
         self._end_last()
-        leaves = jax.tree.leaves(held, is_leaf=lambda node: isinstance(node, OnDisk))
-        self._check_numbers([leaf for leaf in leaves if isinstance(leaf, OnDisk)])
-        self.engine.flush()
+        self._check_numbers(_on_disk(state))
+        with self._loss_is_noted():
+            self.engine.flush()
         assert self._folder is not None
-        snapshot = Snapshot(os.path.join(self._folder.path, f"snapshot-{next(self._numbers)}"))
-        self._snapshots = [*(one for one in self._snapshots if not one.is_closed), snapshot]
+        snapshot = Snapshot(os.path.join(self._folder.path, f"snapshot-{next(self._snapshot_numbers)}"))
+        self._snapshots = [*(other for other in self._snapshots if not other.is_closed), snapshot]
+        ranks = self.disk.ranks()
         try:
-            yield (
-                snapshot,
-                [(records, self.engine.store_of(records.kind, rank)) for records in wanted for rank in self.disk.ranks()],
-            )
+            yield snapshot, [(records, self.engine.store_of(records.kind, rank)) for records in kinds for rank in ranks]
         except BaseException:
             snapshot.close()
             raise
@@ -289,10 +387,17 @@ class SwapSession:
         """Release threads and buffers, and remove the folder, once what is being saved from there was."""
         self._end_last()
         self._wait_for_snapshots()
+        self._advance("close")
         engine, self.swap.engine = self.swap.engine, None
-        self._made.clear()
+        self._files_of.clear()
         if engine is not None:
             engine.close()
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.close()
+
+
+def _on_disk(tree: Any) -> list[OnDisk]:
+    """Return the leaves that rest on disk."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, OnDisk))
+    return [leaf for leaf in leaves if isinstance(leaf, OnDisk)]
