@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from types import FrameType
 
 _AT_ONCE = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
-"""Signals of a fault: what runs does not go on after them."""
+"""Signals of a fault. When a handler returns, the instruction that failed is run again, or the process ends: held back, these
+would come without end, or never be delivered."""
 _NUMBERS = tuple(int(number) for number in signal.valid_signals() - _AT_ONCE)
 """All others, as numbers: Python makes an enum of each at every question, before every step."""
 
@@ -28,25 +29,28 @@ def interrupts_wait() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    found = {number: signal.getsignal(number) for number in _NUMBERS}
-    handlers = {number: handler for number, handler in found.items() if callable(handler)}
-    held: dict[int, FrameType | None] = {}
+    current = {number: signal.getsignal(number) for number in _NUMBERS}
+    handlers = {number: handler for number, handler in current.items() if callable(handler)}
+    pending: dict[int, FrameType | None] = {}  # in the order in which they first came
     has_ended = is_impatient = False
 
     def hold(number: int, frame: FrameType | None) -> None:
         nonlocal is_impatient
-        if number == signal.SIGINT and number in held:
-            del held[number]
+        if number == signal.SIGINT and number in pending:
+            del pending[number]
             is_impatient = True
+        # A signal may come while the handlers are being put back: then nothing delivers what is held any more.
         if has_ended or (is_impatient and number == signal.SIGINT):
             handlers[number](number, frame)
         else:
-            held.setdefault(number, frame)
+            pending.setdefault(number, frame)
 
-    with contextlib.ExitStack() as stack:  # calls what was put in last first, and all of it, whatever they raise
+    # The stack calls what was put in last first, and goes on where a call raises: so all handlers are put back before the first
+    # signal is delivered, and a handler that raises keeps neither from the signals after it.
+    with contextlib.ExitStack() as stack:
 
         def deliver() -> None:
-            for number, frame in reversed(held.items()):
+            for number, frame in reversed(pending.items()):
                 stack.callback(handlers[number], number, frame)
 
         stack.callback(deliver)

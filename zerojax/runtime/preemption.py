@@ -30,8 +30,8 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._came: set[int] = set()
-        self._before: dict[int, Any] = {}
+        self._received: set[int] = set()
+        self._handlers_before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         """Handle the signals.
@@ -41,26 +41,26 @@ class Preemption:
         """
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("Preemption handles signals, and that is for the main thread alone: enter it there")
-        self._came.clear()
+        self._received.clear()
         if self._is_alone():
-            mine = _SIGNALS
+            numbers = _SIGNALS
         else:
             multihost_utils.reached_preemption_sync_point(0)  # raises where the service is disabled
-            mine = (signal.SIGINT,)  # JAX has a handler of its own for SIGTERM, which one in Python would replace
-        self._before = {number: signal.signal(number, self._note) for number in mine}
+            numbers = (signal.SIGINT,)  # JAX has a handler of its own for SIGTERM, which one in Python would replace
+        self._handlers_before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers_before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _is_alone(self) -> bool:
         return jax.process_count() == 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in self._came and callable(before := self._before[number]):
+        if number == signal.SIGINT and number in self._received and callable(before := self._handlers_before[number]):
             before(number, frame)
-        self._came.add(number)
+        self._received.add(number)
         if not self._is_alone() and number == signal.SIGINT:
             signal.raise_signal(signal.SIGTERM)  # to JAX's handler
 
@@ -74,5 +74,5 @@ class Preemption:
           True at the same step in all processes. Nothing is sent for it, so steps go on without a wait.
         """
         if self._is_alone():
-            return bool(self._came)
+            return bool(self._received)
         return multihost_utils.reached_preemption_sync_point(step)

@@ -8,7 +8,7 @@ the next, each tells the others whether something failed, by a reduction of one 
 A number that all must agree on is the least of theirs. A program of one process needs none of it and does none.
 
 Threads beside the steps must start no program of all processes: these would come in another order in each. They meet by JAX's
-coordination service instead, which passes words on by the network (`Beside`).
+coordination service instead, which passes words on by the network (`BackgroundBarrier`).
 """
 
 import itertools
@@ -29,8 +29,8 @@ class AllProcesses:
     """The processes of a mesh.
 
     Attributes:
-      what: they do together.
-      error: raised in those that did not fail.
+      what: they do together; the subject of the error.
+      error: its type; raised in those that did not fail.
     """
 
     def __init__(self, mesh: Mesh, what: str = "the nvme tier", error: type[Exception] = SwapError) -> None:
@@ -59,26 +59,26 @@ class AllProcesses:
             work()
         except BaseException as raised:  # an interrupt too: the others would wait
             error = raised
-        first = self._first_of(error is not None)
+        first = self._first_failed(error is not None)
         if error is not None:
             raise error
         if first is not None:
             raise self.error(failure(self.what, first))
 
-    def _first_of(self, failed: bool) -> int | None:
+    def _first_failed(self, has_failed: bool) -> int | None:
         """Return the first process that failed."""
         none = jax.process_count()
-        first = self.least(jax.process_index() if failed else none)
+        first = self.least(jax.process_index() if has_failed else none)
         return None if first == none else first
 
     def least(self, number: int) -> int:
         """Return the least of the processes' numbers, of 32 bits. To be called by every process, at the same place."""
         if self._is_alone:
             return number
-        mine = np.full(1, number, np.int32)
+        shard = np.full(1, number, np.int32)
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
-        given = jax.make_array_from_callback((self.mesh.size,), sharding, lambda _: mine)
-        return int(self._least(given))
+        numbers = jax.make_array_from_callback((self.mesh.size,), sharding, lambda _: shard)
+        return int(self._least(numbers))
 
 
 class BackgroundBarrier:
@@ -118,19 +118,20 @@ class BackgroundBarrier:
         if client is None or jax.process_count() == 1:
             return
         stage = next((stage for stage in self._left if stage in key), None)
-        failed = self._left if stage is None else []
-        for passed in failed:
-            client.key_value_set(f"{self._name}/{passed}/failed/{jax.process_index()}", "")
-            client.wait_at_barrier(f"{self._name}/{passed}", timeout_ms)
         if stage is None:
+            # The work is over. Stages that this process never came to are those in which it failed; the others wait there,
+            # and look for a key once they are through: so the key is set before the barrier.
+            for missed in self._left:
+                client.key_value_set(f"{self._name}/{missed}/failed/{jax.process_index()}", "")
+                client.wait_at_barrier(f"{self._name}/{missed}", timeout_ms)
             self._left = []
             client.wait_at_barrier(f"{self._name}/{key}", timeout_ms)
             return
         self._left.remove(stage)
         client.wait_at_barrier(f"{self._name}/{stage}", timeout_ms)
-        told = [int(name.rpartition("/")[2]) for name, _ in client.key_value_dir_get(f"{self._name}/{stage}/failed/")]
-        if told:
-            raise self._error(failure(self._what, min(told)))
+        keys = client.key_value_dir_get(f"{self._name}/{stage}/failed/")
+        if failed := [int(name.rpartition("/")[2]) for name, _ in keys]:
+            raise self._error(failure(self._what, min(failed)))
 
 
 def failure(what: str, process: int) -> str:

@@ -191,19 +191,22 @@ class SwapSession:
         )  # fmt: skip
 
     def _wait_for_snapshots(self) -> None:
+        """Wait until what is being saved in the background has left the folder."""
         for snapshot in self._snapshots:
             snapshot.wait()
 
     def _renew(self) -> None:
+        """Make ready the files for a new state: those of the last one, unless some may be missing."""
         assert self._folder is not None
         self._wait_for_snapshots()
-        has_failed = self.engine.failed  # also of a write that ended after the last call
+        has_failed = self.engine.failed  # perhaps at a write that ended after the last call
         self.engine.reset()
-        if has_failed or not os.path.isdir(self._folder.path):  # files may be missing
+        if has_failed or not os.path.isdir(self._folder.path):
             for kind in self.engine.kinds():
                 self.engine.remove(kind)
             self._files_of.clear()
             self._folder.renew()
+        # Those of a step are made by `begin`: activations have their shapes from a batch.
         self._make_files([records for records in self.disk.kinds.values() if records.lifetime == "state"])
 
     def _make_files(self, kinds: Sequence[DiskRecords]) -> None:
@@ -303,7 +306,7 @@ class SwapSession:
         run, self._run = self._run, None
         if run is None:
             return
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # of the program: whoever left it has had an error already
             jax.effects_barrier()
         self._state = run.began_in
         if run.took_the_state:
@@ -327,7 +330,9 @@ class SwapSession:
             with self._loss_is_noted():
                 self._processes.do(engine.check)
         except SwapError as error:
-            engine.fail(error)  # of another process: here none was kept
+            engine.fail(error)  # of another process: the engine here knows of none, and the next call must
+            # The engine raises its own error from the one that it kept, which was made of what a callback raised. An interrupt
+            # there is the user's, not the disk's: it goes on as what it was.
             first = error.__cause__.__cause__ if error.__cause__ is not None else None
             if first is not None and not isinstance(first, Exception):
                 raise first from error

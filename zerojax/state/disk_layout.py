@@ -84,13 +84,13 @@ class DiskLayout:
 
     def buffer_bytes(self, kinds: Iterable[DiskRecords]) -> int:
         """Return the bytes of the buffers of some kinds on one device, to read and to write."""
-        distance, shared, own = self.config.prefetch_distance, 0, 0
+        distance, shared, unshared = self.config.prefetch_distance, 0, 0
         for records in kinds:
             if size := self.shared_bytes(records):
                 shared = 2 * (distance + 1) * size
             else:
-                own += num_buffers(distance, records.num_layers, records.in_place) * records.num_bytes
-        return own + shared
+                unshared += num_buffers(distance, records.num_layers, records.in_place) * records.num_bytes
+        return unshared + shared
 
     @property
     def num_bytes(self) -> int:
