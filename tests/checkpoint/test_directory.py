@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import zerojax as zj
+from zerojax.checkpoint.directory import Directory
 from zerojax.checkpoint.errors import CheckpointError, DamagedError
 from zerojax.checkpoint.manifest import SavedState, _checksum
 
@@ -252,3 +253,39 @@ def test_wrong_arguments_are_told(program, tmp_path):
     (tmp_path / "gone").rmdir()
     with pytest.raises(CheckpointError, match=r"gone cannot be read: No such file"):
         gone.latest_step()
+
+
+def test_the_newest_whole_step_is_the_first_that_can_be_read(tmp_path, caplog):
+    directory = Directory(tmp_path)
+    assert directory.newest_whole(str) is None
+    for name in ("3", "20", "100", "7.set-aside", "101.orbax-checkpoint-tmp-1", ".deleted"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "200").write_text("no folder")
+    assert directory.listing() == ([3, 20, 100], ["101.orbax-checkpoint-tmp-1"])
+
+    def read(step: int) -> str:
+        if step in damaged:
+            raise DamagedError(f"step {step} is damaged")
+        return f"state {step}"
+
+    for damaged, expected in (((), 100), ((100,), 20), ((100, 20), 3)):
+        caplog.clear()
+        assert directory.newest_whole(read) == (expected, f"state {expected}")
+        assert [record.getMessage() for record in caplog.records] == [
+            f"step {step} is passed over: step {step} is damaged" for step in damaged
+        ]
+    damaged = (100, 20, 3)
+    with pytest.raises(DamagedError, match="step 3 is damaged"):
+        directory.newest_whole(read)
+    assert "step 3 is passed over" not in caplog.text
+    assert directory.newest_whole(read, required=False) is None
+    assert "step 3 is passed over" in caplog.text
+
+
+def test_a_step_is_set_aside_under_a_name_that_is_free(tmp_path):
+    directory = Directory(tmp_path)
+    for name in ("5.set-aside", "5.set-aside1", "5"):
+        (tmp_path / name).mkdir()
+    assert directory.set_aside(5) == "5.set-aside2"
+    assert directory.steps() == []
+    assert (tmp_path / "5.set-aside2").is_dir()

@@ -34,8 +34,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from zerojax.checkpoint.directory import CONFIG, DELETED, STATE, Directory
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, IteratorError, explaining
-from zerojax.checkpoint.manifest import SavedState, position_of
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, explaining
+from zerojax.checkpoint.iterators import check_position, own_position
+from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.orbax import SAVING, Manager, StateSave
 from zerojax.checkpoint.program_state import described, restore_state
 from zerojax.program import Program
@@ -151,7 +152,7 @@ class Checkpointer:
         if (not force and step % self._interval) or step == self._last_step:
             return False
         # refused before anything is touched, and by all processes
-        AllProcesses(program.mesh, SAVING, CheckpointError).do(lambda: _check_position(data))
+        AllProcesses(program.mesh, SAVING, CheckpointError).do(lambda: check_position(data))
         if self._best_metric is not None and (metrics is None or self._best_metric not in metrics):
             got = sorted(metrics or ())
             raise ValueError(f"best_metric={self._best_metric!r}: metrics with that name are needed, got {got}")
@@ -295,7 +296,7 @@ class Checkpointer:
 
         def read(step: int) -> tuple[TrainState, Any, bool]:
             with self._open_step(step, program.mesh) as saved:
-                position = _position(saved, data)
+                position = None if data is None else own_position(saved.folder, saved.num_processes, saved.data)
                 return restore_state(program, saved, verify=self._verify), position, bool(saved.data)
 
         if step is not None:
@@ -399,29 +400,3 @@ def _check_settings(max_to_keep: Any, save_interval_steps: Any, best_metric: Any
 def _comparable(value: float, mode: str) -> float:
     """Return a metric by which checkpoints are compared: what is no number is worst."""
     return value if not math.isnan(value) else (math.inf if mode == "min" else -math.inf)
-
-
-def _check_position(data: Any) -> None:
-    """Raise ValueError for an iterator whose position cannot be saved."""
-    if data is not None:
-        position_of(data)
-
-
-def _position(saved: SavedState, data: Any) -> Any:
-    """Return where this process's iterator was.
-
-    Raises:
-      IteratorError: that was not saved, or by other processes; it is raised in all processes.
-    """
-    if data is None:
-        return None
-    if saved.num_processes != jax.process_count():
-        raise IteratorError(
-            f"{saved.folder} holds the iterators of {saved.num_processes} processes, and these are {jax.process_count()}: "
-            "restore without data, and set the iterator's position from state.step"
-        )
-    if missing := [process for process in range(saved.num_processes) if process not in saved.data]:
-        raise IteratorError(
-            f"{saved.folder} holds no state of the iterator of process {missing[0]}: save it with data=, or restore without"
-        )
-    return saved.data[jax.process_index()]

@@ -19,6 +19,7 @@ import numpy as np
 
 from host_offload.disk import SavedRecords, SavedStore, checksum, numpy_dtype, sync
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, explained
+from zerojax.checkpoint.iterators import decoded_position
 
 FORMAT = 1
 _NAME = re.compile(r"manifest\.(\d+)\.json")
@@ -58,7 +59,18 @@ def write_manifest(
     keys: Mapping[str, str],
     data: Any = None,
 ) -> None:
-    """Describe what one process saved below `folder`."""
+    """Describe what one process saved below `folder`, once all of it is on disk.
+
+    Args:
+      folder: of the state.
+      process: that saved it.
+      num_processes: that save together.
+      leaves: whose bytes are in records, of all processes.
+      values: the small leaves.
+      stores: of this process's records.
+      keys: implementations of the random keys among the values.
+      data: the encoded position of its iterator (`zerojax.checkpoint.iterators`), or None.
+    """
     manifest = {
         "format": FORMAT,
         "process": process,
@@ -76,28 +88,6 @@ def write_manifest(
     sync(folder)  # for its name
 
 
-def position_of(data: Any) -> dict[str, Any]:
-    """Return what JSON can hold of an iterator's position, as its `get_state()` tells it.
-
-    Raises:
-      ValueError: it has none, or one that is neither bytes nor JSON.
-    """
-    if not hasattr(data, "get_state") or not hasattr(data, "set_state"):
-        raise ValueError(f"data is a {type(data).__name__}: an iterator with get_state and set_state, as grain's, is needed")
-    position = data.get_state()
-    if isinstance(position, bytes):
-        return {"bytes": base64.b64encode(position).decode()}
-    try:
-        decoded = json.loads(json.dumps(position))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the state of data cannot be told as JSON, and is no bytes: {error}") from error
-    if decoded != position:  # JSON makes lists of tuples, and text of keys
-        raise ValueError(
-            f"the state of data is another once told as JSON: use lists, not tuples, and text as keys; or bytes: {position!r}"
-        )
-    return {"json": decoded}
-
-
 def _checksum(manifest: Mapping[str, Any]) -> str:
     text = json.dumps(manifest, sort_keys=True).encode()
     return f"{checksum(np.frombuffer(text, np.uint8)):016x}"
@@ -111,10 +101,6 @@ def _encoded(value: np.ndarray) -> dict[str, Any]:
 
 def _decoded(entry: Mapping[str, Any]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(entry["data"]), numpy_dtype(entry["dtype"])).reshape(entry["shape"])
-
-
-def _decoded_position(entry: Mapping[str, Any]) -> Any:
-    return base64.b64decode(entry["bytes"]) if "bytes" in entry else entry["json"]
 
 
 class SavedState:
@@ -156,7 +142,7 @@ class SavedState:
         }
         self.values = {name: _decoded(entry) for name, entry in first["values"].items()}
         self.keys = dict(first["keys"])
-        self.data = {process: _decoded_position(m["data"]) for process, m in manifests.items() if m["data"] is not None}
+        self.data = {process: decoded_position(m["data"]) for process, m in manifests.items() if m["data"] is not None}
         self.records = SavedRecords(folder, [SavedStore.from_json(s) for m in manifests.values() for s in m["stores"]])
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -167,8 +153,8 @@ class SavedState:
             expected = manifest.pop("checksum")
         except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
             raise DamagedError(f"{path} cannot be read: {error}") from error
-        if (found := _checksum(manifest)) != expected:
-            raise DamagedError(f"{path}: its checksum is {found}, and {expected} was saved: it was changed since")
+        if (actual := _checksum(manifest)) != expected:
+            raise DamagedError(f"{path}: its checksum is {actual}, and {expected} was saved: it was changed since")
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{path} is of format {manifest['format']}, and this version of zerojax reads {FORMAT}")
         return manifest

@@ -43,17 +43,18 @@ class Grid:
         return tuple(int(p) * n for p, n in zip(places, self.tile, strict=True))
 
     def number(self, places: tuple[int, ...]) -> int:
+        """Return the number of the tile at these places of the grid."""
         return int(np.ravel_multi_index(places[::-1], self.counts[::-1]))
 
     def pieces(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
-        """Yield for each tile that a box of the dense weight meets (number, part of the tile, part of the box)."""
+        """Yield for each tile that a box of the dense weight meets its number, the box in the tile, and the box in the box."""
         ranges = [range(a // n, -(-b // n)) for (a, b), n in zip(box, self.tile, strict=True)]
         for places in itertools.product(*ranges):
             starts = [p * n for p, n in zip(places, self.tile, strict=True)]
             common = [(max(a, s), min(b, s + n)) for (a, b), s, n in zip(box, starts, self.tile, strict=True)]
-            own = tuple((a - s, b - s) for (a, b), s in zip(common, starts, strict=True))
-            target = tuple((a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
-            yield self.number(places), own, target
+            in_tile = tuple((a - s, b - s) for (a, b), s in zip(common, starts, strict=True))
+            in_box = tuple((a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
+            yield self.number(places), in_tile, in_box
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +81,11 @@ class Retiled:
             origin = (0,) * len(part) if tile is None else self.here.origin(tile)
             dense = tuple((a + o, b + o) for (a, b), o in zip(part, origin, strict=True))
             target = out[*lead, row] if self.here.has_dim else out
-            for number, own, place in self.saved.pieces(dense):
-                source = front + (((number, number + 1),) if self.saved.has_dim else ()) + own
+            for number, in_tile, in_dense in self.saved.pieces(dense):
+                source = front + (((number, number + 1),) if self.saved.has_dim else ()) + in_tile
                 piece = np.empty([b - a for a, b in source], out.dtype)
                 records.read(name, source, piece)
-                target[*lead, *(slice(a, b) for a, b in place)] = piece.reshape(
-                    [b - a for a, b in front] + [b - a for a, b in own]
-                )
+                target[*lead, *(slice(a, b) for a, b in in_dense)] = piece.reshape([b - a for a, b in front + in_tile])
 
 
 def of_mlp(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -123,21 +122,21 @@ def retiled(
     lead = int(stacked)
     if saved[:lead] != here[:lead]:
         raise ValueError("")
-    a, b = saved[lead:], here[lead:]
-    if len(a) == len(b) + 1 and len(b) in (1, 2) and tiled[0]:
-        return Retiled(_cut(b, a), Grid((1,) * len(b), b, False), lead)
-    if len(b) == len(a) + 1 and len(a) in (1, 2) and tiled[1]:
-        return Retiled(Grid((1,) * len(a), a, False), _cut(a, b), lead)
-    if len(a) != len(b) or math.prod(a) != math.prod(b) or len(a) not in (2, 3):
+    saved, here = saved[lead:], here[lead:]
+    if len(saved) == len(here) + 1 and len(here) in (1, 2) and tiled[0]:  # here it is dense
+        return Retiled(_cut(here, saved), Grid((1,) * len(here), here, False), lead)
+    if len(here) == len(saved) + 1 and len(saved) in (1, 2) and tiled[1]:  # there it is
+        return Retiled(Grid((1,) * len(saved), saved, False), _cut(saved, here), lead)
+    if len(saved) != len(here) or math.prod(saved) != math.prod(here) or len(saved) not in (2, 3):
         raise ValueError("")
-    if not any(tiled) or not all(flag or shape[0] == 1 for flag, shape in zip(tiled, (a, b), strict=True)):
+    if not any(tiled) or not all(flag or shape[0] == 1 for flag, shape in zip(tiled, (saved, here), strict=True)):
         raise ValueError("")
     in_tiles = tiled[1]
-    if not isinstance(in_tiles, bool):
-        grid = _grid(b, in_tiles)
+    if not isinstance(in_tiles, bool):  # both are stacks, and the model says how the one here is cut
+        grid = _grid(here, in_tiles)
         dense = tuple(c * n for c, n in zip(grid.counts, grid.tile, strict=True))
-        return Retiled(_cut(dense, a), grid, lead)
-    return Retiled(*_both(a, b, is_mlp), lead)
+        return Retiled(_cut(dense, saved), grid, lead)
+    return Retiled(*_both(saved, here, is_mlp), lead)
 
 
 def _grid(tiles: tuple[int, ...], in_tiles: int) -> Grid:
@@ -155,19 +154,19 @@ def _cut(dense: tuple[int, ...], tiles: tuple[int, ...]) -> Grid:
     return Grid(counts, tiles[1:], True)
 
 
-def _both(a: tuple[int, ...], b: tuple[int, ...], is_mlp: bool) -> tuple[Grid, Grid]:
-    """Return the grids of two stacks of tiles."""
-    for one, other, swap in ((a, b, False), (b, a, True)):
-        if one[0] == 1:
-            whole, cut = Grid((1,) * (len(one) - 1), one[1:], True), _cut(one[1:], other)
-            return (cut, whole) if swap else (whole, cut)
-    differ = [k for k, (m, n) in enumerate(zip(a[1:], b[1:], strict=True)) if m != n]
-    if len(differ) != 1 or (len(a) == 3 and not is_mlp):
+def _both(saved: tuple[int, ...], here: tuple[int, ...], is_mlp: bool) -> tuple[Grid, Grid]:
+    """Return the grids of two stacks of tiles, of which shapes alone must tell."""
+    if saved[0] == 1:
+        return Grid((1,) * (len(saved) - 1), saved[1:], True), _cut(saved[1:], here)
+    if here[0] == 1:
+        return _cut(here[1:], saved), Grid((1,) * (len(here) - 1), here[1:], True)
+    differ = [k for k, (m, n) in enumerate(zip(saved[1:], here[1:], strict=True)) if m != n]
+    if len(differ) != 1 or (len(saved) == 3 and not is_mlp):
         raise ValueError(
-            f": {a[0]} tiles and {b[0]} may be cut along one dim or both; tell by the model's tiles how many of {b[0]} lie "
-            "along the first"
+            f": {saved[0]} tiles and {here[0]} may be cut along one dim or both; tell by the model's tiles how many of "
+            f"{here[0]} lie along the first"
         )
-    counts = [tuple(shape[0] if k == differ[0] else 1 for k in range(len(shape) - 1)) for shape in (a, b)]
-    if a[0] * a[1 + differ[0]] != b[0] * b[1 + differ[0]]:
+    counts = [tuple(shape[0] if k == differ[0] else 1 for k in range(len(shape) - 1)) for shape in (saved, here)]
+    if saved[0] * saved[1 + differ[0]] != here[0] * here[1 + differ[0]]:
         raise ValueError("")
-    return Grid(counts[0], a[1:], True), Grid(counts[1], b[1:], True)
+    return Grid(counts[0], saved[1:], True), Grid(counts[1], here[1:], True)

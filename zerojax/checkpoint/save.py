@@ -24,7 +24,8 @@ from host_offload.disk import LinkedRecord, SavedStore, Snapshot, Store, checksu
 from host_offload.engine import DiskRecords
 from zerojax.checkpoint.contents import StateLeaf, arrays_of, leaves_of
 from zerojax.checkpoint.errors import explaining
-from zerojax.checkpoint.manifest import SavedLeaf, position_of, write_manifest
+from zerojax.checkpoint.iterators import encoded_position
+from zerojax.checkpoint.manifest import SavedLeaf, write_manifest
 from zerojax.checkpoint.pieces import Piece, Room, copied
 from zerojax.runtime import SwapSession
 from zerojax.state import Layout, TrainState
@@ -78,7 +79,7 @@ class Saving:
         self._snapshot: Snapshot | None = None
         self._values: dict[str, np.ndarray] = {}
         self._keys: dict[str, str] = {}
-        self._data = None if data is None else position_of(data)
+        self._data = None if data is None else encoded_position(data)
         try:
             with explaining(f"writing the checkpoint {root}", root):
                 self._copy(leaves_of(state))

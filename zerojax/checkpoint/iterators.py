@@ -1,0 +1,72 @@
+"""Where the iterators of a run were: one position a process, as JSON in that process's manifest.
+
+    {"json": what get_state() returned}       if JSON returns the same
+    {"bytes": base64}                         if it returned bytes, as grain's iterators do
+
+A position belongs to the process that read that part of the data: it is restored by as many processes as saved it, or not.
+"""
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from zerojax.checkpoint.errors import IteratorError
+
+
+def encoded_position(data: Any) -> dict[str, Any]:
+    """Return what JSON can hold of an iterator's position.
+
+    Raises:
+      ValueError: it has none, or one that is neither bytes nor JSON.
+    """
+    if not hasattr(data, "get_state") or not hasattr(data, "set_state"):
+        raise ValueError(f"data is a {type(data).__name__}: an iterator with get_state and set_state, as grain's, is needed")
+    position = data.get_state()
+    if isinstance(position, bytes):
+        return {"bytes": base64.b64encode(position).decode()}
+    try:
+        decoded = json.loads(json.dumps(position))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the state of data cannot be told as JSON, and is no bytes: {error}") from error
+    if decoded != position:  # JSON makes lists of tuples, and text of keys
+        raise ValueError(
+            f"the state of data is another once told as JSON: use lists, not tuples, and text as keys; or bytes: {position!r}"
+        )
+    return {"json": decoded}
+
+
+def decoded_position(entry: Mapping[str, Any]) -> Any:
+    """Return the position that was encoded."""
+    return base64.b64decode(entry["bytes"]) if "bytes" in entry else entry["json"]
+
+
+def check_position(data: Any) -> None:
+    """Raise ValueError for an iterator whose position cannot be saved; None is none."""
+    if data is not None:
+        encoded_position(data)
+
+
+def own_position(folder: str, num_processes: int, positions: Mapping[int, Any]) -> Any:
+    """Return where this process's iterator was.
+
+    Args:
+      folder: of the state that was saved.
+      num_processes: that saved it.
+      positions: by process.
+
+    Raises:
+      IteratorError: that was not saved, or by other processes; it is raised in all processes.
+    """
+    if num_processes != jax.process_count():
+        raise IteratorError(
+            f"{folder} holds the iterators of {num_processes} processes, and these are {jax.process_count()}: "
+            "restore without data, and set the iterator's position from state.step"
+        )
+    if missing := [process for process in range(num_processes) if process not in positions]:
+        raise IteratorError(
+            f"{folder} holds no state of the iterator of process {missing[0]}: save it with data=, or restore without"
+        )
+    return positions[jax.process_index()]
