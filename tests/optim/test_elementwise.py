@@ -68,15 +68,15 @@ def test_updating_in_parts_equals_updating_the_tree(name):
         updates, expected_state = optax.with_extra_args_support(tx).update(grads, state, params, value=loss)
         expected = optax.apply_updates(params, updates)
         leaves = jax.tree.leaves(state)
-        shared = [leaves[i] for i in update.shared]
-        new, after = {}, dict(zip(update.shared, update((), (), (), (), shared, loss)[2], strict=True))
+        shared = [leaves[i] for i in update.opt_map.shared]
+        new, after = {}, dict(zip(update.opt_map.shared, update((), (), (), (), shared, loss)[2], strict=True))
         for part in ((0,), (1, 2)):
-            own = update.states_of(part)
+            own = update.opt_map.states_of(part)
             pick = lambda t, part=part: [jax.tree.leaves(t)[i] for i in part]  # noqa: E731
             moved, states, scalars = update(part, pick(grads), pick(params), [leaves[i] for i in own], shared, loss)
             new |= dict(zip(part, moved, strict=True))
             after |= dict(zip(own, states, strict=True))
-            for a, b in zip(scalars, (after[i] for i in update.shared), strict=True):
+            for a, b in zip(scalars, (after[i] for i in update.opt_map.shared), strict=True):
                 np.testing.assert_array_equal(a, b)
         params = jax.tree.unflatten(tree, [new[i] for i in sorted(new)])
         state = jax.tree.unflatten(state_tree, [after[i] for i in sorted(after)])

@@ -253,10 +253,10 @@ def test_updating_in_parts_equals_updating_the_tree(name):
         expected = optax.apply_updates(params, updates)
         old: list[Any] = jax.tree.leaves(params)
         leaves: list[Any] = jax.tree.leaves(state)
-        shared = [leaves[i] for i in update.shared]
+        shared = [leaves[i] for i in update.opt_map.shared]
         pieces_of: list[list[Any]] = [[slice(layer, layer + 1) for layer in range(8)], [...], [...]]
         for leaf, cuts in enumerate(pieces_of):
-            own = update.states_of((leaf,))
+            own = update.opt_map.states_of((leaf,))
             pieces: list[list[Any]] = []
             of_leaf: list[Any] = [jax.tree.leaves(grads)[leaf], old[leaf], *(leaves[i] for i in own)]
             for cut in cuts:

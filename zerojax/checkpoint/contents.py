@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 
 from host_offload.engine import DiskRecords
-from zerojax.models import BLOCKS, LayeredModel, Model
-from zerojax.optim import Parts
+from zerojax.models import LayeredModel, Model
 from zerojax.sharding import Spec, pad_spec
-from zerojax.state import Layout, OnDisk, RecordSpec, Split, TrainState, is_stored, owners, tiled_leaves
+from zerojax.state import Layout, OnDisk, RecordSpec, Split, StateRecords, TrainState, is_stored, tiled_leaves
 
 ROUNDING_STEP = "rounding_step"
 """The count by which moments in bfloat16 are rounded."""
@@ -83,84 +82,74 @@ def leaves_of(state: TrainState) -> list[Any]:
     return jax.tree.leaves(state, is_leaf=is_stored)
 
 
-def contents_of(model: Model | LayeredModel, layout: Layout, parts: Parts | None) -> list[StateLeaf]:
-    """Return what each leaf of a program's states is.
+def contents_of(model: Model | LayeredModel, records: StateRecords) -> list[StateLeaf]:
+    """Return what each leaf of a program's states is, in the order of `leaves_of`.
 
     Args:
       model: of the program.
-      layout: likewise.
-      parts: likewise; None where no state is off the device.
+      records: how its states rest.
     """
-    flat, _ = jax.tree_util.tree_flatten_with_path(layout.abstract_arrays, is_leaf=is_stored)
-    rests = leaves_of(layout.abstract_state)
-    params = jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]
-    num, has_master = len(params), layout.abstract_state.master is not None
-    stacked = [layout.num_layers is not None and path[0] == jax.tree_util.DictKey(BLOCKS) for path, _ in params]
-    flagged = [i for i, s in enumerate(stacked) if s or isinstance(model, Model)]
-    tiled = dict(zip(flagged, tiled_leaves(model, layout.abstract_params), strict=True))
-    groups = {i: group.name for group in layout.tiles for i in group.leaves}
-    owned = owners(_whole(layout.abstract_arrays.opt_state), layout.abstract_params)
-    counts = {"params": 0, "master": 0, "opt_state": 0, "grads": 0}
-
-    def made(path: tuple[Any, ...], array: Any, rest: Any) -> StateLeaf:
-        field = path[0].name
-        part = "grads" if field == "pending" and path[1].name == "grads" else field
-        index = counts.get(part, 0)
-        if part in counts:
-            counts[part] += 1
-        owner: int | None = None
-        record: RecordSpec | None = None
-        name = jax.tree_util.keystr(path).removeprefix(".")
-        if field in ("params", "master"):
-            owner, name = index, "weights" + jax.tree_util.keystr(path[1:])
-            if parts is not None:
-                record = (parts.params if field == "params" else parts.master)[index]
-        elif field == "opt_state":
-            owner = owned[index]
-            if layout.config.moments == "bfloat16":  # a wrapper's state: a count, and the optimizer's own
-                inner = path[1].name == "inner"
-                name = f"opt_state{jax.tree_util.keystr(path[2:])}" if inner else ROUNDING_STEP
-            record = parts.opt[index] if parts is not None else None
-        elif part == "grads":
-            owner = [*(i for i in range(num) if stacked[i]), *(i for i in range(num) if not stacked[i])][index]
-        lead = layout.lead(owner) if owner is not None and stacked[owner] else 0
-        on_disk = isinstance(rest, OnDisk) or (isinstance(rest, Split) and isinstance(rest.host, OnDisk))
-        whole = array.host if isinstance(array, Split) else array
+    layout = records.layout
+    arrays = jax.tree_util.tree_flatten_with_path(layout.abstract_arrays, is_leaf=is_stored)[0]
+    stored = leaves_of(layout.abstract_state)
+    flags = tiled_leaves(model, layout.abstract_params)  # of a LayeredModel the stacks of layers have them, else every leaf
+    indices = layout.stacked if isinstance(model, LayeredModel) else range(len(layout.leaves))
+    tiles = dict(zip(indices, flags, strict=True))
+    contents = []
+    for (path, array), leaf, (owner, record) in zip(arrays, stored, _mirrored(records), strict=True):
+        param = None if owner is None else layout.leaves[owner]
+        on_disk = isinstance(leaf, OnDisk) or (isinstance(leaf, Split) and isinstance(leaf.host, OnDisk))
+        disk_records = record.disk_records if record is not None and on_disk else None
+        rest = array.host if isinstance(array, Split) else array  # beside a Split's first part, or all of it
         first = array.device.shape[0] if isinstance(array, Split) else 0
-        shelf = record.shelf if record is not None and on_disk else None
-        shape = (first + whole.shape[0], *whole.shape[1:]) if isinstance(array, Split) else tuple(whole.shape)
-        is_weight = field in ("params", "master")
-        return StateLeaf(
-            name=name,
+        field = path[0].name
+        content = StateLeaf(
+            name=_name(path, layout),
             path=jax.tree_util.keystr(path),
-            shape=shape,
-            dtype=whole.dtype,
-            saved_dtype=jnp.dtype("float32") if is_weight else whole.dtype,
-            spec=pad_spec(whole.sharding.spec, len(whole.shape)),
-            tier="nvme" if on_disk else _tier(whole),
-            lead=lead,
-            tiles=owner is not None and tiled.get(owner, False),
-            group=groups.get(owner, "") if owner is not None and lead == 2 else "",
+            shape=(first + rest.shape[0], *rest.shape[1:]) if isinstance(array, Split) else tuple(rest.shape),
+            dtype=rest.dtype,
+            saved_dtype=jnp.dtype("float32") if field in ("params", "master") else rest.dtype,
+            spec=pad_spec(rest.sharding.spec, len(rest.shape)),
+            tier="nvme" if on_disk else _tier(rest),
+            lead=0 if param is None else param.lead,
+            tiles=owner is not None and tiles.get(owner, False),
+            group="" if param is None else param.group,
             mirrors=owner is not None,
-            is_derived=field == "params" and has_master,
-            shelf=shelf,
-            shelf_leaf=record.leaf if record is not None and shelf is not None else 0,
+            is_derived=field == "params" and layout.has_master,
+            shelf=disk_records,
+            shelf_leaf=record.leaf if record is not None and disk_records is not None else 0,
             first=first,
         )
+        contents.append(content)
+    return contents
 
-    return [made(path, array, rest) for (path, array), rest in zip(flat, rests, strict=True)]
+
+def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | None]]:
+    """Yield for each leaf of a state the parameter leaf that it is or mirrors, and how it rests where records hold it."""
+    layout, state = records.layout, records.layout.abstract_state
+    every = range(len(layout.leaves))
+    for field in dataclasses.fields(state):
+        value = getattr(state, field.name)
+        if field.name == "params":
+            yield from zip(every, records.params, strict=True)
+        elif field.name == "master" and value is not None:
+            yield from zip(every, records.master, strict=True)
+        elif field.name == "opt_state":
+            yield from zip(layout.opt_map.owners, records.opt, strict=True)
+        else:
+            grads = [*layout.stacked, *layout.ends] if field.name == "pending" and value is not None else []
+            yield from ((i, None) for i in grads)  # the first field of Pending
+            yield from [(None, None)] * (len(jax.tree.leaves(value)) - len(grads))
 
 
-def _whole(tree: Any) -> Any:
-    """Return a tree with ShapeDtypeStruct of all layers in place of Splits."""
-
-    def whole(leaf: Any) -> Any:
-        if not isinstance(leaf, Split):
-            return leaf
-        shape = (leaf.device.shape[0] + leaf.host.shape[0], *leaf.host.shape[1:])
-        return jax.ShapeDtypeStruct(shape, leaf.host.dtype)
-
-    return jax.tree.map(whole, tree, is_leaf=is_stored)
+def _name(path: tuple[Any, ...], layout: Layout) -> str:
+    """Return the name in a checkpoint of the leaf at a path of the state."""
+    field = path[0].name
+    if field in ("params", "master"):
+        return f"weights{jax.tree_util.keystr(path[1:])}"
+    if field == "opt_state" and layout.config.moments == "bfloat16":  # a wrapper's state: a count, and the optimizer's own
+        return f"opt_state{jax.tree_util.keystr(path[2:])}" if path[1].name == "inner" else ROUNDING_STEP
+    return jax.tree_util.keystr(path).removeprefix(".")
 
 
 def _tier(leaf: Any) -> str:

@@ -20,7 +20,7 @@ from zerojax.state import TrainState
 
 def contents_of_program(program: Program) -> list[StateLeaf]:
     """Return what each leaf of a program's state holds, by names that do not depend on where it rests."""
-    return contents_of(program.model, program.layout, program.parts)
+    return contents_of(program.model, program.records)
 
 
 def begin_save(
@@ -41,7 +41,7 @@ def begin_save(
 
 def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -> TrainState:
     """Return a saved state as a program's; see `zerojax.Checkpointer.restore`."""
-    if program.parts is not None:
+    if program.layout.updates_by_record:
         with jax.set_mesh(program.mesh):
             program.check_host_memory()
     return Restoring(program.layout, program.swap, contents_of_program(program), program.calling).restore(saved, verify=verify)

@@ -1,7 +1,7 @@
 """Bytes of single leaves and records: at rest, gathered, and moved by an update."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,17 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zerojax.memory.closed_forms import collective_elements
-from zerojax.models import BLOCKS
-from zerojax.optim import Parts
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import DATA, FSDP, STAGES, local_elements, stored_spec, without_axis
-from zerojax.state import Layout, RecordSpec, is_away
+from zerojax.state import Layout, RecordSpec, StateRecords, is_away
 from zerojax.streamed import StreamedStep
-
-
-def leaves_by_path(layout: Layout) -> dict[str, Any]:
-    """Return the abstract float32 parameters by path."""
-    return {jax.tree_util.keystr(p): leaf for p, leaf in jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]}
 
 
 def compute_itemsize(layout: Layout) -> int:
@@ -36,9 +29,9 @@ def grad_elements(layout: Layout, blocks: bool | None = None) -> int:
     """Return the elements of the gradients on one device: of all leaves, of the stacked layers, or of the other leaves."""
     sharded = STAGES[layout.config.stage].opt_state
     return sum(
-        local_elements(leaf.shape, stored_spec(layout.specs[path], sharded), layout.mesh)
-        for path, leaf in leaves_by_path(layout).items()
-        if blocks is None or path.startswith(f"['{BLOCKS}']") == blocks
+        local_elements(leaf.shape, stored_spec(leaf.spec, sharded), layout.mesh)
+        for leaf in layout.leaves
+        if blocks is None or leaf.is_stacked == blocks
     )
 
 
@@ -53,24 +46,22 @@ def gathered_bytes(layout: Layout, num_layers: int | None, layers: int = 1, fetc
     """
     if not STAGES[layout.config.stage].params or (layout.mesh.shape[FSDP] == 1 and not fetched):
         return 0
-    whole: dict[str, int] = {}
-    of_tile: dict[str, int] = {}
-    names = list(leaves_by_path(layout))
-    tiles = {names[i]: group for group in layout.tiles for i in group.leaves}
-    for path, leaf in leaves_by_path(layout).items():
-        size = local_elements(leaf.shape, without_axis(layout.specs[path].sharded, FSDP), layout.mesh) * compute_itemsize(
-            layout
-        )
-        unit = path if num_layers is None else path.split("]")[0]
-        if num_layers is not None and path.startswith(f"['{BLOCKS}']"):
+    num_tiles = {group.name: group.num_tiles for group in layout.groups}
+    of_units: dict[Any, int] = {}
+    of_tiles: dict[str, int] = {}
+    for leaf in layout.leaves:
+        size = local_elements(leaf.shape, without_axis(leaf.spec.sharded, FSDP), layout.mesh) * compute_itemsize(layout)
+        if num_layers is not None and leaf.is_stacked:
             size = size // num_layers * layers
-            if (group := tiles.get(path)) is not None:
-                of_tile[group.name] = of_tile.get(group.name, 0) + size // group.num_tiles
-                continue
-        whole[unit] = whole.get(unit, 0) + size
-    if of_tile:  # tiles are gathered one by one, beside what else a layer has
-        whole[BLOCKS] = whole.pop(f"['{BLOCKS}'", 0) + max(of_tile.values())
-    return max(whole.values())
+        if leaf.role == "tile":
+            of_tiles[leaf.group] = of_tiles.get(leaf.group, 0) + size // num_tiles[leaf.group]
+        else:
+            unit = leaf.name if num_layers is None else leaf.path[0]
+            of_units[unit] = of_units.get(unit, 0) + size
+    if of_tiles:  # tiles are gathered one by one, beside what else a layer has
+        blocks = next(leaf.path[0] for leaf in layout.leaves if leaf.is_stacked)
+        of_units[blocks] = of_units.get(blocks, 0) + max(of_tiles.values())
+    return max(of_units.values())
 
 
 def local_record_bytes(record: RecordSpec, shape: Sequence[int], dtype: Any) -> int:
@@ -83,61 +74,53 @@ LinkBytes = dict[str, int]
 """Bytes over the link: "to_device" and "to_host", 0 where missing."""
 
 
-def moved_by_updates(parts: Parts | None, indices: Iterable[int]) -> tuple[list[LinkBytes], list[LinkBytes]]:
+def moved_by_updates(records: StateRecords, indices: Iterable[int]) -> tuple[list[LinkBytes], list[LinkBytes]]:
     """Return what the updates of some leaves move, of one layer where they are stacked: by copies, and by callbacks."""
-    if parts is None:
-        return [], []
-    if parts.layout.config.update_on == "host":
-        return [], [_host_update(parts, i) for i in indices]
-    return [_device_update(parts, i) for i in indices], []
+    if records.layout.config.update_on == "host":
+        return [], [_host_update(records, i) for i in indices]
+    return [_device_update(records, i) for i in indices], []
 
 
-def _weights(parts: Parts, index: int) -> tuple[int, ...]:
-    """Return the shape of a parameter leaf, of one layer where it is stacked."""
-    shape = jax.tree.leaves(parts.layout.abstract_params)[index].shape
-    return shape[1:] if index in parts.blocks else shape
-
-
-def swapped_by_updates(parts: Parts | None, indices: Iterable[int]) -> list[LinkBytes]:
+def swapped_by_updates(records: StateRecords, indices: Iterable[int]) -> list[LinkBytes]:
     """Return what of that is moved by callbacks of the nvme tier."""
-    if parts is None or parts.layout.disk is None or parts.layout.config.update_on == "host":
+    if records.layout.config.update_on == "host":
         return []
-    return [_device_update(parts, i, on_disk=True) for i in indices]
+    return [_device_update(records, i, on_disk=True) for i in indices]
 
 
-def _device_update(parts: Parts, index: int, on_disk: bool = False) -> LinkBytes:
+def _device_update(records: StateRecords, index: int, on_disk: bool = False) -> LinkBytes:
     """Return what an update on the device moves: the leaf's state both ways, and its parameters where they rest.
 
     Args:
-      parts: the optimizer by parts.
+      records: how the state rests.
       index: of a parameter leaf.
       on_disk: count only what rests on disk.
     """
-    master = parts.layout.abstract_state.master is not None
-    opt = jax.tree.leaves(parts.update.opt_state)
+    layout, leaf = records.layout, records.leaves[index]
     moved = {"to_device": 0, "to_host": 0}
 
     def add(record: RecordSpec, dtype: Any, read: bool = True) -> None:
-        size = local_record_bytes(record, _weights(parts, index), dtype) if record.is_away else 0
-        size = 0 if on_disk and record.shelf is None else size
+        size = local_record_bytes(record, leaf.record_shape, dtype) if record.is_away else 0
+        size = 0 if on_disk and record.disk_records is None else size
         moved["to_device"] += size if read else 0
         moved["to_host"] += size
 
-    add(parts.params[index], parts.dtypes[index], read=not master)
-    if master:
-        add(parts.master[index], jnp.float32)
-    for j in parts.update.states_of((index,)):
-        add(parts.opt_record(j), opt[j].dtype)
+    add(records.params[index], leaf.dtype, read=not layout.has_master)
+    if layout.has_master:
+        add(records.master[index], jnp.float32)
+    for j in layout.opt_map.states_of((index,)):
+        add(records.opt_record(j), layout.opt_map.leaves[j].dtype)
     return moved
 
 
-def _host_update(parts: Parts, index: int) -> LinkBytes:
+def _host_update(records: StateRecords, index: int) -> LinkBytes:
     """Return what an update on the host moves: the gradient, and parameters that rest on the device."""
-    elements = local_record_bytes(parts.grads[index], _weights(parts, index), jnp.int8)
-    on_device = not parts.params[index].is_away
-    old = 4 if on_device and parts.layout.abstract_state.master is None else 0
-    made = parts.dtypes[index].itemsize if on_device else 0
-    return {"to_device": elements * made, "to_host": elements * (grad_itemsize(parts.layout) + old)}
+    layout, leaf = records.layout, records.leaves[index]
+    elements = local_record_bytes(records.grads[index], leaf.record_shape, jnp.int8)
+    on_device = not records.params[index].is_away
+    weights = 4 if on_device and not layout.has_master else 0
+    params = leaf.dtype.itemsize if on_device else 0
+    return {"to_device": elements * params, "to_host": elements * (grad_itemsize(layout) + weights)}
 
 
 def summed(moved: Iterable[LinkBytes]) -> LinkBytes:
@@ -160,9 +143,7 @@ def bytes_by_tier(tree: Any) -> dict[str, int]:
     return total
 
 
-def collectives_of_step(
-    layout: Layout, leaves: Mapping[str, jax.ShapeDtypeStruct], streamed: StreamedStep | None
-) -> dict[str, int]:
+def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[str, int]:
     """Return bytes sent by each device: the closed form over the leaves that `fsdp` splits, all_reduce for the rest.
 
     A streamed step gathers a layer once for all microbatches, and tiles once more where backward runs their loop again.
@@ -171,14 +152,13 @@ def collectives_of_step(
     mesh, config, itemsize = layout.mesh, layout.config, compute_itemsize(layout)
     shards, replicas, count = mesh.shape[FSDP], mesh.shape[DATA], config.num_microbatches
     sent: dict[str, float] = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
-    for path, leaf in leaves.items():
-        spec = layout.specs[path]
-        elements = local_elements(leaf.shape, spec.base, mesh)
-        split = STAGES[config.stage].opt_state and spec.sharded != spec.base
+    for leaf in layout.leaves:
+        elements = local_elements(leaf.shape, leaf.spec.base, mesh)
+        split = STAGES[config.stage].opt_state and leaf.spec.sharded != leaf.spec.base
         own = collective_elements(elements, config.stage if split else 0, shards * (1 if split else replicas), count)
-        if streamed and path.startswith(f"['{BLOCKS}']"):
+        if streamed and leaf.is_stacked:
             own["all_gather"] = collective_elements(elements, config.stage, shards)["all_gather"] if split else 0.0
-            own["all_gather"] *= 1 + again.get(path, 0) / 2  # in forward and in backward, and again
+            own["all_gather"] *= 1 + again.get(leaf.group, 0) / 2  # in forward and in backward, and again
         for name, n in own.items():
             sent[name] += n * itemsize
         if split and replicas > 1:
@@ -187,10 +167,8 @@ def collectives_of_step(
 
 
 def _gathered_again(streamed: StreamedStep | None) -> dict[str, int]:
-    """Return how often backward runs a group's forward loop, by path of its leaves."""
+    """Return how often backward runs a group's forward loop, by the group's name."""
     if streamed is None:
         return {}
-    paths = list(leaves_by_path(streamed.layout))
     inside = streamed.tracer.tile_loops()["backward"]
-    times = {loops.name: sum(g is loops and phase == "forward" for g, phase in inside) for _, loops in streamed.plan.loops}
-    return {paths[i]: times[loops.name] for group, loops in streamed.plan.loops for i in group.leaves}
+    return {group.name: sum(g is loops and phase == "forward" for g, phase in inside) for group, loops in streamed.plan.loops}

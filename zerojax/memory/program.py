@@ -25,7 +25,6 @@ from zerojax.memory.leaves import (
     gathered_bytes,
     grad_elements,
     grad_itemsize,
-    leaves_by_path,
     moved_by_updates,
     summed,
     swapped_by_updates,
@@ -33,40 +32,37 @@ from zerojax.memory.leaves import (
 from zerojax.memory.report import MemoryReport, RunningBytes
 from zerojax.memory.streamed import streamed_bytes
 from zerojax.models import LayeredModel, Model
-from zerojax.optim import Parts
 from zerojax.sharding import num_batch_shards
-from zerojax.state import DiskLayout, Layout
+from zerojax.state import DiskLayout, Layout, StateRecords
 from zerojax.streamed import StreamedStep
 
 
 def program_memory(
-    layout: Layout,
+    records: StateRecords,
     loss: Any,
     abstract_batch: Any,
     model: Model | LayeredModel,
     *,
     streamed: StreamedStep | None = None,
-    parts: Parts | None = None,
 ) -> MemoryReport:
     """Count the bytes of a step, leaf by leaf.
 
     Args:
-      layout: of the program.
+      records: how the states of the program rest.
       loss: the plain loss, which is traced for its residuals unless the step is streamed.
       abstract_batch: tree of ShapeDtypeStruct with shardings.
       model: of the program.
       streamed: the streamed step, where the program runs one.
-      parts: how the optimizer is applied, where it is by parts.
     """
-    state, leaves = layout.abstract_state, leaves_by_path(layout)
+    layout, state = records.layout, records.layout.abstract_state
     pending = bytes_by_tier(state.pending)
     small = bytes_by_tier((state.step, state.skipped, state.key, state.loss_scale))["device"] + pending["device"]
     if streamed is not None:
         running = streamed_bytes(layout, streamed, abstract_batch)
         small += 4 + 4 * sum(a.size for arrays in streamed.schedule.arrays().values() for a in arrays.values())
     else:
-        running = _resident_bytes(layout, loss, abstract_batch, model, parts)
-        small += 0 if parts is None else 4
+        running = _resident_bytes(records, loss, abstract_batch, model)
+        small += 4 if layout.updates_by_record else 0
     kinds = {
         "params": bytes_by_tier(state.params),
         "master": bytes_by_tier(state.master),
@@ -80,10 +76,10 @@ def program_memory(
     on_disk, buffers, slots = ({}, {}, {}) if layout.disk is None else _disk_bytes(layout.disk)
     return MemoryReport(
         tiers={"device": device | running.device | slots, "pinned_host": host | running.host | buffers, "nvme": on_disk},
-        collectives=collectives_of_step(layout, leaves, streamed),
+        collectives=collectives_of_step(layout, streamed),
         host_link=summed([running.link, running.called]),
         callback_link=running.called,
-        num_params=sum(math.prod(leaf.shape) for leaf in leaves.values()),
+        num_params=sum(math.prod(leaf.shape) for leaf in layout.leaves),
     )
 
 
@@ -98,18 +94,17 @@ def _disk_bytes(disk: DiskLayout) -> tuple[dict[str, int], dict[str, int], dict[
     return held, {"buffers": disk.buffer_bytes(disk.kinds.values())}, {"slots": slots}
 
 
-def _resident_bytes(
-    layout: Layout, loss: Any, abstract_batch: Any, model: Model | LayeredModel, parts: Parts | None
-) -> RunningBytes:
+def _resident_bytes(records: StateRecords, loss: Any, abstract_batch: Any, model: Model | LayeredModel) -> RunningBytes:
+    layout = records.layout
     num_layers = model.num_layers if isinstance(model, LayeredModel) else None
-    updates, called = moved_by_updates(parts, parts.ends if parts is not None else ())
+    updates, called = moved_by_updates(records, layout.ends)
     device = {
         "grads": grad_elements(layout) * grad_itemsize(layout),
         "gathered": gathered_bytes(layout, num_layers),
         "activations": _residual_bytes(layout, loss, abstract_batch),
         "in_flight": max(max(map(both_ways, updates), default=0), summed(called)["to_device"]),
     }
-    swapped, link = summed(swapped_by_updates(parts, parts.ends if parts is not None else ())), summed(updates)
+    swapped, link = summed(swapped_by_updates(records, layout.ends)), summed(updates)
     link = {way: link[way] - swapped[way] for way in link}
     return RunningBytes(device, {"grads": 0, "activations": 0}, link, summed([*called, swapped]))
 

@@ -26,7 +26,7 @@ from zerojax.streamed import StreamedPlan, StreamedStep, record_bytes
 
 def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> RunningBytes:
     """Return what a streamed step takes beside its arguments, and what it moves over the link."""
-    config, parts = layout.config, streamed.parts
+    config, state_records = layout.config, streamed.plan.state_records
     num_layers = streamed.model.num_layers
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
     whole = streamed.abstract_residuals(layout.abstract_arrays.params, shapes)
@@ -35,9 +35,9 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
         kept[record.tier] += local_record_bytes(record, a.shape, a.dtype)
 
     records = streamed.plan
-    held = [records.blocks, *(group.leaves for group in records.groups)]  # a layer's record, and a tile of each group
-    shards = [sum(local_record_bytes(records.grads[i], a.shape, a.dtype) for i, a in _grads(records, part)) for part in held]
-    sizes = [record_bytes(layout, parts, part) for part in held]
+    parts = layout.record_parts  # a layer's record, and a tile of each group
+    shards = [sum(local_record_bytes(records.grads[i], a.shape, a.dtype) for i, a in _grads(records, part)) for part in parts]
+    sizes = [record_bytes(state_records, part) for part in parts]
     sizes[0] |= {"activations": kept["pinned_host"] + kept["nvme"]}
     ends = grad_elements(layout, blocks=False) * grad_itemsize(layout)
     stored = 0 if config.update == "in_backward" else grad_elements(layout, blocks=True) * grad_itemsize(layout)
@@ -54,12 +54,12 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
 
     # What is not stacked: loaded once, and updated after all layers, one leaf at a time (all at once by callbacks).
     loaded = sum(
-        local_record_bytes(streamed.plan.params[i], streamed.plan.abstract[i].shape, streamed.plan.abstract[i].dtype)
+        local_record_bytes(streamed.plan.params[i], layout.leaves[i].shape, layout.leaves[i].dtype)
         for i in streamed.plan.ends
         if streamed.plan.params_away
     )
-    updates, called = moved_by_updates(parts, streamed.plan.ends)
-    _, layer_called = moved_by_updates(parts, streamed.plan.blocks)
+    updates, called = moved_by_updates(state_records, streamed.plan.ends)
+    _, layer_called = moved_by_updates(state_records, streamed.plan.blocks)
     gathered = gathered_bytes(layout, num_layers, 1 + config.gather_ahead, streamed.plan.params_away)
     if not gathered:
         sizes = [size | {"gathered": 0} for size in sizes]
@@ -82,7 +82,7 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
         "in_flight": loaded + max(0, max(peaks) - gathered),
     }
     moved = _schedule_link(streamed, read, written)
-    tiers, swaps = streamed.schedule.tiers, swapped_by_updates(parts, streamed.plan.ends)
+    tiers, swaps = streamed.schedule.tiers, swapped_by_updates(state_records, streamed.plan.ends)
     by_disk = [{kind: n if tiers[kind] == "nvme" else 0 for kind, n in size.items() if kind in tiers} for size in read]
     by_disk[0]["activations"] = kept["nvme"]
     kept_up = {} if streamed.host is None else {"params": 0}

@@ -1,8 +1,7 @@
 """The update: of the whole tree, by record, and on the host; bfloat16 moments."""
 
-from zerojax.optim.by_record import Parts as Parts
-from zerojax.optim.by_record import States as States
-from zerojax.optim.by_record import update_in_parts as update_in_parts
+from zerojax.optim.by_record import RecordUpdate as RecordUpdate
+from zerojax.optim.by_record import update_by_record as update_by_record
 from zerojax.optim.moments import keep_in_bfloat16 as keep_in_bfloat16
 from zerojax.optim.on_host import HostUpdate as HostUpdate
 from zerojax.optim.on_host import update_on_host as update_on_host

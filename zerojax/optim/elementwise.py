@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from zerojax.jaxprs import FILLS, POINTWISE, Constant, FlatJaxpr, Instruction, flatten
-from zerojax.state import call_update, owners
+from zerojax.state import OptStateMap, call_update, fill, map_opt_state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,29 +31,12 @@ class ElementwiseUpdate:
     Attributes:
       tx: the optimizer.
       params: abstract float32 parameters.
-      opt_state: abstract optimizer state.
-      owners: for each leaf of the state the index of the parameter leaf that it mirrors; None: a scalar shared by all.
+      opt_map: how its state divides over them.
     """
 
     tx: optax.GradientTransformation
     params: Any
-    opt_state: Any
-    owners: tuple[int | None, ...]
-
-    @property
-    def shared(self) -> tuple[int, ...]:
-        """Indices of the state's shared scalars."""
-        return tuple(i for i, owner in enumerate(self.owners) if owner is None)
-
-    def states_of(self, part: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the state leaves that mirror the parameter leaves in `part`, in the order of the state."""
-        chosen = set(part)
-        return tuple(i for i, owner in enumerate(self.owners) if owner in chosen)
-
-    def fill(self, leaves: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
-        """Return one array for each of the abstract `leaves`: `values` at `indices`, empty ones elsewhere."""
-        given = dict(zip(indices, values, strict=True))
-        return [given[i] if i in given else jnp.zeros((0,) * len(a.shape), a.dtype) for i, a in enumerate(leaves)]
+    opt_map: OptStateMap
 
     def __call__(
         self,
@@ -70,22 +53,20 @@ class ElementwiseUpdate:
           part: indices of parameter leaves.
           grads: float32, one for each of `part`.
           params: float32, likewise.
-          states: one for each of `states_of(part)`.
-          shared: one for each of `shared`, before the step.
+          states: one for each of `opt_map.states_of(part)`.
+          shared: one for each of `opt_map.shared`, before the step.
           loss: f32[].
 
         Returns:
           New parameters, new states and the shared scalars after the step.
         """
-        own = self.states_of(part)
-        leaves, tree = jax.tree.flatten(self.params)
-        state_leaves, state_tree = jax.tree.flatten(self.opt_state)
-        g, p = (jax.tree.unflatten(tree, self.fill(leaves, part, values)) for values in (grads, params))
-        state = self.fill(state_leaves, (*own, *self.shared), (*states, *shared))
-        updates, after = call_update(self.tx, g, jax.tree.unflatten(state_tree, state), p, loss)
-        moved = jax.tree.leaves(optax.apply_updates(p, updates))
+        mirrors = self.opt_map.states_of(part)
+        g, p = (fill(self.params, part, values) for values in (grads, params))
+        state = fill(self.opt_map.abstract, (*mirrors, *self.opt_map.shared), (*states, *shared))
+        updates, after = call_update(self.tx, g, state, p, loss)
+        weights = jax.tree.leaves(optax.apply_updates(p, updates))
         after = jax.tree.leaves(after)
-        return [moved[i] for i in part], [after[i] for i in own], [after[i] for i in self.shared]
+        return [weights[i] for i in part], [after[j] for j in mirrors], [after[j] for j in self.opt_map.shared]
 
 
 def elementwise_update(
@@ -103,7 +84,7 @@ def elementwise_update(
     Raises:
       ValueError: the optimizer is not elementwise; names the equation and the leaves.
     """
-    update = ElementwiseUpdate(tx, params, opt_state, owners(opt_state, params))
+    update = ElementwiseUpdate(tx, params, map_opt_state(opt_state, params))
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     fault = _fault(update, names) or _fault_of_parts(update, names, stacked)
     if fault is not None:
@@ -118,35 +99,37 @@ def elementwise_update(
 
 def _fault(update: ElementwiseUpdate, names: Sequence[str]) -> str | None:
     """Return what is not elementwise, or None."""
-    for (path, leaf), owner in zip(jax.tree_util.tree_flatten_with_path(update.opt_state)[0], update.owners, strict=True):
+    opt_map = update.opt_map
+    for name, leaf, owner in zip(opt_map.names, opt_map.leaves, opt_map.owners, strict=True):
         if owner is None and leaf.shape:
-            return f"its state {jax.tree_util.keystr(path)} of shape {leaf.shape} mirrors no parameter"
+            return f"its state {name} of shape {leaf.shape} mirrors no parameter"
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     closed, out = jax.make_jaxpr(
         lambda g, s, p, value: call_update(update.tx, g, s, p, value)[::1], return_shape=True
-    )(update.params, update.opt_state, update.params, scalar)  # fmt: skip
+    )(update.params, opt_map.abstract, update.params, scalar)  # fmt: skip
     del out
     program = flatten(closed.jaxpr, closed.consts)
     every = range(len(names))
-    reads = [*every, *update.owners, *every, None]
-    return _Reader(program, reads, names).fault([*every, *update.owners])
+    reads = [*every, *opt_map.owners, *every, None]
+    return _Reader(program, reads, names).fault([*every, *opt_map.owners])
 
 
 def _fault_of_parts(update: ElementwiseUpdate, names: Sequence[str], parts: Sequence[Sequence[int]]) -> str | None:
     """Return how the update of a part differs from the whole's, or None."""
-    leaves, states = jax.tree.leaves(update.params), jax.tree.leaves(update.opt_state)
+    opt_map = update.opt_map
+    leaves, states = jax.tree.leaves(update.params), opt_map.leaves
     every = tuple(range(len(leaves)))
     whole = _trace(update, every, leaves, states)
     stacked = {i for part in parts for i in part}
     for part in [*(part for part in parts if part), *((i,) for i in every if i not in stacked), ()]:
-        own = set(update.states_of(part))
+        mirrors = set(opt_map.states_of(part))
         ones = [_one_layer(a) if i in stacked else a for i, a in enumerate(leaves)]
-        mirrored = [_one_layer(a) if update.owners[j] in stacked else a for j, a in enumerate(states)]
+        mirrored = [_one_layer(a) if opt_map.owners[j] in stacked else a for j, a in enumerate(states)]
         try:
             alone = _trace(update, part, ones, mirrored)
         except Exception as error:  # the user's code: whatever it raises
             return f"its update of {[names[i] for i in part]} alone fails: {error!r}"
-        for key in [*(("p", i) for i in part), *(("s", j) for j in (*own, *update.shared))]:
+        for key in [*(("p", i) for i in part), *(("s", j) for j in (*mirrors, *opt_map.shared))]:
             if _equations(*whole, key) != _equations(*alone, key):
                 what = names[key[1]] if key[0] == "p" else f"its state {key[1]}"
                 return f"its rule for {what} depends on the sizes of arrays"
@@ -161,13 +144,13 @@ def _trace(
     update: ElementwiseUpdate, part: Sequence[int], leaves: Sequence[Any], states: Sequence[Any]
 ) -> tuple[FlatJaxpr, dict[int, Any], dict[Any, Any]]:
     """Trace the update of a part; returns it, and what its inputs and outputs are."""
-    own, shared = update.states_of(part), update.shared
+    mirrors, shared = update.opt_map.states_of(part), update.opt_map.shared
     arrays = [leaves[i] for i in part]
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    args = (arrays, arrays, [states[j] for j in own], [states[j] for j in shared], scalar)
+    args = (arrays, arrays, [states[j] for j in mirrors], [states[j] for j in shared], scalar)
     closed = jax.make_jaxpr(lambda *a: update(part, *a))(*args)
     program = flatten(closed.jaxpr, closed.consts)
-    of_states = [("s", j) for j in (*own, *shared)]
+    of_states = [("s", j) for j in (*mirrors, *shared)]
     roles = [*(("g", i) for i in part), *(("p", i) for i in part), *of_states, "loss"]
     outputs = [*(("p", i) for i in part), *of_states]
     return program, dict(zip(program.inputs, roles, strict=True)), dict(zip(outputs, program.outputs, strict=True))

@@ -8,7 +8,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zerojax.jaxprs import evaluate, flatten, read
-from zerojax.optim.by_record import Parts
+from zerojax.optim.by_record import RecordUpdate
 
 Array = jax.Array
 
@@ -16,34 +16,34 @@ Array = jax.Array
 class HostRule:
     """The update of one leaf, divided into scalars of the program and a kernel over elements."""
 
-    def __init__(self, parts: Parts, index: int, grad_dtype: Any, summed: int, casts: bool) -> None:
+    def __init__(self, update: RecordUpdate, index: int, grad_dtype: Any, summed: int, casts: bool) -> None:
         """Divide the update of leaf `index`.
 
         Args:
-          parts: the optimizer by parts.
+          update: the optimizer by records.
           index: of a parameter leaf.
           grad_dtype: in which its gradient is summed.
           summed: over how many microbatches.
           casts: whether the kernel also makes the parameter in the compute dtype.
         """
-        config = parts.layout.config
-        self.own = parts.update.states_of((index,))
-        weight = jax.tree.leaves(parts.update.params)[index]
-        state = jax.tree.leaves(parts.update.opt_state)
-        one = (1, *weight.shape[1:]) if index in parts.blocks else weight.shape
+        layout, leaf, opt_map = update.layout, update.layout.leaves[index], update.layout.opt_map
+        config, state = layout.config, opt_map.leaves
+        self.states = opt_map.states_of((index,))
+        shape = (*(1,) * leaf.lead, *leaf.record_shape)  # a layer as a stack of one: rules may count dims
         f32 = jax.ShapeDtypeStruct((), jnp.float32)
-        scalars = [*(state[j] for j in parts.update.shared), f32, f32, f32]
-        arrays = [jax.ShapeDtypeStruct(one, d) for d in (grad_dtype, jnp.float32, *(state[j].dtype for j in self.own))]
+        scalars = [*(state[j] for j in opt_map.shared), f32, f32, f32]
+        dtypes_of_arrays = (grad_dtype, jnp.float32, *(state[j].dtype for j in self.states))
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes_of_arrays]
 
         def rule(arrays: list[Array], scalars: list[Array]) -> list[Array]:
             grad, old, *before = arrays
             *shared, loss, factor, scale = scalars
             grad = grad.astype(jnp.float32)
             grad = grad / summed if summed > 1 else grad
-            grad = grad / scale if parts.layout.abstract_state.loss_scale is not None else grad
+            grad = grad / scale if layout.abstract_state.loss_scale is not None else grad
             grad = grad * factor if config.clip_norm is not None else grad
-            (new,), after, _ = parts.update((index,), (grad,), (old,), before, shared, loss)
-            return [new, *after, *([new.astype(parts.dtypes[index])] if casts else [])]
+            (new,), after, _ = update.rule((index,), (grad,), (old,), before, shared, loss)
+            return [new, *after, *([new.astype(leaf.dtype)] if casts else [])]
 
         closed = jax.make_jaxpr(rule)(arrays, scalars)
         self.program = flatten(closed.jaxpr, closed.consts)

@@ -6,4 +6,4 @@ from zerojax.state import RecordSpec
 
 def rest_of(record: RecordSpec) -> Rest:
     """Return where a leaf of the state rests for the host update: None is host memory."""
-    return None if record.shelf is None else OnRecord(record.shelf.kind, record.leaf)
+    return None if record.disk_records is None else OnRecord(record.disk_records.kind, record.leaf)

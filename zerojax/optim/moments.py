@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.jaxprs import flatten
-from zerojax.state import OptimizerError, owners
+from zerojax.state import OptimizerError, map_opt_state
 
 HIGH = 0xFFFF0000
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: multiples of it are spread evenly
@@ -105,10 +105,10 @@ def _narrowed(tx: optax.GradientTransformation, params: Any) -> dict[int, int]:
     for i in program.instructions:
         of_params.update(i.outs if of_params.intersection(ref for ref in i.ins if isinstance(ref, int)) else ())
     of_moments = [not (isinstance(out, int) and out in of_params) for out in program.outputs]
-    found = zip(jax.tree.leaves(state), owners(state, abstract), of_moments, strict=True)
+    opt_map = map_opt_state(state, abstract)
     return {
         j: owner
-        for j, (leaf, owner, is_moment) in enumerate(found)
+        for j, (leaf, owner, is_moment) in enumerate(zip(opt_map.leaves, opt_map.owners, of_moments, strict=True))
         if owner is not None and is_moment and leaf.dtype == jnp.float32
     }
 

@@ -26,12 +26,12 @@ from jax.sharding import PartitionSpec
 from host_offload.device import link_of, view
 from host_offload.engine import DiskRecords
 from host_offload.host_update import HostStep, LeafKernel, OnRecord, build_kernel
-from zerojax.optim.by_record import Parts, States
+from zerojax.optim.by_record import RecordUpdate
 from zerojax.optim.host_kernel import HostRule
 from zerojax.optim.host_state import rest_of
 from zerojax.optim.whole_tree import Update, clip_factor, finish, scale_grads
 from zerojax.runtime import AllProcesses
-from zerojax.state import OnDisk, Pending, RecordSpec, TrainState, is_stored
+from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, TrainState, is_stored
 
 Array = jax.Array
 
@@ -39,24 +39,25 @@ Array = jax.Array
 class HostUpdate:
     """The host's part of a program: kernels, memory, and the operations that call them inside the step."""
 
-    def __init__(self, parts: Parts, *, stashes: bool, summed: int, on_disk: DiskRecords | None = None) -> None:
+    def __init__(self, update: RecordUpdate, *, stashes: bool, summed: int, on_disk: DiskRecords | None = None) -> None:
         """Build the kernels.
 
         Args:
-          parts: of the program.
+          update: by records, of the program.
           stashes: gradients of the layers wait in host memory, or on disk, for their scale.
           summed: gradients are handed over as sums of so many microbatches.
-          on_disk: the records in which they wait, if on disk: one leaf for each of `parts.blocks`.
+          on_disk: the records in which they wait, if on disk: one leaf for each of `Layout.blocks`.
         """
         self.summed, self.on_disk = summed, on_disk
-        self.parts, self.mesh, self.stashes = parts, parts.mesh, stashes
-        self.config = parts.layout.config
+        self.record_update, self.records, self.layout = update, update.records, update.layout
+        self.mesh, self.stashes = update.mesh, stashes
+        self.config = update.layout.config
         self._together = AllProcesses(self.mesh, "the optimizer's update on the host", RuntimeError)
-        self.has_master = parts.layout.abstract_state.master is not None
+        self.has_master = update.layout.has_master
         self.params_away = self.config.params != "device"
         self.needs_weights = not self.has_master and not self.params_away  # float32 weights rest on the device
-        self.order = (*parts.blocks, *parts.ends)
-        self.rules = [HostRule(parts, i, self.grad_dtype(i), self.summed, self.has_master) for i in self.order]
+        self.order = (*self.layout.blocks, *self.layout.ends)
+        self.rules = [HostRule(update, i, self.grad_dtype(i), self.summed, self.has_master) for i in self.order]
         platform = self.mesh.devices.flat[0].platform
         self.hands_over = platform == "cpu"  # a GPU program cannot pass host memory to a callback
         start, leaves = 0, []
@@ -64,27 +65,27 @@ class HostUpdate:
             scalars = slice(start, start + len(rule.crossing))
             start = scalars.stop
             leaves.append(self._leaf(rule, index, scalars))
-        disk = parts.layout.disk
+        disk = self.layout.disk
         self.host = HostStep(leaves, link_of(platform), None if disk is None else disk.swap)
 
     def _leaf(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
         weight_on_device, delayed = self.needs_weights, self.config.delayed_update
-        states = len(rule.own)
+        states = len(rule.states)
         in_place = self.has_master or not (weight_on_device or delayed)
         aliases = [(1 + k, 2 + k) for k in range(states)] + ([(0, 1)] if in_place else [])
         arrays = [True] * (2 + states) + [False] * len(rule.crossing)
-        shelf = self.on_disk if index in self.parts.blocks else None
+        shelf = self.on_disk if index in self.layout.blocks else None
         return LeafKernel(
             kernel=build_kernel(rule.kernel, aliases, arrays=arrays),
             scalars=scalars,
             held=tuple(rest_of(record) for record in self._rests(index)),
             num_states=states,
-            stacked=index in self.parts.blocks,
+            stacked=index in self.layout.blocks,
             weight_on_device=weight_on_device,
             casts=self.has_master,
             params_on_device=not self.params_away,
             delayed=delayed,
-            grad=None if shelf is None else OnRecord(shelf.kind, self.parts.blocks.index(index)),
+            grad=None if shelf is None else OnRecord(shelf.kind, self.layout.blocks.index(index)),
         )
 
     # --- around a step -----------------------------------------------------------------------------------------------------
@@ -103,13 +104,13 @@ class HostUpdate:
         for leaf, index in enumerate(self.order):
             shape, delayed = self._shard_shape(index), self.config.delayed_update
             for device in local:
-                if delayed or (self.stashes and self.on_disk is None and index in self.parts.blocks):
+                if delayed or (self.stashes and self.on_disk is None and index in self.layout.blocks):
                     self.host.reserve(device, leaf, shape, self.grad_dtype(index))
                 if delayed:
-                    self.host.reserve_made(device, leaf, shape, self.parts.dtypes[index])
+                    self.host.reserve_made(device, leaf, shape, self.layout.leaves[index].dtype)
         if self.hands_over:
             return []
-        states, addresses = self.parts.flat(state), []
+        states, addresses = self.records.flat(state), []
         for leaf, index in enumerate(self.order):
             arrays = self._held(states, index) + ([state.pending.grads[leaf]] if state.pending is not None else [])
             shards = [{positions[s.device]: view(s.data) for s in a.addressable_shards} for a in arrays]
@@ -121,7 +122,9 @@ class HostUpdate:
                 self.host.bind(device, leaf, views)
         return addresses
 
-    def memory(self, states: States, part: Sequence[int], pending: Pending | None) -> tuple[list[Array], list[PartitionSpec]]:
+    def memory(
+        self, states: FlatState, part: Sequence[int], pending: Pending | None
+    ) -> tuple[list[Array], list[PartitionSpec]]:
         """Return the arrays that a callback on some leaves is handed, and their specs; nothing on a GPU."""
         arrays: list[Array] = []
         specs: list[PartitionSpec] = []
@@ -130,32 +133,34 @@ class HostUpdate:
         for index in part:
             own = self._held(states, index)
             own += [pending.grads[self.order.index(index)]] if pending is not None else []
-            lead = (None,) if index in self.parts.blocks else ()
+            lead = (None,) if index in self.layout.blocks else ()
             arrays += own
-            specs += [PartitionSpec(*lead, *self.parts.grads[index].spec)] * len(own)
+            specs += [PartitionSpec(*lead, *self.records.grads[index].spec)] * len(own)
         return arrays, specs
 
-    def _held(self, states: States, index: int) -> list[Any]:
+    def _held(self, states: FlatState, index: int) -> list[Any]:
         """Return the arrays of a leaf that its kernel works on, of those that rest in host memory."""
         return [a for a in self._chosen(states.params, states.master, states.opt, index) if not isinstance(a, OnDisk)]
 
     def _rests(self, index: int) -> list[RecordSpec]:
         """Return how all of them rest."""
-        return self._chosen(self.parts.params, self.parts.master if self.has_master else None, self.parts.opt, index)
+        return self._chosen(self.records.params, self.records.master if self.has_master else None, self.records.opt, index)
 
     def _chosen(self, params: Sequence[Any], master: Sequence[Any] | None, opt: Sequence[Any], index: int) -> list[Any]:
         """Return of a leaf the weight, unless it is on the device, the states, and the parameter to cast to, unless it is."""
         weight = master[index : index + 1] if master is not None else params[index : index + 1] if self.params_away else []
         cast = params[index : index + 1] if self.has_master and self.params_away else []
-        return [*weight, *(opt[j] for j in self.parts.update.states_of((index,))), *cast]
+        return [*weight, *(opt[j] for j in self.layout.opt_map.states_of((index,))), *cast]
 
     def moves(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
         """Return the kinds of stacked records that callbacks read and write in a tick of each phase: {phase: (reads, writes)}.
 
         Parameters that are written are the schedule's own.
         """
-        records = [r for i in self.parts.blocks for r in self._rests(i)]
-        updated = tuple(dict.fromkeys(r.shelf.kind for r in records if r.shelf is not None and r.shelf.in_place))
+        records = [r for i in self.layout.blocks for r in self._rests(i)]
+        updated = tuple(
+            dict.fromkeys(r.disk_records.kind for r in records if r.disk_records is not None and r.disk_records.in_place)
+        )
         writes = tuple(kind for kind in updated if kind != "params")
         if self.config.update == "in_backward":
             return {"backward": (updated, writes)}
@@ -163,13 +168,12 @@ class HostUpdate:
         return {"backward": ((), grads), "update": ((*grads, *updated), writes)}
 
     def _shard_shape(self, index: int) -> tuple[int, ...]:
-        leaf = jax.tree.leaves(self.parts.layout.abstract_params)[index]
-        lead = (None,) if index in self.parts.blocks else ()
-        sharding = jax.sharding.NamedSharding(self.mesh, PartitionSpec(*lead, *self.parts.grads[index].spec))
-        return sharding.shard_shape(leaf.shape)
+        lead = (None,) if index in self.layout.blocks else ()
+        sharding = jax.sharding.NamedSharding(self.mesh, PartitionSpec(*lead, *self.records.grads[index].spec))
+        return sharding.shard_shape(self.layout.leaves[index].shape)
 
     def grad_dtype(self, index: int) -> Any:
-        return self.parts.dtypes[index] if self.config.num_microbatches == 1 else jnp.dtype(jnp.float32)
+        return self.layout.leaves[index].dtype if self.config.num_microbatches == 1 else jnp.dtype(jnp.float32)
 
     def check(self, before: list[int], state: TrainState) -> None:
         """Raise what went wrong in the callbacks of a step, and make sure that the state is the memory they worked on.
@@ -196,19 +200,19 @@ class HostUpdate:
 
     def stash(self, layer: Array, grads: Sequence[Array], token: Array) -> Array:
         """Keep one layer's gradients in host memory; returns a token."""
-        records = [self.parts.grads[i] for i in self.parts.blocks]
+        records = [self.records.grads[i] for i in self.layout.blocks]
         return self._call(functools.partial(self.host.stash, first=0), (), [layer], None, None, grads, records, token)[1]
 
     def update_layer(
         self,
-        states: States,
+        states: FlatState,
         layer: Array,
         grads: Sequence[Array],
         old: Sequence[Array],
         go: Array,
         scalars: Array,
         token: Array,
-    ) -> tuple[States, Array]:
+    ) -> tuple[FlatState, Array]:
         """Update one layer.
 
         Args:
@@ -220,15 +224,15 @@ class HostUpdate:
           scalars: from `scalars`.
           token: orders the callbacks of a device.
         """
-        blocks = self.parts.blocks
+        blocks = self.layout.blocks
         new, token = self._update(states, blocks, 0, layer, grads, old, go, scalars, token)
         params = list(states.params)
         for i, value in zip(blocks, new, strict=False):
-            before = self.parts.params[i].read(params[i], layer)
-            params[i] = self.parts.params[i].write(params[i], layer, jnp.where(go, value, before))
-        return States(params, states.master, states.opt), token
+            before = self.records.params[i].read(params[i], layer)
+            params[i] = self.records.params[i].write(params[i], layer, jnp.where(go, value, before))
+        return FlatState(params, states.master, states.opt), token
 
-    def start(self, states: States, pending: Pending, token: Array) -> Array:
+    def start(self, states: FlatState, pending: Pending, token: Array) -> Array:
         """Begin the update that the step before left; returns a token."""
         memory = self.memory(states, self.order, pending)
         scalars = self.scalars(pending.shared, *pending.scalars)
@@ -236,45 +240,45 @@ class HostUpdate:
 
     def stash_ends(self, grads: Sequence[Array], token: Array) -> Array:
         """Keep the gradients of the leaves that are no stack of layers in host memory; returns a token."""
-        records = [self.parts.grads[i] for i in self.parts.ends]
-        callback = functools.partial(self.host.stash, first=len(self.parts.blocks))
+        records = [self.records.grads[i] for i in self.layout.ends]
+        callback = functools.partial(self.host.stash, first=len(self.layout.blocks))
         return self._call(callback, (), [jnp.int32(0)], None, None, grads, records, token)[1]
 
     def install(
-        self, states: States, part: Sequence[int], layer: Array, pending: Pending, token: Array
-    ) -> tuple[States, Array]:
+        self, states: FlatState, part: Sequence[int], layer: Array, pending: Pending, token: Array
+    ) -> tuple[FlatState, Array]:
         """Take over the new parameters of one layer, or of the leaves that are no stack of layers."""
         if not part:
             return states, token
-        blocks = part == self.parts.blocks
+        blocks = part == self.layout.blocks
         results = () if self.params_away else tuple(part)
-        callback = functools.partial(self.host.install, first=0 if blocks else len(self.parts.blocks), count=len(part))
+        callback = functools.partial(self.host.install, first=0 if blocks else len(self.layout.blocks), count=len(part))
         memory = self.memory(states, part, pending)
         new, token = self._call(callback, results, [layer], memory, None, (), (), token, small=False)
         params = list(states.params)
         for i, value in zip(part, new, strict=False):
-            record = self.parts.params[i]
+            record = self.records.params[i]
             before = record.read(params[i], layer) if blocks else params[i]
             value = jnp.where(pending.ready, value, before)
             params[i] = record.write(params[i], layer, value) if blocks else record.store(value)
-        return States(params, states.master, states.opt), token
+        return FlatState(params, states.master, states.opt), token
 
     def update_ends(
-        self, states: States, grads: Sequence[Array], go: Array, scalars: Array, token: Array
-    ) -> tuple[States, Array]:
+        self, states: FlatState, grads: Sequence[Array], go: Array, scalars: Array, token: Array
+    ) -> tuple[FlatState, Array]:
         """Update every leaf that is no stack of layers. The weights on the device, if any, are read from `states`."""
-        ends = self.parts.ends
+        ends = self.layout.ends
         old = [states.params[i] for i in ends] if self.needs_weights else []
-        old = [jax.lax.with_sharding_constraint(v, self.parts.grads[i].sharding) for v, i in zip(old, ends, strict=False)]
-        new, token = self._update(states, ends, len(self.parts.blocks), jnp.int32(0), grads, old, go, scalars, token)
+        old = [jax.lax.with_sharding_constraint(v, self.records.grads[i].sharding) for v, i in zip(old, ends, strict=False)]
+        new, token = self._update(states, ends, len(self.layout.blocks), jnp.int32(0), grads, old, go, scalars, token)
         params = list(states.params)
         for i, value in zip(ends, new, strict=False):
-            params[i] = self.parts.params[i].store(jnp.where(go, value, params[i]))
-        return States(params, states.master, states.opt), token
+            params[i] = self.records.params[i].store(jnp.where(go, value, params[i]))
+        return FlatState(params, states.master, states.opt), token
 
     def _update(
         self,
-        states: States,
+        states: FlatState,
         part: Sequence[int],
         first: int,
         layer: Array,
@@ -286,7 +290,7 @@ class HostUpdate:
     ) -> tuple[list[Array], Array]:
         if not part:
             return [], token
-        records = [self.parts.grads[i] for i in part]
+        records = [self.records.grads[i] for i in part]
         results = () if self.params_away else tuple(part)
         callback = functools.partial(self.host.update, first=first, count=len(part), stashed=not grads)
         where = [layer, go.astype(jnp.int32)]
@@ -324,7 +328,8 @@ class HostUpdate:
         """
         every = PartitionSpec(self.mesh.axis_names)
         made = [
-            jax.ShapeDtypeStruct(self._shard_shape(i)[int(i in self.parts.blocks) :], self.parts.dtypes[i]) for i in results
+            jax.ShapeDtypeStruct(self._shard_shape(i)[int(i in self.layout.blocks) :], self.layout.leaves[i].dtype)
+            for i in results
         ]
         after = jax.ShapeDtypeStruct((1,), jnp.int32)
         only_token = scalars is None if small is None else small
@@ -341,7 +346,7 @@ class HostUpdate:
             local,
             mesh=jax.sharding.get_abstract_mesh(),
             in_specs=(every, every, PartitionSpec(), specs, PartitionSpec(), [PartitionSpec(*r.spec) for r in records]),
-            out_specs=([PartitionSpec(*self.parts.grads[i].spec) for i in results], every),
+            out_specs=([PartitionSpec(*self.records.grads[i].spec) for i in results], every),
             check_vma=False,
         )
         positions = jnp.arange(self.mesh.size, dtype=jnp.int32)
@@ -358,16 +363,16 @@ def update_on_host(host: HostUpdate) -> Update:
     """Return the update of a resident step whose optimizer runs on the host."""
 
     def update(state: TrainState, value: Array, grads: Any) -> tuple[TrainState, dict[str, Array]]:
-        config, parts = host.config, host.parts
+        config, records = host.config, host.records
         # The kernels divide by the loss scale and clip.
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         _, norm, ok = scale_grads(config, state, grads)
         factor = clip_factor(norm, config.clip_norm)
-        states = parts.flat(state)
-        scalars = host.scalars(parts.shared_of(states), value, factor, scale)
+        states = records.flat(state)
+        scalars = host.scalars(records.shared_of(states), value, factor, scale)
         grads = [g.astype(host.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))]  # exact: cast up before
         states, _ = host.update_ends(states, grads, ok, scalars, host.first_token(state))
-        states = parts.close(states, parts.shared(states, value, ok))
-        return finish(state, *parts.trees(state, states), value, norm, ok, config.loss_scaling)
+        states = records.with_shared(states, host.record_update.shared(states, value, ok))
+        return finish(state, *records.trees(state, states), value, norm, ok, config.loss_scaling)
 
     return update

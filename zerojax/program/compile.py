@@ -71,7 +71,7 @@ def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, A
     """
     if layout.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
-    leaves, layer = unit_bytes(model, layout)
+    leaves, layer = unit_bytes(layout)
     threshold = layer if isinstance(model, LayeredModel) else max(leaves)
     shards = layout.mesh.shape[FSDP]
     options: dict[str, Any] = {

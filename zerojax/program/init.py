@@ -16,16 +16,15 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.models import LayeredModel, Model, init_params
-from zerojax.optim import Parts, States
 from zerojax.precision import PRECISIONS, init_loss_scale
 from zerojax.sharding import STAGES
-from zerojax.state import Index, Layout, OnDisk, Split, Tile, TileGroup, TrainState, is_away, is_stored
+from zerojax.state import FlatState, Index, Layout, OnDisk, Split, StateRecords, Tile, TileGroup, TrainState, fill, is_away
 
 Array = jax.Array
 
 
 def build_born_init(
-    model: Model | LayeredModel, tx: optax.GradientTransformation, layout: Layout, parts: Parts
+    model: Model | LayeredModel, tx: optax.GradientTransformation, records: StateRecords
 ) -> Callable[[Array, Array, Array, list[Array], Array], TrainState]:
     """Return `init(key, order, one, empty, number) -> state`.
 
@@ -33,7 +32,7 @@ def build_born_init(
     empty array, donated, for each leaf of the abstract state in host memory, in order, and i32[], the number of the state,
     which leaves on disk carry.
     """
-    abstract = layout.abstract_state
+    layout, abstract = records.layout, records.layout.abstract_state
     precision = PRECISIONS[layout.config.precision]
 
     def init(key: Array, order: Array, one: Array, empty: list[Array], number: Array) -> TrainState:
@@ -47,34 +46,26 @@ def build_born_init(
         rooms = jax.tree.map(
             room, (abstract.params, abstract.master, abstract.opt_state), is_leaf=lambda node: isinstance(node, OnDisk)
         )
-        states = _states(rooms)
-        made = _unstacked(model, key)
-        shared = _shared(parts, tx)
-        states = parts.close(states, shared)
-        states = _fill_ends(parts, tx, states, made, one)
+        states = records.flat_of(*rooms)
+        weights = _unstacked(model, key)
+        states = records.with_shared(states, _shared(records, tx))
+        states = _fill_ends(records, tx, states, weights, one)
         if isinstance(model, LayeredModel):
             keys = jax.random.split(jax.random.split(key, 3)[1], model.num_layers)
-            states = _fill_blocks(model, parts, tx, states, keys, order)
-        tree = jax.tree.structure(abstract.params, is_leaf=is_stored)
+            states = _fill_blocks(model, records, tx, states, keys, order)
+        params, master, opt_state = records.trees(abstract, states)
         return TrainState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
             key=jax.random.fold_in(key, 0x5EED),
-            params=jax.tree.unflatten(tree, states.params),
-            master=None if states.master is None else jax.tree.unflatten(tree, states.master),
-            opt_state=jax.tree.unflatten(jax.tree.structure(abstract.opt_state, is_leaf=is_stored), states.opt),
+            params=params,
+            master=master,
+            opt_state=opt_state,
             loss_scale=init_loss_scale(layout.config.loss_scaling) if precision.scales_loss else None,
             pending=jax.tree.map(room, abstract.pending),
         )
 
     return init
-
-
-def _states(rooms: tuple[Any, Any, Any]) -> States:
-    params, master, opt_state = rooms
-    masters = None if master is None else jax.tree.leaves(master, is_leaf=is_stored)
-    weights = jax.tree.leaves(params, is_leaf=is_stored)
-    return States(weights, masters, jax.tree.leaves(opt_state, is_leaf=is_stored))
 
 
 def _unstacked(model: Model | LayeredModel, key: Array) -> list[Array]:
@@ -87,66 +78,72 @@ def _unstacked(model: Model | LayeredModel, key: Array) -> list[Array]:
     return [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(made)]
 
 
-def _init(parts: Parts, tx: optax.GradientTransformation, part: Sequence[int], values: Sequence[Array]) -> list[Array]:
+def _init(records: StateRecords, tx: optax.GradientTransformation, part: Sequence[int], values: Sequence[Array]) -> list[Array]:
     """Return the leaves of `tx.init` where only the parameters in `part` are there."""
-    leaves, tree = jax.tree.flatten(parts.update.params)
-    return jax.tree.leaves(tx.init(jax.tree.unflatten(tree, parts.update.fill(leaves, part, values))))
+    return jax.tree.leaves(tx.init(fill(records.layout.abstract_params, part, values)))
 
 
-def _shared(parts: Parts, tx: optax.GradientTransformation) -> list[Array]:
-    made = _init(parts, tx, (), ())
-    return [made[j] for j in parts.update.shared]
+def _shared(records: StateRecords, tx: optax.GradientTransformation) -> list[Array]:
+    leaves = _init(records, tx, (), ())
+    return [leaves[j] for j in records.opt_map.shared]
 
 
-def _fill_ends(parts: Parts, tx: optax.GradientTransformation, states: States, made: list[Array], one: Array) -> States:
+def _fill_ends(
+    records: StateRecords, tx: optax.GradientTransformation, states: FlatState, weights: list[Array], one: Array
+) -> FlatState:
     """Put every unstacked leaf, and its state, in place, one after the other."""
-    for index, value in zip(parts.ends, made, strict=True):
+    for index, value in zip(records.layout.ends, weights, strict=True):
 
         def new(_: Any, __: Any, index: int = index, value: Array = value) -> tuple[Array, list[Array]]:
-            value = jax.lax.with_sharding_constraint(value, parts.grads[index].sharding)
-            state = _init(parts, tx, (index,), (value,))
-            return value, [state[j] for j in parts.update.states_of((index,))]
+            value = jax.lax.with_sharding_constraint(value, records.grads[index].sharding)
+            state = _init(records, tx, (index,), (value,))
+            return value, [state[j] for j in records.opt_map.states_of((index,))]
 
-        states, one = parts.put_leaf(states, index, new, one)
+        states, one = records.put_leaf(states, index, new, one)
     return states
 
 
 def _fill_blocks(
-    model: LayeredModel, parts: Parts, tx: optax.GradientTransformation, states: States, keys: Array, order: Array
-) -> States:
+    model: LayeredModel,
+    records: StateRecords,
+    tx: optax.GradientTransformation,
+    states: FlatState,
+    keys: Array,
+    order: Array,
+) -> FlatState:
     """Make the layers one by one, and their tiles one by one.
 
     A tile is a slice of a whole layer that is made anew for it: XLA for GPUs, which makes random numbers element by element,
     makes no more than the slice. XLA for CPUs would make all of it each time; there a layer is made once.
     """
-    on_cpu = parts.mesh.devices.flat[0].platform == "cpu"
+    on_cpu = records.mesh.devices.flat[0].platform == "cpu"
 
-    def put(states: States, part: Sequence[int], index: Index, values: list[Array], on_device: bool) -> States:
-        state = _init(parts, tx, part, [parts.grown(i, v) for i, v in zip(part, values, strict=True)])
-        after = [state[j].reshape(values[part.index(parts.owner(j))].shape) for j in parts.update.states_of(part)]
-        return parts.write_layer(states, part, index, values, after, on_device)
+    def put(states: FlatState, part: Sequence[int], index: Index, values: list[Array], on_device: bool) -> FlatState:
+        state = _init(records, tx, part, [records.as_stack(i, v) for i, v in zip(part, values, strict=True)])
+        after = [state[j].reshape(values[part.index(records.opt_map.owner(j))].shape) for j in records.opt_map.states_of(part)]
+        return records.write_layer(states, part, index, values, after, on_device)
 
-    indices = sorted(i for part in parts.kept_together for i in part)
+    indices = records.layout.stacked
 
     def block(key: Array) -> dict[int, Array]:
         """Return one layer's float32 leaves by index."""
         made = [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(model.init_block(key))]
         return dict(zip(indices, made, strict=True))
 
-    def body(on_device: bool) -> Callable[[Array, States], States]:
-        def tick(t: Array, states: States) -> States:
+    def body(on_device: bool) -> Callable[[Array, FlatState], FlatState]:
+        def tick(t: Array, states: FlatState) -> FlatState:
             layer = order[t]
             leaves = block(keys[layer])
-            values = [jax.lax.with_sharding_constraint(leaves[i], parts.grads[i].sharding) for i in parts.blocks]
-            states = put(states, parts.blocks, layer, values, on_device)
-            for group in parts.groups:
+            values = [jax.lax.with_sharding_constraint(leaves[i], records.grads[i].sharding) for i in records.layout.blocks]
+            states = put(states, records.layout.blocks, layer, values, on_device)
+            for group in records.layout.groups:
 
-                def tile(k: Array, states: States, group: TileGroup = group) -> States:
+                def tile(k: Array, states: FlatState, group: TileGroup = group) -> FlatState:
                     index = Tile(layer, order[k], group.num_tiles)
                     made = leaves if on_cpu else block(jax.lax.optimization_barrier((keys[layer], index.tile))[0])
                     values = [jax.lax.dynamic_index_in_dim(made[i], index.tile, keepdims=False) for i in group.leaves]
                     pairs = zip(group.leaves, values, strict=True)
-                    values = [jax.lax.with_sharding_constraint(v, parts.grads[i].sharding) for i, v in pairs]
+                    values = [jax.lax.with_sharding_constraint(v, records.grads[i].sharding) for i, v in pairs]
                     return put(states, group.leaves, index, values, False)
 
                 states = jax.lax.fori_loop(0, group.num_tiles, tile, states)

@@ -21,17 +21,17 @@ import optax
 from host_offload.device import check_host_slices
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, Schedule, build_schedule, moves_of
-from zerojax.config import reason, streams, updates_by_parts
+from zerojax.config import streams
 from zerojax.memory import MemoryReport, program_memory
 from zerojax.models import LayeredModel, Model
-from zerojax.optim import HostUpdate, Parts, build_update, update_in_parts, update_on_host
+from zerojax.optim import HostUpdate, RecordUpdate, build_update, update_by_record, update_on_host
 from zerojax.program.compile import CompiledStep, LoweredStep, compiler_options, with_next_number
 from zerojax.program.init import build_born_init, build_init
 from zerojax.program.read_params import ParamReader
 from zerojax.resident import build_step, plain_loss, sharded_loss
 from zerojax.runtime import SwapSession, interrupts_wait
 from zerojax.sharding import Replicated, abstract_batch, batch_sharding, check_batch, explicit, named, place_batch
-from zerojax.state import Layout, TrainState, allocate_all, check_is_there, is_away, masters
+from zerojax.state import Layout, StateRecords, TrainState, allocate_all, check_is_there, is_away, masters
 from zerojax.streamed import Plans, Scratch, StreamedStep, index_arrays
 
 logger = logging.getLogger("zerojax")
@@ -44,27 +44,27 @@ class Program:
     def __init__(self, model: Model | LayeredModel, tx: optax.GradientTransformation, layout: Layout) -> None:
         self.model, self.tx, self.layout = model, tx, layout
         self.mesh, self.config = layout.mesh, layout.config
+        self.records = StateRecords(layout)
         self.swap = None if layout.disk is None else SwapSession(layout.disk)
         self._reported: dict[str, None] = {}
         self._arrays: tuple[Plans, jax.Array] | None = None
         options = compiler_options(model, layout)
         self._streamed: StreamedStep | None = None
         if isinstance(model, LayeredModel) and streams(layout.config):
-            self._streamed = StreamedStep(model, tx, layout, self._report)
-            step, evaluate, self.parts = self._streamed.step, self._streamed.eval, self._streamed.parts
+            self._streamed = StreamedStep(model, tx, self.records, self._report)
+            step, evaluate = self._streamed.step, self._streamed.eval
             self._host = self._streamed.host
         else:
             loss = sharded_loss(model, layout, self._report)
-            self.parts = Parts(tx, layout, reason(layout.config)) if updates_by_parts(layout.config) else None
-            parts = self.parts
-            on_host = parts is not None and layout.config.update_on == "host"
-            self._host = host = HostUpdate(parts, stashes=False, summed=1) if parts is not None and on_host else None
+            record_update = RecordUpdate(tx, self.records) if layout.updates_by_record else None
+            on_host = record_update is not None and layout.config.update_on == "host"
+            self._host = host = HostUpdate(record_update, stashes=False, summed=1) if record_update and on_host else None
 
             def step(state: TrainState, batch: Any, plans: Plans, one: jax.Array, scratch: Scratch) -> Any:
                 del plans
                 update = build_update(tx, layout)
-                if parts is not None:
-                    update = update_in_parts(parts, one) if host is None else update_on_host(host)
+                if record_update is not None:
+                    update = update_by_record(record_update, one) if host is None else update_on_host(host)
                 after, metrics = build_step(model, layout, loss, update)(state, batch)
                 return (after, scratch), metrics
 
@@ -72,10 +72,10 @@ class Program:
                 del plans, one
                 return loss(params, batch, None).astype(jnp.float32)
 
-        if self.parts is None:
+        if not layout.updates_by_record:
             self._init = jax.jit(build_init(model, tx, layout), out_shardings=layout.shardings)
         else:
-            born = build_born_init(model, tx, layout, self.parts)
+            born = build_born_init(model, tx, self.records)
             whole = explicit(named(self.mesh, ()))
             empty = [a.sharding for a in jax.tree.leaves(layout.abstract_state) if is_away(a)]
             self._init = jax.jit(
@@ -88,7 +88,7 @@ class Program:
         self._compiled: dict[Any, CompiledStep] = {}
         self._grads: list[jax.Array] | None = None
         self._eval = jax.jit(evaluate, compiler_options=options)
-        self._reader = ParamReader(model, layout, self.parts, self.swap, self.calling)
+        self._reader = ParamReader(model, self.records, self.swap, self.calling)
         self._lock = threading.RLock()  # one program at a time, where it calls back
 
     def __enter__(self) -> Self:
@@ -111,7 +111,7 @@ class Program:
     def _moves(self) -> tuple[Move, ...]:
         """What a step reads from disk and writes to it, in order."""
         assert self.layout.disk is not None
-        first, last = ((), ()) if self.parts is None else self.parts.end_moves()
+        first, last = self.records.end_moves()
         by_host = {} if self._host is None else self._host.moves()
         kinds, layers = self.layout.disk.kinds.keys(), [phase.name for phase in self.schedule.phases]
         after = ["update"] if self._streamed is not None and self._streamed.ending.ends_first else []
@@ -122,7 +122,7 @@ class Program:
     @cached_property
     def _eval_moves(self) -> tuple[Move, ...]:
         assert self.layout.disk is not None
-        first = () if self.parts is None else self.parts.end_moves()[0]
+        first, _ = self.records.end_moves()
         loops = {} if self._streamed is None else self._streamed.tracer.eval_loops()
         forward = moves_of(self.schedule, self.layout.disk.kinds.keys(), ("forward",), loops=loops)
         return (*first, *(move for move in forward if move.kind.split(".")[0] == "params"))
@@ -185,7 +185,7 @@ class Program:
         with self.calling(), jax.set_mesh(self.mesh):
             if self.swap is not None:
                 self.swap.open()
-            if self.parts is None:
+            if not self.layout.updates_by_record:
                 return self._init(key)
             self.check_host_memory()
             order = self.layout.order
@@ -398,12 +398,11 @@ class Program:
         check_batch(batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
             return program_memory(
-                self.layout,
+                self.records,
                 plain_loss(self.model, self.layout),
                 self.abstract_batch(batch),
                 self.model,
                 streamed=self._streamed,
-                parts=self.parts,
             )
 
     def params(self, state: TrainState) -> Any:

@@ -1,6 +1,6 @@
 """Float32 parameters from any tier, one piece at a time: for export, where the whole tree would not fit."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import BLOCKS, LayeredModel, Model
-from zerojax.optim import Parts
 from zerojax.runtime import SwapSession
-from zerojax.state import Index, Layout, OnDisk, Tile, TileGroup, TrainState, check_is_there, is_stored, load_leaves, masters
+from zerojax.state import OnDisk, StateRecords, Tile, TileGroup, TrainState, check_is_there, is_stored, load_leaves, masters
 
 
 class ParamReader:
@@ -20,28 +19,26 @@ class ParamReader:
     def __init__(
         self,
         model: Model | LayeredModel,
-        layout: Layout,
-        parts: Parts | None,
+        records: StateRecords,
         swap: SwapSession | None,
         calling: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Read states of `layout`.
+        """Read states of a program.
 
         Args:
           model: of the program.
-          layout: likewise.
-          parts: how states rest where they do not rest on the device.
+          records: how its states rest.
           swap: of the program, where something rests on disk.
           calling: returns the context for a program that calls back.
         """
-        self.model, self.layout, self.parts, self._swap, self._calling = model, layout, parts, swap, calling
+        self.model, self.layout, self.records, self._swap, self._calling = model, records.layout, records, swap, calling
         self._ends: dict[int, Any] = {}
 
     def pieces(self, state: TrainState) -> Iterator[tuple[str, Any]]:
         """Yield (name, tree): "embed", "blocks/0" .. "blocks/L-1" and "head" of a LayeredModel, each leaf of a Model."""
         if not isinstance(self.model, LayeredModel):
-            for index, (path, _) in enumerate(jax.tree_util.tree_flatten_with_path(self.layout.abstract_params)[0]):
-                yield jax.tree_util.keystr(path), self._end(state, index)
+            for index, leaf in enumerate(self.layout.leaves):
+                yield leaf.name, self._end(state, index)
             return
         tree = self.layout.abstract_params
         indices = jax.tree.unflatten(jax.tree.structure(tree), range(len(jax.tree.leaves(tree))))
@@ -69,39 +66,25 @@ class ParamReader:
         leaf = jax.tree.leaves(masters(state), is_leaf=is_stored)[index]
         if not isinstance(leaf, OnDisk):
             return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-        parts = self.parts
-        assert parts is not None
-        if state.master is None:
-            records, held = [parts.params[index]], [leaf]
-        else:  # the master is part of a record
-            records, held = parts.opt_records((index,)), parts.opt_states(parts.flat(state), (index,))
+        specs, stacks = self.records.weight_record(self.records.flat(state), index)
         if index not in self._ends:
-            self._ends[index] = jax.jit(lambda held: load_leaves(records, held)[0])
-        return self._read(self._ends[index], held)
+            self._ends[index] = jax.jit(lambda stacks: load_leaves(specs, stacks)[0])
+        return self._read(self._ends[index], stacks)
 
     @cached_property
     def _layer(self) -> Any:
         """Return `read(state, layer, on_device, order)`: one layer of stacks that rest in any tier."""
-        tree, parts = jax.tree.structure(self.layout.abstract_params[BLOCKS]), self.parts
+        tree, records, layout = jax.tree.structure(self.layout.abstract_params[BLOCKS]), self.records, self.layout
 
         def read(state: TrainState, layer: jax.Array, on_device: bool, order: jax.Array) -> Any:
-            if parts is None:
-                stacks = masters(state)[BLOCKS]
-                return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False), stacks)
-            states, read_opt, read_params = parts.flat(state), parts.read_opt, parts.read_params
-
-            def weights(part: Sequence[int], index: Index) -> list[jax.Array]:
-                if state.master is None:
-                    return read_params(states, part, index)
-                return read_opt(states, part, index, on_device)[: len(part)]
-
-            leaves = dict(zip(parts.blocks, weights(parts.blocks, layer), strict=True))
-            for group in parts.groups:
+            states = records.flat(state)
+            leaves = dict(zip(layout.blocks, records.read_weights(states, layout.blocks, layer, on_device), strict=True))
+            for group in layout.groups:
 
                 def tile(k: jax.Array, group: TileGroup = group) -> list[jax.Array]:
-                    return weights(group.leaves, Tile(layer, k, group.num_tiles))
+                    return records.read_weights(states, group.leaves, Tile(layer, k, group.num_tiles), on_device)
 
                 leaves |= zip(group.leaves, jax.lax.map(tile, order[: group.num_tiles]), strict=True)
-            return jax.tree.unflatten(tree, [leaves[i] for i in sorted(leaves)])
+            return jax.tree.unflatten(tree, [leaves[i] for i in layout.stacked])
 
         return jax.jit(read, static_argnums=2)

@@ -38,7 +38,7 @@ def sharded_loss(model: Model | LayeredModel, layout: Layout, report: Callable[[
     loss = plain_loss(model, layout)
     if not stage.opt_state or all(spec.sharded == spec.base for spec in layout.specs.values()):
         return checked(loss)
-    rule = build_rule(model, layout, stage.params, report)
+    rule = build_rule(layout, stage.params, report)
 
     def on_shards(params: Any, batch: Any, key: Any) -> jax.Array:
         return gather_on_use(
@@ -51,9 +51,9 @@ def sharded_loss(model: Model | LayeredModel, layout: Layout, report: Callable[[
     return on_shards
 
 
-def build_rule(model: Model | LayeredModel, layout: Layout, remat: bool, report: Callable[[str], None]) -> Rule:
+def build_rule(layout: Layout, remat: bool, report: Callable[[str], None]) -> Rule:
     """Return how parameters are gathered: what neighbouring uses may share, and how large a layer may be."""
-    leaves, layer = unit_bytes(model, layout)
+    leaves, layer = unit_bytes(layout)
     return Rule(mesh=layout.mesh, axis=FSDP, remat=remat, budget_bytes=max(leaves), region_bytes=layer, report=report)
 
 

@@ -4,7 +4,10 @@ A `Layout` is made once, from abstract shapes, before anything is allocated.
 """
 
 import dataclasses
+import functools
 import logging
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,13 +15,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zerojax.config import ZeroConfig, uses_disk
+from zerojax.config import ZeroConfig, updates_by_parts, uses_disk
 from zerojax.models import BLOCKS, LayeredModel, Model, check_floating, init_params, layered_specs
 from zerojax.precision import PRECISIONS, LossScale
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Replicated, named, param_specs, replicated_leaves, stored_spec
 from zerojax.state.disk_layout import DiskLayout
-from zerojax.state.opt_state import init_opt_state_shape, opt_state_specs, owners
-from zerojax.state.tile_groups import TileGroup, tile_groups, tiled_leaves
+from zerojax.state.leaves import Leaf, TileGroup, build_leaves
+from zerojax.state.opt_state import OptStateMap, init_opt_state_shape, map_opt_state, opt_state_specs
+from zerojax.state.tile_groups import tile_groups, tiled_leaves
 from zerojax.state.train_state import OnDisk, Pending, Split, TrainState, is_stored
 
 logger = logging.getLogger("zerojax")
@@ -32,6 +36,9 @@ class Layout:
       mesh: the device mesh.
       config: as given.
       specs: LeafSpec of each parameter, by path.
+      leaves: the parameter leaves, in the order of the flattened tree.
+      groups: of a streamed step, the groups of leaves whose records are tiles.
+      opt_map: how the optimizer state divides over the leaves.
       abstract_params: the parameter tree in float32 shapes.
       abstract_arrays: TrainState of ShapeDtypeStruct with shardings, as if nothing were on disk.
       abstract_state: the same, as a program takes it: leaves of the nvme tier are OnDisk.
@@ -40,12 +47,14 @@ class Layout:
       num_layers: of a LayeredModel, else None.
       device_layers: layers of a LayeredModel whose optimizer state stays on the device while `opt_state` is off it.
       disk: the records of the nvme tier, where there is one.
-      tiles: of a streamed step, the groups of leaves whose records are tiles.
     """
 
     mesh: Mesh
     config: ZeroConfig
     specs: dict[str, LeafSpec]
+    leaves: tuple[Leaf, ...]
+    groups: tuple[TileGroup, ...]
+    opt_map: OptStateMap
     abstract_params: Any
     abstract_arrays: TrainState
     abstract_state: TrainState
@@ -54,16 +63,41 @@ class Layout:
     num_layers: int | None = None
     device_layers: int = 0
     disk: DiskLayout | None = None
-    tiles: tuple[TileGroup, ...] = ()
 
-    def lead(self, index: int) -> int:
-        """Return how many leading dims of a stacked parameter leaf count its records: 2 for tiles, else 1."""
-        return 2 if any(index in group.leaves for group in self.tiles) else 1
+    @functools.cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Indices of the leaves of which a layer's record holds one layer."""
+        return tuple(i for i, leaf in enumerate(self.leaves) if leaf.role == "block")
+
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Indices of the leaves that are no stack of layers."""
+        return tuple(i for i, leaf in enumerate(self.leaves) if leaf.role == "end")
+
+    @functools.cached_property
+    def stacked(self) -> tuple[int, ...]:
+        """Indices of the stacks of layers: of `blocks` and of all `groups`, in order."""
+        return tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_stacked)
+
+    @property
+    def record_parts(self) -> list[tuple[int, ...]]:
+        """The stacked leaves by the record that they share: a layer's, then a tile's of each group."""
+        return [self.blocks, *(group.leaves for group in self.groups)]
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there are float32 masters beside the parameters."""
+        return self.abstract_state.master is not None
+
+    @property
+    def updates_by_record(self) -> bool:
+        """Whether the optimizer is applied to a layer or a leaf at a time: some state rests off the device."""
+        return updates_by_parts(self.config)
 
     @property
     def order(self) -> jax.Array:
         """Indices 0, 1, .. of as many layers, and tiles of a layer, as there are: i32[n], to be an argument of programs."""
-        return jnp.arange(max(self.num_layers or 0, *(group.num_tiles for group in self.tiles), 0))
+        return jnp.arange(max(self.num_layers or 0, *(group.num_tiles for group in self.groups), 0))
 
     def param_shardings(self, sharded: bool) -> Any:
         """Return the parameters' shardings on the device, split over the ZeRO axis or not."""
@@ -108,18 +142,21 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     """
     stage, precision = STAGES[config.stage], PRECISIONS[config.precision]
     abstract_key = jax.eval_shape(lambda: jax.random.key(0))
-    made = jax.eval_shape(lambda key: init_params(model, key), abstract_key)
-    check_floating(made)
-    given = model.specs if isinstance(model, Model) else layered_specs(model)
-    specs = param_specs(made, given, mesh, FSDP, first_dims=_first_dims(model, made), min_shard_bytes=config.min_shard_bytes)
+    params = jax.eval_shape(lambda key: init_params(model, key), abstract_key)
+    check_floating(params)
+    user_specs = model.specs if isinstance(model, Model) else layered_specs(model)
+    first_dims = _first_dims(model, params)
+    specs = param_specs(params, user_specs, mesh, FSDP, first_dims=first_dims, min_shard_bytes=config.min_shard_bytes)
 
-    master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), made)
-    compute = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(precision.compute_dtype)), made)
+    master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
+    compute = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(precision.compute_dtype)), params)
+    groups = tile_groups(model, params, config)
+    leaves = build_leaves(model, compute, specs, groups)
     opt_state = init_opt_state_shape(tx, master)
-    opt_specs = opt_state_specs(opt_state, master, specs, mesh, FSDP, config.min_shard_bytes)
+    opt_map = map_opt_state(opt_state, master)
+    opt_specs = opt_state_specs(opt_map, [leaf.spec for leaf in leaves], mesh, FSDP, config.min_shard_bytes)
     scalar = named(mesh, ())
-    tree = jax.tree.structure(opt_state)
-    is_shared = jax.tree.unflatten(tree, [owner is None for owner in owners(opt_state, master)])  # scalars of the program
+    is_shared = jax.tree.unflatten(jax.tree.structure(opt_state), [owner is None for owner in opt_map.owners])
 
     def state_of(scalar: Any, key: Any, params: Any, master: Any, opt_state: Any, counter: Any) -> TrainState:
         return TrainState(
@@ -135,8 +172,8 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     shardings = state_of(
         scalar,
         scalar,
-        _param_shardings(made, specs, mesh, stage.params, _array_tier(config.params)),
-        _param_shardings(made, specs, mesh, stage.opt_state, _array_tier(config.opt_state)),
+        _param_shardings(params, specs, mesh, stage.params, _array_tier(config.params)),
+        _param_shardings(params, specs, mesh, stage.opt_state, _array_tier(config.opt_state)),
         jax.tree.map(
             lambda s, shared: named(
                 mesh, stored_spec(s, stage.opt_state), "device" if shared else _array_tier(config.opt_state)
@@ -150,13 +187,13 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     abstract_state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
     device_layers = int(config.opt_state_device_fraction * model.num_layers) if isinstance(model, LayeredModel) else 0
     if device_layers:
-        abstract_state = _split_opt_state(abstract_state, made, device_layers, mesh)
+        abstract_state = _split_opt_state(abstract_state, leaves, opt_map, device_layers, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
-    replicated = tuple(replicated_leaves(made, specs)) if stage.opt_state else ()
+    replicated = tuple(replicated_leaves(params, specs)) if stage.opt_state else ()
     _report(replicated, mesh)
     num_layers = model.num_layers if isinstance(model, LayeredModel) else None
     if config.delayed_update and num_layers is not None:
-        pending = _pending(master, opt_state, specs, config, mesh)
+        pending = _pending(leaves, opt_map, config, mesh)
         abstract_state = dataclasses.replace(abstract_state, pending=pending)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     arrays, disk = abstract_state, None
@@ -164,22 +201,19 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
         disk = DiskLayout(config, mesh)
         abstract_state = _on_disk(abstract_state, is_shared, config, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
-    tiles = tile_groups(model, made, config)
     return Layout(
-        mesh, config, specs, master, arrays, abstract_state, shardings, replicated, num_layers, device_layers, disk, tiles
-    )
+        mesh, config, specs, leaves, groups, opt_map, master, arrays, abstract_state, shardings, replicated, num_layers,
+        device_layers, disk,
+    )  # fmt: skip
 
 
 def _first_dims(model: Model | LayeredModel, params: Any) -> dict[str, int]:
     """Return by path the dims that come before those that may be split: that of layers, and that of tiles."""
     if not isinstance(model, LayeredModel):
         return {}
-    paths = jax.tree_util.tree_flatten_with_path(params[BLOCKS])[0]
-    root = jax.tree_util.DictKey(BLOCKS)
-    return {
-        jax.tree_util.keystr((root, *path)): 1 + bool(tiled)
-        for (path, _), tiled in zip(paths, tiled_leaves(model, params), strict=True)
-    }
+    paths = jax.tree_util.tree_flatten_with_path({BLOCKS: params[BLOCKS]})[0]
+    flags = tiled_leaves(model, params)
+    return {jax.tree_util.keystr(path): 1 + bool(tiled) for (path, _), tiled in zip(paths, flags, strict=True)}
 
 
 def _array_tier(tier: str) -> str:
@@ -207,39 +241,36 @@ def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) 
     )
 
 
-def _pending(params: Any, opt_state: Any, specs: dict[str, LeafSpec], config: ZeroConfig, mesh: Mesh) -> Pending:
+def _pending(leaves: Sequence[Leaf], opt_map: OptStateMap, config: ZeroConfig, mesh: Mesh) -> Pending:
     """Return the shapes of a delayed update, the stacked layers' leaves before the others."""
     dtype = jnp.dtype(PRECISIONS[config.precision].compute_dtype if config.num_microbatches == 1 else "float32")
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    leaves.sort(key=lambda entry: entry[0][0] != jax.tree_util.DictKey(BLOCKS))  # stable
 
-    def grad(path: tuple[Any, ...], leaf: Any) -> Any:
-        spec = stored_spec(specs[jax.tree_util.keystr(path)], STAGES[config.stage].opt_state)
+    def grad(leaf: Leaf) -> Any:
+        spec = stored_spec(leaf.spec, STAGES[config.stage].opt_state)
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=named(mesh, spec, config.opt_state))
 
     def scalar(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=named(mesh, ()))
 
-    mirrors = zip(jax.tree.leaves(opt_state), owners(opt_state, params), strict=True)
     return Pending(
-        grads=[grad(path, leaf) for path, leaf in leaves],
-        shared=[scalar(leaf) for leaf, owner in mirrors if owner is None],
+        grads=[grad(leaf) for leaf in sorted(leaves, key=lambda leaf: not leaf.is_stacked)],  # sorted is stable
+        shared=[scalar(opt_map.leaves[j]) for j in opt_map.shared],
         scalars=scalar(jax.ShapeDtypeStruct((3,), jnp.float32)),  # pyright: ignore[reportArgumentType]
         ready=scalar(jax.ShapeDtypeStruct((), jnp.bool_)),  # pyright: ignore[reportArgumentType]
     )
 
 
-def _split_opt_state(state: TrainState, params: Any, layers: int, mesh: Mesh) -> TrainState:
+def _split_opt_state(state: TrainState, leaves: Sequence[Leaf], opt_map: OptStateMap, layers: int, mesh: Mesh) -> TrainState:
     """Keep the optimizer state and masters of the first `layers` layers on the device."""
-    num_layers = jax.tree.leaves(params[BLOCKS])[0].shape[0]
-    blocks = [path[0] == jax.tree_util.DictKey(BLOCKS) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    owned = [owner is not None and blocks[owner] for owner in owners(state.opt_state, params)]
-    opt_state = _split(
-        state.opt_state, jax.tree.unflatten(jax.tree.structure(state.opt_state), owned), layers, num_layers, mesh
-    )
+    num_layers = next(leaf.shape[0] for leaf in leaves if leaf.is_stacked)
+
+    def split(tree: Any, stacked: Sequence[bool]) -> Any:
+        return _split(tree, jax.tree.unflatten(jax.tree.structure(tree), stacked), layers, num_layers, mesh)
+
+    opt_state = split(state.opt_state, [owner is not None and leaves[owner].is_stacked for owner in opt_map.owners])
     master = state.master
     if master is not None:
-        master = _split(master, jax.tree.unflatten(jax.tree.structure(params), blocks), layers, num_layers, mesh)
+        master = split(master, [leaf.is_stacked for leaf in leaves])
     return dataclasses.replace(state, opt_state=opt_state, master=master)
 
 
@@ -254,18 +285,17 @@ def _report(replicated: tuple[Replicated, ...], mesh: Mesh) -> None:
         )  # fmt: skip
 
 
-def unit_bytes(model: Model | LayeredModel, layout: Layout) -> tuple[list[int], int]:
+def unit_bytes(layout: Layout) -> tuple[list[int], int]:
     """Return the gathered bytes of each parameter leaf, and the most that may count as one layer.
 
     A stacked leaf of a LayeredModel counts as one layer's, and a layer is a block. A Model's layers are not known: half of
     the model is the most that may.
     """
-    itemsize = jnp.dtype(PRECISIONS[layout.config.precision].compute_dtype).itemsize
-    leaves, block = [], 0
-    for path, leaf in jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]:
-        num_bytes = leaf.size * itemsize
-        if isinstance(model, LayeredModel) and path[0] == jax.tree_util.DictKey(BLOCKS):
-            num_bytes //= model.num_layers
+    sizes, block = [], 0
+    for leaf in layout.leaves:
+        num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if layout.num_layers is not None and leaf.is_stacked:
+            num_bytes //= layout.num_layers
             block += num_bytes
-        leaves.append(num_bytes)
-    return leaves, max(block or sum(leaves) // 2, max(leaves))
+        sizes.append(num_bytes)
+    return sizes, max(block or sum(sizes) // 2, max(sizes))

@@ -1,5 +1,8 @@
 """The shape of optax's state: which of its leaves mirror a parameter, and how they are sharded."""
 
+import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,41 +13,82 @@ from jax.sharding import Mesh
 from zerojax.sharding import LeafSpec, leaf_spec
 
 
-def owners(abstract_opt_state: Any, abstract_params: Any) -> tuple[int | None, ...]:
-    """Return, for each leaf of the optimizer state, the index of the parameter leaf it mirrors (same path, same shape)."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class OptStateMap:
+    """How an optimizer's state divides over the parameters.
+
+    Attributes:
+      abstract: the abstract optimizer state.
+      owners: for each leaf of the state the index of the parameter leaf that it mirrors; None: it mirrors none.
+    """
+
+    abstract: Any
+    owners: tuple[int | None, ...]
+
+    @functools.cached_property
+    def leaves(self) -> list[Any]:
+        """The leaves of the abstract state."""
+        return jax.tree.leaves(self.abstract)
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The paths of the leaves, as strings."""
+        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(self.abstract)[0]]
+
+    @functools.cached_property
+    def shared(self) -> tuple[int, ...]:
+        """Indices of the leaves that mirror no parameter: of an elementwise optimizer, scalars that all parameters share."""
+        return tuple(j for j, owner in enumerate(self.owners) if owner is None)
+
+    def states_of(self, part: Sequence[int]) -> tuple[int, ...]:
+        """Return the indices of the state leaves that mirror the parameter leaves in `part`, in the order of the state."""
+        chosen = set(part)
+        return tuple(j for j, owner in enumerate(self.owners) if owner in chosen)
+
+    def owner(self, index: int) -> int:
+        """Return the index of the parameter leaf that a leaf of the state mirrors."""
+        owner = self.owners[index]
+        assert owner is not None
+        return owner
+
+
+def map_opt_state(abstract_opt_state: Any, abstract_params: Any) -> OptStateMap:
+    """Find the parameter leaf that each leaf of the optimizer state mirrors: the one of the same path and the same shape."""
     params = {path: (i, leaf.shape) for i, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(abstract_params)[0])}
 
     def owner(path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
-        for start in range(len(path) + 1):
-            index, own = params.get(path[start:], (None, None))
-            if index is not None and own == shape:
+        for start in range(len(path) + 1):  # optax puts a parameter's path behind that of its own state
+            index, param_shape = params.get(path[start:], (None, None))
+            if index is not None and param_shape == shape:
                 return index
         return None
 
-    return tuple(owner(path, leaf.shape) for path, leaf in jax.tree_util.tree_flatten_with_path(abstract_opt_state)[0])
+    leaves = jax.tree_util.tree_flatten_with_path(abstract_opt_state)[0]
+    return OptStateMap(abstract_opt_state, tuple(owner(path, leaf.shape) for path, leaf in leaves))
 
 
 class OptimizerError(ValueError):
     """An optimizer that cannot work, told by this package's own wrappers: raised as it is."""
 
 
-def opt_state_specs(
-    abstract_opt_state: Any, abstract_params: Any, specs: dict[str, LeafSpec], mesh: Mesh, axis: str, min_shard_bytes: int
-) -> Any:
-    """Return a LeafSpec for each leaf of the optimizer state, as a tree of its structure."""
-    params = {
-        path: (leaf.shape, specs[jax.tree_util.keystr(path)])
-        for path, leaf in jax.tree_util.tree_flatten_with_path(abstract_params)[0]
-    }
+def fill(abstract: Any, indices: Sequence[int], values: Sequence[Any]) -> Any:
+    """Return a tree like `abstract` of `values` at these indices among its leaves, and of empty arrays, (0, ...), elsewhere."""
+    leaves, tree = jax.tree.flatten(abstract)
+    by_index = dict(zip(indices, values, strict=True))
+    filled = [by_index[i] if i in by_index else jnp.zeros((0,) * len(a.shape), a.dtype) for i, a in enumerate(leaves)]
+    return jax.tree.unflatten(tree, filled)
 
-    def spec_of(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> LeafSpec:
-        for start in range(len(path) + 1):
-            shape, spec = params.get(path[start:], (None, None))
-            if spec is not None and shape == leaf.shape:
-                return spec
-        return leaf_spec(leaf.shape, mesh, axis, min_shard_bytes=min_shard_bytes)
 
-    return jax.tree_util.tree_map_with_path(spec_of, abstract_opt_state)
+def opt_state_specs(opt_map: OptStateMap, specs: Sequence[LeafSpec], mesh: Mesh, axis: str, min_shard_bytes: int) -> Any:
+    """Return a LeafSpec for each leaf of the optimizer state, as a tree of its structure.
+
+    A leaf that mirrors a parameter has the parameter's, of `specs`; a factored or extra leaf is split by its own shape.
+    """
+    of_leaves = [
+        leaf_spec(leaf.shape, mesh, axis, min_shard_bytes=min_shard_bytes) if owner is None else specs[owner]
+        for leaf, owner in zip(opt_map.leaves, opt_map.owners, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(opt_map.abstract), of_leaves)
 
 
 def check_optimizer(tx: Any) -> None:

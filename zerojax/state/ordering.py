@@ -1,6 +1,10 @@
-"""Orders that XLA must keep: what waits for what inside a program."""
+"""Orders that XLA must keep: what waits for what inside a program.
 
-from collections.abc import Mapping
+On GPUs an `optimization_barrier` says it. XLA for CPUs removes barriers before it schedules, so there the same order is made a
+dependence on values, which costs a scalar operation and changes no number.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -8,19 +12,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 Array = jax.Array
-
-
-def opaque(moved: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """Return the result of a branch, what only passes through it computed in a way that XLA does not see through."""
-    *values, landing = moved
-
-    def same(a: Array) -> Array:
-        if not a.size:
-            return a
-        first = jnp.ravel(a)[0]
-        return jnp.where((first != first) & (first == first), jnp.zeros_like(a), a)
-
-    return *values, jax.tree.map(same, landing)  # pyright: ignore[reportReturnType]
 
 
 Plan = Mapping[str, Array]
@@ -31,17 +22,55 @@ PlanT = TypeVar("PlanT", bound=Plan | Mapping[str, Plan] | Array)
 def wait_for(plan: PlanT, values: Any, mesh: Mesh) -> tuple[PlanT, Any]:
     """Return i32 arrays, such as a phase's, known only when `values` are, and `values`: what reads them comes after those.
 
-    XLA for CPUs drops barriers. There the arrays are computed from a value, in a way that it does not see through.
+    XLA for CPUs drops barriers. There a zero is added to the arrays that is computed from one of the values in a way that XLA
+    does not see through: it does not simplify `x != x`, which holds of NaN, nor what is made of it.
     """
     plan, values = jax.lax.optimization_barrier((plan, values))
     if mesh.devices.flat[0].platform != "cpu":
         return plan, values
-    held = next((a for a in jax.tree.leaves(values) if a.size), None)
-    if held is None:
+    array = next((a for a in jax.tree.leaves(values) if a.size), None)
+    if array is None:
         return plan, values
-    first = jnp.ravel(held)[0]
-    if jnp.issubdtype(held.dtype, jnp.floating):
+    first = jnp.ravel(array)[0]
+    if jnp.issubdtype(array.dtype, jnp.floating):
         never = (first != first) & (first == first)
     else:  # of integers XLA knows the above; a token is the number of a state, or 0
-        never = first == jnp.iinfo(held.dtype).min
+        never = first == jnp.iinfo(array.dtype).min
     return jax.tree.map(lambda a: a + never.astype(a.dtype), plan), values
+
+
+def order_read_before_write(
+    ok: Array, update: Callable[[Any], Any], keep: Callable[[Any], Any], values: Any, mesh: Mesh
+) -> tuple[Any, Any, Any]:
+    """Return `update(values)`, between the reads of a stack that made `values` and the writes of what is returned.
+
+    Where a stack is read and then updated in place, XLA must know that order, or it copies the stack in every tick. XLA for
+    GPUs keeps it by barriers. XLA for CPUs drops them, and merges slices of the stack into what uses them; but it does not
+    merge what goes through a branch.
+
+    Args:
+      ok: bool[], which `update` reads: where it is false, `update(values)` and `keep(values)` are the same.
+      update: values -> (weights, optimizer state, landing), of which `landing` only passes through.
+      keep: likewise, without an update.
+      values: what was read.
+      mesh: the device mesh.
+    """
+    if mesh.devices.flat[0].platform == "cpu":
+        return jax.lax.cond(ok, lambda v: _opaque(update(v)), lambda v: _opaque(keep(v)), values)
+    return jax.lax.optimization_barrier(update(jax.lax.optimization_barrier(values)))
+
+
+def _opaque(results: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """Return the results of a branch, what only passes through it computed in a way that XLA does not see through.
+
+    What is the same in both branches XLA takes out of them.
+    """
+    *values, landing = results
+
+    def same(a: Array) -> Array:
+        if not a.size:
+            return a
+        first = jnp.ravel(a)[0]
+        return jnp.where((first != first) & (first == first), jnp.zeros_like(a), a)
+
+    return *values, jax.tree.map(same, landing)  # pyright: ignore[reportReturnType]

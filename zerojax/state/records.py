@@ -59,14 +59,14 @@ class RecordSpec:
       mesh: the device mesh.
       spec: of the leaf, without the layer dim, and of a stack of tiles without the tile dim.
       tier: where it rests; of a Split stack, the tier of its second part.
-      shelf: of the nvme tier, the records that it is part of.
+      disk_records: of the nvme tier, the records that it is part of.
       leaf: its place among their leaves.
     """
 
     mesh: Mesh
     spec: Spec
     tier: str
-    shelf: DiskRecords | None = None
+    disk_records: DiskRecords | None = None
     leaf: int = 0
 
     @property
@@ -136,9 +136,9 @@ def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], layer: Inde
     there = [] if on_device else [i for i, stack in enumerate(stacks) if _on_disk(stack) is not None]
     if not there:
         return [r.read(stack, layer, on_device) for r, stack in zip(records, stacks, strict=True)]
-    shelf, leaf = _shelf(records[there[0]]), _on_disk(stacks[there[0]])
+    disk_records, leaf = _disk_records(records[there[0]]), _on_disk(stacks[there[0]])
     assert leaf is not None
-    fetched = dict(zip(there, shelf.fetch(leaf.token, _record(stacks[there[0]], layer)), strict=True))
+    fetched = dict(zip(there, disk_records.fetch(leaf.token, _record(stacks[there[0]], layer)), strict=True))
     each = enumerate(zip(records, stacks, strict=True))
     return [fetched[i] if i in fetched else r.read(stack, layer, on_device) for i, (r, stack) in each]
 
@@ -151,10 +151,10 @@ def write_layer(
     each = zip(records, stacks, values, strict=True)
     if not there:
         return [r.write(stack, layer, value, on_device) for r, stack, value in each]
-    shelf, leaf = _shelf(records[there[0]]), _on_disk(stacks[there[0]])
+    disk_records, leaf = _disk_records(records[there[0]]), _on_disk(stacks[there[0]])
     assert leaf is not None
     shards = [jax.lax.with_sharding_constraint(values[i], records[i].sharding) for i in there]
-    token = shelf.store(leaf.token, _record(stacks[there[0]], layer), shards)
+    token = disk_records.store(leaf.token, _record(stacks[there[0]], layer), shards)
     after = []
     for i, (record, stack, value) in enumerate(each):
         if i not in there:
@@ -194,9 +194,9 @@ def _record(stack: Any, layer: Index) -> Array:
     return layer - stack.device.shape[0] if isinstance(stack, Split) else layer
 
 
-def _shelf(record: RecordSpec) -> DiskRecords:
-    assert record.shelf is not None
-    return record.shelf
+def _disk_records(record: RecordSpec) -> DiskRecords:
+    assert record.disk_records is not None
+    return record.disk_records
 
 
 def pick(values: Sequence[Any], indices: Sequence[int]) -> list[Any]:

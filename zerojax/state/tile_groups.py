@@ -4,7 +4,6 @@ A **group** is the stacks [T, ...] that one module holds, such as the weights of
 them together, in one loop. What a block has besides is one record a layer, stacks of one tile included.
 """
 
-import dataclasses
 import itertools
 import logging
 import re
@@ -13,30 +12,11 @@ from typing import Any
 
 import jax
 
-from host_offload.schedule import tiles_kind
 from zerojax.config import ZeroConfig, streams, whole_layers
 from zerojax.models import BLOCKS, LayeredModel, Model
+from zerojax.state.leaves import TileGroup, is_stacked
 
 logger = logging.getLogger("zerojax")
-
-
-@dataclasses.dataclass(frozen=True)
-class TileGroup:
-    """Stacks of tiles that are used together.
-
-    Attributes:
-      name: where they are in a layer, such as "mlp".
-      leaves: their indices among the parameter leaves, in order.
-      num_tiles: T.
-    """
-
-    name: str
-    leaves: tuple[int, ...]
-    num_tiles: int
-
-    def kind(self, kind: str) -> str:
-        """Return the name of this group's records of a kind."""
-        return tiles_kind(kind, self.name)
 
 
 def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool | int]:
@@ -46,13 +26,13 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool
       ValueError: `model.tiles` has another structure, names a leaf without a tile dim, or counts more tiles than there are.
     """
     is_layered = isinstance(model, LayeredModel)
-    held, what = (abstract_params[BLOCKS], "parameters of one layer") if is_layered else (abstract_params, "parameters")
+    params, what = (abstract_params[BLOCKS], "parameters of one layer") if is_layered else (abstract_params, "parameters")
     try:
-        filled = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), model.tiles, held)
+        filled = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), model.tiles, params)
         flags = jax.tree.leaves(filled)
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(f"tiles must mirror the {what}, or be a prefix of their tree: {e}") from e
-    for flag, (path, leaf) in zip(flags, jax.tree_util.tree_flatten_with_path(held)[0], strict=True):
+    for flag, (path, leaf) in zip(flags, jax.tree_util.tree_flatten_with_path(params)[0], strict=True):
         if not isinstance(flag, int) or (flag is not False and flag < 1):
             raise ValueError(
                 f"tiles holds {flag!r} for {jax.tree_util.keystr(path)}: True or False is needed, or how many tiles lie along "
@@ -83,23 +63,23 @@ def tile_groups(model: Model | LayeredModel, abstract_params: Any, config: ZeroC
         return ()
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(abstract_params)[0]]
     leaves = jax.tree.leaves(abstract_params)
-    stacked = [i for i, path in enumerate(paths) if path[0] == jax.tree_util.DictKey(BLOCKS)]
-    held: dict[tuple[Any, ...], list[int]] = {}
+    stacked = [i for i, path in enumerate(paths) if is_stacked(model, path)]
+    modules: dict[tuple[Any, ...], list[int]] = {}  # the stacks of tiles that each holds
     for i, flag in zip(stacked, flags, strict=True):
         if flag and leaves[i].shape[1] > 1:
-            held.setdefault(paths[i][1:-1], []).append(i)
+            modules.setdefault(paths[i][1:-1], []).append(i)
     groups: list[TileGroup] = []
-    for path, own in held.items():
+    for path, indices in modules.items():
         name, taken = _path_name(path), [group.name for group in groups]
         name = next(n for n in (f"{name}{k or ''}" for k in itertools.count()) if n not in taken)
-        counts = {jax.tree_util.keystr(paths[i]): leaves[i].shape[1] for i in own}
+        counts = {jax.tree_util.keystr(paths[i]): leaves[i].shape[1] for i in indices}
         if len(set(counts.values())) > 1:
             raise ValueError(f"stacks of tiles that one module holds are used together, but differ in their tiles: {counts}")
-        groups.append(TileGroup(name, tuple(own), leaves[own[0]].shape[1]))
+        groups.append(TileGroup(name, tuple(indices), leaves[indices[0]].shape[1]))
     return tuple(groups)
 
 
 def _path_name(path: Sequence[Any]) -> str:
     """Return the name of what holds a stack, which is part of the name of a folder: other characters are told by number."""
     keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
-    return ".".join(re.sub(r"[^A-Za-z0-9_-]", lambda found: f"%{ord(found[0]):x}", key) for key in keys) or "block"
+    return ".".join(re.sub(r"[^A-Za-z0-9_-]", lambda match: f"%{ord(match[0]):x}", key) for key in keys) or "block"

@@ -47,7 +47,7 @@ class ResidualPlan:
     @property
     def in_memory(self) -> tuple[int, ...]:
         """Indices of those that rest in host memory, which XLA reads and writes."""
-        return tuple(i for i in self.away if self.records[i].shelf is None)
+        return tuple(i for i in self.away if self.records[i].disk_records is None)
 
     def fetch(self, stacks: Sequence[Any], layer: Array) -> list[Array]:
         """Return those of one layer that rest off the device."""
@@ -80,7 +80,7 @@ class BlockTracer:
 
     def _block(self) -> Any:
         """Return the shapes of one layer's parameters, in the compute dtype."""
-        stacks = [self.plan.abstract[i] for i in self.plan.stacked]
+        stacks = [self.plan.leaves[i] for i in self.plan.stacked]
         return self.block_tree([jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks])
 
     def block_tree(self, leaves: Sequence[Any]) -> Any:
@@ -116,8 +116,8 @@ class BlockTracer:
             names = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]]
             inputs, num = records[: len(leaves)], self.model.num_layers
             specs = [r.spec for r in inputs]
-            shelf = self.layout.disk.declare("activations", num, names, shapes[: len(leaves)], specs, lifetime="step")
-            records[: len(leaves)] = [dataclasses.replace(r, shelf=shelf) for r in inputs]
+            disk_records = self.layout.disk.declare("activations", num, names, shapes[: len(leaves)], specs, lifetime="step")
+            records[: len(leaves)] = [dataclasses.replace(r, disk_records=disk_records) for r in inputs]
         self.traced = tiled
         return ResidualPlan(layer, tuple(records), shapes, x_tree, tiled)
 

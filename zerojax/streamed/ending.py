@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from zerojax.optim import Parts, States, finish
-from zerojax.state import Pending, Plan, TrainState
+from zerojax.optim import RecordUpdate, finish
+from zerojax.state import FlatState, Pending, Plan, TrainState
 from zerojax.streamed.phases import Tick
 
 Array = jax.Array
@@ -79,11 +79,14 @@ class Ending(Protocol):
         ...
 
 
-def closed(parts: Parts, sums: BackwardResult, states: States, norm: Array, pending: Pending | None = None) -> Result:
+def closed(
+    update: RecordUpdate, sums: BackwardResult, states: FlatState, norm: Array, pending: Pending | None = None
+) -> Result:
     """Move the shared scalars on and finish the step."""
     ok, state = jnp.isfinite(norm), sums.state
-    states = parts.close(states, parts.shared(states, sums.loss, ok))
-    return finish(state, *parts.trees(state, states), sums.loss, norm, ok, parts.layout.config.loss_scaling, pending)
+    records = update.records
+    states = records.with_shared(states, update.shared(states, sums.loss, ok))
+    return finish(state, *records.trees(state, states), sums.loss, norm, ok, update.layout.config.loss_scaling, pending)
 
 
 def loss_scale(state: TrainState) -> Array:

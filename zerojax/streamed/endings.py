@@ -23,8 +23,8 @@ import optax
 
 from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
-from zerojax.optim import Parts, States, build_update, clip_factor
-from zerojax.state import Index, Plan, Tile, TrainState, is_stored, pick, read_layer, wait_for, write_layer
+from zerojax.optim import RecordUpdate, build_update, clip_factor
+from zerojax.state import FlatState, Index, Plan, Tile, TrainState, is_stored, pick, read_layer, wait_for, write_layer
 from zerojax.streamed.ending import BackwardResult, RecordGrads, Result, closed
 from zerojax.streamed.phases import Tick, run_phase
 from zerojax.streamed.plan import StreamedPlan
@@ -86,14 +86,14 @@ class WholeTree(StoredGrads):
 class ByLayers(StoredGrads):
     """The update is a loop over layers, and over each group's tiles, whose records come from where they rest and go back."""
 
-    def __init__(self, layout: StreamedPlan, parts: Parts) -> None:
+    def __init__(self, layout: StreamedPlan, update: RecordUpdate) -> None:
         super().__init__(layout)
-        self.parts = parts
+        self.record_update, self.records = update, update.records
         # The layer updated first is the one whose gradient was stored last: on disk that write is done meanwhile.
         self.ends_first = layout.layout.disk is not None
 
     def end(self, sums: BackwardResult) -> Result:
-        layout, parts, state = self.layout, self.parts, sums.state
+        layout, update, records, state = self.layout, self.record_update, self.records, sums.state
         # What the update fetches first comes after backward, not before it.
         plans, squares = wait_for(sums.plans, sums.carried["squares"], layout.mesh)
         sums = dataclasses.replace(sums, carried=sums.carried | {"squares": squares})
@@ -104,12 +104,12 @@ class ByLayers(StoredGrads):
             grad = layout.unscaled(grad, state)
             return grad if self.config.clip_norm is None else grad * factor
 
-        states = parts.flat(state)
-        shared = parts.shared_of(states)
+        states = records.flat(state)
+        shared = records.shared_of(states)
         ends = [ready(g) for g in sums.ends]
         if self.ends_first:
-            states = parts.update_ends(states, ends, shared, sums.loss, ok, sums.one)
-            if (token := parts.end_token(states)) is not None:
+            states = update.update_ends(states, ends, shared, sums.loss, ok, sums.one)
+            if (token := records.end_token(states)) is not None:
                 plans, _ = wait_for(plans, token, layout.mesh)
         loops = [UpdateLoop(layout.schedule.phase("update"), plans["update"], layout.blocks, layout.layout.device_layers)]
         for group, tiles in layout.loops:
@@ -120,14 +120,14 @@ class ByLayers(StoredGrads):
             if before:  # the disk sees one order
                 loop = dataclasses.replace(loop, plan=wait_for(loop.plan, before, layout.mesh)[0])
             states = self.update_records(sums, states, loop, ready, ok)
-            before = parts.tokens(states, loop.part) or before
+            before = records.tokens(states, loop.part) or before
         if not self.ends_first:
-            states = parts.update_ends(states, ends, shared, sums.loss, ok, sums.one)
-        return closed(parts, sums, states, norm)
+            states = update.update_ends(states, ends, shared, sums.loss, ok, sums.one)
+        return closed(update, sums, states, norm)
 
     def update_records(
-        self, sums: BackwardResult, states: States, loop: "UpdateLoop", ready: Callable[[Array], Array], ok: Array
-    ) -> States:
+        self, sums: BackwardResult, states: FlatState, loop: "UpdateLoop", ready: Callable[[Array], Array], ok: Array
+    ) -> FlatState:
         """Update the records of one loop.
 
         Args:
@@ -137,28 +137,30 @@ class ByLayers(StoredGrads):
           ready: a stored gradient -> the one to update with.
           ok: bool[], whether to update at all.
         """
-        layout, parts, part, at = self.layout, self.parts, loop.part, loop.at
-        shared = parts.shared_of(states)
+        layout, records, part, at = self.layout, self.records, loop.part, loop.at
+        shared = records.shared_of(states)
         old_away = states.master is None and layout.params_away
         opt_away = self.config.opt_state != "device"
         opt_ahead = opt_away and not (loop.on_device and (old_away or layout.grads_away))
         num = len(part)
 
-        def fetch(states: States, layer: Array) -> list[Array]:
+        def fetch(states: FlatState, layer: Array) -> list[Array]:
             record = self.read_grads(sums.carried, part, at(layer)) if layout.grads_away else []
-            record += parts.read_params(states, part, at(layer)) if old_away else []
-            return record + (parts.read_opt(states, part, at(layer), False) if opt_ahead else [])
+            record += records.read_params(states, part, at(layer)) if old_away else []
+            return record + (records.read_opt(states, part, at(layer), False) if opt_ahead else [])
 
-        def tick(states: States, now: Tick) -> tuple[States, Any]:
+        def tick(states: FlatState, now: Tick) -> tuple[FlatState, Any]:
             taken, here, there = list(now.taken or []), at(now.layer), at(now.write)
             grads = self.read_grads(sums.carried, part, here) if not layout.grads_away else taken[:num]
             taken = taken[num:] if layout.grads_away else taken
             old: list[Array] = []
             if states.master is None:
-                old, taken = (taken[:num], taken[num:]) if old_away else (parts.read_params(states, part, here), taken)
-            opt = taken if opt_ahead and not now.on_device else parts.read_opt(states, part, here, now.on_device)
+                old, taken = (taken[:num], taken[num:]) if old_away else (records.read_params(states, part, here), taken)
+            opt = taken if opt_ahead and not now.on_device else records.read_opt(states, part, here, now.on_device)
             mean = [ready(g) for g in grads]
-            return parts.update_layer(states, part, there, mean, old + opt, shared, sums.loss, ok, now.on_device, now.landing)
+            return self.record_update.update_layer(
+                states, part, there, mean, old + opt, shared, sums.loss, ok, now.on_device, now.landing
+            )
 
         return run_phase(loop.phase, loop.plan, states, tick, sums.one, fetch=fetch, device_layers=loop.on_device)
 
@@ -187,31 +189,31 @@ class InBackward:
 
     ends_first = False
 
-    def __init__(self, layout: StreamedPlan, parts: Parts) -> None:
-        self.layout, self.parts = layout, parts
+    def __init__(self, layout: StreamedPlan, update: RecordUpdate) -> None:
+        self.layout, self.record_update, self.records = layout, update, update.records
 
     def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> dict[str, Any]:
         del grads
-        return {"squares": jnp.float32(0), "states": self.parts.flat(state), "loss": loss, "token": token}
+        return {"squares": jnp.float32(0), "states": self.records.flat(state), "loss": loss, "token": token}
 
     def params(self, state: TrainState, carried: dict[str, Any]) -> list[Array]:
         del state
         return [carried["states"].params[i] for i in self.layout.stacked]
 
     def use(self, state: TrainState, carried: dict[str, Any], made: RecordGrads) -> tuple[dict[str, Any], Any]:
-        layout, parts, states, now, part = self.layout, self.parts, carried["states"], made.now, made.part
+        layout, records, states, now, part = self.layout, self.records, carried["states"], made.now, made.part
         old = layout.on_shards(made.params, part) if states.master is None else []
-        read = old + parts.read_opt(states, part, now.layer, now.on_device)
+        read = old + records.read_opt(states, part, now.layer, now.on_device)
         squares = carried["squares"] + layout.squares(made.grads, state)
-        shared, mean, ok = parts.shared_of(states), [layout.mean(g) for g in made.grads], jnp.isfinite(squares)
-        states, landing = parts.update_layer(
+        shared, mean, ok = records.shared_of(states), [layout.mean(g) for g in made.grads], jnp.isfinite(squares)
+        states, landing = self.record_update.update_layer(
             states, part, now.write, mean, read, shared, carried["loss"], ok, now.on_device, made.landing
         )
         return carried | {"states": states, "squares": squares}, landing
 
     def end(self, sums: BackwardResult) -> Result:
-        parts, states = self.parts, sums.carried["states"]
+        update, states = self.record_update, sums.carried["states"]
         norm = jnp.sqrt(sums.carried["squares"] + self.layout.squares(sums.ends, sums.state))
-        ends, shared = [self.layout.mean(g) for g in sums.ends], parts.shared_of(states)
-        states = parts.update_ends(states, ends, shared, sums.loss, jnp.isfinite(norm), sums.one)
-        return closed(parts, sums, states, norm)
+        ends, shared = [self.layout.mean(g) for g in sums.ends], self.records.shared_of(states)
+        states = update.update_ends(states, ends, shared, sums.loss, jnp.isfinite(norm), sums.one)
+        return closed(update, sums, states, norm)

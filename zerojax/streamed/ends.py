@@ -29,7 +29,7 @@ class Ends:
     ) -> None:
         self.model, self.plan, self.microbatches = model, plan, microbatches
         self.layout, self.mesh, self.stage = plan.layout, plan.mesh, STAGES[plan.config.stage]
-        self.rule = build_rule(model, plan.layout, self.stage.params, report)
+        self.rule = build_rule(plan.layout, self.stage.params, report)
 
     def load(self, params: Any) -> Any:
         """Return the leaves, sharded, on the device."""

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import optax
 
 from host_offload.schedule import Schedule, TiledSchedule, TileLoops, build_schedule, build_tiled_schedule
-from zerojax.config import reason, updates_by_parts
-from zerojax.models import BLOCKS, LayeredModel
-from zerojax.optim import HostUpdate, Parts
+from zerojax.models import LayeredModel
+from zerojax.optim import HostUpdate, RecordUpdate
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, named, stored_spec, without_axis
-from zerojax.state import Index, Layout, OnDisk, RecordSpec, TileGroup, TrainState, pick, read_layer
+from zerojax.state import Index, OnDisk, RecordSpec, StateRecords, TileGroup, TrainState, pick, read_layer
 from zerojax.streamed.residuals import MODES
 
 Array = jax.Array
@@ -29,10 +28,12 @@ class StreamedPlan:
 
     Attributes:
       count: microbatches.
-      parts: the optimizer by parts, or None where the whole tree is updated on the device.
+      state_records: how the state rests.
+      leaves: the parameter leaves.
+      update: the update by records, or None where the whole tree is updated on the device.
       host: the host's update, or None.
       schedule: of the step.
-      blocks: indices of the parameter leaves of which a layer's record holds one layer.
+      blocks: indices of the leaves of which a layer's record holds one layer.
       groups: those of stacks of tiles, whose records are tiles.
       stacked: the leaves of `blocks` and `groups`, in order.
       ends: the other indices.
@@ -41,58 +42,47 @@ class StreamedPlan:
       params_away: whether parameters rest off the device.
       grads_away: whether gradients rest off the device.
       grads_in_memory: whether they rest in stacks in host memory, which XLA writes and reads.
-      abstract: ShapeDtypeStruct of each parameter in the compute dtype.
     """
 
-    def __init__(self, model: LayeredModel, tx: optax.GradientTransformation, layout: Layout) -> None:
+    def __init__(self, model: LayeredModel, tx: optax.GradientTransformation, state_records: StateRecords) -> None:
         """Check that the step can be streamed.
 
         Raises:
           ValueError: the optimizer is not elementwise where it must be, or the schedule exceeds `device_budget_bytes`.
         """
-        self.layout, self.config, self.mesh = layout, layout.config, layout.mesh
+        self.state_records, layout = state_records, state_records.layout
+        self.layout, self.config, self.mesh, self.leaves = layout, layout.config, layout.mesh, layout.leaves
         self.num_layers, self.count = model.num_layers, layout.config.num_microbatches
-        stage, config = STAGES[layout.config.stage], layout.config
-        self.parts = Parts(tx, layout, reason(config)) if updates_by_parts(config) else None
+        config = layout.config
+        self.update = RecordUpdate(tx, state_records) if layout.updates_by_record else None
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
-        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]]
-        stacked = [path[0] == jax.tree_util.DictKey(BLOCKS) for path in paths]
-        self.groups, self.lead = layout.tiles, [layout.lead(i) if s else 0 for i, s in enumerate(stacked)]
-        self.blocks = tuple(i for i, lead in enumerate(self.lead) if lead == 1)
-        self.stacked = tuple(i for i, lead in enumerate(self.lead) if lead)
-        self.ends = tuple(i for i, s in enumerate(stacked) if not s)
-        self.schedule = plan_schedule(model.num_layers, layout, self.parts, self.blocks)
-        specs = [layout.specs[jax.tree_util.keystr(path)] for path in paths]
-
-        def records(sharded: bool, blocks_tier: str, ends_tier: str) -> list[RecordSpec]:
-            each = zip((stored_spec(s, sharded) for s in specs), self.lead, strict=True)
-            return [RecordSpec(self.mesh, spec[lead:], blocks_tier if lead else ends_tier) for spec, lead in each]
-
+        self.groups, self.blocks, self.stacked, self.ends = layout.groups, layout.blocks, layout.stacked, layout.ends
+        self.schedule = plan_schedule(state_records)
         grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
-        self.params = records(stage.params, config.params, config.params) if self.parts is None else self.parts.params
-        self.grads = records(stage.opt_state, grads_tier, "device")
+        self.params = state_records.params
+        pairs = zip(state_records.grads, self.leaves, strict=True)
+        self.grads = [dataclasses.replace(r, tier=grads_tier if leaf.is_stacked else "device") for r, leaf in pairs]
         self.params_away = config.params != "device"
         self.grads_away = grads_tier != "device" and after_backward
         self.grads_in_memory = self.grads_away and grads_tier == "pinned_host"
-        self.abstract = jax.tree.leaves(layout.abstract_arrays.params)
-        shelf = None
+        stash = None
         if layout.disk is not None and config.grads == "nvme" and after_backward:
-            held = [("grads", model.num_layers, self.blocks)]
-            held += [(group.kind("grads"), model.num_layers * group.num_tiles, group.leaves) for group in self.groups]
-            for kind, count, part in held:
-                names, shapes = [jax.tree_util.keystr(paths[i]) for i in part], [self.grad_shape(i) for i in part]
-                own = layout.disk.declare(
+            kinds = [("grads", model.num_layers, self.blocks)]
+            kinds += [(group.kind("grads"), model.num_layers * group.num_tiles, group.leaves) for group in self.groups]
+            for kind, count, part in kinds:
+                names, shapes = [self.leaves[i].name for i in part], [self.grad_shape(i) for i in part]
+                disk_records = layout.disk.declare(
                     kind, count, names, shapes, [self.grads[i].spec for i in part], lifetime="step",
                     used_by="host" if on_host else "program",
                 )  # fmt: skip
-                shelf = own if shelf is None else shelf
-                for leaf, i in enumerate(part):
-                    self.grads[i] = dataclasses.replace(self.grads[i], shelf=own, leaf=leaf)
+                stash = disk_records if stash is None else stash
+                for place, i in enumerate(part):
+                    self.grads[i] = dataclasses.replace(self.grads[i], disk_records=disk_records, leaf=place)
         self.host = None
-        if self.parts is not None and on_host:
+        if self.update is not None and on_host:
             stashes = after_backward and (config.grads != "device" or config.delayed_update)
-            self.host = HostUpdate(self.parts, stashes=stashes, summed=self.count, on_disk=shelf)
+            self.host = HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=stash)
 
     @property
     def loops(self) -> list[tuple[TileGroup, TileLoops]]:
@@ -101,23 +91,23 @@ class StreamedPlan:
 
     def grad_dtype(self, index: int) -> Any:
         """Return the dtype in which a leaf's gradient is summed."""
-        return self.abstract[index].dtype if self.count == 1 else jnp.dtype(jnp.float32)
+        return self.leaves[index].dtype if self.count == 1 else jnp.dtype(jnp.float32)
 
     def grad_shape(self, index: int) -> jax.ShapeDtypeStruct:
         """Return the gradient of a leaf, of one layer or tile where it is stacked."""
-        return jax.ShapeDtypeStruct(self.abstract[index].shape[self.lead[index] :], self.grad_dtype(index))
+        return jax.ShapeDtypeStruct(self.leaves[index].record_shape, self.grad_dtype(index))
 
     def empty(self, record: RecordSpec, a: Any, lead: Sequence[int] = ()) -> Any:
         """Return an empty stack [*lead, ...] of a record, on the device or on disk; `lead` is [L] by default."""
         lead = lead or (self.num_layers,)
-        if record.shelf is not None:
-            return OnDisk(record.shelf.first_token(), (*lead, *a.shape), a.dtype)
+        if record.disk_records is not None:
+            return OnDisk(record.disk_records.first_token(), (*lead, *a.shape), a.dtype)
         stack = jnp.zeros((*lead, *a.shape), a.dtype)
         return jax.lax.with_sharding_constraint(stack, named(self.mesh, (*(None,) * len(lead), *record.spec)))
 
     def empty_grads(self) -> list[Any]:
         """Return empty stacks for the gradients of `stacked`."""
-        return [self.empty(self.grads[i], self.grad_shape(i), self.abstract[i].shape[: self.lead[i]]) for i in self.stacked]
+        return [self.empty(self.grads[i], self.grad_shape(i), self.leaves[i].lead_shape) for i in self.stacked]
 
     def abstract_stack(self, record: RecordSpec, a: Any, lead: Sequence[int] = ()) -> Any:
         """Return the shape and sharding of a stack [*lead, ...] of a record where it rests; `lead` is [L] by default."""
@@ -127,9 +117,7 @@ class StreamedPlan:
 
     def abstract_grads(self) -> list[Any]:
         """Return shapes and shardings of the stacks for the gradients of `stacked`, where they rest."""
-        return [
-            self.abstract_stack(self.grads[i], self.grad_shape(i), self.abstract[i].shape[: self.lead[i]]) for i in self.stacked
-        ]
+        return [self.abstract_stack(self.grads[i], self.grad_shape(i), self.leaves[i].lead_shape) for i in self.stacked]
 
     def read_params(self, stacks: Sequence[Any], part: Sequence[int], index: Index) -> list[Array]:
         """Return one layer's, or tile's, shards, on the device.
@@ -169,7 +157,7 @@ class StreamedPlan:
 
     def zero_grads(self, indices: Sequence[int]) -> list[Array]:
         """Return where the gradients of one record's leaves, or of unstacked leaves, are summed over microbatches."""
-        shapes = [self.abstract[i].shape[self.lead[i] :] for i in indices]
+        shapes = [self.leaves[i].record_shape for i in indices]
         return self.on_shards([jnp.zeros(shape, jnp.float32) for shape in shapes], indices)
 
     def on_shards(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
@@ -191,37 +179,38 @@ class StreamedPlan:
         return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
 
 
-def record_bytes(layout: Layout, parts: Parts | None, part: Sequence[int]) -> dict[str, int]:
+def record_bytes(records: StateRecords, part: Sequence[int]) -> dict[str, int]:
     """Return the bytes of the records of some stacked leaves on each device, as `host_offload.build_schedule` takes them.
 
     "grads" is the record's whole gradient, which is there before it is reduced to its shards. Activations are not counted:
     their shapes are known once there is a batch.
     """
-    mesh, stage = layout.mesh, STAGES[layout.config.stage]
+    layout, mesh, stage = records.layout, records.mesh, STAGES[records.layout.config.stage]
     itemsize = jnp.dtype(PRECISIONS[layout.config.precision].compute_dtype).itemsize
-    leaves = jax.tree_util.tree_flatten_with_path(layout.abstract_params)[0]
-    held = [(leaves[i][1].shape, layout.specs[jax.tree_util.keystr(leaves[i][0])], layout.lead(i)) for i in part]
+    leaves = [layout.leaves[i] for i in part]
 
     def elements(spec_of: Callable[[LeafSpec], Spec]) -> int:
-        return sum(local_elements(shape[lead:], spec_of(spec)[lead:], mesh) for shape, spec, lead in held)
+        return sum(local_elements(leaf.record_shape, spec_of(leaf.spec)[leaf.lead :], mesh) for leaf in leaves)
 
-    opt_state = elements(lambda s: stored_spec(s, stage.opt_state)) * 4 if layout.abstract_state.master is not None else 0
-    if parts is not None:
-        states = jax.tree.leaves(parts.update.opt_state)
-        for j in parts.update.states_of(part):
-            shape = states[j].shape[layout.lead(parts.owner(j)) :]
-            opt_state += local_elements(shape, parts.opt_record(j).spec, mesh) * states[j].dtype.itemsize
+    opt_state = elements(lambda s: stored_spec(s, stage.opt_state)) * 4 if layout.has_master else 0
+    if layout.updates_by_record:
+        opt_map = layout.opt_map
+        for j in opt_map.states_of(part):
+            shape = opt_map.leaves[j].shape[layout.leaves[opt_map.owner(j)].lead :]
+            opt_state += local_elements(shape, records.opt_record(j).spec, mesh) * opt_map.leaves[j].dtype.itemsize
     whole = elements(lambda s: s.base) * itemsize
     params = elements(lambda s: stored_spec(s, stage.params)) * itemsize
     return {"params": params, "gathered": whole, "grads": whole, "opt_state": opt_state}
 
 
-def plan_schedule(num_layers: int, layout: Layout, parts: Parts | None, blocks: Sequence[int]) -> Schedule:
+def plan_schedule(records: StateRecords) -> Schedule:
     """Return the schedule of a streamed step.
 
     Raises:
       ValueError: it does not fit `device_budget_bytes`.
     """
+    layout, num_layers = records.layout, records.layout.num_layers
+    assert num_layers is not None
     config = layout.config
     activations = "pinned_host" if config.offloaded_names else config.activations
     on_host = config.update_on == "host"  # then its callbacks read and write the state, and nothing of it is fetched
@@ -234,13 +223,13 @@ def plan_schedule(num_layers: int, layout: Layout, parts: Parts | None, blocks: 
     options: dict[str, Any] = {
         "tiers": tiers,
         "update": config.update or "after_backward",
-        "master": layout.abstract_state.master is not None or on_host,
-        "record_bytes": record_bytes(layout, parts, blocks),
+        "master": layout.has_master or on_host,
+        "record_bytes": record_bytes(records, layout.blocks),
         "budget_bytes": config.device_budget_bytes,
     }
-    if layout.tiles:
-        groups = {group.name: group.num_tiles for group in layout.tiles}
-        sizes = [record_bytes(layout, parts, group.leaves) for group in layout.tiles]
+    if layout.groups:
+        groups = {group.name: group.num_tiles for group in layout.groups}
+        sizes = [record_bytes(records, group.leaves) for group in layout.groups]
         return build_tiled_schedule(num_layers, config.prefetch_distance, groups=groups, group_bytes=sizes, **options)
     return build_schedule(
         num_layers, config.prefetch_distance, gather_ahead=config.gather_ahead, device_layers=layout.device_layers, **options

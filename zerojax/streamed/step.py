@@ -32,7 +32,7 @@ import optax
 from host_offload.engine import DiskRecords
 from zerojax.models import BLOCKS, LayeredModel
 from zerojax.sharding import constrain_batch
-from zerojax.state import Layout, Plan, TrainState, is_stored, wait_for, write_layer
+from zerojax.state import Plan, StateRecords, TrainState, is_stored, wait_for, write_layer
 from zerojax.streamed.activations import BlockTracer, ResidualPlan, Scratch
 from zerojax.streamed.ending import BackwardResult, Ending, RecordGrads, loss_scale
 from zerojax.streamed.endings import ByLayers, InBackward, WholeTree
@@ -61,11 +61,12 @@ class StreamedStep:
     """
 
     def __init__(
-        self, model: LayeredModel, tx: optax.GradientTransformation, layout: Layout, report: Callable[[str], None]
+        self, model: LayeredModel, tx: optax.GradientTransformation, state_records: StateRecords, report: Callable[[str], None]
     ) -> None:
+        layout = state_records.layout
         self.model, self.layout, self.config, self.mesh = model, layout, layout.config, layout.mesh
-        self.plan = StreamedPlan(model, tx, layout)
-        self.parts, self.host, self.schedule = self.plan.parts, self.plan.host, self.plan.schedule
+        self.plan = StreamedPlan(model, tx, state_records)
+        self.host, self.schedule = self.plan.host, self.plan.schedule
         self.microbatches = Microbatches(self.mesh, self.config.num_microbatches)
         self.ends = Ends(model, self.plan, self.microbatches, report)
         self.ending: Ending = ending_of(self.plan, tx)
@@ -89,7 +90,7 @@ class StreamedStep:
     def on_disk(self, abstract_params: Any, abstract_batch: Any) -> list[DiskRecords]:
         """Return the records that a step writes before it reads them."""
         records = [*self.abstract_residuals(abstract_params, abstract_batch).records, *self.plan.grads]
-        return list(dict.fromkeys(r.shelf for r in records if r.shelf is not None))
+        return list(dict.fromkeys(r.disk_records for r in records if r.disk_records is not None))
 
     # --- the step ----------------------------------------------------------------------------------------------------------
 
@@ -137,7 +138,7 @@ class StreamedStep:
         token = self.host.first_token(state)
         if state.pending is None:
             return token
-        return self.host.start(self.host.parts.flat(state), state.pending, token)
+        return self.host.start(self.plan.state_records.flat(state), state.pending, token)
 
     # --- forward -----------------------------------------------------------------------------------------------------------
 
@@ -334,10 +335,10 @@ def _after(work: Any, done: Any, next_full: Any, now: Tick) -> tuple[Any, Any]:
 def ending_of(plan: StreamedPlan, tx: optax.GradientTransformation) -> Ending:
     """Return the ending that a config asks for."""
     in_backward = plan.config.update == "in_backward"
-    if plan.parts is None:
+    if plan.update is None:
         return WholeTree(plan, tx)
     if plan.host is None:
-        return InBackward(plan, plan.parts) if in_backward else ByLayers(plan, plan.parts)
+        return InBackward(plan, plan.update) if in_backward else ByLayers(plan, plan.update)
     if plan.config.delayed_update:
-        return Delayed(plan, plan.parts, plan.host)
-    return HostInBackward(plan, plan.parts, plan.host) if in_backward else OnHost(plan, plan.parts, plan.host)
+        return Delayed(plan, plan.update, plan.host)
+    return HostInBackward(plan, plan.update, plan.host) if in_backward else OnHost(plan, plan.update, plan.host)

@@ -1,0 +1,346 @@
+"""How each leaf of a program's state rests, and how one record of it is read and written, wherever that is.
+
+A record is what moves at once: one layer of all leaves of `Layout.blocks`, one tile of a group, or one other leaf. Its
+parameters are one kind of record; its float32 masters, where there are any, and its optimizer state are together another, since
+an update reads and writes them together:
+
+    kind           records       holds
+    params         L             the blocks' parameters of a layer
+    params.<group> L T           a group's parameters of a tile
+    params.<i>     1             parameter leaf i
+    opt_state...   likewise      masters, then the leaves of the optimizer state that mirror them
+
+Nothing here depends on the optimizer's rule. All that is used of an optimizer is which leaf of its state mirrors which
+parameter (`OptStateMap`), so that checkpoints, init, reading and the counting of bytes need none.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from host_offload.schedule import Move
+from zerojax.sharding import STAGES, stored_spec
+from zerojax.state.disk_layout import DiskLayout
+from zerojax.state.layout import Layout
+from zerojax.state.ordering import wait_for
+from zerojax.state.records import Index, RecordSpec, pick, read_layer, store_leaves, write_layer
+from zerojax.state.train_state import OnDisk, TrainState, is_stored
+
+Array = jax.Array
+logger = logging.getLogger("zerojax")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlatState:
+    """The leaves of a TrainState that an update reads and writes, as flat lists.
+
+    Attributes:
+      params: compute-dtype parameters.
+      master: float32 masters, or None where the parameters are.
+      opt: leaves of the optimizer state, Splits as one.
+    """
+
+    params: list[Any]
+    master: list[Any] | None
+    opt: list[Any]
+
+
+jax.tree_util.register_dataclass(FlatState, data_fields=["params", "master", "opt"], meta_fields=[])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    """A leaf of the records of one kind on disk.
+
+    Attributes:
+      specs: the list that holds its RecordSpec.
+      index: its place there.
+      name: its path.
+      shape: of one record of it.
+    """
+
+    specs: list[Any]
+    index: int
+    name: str
+    shape: jax.ShapeDtypeStruct
+
+
+class StateRecords:
+    """How the leaves of a program's state rest.
+
+    Attributes:
+      layout: of the program.
+      leaves: the parameter leaves, and `opt_map`, how the optimizer state divides over them; both of the layout.
+      params: how a record of each parameter leaf rests, by its index.
+      master: likewise of the float32 weights, which are the parameters where there are no masters.
+      grads: the shards on which a leaf is updated, on the device.
+      opt: how a record of each leaf of the optimizer state rests; None for those that mirror no parameter.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        """Choose how each leaf rests, and declare what is on disk."""
+        self.layout, self.mesh, self.leaves, self.opt_map = layout, layout.mesh, layout.leaves, layout.opt_map
+        config, stage = layout.config, STAGES[layout.config.stage]
+
+        def records(sharded: bool, tier: str) -> list[RecordSpec]:
+            return [RecordSpec(self.mesh, stored_spec(leaf.spec, sharded)[leaf.lead :], tier) for leaf in self.leaves]
+
+        self.params = records(stage.params, config.params)
+        self.master = records(stage.opt_state, config.opt_state if layout.has_master else config.params)
+        self.grads = records(stage.opt_state, "device")
+        self.opt = [
+            None if owner is None else RecordSpec(self.mesh, self.grads[owner].spec, config.opt_state)
+            for owner in self.opt_map.owners
+        ]
+        if config.opt_state != "device" and not layout.has_master and len(self.opt_map.shared) == len(self.opt):
+            logger.warning(
+                "opt_state=%r keeps nothing there: this optimizer has no state that mirrors a parameter, and with precision=%r "
+                "the parameters are their own masters", config.opt_state, config.precision,
+            )  # fmt: skip
+        if layout.disk is not None:
+            self._declare_params(layout.disk)
+            self._declare_opt_state(layout.disk)
+
+    # --- on disk -----------------------------------------------------------------------------------------------------------
+
+    def _declare_params(self, disk: DiskLayout) -> None:
+        if self.layout.config.params != "nvme":
+            return
+        updated = not self.layout.has_master  # else an update on the host works on masters, and writes parameters anew
+
+        def declare(kind: str, count: int, part: Sequence[int]) -> None:
+            members = [self._weight(self.params, i, self.leaves[i].dtype) for i in part]
+            self._declare(disk, kind, count, members, updated=updated)
+
+        num_layers = self.layout.num_layers or 1
+        declare("params", num_layers, self.layout.blocks)
+        for group in self.layout.groups:
+            declare(group.kind("params"), num_layers * group.num_tiles, group.leaves)
+        for i in self.layout.ends:
+            declare(f"params.{i}", 1, (i,))
+
+    def _declare_opt_state(self, disk: DiskLayout) -> None:
+        if self.layout.config.opt_state != "nvme":
+            return
+
+        def declare(kind: str, count: int, part: Sequence[int], in_turn: bool = False) -> None:
+            masters = [self._weight(self.master, i, jnp.float32) for i in part] if self.layout.has_master else []
+            members = masters + [self._moment(j) for j in self.opt_map.states_of(part)]
+            self._declare(disk, kind, count, members, in_turn=in_turn)
+
+        num_layers = self.layout.num_layers or 1
+        declare("opt_state", num_layers - self.layout.device_layers, self.layout.blocks)
+        for group in self.layout.groups:
+            declare(group.kind("opt_state"), num_layers * group.num_tiles, group.leaves)
+        for i in self.layout.ends:
+            declare(f"opt_state.{i}", 1, (i,), in_turn=True)
+
+    def _weight(self, specs: list[Any], index: int, dtype: Any) -> _Member:
+        leaf = self.leaves[index]
+        return _Member(specs, index, leaf.name, jax.ShapeDtypeStruct(leaf.record_shape, dtype))
+
+    def _moment(self, index: int) -> _Member:
+        leaf, lead = self.opt_map.leaves[index], self.leaves[self.opt_map.owner(index)].lead
+        return _Member(self.opt, index, self.opt_map.names[index], jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype))
+
+    def _declare(
+        self,
+        disk: DiskLayout,
+        kind: str,
+        count: int,
+        members: Sequence[_Member],
+        *,
+        updated: bool = True,
+        in_turn: bool = False,
+    ) -> None:
+        """Declare a kind of records, and let the specs of its members say so.
+
+        Args:
+          disk: where it is declared.
+          kind: its name.
+          count: its records.
+          members: the leaves of each; a kind of none is not declared.
+          updated: whether an update on the host works on it in place.
+          in_turn: whether all such kinds are used one after the other.
+        """
+        if not members:
+            return
+        on_host = self.layout.config.update_on == "host"
+        used_by = "program" if not on_host else "both" if kind.startswith("params") else "host"
+        specs = [member.specs[member.index] for member in members]
+        disk_records = disk.declare(
+            kind, count, [member.name for member in members], [member.shape for member in members], [r.spec for r in specs],
+            used_by=used_by, in_place=on_host and updated, in_turn=in_turn,
+        )  # fmt: skip
+        for place, (member, spec) in enumerate(zip(members, specs, strict=True)):
+            member.specs[member.index] = dataclasses.replace(spec, disk_records=disk_records, leaf=place)
+
+    def end_moves(self) -> tuple[tuple[Move, ...], tuple[Move, ...]]:
+        """Return what is moved of the leaves that are no stack of layers: before the layers, and by their update."""
+        first: list[Move] = []
+        last: list[Move] = []
+        for i in self.layout.ends:
+            opt = self.opt_records((i,))
+            reads = opt if self.layout.has_master else [self.params[i], *opt]
+            first += _moves([self.params[i]], does_write=False)
+            last += _moves(reads, does_write=False) + _moves([self.params[i], *opt], does_write=True)
+        return tuple(first), tuple(last)
+
+    # --- the state as flat lists -------------------------------------------------------------------------------------------
+
+    def flat(self, state: TrainState) -> FlatState:
+        """Return the state's leaves."""
+        return self.flat_of(state.params, state.master, state.opt_state)
+
+    def flat_of(self, params: Any, master: Any, opt_state: Any) -> FlatState:
+        """Return the leaves of these trees of a state."""
+        masters = None if master is None else jax.tree.leaves(master, is_leaf=is_stored)
+        weights, opt = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (params, opt_state))
+        return FlatState(weights, masters, opt)
+
+    def trees(self, state: TrainState, states: FlatState) -> tuple[Any, Any, Any]:
+        """Return params, master and opt_state as trees like those of `state`, which may be abstract."""
+        tree = jax.tree.structure(state.params, is_leaf=is_stored)
+        master = None if states.master is None else jax.tree.unflatten(tree, states.master)
+        opt_tree = jax.tree.structure(state.opt_state, is_leaf=is_stored)
+        return jax.tree.unflatten(tree, states.params), master, jax.tree.unflatten(opt_tree, states.opt)
+
+    def shared_of(self, states: FlatState) -> list[Array]:
+        """Return the scalars of the optimizer state."""
+        return pick(states.opt, self.opt_map.shared)
+
+    def with_shared(self, states: FlatState, shared: Sequence[Array]) -> FlatState:
+        """Return the state with other scalars of the optimizer state."""
+        scalars = dict(zip(self.opt_map.shared, shared, strict=True))
+        return dataclasses.replace(states, opt=[scalars.get(j, leaf) for j, leaf in enumerate(states.opt)])
+
+    def opt_states(self, states: FlatState, part: Sequence[int]) -> list[Any]:
+        """Return the masters, where there are any, and the optimizer state of some leaves, where they rest."""
+        masters = [] if states.master is None else pick(states.master, part)
+        return masters + pick(states.opt, self.opt_map.states_of(part))
+
+    def opt_records(self, part: Sequence[int]) -> list[RecordSpec]:
+        """Return how they rest."""
+        masters = pick(self.master, part) if self.layout.has_master else []
+        return masters + [self.opt_record(j) for j in self.opt_map.states_of(part)]
+
+    def opt_record(self, index: int) -> RecordSpec:
+        """Return how a leaf of the optimizer state rests."""
+        record = self.opt[index]
+        assert record is not None
+        return record
+
+    def replace(self, states: FlatState, part: Sequence[int], opt: Sequence[Any]) -> FlatState:
+        """Return the state with other masters and optimizer state of some leaves: what `opt_states` returned."""
+        mirrors = self.opt_map.states_of(part)
+        master, state = states.master and list(states.master), list(states.opt)
+        for i, value in zip(part if master is not None else (), opt, strict=False):
+            assert master is not None
+            master[i] = value
+        for j, value in zip(mirrors, opt[len(opt) - len(mirrors) :], strict=True):
+            state[j] = value
+        return FlatState(states.params, master, state)
+
+    # --- one record --------------------------------------------------------------------------------------------------------
+
+    def read_opt(self, states: FlatState, part: Sequence[int], layer: Index, on_device: bool) -> list[Array]:
+        """Return one record's masters, where there are any, and optimizer state, on the device."""
+        return read_layer(self.opt_records(part), self.opt_states(states, part), layer, on_device)
+
+    def read_params(self, states: FlatState, part: Sequence[int], layer: Index) -> list[Array]:
+        """Return one record's parameters, sharded, on the device."""
+        return read_layer(pick(self.params, part), pick(states.params, part), layer)
+
+    def read_weights(self, states: FlatState, part: Sequence[int], layer: Index, on_device: bool) -> list[Array]:
+        """Return one record's float32 weights, on the device. Masters on disk come with the rest of their record."""
+        if states.master is None:
+            return self.read_params(states, part, layer)
+        return self.read_opt(states, part, layer, on_device)[: len(part)]
+
+    def write_layer(
+        self,
+        states: FlatState,
+        part: Sequence[int],
+        layer: Index,
+        weights: Sequence[Array],
+        opt: Sequence[Array],
+        on_device: bool = False,
+    ) -> FlatState:
+        """Write one layer or tile: float32 weights, and the leaves of its optimizer state."""
+        params = list(states.params)
+        compute = [self.cast(i, value) for i, value in zip(part, weights, strict=True)]
+        written = write_layer(pick(self.params, part), pick(params, part), layer, compute)
+        for i, stack in zip(part, written, strict=True):
+            params[i] = stack
+        values = [*(weights if states.master is not None else ()), *opt]
+        stacks = write_layer(self.opt_records(part), self.opt_states(states, part), layer, values, on_device)
+        return self.replace(dataclasses.replace(states, params=params), part, stacks)
+
+    def cast(self, index: int, value: Array) -> Array:
+        """Return a weight in the compute dtype, on its shard: the cast comes before the gather of stages 1 and 2."""
+        value = jax.lax.with_sharding_constraint(value, self.grads[index].sharding)
+        return jax.lax.with_sharding_constraint(value.astype(self.leaves[index].dtype), self.grads[index].sharding)
+
+    def as_stack(self, index: int, value: Array) -> Array:
+        """Return one record of a parameter leaf, or of a state that mirrors it, as a stack of one."""
+        return value.reshape((1,) * self.leaves[index].lead + value.shape)
+
+    def tokens(self, states: FlatState, part: Sequence[int]) -> list[Array]:
+        """Return the tokens of those of some leaves, and of their state, that are on disk."""
+        stacks = [*self.opt_states(states, part), *pick(states.params, part)]
+        return [a.token for a in stacks if isinstance(a, OnDisk)]
+
+    def end_token(self, states: FlatState) -> Array | None:
+        """Return the token of the last unstacked leaf of which something is on disk, if there is one."""
+        return next((tokens[0] for i in reversed(self.layout.ends) if (tokens := self.tokens(states, (i,)))), None)
+
+    # --- one leaf that is no stack of layers -------------------------------------------------------------------------------
+
+    def weight_record(self, states: FlatState, index: int) -> tuple[list[RecordSpec], list[Any]]:
+        """Return how the record that holds such a leaf's float32 weight rests, and its leaves. The weight comes first."""
+        if states.master is None:
+            return [self.params[index]], [states.params[index]]
+        return self.opt_records((index,)), self.opt_states(states, (index,))
+
+    def put_leaf(
+        self, states: FlatState, index: int, new: Callable[[Any, list[Any]], tuple[Array, list[Array]]], one: Array
+    ) -> tuple[FlatState, Array]:
+        """Write a leaf that is no stack of layers, and its state.
+
+        What is off the device is written in a loop of one trip whose bound XLA does not know. Unrolled, XLA would start the
+        copies of all such leaves at the top of the program, and hold all their state on the device at once.
+
+        Args:
+          states: all leaves.
+          index: of the leaf.
+          new: (parameter, `opt_states`), where they rest -> (float32 weight, leaves of the optimizer state), on the device.
+          one: i32[] holding 1, known when this may begin.
+
+        Returns:
+          The states, and 1 when it is done.
+        """
+        records, has_master = self.opt_records((index,)), states.master is not None
+
+        def body(_: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+            (param, opt), trips = carry
+            value, after = new(param, opt)
+            opt = store_leaves(records, [*([value] if has_master else []), *after], opt)
+            return (self.params[index].store(self.cast(index, value), param), opt), trips
+
+        carry = ((states.params[index], self.opt_states(states, (index,))), one)
+        away = any(r.is_away for r in (self.params[index], *records))
+        (param, opt), one = jax.lax.fori_loop(0, one, body, carry) if away else body(one, carry)
+        params = [*states.params[:index], param, *states.params[index + 1 :]]
+        if tokens := [a.token for a in (*opt, param) if isinstance(a, OnDisk)]:  # the next leaf waits for them, not for 1
+            one, _ = wait_for(one, tokens, self.mesh)
+        return self.replace(dataclasses.replace(states, params=params), (index,), opt), one
+
+
+def _moves(records: Iterable[RecordSpec], does_write: bool) -> list[Move]:
+    """Return a move of each kind of which some leaves are part."""
+    kinds = dict.fromkeys(r.disk_records.kind for r in records if r.disk_records is not None)
+    return [Move(kind, 0, does_write) for kind in kinds]
