@@ -8,8 +8,8 @@ import toys
 
 import zerojax as zj
 from zerojax import aot, hlo
-from zerojax.checkpoint.contents import leaves_of
-from zerojax.checkpoint.program_state import contents_of_program
+from zerojax.checkpoint.leaves import state_arrays
+from zerojax.checkpoint.program_state import leaves_of_program
 from zerojax.checkpoint.restore import filler
 from zerojax.sharding.specs import named
 
@@ -24,24 +24,24 @@ def test_a_record_is_written_where_it_belongs(name, h200_compiler):
     config = zj.ZeroConfig(**ALL, precision="bf16", opt_state_device_fraction=0.5 if name == "fraction" else 0.0)
     model = tiled_toys.model(stochastic=False) if name == "tiles" else toys.layered()
     program = zj.build_train_step(model, toys.optimizer(), config, mesh)
-    leaves = leaves_of(program.layout.abstract_state)
-    first = max(content.first for content in contents_of_program(program))
+    values = state_arrays(program.layout.abstract_state)
+    first = max(leaf.first for leaf in leaves_of_program(program))
     assert bool(first) == (name == "fraction")
     chosen = {"layers": (1, ""), "tiles": (2, "first"), "fraction": (1, "")}[name]
     pairs = [
-        (content, leaf) for content, leaf in zip(contents_of_program(program), leaves, strict=True)
-        if (content.lead, content.group) == chosen and content.first == first
+        (leaf, value) for leaf, value in zip(leaves_of_program(program), values, strict=True)
+        if (leaf.lead, leaf.group) == chosen and leaf.first == first
     ]  # fmt: skip
-    contents, arrays = [content for content, _ in pairs], [jax.tree.leaves(leaf) for _, leaf in pairs]
-    lead = contents[0].lead
-    values = [jax.ShapeDtypeStruct(c.shape[lead:], c.dtype, sharding=c.record(mesh).sharding) for c in contents]
+    leaves, arrays = [leaf for leaf, _ in pairs], [jax.tree.leaves(value) for _, value in pairs]
+    lead = leaves[0].lead
+    values = [jax.ShapeDtypeStruct(leaf.shape[lead:], leaf.dtype, sharding=leaf.record(mesh).sharding) for leaf in leaves]
     index = jax.ShapeDtypeStruct((lead,), jnp.int32, sharding=named(mesh, ()))
     for on_device in (True, False) if first else (False,):
         with jax.set_mesh(mesh):
-            compiled = filler(mesh, contents, arrays, on_device).lower(arrays, values, index).compile()
+            compiled = filler(mesh, leaves, arrays, on_device).lower(arrays, values, index).compile()
         text = compiled.as_text()
         written = [s for s in hlo.host_slices(text) if s.op == "dynamic-update-slice"]
-        assert len(written) == (0 if on_device else len(contents))
+        assert len(written) == (0 if on_device else len(leaves))
         assert not hlo.unsafe_host_slices(text)
         assert all(s.index == "array" and not s.has_descriptor for s in written)
         memory = compiled.memory_analysis()

@@ -1,8 +1,6 @@
 """A training state on disk: saved, restored and inspected."""
 
 from zerojax.checkpoint.checkpointer import Checkpointer as Checkpointer
-from zerojax.checkpoint.contents import INLINE_ELEMENTS as INLINE_ELEMENTS
-from zerojax.checkpoint.contents import StateLeaf as StateLeaf
 from zerojax.checkpoint.directory import STATE as STATE
 from zerojax.checkpoint.directory import Directory as Directory
 from zerojax.checkpoint.errors import CheckpointError as CheckpointError
@@ -12,10 +10,12 @@ from zerojax.checkpoint.errors import explained as explained
 from zerojax.checkpoint.errors import explaining as explaining
 from zerojax.checkpoint.inspection import NoCheckpointError as NoCheckpointError
 from zerojax.checkpoint.inspection import inspect as inspect
+from zerojax.checkpoint.leaves import INLINE_ELEMENTS as INLINE_ELEMENTS
+from zerojax.checkpoint.leaves import StateLeaf as StateLeaf
 from zerojax.checkpoint.manifest import SavedLeaf as SavedLeaf
 from zerojax.checkpoint.manifest import SavedState as SavedState
 from zerojax.checkpoint.program_state import begin_save as begin_save
-from zerojax.checkpoint.program_state import contents_of_program as contents_of_program
+from zerojax.checkpoint.program_state import leaves_of_program as leaves_of_program
 from zerojax.checkpoint.program_state import restore_state as restore_state
 from zerojax.checkpoint.retile import of_mlp as of_mlp
 from zerojax.checkpoint.retile import retiled as retiled

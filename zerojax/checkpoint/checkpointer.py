@@ -38,7 +38,7 @@ from zerojax.checkpoint.errors import CheckpointError, DamagedError, explaining
 from zerojax.checkpoint.iterators import check_position, own_position
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.orbax import SAVING, Manager, StateSave
-from zerojax.checkpoint.program_state import described, restore_state
+from zerojax.checkpoint.program_state import describe, restore_state
 from zerojax.program import Program
 from zerojax.runtime import AllProcesses, BackgroundBarrier
 from zerojax.state import TrainState
@@ -180,7 +180,7 @@ class Checkpointer:
     ) -> None:
         """Let Orbax begin the save, and go on with it beside the next steps; if it fails, all is as it was before."""
         save = StateSave(program, state, self._max_host_bytes, data, self._barrier)
-        args = ocp.args.Composite(**{STATE: save, CONFIG: ocp.args.JsonSave(described(program))})
+        args = ocp.args.Composite(**{STATE: save, CONFIG: ocp.args.JsonSave(describe(program))})
         numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
         self._barrier.renew()
         self._last_save, self._step_before = save, self._last_step

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from host_offload.device import allocate
 from host_offload.disk import RecordFormat
-from zerojax.checkpoint.contents import StateLeaf
+from zerojax.checkpoint.leaves import StateLeaf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""The state of a program as a checkpoint sees it: what its leaves hold, how it is saved, and how it is restored.
+"""What a checkpoint asks of a program: its state's leaves, a save, a restore, and a description of its config.
 
-A program knows no checkpoint. Here is what a checkpoint asks of one.
+A program knows no checkpoint. What is saved and restored (`zerojax.checkpoint.save`, `zerojax.checkpoint.restore`) knows no
+program, but its layout, its swap session and its leaves.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from zerojax.checkpoint.contents import StateLeaf, contents_of
+from zerojax.checkpoint.leaves import StateLeaf, state_leaves
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.restore import Restoring
 from zerojax.checkpoint.save import Saving
@@ -18,9 +19,9 @@ from zerojax.program import Program
 from zerojax.state import TrainState
 
 
-def contents_of_program(program: Program) -> list[StateLeaf]:
-    """Return what each leaf of a program's state holds, by names that do not depend on where it rests."""
-    return contents_of(program.model, program.records)
+def leaves_of_program(program: Program) -> list[StateLeaf]:
+    """Return the leaves of a program's state, by names that do not depend on where they rest."""
+    return state_leaves(program.model, program.records)
 
 
 def begin_save(
@@ -35,8 +36,8 @@ def begin_save(
     """
     program.check_state(state)
     with program.calling(), jax.set_mesh(program.mesh):
-        contents = contents_of_program(program)
-        return Saving(program.layout, program.swap, contents, jax.block_until_ready(state), root, max_host_bytes, data)
+        leaves = leaves_of_program(program)
+        return Saving(program.layout, program.swap, leaves, jax.block_until_ready(state), root, max_host_bytes, data)
 
 
 def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -> TrainState:
@@ -44,11 +45,11 @@ def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -
     if program.layout.updates_by_record:
         with jax.set_mesh(program.mesh):
             program.check_host_memory()
-    return Restoring(program.layout, program.swap, contents_of_program(program), program.calling).restore(saved, verify=verify)
+    return Restoring(program.layout, program.swap, leaves_of_program(program), program.calling).restore(saved, verify=verify)
 
 
-def described(program: Program) -> dict[str, Any]:
-    """Return what JSON tells of a program: config, mesh and versions."""
+def describe(program: Program) -> dict[str, Any]:
+    """Return config, mesh and versions, as JSON can hold them; for people, and never read by a restore."""
     config = {name: _plain(getattr(program.config, name)) for name in program.config.__dataclass_fields__}
     return {
         "config": config,

@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 
 from host_offload.disk import Box
 from host_offload.engine import DiskRecords
-from zerojax.checkpoint.contents import StateLeaf, leaves_of
 from zerojax.checkpoint.errors import CheckpointError, DamagedError
+from zerojax.checkpoint.leaves import StateLeaf, state_arrays
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.source import LeafSource, find_sources
 from zerojax.runtime import AllProcesses, SwapSession
@@ -84,7 +84,7 @@ class Restoring:
 
     def _arrays(self, sources: Sequence[LeafSource]) -> list[Any]:
         """Return the leaves' arrays; what is on disk has no number yet."""
-        abstract = leaves_of(self.layout.abstract_state)
+        abstract = state_arrays(self.layout.abstract_state)
         stacked = [i for i, s in enumerate(sources) if s.leaf.lead and not isinstance(abstract[i], OnDisk)]
         arrays = [
             array if i in stacked or isinstance(array, OnDisk) else sources[i].array(array) for i, array in enumerate(abstract)
@@ -132,11 +132,11 @@ class Restoring:
         """Fill the swap folder's records in the engine's buffers, a record after the other."""
         kinds: dict[str, tuple[DiskRecords, list[LeafSource]]] = {}
         for source in sources:
-            if (shelf := source.leaf.shelf) is not None:
-                kinds.setdefault(shelf.kind, (shelf, []))[1].append(source)
+            if (records := source.leaf.disk_records) is not None:
+                kinds.setdefault(records.kind, (records, []))[1].append(source)
         engine = swap.engine
         for records, members in kinds.values():
-            members.sort(key=lambda source: source.leaf.shelf_leaf)
+            members.sort(key=lambda source: source.leaf.disk_leaf)
             leaf = members[0].leaf
             dims = _dims(leaf)
             first = leaf.first * int(np.prod(dims[1:]))

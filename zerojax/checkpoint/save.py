@@ -22,9 +22,9 @@ import numpy as np
 
 from host_offload.disk import LinkedRecord, SavedStore, Snapshot, Store, checksum, record_format, sync, write_file
 from host_offload.engine import DiskRecords
-from zerojax.checkpoint.contents import StateLeaf, arrays_of, leaves_of
 from zerojax.checkpoint.errors import explaining
 from zerojax.checkpoint.iterators import encoded_position
+from zerojax.checkpoint.leaves import StateLeaf, arrays_in_memory, state_arrays
 from zerojax.checkpoint.manifest import SavedLeaf, write_manifest
 from zerojax.checkpoint.pieces import Piece, Room, copied
 from zerojax.runtime import SwapSession
@@ -82,7 +82,7 @@ class Saving:
         self._data = None if data is None else encoded_position(data)
         try:
             with explaining(f"writing the checkpoint {root}", root):
-                self._copy(leaves_of(state))
+                self._copy(state_arrays(state))
                 if swap is not None:
                     self._link(swap, state)
         except BaseException:
@@ -104,7 +104,7 @@ class Saving:
             if leaf.is_inline:
                 self._copy_inline(leaf, value)
                 continue
-            for array, first in arrays_of(leaf, value):
+            for array, first in arrays_in_memory(leaf, value):
                 label = {0: f"leaf.{number}", 1: "layers", 2: f"tiles.{leaf.group}"}[leaf.lead]
                 if leaf.lead and array.shape[0] < leaf.shape[0]:
                     label += f".{first}"
@@ -154,12 +154,12 @@ class Saving:
         """Keep what rests on disk by second names, under which the next step's writes leave it as it is."""
         kinds: dict[str, tuple[DiskRecords, list[StateLeaf]]] = {}
         for leaf in self.leaves:
-            if leaf.shelf is not None and not leaf.is_derived:
-                kinds.setdefault(leaf.shelf.kind, (leaf.shelf, []))[1].append(leaf)
+            if leaf.disk_records is not None and not leaf.is_derived:
+                kinds.setdefault(leaf.disk_records.kind, (leaf.disk_records, []))[1].append(leaf)
         with swap.snapshot(state, [records for records, _ in kinds.values()]) as (snapshot, stores):
             self._snapshot = snapshot
             for records, store in stores:
-                leaves = sorted(kinds[records.kind][1], key=lambda leaf: leaf.shelf_leaf)
+                leaves = sorted(kinds[records.kind][1], key=lambda leaf: leaf.disk_leaf)
                 saved_store = self._saved_store(records, store, leaves)
                 if saved_store is not None:
                     link = snapshot.keep(store, os.path.join(self.root, saved_store.folder))

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.disk import Box
-from zerojax.checkpoint.contents import ROUNDING_STEP, StateLeaf
 from zerojax.checkpoint.errors import CheckpointError, DamagedError
+from zerojax.checkpoint.leaves import ROUNDING_STEP, StateLeaf
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.retile import Retiled, of_mlp, retiled
 from zerojax.precision import LossScaling, init_loss_scale

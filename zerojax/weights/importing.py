@@ -27,8 +27,8 @@ from zerojax.checkpoint import (
     SavedLeaf,
     SavedState,
     StateLeaf,
-    contents_of_program,
     first_few,
+    leaves_of_program,
     of_mlp,
     restore_state,
     retiled,
@@ -126,7 +126,7 @@ def import_params(program: Program, path: str | os.PathLike[str], *, key: jax.Ar
     """
     data = _key_data(key, program)
     file = open_weights(path)
-    state_leaves = contents_of_program(program)
+    state_leaves = leaves_of_program(program)
     weights, leaves = _compare(file, [leaf for leaf in state_leaves if leaf.name.startswith("weights") and not leaf.is_derived])
     constants, others = _add_opt_state(program, state_leaves, weights, leaves)
     if others and (updates_by_parts(program.config) or program.layout.disk is not None):

@@ -1,4 +1,4 @@
-"""What a program's state holds, by names that do not depend on where the bytes rest.
+"""The leaves of a program's state, by names that do not depend on where the bytes rest.
 
     name in a checkpoint            in the state
     weights['blocks']['w']          master, or params where these are their own masters; float32
@@ -7,7 +7,7 @@
     pending.grads[0]                pending
 
 Stage, mesh, tier, and the dtype of the compute copy change specs and places and leave the names: a state saved under one config
-is read under another. The compute copy (params beside masters) is no content: it is cast from the weights.
+is read under another. The compute copy (params beside masters) is not saved: it is cast from the weights.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from zerojax.state import Layout, OnDisk, RecordSpec, Split, StateRecords, Train
 ROUNDING_STEP = "rounding_step"
 """The count by which moments in bfloat16 are rounded."""
 INLINE_ELEMENTS = 64
-"""A leaf that mirrors no parameter, and has no more elements than this, is told in the checkpoint's description."""
+"""A leaf that mirrors no parameter, and has no more elements than this, is saved in the manifest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StateLeaf:
     """One leaf of a TrainState.
 
     Attributes:
-      name: of what it holds, in a checkpoint.
+      name: in a checkpoint.
       path: of the leaf in the state.
       shape: of all layers.
       dtype: of the leaf here.
@@ -45,9 +45,9 @@ class StateLeaf:
       tiles: it is known to be a stack of tiles, of a layer; an integer tells how many lie along the first dim of the weight.
       group: name of the group of tiles, where `lead` is 2.
       mirrors: it is a weight, or mirrors one.
-      is_derived: it is cast from the content of its name, and not saved.
-      shelf: the records on disk that hold it, if any do, or its second part.
-      shelf_leaf: its place among their leaves.
+      is_derived: it is cast from the leaf of the same name, and not saved.
+      disk_records: that hold it, or a Split's second part, if any do.
+      disk_leaf: its place among their leaves.
       first: layers of a Split's first part.
     """
 
@@ -63,13 +63,13 @@ class StateLeaf:
     group: str = ""
     mirrors: bool = False
     is_derived: bool = False
-    shelf: DiskRecords | None = None
-    shelf_leaf: int = 0
+    disk_records: DiskRecords | None = None
+    disk_leaf: int = 0
     first: int = 0
 
     @property
     def is_inline(self) -> bool:
-        """Whether it is told in the checkpoint's description."""
+        """Whether it is saved in the manifest."""
         return not (self.mirrors or any(self.spec)) and math.prod(self.shape) <= INLINE_ELEMENTS
 
     def record(self, mesh: jax.sharding.Mesh) -> RecordSpec:
@@ -77,13 +77,13 @@ class StateLeaf:
         return RecordSpec(mesh, self.spec[self.lead :], self.tier)
 
 
-def leaves_of(state: TrainState) -> list[Any]:
-    """Return the leaves of a state, Splits and OnDisk as one, in the order of `contents_of`."""
+def state_arrays(state: TrainState) -> list[Any]:
+    """Return the arrays of a state, a Split or an OnDisk as one, in the order of `state_leaves`."""
     return jax.tree.leaves(state, is_leaf=is_stored)
 
 
-def contents_of(model: Model | LayeredModel, records: StateRecords) -> list[StateLeaf]:
-    """Return what each leaf of a program's states is, in the order of `leaves_of`.
+def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[StateLeaf]:
+    """Return what each leaf of a program's states is, in the order of `state_arrays`.
 
     Args:
       model: of the program.
@@ -91,19 +91,19 @@ def contents_of(model: Model | LayeredModel, records: StateRecords) -> list[Stat
     """
     layout = records.layout
     arrays = jax.tree_util.tree_flatten_with_path(layout.abstract_arrays, is_leaf=is_stored)[0]
-    stored = leaves_of(layout.abstract_state)
+    stored = state_arrays(layout.abstract_state)
     flags = tiled_leaves(model, layout.abstract_params)  # of a LayeredModel the stacks of layers have them, else every leaf
     indices = layout.stacked if isinstance(model, LayeredModel) else range(len(layout.leaves))
     tiles = dict(zip(indices, flags, strict=True))
-    contents = []
-    for (path, array), leaf, (owner, record) in zip(arrays, stored, _mirrored(records), strict=True):
+    leaves = []
+    for (path, array), value, (owner, record) in zip(arrays, stored, _mirrored(records), strict=True):
         param = None if owner is None else layout.leaves[owner]
-        on_disk = isinstance(leaf, OnDisk) or (isinstance(leaf, Split) and isinstance(leaf.host, OnDisk))
+        on_disk = isinstance(value, OnDisk) or (isinstance(value, Split) and isinstance(value.host, OnDisk))
         disk_records = record.disk_records if record is not None and on_disk else None
         rest = array.host if isinstance(array, Split) else array  # beside a Split's first part, or all of it
         first = array.device.shape[0] if isinstance(array, Split) else 0
         field = path[0].name
-        content = StateLeaf(
+        leaf = StateLeaf(
             name=_name(path, layout),
             path=jax.tree_util.keystr(path),
             shape=(first + rest.shape[0], *rest.shape[1:]) if isinstance(array, Split) else tuple(rest.shape),
@@ -116,12 +116,12 @@ def contents_of(model: Model | LayeredModel, records: StateRecords) -> list[Stat
             group="" if param is None else param.group,
             mirrors=owner is not None,
             is_derived=field == "params" and layout.has_master,
-            shelf=disk_records,
-            shelf_leaf=record.leaf if record is not None and disk_records is not None else 0,
+            disk_records=disk_records,
+            disk_leaf=record.leaf if record is not None and disk_records is not None else 0,
             first=first,
         )
-        contents.append(content)
-    return contents
+        leaves.append(leaf)
+    return leaves
 
 
 def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | None]]:
@@ -152,14 +152,14 @@ def _name(path: tuple[Any, ...], layout: Layout) -> str:
     return jax.tree_util.keystr(path).removeprefix(".")
 
 
-def _tier(leaf: Any) -> str:
-    return "pinned_host" if getattr(leaf.sharding, "memory_kind", None) == "pinned_host" else "device"
+def _tier(array: Any) -> str:
+    return "pinned_host" if getattr(array.sharding, "memory_kind", None) == "pinned_host" else "device"
 
 
-def arrays_of(content: StateLeaf, leaf: Any) -> Iterator[tuple[jax.Array, int]]:
-    """Yield the arrays of a leaf that is not on disk, each with the number of its first layer."""
-    if isinstance(leaf, Split):
-        yield leaf.device, 0
-        leaf = leaf.host
-    if not isinstance(leaf, OnDisk):
-        yield leaf, content.first
+def arrays_in_memory(leaf: StateLeaf, value: Any) -> Iterator[tuple[jax.Array, int]]:
+    """Yield the arrays of a leaf, but for what is on disk, each with the number of its first layer."""
+    if isinstance(value, Split):
+        yield value.device, 0
+        value = value.host
+    if not isinstance(value, OnDisk):
+        yield value, leaf.first
