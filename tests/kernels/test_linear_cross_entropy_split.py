@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from pallas_kernels.linear_cross_entropy import Config, Split, linear_cross_entropy
-from zerojax.tiling.linear_cross_entropy import grad_spec
+from zerojax.tiling.head_loss import grad_spec
 
 B, S, D, V = 8, 3, 16, 104
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0}

@@ -1,10 +1,10 @@
 """Facts of compiled programs, read from their HLO: collectives, copies between host and device, overlap."""
 
-from zerojax.hlo.collectives import COLLECTIVES as COLLECTIVES
-from zerojax.hlo.collectives import Collective as Collective
-from zerojax.hlo.collectives import collective_bytes as collective_bytes
-from zerojax.hlo.collectives import collectives as collectives
-from zerojax.hlo.collectives import peak_gathered_bytes as peak_gathered_bytes
+from zerojax.hlo.communication import COLLECTIVES as COLLECTIVES
+from zerojax.hlo.communication import Collective as Collective
+from zerojax.hlo.communication import collective_bytes as collective_bytes
+from zerojax.hlo.communication import collectives as collectives
+from zerojax.hlo.communication import peak_gathered_bytes as peak_gathered_bytes
 from zerojax.hlo.host_link import Descriptor as Descriptor
 from zerojax.hlo.host_link import HostCopy as HostCopy
 from zerojax.hlo.host_link import HostSlice as HostSlice

@@ -11,7 +11,7 @@ between are counted as often as they run): time that hides the transfer.
 import dataclasses
 import re
 
-from zerojax.hlo.collectives import COLLECTIVES
+from zerojax.hlo.communication import COLLECTIVES
 from zerojax.hlo.parse import Instruction, Module, parse_arrays, parse_module
 
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|fmha|cudnn|conv)[^"]*"', re.IGNORECASE)

@@ -1,4 +1,9 @@
-"""Bytes that a streamed step takes beside its arguments, and moves over the link."""
+"""Bytes that a streamed step takes beside its arguments, and moves over the link.
+
+Both follow from its schedule. A tick holds the records that are on their way in it, so the most that any tick holds is what the
+step needs beside its arguments. Each fetch, read and write of each phase crosses the link once. Records count by kind:
+parameters, gradients, optimizer state, activations. Unstacked leaves are loaded once, and updated after all layers.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,18 +12,8 @@ from typing import Any
 import jax
 
 from host_offload.schedule import Phase, Schedule, TiledSchedule
-from zerojax.memory.leaves import (
-    LinkBytes,
-    both_ways,
-    compute_itemsize,
-    gathered_bytes,
-    grad_elements,
-    grad_itemsize,
-    local_record_bytes,
-    moved_by_updates,
-    summed,
-    swapped_by_updates,
-)
+from zerojax.memory.leaves import compute_itemsize, gathered_bytes, grad_elements, grad_itemsize, local_record_bytes
+from zerojax.memory.link import LinkBytes, both_ways, moved_by_updates, summed, swapped_by_updates
 from zerojax.memory.report import RunningBytes
 from zerojax.state import Layout
 from zerojax.streamed import StreamedPlan, StreamedStep, record_bytes
@@ -26,77 +21,141 @@ from zerojax.streamed import StreamedPlan, StreamedStep, record_bytes
 
 def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> RunningBytes:
     """Return what a streamed step takes beside its arguments, and what it moves over the link."""
-    config, state_records = layout.config, streamed.plan.state_records
-    num_layers = streamed.model.num_layers
+    plan, num_layers = streamed.plan, streamed.model.num_layers
+    residuals = _residual_bytes(layout, streamed, abstract_batch)
+    gathered = gathered_bytes(layout, num_layers, 1 + layout.config.gather_ahead, plan.params_away)
+    records = _record_bytes(layout, streamed, residuals, gathered)
+    loaded = _loaded_bytes(layout, plan)
+    grads, host_grads = _resting_grads(layout, streamed)
+    device = {
+        "grads": grads,
+        "gathered": gathered,
+        "activations": residuals["device"] * num_layers,
+        "in_flight": loaded + max(0, _peak_bytes(streamed, records) - gathered),
+    }
+    host = {"grads": 0, "activations": residuals["pinned_host"] * num_layers} | host_grads
+    link, called = _link_bytes(streamed, records, residuals["nvme"], loaded)
+    return RunningBytes(device, host, link, called)
+
+
+def _residual_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> dict[str, int]:
+    """Return the bytes that one layer keeps from forward to backward, by tier."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
-    whole = streamed.abstract_residuals(layout.abstract_arrays.params, shapes)
-    kept = {"device": 0, "pinned_host": 0, "nvme": 0}
-    for record, a in zip(whole.records, whole.shapes, strict=True):
-        kept[record.tier] += local_record_bytes(record, a.shape, a.dtype)
+    residuals = streamed.abstract_residuals(layout.abstract_arrays.params, shapes)
+    tiers = {"device": 0, "pinned_host": 0, "nvme": 0}
+    for record, a in zip(residuals.records, residuals.shapes, strict=True):
+        tiers[record.tier] += local_record_bytes(record, a.shape, a.dtype)
+    return tiers
 
-    records = streamed.plan
-    parts = layout.record_parts  # a layer's record, and a tile of each group
-    shards = [sum(local_record_bytes(records.grads[i], a.shape, a.dtype) for i, a in _grads(records, part)) for part in parts]
-    sizes = [record_bytes(state_records, part) for part in parts]
-    sizes[0] |= {"activations": kept["pinned_host"] + kept["nvme"]}
-    ends = grad_elements(layout, blocks=False) * grad_itemsize(layout)
-    stored = 0 if config.update == "in_backward" else grad_elements(layout, blocks=True) * grad_itemsize(layout)
-    host = {"grads": 0, "activations": kept["pinned_host"] * num_layers}
-    rests = config.grads
-    if streamed.host is not None:  # callbacks keep what waits off the device
-        rests = "device" if not streamed.host.stashes else "nvme" if streamed.host.on_disk is not None else "stashed"
-    if rests == "pinned_host":
-        host["grads"] = stored
-    elif rests == "stashed":
-        host["stashed"] = stored
-    if config.delayed_update:  # every leaf's
-        host |= {"stashed": stored + ends, "made": grad_elements(layout) * compute_itemsize(layout)}
 
-    # What is not stacked: loaded once, and updated after all layers, one leaf at a time (all at once by callbacks).
-    loaded = sum(
-        local_record_bytes(streamed.plan.params[i], layout.leaves[i].shape, layout.leaves[i].dtype)
-        for i in streamed.plan.ends
-        if streamed.plan.params_away
-    )
-    updates, called = moved_by_updates(state_records, streamed.plan.ends)
-    _, layer_called = moved_by_updates(state_records, streamed.plan.blocks)
-    gathered = gathered_bytes(layout, num_layers, 1 + config.gather_ahead, streamed.plan.params_away)
+@dataclasses.dataclass(frozen=True)
+class _RecordBytes:
+    """Bytes by kind of a layer's record, and after it of a tile of each group, on one device.
+
+    Attributes:
+      sizes: as the schedule counts them; "gathered" is what backward and forward hold whole.
+      shards: bytes of the gradient of each, at rest.
+      is_host_update: whether kernels on the host write the new parameters where they rest.
+    """
+
+    sizes: list[dict[str, int]]
+    shards: list[int]
+    is_host_update: bool
+
+    @property
+    def read(self) -> list[dict[str, int]]:
+        """What a tick that reads moves of each kind: gradients are shards."""
+        return [size | {"grads": shard} for size, shard in zip(self.sizes, self.shards, strict=True)]
+
+    @property
+    def written(self) -> list[dict[str, int]]:
+        """What a tick that writes moves of each kind."""
+        return [size | {"params": 0} for size in self.read] if self.is_host_update else self.read
+
+    @property
+    def in_backward(self) -> list[dict[str, int]]:
+        """What a tick of backward holds of each kind: a gradient is reduced to a shard that is there beside it."""
+        return [size | {"grads": size["grads"] + shard} for size, shard in zip(self.sizes, self.shards, strict=True)]
+
+
+def _record_bytes(layout: Layout, streamed: StreamedStep, residuals: Mapping[str, int], gathered: int) -> _RecordBytes:
+    plan = streamed.plan
+    sizes = [record_bytes(plan.state_records, part) for part in layout.record_parts]
+    sizes[0] |= {"activations": residuals["pinned_host"] + residuals["nvme"]}
     if not gathered:
         sizes = [size | {"gathered": 0} for size in sizes]
-    read = [size | {"grads": shard} for size, shard in zip(sizes, shards, strict=True)]
-    written = read if streamed.host is None else [size | {"params": 0} for size in read]  # kernels write where they rest
-    made = [size | {"grads": size["grads"] + shard} for size, shard in zip(sizes, shards, strict=True)]
+    return _RecordBytes(sizes, [_grad_shard_bytes(plan, part) for part in layout.record_parts], streamed.host is not None)
+
+
+def _grad_shard_bytes(plan: StreamedPlan, part: Iterable[int]) -> int:
+    """Return the bytes of the gradient of one record of some leaves."""
+    shapes = [(i, plan.grad_shape(i)) for i in part]
+    return sum(local_record_bytes(plan.grads[i], a.shape, a.dtype) for i, a in shapes)
+
+
+def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[str, int]]:
+    """Return the bytes of gradients between backward and update: on the device, and by kind in host memory."""
+    config = layout.config
+    ends = grad_elements(layout, blocks=False) * grad_itemsize(layout)
+    layers = 0 if config.update == "in_backward" else grad_elements(layout, blocks=True) * grad_itemsize(layout)
+    tier = config.grads
+    if streamed.host is not None:  # callbacks keep what waits off the device
+        tier = "device" if not streamed.host.stashes else "nvme" if streamed.host.on_disk is not None else "stashed"
+    host: dict[str, int] = {"grads": layers} if tier == "pinned_host" else {"stashed": layers} if tier == "stashed" else {}
+    if config.delayed_update:  # of every leaf, and the new parameters beside the old ones
+        host |= {"stashed": layers + ends, "made": grad_elements(layout) * compute_itemsize(layout)}
+    return ends + (layers if tier == "device" else 0), host
+
+
+def _loaded_bytes(layout: Layout, plan: StreamedPlan) -> int:
+    """Return the bytes of parameters that are not stacked, where they rest elsewhere: they are loaded once a step."""
+    if not plan.params_away:
+        return 0
+    return sum(local_record_bytes(plan.params[i], layout.leaves[i].shape, layout.leaves[i].dtype) for i in plan.ends)
+
+
+def _peak_bytes(streamed: StreamedStep, records: _RecordBytes) -> int:
+    """Return the most bytes that are on their way at once, with those gathered.
+
+    Leaves that are not stacked are updated after all layers: one at a time by the device, all at once by callbacks.
+    """
+    copied, called = moved_by_updates(streamed.plan.state_records, streamed.plan.ends)
+    _, layer_called = moved_by_updates(streamed.plan.state_records, streamed.plan.blocks)
     peaks = [
-        _peak(streamed.schedule, sizes, "forward"),
-        _peak(streamed.schedule, made, "backward"),
+        _peak(streamed.schedule, records.sizes, "forward"),
+        _peak(streamed.schedule, records.in_backward, "backward"),
         both_ways(summed(layer_called)),
-        max(map(both_ways, updates), default=0),
+        max(map(both_ways, copied), default=0),
         summed(called)["to_device"],
     ]
-    if config.update != "in_backward":
-        peaks.append(_peak(streamed.schedule, written, "update"))
-    device = {
-        "grads": ends + (stored if rests == "device" else 0),
-        "gathered": gathered,
-        "activations": kept["device"] * num_layers,
-        "in_flight": loaded + max(0, max(peaks) - gathered),
-    }
-    moved = _schedule_link(streamed, read, written)
-    tiers, swaps = streamed.schedule.tiers, swapped_by_updates(state_records, streamed.plan.ends)
-    by_disk = [{kind: n if tiers[kind] == "nvme" else 0 for kind, n in size.items() if kind in tiers} for size in read]
-    by_disk[0]["activations"] = kept["nvme"]
-    kept_up = {} if streamed.host is None else {"params": 0}
-    swapped = summed([_schedule_link(streamed, by_disk, [size | kept_up for size in by_disk]), *swaps])
-    if config.params == "nvme":
+    if streamed.layout.config.update != "in_backward":
+        peaks.append(_peak(streamed.schedule, records.written, "update"))
+    return max(peaks)
+
+
+def _link_bytes(streamed: StreamedStep, records: _RecordBytes, on_disk: int, loaded: int) -> tuple[LinkBytes, LinkBytes]:
+    """Return what the compiled program copies over the link in a step, and what its callbacks move.
+
+    Args:
+      streamed: the step.
+      records: bytes of its records.
+      on_disk: bytes that a layer keeps on nvme from forward to backward.
+      loaded: bytes of parameters that are not stacked.
+    """
+    plan, tiers = streamed.plan, streamed.schedule.tiers
+    copied, called = moved_by_updates(plan.state_records, plan.ends)
+    _, layer_called = moved_by_updates(plan.state_records, plan.blocks)
+    read = records.read
+    swapped_read = [{kind: n if tiers[kind] == "nvme" else 0 for kind, n in size.items() if kind in tiers} for size in read]
+    swapped_read[0]["activations"] = on_disk
+    swapped_written = [size | {"params": 0} for size in swapped_read] if records.is_host_update else swapped_read
+    swaps = swapped_by_updates(plan.state_records, plan.ends)
+    swapped = summed([_schedule_link(streamed, swapped_read, swapped_written), *swaps])
+    if streamed.layout.config.params == "nvme":
         swapped["to_device"] += loaded
-    link = summed([moved, {"to_device": loaded}, *updates])
-    link = {way: link[way] - swapped[way] for way in link}
-    return RunningBytes(device, host, link, summed([*called, *layer_called * num_layers, swapped]))
-
-
-def _grads(records: StreamedPlan, part: Iterable[int]) -> list[tuple[int, jax.ShapeDtypeStruct]]:
-    """Return the gradient of a record of some leaves, each with its index."""
-    return [(i, records.grad_shape(i)) for i in part]
+    moved = summed([_schedule_link(streamed, read, records.written), {"to_device": loaded}, *copied])
+    link = {way: moved[way] - swapped[way] for way in moved}
+    return link, summed([*called, *layer_called * streamed.model.num_layers, swapped])
 
 
 def _peak(schedule: Schedule, sizes: Sequence[Mapping[str, int]], phase: str) -> int:

@@ -1,7 +1,7 @@
 """Operators that run tile by tile: functions, NNX and Linen modules, and a loss without its logits."""
 
 from zerojax.tiling import linen as linen
-from zerojax.tiling.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from zerojax.tiling.head_loss import linear_cross_entropy as linear_cross_entropy
 from zerojax.tiling.loops import TileLoop as TileLoop
 from zerojax.tiling.loops import find_loops as find_loops
 from zerojax.tiling.loops import find_stacks as find_stacks

@@ -1,0 +1,63 @@
+"""Bytes that a resident step takes beside its arguments, and moves over the link.
+
+All layers are on the device, so what comes and goes is the optimizer: where its state is elsewhere, the update runs leaf by
+leaf. What backward needs of forward is found by tracing the loss and its derivative, without running either.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+
+from zerojax.memory.leaves import gathered_bytes, grad_elements, grad_itemsize
+from zerojax.memory.link import both_ways, moved_by_updates, summed, swapped_by_updates
+from zerojax.memory.report import RunningBytes
+from zerojax.models import LayeredModel, Model
+from zerojax.sharding import num_batch_shards
+from zerojax.state import Layout, StateRecords
+
+
+def resident_bytes(records: StateRecords, loss: Any, abstract_batch: Any, model: Model | LayeredModel) -> RunningBytes:
+    """Return what a resident step takes beside its arguments, and moves over the link.
+
+    Args:
+      records: how the states of the program rest.
+      loss: the plain loss.
+      abstract_batch: tree of ShapeDtypeStruct with shardings.
+      model: of the program.
+    """
+    layout = records.layout
+    num_layers = model.num_layers if isinstance(model, LayeredModel) else None
+    copied, called = moved_by_updates(records, layout.ends)
+    device = {
+        "grads": grad_elements(layout) * grad_itemsize(layout),
+        "gathered": gathered_bytes(layout, num_layers),
+        "activations": _residual_bytes(layout, loss, abstract_batch),
+        "in_flight": max(max(map(both_ways, copied), default=0), summed(called)["to_device"]),
+    }
+    swapped, link = summed(swapped_by_updates(records, layout.ends)), summed(copied)
+    link = {way: link[way] - swapped[way] for way in link}
+    return RunningBytes(device, {"grads": 0, "activations": 0}, link, summed([*called, swapped]))
+
+
+def _residual_bytes(layout: Layout, loss: Any, abstract_batch: Any) -> int:
+    """Return the bytes that a microbatch keeps from forward to backward on each device, parameters excluded.
+
+    The loss is traced, not run. Residuals that are arguments are not counted; the rest is split as the batch is.
+    """
+    config = layout.config
+    count = config.num_microbatches
+    micro = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]) if len(a.shape) else a.shape, a.dtype),
+        abstract_batch,
+    )
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), layout.abstract_arrays.params)
+
+    def residuals(params: Any, batch: Any) -> list[Any]:
+        return jax.tree.leaves(jax.vjp(lambda p: loss(p, batch, None), params)[1])
+
+    jaxpr = jax.make_jaxpr(residuals)(params, micro).jaxpr
+    values: Any = {v for v in jaxpr.outvars if isinstance(v, jex.Var)} - set(jaxpr.invars)
+    total = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in values)
+    return total // num_batch_shards(layout.mesh)
