@@ -1,4 +1,13 @@
-"""Copies to and from a GPU on streams of our own, beside the program that computes."""
+"""Copies of records to and from a GPU, on two streams of its own, beside the program that computes.
+
+`host_offload.device.copies` tells the idea: slots in device memory, and the events that order who fills them and who reads
+them. Here are the slots, the streams and the calls of the driver.
+
+A callback runs in a thread of XLA while the program is being queued, so what it adds to the program's stream runs in the
+program's order. What it adds to the streams up and down does not: an event orders each such copy against the program. A buffer
+of the host is reused only when an event says that its copy is over; one thread for each GPU waits for the copies down and then
+completes the futures for which the disk waits.
+"""
 
 import contextlib
 import dataclasses
@@ -26,14 +35,14 @@ class _Slot:
       full: event, a record is in it.
       empty: event, the record was copied out of it; recorded once `used`.
       used: whether a record ever was.
-      held: up: address of the buffer whose record is in the slot, or on its way there.
+      source: up: address of the buffer whose record is in the slot, or on its way there.
     """
 
     memory: jax.Array
     full: int
     empty: int
     used: bool = False
-    held: int | None = None
+    source: int | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     @property
@@ -42,7 +51,7 @@ class _Slot:
 
 
 class _Gpu:
-    """Streams of one GPU, and the thread that tells when copies down are done."""
+    """Streams of one GPU, and the thread that waits for copies down."""
 
     def __init__(self, driver: Driver, device: Any, rank: int) -> None:
         self.driver = driver
@@ -61,7 +70,7 @@ class _Gpu:
                 return self.events.pop()
         return self.driver.make_event()
 
-    def tell(self, event: int) -> "Future[None]":
+    def future_of(self, event: int) -> "Future[None]":
         """Return a future that is done when `event` has happened; the event is reused then."""
         done: Future[None] = Future()
         self._saved.put((event, done))
@@ -69,7 +78,11 @@ class _Gpu:
 
     @contextlib.contextmanager
     def finishing(self, stream: int) -> Iterator[None]:
-        """Leave by an error only when nothing that was queued on a stream is under way: buffers are used again then."""
+        """Leave by an error only when nothing that was queued on a stream is under way.
+
+        The caller gives its buffers back on an error, and they are filled again at once: a copy that still ran would read or
+        write another record's bytes.
+        """
         try:
             yield
         except BaseException:
@@ -137,7 +150,7 @@ class GpuCopies:
         if slot is None:
             return
         with slot.lock:
-            if slot.held is not None:
+            if slot.source is not None:
                 return
             gpu, call = self._gpus[rank], self.driver
             call.use(gpu.context)
@@ -146,17 +159,17 @@ class GpuCopies:
                     call.wait(gpu.up, slot.empty)
                 call.copy(slot.address, buffer.ctypes.data, buffer.nbytes, gpu.up)
                 call.record(slot.full, gpu.up)
-            slot.held = buffer.ctypes.data
+            slot.source = buffer.ctypes.data
 
     def drop(self, kind: str, rank: int, buffer: np.ndarray) -> None:
         slot = self._up.get((kind, rank))
         if slot is None:
             return
         with slot.lock:
-            if slot.held == buffer.ctypes.data:
+            if slot.source == buffer.ctypes.data:
                 self.driver.use(self._gpus[rank].context)
                 self.driver.finish_event(slot.full)
-                slot.held = None
+                slot.source = None
 
     def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> None:
         call, stream = self.driver, stream_of(context)
@@ -165,14 +178,14 @@ class GpuCopies:
         base = views[0].ctypes.data if views else 0  # a record's first leaf lies at its start
         if slot is not None:
             with slot.lock:
-                if slot.held == base:
+                if slot.source == base:
                     call.wait(stream, slot.full)
                     for target, view in zip(out, views, strict=True):
                         call.copy(pointer(target), slot.address + view.ctypes.data - base, view.nbytes, stream)
                     call.record(slot.empty, stream)
                     slot.used = True
                     call.finish_event(slot.full)
-                    slot.held = None
+                    slot.source = None
                     return
         for target, view in zip(out, views, strict=True):
             call.copy(pointer(target), view.ctypes.data, view.nbytes, stream)
@@ -201,7 +214,7 @@ class GpuCopies:
             slot.used = True
             saved = gpu.take_event()
             call.record(saved, gpu.down)
-        return gpu.tell(saved)
+        return gpu.future_of(saved)
 
     def pass_on(self, context: Any, source: Any, out: Any) -> None:
         self.driver.copy(pointer(out), pointer(source), num_bytes(out), stream_of(context))

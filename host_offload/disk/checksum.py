@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 
-def checksum(buffer: np.ndarray) -> int:
+def checksum_of(buffer: np.ndarray) -> int:
     """Return a number in [1, 2^64) that follows from the bytes of a buffer, and from nothing else; 0 stays free for "none".
 
     Args:

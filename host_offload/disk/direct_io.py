@@ -19,7 +19,7 @@ import time
 
 import numpy as np
 
-from host_offload.disk.checksum import checksum as checksum_of
+from host_offload.disk.checksum import checksum_of
 from host_offload.disk.direct_file import DirectFile
 from host_offload.disk.errors import TruncatedError, explain
 from host_offload.disk.record_format import check_buffer

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.disk.checksum import checksum
+from host_offload.disk.checksum import checksum_of
 from host_offload.disk.errors import ChecksumError, TruncatedError
 from host_offload.disk.record_format import LeafFormat, RecordFormat, numpy_dtype
 from host_offload.disk.store import Store
@@ -115,7 +115,7 @@ class SavedStore:
         )
 
 
-def record_format(leaves: Sequence[tuple[str, Sequence[int], Any]]) -> RecordFormat:
+def format_of(leaves: Sequence[tuple[str, Sequence[int], Any]]) -> RecordFormat:
     """Return the format of records of leaves (name, shape, dtype)."""
     return RecordFormat(tuple(LeafFormat(name, tuple(shape), np.dtype(dtype).name) for name, shape, dtype in leaves))
 
@@ -159,7 +159,7 @@ class SavedRecords:
         """
         self.check_size(store, record)
         expected = store.checksums[record]
-        if expected and (found := checksum(np.asarray(self._map(store, record)))) != expected:
+        if expected and (found := checksum_of(np.asarray(self._map(store, record)))) != expected:
             path = os.path.join(self.root, store.record_file(record))
             raise ChecksumError(f"{path}: its checksum is {found:016x}, and {expected:016x} was saved")
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 
 from host_offload.device import allocate
-from host_offload.disk.checksum import checksum
+from host_offload.disk.checksum import checksum_of
 from host_offload.disk.direct_file import read_file, write_file
 from host_offload.disk.errors import ChecksumError, TruncatedError
 from host_offload.disk.store import Store
@@ -136,7 +136,7 @@ def _copy(files: Sequence[tuple[str, str, int]], store: Store) -> None:
         if (found := os.stat(source).st_size) != size:
             raise TruncatedError(f"{source} has {found} bytes, and the record {size}")
         read_file(source, buffer, size)
-        if expected and (found := checksum(buffer)) != expected:
+        if expected and (found := checksum_of(buffer)) != expected:
             raise ChecksumError(f"{source}: its checksum is {found:016x}, and {expected:016x} was written")
         write_file(target, buffer, size)
         sync(target)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from host_offload.disk.checksum import checksum
+from host_offload.disk.checksum import checksum_of
 from host_offload.disk.errors import ChecksumError, SwapError, explain, of_tensorstore
 from host_offload.disk.record_format import RecordFormat
 
@@ -213,7 +213,7 @@ class Store:
           ChecksumError: it is not what was written.
         """
         expected = int(self.checksums[layer])
-        if expected and (found := checksum(record)) != expected:
+        if expected and (found := checksum_of(record)) != expected:
             raise ChecksumError(f"its checksum is {found:016x}, and {expected:016x} was written")
 
     def _too_small(self, missing: int, file: str | None = None, layer: int | None = None) -> SwapError:

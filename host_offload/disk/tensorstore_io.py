@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from host_offload.disk.checksum import checksum as checksum_of
+from host_offload.disk.checksum import checksum_of
 from host_offload.disk.errors import explain, of_tensorstore
 from host_offload.disk.record_format import check_buffer
 from host_offload.disk.store import Store

@@ -1,18 +1,18 @@
-"""Which buffers a kind of records has on a device: rings of its own, or rings that it shares.
+"""Which buffers a kind of records has on a device: a set of its own, or one that it shares.
 
-Stacked layers are one kind of many records, with `distance` buffers to read ahead, one more for the record in use, and as many
-to write. A leaf that is no stack is a kind of one record. Hundreds of them, as a model without layers has, would hold the whole
-state in buffers; but a program that uses them one after the other needs no more of them at once than of a stack's layers. So
-they use one set of rings, whose buffers are as large as the largest record,
+Stacked layers are one kind of many records. It has `distance` buffers to read ahead, one more for the record in use, and as
+many to write. A leaf that is no stack is a kind of one record. A model without layers has hundreds of those, and with buffers
+of their own they would hold the whole state in memory. A program that uses them one after the other needs no more of them at
+once than of a stack's layers, so they share one set of buffers, each as large as the largest record:
 
-    own      sum of all records x 2
-    shared   largest record x 2 (distance + 1)          the few that are much larger than the rest keep their own
+    alone    sum of all records x 2
+    shared   largest record x 2 (distance + 1)          the few that are much larger than the rest stay alone
 """
 
 import dataclasses
 import threading
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -33,23 +33,24 @@ def shared_bytes(sizes: Sequence[int], distance: int, in_place: bool) -> int:
       distance: records that are read ahead.
       in_place: whether they are updated in the buffers into which they are read.
     """
-    order, alone = sorted(sizes, reverse=True), num_buffers(distance, 1, in_place)
-    best, chosen = alone * sum(order), 0
-    for own, size in enumerate(order):
-        total = alone * sum(order[:own]) + 2 * (distance + 1) * size
-        if total < best:
-            best, chosen = total, size
-    return chosen
+    order, buffers_alone = sorted(sizes, reverse=True), num_buffers(distance, 1, in_place)
+    least, shared = buffers_alone * sum(order), 0
+    for num_alone, size in enumerate(order):
+        total = buffers_alone * sum(order[:num_alone]) + 2 * (distance + 1) * size
+        if total < least:
+            least, shared = total, size
+    return shared
 
 
 @dataclasses.dataclass(eq=False)
-class Rings:
-    """Buffers, and leave to write from them.
+class BufferSet:
+    """Buffers to read into and to write from, and a limit on the writes under way.
 
     Attributes:
       reads: buffers to read into; of records that are updated in place, all buffers.
       writes: buffers to write from; the same ring where records are updated in place.
-      turns: one for each write that may be under way.
+      turns: counts the writes that may still start. Without it writes could take all buffers of a ring that serves both ways,
+        and leave none to read ahead into.
     """
 
     reads: Ring
@@ -57,7 +58,7 @@ class Rings:
     turns: threading.Semaphore
 
     @classmethod
-    def make(cls, count: int, num_bytes: int, distance: int, in_place: bool, pin: Literal["lock", "cuda", "none"]) -> "Rings":
+    def make(cls, count: int, num_bytes: int, distance: int, in_place: bool, pin: Literal["lock", "cuda", "none"]) -> Self:
         """Take the memory of `count` buffers of `num_bytes`."""
         reads = Ring(count if in_place else count // 2, num_bytes, pin=pin)
         writes = reads if in_place else Ring(count // 2, num_bytes, pin=pin)
@@ -75,17 +76,17 @@ class Rings:
 
 
 @dataclasses.dataclass(eq=False)
-class Shelf:
+class DeviceRecords:
     """The records of one kind on one device.
 
     Attributes:
       store: the records.
-      rings: their buffers.
+      buffers: those through which they go.
     """
 
     store: Store
-    rings: Rings
+    buffers: BufferSet
 
-    def room(self, buffer: np.ndarray) -> np.ndarray:
-        """Return the part of a buffer that holds a record."""
+    def record_in(self, buffer: np.ndarray) -> np.ndarray:
+        """Return the part of a buffer that holds a record: shared buffers are longer."""
         return buffer[: self.store.format.padded_bytes]

@@ -35,13 +35,16 @@ import numpy as np
 
 from host_offload.device import Copies, HostCopies, Ring
 from host_offload.disk import STATE_LOST, Store, SwapError, explain
-from host_offload.engine.buffer_sets import Rings, Shelf, num_buffers
+from host_offload.engine.buffer_sets import BufferSet, DeviceRecords, num_buffers
 from host_offload.engine.stats import Event, Stats
 from host_offload.engine.transfers import Io, Transfers, Write
 from host_offload.schedule import Move, Window
 
 Views = list[np.ndarray]
 Key = tuple[str, int]
+"""Kind and layer of a record."""
+Filled = Future[None] | None
+"""When a buffer holds what is to be written; None if it does."""
 Mode = Literal["read", "update", "write"]
 """What is done to a borrowed record: its views are read; or read and written; or filled, whatever they hold."""
 
@@ -61,8 +64,8 @@ class _Lane:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.lock = threading.RLock()  # a read may be done before the call that starts it returns
-        self.shelves: dict[str, Shelf] = {}
-        self.shared: Rings | None = None  # of the kinds that share theirs
+        self.records: dict[str, DeviceRecords] = {}
+        self.shared: BufferSet | None = None  # of the kinds that share theirs
         self.window = Window((), 0)
         self.reading: dict[Key, _Read] = {}
         self.writing: dict[Key, Write] = {}
@@ -117,13 +120,13 @@ class Engine:
         size = store.format.padded_bytes
         if not shared_bytes:
             count = num_buffers(self.distance, store.num_layers, in_place)
-            rings = Rings.make(count, size, self.distance, in_place, self.pin)
-        elif (rings := lane.shared) is None:
-            rings = Rings.make(2 * (self.distance + 1), shared_bytes, self.distance, in_place, self.pin)
-            lane.shared = rings
+            buffers = BufferSet.make(count, size, self.distance, in_place, self.pin)
+        elif (buffers := lane.shared) is None:
+            buffers = BufferSet.make(2 * (self.distance + 1), shared_bytes, self.distance, in_place, self.pin)
+            lane.shared = buffers
         self.copies.add(kind, rank, size, up=up, down=down)
         with lane.lock:
-            lane.shelves[kind] = Shelf(store, rings)
+            lane.records[kind] = DeviceRecords(store, buffers)
             if up and self.copies.lifts:
                 lane.lifted.add(kind)
 
@@ -133,27 +136,27 @@ class Engine:
             self._forget(lane, lambda key: key[0] == kind)
             self._wait_for_writes(lane)
             with lane.lock:
-                shelf = lane.shelves.pop(kind, None)
+                records = lane.records.pop(kind, None)
                 lane.lifted.discard(kind)
-            if shelf is not None:
+            if records is not None:
                 self.copies.remove(kind)
-                if all(other.rings is not shelf.rings for other in lane.shelves.values()):
-                    shelf.rings.close()
-                    lane.shared = None if lane.shared is shelf.rings else lane.shared
+                if all(other.buffers is not records.buffers for other in lane.records.values()):
+                    records.buffers.close()
+                    lane.shared = None if lane.shared is records.buffers else lane.shared
 
     def kinds(self) -> set[str]:
         """Return the kinds that were added."""
-        return {kind for lane in self._lanes.values() for kind in lane.shelves}
+        return {kind for lane in self._lanes.values() for kind in lane.records}
 
     def store_of(self, kind: str, rank: int) -> Store:
         """Return the records of a kind on a device."""
-        return self._lanes[rank].shelves[kind].store
+        return self._lanes[rank].records[kind].store
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all buffers."""
-        rings = {shelf.rings for lane in self._lanes.values() for shelf in lane.shelves.values()}
-        return sum(each.num_bytes for each in rings)
+        buffers = {records.buffers for lane in self._lanes.values() for records in lane.records.values()}
+        return sum(each.num_bytes for each in buffers)
 
     # --- around a program --------------------------------------------------------------------------------------------------
 
@@ -235,17 +238,17 @@ class Engine:
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
         """
-        with self._reading(kind, rank, layer) as (shelf, buffer):
-            use(shelf.store.format.views(buffer))
+        with self._reading(kind, rank, layer) as (records, buffer):
+            use(records.store.format.views(buffer))
 
-    def store(self, kind: str, rank: int, layer: int, fill: "Callable[[Views], Future[None] | None]") -> None:
+    def store(self, kind: str, rank: int, layer: int, fill: Callable[[Views], Filled]) -> None:
         """Write a record whose leaves `fill` puts in place, at once or, where it returns a future, until that is done.
 
         Raises:
           SwapError: an earlier move failed.
         """
-        with self._writing(kind, rank, layer) as (shelf, buffer, filled):
-            filled.append(fill(shelf.store.format.views(buffer)))
+        with self._writing(kind, rank, layer) as (records, buffer, filled):
+            filled.append(fill(records.store.format.views(buffer)))
 
     @contextlib.contextmanager
     def borrow(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> Iterator[Views]:
@@ -263,46 +266,46 @@ class Engine:
           SwapError: it cannot be read, or an earlier move failed.
         """
         if mode == "write":
-            with self._writing(kind, rank, layer) as (shelf, buffer, _):
-                yield shelf.store.format.views(buffer)
+            with self._writing(kind, rank, layer) as (records, buffer, _):
+                yield records.store.format.views(buffer)
             return
-        with self._reading(kind, rank, layer, update=mode == "update") as (shelf, buffer):
+        with self._reading(kind, rank, layer, update=mode == "update") as (records, buffer):
             self.copies.drop(kind, rank, buffer)
-            yield shelf.store.format.views(buffer)
+            yield records.store.format.views(buffer)
 
     @contextlib.contextmanager
-    def _reading(self, kind: str, rank: int, layer: int, update: bool = False) -> Iterator[tuple[Shelf, np.ndarray]]:
+    def _reading(self, kind: str, rank: int, layer: int, update: bool = False) -> Iterator[tuple[DeviceRecords, np.ndarray]]:
         """Lend a buffer that holds a record, and give it back, or write it."""
         self.check()
         lane = self._lanes[rank]
-        shelf = lane.shelves[kind]
-        assert not update or shelf.rings.reads is shelf.rings.writes, f"{kind} was not added to be updated in place"
-        buffer = self._read(lane, shelf, kind, rank, layer)
+        records = lane.records[kind]
+        assert not update or records.buffers.reads is records.buffers.writes, f"{kind} was not added to be updated in place"
+        buffer = self._read(lane, records, kind, rank, layer)
         try:
-            yield shelf, buffer
+            yield records, buffer
         except BaseException:
-            self._give(shelf, kind, rank, buffer)
+            self._give(records, kind, rank, buffer)
             raise
         if update:
-            self._write(lane, shelf, Event("write", kind, rank, layer, next(self._numbers)), buffer, None)
+            self._write(lane, records, Event("write", kind, rank, layer, next(self._numbers)), buffer, None)
         else:
-            self._give(shelf, kind, rank, buffer)
+            self._give(records, kind, rank, buffer)
         self._read_ahead(lane)
 
     @contextlib.contextmanager
-    def _writing(self, kind: str, rank: int, layer: int) -> "Iterator[tuple[Shelf, np.ndarray, list[Future[None] | None]]]":
+    def _writing(self, kind: str, rank: int, layer: int) -> Iterator[tuple[DeviceRecords, np.ndarray, list[Filled]]]:
         """Lend a buffer to fill, and write it when what is put in the list is done."""
         self.check()
         lane = self._lanes[rank]
-        shelf = lane.shelves[kind]
+        records = lane.records[kind]
         event = Event("write", kind, rank, layer, next(self._numbers))
-        buffer, filled = self._empty(lane, shelf, event), []
+        buffer, filled = self._empty(lane, records, event), []
         try:
-            yield shelf, buffer, filled
+            yield records, buffer, filled
         except BaseException:
-            shelf.rings.writes.give(buffer)
+            records.buffers.writes.give(buffer)
             raise
-        self._write(lane, shelf, event, buffer, filled[0] if filled else None)
+        self._write(lane, records, event, buffer, filled[0] if filled else None)
         self._read_ahead(lane)
 
     def skip(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> None:
@@ -331,7 +334,7 @@ class Engine:
 
     # --- pieces ------------------------------------------------------------------------------------------------------------
 
-    def _read(self, lane: _Lane, shelf: Shelf, kind: str, rank: int, layer: int) -> np.ndarray:
+    def _read(self, lane: _Lane, records: DeviceRecords, kind: str, rank: int, layer: int) -> np.ndarray:
         """Return a buffer that holds a record."""
         key = (kind, layer)
         with lane.lock:
@@ -339,45 +342,45 @@ class Engine:
             if read is not None:
                 lane.window.advance(Move(kind, layer))
         if read is None:
-            with self._wanting(lane, key, shelf.rings.reads):
-                self._give_way(lane, shelf.rings)
+            with self._wanting(lane, key, records.buffers.reads):
+                self._give_way(lane, records.buffers)
                 event = Event("read", kind, rank, layer, next(self._numbers))
-                buffer = shelf.room(self._transfers.waiting(event, shelf.rings.reads.take))
+                buffer = records.record_in(self._transfers.waiting(event, records.buffers.reads.take))
                 with lane.lock:
-                    read = self._start_read(lane, shelf, event, buffer)
+                    read = self._start_read(lane, records, event, buffer)
                     lane.window.advance(Move(kind, layer))
                 self._transfers.count_miss()
         try:
             self._read_ahead(lane)
             self._transfers.waiting(read.event, read.done.result)
         except BaseException:
-            shelf.rings.reads.give(read.buffer)
+            records.buffers.reads.give(read.buffer)
             raise
         return read.buffer
 
-    def _empty(self, lane: _Lane, shelf: Shelf, event: Event) -> np.ndarray:
+    def _empty(self, lane: _Lane, records: DeviceRecords, event: Event) -> np.ndarray:
         """Return a buffer to fill, for a write."""
         record = (event.kind, event.layer)
-        with self._wanting(lane, record, shelf.rings.writes):
+        with self._wanting(lane, record, records.buffers.writes):
             self._forget_record(lane, record)
-            if shelf.rings.reads is shelf.rings.writes:
-                self._give_way(lane, shelf.rings)
-            return shelf.room(self._transfers.waiting(event, shelf.rings.writes.take))
+            if records.buffers.reads is records.buffers.writes:
+                self._give_way(lane, records.buffers)
+            return records.record_in(self._transfers.waiting(event, records.buffers.writes.take))
 
-    def _write(self, lane: _Lane, shelf: Shelf, event: Event, buffer: np.ndarray, filled: "Future[None] | None") -> None:
+    def _write(self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray, filled: Filled) -> None:
         """Start to write a record when it is its turn, and `filled` is done."""
         kind, layer = event.kind, event.layer
-        self._transfers.waiting(event, shelf.rings.turns.acquire)
+        self._transfers.waiting(event, records.buffers.turns.acquire)
         write = Write(buffer, filled)
         with lane.lock:  # from here on the record is what is in this buffer, and what was read before is forgotten
             stale = lane.reading.pop((kind, layer), None)
             before = lane.writing.get((kind, layer))
             lane.writing[kind, layer] = write
-            self._transfers.write(event, shelf.store, write, before)
+            self._transfers.write(event, records.store, write, before)
             lane.window.advance(Move(kind, layer, True))
 
         def release(_: "Future[float]") -> None:
-            shelf.rings.turns.release()
+            records.buffers.turns.release()
             with lane.lock:
                 if lane.writing.get((kind, layer)) is write:
                     del lane.writing[kind, layer]
@@ -387,13 +390,13 @@ class Engine:
                 give()
 
         def give(_: "Future[float] | None" = None) -> None:
-            shelf.rings.writes.give(buffer)
-            if shelf.rings.reads is shelf.rings.writes:  # there may be a read that found no buffer
+            records.buffers.writes.give(buffer)
+            if records.buffers.reads is records.buffers.writes:  # there may be a read that found no buffer
                 self._read_ahead(lane)
 
         write.done.add_done_callback(release)
         if stale is not None:
-            self._drop(lane, shelf, kind, stale)
+            self._drop(lane, records, kind, stale)
 
     @contextlib.contextmanager
     def _wanting(self, lane: _Lane, key: Key, ring: Ring) -> Iterator[None]:
@@ -407,28 +410,28 @@ class Engine:
                 lane.wanted.remove(key)
                 lane.claims.remove(ring)
 
-    def _give_way(self, lane: _Lane, rings: Rings) -> None:
+    def _give_way(self, lane: _Lane, buffers: BufferSet) -> None:
         """Let go of the last record that was read ahead, if no buffer is free."""
         with lane.lock:
-            ahead = [key for key in lane.reading if lane.shelves[key[0]].rings is rings]
-            if rings.reads.free or not ahead:
+            ahead = [key for key in lane.reading if lane.records[key[0]].buffers is buffers]
+            if buffers.reads.free or not ahead:
                 return
             (kind, _), spare = ahead[-1], lane.reading.pop(ahead[-1])
-            shelf = lane.shelves[kind]
-        self._drop(lane, shelf, kind, spare)
+            records = lane.records[kind]
+        self._drop(lane, records, kind, spare)
 
     def _read_ahead(self, lane: _Lane) -> None:
         with lane.lock:
             for move in lane.window.ahead(lane.reading.keys()):
-                shelf = lane.shelves.get(move.kind)
-                if shelf is None or (move.kind, move.layer) in lane.wanted:
+                records = lane.records.get(move.kind)
+                if records is None or (move.kind, move.layer) in lane.wanted:
                     continue
-                if shelf.rings.reads.free <= lane.claims.count(shelf.rings.reads):
+                if records.buffers.reads.free <= lane.claims.count(records.buffers.reads):
                     continue
                 with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
-                    buffer = shelf.room(shelf.rings.reads.take(0))
+                    buffer = records.record_in(records.buffers.reads.take(0))
                     event = Event("read", move.kind, lane.rank, move.layer, next(self._numbers), ahead=True)
-                    lane.reading[move.kind, move.layer] = self._start_read(lane, shelf, event, buffer)
+                    lane.reading[move.kind, move.layer] = self._start_read(lane, records, event, buffer)
             self._lift(lane)
 
     def _lift(self, lane: _Lane) -> None:
@@ -445,8 +448,8 @@ class Engine:
         except BaseException as error:  # of the driver, in a thread of the disk
             self.fail(error)
 
-    def _start_read(self, lane: _Lane, shelf: Shelf, event: Event, buffer: np.ndarray) -> _Read:
-        done = self._transfers.read(event, shelf.store, buffer, lane.writing.get((event.kind, event.layer)))
+    def _start_read(self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray) -> _Read:
+        done = self._transfers.read(event, records.store, buffer, lane.writing.get((event.kind, event.layer)))
         if event.kind in lane.lifted:
             done.add_done_callback(lambda _: self._lift(lane))
         return _Read(buffer, done, event)
@@ -454,26 +457,26 @@ class Engine:
     def _forget(self, lane: _Lane, chosen: Callable[[Key], bool]) -> None:
         """Drop what was read ahead and is not wanted."""
         with lane.lock:
-            dropped = [(key[0], lane.shelves[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
-        for kind, shelf, read in dropped:
-            self._drop(lane, shelf, kind, read)
+            dropped = [(key[0], lane.records[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
+        for kind, records, read in dropped:
+            self._drop(lane, records, kind, read)
 
     def _forget_record(self, lane: _Lane, key: Key) -> None:
         """Drop a record that was read ahead, if it was."""
         with lane.lock:
-            read, shelf = lane.reading.pop(key, None), lane.shelves[key[0]]
+            read, records = lane.reading.pop(key, None), lane.records[key[0]]
         if read is not None:
-            self._drop(lane, shelf, key[0], read)
+            self._drop(lane, records, key[0], read)
 
-    def _drop(self, lane: _Lane, shelf: Shelf, kind: str, read: _Read) -> None:
+    def _drop(self, lane: _Lane, records: DeviceRecords, kind: str, read: _Read) -> None:
         """Give back the buffer of a read that nobody wants; its error is none."""
         read.done.exception()  # waits
-        self._give(shelf, kind, lane.rank, read.buffer)
+        self._give(records, kind, lane.rank, read.buffer)
 
-    def _give(self, shelf: Shelf, kind: str, rank: int, buffer: np.ndarray) -> None:
+    def _give(self, records: DeviceRecords, kind: str, rank: int, buffer: np.ndarray) -> None:
         """Give back a buffer that was read into."""
         self.copies.drop(kind, rank, buffer)
-        shelf.rings.reads.give(buffer)
+        records.buffers.reads.give(buffer)
 
     def _drain(self, lane: _Lane) -> None:
         """Expect nothing, and wait for what is under way."""

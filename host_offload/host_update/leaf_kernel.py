@@ -1,6 +1,15 @@
-"""What the host update of one leaf works on: its arrays in a record or in host memory, its kernel, and its traffic."""
+"""What the host update of one leaf is: a kernel, where the arrays rest that it works on, and what crosses the link.
+
+An array rests in host memory (None), or in the records of a kind on disk (`OnRecord`), whatever its leaf's others do. From that
+follows what an update does to each kind of record:
+
+    gradient that waits           read
+    weight, states                update      read, changed in the buffer, written
+    parameters that are cast to   write       filled, whatever they held
+"""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 from host_offload.engine import Mode
@@ -30,7 +39,7 @@ class LeafKernel:
     Attributes:
       kernel: from (gradient, weight, states, scalars) to (weight, states, and the cast weight if `casts`).
       scalars: where this leaf's scalars lie in the vector of all.
-      held: where the arrays rest that the kernel works on: the weight (unless on the device), the states, and the parameters
+      arrays: where the arrays rest that the kernel works on: the weight (unless on the device), the states, and the parameters
         that it casts to (unless on the device).
       num_states: leaves of optimizer state.
       stacked: whether its arrays hold all layers.
@@ -44,7 +53,7 @@ class LeafKernel:
 
     kernel: Kernel
     scalars: slice
-    held: tuple[Rest, ...]
+    arrays: tuple[Rest, ...]
     num_states: int
     stacked: bool
     weight_on_device: bool
@@ -53,13 +62,13 @@ class LeafKernel:
     delayed: bool = False
     grad: Rest = None
 
-    @property
+    @functools.cached_property
     def records(self) -> dict[str, Mode]:
         """What is done to the records of each kind that an update needs."""
         modes: dict[str, Mode] = {} if self.grad is None else {self.grad.kind: "read"}
-        for n, rest in enumerate(self.held):
+        for n, rest in enumerate(self.arrays):
             if rest is not None:
-                is_cast = self.casts and not self.params_on_device and n == len(self.held) - 1
+                is_cast = self.casts and not self.params_on_device and n == len(self.arrays) - 1
                 modes[rest.kind] = "write" if is_cast else "update"
         return modes
 

@@ -1,4 +1,15 @@
-"""Build a schedule from the number of layers, the prefetch distance, the tiers and the order of the update."""
+"""Build the schedule of a step, and say what to change where it does not fit a budget of bytes.
+
+A phase follows from the order in which it visits the layers, and from the kinds that it fetches, reads and writes; only kinds
+off the device count. Everything else is counted out from the ring's rule (`host_offload.schedule.schedule`):
+
+    takes       the layers visited whose record is off the device, in order
+    slots       take number c empties slot c mod distance
+    preload     the first `distance` takes, before tick 0
+    fetch[t]    take t + distance, into the slot that take t has just emptied
+
+Bytes in flight never fall as the distance grows, so the largest distance that fits a budget is found by bisection.
+"""
 
 import bisect
 from collections.abc import Callable, Iterable, Mapping
@@ -85,7 +96,6 @@ def build_schedule(
 def advise(build: Callable[[int, bool], Schedule], distance: int, gather_ahead: bool, budget_bytes: int) -> str:
     """Return what of a schedule could be changed for it to fit a budget."""
     for ahead in (True, False) if gather_ahead else (False,):
-        # A longer distance never takes fewer bytes, so distances can be bisected.
         fits = bisect.bisect_right(range(distance + 1), budget_bytes, key=lambda d: build(d, ahead).peak_bytes) - 1
         if fits >= 0:
             off = "gather_ahead=False with " if gather_ahead and not ahead else ""
@@ -142,6 +152,6 @@ def _check_int(name: str, value: object, least: int, most: int | None = None) ->
         raise ValueError(f"{name}={value}: {least} or more is needed" if most is None else f"{name}={value}: {least} to {most}")
 
 
-def _check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    if unknown := sorted(set(given) - set(known), key=str):
+def _check_names(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    if unknown := sorted(set(names) - set(known), key=str):
         raise ValueError(f"{what} has {', '.join(map(repr, unknown))}: known are {', '.join(known)}")

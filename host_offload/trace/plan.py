@@ -5,7 +5,7 @@ move of the plan. The plan knows an order and how early a read may start; this g
 
     wanted    when each use would have come if no device had ever waited for the disk
     write     starts when it is wanted, and when the write before it has ended
-    read      starts when `read_ahead.Window` lets it (see `_released`), and when the read before it has ended
+    read      starts when `host_offload.schedule.Window` lets it (see `_released`), and when the read before it has ended
     seconds   bytes of all devices of this process / rate at which this run read or wrote
 
 so what is drawn is the best that this disk could have done by this plan. Where that is still too late for its use, the disk is

@@ -299,7 +299,7 @@ def test_a_delayed_update_keeps_gradients_and_parameters_twice():
     state, _ = program.step(state, batch)
     before = dataclasses.replace(host.traffic)
     program.step(state, batch)  # installs what the first step's gradients make
-    for kept, kind in ((host.stashed, "stashed"), (host.made, "made")):
+    for kept, kind in ((host.stashed, "stashed"), (host.new_params, "made")):
         assert sum(a.nbytes for a in kept.values()) == 2 * report.tiers[HOST][kind]
     moved = {way: getattr(host.traffic, way) - getattr(before, way) for way in report.host_link}
     assert moved == {way: 2 * n for way, n in report.host_link.items()}

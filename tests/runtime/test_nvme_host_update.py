@@ -240,11 +240,11 @@ def test_an_error_of_a_kernel_is_raised_by_the_step(tmp_path, monkeypatch):
         state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
         calls = []
 
-        def fail(*args):
+        def fail(*args, **_):
             calls.append(args)
             raise OSError("no such thing")
 
-        monkeypatch.setattr(program._host.host, "_run_kernel", fail)
+        monkeypatch.setattr(program._host.host, "run_kernel", fail)
         with pytest.raises(RuntimeError, match="update on the host failed, and the state is lost") as error:
             program.step(state, toys.batches(1)[0])
         assert isinstance(error.value.__cause__, OSError)

@@ -104,12 +104,12 @@ def test_an_error_in_a_callback_is_raised_by_the_step_and_hangs_nothing(monkeypa
     state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
     calls = []
 
-    def fail(*args):
+    def fail(*args, **_):
         calls.append(args)
         if len(calls) == 3:
             raise OSError("no such thing")
 
-    monkeypatch.setattr(program._host.host, "_run_kernel", fail)
+    monkeypatch.setattr(program._host.host, "run_kernel", fail)
     with pytest.raises(RuntimeError, match="update on the host failed, and the state is lost") as error:
         program.step(state, toys.batches(1)[0])
     assert isinstance(error.value.__cause__, OSError)
@@ -139,6 +139,6 @@ def test_host_memory_is_shared_between_batch_shapes_and_released():
     host = delayed._host.host
     assert host.stashed
     delayed.close()
-    assert not any((host.stashed, host.made, host.arrays, host.pending))
+    assert not any((host.stashed, host.new_params, host.arrays, host.pending))
     state, metrics = delayed.step(state, toys.batches(2)[1])  # reserved again
     assert np.isfinite(float(metrics["loss"]))

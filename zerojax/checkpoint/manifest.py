@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from host_offload.disk import SavedRecords, SavedStore, checksum, numpy_dtype, sync
+from host_offload.disk import SavedRecords, SavedStore, checksum_of, numpy_dtype, sync
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, explained
 from zerojax.checkpoint.iterators import decoded_position
 
@@ -90,7 +90,7 @@ def write_manifest(
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
     text = json.dumps(manifest, sort_keys=True).encode()
-    return f"{checksum(np.frombuffer(text, np.uint8)):016x}"
+    return f"{checksum_of(np.frombuffer(text, np.uint8)):016x}"
 
 
 def _encoded(value: np.ndarray) -> dict[str, Any]:

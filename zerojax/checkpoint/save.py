@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.disk import LinkedRecord, SavedStore, Snapshot, Store, checksum, record_format, sync, write_file
+from host_offload.disk import LinkedRecord, SavedStore, Snapshot, Store, checksum_of, format_of, sync, write_file
 from host_offload.engine import DiskRecords
 from zerojax.checkpoint.errors import explaining
 from zerojax.checkpoint.iterators import encoded_position
@@ -125,7 +125,7 @@ class Saving:
     def _copy_group(self, label: str, first: int, rank: int, pieces: Sequence[Piece]) -> None:
         """Copy and write the leaves whose records are numbered alike on one device."""
         lead = pieces[0].leaf.lead
-        form = record_format([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
+        form = format_of([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
         dims = tuple(pieces[0].data.shape[:lead])
         scale = math.prod(dims[1:])  # records of a layer
         store = Store(self.root, label, rank, math.prod(dims), form)
@@ -190,7 +190,7 @@ class Saving:
             for number, record in enumerate(records, first):
                 path = store.record_path(number)
                 write_file(path, record, record.nbytes)
-                store.end_write(number, checksum(record))
+                store.end_write(number, checksum_of(record))
                 sync(path)
         finally:
             self._room.give(records.nbytes)

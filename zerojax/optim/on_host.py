@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 
 from host_offload.device import link_of, view
 from host_offload.engine import DiskRecords
-from host_offload.host_update import HostStep, LeafKernel, OnRecord, build_kernel
+from host_offload.host_update import DelayedStep, HostLeaves, HostStep, LeafKernel, OnRecord, build_kernel
 from zerojax.optim.by_record import RecordUpdate
 from zerojax.optim.host_kernel import HostRule
 from zerojax.optim.host_state import rest_of
@@ -66,7 +66,8 @@ class HostUpdate:
             start = scalars.stop
             leaves.append(self._leaf(rule, index, scalars))
         disk = self.layout.disk
-        self.host = HostStep(leaves, link_of(platform), None if disk is None else disk.swap)
+        self.host = HostLeaves(leaves, link_of(platform), None if disk is None else disk.swap)
+        self._step, self._delayed = HostStep(self.host), DelayedStep(self.host)
 
     def _leaf(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
         weight_on_device, delayed = self.needs_weights, self.config.delayed_update
@@ -78,7 +79,7 @@ class HostUpdate:
         return LeafKernel(
             kernel=build_kernel(rule.kernel, aliases, arrays=arrays),
             scalars=scalars,
-            held=tuple(rest_of(record) for record in self._rests(index)),
+            arrays=tuple(rest_of(record) for record in self._rests(index)),
             num_states=states,
             stacked=index in self.layout.blocks,
             weight_on_device=weight_on_device,
@@ -107,7 +108,7 @@ class HostUpdate:
                 if delayed or (self.stashes and self.on_disk is None and index in self.layout.blocks):
                     self.host.reserve(device, leaf, shape, self.grad_dtype(index))
                 if delayed:
-                    self.host.reserve_made(device, leaf, shape, self.layout.leaves[index].dtype)
+                    self.host.reserve_new_params(device, leaf, shape, self.layout.leaves[index].dtype)
         if self.hands_over:
             return []
         states, addresses = self.records.flat(state), []
@@ -201,7 +202,7 @@ class HostUpdate:
     def stash(self, layer: Array, grads: Sequence[Array], token: Array) -> Array:
         """Keep one layer's gradients in host memory; returns a token."""
         records = [self.records.grads[i] for i in self.layout.blocks]
-        return self._call(functools.partial(self.host.stash, first=0), (), [layer], None, None, grads, records, token)[1]
+        return self._call(functools.partial(self._step.stash, first=0), (), [layer], None, None, grads, records, token)[1]
 
     def update_layer(
         self,
@@ -236,12 +237,13 @@ class HostUpdate:
         """Begin the update that the step before left; returns a token."""
         memory = self.memory(states, self.order, pending)
         scalars = self.scalars(pending.shared, *pending.scalars)
-        return self._call(self.host.start, (), [pending.ready.astype(jnp.int32)], memory, scalars, (), (), token, small=True)[1]
+        ready = pending.ready.astype(jnp.int32)
+        return self._call(self._delayed.start, (), [ready], memory, scalars, (), (), token, small=True)[1]
 
     def stash_ends(self, grads: Sequence[Array], token: Array) -> Array:
         """Keep the gradients of the leaves that are no stack of layers in host memory; returns a token."""
         records = [self.records.grads[i] for i in self.layout.ends]
-        callback = functools.partial(self.host.stash, first=len(self.layout.blocks))
+        callback = functools.partial(self._step.stash, first=len(self.layout.blocks))
         return self._call(callback, (), [jnp.int32(0)], None, None, grads, records, token)[1]
 
     def install(
@@ -252,7 +254,7 @@ class HostUpdate:
             return states, token
         blocks = part == self.layout.blocks
         results = () if self.params_away else tuple(part)
-        callback = functools.partial(self.host.install, first=0 if blocks else len(self.layout.blocks), count=len(part))
+        callback = functools.partial(self._delayed.install, first=0 if blocks else len(self.layout.blocks), count=len(part))
         memory = self.memory(states, part, pending)
         new, token = self._call(callback, results, [layer], memory, None, (), (), token, small=False)
         params = list(states.params)
@@ -292,7 +294,7 @@ class HostUpdate:
             return [], token
         records = [self.records.grads[i] for i in part]
         results = () if self.params_away else tuple(part)
-        callback = functools.partial(self.host.update, first=first, count=len(part), stashed=not grads)
+        callback = functools.partial(self._step.update, first=first, count=len(part), stashed=not grads)
         where = [layer, go.astype(jnp.int32)]
         memory, given = self.memory(states, part, None), [*grads, *old]
         return self._call(callback, results, where, memory, scalars, given, records * (bool(grads) + bool(old)), token)

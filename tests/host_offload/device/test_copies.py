@@ -305,7 +305,7 @@ def test_a_record_updated_on_the_host_is_not_what_was_lifted_before(tmp_path):
         for round_ in range(rounds):
             engine.begin(moves)
             deadline = time.monotonic() + 20
-            while gpu.copies._up["params", 0].held is None:  # the first record was read, and lifted
+            while gpu.copies._up["params", 0].source is None:  # the first record was read, and lifted
                 assert time.monotonic() < deadline
             for layer in range(LAYERS):
                 with engine.borrow("params", 0, layer, "update") as views:

@@ -150,7 +150,7 @@ def test_a_buffer_that_is_still_copied_out_of_is_not_filled_again(folder, monkey
     found: list[float] = []
     reader = threading.Thread(target=lambda: found.append(got(engine, 1)))
     reader.start()
-    writes = engine._lanes[RANK].shelves["params"].rings.writes
+    writes = engine._lanes[RANK].records["params"].buffers.writes
     deadline = time.monotonic() + 20
     while engine._transfers._queued != 2:
         assert time.monotonic() < deadline
@@ -402,8 +402,8 @@ def test_an_error_of_a_record_updated_in_place_is_kept(folder, name):
         with pytest.raises(SwapError, match="the disk failed"):
             add_one(engine, 3)
         assert engine.failed
-    shelf = engine._lanes[RANK].shelves["opt_state"]
-    assert shelf.rings.reads.free == shelf.rings.reads.num_buffers
+    records = engine._lanes[RANK].records["opt_state"]
+    assert records.buffers.reads.free == records.buffers.reads.num_buffers
     engine.close()
 
 
@@ -520,8 +520,8 @@ def test_records_in_any_order_from_a_slow_disk(folder, monkeypatch, distance, la
     rings = [
         ring
         for lane in engine._lanes.values()
-        for shelf in lane.shelves.values()
-        for ring in (shelf.rings.reads, shelf.rings.writes)
+        for records in lane.records.values()
+        for ring in (records.buffers.reads, records.buffers.writes)
     ]
     deadline = time.monotonic() + 10  # a buffer comes back just after its write is done
     while any(ring.free < ring.num_buffers for ring in rings):

@@ -1,0 +1,107 @@
+"""An optimizer's update on the host that is delayed by a step (ZeRO-Offload, arXiv:2101.06840, section 5.2).
+
+The kernels work on the gradients of the step before while this one computes, and their results wait beside the parameters that
+it reads:
+
+    start(scalars)          begin to update every leaf with the gradients that are pending
+    install(layer)          wait for that; hand the new parameters over; this step's gradients are now the pending ones
+
+The update of a device runs in a thread of its own, so `start` returns at once. Nothing of a delayed update rests on disk.
+"""
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from host_offload.host_update.host_leaves import HostLeaves
+
+
+class DelayedStep:
+    """The callbacks of one program that update with the gradients of the step before."""
+
+    def __init__(self, leaves: HostLeaves) -> None:
+        self.leaves = leaves
+        self._jobs: dict[int, threading.Thread | None] = {}  # by device; None where there was nothing to update
+
+    def start(self, context: Any, out: Any, where: Any, after: Any, memory: Any, scalars: Any) -> None:
+        """Begin to update every leaf with the pending gradients.
+
+        Args:
+          context: of the callback.
+          out: i32[1], a token.
+          where: i32[3], device, whether to update at all, and 0.
+          after: the token of the device's callback before this one.
+          memory: the leaves' arrays in host memory, or nothing where they are bound; of every leaf.
+          scalars: f32[n], of every leaf.
+        """
+        del after
+        number, link = 0, self.leaves.link
+        try:
+            device, go, number = link.read(context, where, "where").tolist()
+            self.leaves.take(device, 0, len(self.leaves.kernels), memory)
+            values = link.read(context, scalars, "scalars").copy()  # the thread outlives the callback's buffers
+            job = threading.Thread(target=self._update_all, args=(device, values), daemon=True) if go else None
+            self._jobs[device] = job
+            if job is not None:
+                job.start()
+        except BaseException as error:  # a callback must not raise
+            self.leaves.fail(error)
+        self.leaves.finish(context, out, number)
+
+    def _update_all(self, device: int, scalars: np.ndarray) -> None:
+        leaves = self.leaves
+        try:
+            for leaf, kernel in enumerate(leaves.kernels):
+                grads, params = leaves.pending[device, leaf], leaves.new_params[device, leaf]
+                for layer in range(len(grads)) if kernel.stacked else (0,):
+                    grad, result = leaves.record(grads, leaf, layer), leaves.record(params, leaf, layer)
+                    leaves.run_kernel(device, leaf, layer, grad, scalars, result=result)
+        except BaseException as error:  # nobody joins a thread to be raised at: `check` raises it
+            leaves.fail(error)
+
+    def install(self, context: Any, out: Any, where: Any, after: Any, memory: Any, *, first: int, count: int) -> None:
+        """Hand over one layer's new parameters, and make its stashed gradients the pending ones.
+
+        Args:
+          context: of the callback.
+          out: (list of new parameters that live on the device; token).
+          where: i32[3], device, layer and 0.
+          after: the token of the device's callback before this one.
+          memory: as for `start`, of these leaves.
+          first: index of a leaf.
+          count: leaves.
+        """
+        del after
+        number, (results, token) = 0, out
+        leaves = self.leaves
+        try:
+            device, layer, number = leaves.link.read(context, where, "where").tolist()
+            leaves.take(device, first, count, memory)
+            if (job := self._jobs.get(device)) is not None:
+                job.join()
+            buffers = iter(results)
+            for leaf in range(first, first + count):
+                params = next(buffers) if leaves.kernels[leaf].params_on_device else None
+                if job is not None:
+                    self._install_leaf(context, device, leaf, layer, params)
+                # The kernels have read the old gradients: the job was joined.
+                pending = leaves.record(leaves.pending[device, leaf], leaf, layer)
+                np.copyto(pending, leaves.record(leaves.stashed[device, leaf], leaf, layer))
+        except BaseException as error:  # as above
+            leaves.fail(error)
+        leaves.finish(context, token, number)
+
+    def _install_leaf(self, context: Any, device: int, leaf: int, layer: int, params: Any) -> None:
+        """Copy one record's new parameters to a buffer of the device, or where they rest in host memory."""
+        leaves = self.leaves
+        new = leaves.record(leaves.new_params[device, leaf], leaf, layer)
+        if params is None:
+            arrays = leaves.arrays[device, leaf]
+            target = arrays[-1] if leaves.kernels[leaf].casts else arrays[0]
+            np.copyto(leaves.record(target, leaf, layer), new)
+            return
+        room = leaves.link.room(params, (device, leaf, "params"))
+        np.copyto(room, new)
+        leaves.link.write(context, params, (device, leaf, "params"))
+        leaves.count(to_device=room.nbytes)

@@ -1,0 +1,172 @@
+"""The leaves that are updated on the host: their kernels, the host memory that these work on, and what went wrong.
+
+The memory is that of arrays which the program is given and hands back, as far as XLA knows, untouched. Outside of a step they
+are ordinary arrays. On a CPU each callback is handed them (`take`); a GPU program cannot hand over host memory, so there they
+are bound before the step (`bind`). The views are made writable here, since JAX lends its arrays to be read.
+
+A callback must never raise: another device may be waiting for it in a collective. It records its error (`fail`), and `check`
+raises the first one when the step is over. What the disk did wrong goes to the engine, whose own `check` raises it.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from host_offload.device import Link, writable
+from host_offload.disk import SwapError
+from host_offload.engine import Swap, Views
+from host_offload.host_update.leaf_kernel import LeafKernel, Traffic
+
+Place = tuple[int, int]
+"""Position of a device in the mesh, and index of a leaf."""
+
+
+class HostLeaves:
+    """The leaves of one program that are updated on the host.
+
+    Attributes:
+      kernels: of each leaf.
+      link: how callbacks reach device buffers.
+      swap: of what rests on disk.
+      arrays: of `LeafKernel.arrays`, those in host memory.
+      stashed: gradients between backward and update.
+      pending: gradients that wait for the next step, of a delayed update.
+      new_params: what a delayed update computes while the step still reads the parameters before it.
+      traffic: bytes that crossed the link.
+    """
+
+    def __init__(self, kernels: Sequence[LeafKernel], link: Link, swap: Swap | None = None) -> None:
+        self.kernels, self.link, self.swap = tuple(kernels), link, swap
+        self.arrays: dict[Place, list[np.ndarray]] = {}
+        self.stashed: dict[Place, np.ndarray] = {}
+        self.pending: dict[Place, np.ndarray] = {}
+        self.new_params: dict[Place, np.ndarray] = {}
+        self.traffic = Traffic()
+        self._num_memory = tuple(kernel.arrays.count(None) + kernel.delayed for kernel in self.kernels)
+        self._errors: list[BaseException] = []
+        self._lock = threading.Lock()  # of the traffic: devices call back at once
+
+    # --- memory ------------------------------------------------------------------------------------------------------------
+
+    def take(self, device: int, first: int, count: int, memory: Sequence[Any]) -> None:
+        """Bind the arrays that a callback was handed: those of each leaf in turn, its pending gradients last."""
+        if not memory:
+            return
+        rest = iter(memory)
+        for leaf in range(first, first + count):
+            arrays = [writable(np.asarray(next(rest))) for _ in range(self._num_memory[leaf])]
+            if self.kernels[leaf].delayed:
+                self.bind_pending(device, leaf, arrays.pop())
+            self.bind(device, leaf, arrays)
+
+    def bind(self, device: int, leaf: int, arrays: Sequence[np.ndarray]) -> None:
+        """Give a leaf's memory on one device: of its `LeafKernel.arrays` those that rest in host memory."""
+        self.arrays[device, leaf] = list(arrays)
+
+    def bind_pending(self, device: int, leaf: int, grads: np.ndarray) -> None:
+        """Give the memory of a leaf's pending gradients."""
+        self.pending[device, leaf] = grads
+
+    def reserve(self, device: int, leaf: int, shape: Sequence[int], dtype: Any) -> None:
+        """Make room for a leaf's gradients between backward and update."""
+        if (device, leaf) not in self.stashed:
+            self.stashed[device, leaf] = np.zeros(shape, dtype)
+
+    def reserve_new_params(self, device: int, leaf: int, shape: Sequence[int], dtype: Any) -> None:
+        """Make room for a leaf's new parameters beside the old ones."""
+        if (device, leaf) not in self.new_params:
+            self.new_params[device, leaf] = np.zeros(shape, dtype)
+
+    def release(self) -> None:
+        """Let go of all memory; what a later step needs is reserved again."""
+        for memory in (self.arrays, self.stashed, self.pending, self.new_params):
+            memory.clear()
+
+    def record(self, array: np.ndarray, leaf: int, layer: int) -> np.ndarray:
+        """Return one layer's record of a leaf's array, as a view."""
+        return array[layer, ...] if self.kernels[leaf].stacked else array  # `...`: a view also where a record is one number
+
+    # --- the update --------------------------------------------------------------------------------------------------------
+
+    def run_kernel(
+        self,
+        device: int,
+        leaf: int,
+        layer: int,
+        grad: np.ndarray,
+        scalars: np.ndarray,
+        *,
+        weight: np.ndarray | None = None,
+        result: np.ndarray | None = None,
+        views: Mapping[str, Views] | None = None,
+    ) -> None:
+        """Update one record of a leaf.
+
+        Args:
+          device: position in the mesh.
+          leaf: index.
+          layer: of the record.
+          grad: the gradient.
+          scalars: f32[n], of every leaf.
+          weight: the float32 weight, where it lives on the device.
+          result: where the new parameters go; None updates them in place.
+          views: the leaves of the records that are borrowed from the disk, by kind.
+        """
+        kernel = self.kernels[leaf]
+        memory = iter(self.arrays.get((device, leaf), []))
+        arrays = [
+            self.record(next(memory), leaf, layer) if rest is None else (views or {})[rest.kind][rest.leaf]
+            for rest in kernel.arrays
+        ]
+        weight = arrays.pop(0) if weight is None else weight
+        states, params = arrays[: kernel.num_states], arrays[kernel.num_states :]
+        if kernel.casts:
+            outputs = [None, *[None] * len(states), params[0] if result is None else result]
+        else:
+            outputs = [result, *[None] * len(states)]
+        inputs = [array.reshape(-1) for array in (grad, weight, *states)]
+        kernel.kernel([*inputs, *scalars[kernel.scalars]], [None if a is None else a.reshape(-1) for a in outputs])
+
+    # --- the end of a callback ---------------------------------------------------------------------------------------------
+
+    def finish(self, context: Any, token: Any, number: int) -> None:
+        """Write a callback's token: the number of the state on disk, which orders what comes after."""
+        try:
+            self.link.room(token, "token")[...] = number
+            self.link.write(context, token, "token")
+        except BaseException as error:  # a callback must not raise
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Keep an error: one of the disk for the engine's `check`, any other for this one."""
+        if isinstance(error, SwapError) and self.swap is not None:
+            self.swap.fail(error)
+        else:
+            self._errors.append(error)
+
+    def count(self, to_host: int = 0, to_device: int = 0) -> None:
+        """Count bytes that crossed the link."""
+        with self._lock:
+            self.traffic.to_host += to_host
+            self.traffic.to_device += to_device
+
+    def check(self) -> None:
+        """Raise the first error of the callbacks since the last check.
+
+        Raises:
+          RuntimeError: an update failed; the state is then neither that before the step nor that after it.
+          BaseException: as it is, if it is no Exception, such as KeyboardInterrupt.
+        """
+        if errors := self.take_errors():
+            if not isinstance(errors[0], Exception):
+                raise errors[0]
+            raise RuntimeError(
+                "the optimizer's update on the host failed, and the state is lost: make one by init"
+            ) from errors[0]
+
+    def take_errors(self) -> list[BaseException]:
+        """Return the errors of the callbacks since this was last called."""
+        errors, self._errors = self._errors, []
+        return errors
