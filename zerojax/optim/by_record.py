@@ -53,13 +53,12 @@ class RecordUpdate:
         self,
         states: FlatState,
         part: Sequence[int],
-        layer: Index,
+        index: Index,
         grads: Sequence[Array],
         read: Sequence[Array],
         shared: Sequence[Array],
         loss: Array,
         ok: Array,
-        on_device: bool,
         landing: Any = None,
     ) -> tuple[FlatState, Any]:
         """Update one layer, or one tile, and write it back.
@@ -67,13 +66,12 @@ class RecordUpdate:
         Args:
           states: all leaves; those of the part are replaced.
           part: indices of the leaves of the record.
-          layer: the index to write at.
+          index: of the record, to write at.
           grads: float32, sharded.
           read: what `StateRecords.read_opt` returned, after the parameters where there are no masters.
           shared: the scalars of the optimizer state before the step.
           loss: f32[].
           ok: bool[], whether to update at all.
-          on_device: whether a Split's first part is meant.
           landing: what this tick fetches from the same stacks, if anything: it is read before they are written.
 
         Returns:
@@ -91,7 +89,7 @@ class RecordUpdate:
 
         values = (list(grads), list(read), landing)
         weights, opt, landing = order_read_before_write(ok, move, keep, values, self.mesh)
-        return self.records.write_layer(states, part, layer, weights, opt, on_device), landing
+        return self.records.write_layer(states, part, index, weights, opt), landing
 
     def _move(
         self, part: Sequence[int], grads: Any, old: Any, opt: Any, shared: Any, loss: Array, ok: Array

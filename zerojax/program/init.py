@@ -18,7 +18,20 @@ import optax
 from zerojax.models import LayeredModel, Model, init_params
 from zerojax.precision import PRECISIONS, init_loss_scale
 from zerojax.sharding import STAGES
-from zerojax.state import FlatState, Index, Layout, OnDisk, Split, StateRecords, Tile, TileGroup, TrainState, fill, is_away
+from zerojax.state import (
+    FlatState,
+    Index,
+    Layout,
+    OnDevice,
+    OnDisk,
+    Split,
+    StateRecords,
+    Tile,
+    TileGroup,
+    TrainState,
+    fill,
+    is_away,
+)
 
 Array = jax.Array
 
@@ -118,10 +131,10 @@ def _fill_blocks(
     """
     on_cpu = records.mesh.devices.flat[0].platform == "cpu"
 
-    def put(states: FlatState, part: Sequence[int], index: Index, values: list[Array], on_device: bool) -> FlatState:
+    def put(states: FlatState, part: Sequence[int], index: Index, values: list[Array]) -> FlatState:
         state = _init(records, tx, part, [records.as_stack(i, v) for i, v in zip(part, values, strict=True)])
         after = [state[j].reshape(values[part.index(records.opt_map.owner(j))].shape) for j in records.opt_map.states_of(part)]
-        return records.write_layer(states, part, index, values, after, on_device)
+        return records.write_layer(states, part, index, values, after)
 
     indices = records.layout.stacked
 
@@ -135,7 +148,7 @@ def _fill_blocks(
             layer = order[t]
             leaves = block(keys[layer])
             values = [jax.lax.with_sharding_constraint(leaves[i], records.grads[i].sharding) for i in records.layout.blocks]
-            states = put(states, records.layout.blocks, layer, values, on_device)
+            states = put(states, records.layout.blocks, OnDevice(layer) if on_device else layer, values)
             for group in records.layout.groups:
 
                 def tile(k: Array, states: FlatState, group: TileGroup = group) -> FlatState:
@@ -144,7 +157,7 @@ def _fill_blocks(
                     values = [jax.lax.dynamic_index_in_dim(made[i], index.tile, keepdims=False) for i in group.leaves]
                     pairs = zip(group.leaves, values, strict=True)
                     values = [jax.lax.with_sharding_constraint(v, records.grads[i].sharding) for i, v in pairs]
-                    return put(states, group.leaves, index, values, False)
+                    return put(states, group.leaves, index, values)
 
                 states = jax.lax.fori_loop(0, group.num_tiles, tile, states)
             return states

@@ -10,7 +10,18 @@ import jax.numpy as jnp
 
 from zerojax.models import BLOCKS, LayeredModel, Model
 from zerojax.runtime import SwapSession
-from zerojax.state import OnDisk, StateRecords, Tile, TileGroup, TrainState, check_is_there, is_stored, load_leaves, masters
+from zerojax.state import (
+    OnDevice,
+    OnDisk,
+    StateRecords,
+    Tile,
+    TileGroup,
+    TrainState,
+    check_is_there,
+    is_stored,
+    load_leaves,
+    masters,
+)
 
 
 class ParamReader:
@@ -78,11 +89,17 @@ class ParamReader:
 
         def read(state: TrainState, layer: jax.Array, on_device: bool, order: jax.Array) -> Any:
             states = records.flat(state)
-            leaves = dict(zip(layout.blocks, records.read_weights(states, layout.blocks, layer, on_device), strict=True))
+            leaves = dict(
+                zip(
+                    layout.blocks,
+                    records.read_weights(states, layout.blocks, OnDevice(layer) if on_device else layer),
+                    strict=True,
+                )
+            )
             for group in layout.groups:
 
                 def tile(k: jax.Array, group: TileGroup = group) -> list[jax.Array]:
-                    return records.read_weights(states, group.leaves, Tile(layer, k, group.num_tiles), on_device)
+                    return records.read_weights(states, group.leaves, Tile(layer, k, group.num_tiles))
 
                 leaves |= zip(group.leaves, jax.lax.map(tile, order[: group.num_tiles]), strict=True)
             return jax.tree.unflatten(tree, [leaves[i] for i in layout.stacked])

@@ -19,6 +19,7 @@ from zerojax.state.ordering import Plan as Plan
 from zerojax.state.ordering import order_read_before_write as order_read_before_write
 from zerojax.state.ordering import wait_for as wait_for
 from zerojax.state.records import Index as Index
+from zerojax.state.records import OnDevice as OnDevice
 from zerojax.state.records import RecordSpec as RecordSpec
 from zerojax.state.records import Tile as Tile
 from zerojax.state.records import load_leaves as load_leaves

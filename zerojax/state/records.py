@@ -47,8 +47,18 @@ class Tile(NamedTuple):
         return Tile(record // of, record % of, of)
 
 
-Index = Array | Tile
-"""Of a record: i32[] layer, or a tile of one."""
+class OnDevice(NamedTuple):
+    """The index of a layer whose optimizer state and masters stay on the device: of a Split, it is in the first part.
+
+    Attributes:
+      layer: i32[], read from an array of the schedule.
+    """
+
+    layer: Array
+
+
+Index = Array | OnDevice | Tile
+"""Of a record: i32[] layer, a layer that stays on the device, or a tile of a layer. It says where in a stack the record is."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,37 +88,34 @@ class RecordSpec:
         """The leaf's sharding on the device."""
         return named(self.mesh, self.spec)
 
-    def read(self, stack: Any, layer: Index, on_device: bool = False) -> Array:
-        """Return layer `layer` of a stack, on the device.
+    def read(self, stack: Any, index: Index) -> Array:
+        """Return one record of a stack, on the device.
 
         Args:
           stack: [L, ...], a Split, or [L, T, ...] where the index is a Tile.
-          layer: i32[], read from an array of the schedule.
-          on_device: of a Split, that the layer is in its first part.
+          index: of the record.
         """
-        if isinstance(layer, Tile):
-            start = (layer.layer, layer.tile, *(0,) * (stack.ndim - 2))
+        if isinstance(index, Tile):
+            start = (index.layer, index.tile, *(0,) * (stack.ndim - 2))
             value = jax.lax.dynamic_slice(stack, start, (1, 1, *stack.shape[2:])).reshape(stack.shape[2:])
             return self.load(value) if self.is_away else value
-        if isinstance(stack, Split):
-            if on_device:
-                return jax.lax.dynamic_index_in_dim(stack.device, layer, 0, keepdims=False)
-            stack, layer = stack.host, layer - stack.device.shape[0]
-        value = jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False)
+        if isinstance(stack, Split) and isinstance(index, OnDevice):
+            return jax.lax.dynamic_index_in_dim(stack.device, index.layer, 0, keepdims=False)
+        rest, layer = _rest(stack, index)
+        value = jax.lax.dynamic_index_in_dim(rest, layer, 0, keepdims=False)
         return self.load(value) if self.is_away else value
 
-    def write(self, stack: Any, layer: Index, value: Array, on_device: bool = False) -> Any:
-        """Return the stack with `value` as its layer `layer`; updated in place."""
-        if isinstance(layer, Tile):
-            start = (layer.layer, layer.tile, *(0,) * value.ndim)
+    def write(self, stack: Any, index: Index, value: Array) -> Any:
+        """Return the stack with `value` as its record at `index`; updated in place."""
+        if isinstance(index, Tile):
+            start = (index.layer, index.tile, *(0,) * value.ndim)
             return jax.lax.dynamic_update_slice(stack, self.store(value)[None, None], start)
-        if isinstance(stack, Split):
-            if on_device:
-                value = jax.lax.with_sharding_constraint(value, self.sharding)
-                return Split(jax.lax.dynamic_update_index_in_dim(stack.device, value, layer, 0), stack.host)
-            layer = layer - stack.device.shape[0]
-            return Split(stack.device, jax.lax.dynamic_update_index_in_dim(stack.host, self.store(value), layer, 0))
-        return jax.lax.dynamic_update_index_in_dim(stack, self.store(value), layer, 0)
+        if isinstance(stack, Split) and isinstance(index, OnDevice):
+            value = jax.lax.with_sharding_constraint(value, self.sharding)
+            return Split(jax.lax.dynamic_update_index_in_dim(stack.device, value, index.layer, 0), stack.host)
+        rest, layer = _rest(stack, index)
+        rest = jax.lax.dynamic_update_index_in_dim(rest, self.store(value), layer, 0)
+        return Split(stack.device, rest) if isinstance(stack, Split) else rest
 
     def load(self, value: Any) -> Array:
         """Move a value from the tier to the device; of the nvme tier, a leaf with a record of its own."""
@@ -124,43 +131,40 @@ class RecordSpec:
         return jax.device_put(value, place(self.mesh, self.spec, self.tier)) if self.is_away else value
 
 
-def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], layer: Index, on_device: bool = False) -> list[Array]:
-    """Return layer `layer` of several stacks, on the device.
+def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Index) -> list[Array]:
+    """Return one record of several stacks, on the device.
 
     Args:
       records: how each rests. Those on disk are all the leaves of one kind, in its order.
       stacks: [L, ...] each, Splits, or OnDisk; [L, T, ...] where the index is a Tile.
-      layer: i32[], read from an array of the schedule.
-      on_device: of Splits, that the layer is in their first parts.
+      index: of the record.
     """
-    there = [] if on_device else [i for i, stack in enumerate(stacks) if _on_disk(stack) is not None]
-    if not there:
-        return [r.read(stack, layer, on_device) for r, stack in zip(records, stacks, strict=True)]
-    disk_records, leaf = _disk_records(records[there[0]]), _on_disk(stacks[there[0]])
+    on_disk = [i for i, stack in enumerate(stacks) if _on_disk(stack, index) is not None]
+    if not on_disk:
+        return [r.read(stack, index) for r, stack in zip(records, stacks, strict=True)]
+    disk_records, leaf = _disk_records(records[on_disk[0]]), _on_disk(stacks[on_disk[0]], index)
     assert leaf is not None
-    fetched = dict(zip(there, disk_records.fetch(leaf.token, _record(stacks[there[0]], layer)), strict=True))
+    fetched = dict(zip(on_disk, disk_records.fetch(leaf.token, _number(stacks[on_disk[0]], index)), strict=True))
     each = enumerate(zip(records, stacks, strict=True))
-    return [fetched[i] if i in fetched else r.read(stack, layer, on_device) for i, (r, stack) in each]
+    return [fetched[i] if i in fetched else r.read(stack, index) for i, (r, stack) in each]
 
 
-def write_layer(
-    records: Sequence[RecordSpec], stacks: Sequence[Any], layer: Index, values: Sequence[Array], on_device: bool = False
-) -> list[Any]:
-    """Return the stacks with `values` as their layer `layer`."""
-    there = [] if on_device else [i for i, stack in enumerate(stacks) if _on_disk(stack) is not None]
+def write_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Index, values: Sequence[Array]) -> list[Any]:
+    """Return the stacks with `values` as their record at `index`."""
+    on_disk = [i for i, stack in enumerate(stacks) if _on_disk(stack, index) is not None]
     each = zip(records, stacks, values, strict=True)
-    if not there:
-        return [r.write(stack, layer, value, on_device) for r, stack, value in each]
-    disk_records, leaf = _disk_records(records[there[0]]), _on_disk(stacks[there[0]])
+    if not on_disk:
+        return [r.write(stack, index, value) for r, stack, value in each]
+    disk_records, leaf = _disk_records(records[on_disk[0]]), _on_disk(stacks[on_disk[0]], index)
     assert leaf is not None
-    shards = [jax.lax.with_sharding_constraint(values[i], records[i].sharding) for i in there]
-    token = disk_records.store(leaf.token, _record(stacks[there[0]], layer), shards)
+    shards = [jax.lax.with_sharding_constraint(values[i], records[i].sharding) for i in on_disk]
+    token = disk_records.store(leaf.token, _number(stacks[on_disk[0]], index), shards)
     after = []
     for i, (record, stack, value) in enumerate(each):
-        if i not in there:
-            after.append(record.write(stack, layer, value, on_device))
+        if i not in on_disk:
+            after.append(record.write(stack, index, value))
             continue
-        leaf = _on_disk(stack)
+        leaf = _on_disk(stack, index)
         assert leaf is not None
         leaf = dataclasses.replace(leaf, token=token)
         after.append(Split(stack.device, leaf) if isinstance(stack, Split) else leaf)
@@ -181,17 +185,22 @@ def store_leaves(records: Sequence[RecordSpec], values: Sequence[Array], old: Se
     return [r.store(value, o) for r, value, o in zip(records, values, old, strict=True)]
 
 
-def _on_disk(stack: Any) -> OnDisk | None:
-    """Return what of a stack is on disk."""
-    rest = stack.host if isinstance(stack, Split) else stack
-    return rest if isinstance(rest, OnDisk) else None
+def _rest(stack: Any, index: Array | OnDevice) -> tuple[Any, Array]:
+    """Return where a layer is that is not in a Split's first part: the array or OnDisk, and its number in there."""
+    layer = index.layer if isinstance(index, OnDevice) else index
+    return (stack.host, layer - stack.device.shape[0]) if isinstance(stack, Split) else (stack, layer)
 
 
-def _record(stack: Any, layer: Index) -> Array:
+def _on_disk(stack: Any, index: Index) -> OnDisk | None:
+    """Return what of a stack is on disk, if the record at `index` is there."""
+    if isinstance(stack, Split):
+        stack = None if isinstance(index, OnDevice) else stack.host
+    return stack if isinstance(stack, OnDisk) else None
+
+
+def _number(stack: Any, index: Index) -> Array:
     """Return the number of a record on disk."""
-    if isinstance(layer, Tile):
-        return layer.layer * layer.of + layer.tile
-    return layer - stack.device.shape[0] if isinstance(stack, Split) else layer
+    return index.layer * index.of + index.tile if isinstance(index, Tile) else _rest(stack, index)[1]
 
 
 def _disk_records(record: RecordSpec) -> DiskRecords:

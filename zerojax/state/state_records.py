@@ -247,37 +247,36 @@ class StateRecords:
 
     # --- one record --------------------------------------------------------------------------------------------------------
 
-    def read_opt(self, states: FlatState, part: Sequence[int], layer: Index, on_device: bool) -> list[Array]:
+    def read_opt(self, states: FlatState, part: Sequence[int], index: Index) -> list[Array]:
         """Return one record's masters, where there are any, and optimizer state, on the device."""
-        return read_layer(self.opt_records(part), self.opt_states(states, part), layer, on_device)
+        return read_layer(self.opt_records(part), self.opt_states(states, part), index)
 
-    def read_params(self, states: FlatState, part: Sequence[int], layer: Index) -> list[Array]:
+    def read_params(self, states: FlatState, part: Sequence[int], index: Index) -> list[Array]:
         """Return one record's parameters, sharded, on the device."""
-        return read_layer(pick(self.params, part), pick(states.params, part), layer)
+        return read_layer(pick(self.params, part), pick(states.params, part), index)
 
-    def read_weights(self, states: FlatState, part: Sequence[int], layer: Index, on_device: bool) -> list[Array]:
+    def read_weights(self, states: FlatState, part: Sequence[int], index: Index) -> list[Array]:
         """Return one record's float32 weights, on the device. Masters on disk come with the rest of their record."""
         if states.master is None:
-            return self.read_params(states, part, layer)
-        return self.read_opt(states, part, layer, on_device)[: len(part)]
+            return self.read_params(states, part, index)
+        return self.read_opt(states, part, index)[: len(part)]
 
     def write_layer(
         self,
         states: FlatState,
         part: Sequence[int],
-        layer: Index,
+        index: Index,
         weights: Sequence[Array],
         opt: Sequence[Array],
-        on_device: bool = False,
     ) -> FlatState:
         """Write one layer or tile: float32 weights, and the leaves of its optimizer state."""
         params = list(states.params)
         compute = [self.cast(i, value) for i, value in zip(part, weights, strict=True)]
-        written = write_layer(pick(self.params, part), pick(params, part), layer, compute)
+        written = write_layer(pick(self.params, part), pick(params, part), index, compute)
         for i, stack in zip(part, written, strict=True):
             params[i] = stack
         values = [*(weights if states.master is not None else ()), *opt]
-        stacks = write_layer(self.opt_records(part), self.opt_states(states, part), layer, values, on_device)
+        stacks = write_layer(self.opt_records(part), self.opt_states(states, part), index, values)
         return self.replace(dataclasses.replace(states, params=params), part, stacks)
 
     def cast(self, index: int, value: Array) -> Array:

@@ -147,20 +147,18 @@ class ByLayers(StoredGrads):
         def fetch(states: FlatState, layer: Array) -> list[Array]:
             record = self.read_grads(sums.carried, part, at(layer)) if layout.grads_away else []
             record += records.read_params(states, part, at(layer)) if old_away else []
-            return record + (records.read_opt(states, part, at(layer), False) if opt_ahead else [])
+            return record + (records.read_opt(states, part, at(layer)) if opt_ahead else [])
 
         def tick(states: FlatState, now: Tick) -> tuple[FlatState, Any]:
-            taken, here, there = list(now.taken or []), at(now.layer), at(now.write)
+            taken, here, there = list(now.taken or []), now.index(at), now.write_index(at)
             grads = self.read_grads(sums.carried, part, here) if not layout.grads_away else taken[:num]
             taken = taken[num:] if layout.grads_away else taken
             old: list[Array] = []
             if states.master is None:
                 old, taken = (taken[:num], taken[num:]) if old_away else (records.read_params(states, part, here), taken)
-            opt = taken if opt_ahead and not now.on_device else records.read_opt(states, part, here, now.on_device)
+            opt = taken if opt_ahead and not now.on_device else records.read_opt(states, part, here)
             mean = [ready(g) for g in grads]
-            return self.record_update.update_layer(
-                states, part, there, mean, old + opt, shared, sums.loss, ok, now.on_device, now.landing
-            )
+            return self.record_update.update_layer(states, part, there, mean, old + opt, shared, sums.loss, ok, now.landing)
 
         return run_phase(loop.phase, loop.plan, states, tick, sums.one, fetch=fetch, device_layers=loop.on_device)
 
@@ -203,11 +201,11 @@ class InBackward:
     def use(self, state: TrainState, carried: dict[str, Any], made: RecordGrads) -> tuple[dict[str, Any], Any]:
         layout, records, states, now, part = self.layout, self.records, carried["states"], made.now, made.part
         old = layout.on_shards(made.params, part) if states.master is None else []
-        read = old + records.read_opt(states, part, now.layer, now.on_device)
+        read = old + records.read_opt(states, part, now.index())
         squares = carried["squares"] + layout.squares(made.grads, state)
         shared, mean, ok = records.shared_of(states), [layout.mean(g) for g in made.grads], jnp.isfinite(squares)
         states, landing = self.record_update.update_layer(
-            states, part, now.write, mean, read, shared, carried["loss"], ok, now.on_device, made.landing
+            states, part, now.write_index(), mean, read, shared, carried["loss"], ok, made.landing
         )
         return carried | {"states": states, "squares": squares}, landing
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from host_offload.schedule import Phase
 from zerojax.jaxprs import evaluate, flatten
-from zerojax.state import Plan
+from zerojax.state import Index, OnDevice, Plan
 
 Array = jax.Array
 
@@ -36,6 +36,14 @@ class Tick:
     landing: list[Array] | None
     takes: bool
     on_device: bool
+
+    def index(self, at: Callable[[Any], Index] = lambda layer: layer) -> Index:
+        """Return the index of the record in stacks of optimizer state, given that of a layer or tile by its number."""
+        return OnDevice(self.layer) if self.on_device else at(self.layer)
+
+    def write_index(self, at: Callable[[Any], Index] = lambda layer: layer) -> Index:
+        """Return the same index, to write at."""
+        return OnDevice(self.write) if self.on_device else at(self.write)
 
 
 def run_phase(
