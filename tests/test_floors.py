@@ -27,13 +27,11 @@ ROOMS = {
     "zerojax.state": ("models", "sharding", "config", "precision"),
     "zerojax.runtime": ("state",),
     "zerojax.optim": ("state", "runtime", "sharding", "jaxprs", "config", "precision", "metrics"),
-    "zerojax.resident": ("gather", "optim", "state", "models", "sharding", "jaxprs"),
-    "zerojax.streamed": (
-        "gather", "optim", "state", "models", "tiling", "sharding", "jaxprs", "precision", "resident",
-    ),
-    "zerojax.memory": ("streamed", "state", "models", "sharding", "precision"),
+    "zerojax.resident": ("optim", "state", "models", "sharding", "jaxprs"),
+    "zerojax.streamed": ("optim", "state", "models", "tiling", "sharding", "jaxprs", "precision"),
+    "zerojax.memory": ("streamed", "resident", "state", "models", "sharding", "precision"),
     "zerojax.program": (
-        "memory", "streamed", "resident", "optim", "runtime", "state", "models", "sharding", "aot", "config",
+        "memory", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding", "aot", "config",
         "precision",
     ),
     "zerojax.checkpoint": ("program", "runtime", "state", "models", "sharding", "precision"),

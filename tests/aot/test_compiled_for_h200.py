@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax as zj
 from zerojax import aot, hlo, memory
 from zerojax.memory.report import MemoryReport
-from zerojax.resident import step as resident
+from zerojax.program import gathering
 
 CONFIG = gpt.GPTConfig(layers=8, hidden=4096, heads=32, seq=512, vocab=4096, dtype=jnp.bfloat16, tied=False)
 LAYER_BYTES = 2 * (12 * CONFIG.hidden**2 + 13 * CONFIG.hidden)
@@ -142,8 +142,8 @@ def test_remat_of_separate_blocks_keeps_what_crosses_the_cuts(capfd):
 
 def test_without_rematerialised_units_many_layers_stay_gathered(capfd, monkeypatch):
     """The control of the test above: annotations alone look like ZeRO-3 and keep the model whole."""
-    build_rule = resident.build_rule
-    monkeypatch.setattr(resident, "build_rule", lambda *a: dataclasses.replace(build_rule(*a), remat=False))
+    build_rule = gathering.build_rule
+    monkeypatch.setattr(gathering, "build_rule", lambda *a: dataclasses.replace(build_rule(*a), remat=False))
     c = compile_step(capfd, "unrolled", stage=3, min_shard_bytes=1)  # a key of its own in the cache
     assert hlo.peak_gathered_bytes(c.text) > 4 * LAYER_BYTES
 

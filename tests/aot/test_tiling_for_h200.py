@@ -116,7 +116,7 @@ def init_bytes(program):
     key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
     empty = [a for a in jax.tree.leaves(program.layout.abstract_state) if is_away(a)]
     with jax.set_mesh(program.mesh):
-        return program._init.lower(key, order, one, empty, one).compile().memory_analysis().temp_size_in_bytes
+        return program._init.jitted.lower(key, order, one, empty, one).compile().memory_analysis().temp_size_in_bytes
 
 
 def test_the_widest_mlp_that_fits_is_found():

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import zerojax as zj
-from zerojax.resident.step import sharded_loss
+from zerojax.resident import ResidentStep
 
 H = 16
 MESH = {"data": 2, "fsdp": 4}
@@ -234,7 +234,8 @@ def weight_shaped_residuals(f: Any, params: Any) -> int:
 def test_no_gathered_parameter_is_a_residual(name):
     loss, init = CASES[name]
     program = build(loss, init)
-    local = sharded_loss(program.model, program.layout, lambda _: None)
+    assert isinstance(program._step, ResidentStep)
+    local = program._step.loss
     with jax.set_mesh(program.mesh):
         assert weight_shaped_residuals(local, program.layout.abstract_params) == 0
 

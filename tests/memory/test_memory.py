@@ -174,14 +174,14 @@ def test_account_equals_what_tiers_hold(config):
     state = program.init(jax.random.key(0))
     report = program.memory(batch)
     state, _ = program.step(state, batch)
-    (jitted,) = program._compiled.values()
+    kept, grads = (program._scratch.stacks(use) for use in ("residuals", "grads"))
     indices = 4 + 4 * sum(a.size for arrays in program.schedule.arrays().values() for a in arrays.values())
     assert report.argument_bytes == held((state, batch), "device") + indices
-    assert report.host_argument_bytes == held((state, jitted.kept, program._grads), HOST)
+    assert report.host_argument_bytes == held((state, kept, grads), HOST)
     for kind in STATE_KINDS:
         assert report.tiers[HOST][kind] == held(getattr(state, kind), HOST)
-    assert report.tiers[HOST]["grads"] == held(program._grads or [], HOST)
-    assert report.tiers[HOST]["activations"] == held(jitted.kept or [], HOST)
+    assert report.tiers[HOST]["grads"] == held(grads, HOST)
+    assert report.tiers[HOST]["activations"] == held(kept, HOST)
     assert "host link" in str(report)
 
 
@@ -233,7 +233,7 @@ def test_an_update_on_the_host_moves_gradients_down_and_parameters_up(config):
     program, batch = small(**{"precision": "bf16", "opt_state": HOST, "update_on": "host", **config})
     report = program.memory(batch)
     program.step(program.init(jax.random.key(0)), batch)
-    traffic = program._host.host.traffic
+    traffic = program._runner.host.host.traffic
     assert {"to_device": traffic.to_device, "to_host": traffic.to_host} == {k: 2 * n for k, n in report.callback_link.items()}
     copied = {way: n - report.callback_link[way] for way, n in report.host_link.items()}
     assert any(copied.values()) == ("params" in config)
@@ -259,7 +259,7 @@ def test_an_update_on_the_host_with_the_nvme_tier_is_accounted_for(config, tmp_p
     program, batch = small(**{"precision": "bf16", "update_on": "host", "swap_dir": str(tmp_path), **config})
     with program:
         report, state = program.memory(batch), program.init(jax.random.key(0))
-        engine, traffic = program.swap.engine, program._host.host.traffic
+        engine, traffic = program.swap.engine, program._runner.host.host.traffic
         crossed = {"to_device": 0, "to_host": 0}  # by callbacks that move records to the device and from it
 
         def counted(move: Any, way: str) -> Any:
@@ -295,7 +295,7 @@ def test_a_delayed_update_keeps_gradients_and_parameters_twice():
     state = program.init(jax.random.key(0))
     assert report.host_argument_bytes == held(state, HOST) == at_once.host_argument_bytes + report.tiers[HOST]["pending"]
     assert report.tiers[HOST]["stashed"] == report.tiers[HOST]["pending"] == held(state.pending.grads, HOST)
-    host = program._host.host
+    host = program._runner.host.host
     state, _ = program.step(state, batch)
     before = dataclasses.replace(host.traffic)
     program.step(state, batch)  # installs what the first step's gradients make

@@ -113,7 +113,7 @@ def files_bytes(program, kinds):
 def test_the_optimizer_state_goes_to_the_disk_and_back_once_and_never_to_the_device(fields, down, up, read, written, tmp_path):
     with build(tmp_path, {"prefetch_distance": 0, **fields}) as program:  # nothing is read for the next step
         state = program.init(jax.random.key(0))
-        traffic, engine = program._host.host.traffic, program.swap.engine
+        traffic, engine = program._runner.host.host.traffic, program.swap.engine
         taken, take = [], engine.take_stats
         engine.take_stats = lambda: taken.append(take()) or taken[-1]  # by the step, while its last writes are under way
         for batch in toys.batches(2):
@@ -244,7 +244,7 @@ def test_an_error_of_a_kernel_is_raised_by_the_step(tmp_path, monkeypatch):
             calls.append(args)
             raise OSError("no such thing")
 
-        monkeypatch.setattr(program._host.host, "run_kernel", fail)
+        monkeypatch.setattr(program._runner.host.host, "run_kernel", fail)
         with pytest.raises(RuntimeError, match="update on the host failed, and the state is lost") as error:
             program.step(state, toys.batches(1)[0])
         assert isinstance(error.value.__cause__, OSError)

@@ -170,7 +170,7 @@ def test_an_interrupt_inside_a_callback_is_raised_by_the_step(programs, devices,
     state = program.init(jax.random.key(0))
     old = copy_of(state)
     if fields:
-        monkeypatch.setattr(program._host.host, "run_kernel", lambda *_, **__: interrupt())
+        monkeypatch.setattr(program._runner.host.host, "run_kernel", lambda *_, **__: interrupt())
     else:
         count_calls(program, monkeypatch, at=3, do=interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -125,7 +125,7 @@ def test_named_tensors_are_kept_where_asked():
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
     config = zj.ZeroConfig(stage=3, activations="remat", offloaded_names=("hidden",))
     program = zj.build_train_step(named_model(), toys.optimizer(), config, mesh)
-    abstract = program._streamed.abstract_scratch(program.layout.abstract_state.params, program.abstract_batch(data[0]))
+    abstract = program._step.abstract_scratch(program.abstract_batch(data[0]))
     (hidden,) = abstract["residuals"]
     assert hidden.shape == (toys.LAYERS, toys.BATCH, toys.SEQ, toys.INNER)
     assert hidden.sharding.memory_kind == HOST

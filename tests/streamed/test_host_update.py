@@ -33,7 +33,7 @@ def build(fields, model=None, tx=None):
 def test_bytes_that_cross_the_link(fields, down, up):
     program = build(fields)
     state = program.init(jax.random.key(0))
-    traffic = program._host.host.traffic
+    traffic = program._runner.host.host.traffic
     for step, batch in enumerate(toys.batches(2)):
         before = (traffic.to_host, traffic.to_device)
         state, _ = program.step(state, batch)
@@ -109,7 +109,7 @@ def test_an_error_in_a_callback_is_raised_by_the_step_and_hangs_nothing(monkeypa
         if len(calls) == 3:
             raise OSError("no such thing")
 
-    monkeypatch.setattr(program._host.host, "run_kernel", fail)
+    monkeypatch.setattr(program._runner.host.host, "run_kernel", fail)
     with pytest.raises(RuntimeError, match="update on the host failed, and the state is lost") as error:
         program.step(state, toys.batches(1)[0])
     assert isinstance(error.value.__cause__, OSError)
@@ -128,15 +128,16 @@ def test_host_memory_is_shared_between_batch_shapes_and_released():
     state = program.init(jax.random.key(0))
     for size in (32, 16, 32):
         state, _ = program.step(state, toys.batches(1, size)[0])
-    held = [jitted.kept for jitted in program._compiled.values()]
-    assert len(held) == 2
-    assert sum(kept is not None for kept in held) == 1
-    assert program._grads
+    assert len(program._compiler._by_shape) == 2
+    grads, kept = (program._scratch.stacks(use) for use in ("grads", "residuals"))
+    assert grads
+    assert {a.shape[1] for a in kept} == {32}  # of the last batch alone
     program.close()
-    assert program._grads is None
+    assert not program._scratch.stacks("grads")
+    assert not program._scratch.stacks("residuals")
     delayed = build({"precision": "bf16", "delayed_update": True})
     state, _ = delayed.step(delayed.init(jax.random.key(0)), toys.batches(1)[0])
-    host = delayed._host.host
+    host = delayed._runner.host.host
     assert host.stashed
     delayed.close()
     assert not any((host.stashed, host.new_params, host.arrays, host.pending))

@@ -16,7 +16,7 @@ from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.restore import Restoring
 from zerojax.checkpoint.save import Saving
 from zerojax.program import Program
-from zerojax.state import TrainState
+from zerojax.state import TrainState, check_host_reads
 
 
 def leaves_of_program(program: Program) -> list[StateLeaf]:
@@ -44,7 +44,7 @@ def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -
     """Return a saved state as a program's; see `zerojax.Checkpointer.restore`."""
     if program.layout.updates_by_record:
         with jax.set_mesh(program.mesh):
-            program.check_host_memory()
+            check_host_reads(program.mesh)
     return Restoring(program.layout, program.swap, leaves_of_program(program), program.calling).restore(saved, verify=verify)
 
 

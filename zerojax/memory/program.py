@@ -21,37 +21,34 @@ from zerojax.memory.link import summed
 from zerojax.memory.report import MemoryReport
 from zerojax.memory.resident import resident_bytes
 from zerojax.memory.streamed import streamed_bytes
-from zerojax.models import LayeredModel, Model
+from zerojax.resident import ResidentStep
 from zerojax.state import DiskLayout, StateRecords
 from zerojax.streamed import StreamedStep
 
 
-def program_memory(
-    records: StateRecords,
-    loss: Any,
-    abstract_batch: Any,
-    model: Model | LayeredModel,
-    *,
-    streamed: StreamedStep | None = None,
-) -> MemoryReport:
+def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> MemoryReport:
     """Count the bytes of a step, leaf by leaf.
 
     Args:
       records: how the states of the program rest.
-      loss: the plain loss, which is traced for its residuals unless the step is streamed.
+      step: of the program. What a resident one keeps from forward to backward is counted by tracing its loss.
       abstract_batch: tree of ShapeDtypeStruct with shardings.
-      model: of the program.
-      streamed: the streamed step, where the program runs one.
+
+    Raises:
+      NotImplementedError: the step is of another kind.
     """
     layout, state = records.layout, records.layout.abstract_state
     pending = bytes_by_tier(state.pending)
     scalars = bytes_by_tier((state.step, state.skipped, state.key, state.loss_scale))["device"] + pending["device"]
+    streamed = step if isinstance(step, StreamedStep) else None
     if streamed is not None:
         running = streamed_bytes(layout, streamed, abstract_batch)
         scalars += 4 + 4 * sum(a.size for arrays in streamed.schedule.arrays().values() for a in arrays.values())
-    else:
-        running = resident_bytes(records, loss, abstract_batch, model)
+    elif isinstance(step, ResidentStep):
+        running = resident_bytes(records, step.plain_loss, abstract_batch, step.model)
         scalars += 4 if layout.updates_by_record else 0
+    else:
+        raise NotImplementedError(f"the bytes of a {type(step).__name__} are not counted in this version")
     kinds = {
         "params": bytes_by_tier(state.params),
         "master": bytes_by_tier(state.master),

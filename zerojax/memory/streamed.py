@@ -41,7 +41,7 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
 def _residual_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> dict[str, int]:
     """Return the bytes that one layer keeps from forward to backward, by tier."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
-    residuals = streamed.abstract_residuals(layout.abstract_arrays.params, shapes)
+    residuals = streamed.abstract_residuals(shapes)
     tiers = {"device": 0, "pinned_host": 0, "nvme": 0}
     for record, a in zip(residuals.records, residuals.shapes, strict=True):
         tiers[record.tier] += local_record_bytes(record, a.shape, a.dtype)

@@ -9,15 +9,19 @@ from jax.sharding import Mesh
 from zerojax.aot import is_there
 from zerojax.config import ZeroConfig, check_unlayered, require_built, streams
 from zerojax.models import LayeredModel, Model
-from zerojax.optim import keep_in_bfloat16
+from zerojax.optim import RecordUpdate, keep_in_bfloat16
+from zerojax.program.gathering import Gather, GatheredEarly, build_gather
 from zerojax.program.program import Program
+from zerojax.program.step import Step
+from zerojax.resident import ResidentStep
 from zerojax.sharding import check_mesh
-from zerojax.state import build_layout, check_optimizer
+from zerojax.state import StateRecords, build_layout, check_optimizer
+from zerojax.streamed import StreamedStep
 
 
 def build_train_step(
     model: Model | LayeredModel, tx: optax.GradientTransformation, config: ZeroConfig, mesh: Mesh, *, batch: Any = None
-) -> "Program":
+) -> Program:
     """Build a sharded train step.
 
     Args:
@@ -53,9 +57,19 @@ def build_train_step(
     if config.moments == "bfloat16":
         tx = keep_in_bfloat16(tx)
     with jax.set_mesh(mesh):
-        program = Program(model, tx, build_layout(model, tx, config, mesh))
+        records, gathered_early = StateRecords(build_layout(model, tx, config, mesh)), GatheredEarly()
+        step = build_step(model, tx, records, build_gather(records.layout, gathered_early))
+        program = Program(model, tx, records, step, gathered_early)
     if batch is not None:
         program.check(batch)
     if program.swap is not None and is_there(mesh):
         program.swap.claim()
     return program
+
+
+def build_step(model: Model | LayeredModel, tx: optax.GradientTransformation, records: StateRecords, gather: Gather) -> Step:
+    """Return the step that a config asks for: the one place that knows which steps there are."""
+    update = RecordUpdate(tx, records) if records.layout.updates_by_record else None
+    if isinstance(model, LayeredModel) and streams(records.layout.config):
+        return StreamedStep(model, tx, records, update, gather)
+    return ResidentStep(model, tx, records, update, gather)

@@ -1,19 +1,28 @@
-"""The compiled form of a step, for batches of one shape."""
+"""The compiled forms of a step: one for each shape of batch, and the host memory that they share.
+
+    step     (state, batch, arrays, scratch) -> ((state, scratch), metrics)        state and scratch donated
+    eval     (params, batch, arrays) -> loss
+
+A step is jitted when the first batch of a shape comes. The shardings of all that it takes and returns are stated, memory kinds
+included: JAX then pairs a donated argument with a result in the same memory.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from host_offload.engine import DiskRecords
 from zerojax.aot import CompiledProgram, compile_with_callbacks, is_there
 from zerojax.config import streams
 from zerojax.models import LayeredModel, Model
-from zerojax.sharding import FSDP
-from zerojax.state import Layout, numbered_next, unit_bytes
-from zerojax.streamed import Scratch
+from zerojax.program.step import Scratch, Step
+from zerojax.sharding import FSDP, batch_sharding, explicit, named
+from zerojax.state import Layout, allocate_all, check_host_reads, numbered_next, unit_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,21 +46,116 @@ class LoweredStep:
             return self.lowered.compile()
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class CompiledStep:
-    """The step for batches of one shape, and the host memory that it uses while it runs.
+    """The step for batches of one shape.
 
     Attributes:
-      step: `step(state, batch, plans, one, scratch) -> ((state, scratch), metrics)`.
-      abstract_scratch: shapes and shardings of `scratch`.
-      on_disk: records that it writes before it reads them.
-      kept: its activations, allocated at the first step; None where a step that failed, or one of another shape, had them.
+      step: `step(state, batch, arrays, scratch) -> ((state, scratch), metrics)`, jitted.
+      abstract_args: shapes and shardings of its arguments.
+      abstract_scratch: those of the last one.
+      written: records on disk that it writes before it reads them.
     """
 
     step: Any
-    abstract_scratch: Scratch
-    on_disk: Sequence[DiskRecords] = ()
-    kept: list[jax.Array] | None = None
+    abstract_args: tuple[Any, Any, Any, Scratch]
+    written: Sequence[DiskRecords] = ()
+
+    @property
+    def abstract_scratch(self) -> Scratch:
+        """Shapes and shardings of the host memory that it uses while it runs."""
+        return self.abstract_args[3]
+
+
+class StepCompiler:
+    """Jits a step for each shape of batch that comes.
+
+    Attributes:
+      options: for XLA, or None.
+      eval: `eval(params, batch, arrays)`, jitted, for batches of any shape.
+    """
+
+    def __init__(self, model: Model | LayeredModel, layout: Layout, step: Step) -> None:
+        self._layout, self._step = layout, step
+        self.options = compiler_options(model, layout)
+        self.eval = jax.jit(step.eval, compiler_options=self.options)
+        self._by_shape: dict[Any, CompiledStep] = {}
+
+    @cached_property
+    def arrays(self) -> Any:
+        """The step's arrays, on the default device."""
+        return jax.tree.map(lambda a: jnp.asarray(a, jnp.int32), self._step.arrays())
+
+    def step(self, batch: Any) -> CompiledStep:
+        """Return the step for batches of this shape, abstract or not. To be called under the mesh."""
+        leaves, tree = jax.tree.flatten(batch)
+        key = (tree, tuple((a.shape, jnp.dtype(a.dtype)) for a in leaves))
+        if key not in self._by_shape:
+            self._by_shape[key] = self._jit(batch)
+        return self._by_shape[key]
+
+    def _jit(self, batch: Any) -> CompiledStep:
+        layout, mesh, step = self._layout, self._layout.mesh, self._step
+        abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+        scratch, written = step.abstract_scratch(abstract), step.records_written(abstract)
+        scalar = named(mesh, ())
+        whole, state = explicit(scalar), explicit(layout.shardings)
+        host = jax.tree.map(lambda a: a.sharding, scratch)
+        batches = jax.tree.map(lambda a: batch_sharding(mesh, len(a.shape)), batch)
+        jitted = jax.jit(
+            step.step if layout.disk is None else with_next_number(step.step),
+            donate_argnums=(0, 3),
+            in_shardings=(state, explicit(batches), whole, host),
+            out_shardings=((state, host), whole),
+            compiler_options=self.options,
+        )
+        args = (
+            layout.abstract_state,
+            jax.tree.map(lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), abstract, batches),
+            jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.int32, sharding=scalar), step.arrays()),
+            scratch,
+        )
+        return CompiledStep(jitted, args, written)
+
+    def clear(self) -> None:
+        """Forget what was compiled."""
+        self._by_shape.clear()
+
+
+class ScratchMemory:
+    """Host memory of a step between its calls: what a step of the same shapes returned is given to the next one.
+
+    Stacks that do not depend on the batch, such as gradients, are shared by steps of all shapes; of those that do, such as
+    activations, only the last shape's are kept.
+    """
+
+    def __init__(self) -> None:
+        self._stacks: dict[str, tuple[list[Any], list[jax.Array]]] = {}
+
+    def take(self, abstract: Scratch, mesh: Mesh) -> Scratch:
+        """Return the scratch of a step, which is donated: a step that fails leaves none. Allocates what is not there."""
+        taken: Scratch = {}
+        for use, shapes in abstract.items():
+            known, stacks = self._stacks.pop(use, (None, []))
+            if known != shapes:
+                del stacks  # before others are made
+                if shapes:
+                    check_host_reads(mesh)
+                stacks = allocate_all(shapes)
+            taken[use] = stacks
+        return taken
+
+    def keep(self, abstract: Scratch, scratch: Scratch) -> None:
+        """Keep what a step returned."""
+        self._stacks = {use: (abstract[use], stacks) for use, stacks in scratch.items()}
+
+    def stacks(self, use: str) -> list[jax.Array]:
+        """Return what is kept for a use."""
+        return self._stacks.get(use, ([], []))[1]
+
+    def clear(self) -> None:
+        """Release all of it."""
+        self._stacks.clear()
 
 
 def with_next_number(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,12 @@
-"""State born in its tier: made on the device one layer or one leaf at a time, and moved to where it rests.
+"""The first state, born in its tier: no device and no host ever holds more of it than its own shards.
 
-Host stacks are allocated empty outside of the program and donated to it, since XLA makes what a program allocates on the device
-first. A layer's parameters, masters and optimizer state are then made and written in one tick:
+Where all of it rests on the device, one program makes the whole tree, each device its own shards. Else it is made one layer or
+one leaf at a time, and moved to where it rests. A tick makes and writes a layer's parameters, masters and optimizer state:
 
     for each layer l:   w = init_block(key[l]);  params[l], masters[l], opt_state[l] = cast(w), w, tx.init(w)
 
-The values are those of `zerojax.program.init.build_init`: the same keys, the same order.
+Host stacks are allocated empty outside of that program and donated to it: what a program allocates, XLA makes on the device
+first. Both ways use the same keys in the same order, and give the same numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import optax
 
 from zerojax.models import LayeredModel, Model, init_params
 from zerojax.precision import PRECISIONS, init_loss_scale
-from zerojax.sharding import STAGES
+from zerojax.sharding import STAGES, explicit, named
 from zerojax.state import (
     FlatState,
     Index,
@@ -29,14 +30,88 @@ from zerojax.state import (
     Tile,
     TileGroup,
     TrainState,
+    allocate_all,
+    check_host_reads,
     fill,
     is_away,
+    state_key,
 )
 
 Array = jax.Array
 
 
-def build_born_init(
+class StateInit:
+    """Makes the first state of a program.
+
+    Attributes:
+      jitted: the program that makes it; of what `arguments` returns.
+    """
+
+    def __init__(self, model: Model | LayeredModel, tx: optax.GradientTransformation, records: StateRecords) -> None:
+        self._layout = layout = records.layout
+        if not layout.updates_by_record:
+            self.jitted = jax.jit(_whole_init(model, tx, layout), out_shardings=layout.shardings)
+            return
+        whole = explicit(named(layout.mesh, ()))
+        self.jitted = jax.jit(
+            _init_by_records(model, tx, records),
+            donate_argnums=3,
+            in_shardings=(whole, whole, whole, [a.sharding for a in self._stacks()], whole),
+            out_shardings=explicit(layout.shardings),
+        )
+
+    def _stacks(self) -> list[Any]:
+        """Return the leaves of the abstract state in host memory."""
+        return [a for a in jax.tree.leaves(self._layout.abstract_state) if is_away(a)]
+
+    def arguments(self, key: Array, number: int) -> tuple[Any, ...]:
+        """Return the arguments of `jitted`; allocates host memory.
+
+        Args:
+          key: a random key.
+          number: of the state on disk, or 0.
+
+        Raises:
+          RuntimeError: host memory finds no room, or this device and jaxlib read wrong records of it.
+        """
+        if not self._layout.updates_by_record:
+            return (key,)
+        check_host_reads(self._layout.mesh)
+        return key, self._layout.order, jnp.int32(1), allocate_all(self._stacks()), jnp.int32(number)
+
+
+def _first_state(layout: Layout, key: Array, params: Any, master: Any, opt_state: Any, pending: Any = None) -> TrainState:
+    """Return the state before the first step, of its large parts."""
+    config = layout.config
+    scales_loss = PRECISIONS[config.precision].scales_loss
+    return TrainState(
+        step=jnp.int32(0),
+        skipped=jnp.int32(0),
+        key=state_key(key),
+        params=params,
+        master=master,
+        opt_state=opt_state,
+        loss_scale=init_loss_scale(config.loss_scaling) if scales_loss else None,
+        pending=pending,
+    )
+
+
+def _whole_init(
+    model: Model | LayeredModel, tx: optax.GradientTransformation, layout: Layout
+) -> Callable[[jax.Array], TrainState]:
+    """Return `init(key) -> state`, to be jitted with `layout.shardings` as its output."""
+    precision, stage = PRECISIONS[layout.config.precision], STAGES[layout.config.stage]
+
+    def init(key: jax.Array) -> TrainState:
+        master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), init_params(model, key))
+        master = jax.lax.with_sharding_constraint(master, layout.param_shardings(stage.opt_state))
+        params = jax.tree.map(lambda p: p.astype(precision.compute_dtype), master)
+        return _first_state(layout, key, params, master if precision.has_master else None, tx.init(master))
+
+    return init
+
+
+def _init_by_records(
     model: Model | LayeredModel, tx: optax.GradientTransformation, records: StateRecords
 ) -> Callable[[Array, Array, Array, list[Array], Array], TrainState]:
     """Return `init(key, order, one, empty, number) -> state`.
@@ -46,7 +121,6 @@ def build_born_init(
     which leaves on disk carry.
     """
     layout, abstract = records.layout, records.layout.abstract_state
-    precision = PRECISIONS[layout.config.precision]
 
     def init(key: Array, order: Array, one: Array, empty: list[Array], number: Array) -> TrainState:
         given = iter(empty)
@@ -67,16 +141,8 @@ def build_born_init(
             keys = jax.random.split(jax.random.split(key, 3)[1], model.num_layers)
             states = _fill_blocks(model, records, tx, states, keys, order)
         params, master, opt_state = records.trees(abstract, states)
-        return TrainState(
-            step=jnp.int32(0),
-            skipped=jnp.int32(0),
-            key=jax.random.fold_in(key, 0x5EED),
-            params=params,
-            master=master,
-            opt_state=opt_state,
-            loss_scale=init_loss_scale(layout.config.loss_scaling) if precision.scales_loss else None,
-            pending=jax.tree.map(room, abstract.pending),
-        )
+        pending = jax.tree.map(room, abstract.pending)
+        return _first_state(layout, key, params, master, opt_state, pending)
 
     return init
 
@@ -168,25 +234,3 @@ def _fill_blocks(
     on_device = held[0].device.shape[0] if held else 0
     states = jax.lax.fori_loop(0, on_device, body(True), states) if on_device else states
     return jax.lax.fori_loop(on_device, model.num_layers, body(False), states)
-
-
-def build_init(
-    model: Model | LayeredModel, tx: optax.GradientTransformation, layout: Layout
-) -> Callable[[jax.Array], TrainState]:
-    """Return `init(key) -> state`, to be jitted with `layout.shardings` as its output."""
-    precision, stage = PRECISIONS[layout.config.precision], STAGES[layout.config.stage]
-
-    def init(key: jax.Array) -> TrainState:
-        master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), init_params(model, key))
-        master = jax.lax.with_sharding_constraint(master, layout.param_shardings(stage.opt_state))
-        return TrainState(
-            step=jnp.int32(0),
-            skipped=jnp.int32(0),
-            key=jax.random.fold_in(key, 0x5EED),
-            params=jax.tree.map(lambda p: p.astype(precision.compute_dtype), master),
-            master=master if precision.has_master else None,
-            opt_state=tx.init(master),
-            loss_scale=init_loss_scale(layout.config.loss_scaling) if precision.scales_loss else None,
-        )
-
-    return init

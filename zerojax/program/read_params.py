@@ -1,7 +1,6 @@
 """Float32 parameters from any tier, one piece at a time: for export, where the whole tree would not fit."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import BLOCKS, LayeredModel, Model
-from zerojax.runtime import SwapSession
+from zerojax.program.runner import Runner
 from zerojax.state import (
     OnDevice,
     OnDisk,
@@ -31,18 +30,16 @@ class ParamReader:
         self,
         model: Model | LayeredModel,
         records: StateRecords,
-        swap: SwapSession | None,
-        calling: Callable[[], AbstractContextManager[None]],
+        runner: Runner,
     ) -> None:
         """Read states of a program.
 
         Args:
           model: of the program.
           records: how its states rest.
-          swap: of the program, where something rests on disk.
-          calling: returns the context for a program that calls back.
+          runner: of the program.
         """
-        self.model, self.layout, self.records, self._swap, self._calling = model, records.layout, records, swap, calling
+        self.model, self.layout, self.records, self._runner = model, records.layout, records, runner
         self._ends: dict[int, Any] = {}
 
     def pieces(self, state: TrainState) -> Iterator[tuple[str, Any]]:
@@ -62,14 +59,8 @@ class ParamReader:
 
     def _read(self, read: Any, held: Any, *args: Any) -> Any:
         """Call `read(held, *args)`, which reads from any tier."""
-        if self._swap is None:
-            with jax.set_mesh(self.layout.mesh):
-                return read(held, *args)
-        with self._calling(), jax.set_mesh(self.layout.mesh):
-            self._swap.begin(held, (), name="read")
-            values = jax.block_until_ready(read(held, *args))
-            self._swap.finish()
-            return values
+        with self._runner.calling(), jax.set_mesh(self.layout.mesh):
+            return self._runner.run("read", read, held, *args, held=held)
 
     def _end(self, state: TrainState, index: int) -> jax.Array:
         """Return a parameter that is no stack of layers."""

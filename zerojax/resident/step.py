@@ -1,27 +1,107 @@
-"""The equations of the resident step: a pure function of (state, batch), every array on the device.
+"""The resident step: every layer on the device for the whole step; the optimizer state may rest elsewhere.
 
     for each microbatch:                      a scan; one pass where there is one microbatch
         loss, g = value_and_grad(loss)(params)      parameters gathered on use (stage 3)
         g: reduce_scatter to its shard              where it is made (stages 1 to 3)
         sum += g                                    float32, sharded
-    norm, clip, tx.update, apply               on shards
+    norm, clip, tx.update, apply               on shards: whole trees, or leaf by leaf where the state is off the device
     params = cast(master)                      all_gather below stage 3
 
-The stage is read from `zerojax.sharding.STAGES` and nowhere else.
+How parameters are gathered is handed in, and the update is of `zerojax.optim`. The stage is read from `zerojax.sharding.STAGES`
+and nowhere else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 
-from zerojax.gather import Rule, gather_on_use
+from host_offload.engine import DiskRecords
+from host_offload.schedule import Move, build_schedule
 from zerojax.models import LayeredModel, Loss, Model, checked, layered_loss
-from zerojax.optim import Update
+from zerojax.optim import HostUpdate, RecordUpdate, Update, build_update, update_by_record, update_on_host
 from zerojax.resident.segments import remat_by_segments
-from zerojax.sharding import FSDP, STAGES, constrain_batch, split_microbatches, stored_spec
-from zerojax.state import Layout, TrainState, unit_bytes
+from zerojax.sharding import STAGES, constrain_batch, split_microbatches
+from zerojax.state import Layout, StateRecords, TrainState
+
+Array = jax.Array
+
+
+class ResidentStep:
+    """The equations of one resident step over a model, an optimizer and a layout.
+
+    Attributes:
+      records: how the state rests.
+      update: the update leaf by leaf, where the optimizer's state rests off the device, else None.
+      host: the update on the host, or None.
+      schedule: the order in which layers are computed; a Model counts as one layer.
+      plain_loss: `loss(params, batch, key)` over whole parameters.
+    """
+
+    def __init__(
+        self,
+        model: Model | LayeredModel,
+        tx: optax.GradientTransformation,
+        records: StateRecords,
+        update: RecordUpdate | None,
+        gather: Callable[..., Any],
+    ) -> None:
+        """Evaluate the model through `gather(function, params, *args)`, which takes parameters as they are stored."""
+        self.model, self.tx, self.records, self.update, self._gather = model, tx, records, update, gather
+        self.layout = layout = records.layout
+        self.host: HostUpdate | None = None
+        if update is not None and layout.config.update_on == "host":
+            self.host = HostUpdate(update, stashes=False, summed=1)
+        self.plain_loss = plain_loss(model, layout)
+        self.schedule = build_schedule(model.num_layers if isinstance(model, LayeredModel) else 1)
+
+    def arrays(self) -> np.ndarray:
+        """Return i32[] holding 1: the trips of loops that XLA must not unroll."""
+        return np.asarray(1, np.int32)
+
+    def step(
+        self, state: TrainState, batch: Any, arrays: Array, scratch: dict[str, list[Any]]
+    ) -> tuple[tuple[TrainState, dict[str, list[Any]]], dict[str, Array]]:
+        """Run one step; `arrays` is i32[] holding 1, and there is no scratch."""
+        value, grads = build_grads(self.model, self.layout, self.loss)(state, batch)
+        after, metrics = self._update(arrays)(state, value, grads)
+        return (after, scratch), metrics
+
+    def _update(self, one: Array) -> Update:
+        if self.host is not None:
+            return update_on_host(self.host)
+        return build_update(self.tx, self.layout) if self.update is None else update_by_record(self.update, one)
+
+    def loss(self, params: Any, batch: Any, key: Any) -> Array:
+        """Return the loss over parameters as stored, their gradients reduced to where the stage keeps them."""
+        return self._gather(checked(self.plain_loss), params, batch, key)
+
+    def eval(self, params: Any, batch: Any, arrays: Array) -> Array:
+        """Return the loss of a batch, without keys."""
+        del arrays
+        return self.loss(params, batch, None).astype(jnp.float32)
+
+    def abstract_scratch(self, abstract_batch: Any) -> dict[str, list[Any]]:
+        """Return no stacks: gradients and activations stay on the device."""
+        del abstract_batch
+        return {}
+
+    def records_written(self, abstract_batch: Any) -> Sequence[DiskRecords]:
+        """Return no records: what rests on disk is state, and there before the step."""
+        del abstract_batch
+        return ()
+
+    def moves(self) -> tuple[Move, ...]:
+        """Return what a step reads from disk and writes to it: the leaves of the state, one after the other."""
+        first, last = self.records.end_moves()
+        return (*first, *last)
+
+    def eval_moves(self) -> tuple[Move, ...]:
+        """Return the same of an evaluation."""
+        return self.records.end_moves()[0]
 
 
 def plain_loss(model: Model | LayeredModel, layout: Layout) -> Loss:
@@ -32,62 +112,33 @@ def plain_loss(model: Model | LayeredModel, layout: Layout) -> Loss:
     return remat_by_segments(model.loss) if remat else model.loss
 
 
-def sharded_loss(model: Model | LayeredModel, layout: Layout, report: Callable[[str], None]) -> Loss:
-    """Return the loss over parameters as stored: gathered on use, its gradients reduced to where the stage keeps them."""
-    stage = STAGES[layout.config.stage]
-    loss = plain_loss(model, layout)
-    if not stage.opt_state or all(spec.sharded == spec.base for spec in layout.specs.values()):
-        return checked(loss)
-    rule = build_rule(layout, stage.params, report)
-
-    def on_shards(params: Any, batch: Any, key: Any) -> jax.Array:
-        return gather_on_use(
-            checked(loss), params, batch, key,
-            stored={path: stored_spec(spec, stage.params) for path, spec in layout.specs.items()},
-            cotangents={path: spec.sharded for path, spec in layout.specs.items()},
-            rule=rule,
-        )  # fmt: skip
-
-    return on_shards
-
-
-def build_rule(layout: Layout, remat: bool, report: Callable[[str], None]) -> Rule:
-    """Return how parameters are gathered: what neighbouring uses may share, and how large a layer may be."""
-    leaves, layer = unit_bytes(layout)
-    return Rule(mesh=layout.mesh, axis=FSDP, remat=remat, budget_bytes=max(leaves), region_bytes=layer, report=report)
-
-
-def build_step(
-    model: Model | LayeredModel, layout: Layout, loss: Loss, update: Update
-) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]:
-    """Return `step(state, batch) -> (state, metrics)`, to be jitted with `layout.shardings` as its output."""
+def build_grads(model: Model | LayeredModel, layout: Layout, loss: Loss) -> Callable[[TrainState, Any], tuple[Array, Any]]:
+    """Return `grads(state, batch) -> (loss, gradients)`: the mean over microbatches, in float32, on the update's shards."""
     config, stage = layout.config, STAGES[layout.config.stage]
     grads_at = layout.param_shardings(stage.opt_state)
 
-    def value_and_grads(state: TrainState, batch: Any, key: Any) -> tuple[jax.Array, Any]:
+    def of_microbatch(state: TrainState, batch: Any, key: Any) -> tuple[Array, Any]:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
 
-        def scaled(params: Any) -> tuple[jax.Array, jax.Array]:
+        def scaled(params: Any) -> tuple[Array, Array]:
             value = loss(params, batch, key).astype(jnp.float32)
             return value * scale, value
 
         grads, value = jax.grad(scaled, has_aux=True)(state.params)
         return value, jax.lax.with_sharding_constraint(grads, grads_at)
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+    def grads(state: TrainState, batch: Any) -> tuple[Array, Any]:
         key = jax.random.fold_in(state.key, state.step) if model.stochastic else None
-        if config.num_microbatches == 1:
-            value, grads = value_and_grads(state, batch, key)
-            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        else:
-            value, grads = accumulate(state, batch, key, config.num_microbatches)
-        return update(state, value, grads)
+        if config.num_microbatches > 1:
+            return accumulated(state, batch, key, config.num_microbatches)
+        value, grads = of_microbatch(state, batch, key)
+        return value, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
-    def accumulate(state: TrainState, batch: Any, key: Any, count: int) -> tuple[jax.Array, Any]:
-        def body(total: tuple[jax.Array, Any], one: tuple[Any, jax.Array]) -> tuple[tuple[jax.Array, Any], None]:
+    def accumulated(state: TrainState, batch: Any, key: Any, count: int) -> tuple[Array, Any]:
+        def body(total: tuple[Array, Any], one: tuple[Any, Array]) -> tuple[tuple[Array, Any], None]:
             microbatch, index = one
             microbatch = constrain_batch(layout.mesh, microbatch)
-            value, grads = value_and_grads(state, microbatch, None if key is None else jax.random.fold_in(key, index))
+            value, grads = of_microbatch(state, microbatch, None if key is None else jax.random.fold_in(key, index))
             summed = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[1], grads)
             return (total[0] + value, jax.lax.with_sharding_constraint(summed, grads_at)), None
 
@@ -97,4 +148,4 @@ def build_step(
         (value, grads), _ = jax.lax.scan(body, (jnp.float32(0), zeros), pieces)
         return value / count, jax.tree.map(lambda g: g / count, grads)
 
-    return step
+    return grads

@@ -1,7 +1,9 @@
 """Where every byte of the training state is, and how one record of it is read and written."""
 
+from zerojax.state.check_state import StateCheck as StateCheck
 from zerojax.state.disk_layout import DiskLayout as DiskLayout
 from zerojax.state.host_memory import allocate_all as allocate_all
+from zerojax.state.host_memory import check_host_reads as check_host_reads
 from zerojax.state.host_memory import is_away as is_away
 from zerojax.state.layout import Layout as Layout
 from zerojax.state.layout import build_layout as build_layout
@@ -38,3 +40,4 @@ from zerojax.state.train_state import check_is_there as check_is_there
 from zerojax.state.train_state import is_stored as is_stored
 from zerojax.state.train_state import masters as masters
 from zerojax.state.train_state import numbered_next as numbered_next
+from zerojax.state.train_state import state_key as state_key

@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from host_offload.device import check_host_memory, host_memory_error
+from host_offload.device import check_host_memory, check_host_slices, host_memory_error
 
 Array = jax.Array
 
@@ -15,6 +16,16 @@ Array = jax.Array
 def is_away(leaf: Any) -> bool:
     """Tell whether an abstract leaf rests in host memory."""
     return getattr(leaf.sharding, "memory_kind", None) == "pinned_host"
+
+
+def check_host_reads(mesh: Mesh) -> None:
+    """Test, once a process, that the devices read the right records of host memory; a CPU does.
+
+    Raises:
+      RuntimeError: this device and jaxlib read wrong ones.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        check_host_slices(mesh.local_devices[0])
 
 
 def allocate_all(abstract: Sequence[Any]) -> list[Array]:

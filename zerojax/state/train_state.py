@@ -103,6 +103,11 @@ class TrainState:
     pending: Pending | None = None
 
 
+def state_key(key: jax.Array) -> jax.Array:
+    """Return the key that the state made by `init(key)` carries: unlike any that its parameters were drawn with."""
+    return jax.random.fold_in(key, 0x5EED)
+
+
 def numbered_next(state: TrainState) -> TrainState:
     """Return a state whose leaves on disk carry the next number."""
 

@@ -10,10 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.gather import gather_on_use
 from zerojax.models import BLOCKS, LayeredModel, checked
-from zerojax.resident import build_rule
-from zerojax.sharding import STAGES, constrain_batch, stored_spec
+from zerojax.sharding import constrain_batch
 from zerojax.state import is_stored
 from zerojax.streamed.microbatches import Microbatches, key_of
 from zerojax.streamed.plan import StreamedPlan
@@ -24,12 +22,10 @@ Array = jax.Array
 class Ends:
     """Embedding and head of a model, as functions of their leaves: a tree `{"embed", "head"}`."""
 
-    def __init__(
-        self, model: LayeredModel, plan: StreamedPlan, microbatches: Microbatches, report: Callable[[str], None]
-    ) -> None:
-        self.model, self.plan, self.microbatches = model, plan, microbatches
-        self.layout, self.mesh, self.stage = plan.layout, plan.mesh, STAGES[plan.config.stage]
-        self.rule = build_rule(plan.layout, self.stage.params, report)
+    def __init__(self, model: LayeredModel, plan: StreamedPlan, microbatches: Microbatches, gather: Callable[..., Any]) -> None:
+        """Evaluate both through `gather(function, leaves, *args)`, which gathers the leaves and reduces their gradients."""
+        self.model, self.plan, self.microbatches, self.mesh = model, plan, microbatches, plan.mesh
+        self._gather = gather
 
     def load(self, params: Any) -> Any:
         """Return the leaves, sharded, on the device."""
@@ -42,7 +38,7 @@ class Ends:
         """Return the first layer's input, of one microbatch."""
         batch = constrain_batch(self.mesh, batch)
         key = key_of(key, self.model.num_layers)
-        x = self._on_shards(lambda p, b, k: self.model.embed(p["embed"], b, k), ends, batch, key)
+        x = self._gather(lambda p, b, k: self.model.embed(p["embed"], b, k), ends, batch, key)
         return constrain_batch(self.mesh, x)
 
     def abstract_input(self, abstract_params: Any, abstract_batch: Any) -> tuple[Any, Any]:
@@ -63,7 +59,7 @@ class Ends:
         def loss(p: Any, x: Any, b: Any, k: Any) -> Array:
             return checked(lambda p, b, k: self.model.head(p["head"], p["embed"], x, b, k))(p, b, k)
 
-        return self._on_shards(loss, ends, x, batch, key).astype(jnp.float32)
+        return self._gather(loss, ends, x, batch, key).astype(jnp.float32)
 
     def head_and_grads(self, ends: Any, y: Any, batch: Any, keys: Any, scale: Array) -> tuple[Array, Any, list[Array]]:
         """Return the mean loss, dloss/dy, and the summed gradients of `ends`; the derivative is that of scale * loss."""
@@ -95,18 +91,6 @@ class Ends:
         if self.microbatches.count > 1:
             return self.microbatches.fold(one, g_ends, dx, batch, keys)[0]
         return [a + b for a, b in zip(g_ends, one(dx, batch, keys)[0], strict=True)]
-
-    def _on_shards(self, function: Callable[..., Any], ends: Any, *args: Any) -> Any:
-        """Evaluate `function(ends, *args)`, its parameters gathered on use and their gradients reduced to their shards."""
-        specs = self.layout.specs
-        if not self.stage.opt_state or all(s.sharded == s.base for s in specs.values()):
-            return function(ends, *args)
-        return gather_on_use(
-            function, ends, *args,
-            stored={path: stored_spec(s, self.stage.params) for path, s in specs.items()},
-            cotangents={path: s.sharded for path, s in specs.items()},
-            rule=self.rule,
-        )  # fmt: skip
 
     def _reduced(self, grads: Any) -> list[Array]:
         """Return gradients of the leaves, on their shards."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -120,11 +120,6 @@ def run_phase(
         carry, ring = jax.lax.fori_loop(start, end, body, (carry, ring))
         start = stop
     return carry
-
-
-def index_arrays(arrays: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Array]]:
-    """Return a schedule's arrays as arguments of a program."""
-    return {phase: {name: jnp.asarray(a, jnp.int32) for name, a in fields.items()} for phase, fields in arrays.items()}
 
 
 def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any) -> tuple[Any, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from host_offload.schedule import Schedule, TiledSchedule, TileLoops, build_schedule, build_tiled_schedule
 from zerojax.models import LayeredModel
@@ -44,17 +43,17 @@ class StreamedPlan:
       grads_in_memory: whether they rest in stacks in host memory, which XLA writes and reads.
     """
 
-    def __init__(self, model: LayeredModel, tx: optax.GradientTransformation, state_records: StateRecords) -> None:
+    def __init__(self, model: LayeredModel, state_records: StateRecords, update: RecordUpdate | None) -> None:
         """Check that the step can be streamed.
 
         Raises:
-          ValueError: the optimizer is not elementwise where it must be, or the schedule exceeds `device_budget_bytes`.
+          ValueError: the schedule exceeds `device_budget_bytes`.
         """
         self.state_records, layout = state_records, state_records.layout
         self.layout, self.config, self.mesh, self.leaves = layout, layout.config, layout.mesh, layout.leaves
         self.num_layers, self.count = model.num_layers, layout.config.num_microbatches
         config = layout.config
-        self.update = RecordUpdate(tx, state_records) if layout.updates_by_record else None
+        self.update = update
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
         self.groups, self.blocks, self.stacked, self.ends = layout.groups, layout.blocks, layout.stacked, layout.ends

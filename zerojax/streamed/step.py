@@ -27,10 +27,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from host_offload.engine import DiskRecords
+from host_offload.schedule import Move
 from zerojax.models import BLOCKS, LayeredModel
+from zerojax.optim import RecordUpdate
 from zerojax.sharding import constrain_batch
 from zerojax.state import Plan, StateRecords, TrainState, is_stored, wait_for, write_layer
 from zerojax.streamed.activations import BlockTracer, ResidualPlan, Scratch
@@ -39,6 +42,7 @@ from zerojax.streamed.endings import ByLayers, InBackward, WholeTree
 from zerojax.streamed.ends import Ends
 from zerojax.streamed.host_endings import Delayed, HostInBackward, OnHost
 from zerojax.streamed.microbatches import Microbatches, key_of
+from zerojax.streamed.moves import eval_moves, step_moves
 from zerojax.streamed.phases import Tick, beside, run_phase
 from zerojax.streamed.plan import StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
@@ -61,51 +65,80 @@ class StreamedStep:
     """
 
     def __init__(
-        self, model: LayeredModel, tx: optax.GradientTransformation, state_records: StateRecords, report: Callable[[str], None]
+        self,
+        model: LayeredModel,
+        tx: optax.GradientTransformation,
+        state_records: StateRecords,
+        update: RecordUpdate | None,
+        gather: Callable[..., Any],
     ) -> None:
+        """Build the step.
+
+        Args:
+          model: whose layers come and go.
+          tx: the optimizer.
+          state_records: how the state rests.
+          update: the update by record, or None where whole trees are updated on the device.
+          gather: `gather(function, params, *args)` evaluates a function of stored parameters and gathers them on use: those of
+            embedding and head, since layers are gathered by the step itself.
+        """
         layout = state_records.layout
         self.model, self.layout, self.config, self.mesh = model, layout, layout.config, layout.mesh
-        self.plan = StreamedPlan(model, tx, state_records)
+        self.plan = StreamedPlan(model, state_records, update)
         self.host, self.schedule = self.plan.host, self.plan.schedule
         self.microbatches = Microbatches(self.mesh, self.config.num_microbatches)
-        self.ends = Ends(model, self.plan, self.microbatches, report)
+        self.ends = Ends(model, self.plan, self.microbatches, gather)
         self.ending: Ending = ending_of(self.plan, tx)
         self.tracer = BlockTracer(model, self.plan)
 
     # --- what a step needs, from shapes alone ------------------------------------------------------------------------------
 
-    def abstract_residuals(self, abstract_params: Any, abstract_batch: Any) -> ResidualPlan:
+    def arrays(self) -> tuple[dict[str, dict[str, np.ndarray]], np.ndarray]:
+        """Return the schedule's arrays, and i32[] holding 1."""
+        return self.schedule.arrays(), np.asarray(1, np.int32)
+
+    def abstract_residuals(self, abstract_batch: Any) -> ResidualPlan:
         """Return what forward saves of a batch."""
-        x, keys = self.ends.abstract_input(abstract_params, abstract_batch)
+        x, keys = self.ends.abstract_input(self.layout.abstract_arrays.params, abstract_batch)
         return self.tracer.plan_residuals(x, keys, self.microbatches.count)
 
-    def abstract_scratch(self, abstract_params: Any, abstract_batch: Any) -> Scratch:
+    def abstract_scratch(self, abstract_batch: Any) -> Scratch:
         """Return shapes and shardings of the stacks in host memory that live inside a step."""
-        residuals, plan = self.abstract_residuals(abstract_params, abstract_batch), self.plan
+        residuals, plan = self.abstract_residuals(abstract_batch), self.plan
         return {
             "grads": plan.abstract_grads() if plan.grads_in_memory else [],
             "residuals": [plan.abstract_stack(residuals.records[i], residuals.shapes[i]) for i in residuals.in_memory],
         }
 
-    def on_disk(self, abstract_params: Any, abstract_batch: Any) -> list[DiskRecords]:
-        """Return the records that a step writes before it reads them."""
-        records = [*self.abstract_residuals(abstract_params, abstract_batch).records, *self.plan.grads]
+    def records_written(self, abstract_batch: Any) -> list[DiskRecords]:
+        """Return the records on disk that a step writes before it reads them."""
+        if self.layout.disk is None:
+            return []
+        records = [*self.abstract_residuals(abstract_batch).records, *self.plan.grads]
         return list(dict.fromkeys(r.disk_records for r in records if r.disk_records is not None))
+
+    def moves(self) -> tuple[Move, ...]:
+        """Return what a step reads from disk and writes to it, in order."""
+        return step_moves(self.plan, self.tracer.tile_loops(), self.ending.ends_first)
+
+    def eval_moves(self) -> tuple[Move, ...]:
+        """Return the same of an evaluation."""
+        return eval_moves(self.plan, self.tracer.eval_loops())
 
     # --- the step ----------------------------------------------------------------------------------------------------------
 
     def step(
-        self, state: TrainState, batch: Any, plans: Plans, one: Array, scratch: Scratch
+        self, state: TrainState, batch: Any, arrays: tuple[Plans, Array], scratch: Scratch
     ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
         """Run one step.
 
         Args:
           state: donated.
           batch: global batch.
-          plans: the schedule's arrays.
-          one: i32[] holding 1.
+          arrays: the schedule's, and i32[] holding 1.
           scratch: stacks in host memory that live from forward to update; donated and returned.
         """
+        plans, one = arrays
         key = jax.random.fold_in(state.key, state.step) if self.model.stochastic else None
         batch, keys = self.microbatches.split(batch, key)
         token = self._first_token(state)
@@ -124,8 +157,9 @@ class StreamedStep:
         grads = carried["grads"] if self.plan.grads_in_memory else []
         return (after, {"grads": grads, "residuals": [stacks[i] for i in residuals.in_memory]}), metrics
 
-    def eval(self, params: Any, batch: Any, plans: Plans, one: Array) -> Array:
+    def eval(self, params: Any, batch: Any, arrays: tuple[Plans, Array]) -> Array:
         """Return the loss of a batch, without keys, as one microbatch."""
+        plans, one = arrays
         ends = self.ends.load(params)
         x = self.ends.embed(ends, batch, None)
         y, _ = self.forward(params[BLOCKS], x, None, plans, one, None, [])

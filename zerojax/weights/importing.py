@@ -35,7 +35,7 @@ from zerojax.checkpoint import (
 )
 from zerojax.config import updates_by_parts
 from zerojax.program import Program
-from zerojax.state import TrainState, masters
+from zerojax.state import TrainState, masters, state_key
 from zerojax.weights.initial_opt_state import Copy, initial_values
 from zerojax.weights.names import known_dtype, path_of
 from zerojax.weights.orbax import OrbaxFolder
@@ -187,7 +187,7 @@ def _key_data(key: Any, program: Program) -> np.ndarray:
     expected = program.layout.abstract_state.key.dtype
     if key.shape or key.dtype != expected:
         raise ValueError(f"import_params takes one random key of {expected}, got {key.dtype}{list(key.shape)}")
-    return np.asarray(jax.random.key_data(jax.random.fold_in(key, 0x5EED)))
+    return np.asarray(jax.random.key_data(state_key(key)))
 
 
 def _compare(file: WeightFile, state_leaves: Sequence[StateLeaf]) -> tuple[dict[str, str], dict[str, SavedLeaf]]:

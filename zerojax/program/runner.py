@@ -1,0 +1,119 @@
+"""What is around a compiled program while it runs: its disk, its callbacks on the host, and signals that have to wait.
+
+    begin    the disk reads ahead what the program will ask for; memory of the state is bound for callbacks
+    run      the program, to its end: callbacks come while it runs
+    end      errors of callbacks are raised here, where the program can no longer hang
+
+Of a program without callbacks nothing of this is there, and it runs on after the call, as any program of JAX.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from host_offload.engine import DiskRecords
+from host_offload.schedule import Move
+from zerojax.optim import HostUpdate
+from zerojax.runtime import SwapSession, interrupts_wait
+from zerojax.state import TrainState
+
+
+class Runner:
+    """Runs the compiled programs of one step, one at a time where they call back.
+
+    Attributes:
+      swap: the session of the nvme tier, where there is one.
+      host: the update on the host, where there is one.
+    """
+
+    def __init__(self, swap: SwapSession | None, host: HostUpdate | None) -> None:
+        self.swap, self.host = swap, host
+        self._lock = threading.RLock()
+
+    @property
+    def calls_back(self) -> bool:
+        """Whether the programs hold callbacks."""
+        return self.swap is not None or self.host is not None
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Run a program in this: where it calls back, no signal leaves it, and no other thread runs one beside it."""
+        if not self.calls_back:
+            yield
+            return
+        with self._lock, interrupts_wait():
+            yield
+
+    def open(self) -> int:
+        """Make files and buffers for a new state; returns the number that it has on disk, or 0."""
+        if self.swap is None:
+            return 0
+        self.swap.open()
+        return self.swap.generation
+
+    def run(self, name: str, program: Callable[..., Any], *args: Any, held: Any = (), moves: Sequence[Move] = ()) -> Any:
+        """Return `program(*args)`, which makes no new state on disk, or the first one.
+
+        Args:
+          name: of the program in a trace.
+          program: compiled.
+          *args: its arguments.
+          held: the state that it reads, or part of one.
+          moves: what it reads from disk and writes to it, in order.
+
+        Raises:
+          ValueError: the state is not the one on disk.
+          SwapError: an earlier program failed, or a record could not be moved.
+        """
+        if self.swap is None:
+            return program(*args)
+        self.swap.begin(held, moves, name=name)
+        result = jax.block_until_ready(program(*args))
+        self.swap.finish()
+        return result
+
+    def begin_step(self, state: TrainState, moves: Sequence[Move], written: Sequence[DiskRecords]) -> list[int]:
+        """Prepare for a step.
+
+        Args:
+          state: that it takes.
+          moves: what it reads from disk and writes to it, in order.
+          written: records that it writes before it reads them.
+
+        Returns:
+          The addresses on which the host's update works, for `end_step`.
+
+        Raises:
+          ValueError: the state is not the one on disk.
+          SwapError: an earlier program failed.
+        """
+        addresses = [] if self.host is None else self.host.prepare(jax.block_until_ready(state))
+        if self.swap is not None:
+            self.swap.begin(state, moves, written)
+        return addresses
+
+    def finished(self, results: Any) -> Any:
+        """Return the results of a step, when it has ended if it calls back."""
+        return jax.block_until_ready(results) if self.calls_back else results
+
+    def end_step(self, state: TrainState, addresses: list[int]) -> dict[str, float]:
+        """Return the metrics of the disk, after a step that made `state`.
+
+        Raises:
+          RuntimeError: an update on the host failed.
+          SwapError: a record could not be moved.
+        """
+        metrics = {} if self.swap is None else self.swap.finish(is_step=True)
+        if self.host is not None:
+            self.host.check(addresses, state)
+        return metrics
+
+    def close(self) -> None:
+        """Release host memory and the disk."""
+        if self.host is not None:
+            self.host.host.release()
+        if self.swap is not None:
+            self.swap.close()

@@ -1,0 +1,34 @@
+"""Whether a state is one that a program can take: there, and of its layout."""
+
+import jax
+
+from zerojax.state.host_memory import is_away
+from zerojax.state.layout import Layout
+from zerojax.state.train_state import TrainState, check_is_there
+
+
+class StateCheck:
+    """Compares states with a layout before every step, and so keeps what it expects of them."""
+
+    def __init__(self, layout: Layout) -> None:
+        leaves, self._structure = jax.tree.flatten(layout.abstract_state)
+        self._expected = [(leaf.shape, is_away(leaf)) for leaf in leaves]
+
+    def __call__(self, state: TrainState) -> None:
+        """Raise ValueError for a state that was donated, or that another program made, or what is none."""
+        if not isinstance(state, TrainState):
+            raise ValueError(f"a zerojax.TrainState is needed, such as init and step return, not {type(state).__name__}")
+        check_is_there(state)
+        leaves, structure = jax.tree.flatten(state)
+        if structure != self._structure:
+            raise ValueError(
+                "this state is of another structure than this program's: it was made by a program of another config"
+            )
+        for i, (leaf, (shape, away)) in enumerate(zip(leaves, self._expected, strict=True)):
+            if is_away(leaf) != away or leaf.shape != shape:
+                path = jax.tree_util.tree_flatten_with_path(state)[0][i][0]
+                places = ["host memory" if is_host else "device memory" for is_host in (is_away(leaf), away)]
+                raise ValueError(
+                    f"this state's {jax.tree_util.keystr(path)} is {leaf.shape} in {places[0]}, and this program's is {shape} "
+                    f"in {places[1]}: it was made by a program of another model or config"
+                )

@@ -1,0 +1,41 @@
+"""What a streamed step reads from disk and writes to it, in order: the schedule's moves, and those it does not know of.
+
+    ends read | layers of forward, backward, ... | ends updated | update of the layers, where the ends come before it
+
+Ends are the leaves that are no stack of layers. Callbacks of an update on the host move records that the device never has, and
+ticks run loops over tiles.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from host_offload.schedule import Move, TileLoops, moves_of
+from zerojax.streamed.plan import StreamedPlan
+
+Loops = Mapping[str, Sequence[tuple[TileLoops, str]]]
+
+
+def step_moves(plan: StreamedPlan, loops: Loops, ends_first: bool) -> tuple[Move, ...]:
+    """Return the moves of a step.
+
+    Args:
+      plan: of the step.
+      loops: over tiles, of a tick of each phase.
+      ends_first: whether the ends are updated before the layers.
+    """
+    if plan.layout.disk is None:
+        return ()
+    kinds, phases = plan.layout.disk.kinds.keys(), [phase.name for phase in plan.schedule.phases]
+    first, last = plan.state_records.end_moves()
+    by_host = {} if plan.host is None else plan.host.moves()
+    after = ["update"] if ends_first else []
+    before = moves_of(plan.schedule, kinds, [name for name in phases if name not in after], by_host, loops)
+    return (*first, *before, *last, *moves_of(plan.schedule, kinds, after, by_host))
+
+
+def eval_moves(plan: StreamedPlan, loops: Loops) -> tuple[Move, ...]:
+    """Return the moves of an evaluation: parameters alone."""
+    if plan.layout.disk is None:
+        return ()
+    first = plan.state_records.end_moves()[0]
+    forward = moves_of(plan.schedule, plan.layout.disk.kinds.keys(), ("forward",), loops=loops)
+    return (*first, *(move for move in forward if move.kind.split(".")[0] == "params"))
