@@ -84,16 +84,16 @@ def _platform(platform: str | None) -> str:
 
 
 def _explain(num_bytes: int, pool: int | None, available: int | None) -> str:
-    told = [f"no room for {_gib(num_bytes)} of pinned host memory in this process"]
+    clauses = [f"no room for {_gib(num_bytes)} of pinned host memory in this process"]
     repair = "keep less on the host: more devices, a smaller model, or the 'nvme' tier"
     if available is not None:
-        told.append(f"the machine has {_gib(available)} available")
+        clauses.append(f"the machine has {_gib(available)} available")
     if pool is not None:
-        told.append(f"XLA's pinned pool holds {_gib(pool)} a process ({LIMIT_VARIABLE})")
+        clauses.append(f"XLA's pinned pool holds {_gib(pool)} a process ({LIMIT_VARIABLE})")
         if available is None or num_bytes <= available:
             need = math.ceil(max(num_bytes, pool) / _GIB * 1.25)  # the pool rounds and fragments
             repair = f"set {LIMIT_VARIABLE}={need} before JAX starts, or {repair}"
-    return f"{', '.join(told)}; {repair}"
+    return f"{', '.join(clauses)}; {repair}"
 
 
 def _gib(num_bytes: int) -> str:

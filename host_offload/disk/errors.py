@@ -75,13 +75,13 @@ def explain(error: BaseException, *, doing: str, file: str | None = None, layer:
     number = error.errno if isinstance(error, OSError) else None
     where = ("" if layer is None else f" of layer {layer}") + ("" if file is None else f", {file}")
     if isinstance(error, OSError) and number is not None:
-        told = f"{errnos.errorcode.get(number, 'errno')} ({number}), {os.strerror(number)}"
+        cause = f"{errnos.errorcode.get(number, 'errno')} ({number}), {os.strerror(number)}"
     else:
-        told = str(error) or type(error).__name__
+        cause = str(error) or type(error).__name__
         if not isinstance(error, OSError):
-            told = f"{type(error).__name__}: {told}"
+            cause = f"{type(error).__name__}: {cause}"
     remedy = _remedy(error, number)
-    result = SwapError(f"{doing}{where} failed: {told}{f'; {remedy}' if remedy else ''}", file=file, layer=layer, errno=number)
+    result = SwapError(f"{doing}{where} failed: {cause}{f'; {remedy}' if remedy else ''}", file=file, layer=layer, errno=number)
     result.__cause__ = error
     return result
 

@@ -77,8 +77,8 @@ class SwapFolder:
 
     def free_bytes(self) -> int:
         """Return what this user can still write to the file system."""
-        found = os.statvfs(self.path)
-        return found.f_bavail * found.f_frsize
+        space = os.statvfs(self.path)
+        return space.f_bavail * space.f_frsize
 
     def renew(self) -> None:
         """Make the folder empty again; if it was removed, or taken over, take it anew.
@@ -105,11 +105,11 @@ def _lock(path: str) -> int:
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        found = os.lstat(path)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "not a folder"
-            if stat.S_ISDIR(found.st_mode):
-                what = f"a folder of another user (uid {found.st_uid}, this one is {os.geteuid()})"
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
+            if stat.S_ISDIR(status.st_mode):
+                what = f"a folder of another user (uid {status.st_uid}, this one is {os.geteuid()})"
             raise SwapError(f"{path} is {what}: remove it, or set swap_dir to another folder", file=path)
         name = os.path.join(path, _LOCK)
         if os.listdir(path) and not os.path.lexists(name):

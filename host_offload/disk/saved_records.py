@@ -90,11 +90,11 @@ class SavedStore:
 
     def to_json(self) -> dict[str, Any]:
         """Return what JSON can hold; checksums as hexadecimal digits."""
-        told = dataclasses.asdict(self)
-        return told | {"checksums": [f"{c:016x}" for c in self.checksums]}
+        metadata = dataclasses.asdict(self)
+        return metadata | {"checksums": [f"{c:016x}" for c in self.checksums]}
 
     @staticmethod
-    def from_json(told: Mapping[str, Any]) -> "SavedStore":
+    def from_json(metadata: Mapping[str, Any]) -> "SavedStore":
         """Return what `to_json` told.
 
         Raises:
@@ -102,16 +102,16 @@ class SavedStore:
         """
         leaves = [
             SavedShard(leaf["name"], tuple(leaf["shape"]), leaf["dtype"], leaf["offset"], tuple(leaf["start"]))
-            for leaf in told["leaves"]
+            for leaf in metadata["leaves"]
         ]
         return SavedStore(
-            folder=told["folder"],
-            lead=tuple(told["lead"]),
-            first=told["first"],
-            num_records=told["num_records"],
-            record_bytes=told["record_bytes"],
+            folder=metadata["folder"],
+            lead=tuple(metadata["lead"]),
+            first=metadata["first"],
+            num_records=metadata["num_records"],
+            record_bytes=metadata["record_bytes"],
             leaves=tuple(leaves),
-            checksums=tuple(int(c, 16) for c in told["checksums"]),
+            checksums=tuple(int(c, 16) for c in metadata["checksums"]),
         )
 
 
@@ -126,10 +126,10 @@ class SavedRecords:
     def __init__(self, root: str, stores: Sequence[SavedStore]) -> None:
         """Read below `root`, the folder against which the stores' folders are told."""
         self.root, self.stores = root, tuple(stores)
-        self._held: dict[str, list[tuple[SavedStore, SavedShard]]] = collections.defaultdict(list)
+        self._shards: dict[str, list[tuple[SavedStore, SavedShard]]] = collections.defaultdict(list)
         for store in stores:
             for leaf in store.leaves:
-                self._held[leaf.name].append((store, leaf))
+                self._shards[leaf.name].append((store, leaf))
         self._maps: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -172,18 +172,18 @@ class SavedRecords:
         """
         missing = math.prod(stop - start for start, stop in box)
         done: set[Box] = set()
-        for store, leaf in self._held[name]:
+        for store, leaf in self._shards[name]:
             for record in _records(store, box):
                 index = np.unravel_index(store.first + record, store.lead) if store.lead else ()
-                own = tuple((int(i), int(i) + 1) for i in index)
-                own += tuple((s, s + n) for s, n in zip(leaf.start, leaf.shape, strict=True))
-                common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, box, strict=True))
+                extent = tuple((int(i), int(i) + 1) for i in index)
+                extent += tuple((s, s + n) for s, n in zip(leaf.start, leaf.shape, strict=True))
+                common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(extent, box, strict=True))
                 if any(a >= b for a, b in common) or common in done:
                     continue  # a replica holds the same
                 done.add(common)
                 data = self._map(store, record)[leaf.offset :][: math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize]
                 value = data.view(numpy_dtype(leaf.dtype)).reshape((1,) * len(index) + leaf.shape)
-                source = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, own, strict=True))
+                source = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, extent, strict=True))
                 target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
                 out[target] = value[source]
                 missing -= math.prod(b - a for a, b in common)

@@ -255,8 +255,8 @@ def _held_bytes(path: str) -> int:
 
 
 def _free_bytes(path: str) -> int:
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    space = os.statvfs(path)
+    return space.f_bavail * space.f_frsize
 
 
 def _reserve(fd: int, size: int) -> None:

@@ -75,12 +75,12 @@ def tune(folder_path: str, seconds: float = 1.0) -> IoSettings:
 
 @functools.cache
 def _tune(path: str, identity: tuple[int, ...], seconds: float) -> IoSettings:
-    kept = pathlib.Path(path).parent / _CACHE
-    settings = _load(kept, identity)
+    cache = pathlib.Path(path).parent / _CACHE
+    settings = _load(cache, identity)
     if settings is None:
         settings, rate = _probe(pathlib.Path(path) / f"probe-{os.getpid()}", seconds)
         logger.info("%s reads %.2f GB/s with %s", path, rate / 1e9, settings)
-        _save(kept, identity, settings)
+        _save(cache, identity, settings)
     return settings
 
 
