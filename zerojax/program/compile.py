@@ -21,7 +21,7 @@ from zerojax.aot import CompiledProgram, compile_with_callbacks, is_there
 from zerojax.config import streams
 from zerojax.models import LayeredModel, Model
 from zerojax.program.step import Scratch, Step
-from zerojax.sharding import FSDP, batch_sharding, explicit, named
+from zerojax.sharding import FSDP, ActivationSpec, explicit, named
 from zerojax.state import Layout, allocate_all, check_host_reads, numbered_next, unit_bytes
 
 
@@ -101,7 +101,7 @@ class StepCompiler:
         scalar = named(mesh, ())
         whole, state = explicit(scalar), explicit(layout.shardings)
         host = jax.tree.map(lambda a: a.sharding, scratch)
-        batches = jax.tree.map(lambda a: batch_sharding(mesh, len(a.shape)), batch)
+        batches = jax.tree.map(lambda a: ActivationSpec(mesh).batch(len(a.shape)), batch)
         jitted = jax.jit(
             step.step if layout.disk is None else with_next_number(step.step),
             donate_argnums=(0, 3),

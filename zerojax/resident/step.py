@@ -24,7 +24,7 @@ from host_offload.schedule import Move, build_schedule
 from zerojax.models import LayeredModel, Loss, Model, checked, layered_loss
 from zerojax.optim import HostUpdate, RecordUpdate, Update, build_update, update_by_record, update_on_host
 from zerojax.resident.segments import remat_by_segments
-from zerojax.sharding import STAGES, constrain_batch, split_microbatches
+from zerojax.sharding import STAGES, ActivationSpec, split_microbatches
 from zerojax.state import Layout, StateRecords, TrainState
 
 Array = jax.Array
@@ -108,7 +108,7 @@ def plain_loss(model: Model | LayeredModel, layout: Layout) -> Loss:
     """Return the loss over whole parameters, before any gather is inserted."""
     remat = layout.config.activations == "remat"
     if isinstance(model, LayeredModel):
-        return layered_loss(model, remat=remat, constrain=lambda x: constrain_batch(layout.mesh, x))
+        return layered_loss(model, remat=remat, constrain=ActivationSpec(layout.mesh).constrain)
     return remat_by_segments(model.loss) if remat else model.loss
 
 
@@ -137,7 +137,7 @@ def build_grads(model: Model | LayeredModel, layout: Layout, loss: Loss) -> Call
     def accumulated(state: TrainState, batch: Any, key: Any, count: int) -> tuple[Array, Any]:
         def body(total: tuple[Array, Any], one: tuple[Any, Array]) -> tuple[tuple[Array, Any], None]:
             microbatch, index = one
-            microbatch = constrain_batch(layout.mesh, microbatch)
+            microbatch = ActivationSpec(layout.mesh).constrain(microbatch)
             value, grads = of_microbatch(state, microbatch, None if key is None else jax.random.fold_in(key, index))
             summed = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[1], grads)
             return (total[0] + value, jax.lax.with_sharding_constraint(summed, grads_at)), None

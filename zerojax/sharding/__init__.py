@@ -1,9 +1,8 @@
 """Which mesh axes split what: the mesh, the table of stages, specs, the dim of a leaf, batches and activations."""
 
-from zerojax.sharding.activations import batch_spec as batch_spec
-from zerojax.sharding.activations import constrain_batch as constrain_batch
+from zerojax.sharding.activations import ActivationSpec as ActivationSpec
+from zerojax.sharding.activations import batch_axes as batch_axes
 from zerojax.sharding.batches import abstract_batch as abstract_batch
-from zerojax.sharding.batches import batch_sharding as batch_sharding
 from zerojax.sharding.batches import check_batch as check_batch
 from zerojax.sharding.batches import place_batch as place_batch
 from zerojax.sharding.batches import split_microbatches as split_microbatches

@@ -1,26 +1,77 @@
-"""How activations are split over the mesh: dim 0 as the batch is."""
+"""How everything that depends on data is split over the mesh: batches, activations, and what is saved of them for backward.
 
+    batch     tokens[B_(data, fsdp), S]
+    inside    x[B_(data, fsdp), S, D]            other dims are left to the partitioner
+    saved     x[M, B_(data, fsdp), S, D]         M microbatches, where there are several, are a dim of their own in front
+
+One rule for all: dim 0 of a microbatch is split as the batch is. Nothing else in zerojax decides how activations are split.
+"""
+
+import dataclasses
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.sharding.mesh import BATCH_AXES, num_batch_shards
 from zerojax.sharding.specs import named
 
 
-def batch_spec(ndim: int, rest: Any = None) -> tuple[Any, ...]:
-    """Return the spec of activations: dim 0 split as the batch is, `rest` for the others."""
-    return (BATCH_AXES, *(rest,) * (ndim - 1)) if ndim else ()
+@dataclasses.dataclass(frozen=True)
+class ActivationSpec:
+    """How activations are split.
 
+    Attributes:
+      mesh: the device mesh.
+      num_microbatches: of a step; where there are several, dim 0 of what `constrain_all` and `saved` describe counts them.
+    """
 
-def constrain_batch(mesh: Mesh, x: Any) -> Any:
-    """Keep dim 0 of activations split as the batch is; other dims are left to the partitioner."""
+    mesh: Mesh
+    num_microbatches: int = 1
 
-    def constrain(a: jax.Array) -> jax.Array:
-        if a.ndim == 0 or a.shape[0] % num_batch_shards(mesh):
+    def batch(self, ndim: int) -> NamedSharding:
+        """Return the sharding of a batch leaf: dim 0 over `data` and `fsdp`; scalars are replicated."""
+        return named(self.mesh, (BATCH_AXES,) if ndim else ())
+
+    def constrain(self, x: Any) -> Any:
+        """Keep dim 0 of one microbatch's activations split as the batch is; other dims are left to the partitioner."""
+        return jax.tree.map(lambda a: self._constrain(a, 0), x)
+
+    def constrain_all(self, x: Any) -> Any:
+        """Do the same for those of all microbatches."""
+        return jax.tree.map(lambda a: self._constrain(a, self._lead), x)
+
+    def saved(self, shape: tuple[int, ...], batch_size: int, tier: str) -> tuple[Any, ...]:
+        """Return the spec of what forward saves of all microbatches.
+
+        Args:
+          shape: of one microbatch's activation; it is split if its dim 0 is the batch.
+          batch_size: of a microbatch.
+          tier: where it rests. On the device other dims are left to the partitioner; elsewhere they are whole, since what is
+            moved must be told how each dim is split.
+        """
+        rest = PartitionSpec.UNCONSTRAINED if tier == "device" else None
+        is_batch = shape[:1] == (batch_size,) and batch_size % num_batch_shards(self.mesh) == 0
+        spec = _split(len(shape), rest) if is_batch else (rest,) * len(shape)
+        return (*(None,) * self._lead, *spec)
+
+    @property
+    def _lead(self) -> int:
+        """Dims that come before a microbatch's own."""
+        return int(self.num_microbatches > 1)
+
+    def _constrain(self, a: jax.Array, lead: int) -> jax.Array:
+        if a.ndim <= lead or a.shape[lead] % num_batch_shards(self.mesh):
             return a
-        spec = PartitionSpec(BATCH_AXES, *(PartitionSpec.UNCONSTRAINED,) * (a.ndim - 1))
-        return jax.lax.with_sharding_constraint(a, named(mesh, spec))
+        spec = (*(None,) * lead, *_split(a.ndim - lead, PartitionSpec.UNCONSTRAINED))
+        return jax.lax.with_sharding_constraint(a, named(self.mesh, PartitionSpec(*spec)))
 
-    return jax.tree.map(constrain, x)
+
+def _split(ndim: int, rest: Any) -> tuple[Any, ...]:
+    """Return the spec of one microbatch's activation, of `ndim` dims: `rest` for all but the first."""
+    return (BATCH_AXES, *(rest,) * (ndim - 1))
+
+
+def batch_axes(mesh: Any) -> tuple[str, ...]:
+    """Return the axes of a mesh, abstract or not, that split dim 0 of a batch."""
+    return tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)

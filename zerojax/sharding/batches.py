@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
+from zerojax.sharding.activations import ActivationSpec
 from zerojax.sharding.mesh import BATCH_AXES, num_batch_shards
-from zerojax.sharding.specs import named
 
 
 def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
@@ -37,7 +37,7 @@ def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
     check_batch(jax.tree.map(whole, batch), mesh, num_microbatches)
 
     def place(leaf: Any) -> jax.Array:
-        sharding = batch_sharding(mesh, leaf.ndim)
+        sharding = ActivationSpec(mesh).batch(leaf.ndim)
         if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
         if parts(leaf) > 1:
@@ -52,14 +52,9 @@ def abstract_batch(batch: Any, mesh: Mesh) -> Any:
 
     def abstract(a: Any) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(a.dtype)
-        return jax.ShapeDtypeStruct(a.shape, dtype, sharding=batch_sharding(mesh, len(a.shape)))
+        return jax.ShapeDtypeStruct(a.shape, dtype, sharding=ActivationSpec(mesh).batch(len(a.shape)))
 
     return jax.tree.map(abstract, batch)
-
-
-def batch_sharding(mesh: Mesh, ndim: int) -> NamedSharding:
-    """Return the sharding of a batch leaf: dim 0 over `data` and `fsdp`; scalars are replicated."""
-    return named(mesh, (BATCH_AXES,) if ndim else ())
 
 
 def check_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> int:

@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from host_offload.schedule import TileLoops
 from zerojax.models import BLOCKS, LayeredModel, check_block
-from zerojax.sharding import batch_spec, num_batch_shards
+from zerojax.sharding import ActivationSpec
 from zerojax.state import RecordSpec, pick, read_layer
 from zerojax.streamed.plan import StreamedPlan
 from zerojax.streamed.residuals import MODES, TracedBlock, plan_layer
@@ -107,9 +106,12 @@ class BlockTracer:
         layer, tiled = self._cut(params, x_one, key_one, count, mode, config.saved_names, config.offloaded_names)
         leaves, x_tree = jax.tree.flatten(x_one)
         tier = config.activations if config.activations not in MODES else "device"
-        records = [self._activation(a, tier, leaves[0].shape[:1], count) for a in leaves]
-        away = ["pinned_host" if off else "device" for off in layer.offloaded]
-        records += [self._activation(a, t, leaves[0].shape[:1], count) for a, t in zip(layer.shapes, away, strict=True)]
+        tiers = [tier] * len(leaves) + ["pinned_host" if off else "device" for off in layer.offloaded]
+        spec_of, batch_size = ActivationSpec(self.mesh, count).saved, leaves[0].shape[0] if leaves[0].shape else 0
+        records = [
+            RecordSpec(self.mesh, spec_of(a.shape, batch_size, tier), tier)
+            for a, tier in zip((*leaves, *layer.shapes), tiers, strict=True)
+        ]
         lead = (count,) if count > 1 else ()
         shapes = tuple(jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for a in (*leaves, *layer.shapes))
         if tier == "nvme" and self.layout.disk is not None:
@@ -140,14 +142,6 @@ class BlockTracer:
         groups = [[plan.stacked.index(i) for i in group.leaves] for group in plan.groups]
         tiled = TiledBlock(layer, groups, names, count, (params, x, key))
         return layer, tiled
-
-    def _activation(self, a: Any, tier: str, batch: tuple[int, ...], count: int) -> RecordSpec:
-        """Return how an activation rests: split as the batch is, if its dim 0 is the batch."""
-        lead = (None,) if count > 1 else ()
-        is_batch = a.shape[:1] == batch and batch and batch[0] % num_batch_shards(self.mesh) == 0
-        free = PartitionSpec.UNCONSTRAINED if tier == "device" else None
-        spec = batch_spec(len(a.shape), free) if is_batch else (free,) * len(a.shape)
-        return RecordSpec(self.mesh, (*lead, *spec), tier)  # pyright: ignore[reportArgumentType]
 
     def stacks(self, residuals: ResidualPlan, scratch: Scratch) -> list[Array]:
         """Return the empty stacks that forward fills."""

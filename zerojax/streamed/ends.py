@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import BLOCKS, LayeredModel, checked
-from zerojax.sharding import constrain_batch
+from zerojax.sharding import ActivationSpec
 from zerojax.state import is_stored
 from zerojax.streamed.microbatches import Microbatches, key_of
 from zerojax.streamed.plan import StreamedPlan
@@ -25,7 +25,7 @@ class Ends:
     def __init__(self, model: LayeredModel, plan: StreamedPlan, microbatches: Microbatches, gather: Callable[..., Any]) -> None:
         """Evaluate both through `gather(function, leaves, *args)`, which gathers the leaves and reduces their gradients."""
         self.model, self.plan, self.microbatches, self.mesh = model, plan, microbatches, plan.mesh
-        self._gather = gather
+        self._gather, self.activations = gather, ActivationSpec(plan.mesh)
 
     def load(self, params: Any) -> Any:
         """Return the leaves, sharded, on the device."""
@@ -36,10 +36,10 @@ class Ends:
 
     def embed(self, ends: Any, batch: Any, key: Any) -> Any:
         """Return the first layer's input, of one microbatch."""
-        batch = constrain_batch(self.mesh, batch)
+        batch = self.activations.constrain(batch)
         key = key_of(key, self.model.num_layers)
         x = self._gather(lambda p, b, k: self.model.embed(p["embed"], b, k), ends, batch, key)
-        return constrain_batch(self.mesh, x)
+        return self.activations.constrain(x)
 
     def abstract_input(self, abstract_params: Any, abstract_batch: Any) -> tuple[Any, Any]:
         """Return the shapes of the first layer's input, and of the keys, of all microbatches."""
@@ -65,14 +65,14 @@ class Ends:
         """Return the mean loss, dloss/dy, and the summed gradients of `ends`; the derivative is that of scale * loss."""
 
         def one(y: Any, batch: Any, key: Any) -> tuple[list[Array], tuple[Array, Any]]:
-            batch = constrain_batch(self.mesh, batch)
+            batch = self.activations.constrain(batch)
 
             def scaled(ends: Any, y: Any) -> tuple[Array, Array]:
                 value = self.head(ends, y, batch, key)
                 return value * scale, value
 
             (g, dy), value = jax.grad(scaled, argnums=(0, 1), has_aux=True)(ends, y)
-            return self._reduced(g), (value, constrain_batch(self.mesh, dy))
+            return self._reduced(g), (value, self.activations.constrain(dy))
 
         count = self.microbatches.count
         g, (value, dy) = self.microbatches.fold(one, self.plan.zero_grads(self.plan.ends), y, batch, keys)

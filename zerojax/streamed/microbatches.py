@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from zerojax.sharding import batch_spec, constrain_batch, named, num_batch_shards, split_microbatches
+from zerojax.sharding import ActivationSpec, split_microbatches
 
 Array = jax.Array
 
@@ -60,16 +60,7 @@ class Microbatches:
 
     def constrain(self, x: Any) -> Any:
         """Keep the activations of all microbatches split as the batch is."""
-        if self.count == 1:
-            return constrain_batch(self.mesh, x)
-
-        def constrain(a: Array) -> Array:
-            if a.ndim < 2 or a.shape[1] % num_batch_shards(self.mesh):
-                return a
-            spec = (None, *batch_spec(a.ndim - 1, PartitionSpec.UNCONSTRAINED))
-            return jax.lax.with_sharding_constraint(a, named(self.mesh, spec))
-
-        return jax.tree.map(constrain, x)
+        return ActivationSpec(self.mesh, self.count).constrain_all(x)
 
 
 def key_of(key: Any, layer: int | Array) -> Any:

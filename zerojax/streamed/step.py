@@ -34,7 +34,7 @@ from host_offload.engine import DiskRecords
 from host_offload.schedule import Move
 from zerojax.models import BLOCKS, LayeredModel
 from zerojax.optim import RecordUpdate
-from zerojax.sharding import constrain_batch
+from zerojax.sharding import ActivationSpec
 from zerojax.state import Plan, StateRecords, TrainState, is_stored, wait_for, write_layer
 from zerojax.streamed.activations import BlockTracer, ResidualPlan, Scratch
 from zerojax.streamed.ending import BackwardResult, Ending, RecordGrads, loss_scale
@@ -240,7 +240,7 @@ class StreamedStep:
 
         def run(x: Any, key: Any) -> tuple[Any, list[Array], Any]:
             (y, values), done = beside(block, (params, x, key_of(key, now.layer)), work)
-            return constrain_batch(self.mesh, y), values, done
+            return ActivationSpec(self.mesh).constrain(y), values, done
 
         y, values, done = microbatches.each(run, x, keys)
         return y, values, *_after(work, done, next_full, now)
@@ -326,9 +326,9 @@ class StreamedStep:
 
         def derive(dx: Any, values: list[Array], key: Any) -> tuple[list[Array], Any]:
             x, saved = residuals.split(values)
-            args = (params, constrain_batch(self.mesh, x), key_of(key, now.layer), saved, dx)
+            args = (params, ActivationSpec(self.mesh).constrain(x), key_of(key, now.layer), saved, dx)
             (g, dx), done = beside(residuals.block.backward, args, work)
-            return plan.on_shards(jax.tree.leaves(g), plan.blocks), (constrain_batch(self.mesh, dx), done)
+            return plan.on_shards(jax.tree.leaves(g), plan.blocks), (ActivationSpec(self.mesh).constrain(dx), done)
 
         total = plan.zero_grads(plan.blocks) if count > 1 else []
         grads, (dx, done) = self.microbatches.fold(derive, total, dx, values, keys)

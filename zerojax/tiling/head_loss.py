@@ -15,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import linear_cross_entropy as op
-from zerojax.sharding import BATCH_AXES, FSDP, TENSOR, axes_of, pad_spec
+from zerojax.sharding import FSDP, TENSOR, batch_axes, leaf_spec, pad_spec
 
 
 def linear_cross_entropy(
@@ -48,7 +48,7 @@ def linear_cross_entropy(
         if w_spec is not None and (mesh.empty or manual):
             raise ValueError(f"linear_cross_entropy: w_spec={w_spec} needs a mesh, and outside of any jax.shard_map")
         return op.linear_cross_entropy(x, w, labels, **options)
-    tokens = tuple(axis for axis in BATCH_AXES if axis in mesh.axis_names)
+    tokens = batch_axes(mesh)
     if w_spec is not None or w.ndim != 2:
         split = op.Split(mesh, tokens, w_spec or PartitionSpec())
     else:
@@ -59,12 +59,7 @@ def linear_cross_entropy(
 
 
 def grad_spec(shape: tuple[int, ...], whole: PartitionSpec, mesh: Any) -> PartitionSpec:
-    """Return where the gradient of a gathered w[D, V] goes: its largest dim over `fsdp`, as leaves are split."""
-    size = mesh.shape.get(FSDP, 1)
-    entries = [axes_of(entry) for entry in pad_spec(whole, 2)]
-    local = [n // mesh.shape[axes[0]] if axes else n for n, axes in zip(shape, entries, strict=True)]
-    dims = [d for d in (0, 1) if size > 1 and local[d] % size == 0]
-    if not dims:
+    """Return where the gradient of a gathered w[D, V] goes: to its shards, as leaves are split over `fsdp`."""
+    if FSDP not in mesh.axis_names:
         return whole
-    dim = max([d for d in dims if not entries[d]] or dims, key=lambda d: local[d])
-    return PartitionSpec(*((*axes, FSDP) if d == dim else axes or None for d, axes in enumerate(entries)))
+    return PartitionSpec(*leaf_spec(shape, mesh, FSDP, pad_spec(whole, 2)).sharded)
