@@ -126,14 +126,14 @@ def compile_with_callbacks(lowered: jax.stages.Lowered, mesh: Mesh, options: Map
       options: XLA's, by name.
     """
     size = mesh.size
-    given = xla_client.CompileOptions()
-    build = given.executable_build_options
+    compile_options = xla_client.CompileOptions()
+    build = compile_options.executable_build_options
     build.num_replicas, build.num_partitions = 1, size
     build.use_spmd_partitioning = build.use_shardy_partitioner = True
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(size).reshape(1, size))
-    given.env_option_overrides = list((options or {}).items())
+    compile_options.env_option_overrides = list((options or {}).items())
     devices = tuple(mesh.devices.flat)
-    compiled = devices[0].client.compile(lowered.compiler_ir("stablehlo"), _jax.DeviceList(devices), given)
+    compiled = devices[0].client.compile(lowered.compiler_ir("stablehlo"), _jax.DeviceList(devices), compile_options)
     return CompiledProgram(compiled)
 
 

@@ -89,8 +89,8 @@ def memory_table(num_params: int, shards: int, precision: str, moments: int, num
         f"{'stage':>5} {'params':>10} {'grads':>10} {'master':>10} {'opt_state':>10} {'total':>10}   GiB a device; sent a step",
     ]
     for stage in STAGES:
-        held = model_state_bytes(num_params, stage, shards, per_param)
+        state = model_state_bytes(num_params, stage, shards, per_param)
         sent = sum(collective_elements(num_params, stage, shards, num_microbatches).values())
-        cells = " ".join(f"{held[kind] / 2**30:>10.3f}" for kind in ("params", "grads", "master", "opt_state", "total"))
+        cells = " ".join(f"{state[kind] / 2**30:>10.3f}" for kind in ("params", "grads", "master", "opt_state", "total"))
         rows.append(f"{stage:>5} {cells}   {sent / num_params:.2f} P")
     return "\n".join(rows)

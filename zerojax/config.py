@@ -198,8 +198,8 @@ class ZeroConfig:
 def streams(config: ZeroConfig) -> bool:
     """Tell whether a LayeredModel runs as the streamed step: explicit loops over layers, each fetched and released."""
     off_device = {config.params, config.grads, config.opt_state} != {"device"}
-    kept = config.activations not in ("save", "remat") or config.saved_names or config.offloaded_names
-    return bool(off_device or kept or config.update == "in_backward" or config.gather_ahead)
+    keeps_by_choice = config.activations not in ("save", "remat") or config.saved_names or config.offloaded_names
+    return bool(off_device or keeps_by_choice or config.update == "in_backward" or config.gather_ahead)
 
 
 def uses_disk(config: ZeroConfig) -> bool:

@@ -1,7 +1,8 @@
 """Parameters that are not gathered yet: what gather-on-use computes with until data is met.
 
-A `Source` is a shard. A `Lazy` is any value that follows from sources alone: a weight, its transpose, a weight-normed or
-LoRA-merged matrix. `gathered` runs a function of the whole values as one unit: tied to its data, and repeated in backward.
+A `Shard` is a parameter leaf as stored, with the moves (casts, transposes) that were made on it. A `Lazy` is any value that
+follows from shards alone, its sources: a weight, its transpose, a weight-normed or LoRA-merged matrix. `gathered` runs a
+function of the whole values as one unit: tied to its data, and repeated in backward.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ from zerojax.sharding import Spec, without_axis
 
 Array = jax.Array
 KEPT = jax.checkpoint_policies.save_only_these_names(LSE)
-"""What a unit that is repeated in backward keeps: a number a token, or a tiled loss would make its logits once more."""
+"""What a unit that is repeated in backward keeps: the logsumexp of a tiled loss, a number a token. Without it backward would
+make the tiles of logits twice: once for the logsumexp, once for the gradient."""
 HERE = object()
 """Stands for the shard among the operands of a Move."""
 
@@ -199,8 +201,8 @@ def gathered(
     def run(shards: list[Array], data: Sequence[Any]) -> Any:
         if rule.remat:
             shards = tie(shards, data)
-        held = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
-        return body(Whole({s: rule.gather(h) for s, h in zip(sources, held, strict=True)}), data)
+        inputs = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
+        return body(Whole({s: rule.gather(shard) for s, shard in zip(sources, inputs, strict=True)}), data)
 
     if checkpoint is None:
         checkpoint = functools.partial(jax.checkpoint, policy=KEPT) if rule.remat else lambda f: f
@@ -227,6 +229,9 @@ def tie(shards: list[Array], data: Sequence[Any]) -> list[Array]:
 def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
     """Return the spec of an equation's result, or None where the equation does not act shard by shard.
 
+    This table, and not the partitioner, decides where an equation goes: before the gather, on the shard, or after it. A move
+    in front of the gather costs 1/N of its work, and a cast there halves the bytes that are gathered.
+
     Args:
       eqn: an equation of which operand `position` is sharded, and every other one a scalar constant.
       spec: of that operand.
@@ -249,10 +254,10 @@ def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
         grows = any(new[d] != (old[placed[d]] if d in placed else 1) for d in range(len(new)))
         return None if grows else tuple(spec[placed[d]] if d in placed else None for d in range(len(new)))
     if name == "reshape" and params.get("dimensions") is None:
-        kept = [(n, s) for n, s in zip(old, spec, strict=True) if n != 1]
+        long_dims = [(n, s) for n, s in zip(old, spec, strict=True) if n != 1]
         split_ones = any(s for n, s in zip(old, spec, strict=True) if n == 1)
-        if split_ones or [n for n, _ in kept] != [n for n in new if n != 1]:
+        if split_ones or [n for n, _ in long_dims] != [n for n in new if n != 1]:
             return None
-        rest = iter(kept)
+        rest = iter(long_dims)
         return tuple(None if n == 1 else next(rest)[1] for n in new)
     return None

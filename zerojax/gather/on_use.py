@@ -34,7 +34,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zerojax.gather.lazy import HERE, Lazy, Move, Node, Rule, Shard, Whole, gathered, move_spec, tie, total_bytes, union
-from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, REDUCTIONS, Instruction, bind, evaluate, flatten, scan_arity
+from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, REDUCTIONS, Instruction, bind, evaluate, flatten, read, scan_arity
 from zerojax.sharding import Spec
 
 Array = jax.Array
@@ -84,7 +84,7 @@ class _Walk:
         return [self.gather_now(self.read(ref), "returned") for ref in self.program.outputs]
 
     def read(self, ref: Any) -> Any:
-        return self.slots[ref] if isinstance(ref, int) else ref.value
+        return read(ref, self.slots)
 
     def write(self, instruction: Instruction, outs: Sequence[Any]) -> None:
         self.slots.update(zip(instruction.outs, outs, strict=True))
@@ -94,7 +94,7 @@ class _Walk:
         values = [self.read(ref) for ref in instruction.ins]
         if not any(isinstance(v, Lazy) for v in values):
             self.write(instruction, bind(instruction.eqn, values))
-            if all(not isinstance(ref, int) or ref in self.constants for ref in instruction.ins):
+            if self.constants.issuperset(instruction.reads):
                 self.constants.update(instruction.outs)
         elif self.is_param_only(instruction):
             self.defer(instruction)
@@ -124,8 +124,8 @@ class _Walk:
         name = instruction.eqn.primitive.name
         if instruction.eqn.effects or (instruction.has_jaxpr and not name.startswith("custom_")):
             return False
-        slots = [ref for ref in instruction.ins if isinstance(ref, int) and ref not in self.constants]
-        return bool(slots) and all(isinstance(self.slots.get(ref), Lazy) for ref in slots)
+        slots = [slot for slot in instruction.reads if slot not in self.constants]
+        return bool(slots) and all(isinstance(self.slots.get(slot), Lazy) for slot in slots)
 
     def defer(self, instruction: Instruction) -> None:
         """Keep a param-only equation lazy: moved to the shard, reduced on the shard, or postponed to the units that use it."""
@@ -208,14 +208,14 @@ class _Walk:
         return group[:last_use]
 
     def sources_of(self, instruction: Instruction) -> tuple[Shard, ...]:
-        slots = [self.slots.get(ref) for ref in instruction.ins if isinstance(ref, int)]
-        return union([v for v in slots if isinstance(v, Lazy)])
+        values = [self.slots.get(slot) for slot in instruction.reads]
+        return union([v for v in values if isinstance(v, Lazy)])
 
     def unit(self, group: list[int]) -> None:
         """Run the equations of `group` as one rematerialised unit over the gathered parameters they use."""
         instructions = [self.program.instructions[i] for i in group]
         inside = {out for i in instructions for out in i.outs}
-        refs = dict.fromkeys(ref for i in instructions for ref in i.ins if isinstance(ref, int) and ref not in inside)
+        refs = dict.fromkeys(slot for i in instructions for slot in i.reads if slot not in inside)
         lazies = {ref: self.slots[ref] for ref in refs if isinstance(self.slots[ref], Lazy)}
         data = [ref for ref in refs if ref not in lazies]
         keep = [out for out in inside if self.program.last_read.get(out, -1) > group[-1]]
@@ -244,8 +244,8 @@ def _reduced(lazy: Lazy) -> Lazy:
 
     @jax.checkpoint
     def reduce(shards: list[Array]) -> Array:
-        held = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
-        return Whole({s: h.moved() for s, h in zip(sources, held, strict=True)}).value(lazy)
+        inputs = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
+        return Whole({s: shard.moved() for s, shard in zip(sources, inputs, strict=True)}).value(lazy)
 
     value = reduce([s.value for s in sources])
     path = " and ".join(dict.fromkeys(s.path for s in sources))
@@ -311,12 +311,12 @@ def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
 
     def region(shards: list[Array], data: list[Any]) -> list[Any]:
         shards = tie(shards, data) if walk.rule.remat else shards
-        held = {s: dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)}
+        inputs = {s: dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)}
         postponed = union([v for v in values if isinstance(v, Lazy) and v.node is not None])
-        whole = Whole({s: walk.rule.gather(held[s]) for s in postponed})
+        whole = Whole({s: walk.rule.gather(inputs[s]) for s in postponed})
         rest = iter(data)
         inner = [
-            next(rest) if not isinstance(v, Lazy) else Lazy((held[v.sources[0]],)) if v.node is None else whole.value(v)
+            next(rest) if not isinstance(v, Lazy) else Lazy((inputs[v.sources[0]],)) if v.node is None else whole.value(v)
             for v in values
         ]
         return _Walk(inside, jaxpr, (), inner).run()
@@ -344,6 +344,7 @@ def _never_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | N
         return None
 
     def wrapped(prim: Any, *args: Any, **params: Any) -> Any:
+        # What a gather looks like to a policy, which would otherwise save the whole parameter.
         if prim.name in ("sharding_constraint", "custom_vjp_call", "optimization_barrier"):
             return False
         return policy(prim, *args, **params)

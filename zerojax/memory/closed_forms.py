@@ -71,14 +71,14 @@ def model_state_bytes(num_params: int, stage: int, num_shards: int, per_param: S
     """
     row, per_param = STAGES[stage], per_param or state_bytes()
 
-    def held(num_bytes: int, sharded: bool) -> float:
+    def per_device(num_bytes: int, sharded: bool) -> float:
         return num_params * num_bytes / (num_shards if sharded else 1)
 
     parts = {
-        "params": held(per_param.params, row.params),
-        "grads": held(per_param.grads, row.grads),
-        "master": held(per_param.master, row.opt_state),
-        "opt_state": held(per_param.moments, row.opt_state),
+        "params": per_device(per_param.params, row.params),
+        "grads": per_device(per_param.grads, row.grads),
+        "master": per_device(per_param.master, row.opt_state),
+        "opt_state": per_device(per_param.moments, row.opt_state),
     }
     return parts | {"total": sum(parts.values())}
 

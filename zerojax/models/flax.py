@@ -80,8 +80,8 @@ def from_flax(
     if module is None and embed is not None and block is not None and head is not None and num_layers is not None:
         return _layered(embed, block, head, num_layers, loss, example_batch, rngs)
     parts = {"module": module, "embed": embed, "block": block, "head": head, "num_layers": num_layers}
-    given = [name for name, value in parts.items() if value is not None]
-    raise ValueError(f"from_flax takes a module alone, or all of embed, block, head and num_layers; it got {given}")
+    names = [name for name, value in parts.items() if value is not None]
+    raise ValueError(f"from_flax takes a module alone, or all of embed, block, head and num_layers; it got {names}")
 
 
 def _whole(module: Modules, loss: Callable[..., jax.Array], batch: Any, rngs: Sequence[str]) -> Model:
@@ -160,6 +160,7 @@ class _Nnx:
             graphs.append(graph)
             return states
 
+        # With eager sharding NNX constrains each annotated array to the mesh in scope; the step chooses shardings itself.
         with nnx.use_eager_sharding(False):
             self.abstract, self.streams, rest = jax.eval_shape(parts)
             self.graph = graphs[0]
@@ -177,17 +178,17 @@ class _Nnx:
     def _made(self, rngs: nnx.Rngs) -> nnx.Module:
         """Make the module. Arrays that it holds as plain attributes become constants, also when made while tracing."""
         try:
-            made = self.make(rngs)
+            module = self.make(rngs)
         except TypeError as e:
             raise ValueError(f"{self.name} must be a function rngs -> nnx.Module, but calling it failed: {e}") from e
-        if not isinstance(made, nnx.Module):
-            raise ValueError(f"{self.name} must be a function rngs -> nnx.Module, but it returned {type(made).__name__}")
-        for _, node in list(nnx.iter_graph(made)):
+        if not isinstance(module, nnx.Module):
+            raise ValueError(f"{self.name} must be a function rngs -> nnx.Module, but it returned {type(module).__name__}")
+        for _, node in list(nnx.iter_graph(module)):
             if isinstance(node, nnx.Module):
                 for attribute, value in list(vars(node).items()):
                     if isinstance(value, jax.Array | np.ndarray):
                         setattr(node, attribute, nnx.data(value))
-        return made
+        return module
 
     def init(self, key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False):
@@ -226,11 +227,11 @@ class _Linen:
     def __init__(self, name: str, module: nn.Module, use: Callable[..., Any], args: Sequence[Any], rngs: Sequence[str]) -> None:
         self.module, self.use, self.args, self.rngs = module, use, args, tuple(rngs)
         self.stochastic = bool(rngs)
-        made = jax.eval_shape(self._variables, jax.random.key(0))
-        rest = sorted(set(made) - {"params"})
+        variables = jax.eval_shape(self._variables, jax.random.key(0))
+        rest = sorted(set(variables) - {"params"})
         if rest:
             raise ValueError(f"{name} holds state other than parameters, which a step would not update: {', '.join(rest)}")
-        boxed = made.get("params", {})
+        boxed = variables.get("params", {})
         self.specs = nn.get_partition_spec(boxed)
         self.tiles: Any = False
         if name in ("block", "module"):

@@ -87,6 +87,7 @@ def init_layered(model: LayeredModel, key: jax.Array) -> Params:
     k_embed, k_blocks, k_head = jax.random.split(key, 3)
     return {
         "embed": model.init_embed(k_embed),
+        # One layer after the other: a vmap would hold the temporaries of all layers at once.
         BLOCKS: jax.lax.map(model.init_block, jax.random.split(k_blocks, model.num_layers)),
         "head": model.init_head(k_head),
     }
@@ -100,10 +101,10 @@ def layered_specs(model: LayeredModel) -> Any:
     def stack(spec: jax.sharding.PartitionSpec | None) -> jax.sharding.PartitionSpec:
         return jax.sharding.PartitionSpec(None, *(spec or ()))
 
-    given = dict(model.specs)
-    block = given.get("block")
+    specs = dict(model.specs)
+    block = specs.get("block")
     stacked = jax.tree.map(stack, block, is_leaf=lambda s: s is None or isinstance(s, jax.sharding.PartitionSpec))
-    return {"embed": given.get("embed"), BLOCKS: stacked, "head": given.get("head")}
+    return {"embed": specs.get("embed"), BLOCKS: stacked, "head": specs.get("head")}
 
 
 def layered_loss(
@@ -129,6 +130,7 @@ def layered_loss(
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[BLOCKS])
         check_block(model, one, x, key)
         layers = (params[BLOCKS], jnp.arange(model.num_layers))
+        # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to merge, and no barrier is needed.
         x, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, layers)
         return model.head(params["head"], params["embed"], x, batch, key_of(model.num_layers + 1))
 

@@ -30,7 +30,7 @@ def disk_bytes(per_param: StateBytes, update: str) -> int:
 
 
 def disk_traffic(per_param: StateBytes, update: str) -> tuple[int, int]:
-    """Return the bytes that a step reads and writes for one parameter; the module's docstring tells why.
+    """Return the bytes that a step reads and writes for one parameter, by the table above.
 
     Args:
       per_param: bytes of one parameter.
@@ -85,8 +85,8 @@ def _bench(path: str, settings: IoSettings, num_records: int, record_bytes: int)
     except SwapError as error:
         if error.errno != errno.ENOSPC:
             raise
-        needed, found = num_records * record_bytes, os.statvfs(path)
-        free = found.f_bavail * found.f_frsize
+        needed, stat = num_records * record_bytes, os.statvfs(path)
+        free = stat.f_bavail * stat.f_frsize
         raise SwapError(
             f"measuring takes {needed} bytes ({needed / 2**30:.3g} GiB), and {path} has {free} free ({free / 2**30:.3g} GiB): "
             "measure with fewer (a smaller --gib), or free space on that file system",

@@ -83,7 +83,7 @@ def leaf_spec(
 
 def param_specs(
     abstract_params: Any,
-    given: Any,
+    user_specs: Any,
     mesh: Mesh,
     axis: str,
     *,
@@ -94,7 +94,7 @@ def param_specs(
 
     Args:
       abstract_params: tree of ShapeDtypeStruct.
-      given: None, or a tree of PartitionSpec or None with the structure of the parameters, or a prefix of it.
+      user_specs: None, or a tree of PartitionSpec or None with the structure of the parameters, or a prefix of it.
       mesh: the device mesh.
       axis: the ZeRO axis.
       first_dims: by path the dims of a leaf that are never split, those of layers and of tiles; 0 where missing.
@@ -104,14 +104,14 @@ def param_specs(
       LeafSpec by path (`jax.tree_util.keystr`).
 
     Raises:
-      ValueError: a given spec names an unknown axis or the ZeRO axis, has too many entries, or does not divide.
+      ValueError: a user's spec names an unknown axis or the ZeRO axis, has too many entries, or does not divide.
     """
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
-    bases = _broadcast_specs(given, abstract_params)
+    bases = _broadcast_specs(user_specs, abstract_params)
     specs = {}
     for (key_path, leaf), base in zip(leaves, bases, strict=True):
         path = jax.tree_util.keystr(key_path)
-        check_given(path, leaf.shape, base, mesh, axis)
+        check_user_spec(path, leaf.shape, base, mesh, axis)
         first_dim = first_dims.get(path, 0)
         specs[path] = leaf_spec(
             leaf.shape, mesh, axis, pad_spec(base, len(leaf.shape)), first_dim=first_dim, min_shard_bytes=min_shard_bytes
@@ -119,12 +119,14 @@ def param_specs(
     return specs
 
 
-def _broadcast_specs(given: Any, tree: Any) -> list[PartitionSpec]:
+def _broadcast_specs(prefix: Any, tree: Any) -> list[PartitionSpec]:
+    """Return a spec for each leaf, of a tree of specs that may be a prefix: one spec for a whole subtree."""
+
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)
 
     try:
-        filled = jax.tree.map(lambda s, sub: [s] * len(jax.tree.leaves(sub)), given, tree, is_leaf=is_spec)
+        filled = jax.tree.map(lambda s, sub: [s] * len(jax.tree.leaves(sub)), prefix, tree, is_leaf=is_spec)
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(f"specs must mirror the parameters, or be a prefix of their tree: {e}") from e
     specs = [PartitionSpec() if s is None else s for s in jax.tree.leaves(filled, is_leaf=is_spec)]
@@ -134,7 +136,7 @@ def _broadcast_specs(given: Any, tree: Any) -> list[PartitionSpec]:
     return specs
 
 
-def check_given(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, axis: str) -> None:
+def check_user_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, axis: str) -> None:
     """Raise ValueError unless a user's spec fits its leaf and the mesh."""
     if len(spec) > len(shape):
         raise ValueError(f"{path}: spec {spec} has {len(spec)} entries for shape {tuple(shape)}")
@@ -155,16 +157,16 @@ def check_given(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh
 
 def replicated_leaves(abstract_params: Any, specs: dict[str, LeafSpec]) -> list[Replicated]:
     """List the leaves that the ZeRO axis does not split, largest first."""
-    found = []
+    replicated = []
     for key_path, leaf in jax.tree_util.tree_flatten_with_path(abstract_params)[0]:
         path = jax.tree_util.keystr(key_path)
         if (why := specs[path].replicated) is not None:
-            found.append(Replicated(path, 4 * math.prod(leaf.shape), why))
-    return sorted(found, key=lambda r: -r.num_bytes)
+            replicated.append(Replicated(path, 4 * math.prod(leaf.shape), why))
+    return sorted(replicated, key=lambda r: -r.num_bytes)
 
 
 def local_elements(shape: Sequence[int], spec: Spec, mesh: Mesh) -> int:
-    """Return how many elements of a leaf one device holds."""
+    """Return how many elements of a leaf one device holds. A dim that does not divide is padded, so it counts rounded up."""
     return math.prod(
         -(-n // math.prod(mesh.shape[a] for a in axes_of(s))) for n, s in zip(shape, pad_spec(spec, len(shape)), strict=True)
     )

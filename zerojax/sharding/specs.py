@@ -1,4 +1,9 @@
-"""Partition specs as plain tuples, and the shardings made of them."""
+"""Partition specs as plain tuples, and the shardings made of them.
+
+A spec here has one entry a dim, always, and is compared and cut like any tuple; jax's PartitionSpec may be shorter than the
+array has dims. A sharding is a spec on a mesh in a tier of memory. There are two ways to make one, because JAX treats them
+apart: `named` for what a program takes and returns, `place` for moves inside of it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,8 +33,8 @@ def without_axis(spec: Spec, axis: str) -> Spec:
     """Return `spec` with mesh axis `axis` removed: the spec after an all_gather over it."""
 
     def drop(entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        kept = tuple(a for a in axes_of(entry) if a != axis)
-        return kept[0] if len(kept) == 1 else (kept or None)
+        rest = tuple(a for a in axes_of(entry) if a != axis)
+        return rest[0] if len(rest) == 1 else (rest or None)
 
     return tuple(drop(entry) for entry in spec)
 
@@ -51,13 +56,13 @@ def explicit(tree: Any) -> Any:
     JAX pairs donated arguments with results by shape, and minds their memory only if it is told the memory of all of them.
     """
 
-    def tell(sharding: NamedSharding) -> NamedSharding:
+    def with_kind(sharding: NamedSharding) -> NamedSharding:
         if sharding.memory_kind is not None:
             return sharding
-        told = NamedSharding(sharding.mesh, sharding.spec, memory_kind="device")
-        return sharding if told.memory_kind is None else told
+        on_device = NamedSharding(sharding.mesh, sharding.spec, memory_kind="device")
+        return sharding if on_device.memory_kind is None else on_device
 
-    return jax.tree.map(tell, tree)
+    return jax.tree.map(with_kind, tree)
 
 
 def place(mesh: Mesh, spec: Spec | PartitionSpec, tier: str) -> NamedSharding:

@@ -18,10 +18,10 @@ def _tiled(init: Initializer, tile: Callable[[Array], Array]) -> Initializer:
     """Return an initializer of the dense shape whose value, and annotation if there is one, are those of tiles."""
 
     def make(key: Array, shape: tuple[int, ...], dtype: Any) -> Any:
-        made = init(key, shape, dtype)
-        if isinstance(made, nn.Partitioned):
-            return made.replace(value=tile(made.value), names=(None, *made.names))
-        return tile(made)
+        param = init(key, shape, dtype)
+        if isinstance(param, nn.Partitioned):
+            return param.replace(value=tile(param.value), names=(None, *param.names))
+        return tile(param)
 
     return make
 

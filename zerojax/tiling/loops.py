@@ -77,11 +77,11 @@ class TileLoop:
         """Return the entry of the result that a tile is part of: i32[]."""
         return tile // (self.num_tiles // self.num_out)
 
-    def put(self, y: Array, tile: Array, made: Array) -> Array:
-        """Return the loop's result with what one tile made in it."""
+    def put(self, y: Array, tile: Array, part: Array) -> Array:
+        """Return the loop's result with the part in it that one tile made."""
         if self.summed and self.num_out == 1:
-            return y + made.astype(y.dtype)[None]
-        return y.at[self.place(tile)].add(made) if self.summed else jax.lax.dynamic_update_index_in_dim(y, made, tile, 0)
+            return y + part.astype(y.dtype)[None]
+        return y.at[self.place(tile)].add(part) if self.summed else jax.lax.dynamic_update_index_in_dim(y, part, tile, 0)
 
     def cotangent(self, dy: Array, tile: Array) -> Array:
         """Return the cotangent of what one tile made."""
@@ -121,8 +121,9 @@ class TileLoop:
             return forward(operands)
 
         def backward(operands: Any, dy: Array) -> tuple[Any, ...]:
-            made = iter(_mark(f"{MARK}_{number}_backward", shapes, [*operands, dy]))
-            return tuple(next(made) if i in floating else None for i in range(len(operands)))
+            cotangents = iter(_mark(f"{MARK}_{number}_backward", shapes, [*operands, dy]))
+            # An integer has no cotangent, for which a custom_vjp takes None.
+            return tuple(next(cotangents) if i in floating else None for i in range(len(operands)))
 
         call.defvjp(lambda *operands: (forward(operands), operands), backward)
         return call(*operands)
@@ -176,11 +177,11 @@ def loop_over(
     is_stack = [i not in middle for i in at]
 
     def unit(*values: Array) -> Array:
-        given = dict(zip(at, values, strict=True))
-        made = function(*jax.tree.unflatten(structure, [given.get(i, leaf) for i, leaf in enumerate(leaves)]))
-        if not isinstance(made, jax.Array):
-            raise ValueError(f"a function of a tile returns one array, not {type(made).__name__}")
-        return made
+        traced = dict(zip(at, values, strict=True))
+        y = function(*jax.tree.unflatten(structure, [traced.get(i, leaf) for i, leaf in enumerate(leaves)]))
+        if not isinstance(y, jax.Array):
+            raise ValueError(f"a function of a tile returns one array, not {type(y).__name__}")
+        return y
 
     pairs = zip(arrays, is_stack, strict=True)
     shapes = [jax.ShapeDtypeStruct(a.shape[1:] if s else a.shape, a.dtype, weak_type=a.weak_type) for a, s in pairs]
@@ -214,8 +215,8 @@ def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
     units = [e.params["jaxpr"] for s in scans for e in s.params["jaxpr"].jaxpr.eqns if e.primitive.name in _CHECKPOINT]
     if len(scans) != 1 or len(units) != 1 or len(units[0].invars) != sum(sizes) or len(eqn.invars) != sum(sizes):
         return None
-    made: Any = units[0].outvars[0].aval
-    result = jax.ShapeDtypeStruct(made.shape, made.dtype)
+    aval: Any = units[0].outvars[0].aval
+    result = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     loop = TileLoop(units[0], tuple(sizes), num_tiles, num_out, bool(summed), result)  # pyright: ignore[reportArgumentType]
     return loop if _name(loop, [v.aval for v in eqn.invars]) == name else None
 
@@ -234,7 +235,7 @@ def find_stacks(function: Callable[..., Any], params: Any, *args: Any) -> Any:
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: parse(eqn) is not None)
     loops = find_loops(program)
     stacks: set[Any] = set()
-    others: set[Any] = {ref for ref in program.outputs if isinstance(ref, int)}
+    others: set[Any] = {ref for ref in program.outputs if isinstance(ref, int)}  # a stack that is returned is needed whole
     for i in program.instructions:
         at = loops[i.outs[0]].tiles if i.outs and i.outs[0] in loops else range(0)
         for position, ref in enumerate(i.ins):

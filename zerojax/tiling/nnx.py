@@ -19,16 +19,16 @@ Array = jax.Array
 Initializer = Callable[..., Any]
 
 
-def _param(made: Any, in_tiles: int, tile: Callable[[Array], Array]) -> nnx.Param[Array]:
+def _param(param: Any, in_tiles: int, tile: Callable[[Array], Array]) -> nnx.Param[Array]:
     """Return a parameter whose value, and annotation if there is one, are those of tiles.
 
     Its `tiles` tells that it is so: (how many tiles lie along the first dim, its dims), for a stack of modules has more dims.
     """
-    if not isinstance(made, nnx.VariableMetadata):
-        value = tile(made)
+    if not isinstance(param, nnx.VariableMetadata):
+        value = tile(param)
         return nnx.Param(value, tiles=(in_tiles, value.ndim))
-    value = tile(made.raw_value)
-    metadata: dict[str, Any] = {**made.metadata, "tiles": (in_tiles, value.ndim)}
+    value = tile(param.raw_value)
+    metadata: dict[str, Any] = {**param.metadata, "tiles": (in_tiles, value.ndim)}
     for name in ("out_sharding", "sharding_names", "sharding"):
         if metadata.get(name) is not None:
             metadata[name] = (None, *metadata[name])
@@ -88,8 +88,8 @@ class TiledDense(nnx.Module):
         return tiled_dense(x, self.kernel[...], None if self.bias is None else self.bias[...], in_tiles=self.in_tiles)
 
 
-def _bias(made: Any) -> nnx.Param[Array]:
-    return nnx.Param(made.raw_value, **made.metadata) if isinstance(made, nnx.VariableMetadata) else nnx.Param(made)
+def _bias(param: Any) -> nnx.Param[Array]:
+    return nnx.Param(param.raw_value, **param.metadata) if isinstance(param, nnx.VariableMetadata) else nnx.Param(param)
 
 
 class TiledMLP(nnx.Module):

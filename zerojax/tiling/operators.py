@@ -63,8 +63,8 @@ def in_chunks(function: Callable[[Any, Array], Array], num_chunks: int) -> Calla
         check_tiles(num_chunks, seq, "seq_tiles")
         pieces = jnp.moveaxis(x.reshape(*lead, num_chunks, seq // num_chunks, width), -3, 0)
         unit = jax.checkpoint(lambda piece: function(tile, piece))
-        made = jnp.moveaxis(jax.lax.map(unit, pieces), 0, -3)  # [..., chunks, S / chunks, F]
-        return made.reshape(*lead, seq, made.shape[-1])
+        chunks = jnp.moveaxis(jax.lax.map(unit, pieces), 0, -3)  # [..., chunks, S / chunks, F]
+        return chunks.reshape(*lead, seq, chunks.shape[-1])
 
     return chunked
 
@@ -149,8 +149,8 @@ def tiled_mlp(
 
     def use(tile: Mapping[str, Array], x: Array) -> Array:
         def make(name: str) -> Array:
-            made = x @ tile[name].astype(x.dtype)
-            return made if f"{name}_bias" not in tile else made + tile[f"{name}_bias"].astype(x.dtype)
+            product = x @ tile[name].astype(x.dtype)
+            return product if f"{name}_bias" not in tile else product + tile[f"{name}_bias"].astype(x.dtype)
 
         hidden = activation(make("gate")) * make("up") if "gate" in tile else activation(make("up"))
         return _wide_product(hidden, tile["down"].astype(x.dtype))
@@ -174,8 +174,8 @@ def _wide_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array
     return _wide_product(x, w), (x, w)
 
 
-def _wide_product_backward(kept: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    x, w = kept
+def _wide_product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = residuals
     dy, lead = dy.astype(x.dtype), tuple(range(x.ndim - 1))
     return dy @ w.T, jnp.tensordot(x, dy, (lead, lead))
 
