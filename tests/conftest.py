@@ -1,12 +1,15 @@
 """Tests run on 8 simulated CPU devices; programs for GPUs are compiled, not run."""
 
-import contextlib
+import importlib.metadata
 import os
 import pathlib
 import sys
 
-# Small programs take longer to compile than to run: leave LLVM's optimizations out, and XLA's in.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+# Small programs take longer to compile than to run: leave LLVM's optimizations out, and XLA's in. Fusions without MLIR compile
+# in half the time, and round in another way; later versions of XLA have no such flag.
+HAS_FUSION_FLAG = importlib.metadata.version("jax").startswith("0.10.")
+FLAGS = ["--xla_backend_optimization_level=0", *(["--xla_cpu_use_fusion_emitters=false"] if HAS_FUSION_FLAG else [])]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX starts: the compile-only GPU topology must not look for a driver
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -27,48 +30,37 @@ def _disk_is_not_probed(monkeypatch):
 
 
 @pytest.fixture
-def quick_fusions():
-    """Compile zerojax's programs for CPUs in half the time or less: fusions without MLIR, which round in another way.
-
-    For claims that hold whatever the last bits are. Later versions of XLA have no such flag. A test that undoes what it
-    patched does not undo this: programs are compiled late.
-    """
+def default_fusions():
+    """Compile zerojax's programs as users do, fusions with MLIR and all: for claims about the last bits."""
     jit = jax.jit
 
-    def quick(*args, **options):
+    def as_users_do(*args, **options):
         caller = sys._getframe(1).f_globals["__name__"]
         nested = caller == "zerojax.tiling.loops"  # options are those of the whole program
         if caller.startswith("zerojax.") and not nested and options.get("compiler_options") is None:
-            options["compiler_options"] = {"xla_cpu_use_fusion_emitters": False}
+            options["compiler_options"] = {"xla_cpu_use_fusion_emitters": True}
         return jit(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        if jax.__version__.startswith("0.10."):
-            patch.setattr(jax, "jit", quick)
+        if HAS_FUSION_FLAG:
+            patch.setattr(jax, "jit", as_users_do)
         yield
 
 
-@contextlib.contextmanager
-def _quick_processes():
-    jax.devices()  # this process has read its own flags by then
-    with pytest.MonkeyPatch.context() as patch:
-        if jax.__version__.startswith("0.10."):
-            patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_use_fusion_emitters=false")
-        yield
-
-
-@pytest.fixture
-def quick_processes():
-    """Let processes that a test starts compile as with `quick_fusions`."""
-    with _quick_processes():
-        yield
-
-
-@pytest.fixture(scope="module")
-def quick_processes_of_file():
-    """Let processes that the tests of a file start do so; all of them."""
-    with _quick_processes():
-        yield
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
+def pytest_collection_modifyitems(items):
+    """Leave the cases that `by_default` does not name to `-m exhaustive`."""
+    cases = {}
+    for item in items:
+        if (marker := item.get_closest_marker("by_default")) is not None:
+            cases.setdefault((item.path, item.originalname), (marker, []))[1].append(item)
+    for (path, name), (marker, found) in cases.items():
+        ids = {item.callspec.id for item in found}
+        if len(ids) > 1 and (unknown := set(marker.args) - ids):
+            raise pytest.UsageError(f"{path}: {name} has no cases {sorted(unknown)}: they are {sorted(ids)}")
+        for item in found:
+            if item.callspec.id not in marker.args:
+                item.add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="session")

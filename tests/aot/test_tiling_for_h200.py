@@ -72,6 +72,7 @@ def compiled_stream(gpus, num_tiles, update):
     return step.as_text(), step.memory_analysis(), program.memory(batch)
 
 
+@pytest.mark.by_default("after_backward")
 @pytest.mark.parametrize("update", UPDATES)
 def test_on_one_gpu_sixteen_tiles_hold_a_tenth_of_a_layer(update):
     (_, whole, whole_account), (text, tiled, account) = (compiled_stream(1, n, update) for n in (1, 16))

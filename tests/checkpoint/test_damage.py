@@ -21,7 +21,6 @@ from zerojax.checkpoint.errors import CheckpointError, DamagedError
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.program_state import begin_save
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 DATA = toys.batches(6)
 ON_DISK = {"stage": 3, "params": DISK, "opt_state": DISK}
 

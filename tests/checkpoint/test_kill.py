@@ -16,7 +16,6 @@ import pytest
 import zerojax as zj
 from zerojax.checkpoint.manifest import SavedState
 
-pytestmark = pytest.mark.usefixtures("quick_fusions", "quick_processes_of_file")
 LONGEST_RUN = 3.0
 """Seconds that a process trains and saves before it is killed, at most."""
 

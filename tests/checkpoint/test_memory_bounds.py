@@ -20,7 +20,7 @@ SLACK = 40 << 20  # what compiling takes, and records of 9 MB
 
 
 @pytest.fixture
-def measured(quick_processes, tmp_path):
+def measured(tmp_path):
     def of(row: str):
         command = [sys.executable, str(SCRIPT), str(tmp_path), "--row", row, "--layers", "16", "--hidden", "256"]
         done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False)

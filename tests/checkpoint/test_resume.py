@@ -10,7 +10,6 @@ from matrix_of_checkpoints import DISK, HOST, assert_same, numbers
 import zerojax as zj
 from zerojax.precision import LossScaling
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 DATA = toys.batches(6)
 ON_HOST = {"params": HOST, "grads": HOST, "opt_state": HOST}
 
@@ -37,6 +36,7 @@ CASES = {
 }
 
 
+@pytest.mark.by_default("updated_on_host", "disk", "delayed", "fraction", "rounded_moments")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_losses_are_those_of_the_run_that_went_on(name, tmp_path):
     """With saves in the background, after which the run goes on at once: what is saved is the state of that step."""

@@ -21,7 +21,7 @@ found = save_together.work(out, me)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, quick_processes_of_file):
+def found(tmp_path_factory):
     """The folder of this process's checkpoints and of two processes', and what each of the three found."""
     folder, alone = tmp_path_factory.mktemp("together"), {}
     for tier in TIERS:

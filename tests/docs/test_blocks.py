@@ -18,7 +18,6 @@ def disk(tmp_path_factory):
 RUNNING = [page for page in blocks.PAGES if any(block.runs for block in blocks.blocks_of(page))]
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("page", RUNNING, ids=lambda page: page.name)
 def test_blocks_of_a_page_run(page, tmp_path, disk, request):
     found = blocks.blocks_of(page)

@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SMALL = problem.Problem(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=4)
 
 
-def test_step_time_agrees_and_saves_a_table(tmp_path, quick_processes):
+def test_step_time_agrees_and_saves_a_table(tmp_path):
     target = tmp_path / "table.md"
     command = [sys.executable, str(ROOT / "benchmarks" / "step_time.py"), *SMALL.arguments(), "--rounds", "1"]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}

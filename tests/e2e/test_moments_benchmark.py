@@ -8,7 +8,6 @@ import sys
 
 import moments
 import numpy as np
-import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
@@ -35,7 +34,6 @@ def folder(tmp_path):
     return str(text)
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_settings_are_three_from_the_same_weights(tmp_path):
     options = argparse.Namespace(layers=1, hidden=16, seq=16, batch=4, steps=8, data=folder(tmp_path))
     found = {name: moments.train(name, 0.9, 0, options).losses for name in moments.RUNS}
@@ -45,7 +43,7 @@ def test_settings_are_three_from_the_same_weights(tmp_path):
         np.testing.assert_allclose(losses, found[moments.FLOAT32], rtol=1e-3)
 
 
-def test_benchmark_of_moments_saves_its_table(tmp_path, quick_processes):
+def test_benchmark_of_moments_saves_its_table(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "moments.py"), "--save", str(tmp_path / "table.md")]
     command += ["--layers=1", "--hidden=16", "--seq=16", "--batch=4", "--steps=3", "--seeds=1", "--b2=0.9"]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}

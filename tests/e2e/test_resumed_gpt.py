@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import test_train_gpt as t
 
-pytestmark = [pytest.mark.usefixtures("quick_processes_of_file"), pytest.mark.xdist_group("resumed_gpt")]
+pytestmark = pytest.mark.xdist_group("resumed_gpt")
 STEPS = 40
 NAMES = ("train/loss", "validation/loss")
 
@@ -64,7 +64,7 @@ def stopped(folder: pathlib.Path, text: str, number: int, processes: int = 1) ->
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, quick_processes_of_file):
+def whole(tmp_path_factory):
     """The text, and the figures of a run that is not stopped."""
     folder = tmp_path_factory.mktemp("whole")
     text = t.folder(folder)

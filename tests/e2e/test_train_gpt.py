@@ -15,7 +15,6 @@ import pytest
 import text_data
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
 
-pytestmark = pytest.mark.usefixtures("quick_processes_of_file")
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
 
@@ -142,6 +141,9 @@ def test_train_gpt_joins_a_cluster(tmp_path):
     assert not (tmp_path / "log1").exists()
 
 
+@pytest.mark.by_default(
+    "arguments1-fsdp 3 x tensor 1 = 3, but there are 4 devices", "arguments5-nowhere", "arguments9-0 (whole logits) to 256"
+)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -96,7 +96,7 @@ with build("layered", update_on="host", opt_state="pinned_host") as program:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, quick_processes_of_file):
+def found(tmp_path_factory):
     """What one process finds, and what each of two does."""
     folder = tmp_path_factory.mktemp("processes")
     return processes.launch(WORKER, folder / "one", 1) + processes.launch(WORKER, folder / "two", 2)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +29,9 @@ AXES: dict[str, tuple[Any, ...]] = {
     "gather_ahead": (False, True),
     "io": ("direct", "tensorstore"),
 }
-CANDIDATES = 1500  # of which a pairwise choice is made
+MAIN = ("params", "grads", "opt_state", "update")
+"""The axes that say which records move where."""
+CANDIDATES = 1500  # of which a choice is made
 
 
 def is_valid(case: dict[str, Any]) -> bool:
@@ -47,13 +50,24 @@ def pairwise_cases() -> list[dict[str, Any]]:
     return pairwise(random.Random(0).sample(every_case(disk=True), CANDIDATES))
 
 
+def quick_cases() -> list[dict[str, Any]]:
+    """Choose until every value, and every pair of values of two of the main axes, is in one case."""
+
+    def claims(case: dict[str, Any]) -> set[Any]:
+        main = {name: case[name] for name in MAIN}
+        return {*case.items(), *itertools.combinations(sorted(main.items()), 2)}
+
+    return chosen_of(random.Random(0).sample(every_case(disk=True), CANDIDATES), claims)
+
+
 def pairwise(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Choose cases greedily until every pair of values of two axes is in one of them."""
+    return chosen_of(cases, lambda case: set(itertools.combinations(sorted(case.items()), 2)))
 
-    def pairs(case: dict[str, Any]) -> set[Any]:
-        return set(itertools.combinations(sorted(case.items()), 2))
 
-    of_case = [pairs(case) for case in cases]
+def chosen_of(cases: list[dict[str, Any]], claims: Callable[[dict[str, Any]], set[Any]]) -> list[dict[str, Any]]:
+    """Choose cases greedily until all that any of them claims is claimed by one that was chosen."""
+    of_case = [claims(case) for case in cases]
     missing = set().union(*of_case)
     chosen = []
     while missing:

@@ -16,8 +16,6 @@ import zerojax as zj
 from zerojax import memory
 from zerojax.memory.report import STATE_KINDS, MemoryReport
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
-
 
 @pytest.mark.parametrize(
     ("stage", "expected"),

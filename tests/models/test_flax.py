@@ -52,7 +52,6 @@ def plain_nnx(make: Any, params: Any, loss: Any, data: list[Any], lr: float) -> 
     return [float(step(module, optimizer, batch)) for batch in data]
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("tied", [True, False])
 def test_nnx_gpt_at_stage_3_equals_plain_flax(tied):
     c = gpt.dataclasses.replace(CONFIG, tied=tied)
@@ -110,7 +109,6 @@ class ScannedMLP(nnx.Module):
         return run(x, self.layers)
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_nnx_scan_over_remat_is_entered():
     def make(rngs):
         return ScannedMLP(rngs=rngs)
@@ -145,7 +143,6 @@ class LinenMLP(nn.Module):
         return nn.Dense(8, kernel_init=init, name="out")(x)
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_linen_at_stage_3_equals_plain_flax():
     module, data = LinenMLP(), regression(4)
     model = zj.from_flax(module, mse, example_batch=data[0])
@@ -210,7 +207,6 @@ def linen_layered(rate: float = 0.0) -> zj.LayeredModel:
     )
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_linen_layered_with_tied_embedding_trains_the_same_on_any_mesh():
     results = []
     for mesh, stage in ((zj.make_mesh(data=2, fsdp=4), 3), (zj.make_mesh(devices=jax.devices()[:1]), 0)):
@@ -267,7 +263,6 @@ def dropout_models() -> dict[str, Any]:
     return {"nnx_model": gpt.unrolled_gpt(c), "nnx_layered": gpt.layered_gpt(c), "linen_layered": linen_layered(0.5)}
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(
     ("name", "activations"),
     [
@@ -298,7 +293,6 @@ def test_dropout_draws_anew_each_step_and_the_same_in_recomputation(name, activa
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(*map(jax.tree.leaves, (before, params)), strict=True))
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_dropout_is_off_in_eval():
     for model in dropout_models().values():
         program = zj.build_train_step(model, optax.sgd(0.0), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
@@ -306,7 +300,6 @@ def test_dropout_is_off_in_eval():
         assert float(program.eval(state, batch)) == float(program.eval(state, batch))
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_annotations_of_nnx_modules_become_specs():
     c = gpt.dataclasses.replace(CONFIG, tensor_axis="tensor")
     program = zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=4, tensor=2))
@@ -369,7 +362,6 @@ def test_nnx_constants_are_kept():
     np.testing.assert_allclose(float(metrics["loss"]), float(mse(module, batch)), rtol=1e-6)
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_nnx_scan_over_layers_with_dropout():
     model = zj.from_flax(lambda rngs: ScannedDropout(rngs=rngs), mse)
     program = zj.build_train_step(model, optax.sgd(0.0), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))

@@ -13,8 +13,6 @@ import toys
 import zerojax as zj
 from host_offload.disk.errors import SwapError
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
-
 
 @pytest.mark.parametrize(
     ("fields", "words"),

@@ -11,7 +11,6 @@ import toys
 import zerojax as zj
 from zerojax.state.train_state import OnDisk, is_stored
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 

@@ -24,7 +24,6 @@ def cases():
         yield pytest.param(*values, marks=[pytest.mark.exhaustive] if sum(places) % 3 else [])
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(("kind", "stage", "mesh", "num_microbatches"), cases())
 def test_step_equals_plain_program(capfd, kind, stage, mesh, num_microbatches):
     model = KINDS[kind](tensor="tensor" in mesh)
@@ -41,6 +40,7 @@ def test_step_equals_plain_program(capfd, kind, stage, mesh, num_microbatches):
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
 
 
+@pytest.mark.by_default("3-model", "3-layered")
 @pytest.mark.parametrize(
     ("stage", "kind"),
     [

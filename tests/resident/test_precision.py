@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import zerojax as zj
 from zerojax.precision import LossScaling, init_loss_scale, update_loss_scale
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 MESH = {"data": 2, "fsdp": 4}
 
 

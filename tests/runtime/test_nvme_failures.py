@@ -21,7 +21,6 @@ import zerojax as zj
 from host_offload.disk.errors import SwapError
 from host_offload.disk.record_format import RecordFormat
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -263,7 +262,7 @@ program.step(state, toys.batches(1)[0])
 """
 
 
-def test_a_folder_of_a_killed_process_is_recognised(tmp_path, caplog, quick_processes):
+def test_a_folder_of_a_killed_process_is_recognised(tmp_path, caplog):
     code = KILLED.format(
         helpers=str(ROOT / "tests" / "helpers"), tests=str(ROOT / "tests"), here=os.path.dirname(__file__), folder=str(tmp_path)
     )

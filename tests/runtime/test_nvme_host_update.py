@@ -41,6 +41,7 @@ def on_disk(program, tmp_path, kinds=("opt_state", "master", "params")):
     return {str(path): path.read_bytes() for path in files}
 
 
+@pytest.mark.by_default("bf16", "bf16_in_backward")
 @pytest.mark.parametrize(
     ("fields", "tiers"),
     [
@@ -98,7 +99,9 @@ def files_bytes(program, kinds):
     return 4 * sum(r.num_layers * r.num_bytes for r in shelves if r.kind.split(".")[0] in kinds)
 
 
-@pytest.mark.usefixtures("quick_fusions")
+@pytest.mark.by_default(
+    "fields1-2-2-read1-written1", "fields2-2-2-read2-written2", "fields4-8-4-read4-written4", "fields5-2-2-read5-written5"
+)
 @pytest.mark.parametrize(
     ("fields", "down", "up", "read", "written"),
     [
@@ -137,7 +140,7 @@ def settle(engine):
         threading.Event().wait(0.001)
 
 
-@pytest.mark.usefixtures("quick_fusions")
+@pytest.mark.by_default("after_backward-1", "after_backward-0", "in_backward-2")
 @pytest.mark.parametrize(
     ("update", "distance"),
     [
@@ -160,7 +163,7 @@ def test_reads_run_ahead_of_the_kernels(update, distance, tmp_path):
             assert (late == 0 or step == 0) if distance else late > 0
 
 
-@pytest.mark.usefixtures("quick_fusions")
+@pytest.mark.by_default("bf16", "in_backward")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -218,7 +221,6 @@ def breakable(tmp_path_factory):
         program.close()
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize(
     ("name", "kind"), [("read", "opt_state"), ("write", "opt_state"), ("write", "grads"), ("write", "params")]
 )
@@ -234,7 +236,6 @@ def test_an_error_of_the_disk_is_raised_by_the_step_and_hangs_nothing(name, kind
     np.testing.assert_array_equal(losses, expected)
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_an_error_of_a_kernel_is_raised_by_the_step(tmp_path, monkeypatch):
     with build(tmp_path, {"params": DISK}) as program:
         state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
@@ -251,7 +252,6 @@ def test_an_error_of_a_kernel_is_raised_by_the_step(tmp_path, monkeypatch):
         assert len(calls) > 4  # other layers went on
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_a_state_whose_records_were_overwritten_is_refused(tmp_path, monkeypatch):
     with build(tmp_path, {"grads": HOST}) as program:  # the number passes through a callback that needs no record
         old, new = program.init(jax.random.key(0)), program.init(jax.random.key(1))
@@ -273,7 +273,6 @@ def number_of(state):
     return next(int(leaf.token[0]) for leaf in leaves if isinstance(leaf, OnDisk))
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_leaves_on_disk_carry_the_number_of_their_state(tmp_path):
     with build(tmp_path, {"params": DISK, "precision": "bf16"}) as program:
         program.init(jax.random.key(0))

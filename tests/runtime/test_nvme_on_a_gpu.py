@@ -11,7 +11,6 @@ from host_offload.device import copies, gpu_copies
 from host_offload.device.cuda_driver import Driver
 from host_offload.device.gpu_copies import GpuCopies
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 CASES = {
@@ -29,6 +28,7 @@ def train(swap_dir, fields, steps=3):
         return losses, jax.device_get(list(program.iter_params(state))), program.swap.engine.copies
 
 
+@pytest.mark.by_default("after backward", "in backward")
 @pytest.mark.parametrize("name", CASES)
 def test_records_that_cross_by_slots_and_streams_are_the_same(name, tmp_path, monkeypatch):
     expected, params, way = train(tmp_path, CASES[name])

@@ -13,7 +13,6 @@ import toys
 import zerojax as zj
 from host_offload.disk.errors import SwapError
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 
@@ -40,6 +39,7 @@ def losses_of(program, batches, between=lambda batch: None):
     return losses
 
 
+@pytest.mark.by_default("direct")
 @pytest.mark.parametrize("fields", [{}, {"update_on": "host", "io": "tensorstore"}], ids=["direct", "host"])
 def test_batches_may_change_their_shape_and_programs_may_be_asked_about_others(tmp_path, fields):
     batches = shapes_of(toys.batches(4))
@@ -61,6 +61,7 @@ def test_batches_may_change_their_shape_and_programs_may_be_asked_about_others(t
         ).num_bytes  # fmt: skip
 
 
+@pytest.mark.by_default("40", "120")
 @pytest.mark.parametrize("kilobytes", [40, 120, 230])
 def test_after_a_full_disk_has_room_init_makes_a_state(tmp_path, kilobytes):
     with disks.mounted(tmp_path / "small", f"size={kilobytes}k") as disk, build(disk, **ALL) as program:

@@ -20,7 +20,6 @@ from test_nvme_failures import build, losses_of
 from zerojax.runtime.interrupts import interrupts_wait
 from zerojax.state.train_state import is_stored
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 BATCH = toys.batches(1)[0]
 OTHER = "is not the one on disk .*overwritten by a later init or step, or is of another program"
 
@@ -161,6 +160,7 @@ def interrupt():
     raise KeyboardInterrupt
 
 
+@pytest.mark.by_default("1-the disk", "4-the host's update")
 @pytest.mark.parametrize("where", ["the disk", "the host's update"])
 @pytest.mark.parametrize("devices", [1, 4])
 def test_an_interrupt_inside_a_callback_is_raised_by_the_step(programs, devices, where, monkeypatch):

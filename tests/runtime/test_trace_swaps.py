@@ -11,7 +11,6 @@ import traces
 
 import zerojax as zj
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 

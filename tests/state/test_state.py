@@ -12,7 +12,6 @@ import toys
 import zerojax as zj
 from zerojax.sharding.partition import local_elements
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 EXPECTED = {  # is split over fsdp?       params  moments
     0: (False, False),
     1: (False, True),
@@ -110,6 +109,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.by_default("plateau", "adafactor", "multisteps")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_equals_plain_optax(name):
     tx, data = optax.with_extra_args_support(OPTIMIZERS[name]()), toys.batches(4)

@@ -29,7 +29,6 @@ def train(model, config, data, tx=None):
     return np.asarray(losses, np.float32), jax.device_get(program.params(state))
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_dropout_masks_agree_on_recompute():
     """A mask that differed between forward and backward would give other gradients, hence other losses after a step.
 
@@ -114,7 +113,6 @@ def named_model():
     return zj.LayeredModel(m.num_layers, m.init_embed, m.embed, m.init_block, block, m.init_head, m.head)
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_named_tensors_are_kept_where_asked():
     data = toys.batches(4)
     expected, params = train(named_model(), zj.ZeroConfig(stage=3), data, toys.optimizer())

@@ -14,15 +14,21 @@ import zerojax as zj
 HOST = matrix.HOST
 
 
-@pytest.mark.parametrize("case", matrix.pairwise_cases(), ids=matrix.name_of)
+@pytest.mark.parametrize("case", matrix.quick_cases(), ids=matrix.name_of)
 def test_streamed_step_equals_the_resident_one(case, tmp_path, request):
-    if case["update"][1] == "host":  # whose bound is 1e-5
-        request.getfixturevalue("quick_fusions")
+    if case["update"][1] == "device":  # whose bound is in last bits; on the host it is 1e-5
+        request.getfixturevalue("default_fusions")
     ulps, relative = matrix.differences(case, str(tmp_path))
     most_ulps, most_relative = matrix.bounds(case)
     assert ulps <= most_ulps
     assert relative <= most_relative
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]  # the swap folder
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", matrix.pairwise_cases(), ids=matrix.name_of)
+def test_streamed_steps_of_every_pair_equal_the_resident_one(case, tmp_path, request):
+    test_streamed_step_equals_the_resident_one(case, tmp_path, request)
 
 
 @pytest.mark.exhaustive
@@ -35,6 +41,15 @@ def test_choice_of_cases_has_every_pair():
     pairs = {pair for case in matrix.pairwise_cases() for pair in itertools.combinations(sorted(case.items()), 2)}
     every = {pair for case in matrix.every_case(disk=True) for pair in itertools.combinations(sorted(case.items()), 2)}
     assert pairs == every
+
+
+def test_quick_cases_have_every_value_and_every_pair_of_tiers_and_updates():
+    values = {entry for case in matrix.quick_cases() for entry in case.items()}
+    assert values == {(name, value) for name, options in matrix.AXES.items() for value in options}
+    main = [{name: case[name] for name in matrix.MAIN} for case in matrix.quick_cases()]
+    pairs = {pair for case in main for pair in itertools.combinations(sorted(case.items()), 2)}
+    every = [{name: case[name] for name in matrix.MAIN} for case in matrix.every_case(disk=True)]
+    assert pairs == {pair for case in every for pair in itertools.combinations(sorted(case.items()), 2)}
 
 
 def train(model, config, steps=6, tx=None):
@@ -50,7 +65,7 @@ def resident(kind, steps, **fields):
     return losses, jax.device_get(program.params(state))
 
 
-@pytest.mark.usefixtures("quick_fusions")
+@pytest.mark.by_default("device", "host")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -79,7 +94,7 @@ def host_cases():
         yield pytest.param(*values, marks=[pytest.mark.exhaustive] if sum(places) % 2 else [])
 
 
-@pytest.mark.usefixtures("quick_fusions")
+@pytest.mark.by_default("1-4-host", "3-1-host", "3-4-device")
 @pytest.mark.parametrize(("stage", "num_microbatches", "update_on"), host_cases())
 def test_resident_model_with_its_optimizer_state_on_the_host(stage, num_microbatches, update_on):
     fields = {"stage": stage, "clip_norm": 0.5, "num_microbatches": num_microbatches}
@@ -91,7 +106,6 @@ def test_resident_model_with_its_optimizer_state_on_the_host(stage, num_microbat
     assert kinds == {HOST}
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
 def test_tiers_agree_bit_for_bit_in_16_bits(precision):
     """Streamed steps; the resident step fuses, and so rounds, differently."""
@@ -109,7 +123,6 @@ def test_tiers_agree_bit_for_bit_in_16_bits(precision):
         toys.assert_trees_close(state, expected, atol=0)
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
 def test_gradients_of_a_streamed_step_in_16_bits_are_those_on_the_device(precision):
     """The moments after a step are the gradients; the update, compiled by layers or whole, rounds in its own way."""
@@ -127,7 +140,6 @@ def test_gradients_of_a_streamed_step_in_16_bits_are_those_on_the_device(precisi
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.max(np.abs(b)))
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_one_layer_and_more_distance_than_layers():
     model = toys.layered()
     one = zj.LayeredModel(1, *(getattr(model, f) for f in ("init_embed", "embed", "init_block", "block", "init_head", "head")))
@@ -138,7 +150,7 @@ def test_one_layer_and_more_distance_than_layers():
         np.testing.assert_allclose(losses, expected, rtol=3e-7)
 
 
-@pytest.mark.usefixtures("quick_fusions")
+@pytest.mark.by_default("2")
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_stages_below_3_stream_what_they_shard(stage):
     expected, _, _ = train(toys.layered(), zj.ZeroConfig(stage=stage), steps=3)
@@ -147,6 +159,7 @@ def test_stages_below_3_stream_what_they_shard(stage):
     np.testing.assert_allclose(losses, expected, rtol=3e-7)
 
 
+@pytest.mark.by_default("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_state_is_born_in_its_tier_with_the_same_bits(precision):
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])

@@ -8,7 +8,6 @@ import toys
 
 import zerojax as zj
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 HOST = "pinned_host"
 
 
@@ -18,6 +17,7 @@ def build(fields, model=None, tx=None):
     return zj.build_train_step(model or toys.layered(), tx or toys.optimizer(), config, mesh)
 
 
+@pytest.mark.by_default("fields3-4-2", "fields2-2-0", "fields0-2-2", "fields6-8-4")
 @pytest.mark.parametrize(
     ("fields", "down", "up"),
     [
@@ -61,6 +61,7 @@ def delayed_reference(params, data, tx):
     return losses, params
 
 
+@pytest.mark.by_default("clipped")
 @pytest.mark.parametrize("fields", [{}, {"clip_norm": 0.5, "num_microbatches": 4}], ids=["plain", "clipped"])
 def test_delayed_update_is_one_step_late(fields):
     program, data = build({"params": HOST, "delayed_update": True, **fields}), toys.batches(6)
@@ -86,6 +87,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing():
         jax.tree.map(np.testing.assert_array_equal, after, kept)
 
 
+@pytest.mark.by_default("lion")
 @pytest.mark.parametrize("name", ["lion", "sgd"])
 def test_any_elementwise_optimizer_runs_there(name):
     tx = {"lion": optax.lion(1e-3), "sgd": optax.sgd(0.05, 0.9)}[name]

@@ -51,7 +51,7 @@ def moved(program, reference):
 # --- the same bits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("quick_fusions")
+@pytest.mark.by_default("disk", "in_backward")
 @pytest.mark.parametrize(
     ("precision", "tiers"),
     [
@@ -91,7 +91,7 @@ def one_step():
     return train(build(None, {"swap_dir": None}), steps=1)
 
 
-@pytest.mark.usefixtures("quick_fusions")
+@pytest.mark.by_default("streamed", "tensor")
 @pytest.mark.parametrize(
     ("fields", "axes"),
     [
@@ -114,7 +114,6 @@ def test_sharding_and_place_move_few_moments_in_a_step(fields, axes, tmp_path):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(np.abs(b).max(), 1))
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("name", [pytest.param("lion", marks=pytest.mark.exhaustive), "momentum"])
 def test_other_optimizers_on_the_host_with_disk(name, tmp_path):
     tx = {"lion": optax.lion(1e-3), "momentum": optax.sgd(0.05, 0.9)}[name]
@@ -123,7 +122,6 @@ def test_other_optimizers_on_the_host_with_disk(name, tmp_path):
     np.testing.assert_allclose(on_host[0], expected[0], rtol=1e-4)
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_losses_stay_near_those_of_float32_moments(tmp_path):
     """And are not the same: the option does something."""
     exact = train(build(tmp_path, {"moments": "float32"}), steps=10)[0]
@@ -134,7 +132,7 @@ def test_losses_stay_near_those_of_float32_moments(tmp_path):
 # --- a skipped step ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("quick_fusions")
+@pytest.mark.by_default("resident", "streamed", "in_backward")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -191,7 +189,6 @@ def elements(num_layers=3, width=128, inner=64):
 BATCH = {"x": np.ones((8, 128), np.float32)}
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tier", ["device", HOST, DISK])
 def test_memory_and_records_hold_2_bytes_a_moment(moments, tier, tmp_path):

@@ -66,7 +66,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("quick_fusions")
+@pytest.mark.by_default("microbatches", "tensor", "disk_in_backward", "in_backward")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive if n == "device" else ()) for n in CASES])
 def test_tiles_as_records_train_as_whole_layers_do(name, tmp_path):
     fields, axes = CASES[name]
@@ -102,7 +102,6 @@ def odd_init(key):
 ODD_TILES = {"scale": False, "mix": {"kernel": True, "bias": False}, "first": True, "second": True, "unused": False}
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 def test_odd_blocks_train_as_whole_layers_do(precision):
     """First evaluated, as a cached trace once made other programs of the same functions run something else."""
@@ -120,7 +119,6 @@ def test_odd_blocks_train_as_whole_layers_do(precision):
     toys.assert_trees_close(params, expected_params, atol=2e-6 if precision == "fp32" else 2e-2)
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("tier", [DISK, pytest.param(HOST, marks=pytest.mark.exhaustive)])
 def test_tiles_in_float16_skip_the_update_where_gradients_overflow(tier, tmp_path):
     data, found = batches(5), []
@@ -156,7 +154,6 @@ def test_layers_of_tiles_alone_are_read_in_order(tmp_path):
     assert misses == 0
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_bfloat16_sums_over_tiles_and_microbatches_in_float32():
     fields = {"stage": 3, "precision": "bf16", "num_microbatches": 2}
     losses, _, params, _ = train(zj.ZeroConfig(**fields, params=HOST), {"fsdp": 1}, model())
@@ -334,7 +331,6 @@ def loss(head, embed, x, batch):
     return jnp.mean(jnp.square(jnp.mean(head(x), -1) - batch["y"]))
 
 
-@pytest.mark.usefixtures("quick_fusions")
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_tiled_layers_of_flax_are_known(api):
     make = lambda module, *args: lambda rngs: module(*args, rngs=rngs)  # noqa: E731

@@ -25,7 +25,6 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any], dict[str, int], dict[str, Any]]] 
     "streamed from the host": ("layered", {}, {"fsdp": 2, "tensor": 2}, {"stage": 3, **HOST}),
     "one device": ("layered", {}, {"fsdp": 1}, {"stage": 0}),
 }
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 
 
 def build(c: gpt.GPTConfig, kind: str, axes: dict[str, int], **config: Any) -> zj.Program:
@@ -46,6 +45,7 @@ def losses(c: gpt.GPTConfig, kind: str, axes: dict[str, int], **config: Any) -> 
         return [*made, float(program.eval(state, {"tokens": tokens[3, :, :-1], "targets": tokens[3, :, 1:]}))]
 
 
+@pytest.mark.by_default("one device", "layered, stage 3, tensor", "streamed from the host")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "unrolled, stage 3" else []) for name in PROGRAMS]
 )
@@ -55,6 +55,7 @@ def test_steps_with_tiled_loss_equal_those_of_whole_logits(name):
     np.testing.assert_allclose(tiled, whole, rtol=2e-5)
 
 
+@pytest.mark.by_default("bf16")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_16_bits_they_agree_to_its_rounding(precision):
     c = dataclasses.replace(C, dtype={"bf16": jnp.bfloat16, "fp16": jnp.float16}[precision])

@@ -56,6 +56,17 @@ def dense_in_float64(x, w, b):
     return y, (dy @ w.T, flat.T @ dflat, dflat.sum(0))
 
 
+@pytest.mark.by_default(
+    "1-1-float32",
+    "1-2-float32",
+    "1-8-float32",
+    "3-1-float32",
+    "12-1-float32",
+    "2-4-float32",
+    "3-2-float32",
+    "3-2-bfloat16",
+    "2-4-float16",
+)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("in_tiles", "out_tiles"), [(1, 1), (1, 2), (1, 8), (3, 1), (12, 1), (2, 4), (3, 2)])
 def test_a_tiled_dense_layer_is_the_dense_one(in_tiles, out_tiles, dtype):
@@ -77,6 +88,15 @@ def dense_mlp(weights, x):
     return hidden @ weights["down"] + weights["down_bias"]
 
 
+@pytest.mark.by_default(
+    "1-1-True-float32",
+    "4-1-False-float32",
+    "4-3-True-float32",
+    "24-6-True-float32",
+    "1-2-False-float32",
+    "4-3-True-bfloat16",
+    "24-6-True-float16",
+)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     ("tiles", "seq_tiles", "gated"), [(1, 1, True), (4, 1, False), (4, 3, True), (24, 6, True), (1, 2, False)]
@@ -197,7 +217,7 @@ def dense_losses():
     return losses_of(net_program(0, zj.make_mesh(fsdp=1, devices=jax.devices()[:1])))
 
 
-@pytest.mark.usefixtures("quick_fusions")
+@pytest.mark.by_default("1-axes1", "3-axes2")
 @pytest.mark.parametrize(("stage", "axes"), [(0, {"fsdp": 4}), (1, {"data": 2, "fsdp": 2}), (3, {"fsdp": 4}), (3, {"fsdp": 8})])
 def test_a_tiled_model_trains_as_a_dense_one(stage, axes):
     count = int(np.prod(list(axes.values())))
@@ -235,7 +255,7 @@ def dense_gpt_losses(make):
     return gpt_losses(make, 0, {}, {"fsdp": 1})
 
 
-@pytest.mark.usefixtures("quick_fusions")
+@pytest.mark.by_default("stage_2", "nvme")
 @pytest.mark.parametrize(
     ("fields", "axes"),
     [
@@ -253,7 +273,6 @@ def test_a_gpt_with_tiled_mlps_trains_as_a_dense_one_in_every_tier(fields, axes,
     np.testing.assert_allclose(losses, dense_gpt_losses(gpt.layered_gpt), rtol=3e-5)
 
 
-@pytest.mark.usefixtures("quick_fusions")
 def test_an_unrolled_gpt_with_tiled_mlps_trains_as_a_dense_one():
     losses = gpt_losses(gpt.unrolled_gpt, 4, {"stage": 3}, {"fsdp": 4})
     np.testing.assert_allclose(losses, dense_gpt_losses(gpt.unrolled_gpt), rtol=3e-5)

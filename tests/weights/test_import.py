@@ -21,7 +21,6 @@ import zerojax as zj
 from zerojax.tiling.weights import untile_mlp
 from zerojax.weights.initial_opt_state import Copy, initial_values
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 EXPORTS = {"orbax": zj.export_orbax, "safetensors": zj.export_safetensors}
 
 
