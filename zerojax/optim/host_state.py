@@ -1,7 +1,163 @@
-"""How the state of an update on the host rests in host memory."""
+"""The state that an update on the host works on: which arrays, where they rest, and how kernels come to their memory.
 
-from host_offload.host_update import OnRecord, Rest
-from zerojax.state import RecordSpec
+A program for CPUs hands its callbacks the memory of the state as operands. A program for GPUs cannot pass host memory to a
+callback: there the addresses are bound before a step, and compared after it. The step donates the state and returns it updated
+in place, so they are the same; were they not, the kernels would have worked on memory that is no longer the state's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from host_offload.device import view
+from host_offload.engine import DiskRecords
+from host_offload.host_update import HostLeaves, OnRecord, Rest
+from zerojax.runtime import AllProcesses
+from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, StateRecords, TrainState
+
+Array = jax.Array
+
+
+class HostState:
+    """What the kernels read and write of a state.
+
+    Attributes:
+      order: the parameter leaves in the order of their kernels: those of the layers before the others.
+      stashes: gradients of the layers wait in host memory, or on disk, for their scale.
+      on_disk: the records in which they wait, if on disk.
+      params_away: parameters rest off the device, where kernels write them.
+      needs_weights: float32 weights rest on the device, and are handed over.
+      hands_over: callbacks are handed the memory, as operands.
+    """
+
+    def __init__(self, records: StateRecords, *, stashes: bool, on_disk: DiskRecords | None) -> None:
+        self.records, self.layout, self.mesh, self.config = records, records.layout, records.mesh, records.layout.config
+        self.stashes, self.on_disk = stashes, on_disk
+        self.order = (*self.layout.blocks, *self.layout.ends)
+        self.params_away = self.config.params != "device"
+        self.needs_weights = not self.layout.has_master and not self.params_away
+        self.hands_over = self.mesh.devices.flat[0].platform == "cpu"
+
+    def arrays(self, states: FlatState, index: int) -> list[Any]:
+        """Return the arrays of a leaf that its kernel works on, of those that rest in host memory."""
+        return [a for a in self._select(states.params, states.master, states.opt, index) if not isinstance(a, OnDisk)]
+
+    def specs(self, index: int) -> list[RecordSpec]:
+        """Return how all of them rest."""
+        records = self.records
+        return self._select(records.params, records.master if self.layout.has_master else None, records.opt, index)
+
+    def _select(self, params: Sequence[Any], master: Sequence[Any] | None, opt: Sequence[Any], index: int) -> list[Any]:
+        """Return of a leaf the weight, unless it is on the device, the states, and the parameter to cast to, unless it is."""
+        weight = master[index : index + 1] if master is not None else params[index : index + 1] if self.params_away else []
+        cast = params[index : index + 1] if self.layout.has_master and self.params_away else []
+        return [*weight, *(opt[j] for j in self.layout.opt_map.states_of((index,))), *cast]
+
+    def operands(
+        self, states: FlatState, part: Sequence[int], pending: Pending | None
+    ) -> tuple[list[Array], list[PartitionSpec]]:
+        """Return the arrays that a callback on some leaves is handed, and their specs; nothing on a GPU."""
+        arrays: list[Array] = []
+        specs: list[PartitionSpec] = []
+        if not self.hands_over:
+            return arrays, specs
+        for index in part:
+            of_leaf = self.arrays(states, index)
+            of_leaf += [pending.grads[self.order.index(index)]] if pending is not None else []
+            arrays += of_leaf
+            specs += [self._partition(index)] * len(of_leaf)
+        return arrays, specs
+
+    def moves(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Return the kinds of stacked records that callbacks read and write in a tick of each phase: {phase: (reads, writes)}.
+
+        Parameters that are written are the schedule's own.
+        """
+        on_disk = [r.disk_records for i in self.layout.blocks for r in self.specs(i) if r.disk_records is not None]
+        updated = tuple(dict.fromkeys(records.kind for records in on_disk if records.in_place))
+        writes = tuple(kind for kind in updated if kind != "params")
+        if self.config.update == "in_backward":
+            return {"backward": (updated, writes)}
+        grads = () if self.on_disk is None else (self.on_disk.kind,)
+        return {"backward": ((), grads), "update": ((*grads, *updated), writes)}
+
+    def shard_shape(self, index: int) -> tuple[int, ...]:
+        """Return the shape of one device's part of a leaf, of all layers."""
+        return NamedSharding(self.mesh, self._partition(index)).shard_shape(self.layout.leaves[index].shape)
+
+    def grad_dtype(self, index: int) -> Any:
+        """Return the dtype in which a leaf's gradient is handed over."""
+        return self.layout.leaves[index].dtype if self.config.num_microbatches == 1 else jnp.dtype(jnp.float32)
+
+    def _partition(self, index: int) -> PartitionSpec:
+        """Return the spec of a whole leaf, on the shards of the optimizer state."""
+        return PartitionSpec(*(None,) * self.layout.leaves[index].lead, *self.records.grads[index].spec)
+
+
+class HostBinding:
+    """Binds a state's memory to the kernels before a step, and looks after it what became of both."""
+
+    def __init__(self, state: HostState, host: HostLeaves) -> None:
+        self.state, self.host = state, host
+        self._together = AllProcesses(state.mesh, "the optimizer's update on the host", RuntimeError)
+
+    def prepare(self, state: TrainState) -> list[int]:
+        """Make room for what a step keeps in host memory, and bind the state's memory where callbacks are not handed it.
+
+        Errors of a step that was given up for another reason are forgotten.
+
+        Returns:
+          The addresses bound.
+        """
+        self.host.take_errors()
+        mesh = self.state.mesh
+        positions = {device: n for n, device in enumerate(mesh.devices.flat)}
+        local = [positions[d] for d in mesh.local_devices]
+        self._reserve(local)
+        return [] if self.state.hands_over else self._bind(state, positions, local)
+
+    def _reserve(self, local: Sequence[int]) -> None:
+        layout, delayed = self.state.layout, self.state.config.delayed_update
+        stashes_in_memory = self.state.stashes and self.state.on_disk is None
+        for leaf, index in enumerate(self.state.order):
+            shape = self.state.shard_shape(index)
+            for device in local:
+                if delayed or (stashes_in_memory and index in layout.blocks):
+                    self.host.reserve(device, leaf, shape, self.state.grad_dtype(index))
+                if delayed:
+                    self.host.reserve_new_params(device, leaf, shape, layout.leaves[index].dtype)
+
+    def _bind(self, state: TrainState, positions: dict[Any, int], local: Sequence[int]) -> list[int]:
+        states, addresses = self.state.records.flat(state), []
+        for leaf, index in enumerate(self.state.order):
+            arrays = self.state.arrays(states, index) + ([state.pending.grads[leaf]] if state.pending is not None else [])
+            shards = [{positions[s.device]: view(s.data) for s in a.addressable_shards} for a in arrays]
+            for device in local:
+                views = [shard[device] for shard in shards]
+                addresses += [v.ctypes.data for v in views]
+                if state.pending is not None:
+                    self.host.bind_pending(device, leaf, views.pop())
+                self.host.bind(device, leaf, views)
+        return addresses
+
+    def check(self, before: list[int], state: TrainState) -> None:
+        """Raise what went wrong in the callbacks of a step, and make sure that the state is the memory they worked on.
+
+        Raises:
+          RuntimeError: an update failed, here or in another process, or the step returned other memory.
+        """
+
+        def check() -> None:
+            self.host.check()
+            if self.prepare(state) != before:
+                raise RuntimeError(
+                    "the step returned the optimizer state in other memory than it was given: the update is lost"
+                )
+
+        self._together.do(check)
 
 
 def rest_of(record: RecordSpec) -> Rest:

@@ -1,4 +1,4 @@
-"""The optimizer on the host: its equations taken apart for a kernel, and the callbacks inside the step.
+"""The optimizer on the host: its equations become kernels, and the step calls them.
 
 The update of one leaf is traced and divided. What depends on scalars alone (a schedule, bias corrections, the clipping factor)
 is computed by the program, on the device; what is left, for each element of gradient, weight and state, becomes a fused loop
@@ -23,21 +23,30 @@ import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import PartitionSpec
 
-from host_offload.device import link_of, view
+from host_offload.device import link_of
 from host_offload.engine import DiskRecords
 from host_offload.host_update import DelayedStep, HostLeaves, HostStep, LeafKernel, OnRecord, build_kernel
 from zerojax.optim.by_record import RecordUpdate
 from zerojax.optim.host_kernel import HostRule
-from zerojax.optim.host_state import rest_of
+from zerojax.optim.host_state import HostBinding, HostState, rest_of
 from zerojax.optim.whole_tree import Update, clip_factor, finish, scale_grads
-from zerojax.runtime import AllProcesses
 from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, TrainState, is_stored
 
 Array = jax.Array
 
 
 class HostUpdate:
-    """The host's part of a program: kernels, memory, and the operations that call them inside the step."""
+    """The update on the host as operations inside the step, which call its kernels.
+
+    Attributes:
+      state: the memory that the kernels work on.
+      binding: what is done with it around a step.
+      host: the kernels, with what they keep in host memory.
+      stashes: gradients of the layers wait in host memory, or on disk, for their scale.
+      on_disk: the records in which they wait, if on disk.
+      params_away: parameters rest off the device.
+      needs_weights: float32 weights rest on the device, and are handed over.
+    """
 
     def __init__(self, update: RecordUpdate, *, stashes: bool, summed: int, on_disk: DiskRecords | None = None) -> None:
         """Build the kernels.
@@ -48,151 +57,42 @@ class HostUpdate:
           summed: gradients are handed over as sums of so many microbatches.
           on_disk: the records in which they wait, if on disk: one leaf for each of `Layout.blocks`.
         """
-        self.summed, self.on_disk = summed, on_disk
         self.record_update, self.records, self.layout = update, update.records, update.layout
-        self.mesh, self.stashes = update.mesh, stashes
-        self.config = update.layout.config
-        self._together = AllProcesses(self.mesh, "the optimizer's update on the host", RuntimeError)
-        self.has_master = update.layout.has_master
-        self.params_away = self.config.params != "device"
-        self.needs_weights = not self.has_master and not self.params_away  # float32 weights rest on the device
-        self.order = (*self.layout.blocks, *self.layout.ends)
-        self.rules = [HostRule(update, i, self.grad_dtype(i), self.summed, self.has_master) for i in self.order]
-        platform = self.mesh.devices.flat[0].platform
-        self.hands_over = platform == "cpu"  # a GPU program cannot pass host memory to a callback
+        self.mesh, self.config = update.mesh, update.layout.config
+        self.stashes, self.on_disk = stashes, on_disk
+        self.state = HostState(self.records, stashes=stashes, on_disk=on_disk)
+        self.params_away, self.needs_weights = self.state.params_away, self.state.needs_weights
+        has_master, order = self.layout.has_master, self.state.order
+        self.rules = [HostRule(update, i, self.state.grad_dtype(i), summed, has_master) for i in order]
         start, leaves = 0, []
-        for rule, index in zip(self.rules, self.order, strict=True):
+        for rule, index in zip(self.rules, order, strict=True):
             scalars = slice(start, start + len(rule.crossing))
             start = scalars.stop
             leaves.append(self._leaf(rule, index, scalars))
         disk = self.layout.disk
-        self.host = HostLeaves(leaves, link_of(platform), None if disk is None else disk.swap)
+        self.host = HostLeaves(leaves, link_of(self.mesh.devices.flat[0].platform), None if disk is None else disk.swap)
+        self.binding = HostBinding(self.state, self.host)
         self._step, self._delayed = HostStep(self.host), DelayedStep(self.host)
 
     def _leaf(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
         weight_on_device, delayed = self.needs_weights, self.config.delayed_update
         states = len(rule.states)
-        in_place = self.has_master or not (weight_on_device or delayed)
+        in_place = self.layout.has_master or not (weight_on_device or delayed)
         aliases = [(1 + k, 2 + k) for k in range(states)] + ([(0, 1)] if in_place else [])
         arrays = [True] * (2 + states) + [False] * len(rule.crossing)
-        shelf = self.on_disk if index in self.layout.blocks else None
+        stash = self.on_disk if index in self.layout.blocks else None
         return LeafKernel(
             kernel=build_kernel(rule.kernel, aliases, arrays=arrays),
             scalars=scalars,
-            arrays=tuple(rest_of(record) for record in self._rests(index)),
+            arrays=tuple(rest_of(record) for record in self.state.specs(index)),
             num_states=states,
             stacked=index in self.layout.blocks,
             weight_on_device=weight_on_device,
-            casts=self.has_master,
+            casts=self.layout.has_master,
             params_on_device=not self.params_away,
             delayed=delayed,
-            grad=None if shelf is None else OnRecord(shelf.kind, self.layout.blocks.index(index)),
+            grad=None if stash is None else OnRecord(stash.kind, self.layout.blocks.index(index)),
         )
-
-    # --- around a step -----------------------------------------------------------------------------------------------------
-
-    def prepare(self, state: TrainState) -> list[int]:
-        """Make room for what a step keeps in host memory, and bind the state's memory where callbacks are not handed it.
-
-        Errors of a step that was given up for another reason are forgotten.
-
-        Returns:
-          The addresses bound.
-        """
-        self.host.take_errors()
-        positions = {device: n for n, device in enumerate(self.mesh.devices.flat)}
-        local = [positions[d] for d in self.mesh.local_devices]
-        for leaf, index in enumerate(self.order):
-            shape, delayed = self._shard_shape(index), self.config.delayed_update
-            for device in local:
-                if delayed or (self.stashes and self.on_disk is None and index in self.layout.blocks):
-                    self.host.reserve(device, leaf, shape, self.grad_dtype(index))
-                if delayed:
-                    self.host.reserve_new_params(device, leaf, shape, self.layout.leaves[index].dtype)
-        if self.hands_over:
-            return []
-        states, addresses = self.records.flat(state), []
-        for leaf, index in enumerate(self.order):
-            arrays = self._held(states, index) + ([state.pending.grads[leaf]] if state.pending is not None else [])
-            shards = [{positions[s.device]: view(s.data) for s in a.addressable_shards} for a in arrays]
-            for device in local:
-                views = [shard[device] for shard in shards]
-                addresses += [v.ctypes.data for v in views]
-                if state.pending is not None:
-                    self.host.bind_pending(device, leaf, views.pop())
-                self.host.bind(device, leaf, views)
-        return addresses
-
-    def memory(
-        self, states: FlatState, part: Sequence[int], pending: Pending | None
-    ) -> tuple[list[Array], list[PartitionSpec]]:
-        """Return the arrays that a callback on some leaves is handed, and their specs; nothing on a GPU."""
-        arrays: list[Array] = []
-        specs: list[PartitionSpec] = []
-        if not self.hands_over:
-            return arrays, specs
-        for index in part:
-            own = self._held(states, index)
-            own += [pending.grads[self.order.index(index)]] if pending is not None else []
-            lead = (None,) if index in self.layout.blocks else ()
-            arrays += own
-            specs += [PartitionSpec(*lead, *self.records.grads[index].spec)] * len(own)
-        return arrays, specs
-
-    def _held(self, states: FlatState, index: int) -> list[Any]:
-        """Return the arrays of a leaf that its kernel works on, of those that rest in host memory."""
-        return [a for a in self._chosen(states.params, states.master, states.opt, index) if not isinstance(a, OnDisk)]
-
-    def _rests(self, index: int) -> list[RecordSpec]:
-        """Return how all of them rest."""
-        return self._chosen(self.records.params, self.records.master if self.has_master else None, self.records.opt, index)
-
-    def _chosen(self, params: Sequence[Any], master: Sequence[Any] | None, opt: Sequence[Any], index: int) -> list[Any]:
-        """Return of a leaf the weight, unless it is on the device, the states, and the parameter to cast to, unless it is."""
-        weight = master[index : index + 1] if master is not None else params[index : index + 1] if self.params_away else []
-        cast = params[index : index + 1] if self.has_master and self.params_away else []
-        return [*weight, *(opt[j] for j in self.layout.opt_map.states_of((index,))), *cast]
-
-    def moves(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Return the kinds of stacked records that callbacks read and write in a tick of each phase: {phase: (reads, writes)}.
-
-        Parameters that are written are the schedule's own.
-        """
-        records = [r for i in self.layout.blocks for r in self._rests(i)]
-        updated = tuple(
-            dict.fromkeys(r.disk_records.kind for r in records if r.disk_records is not None and r.disk_records.in_place)
-        )
-        writes = tuple(kind for kind in updated if kind != "params")
-        if self.config.update == "in_backward":
-            return {"backward": (updated, writes)}
-        grads = () if self.on_disk is None else (self.on_disk.kind,)
-        return {"backward": ((), grads), "update": ((*grads, *updated), writes)}
-
-    def _shard_shape(self, index: int) -> tuple[int, ...]:
-        lead = (None,) if index in self.layout.blocks else ()
-        sharding = jax.sharding.NamedSharding(self.mesh, PartitionSpec(*lead, *self.records.grads[index].spec))
-        return sharding.shard_shape(self.layout.leaves[index].shape)
-
-    def grad_dtype(self, index: int) -> Any:
-        return self.layout.leaves[index].dtype if self.config.num_microbatches == 1 else jnp.dtype(jnp.float32)
-
-    def check(self, before: list[int], state: TrainState) -> None:
-        """Raise what went wrong in the callbacks of a step, and make sure that the state is the memory they worked on.
-
-        Raises:
-          RuntimeError: an update failed, here or in another process, or the step returned other memory.
-        """
-
-        def check() -> None:
-            self.host.check()
-            if self.prepare(state) != before:
-                raise RuntimeError(
-                    "the step returned the optimizer state in other memory than it was given: the update is lost"
-                )
-
-        self._together.do(check)
-
-    # --- inside the step ---------------------------------------------------------------------------------------------------
 
     def scalars(self, shared: Sequence[Array], loss: Array, factor: Array, scale: Array) -> Array:
         """Return the scalars of every leaf's kernel: f32[n]."""
@@ -235,7 +135,7 @@ class HostUpdate:
 
     def start(self, states: FlatState, pending: Pending, token: Array) -> Array:
         """Begin the update that the step before left; returns a token."""
-        memory = self.memory(states, self.order, pending)
+        memory = self.state.operands(states, self.state.order, pending)
         scalars = self.scalars(pending.shared, *pending.scalars)
         ready = pending.ready.astype(jnp.int32)
         return self._call(self._delayed.start, (), [ready], memory, scalars, (), (), token, small=True)[1]
@@ -255,7 +155,7 @@ class HostUpdate:
         blocks = part == self.layout.blocks
         results = () if self.params_away else tuple(part)
         callback = functools.partial(self._delayed.install, first=0 if blocks else len(self.layout.blocks), count=len(part))
-        memory = self.memory(states, part, pending)
+        memory = self.state.operands(states, part, pending)
         new, token = self._call(callback, results, [layer], memory, None, (), (), token, small=False)
         params = list(states.params)
         for i, value in zip(part, new, strict=False):
@@ -296,7 +196,7 @@ class HostUpdate:
         results = () if self.params_away else tuple(part)
         callback = functools.partial(self._step.update, first=first, count=len(part), stashed=not grads)
         where = [layer, go.astype(jnp.int32)]
-        memory, given = self.memory(states, part, None), [*grads, *old]
+        memory, given = self.state.operands(states, part, None), [*grads, *old]
         return self._call(callback, results, where, memory, scalars, given, records * (bool(grads) + bool(old)), token)
 
     def _call(
@@ -330,7 +230,7 @@ class HostUpdate:
         """
         every = PartitionSpec(self.mesh.axis_names)
         made = [
-            jax.ShapeDtypeStruct(self._shard_shape(i)[int(i in self.layout.blocks) :], self.layout.leaves[i].dtype)
+            jax.ShapeDtypeStruct(self.state.shard_shape(i)[int(i in self.layout.blocks) :], self.layout.leaves[i].dtype)
             for i in results
         ]
         after = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -372,7 +272,7 @@ def update_on_host(host: HostUpdate) -> Update:
         factor = clip_factor(norm, config.clip_norm)
         states = records.flat(state)
         scalars = host.scalars(records.shared_of(states), value, factor, scale)
-        grads = [g.astype(host.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))]  # exact: cast up before
+        grads = [g.astype(host.state.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))]  # exact: cast up before
         states, _ = host.update_ends(states, grads, ok, scalars, host.first_token(state))
         states = records.with_shared(states, host.record_update.shared(states, value, ok))
         return finish(state, *records.trees(state, states), value, norm, ok, config.loss_scaling)

@@ -90,7 +90,7 @@ class Runner:
           ValueError: the state is not the one on disk.
           SwapError: an earlier program failed.
         """
-        addresses = [] if self.host is None else self.host.prepare(jax.block_until_ready(state))
+        addresses = [] if self.host is None else self.host.binding.prepare(jax.block_until_ready(state))
         if self.swap is not None:
             self.swap.begin(state, moves, written)
         return addresses
@@ -108,7 +108,7 @@ class Runner:
         """
         metrics = {} if self.swap is None else self.swap.finish(is_step=True)
         if self.host is not None:
-            self.host.check(addresses, state)
+            self.host.binding.check(addresses, state)
         return metrics
 
     def close(self) -> None:

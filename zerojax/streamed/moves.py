@@ -26,7 +26,7 @@ def step_moves(plan: StreamedPlan, loops: Loops, ends_first: bool) -> tuple[Move
         return ()
     kinds, phases = plan.layout.disk.kinds.keys(), [phase.name for phase in plan.schedule.phases]
     first, last = plan.state_records.end_moves()
-    by_host = {} if plan.host is None else plan.host.moves()
+    by_host = {} if plan.host is None else plan.host.state.moves()
     after = ["update"] if ends_first else []
     before = moves_of(plan.schedule, kinds, [name for name in phases if name not in after], by_host, loops)
     return (*first, *before, *last, *moves_of(plan.schedule, kinds, after, by_host))
