@@ -1,23 +1,25 @@
 """What a streamed step does with gradients: the interface of its endings, and what backward hands to them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.optim import RecordUpdate, finish
-from zerojax.state import FlatState, Pending, Plan, TrainState
-from zerojax.streamed.phases import Tick
+from zerojax.state import FlatState, Pending, TrainState
+from zerojax.streamed.phases import ScheduleArrays, Tick
 
 Array = jax.Array
 
 Result = tuple[TrainState, dict[str, Array]]
+Carried = TypeVar("Carried")
+"""What backward carries for an ending: a pytree."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class BackwardResult:
+class BackwardResult(Generic[Carried]):
     """What is known when backward is over.
 
     Attributes:
@@ -25,16 +27,14 @@ class BackwardResult:
       loss: f32[], the mean over microbatches.
       carried: by backward.
       ends: summed gradients of the leaves that are no stack of layers.
-      plans: the schedule's arrays.
-      one: i32[] holding 1.
+      arrays: of the schedule.
     """
 
     state: TrainState
     loss: Array
-    carried: dict[str, Any]
+    carried: Carried
     ends: list[Array]
-    plans: Mapping[str, Plan]
-    one: Array
+    arrays: ScheduleArrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,37 +56,41 @@ class RecordGrads:
     landing: Any
 
 
-class Ending(Protocol):
+class Ending(Protocol[Carried]):
     """How a step uses gradients."""
 
     ends_first: bool
     """Whether the leaves that are no stack of layers are updated before the layers."""
 
-    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> dict[str, Any]:
+    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> Carried:
         """Return what backward carries; `grads` are the stacks in host memory, if any."""
         ...
 
-    def params(self, state: TrainState, carried: dict[str, Any]) -> list[Array]:
+    def params(self, state: TrainState, carried: Carried) -> list[Array]:
         """Return the stacks of parameters that backward reads, of all stacked leaves."""
         ...
 
-    def use(self, state: TrainState, carried: dict[str, Any], made: RecordGrads) -> tuple[dict[str, Any], Any]:
+    def use(self, state: TrainState, carried: Carried, record: RecordGrads) -> tuple[Carried, Any]:
         """Take one record's gradients; returns what is carried on, and `landing`."""
         ...
 
-    def end(self, sums: BackwardResult) -> Result:
+    def grads(self, carried: Carried) -> list[Array]:
+        """Return the stacks in host memory that `begin` took, as backward left them."""
+        ...
+
+    def end(self, result: BackwardResult[Carried]) -> Result:
         """Finish the step."""
         ...
 
 
 def closed(
-    update: RecordUpdate, sums: BackwardResult, states: FlatState, norm: Array, pending: Pending | None = None
+    update: RecordUpdate, result: BackwardResult[Any], states: FlatState, norm: Array, pending: Pending | None = None
 ) -> Result:
     """Move the shared scalars on and finish the step."""
-    ok, state = jnp.isfinite(norm), sums.state
+    ok, state = jnp.isfinite(norm), result.state
     records = update.records
-    states = records.with_shared(states, update.shared(states, sums.loss, ok))
-    return finish(state, *records.trees(state, states), sums.loss, norm, ok, update.layout.config.loss_scaling, pending)
+    states = records.with_shared(states, update.shared(states, result.loss, ok))
+    return finish(state, *records.trees(state, states), result.loss, norm, ok, update.layout.config.loss_scaling, pending)
 
 
 def loss_scale(state: TrainState) -> Array:

@@ -8,8 +8,9 @@
       in backward   the host updates layer l                      the other leaves
     Delayed         store g[l] on the host                        take over what the host made of the last step's gradients
 
-Backward carries a dict: "squares", the sum of squares of the gradients so far, and what the ending needs. Clipping is exact:
-the scale is applied when all layers' gradients are known.
+Through backward an ending carries the sum of squares of the gradients so far, and what it needs: `StoredGrads` the stacks that
+wait for the update, `InBackward` the state that is being updated. Clipping is exact: the scale is applied when all layers'
+gradients are known, which is why an update in backward has none.
 """
 
 import dataclasses
@@ -24,12 +25,28 @@ import optax
 from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
 from zerojax.optim import RecordUpdate, build_update, clip_factor
-from zerojax.state import FlatState, Index, Plan, Tile, TrainState, is_stored, pick, read_layer, wait_for, write_layer
+from zerojax.state import FlatState, Index, Tile, TrainState, is_stored, pick, read_layer, write_layer
 from zerojax.streamed.ending import BackwardResult, RecordGrads, Result, closed
-from zerojax.streamed.phases import Tick, run_phase
+from zerojax.streamed.phases import PhaseArrays, Tick, run_phase
 from zerojax.streamed.plan import StreamedPlan
 
 Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GradStacks:
+    """What backward carries where gradients are stored.
+
+    Attributes:
+      grads: a stack of each stacked leaf, on the device, in host memory or OnDisk; none where callbacks stash them.
+      squares: f32[], the sum of squares of the unscaled gradients so far.
+      token: orders the callbacks of the host's update.
+    """
+
+    grads: list[Any]
+    squares: Array
+    token: Array
 
 
 class StoredGrads:
@@ -37,130 +54,137 @@ class StoredGrads:
 
     ends_first = False
 
-    def __init__(self, layout: StreamedPlan) -> None:
-        self.layout, self.config = layout, layout.config
+    def __init__(self, plan: StreamedPlan) -> None:
+        self.plan, self.config = plan, plan.config
 
-    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> dict[str, Any]:
+    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> GradStacks:
         del state, loss
-        layout = self.layout
-        if not layout.grads_in_memory:
-            grads = layout.empty_grads()
-        return {"squares": jnp.float32(0), "grads": grads, "token": token}
+        return GradStacks(grads if self.plan.grads_in_memory else self.plan.empty_grads(), jnp.float32(0), token)
 
-    def params(self, state: TrainState, carried: dict[str, Any]) -> list[Array]:
+    def params(self, state: TrainState, carried: GradStacks) -> list[Array]:
         del carried
         return jax.tree.leaves(state.params[BLOCKS], is_leaf=is_stored)
 
-    def use(self, state: TrainState, carried: dict[str, Any], made: RecordGrads) -> tuple[dict[str, Any], Any]:
-        squares = carried["squares"] + self.layout.squares(made.grads, state)
-        return self.store(carried, made.now, made.part, made.grads) | {"squares": squares}, made.landing
+    def use(self, state: TrainState, carried: GradStacks, record: RecordGrads) -> tuple[GradStacks, Any]:
+        squares = carried.squares + self.plan.squares(record.grads, state)
+        return dataclasses.replace(self.store(carried, record), squares=squares), record.landing
 
-    def store(self, carried: dict[str, Any], now: Tick, part: Sequence[int], grads: list[Array]) -> dict[str, Any]:
-        layout, stacks = self.layout, carried["grads"]
-        after = write_layer(pick(layout.grads, part), layout.pick(stacks, part), now.write, grads)
-        return carried | {"grads": layout.put(stacks, part, after)}
+    def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
+        plan, part = self.plan, record.part
+        after = write_layer(pick(plan.grads, part), plan.pick(carried.grads, part), record.now.write, record.grads)
+        return dataclasses.replace(carried, grads=plan.put(carried.grads, part, after))
 
-    def read_grads(self, carried: dict[str, Any], part: Sequence[int], index: Index) -> list[Array]:
-        return read_layer(pick(self.layout.grads, part), self.layout.pick(carried["grads"], part), index)
+    def grads(self, carried: GradStacks) -> list[Array]:
+        return carried.grads if self.plan.grads_in_memory else []
 
-    def norm(self, sums: BackwardResult) -> Array:
+    def read_grads(self, carried: GradStacks, part: Sequence[int], index: Index) -> list[Array]:
+        return read_layer(pick(self.plan.grads, part), self.plan.pick(carried.grads, part), index)
+
+    def norm(self, result: BackwardResult[GradStacks]) -> Array:
         """Return the global norm of the unscaled gradients."""
-        return jnp.sqrt(sums.carried["squares"] + self.layout.squares(sums.ends, sums.state))
+        return jnp.sqrt(result.carried.squares + self.plan.squares(result.ends, result.state))
 
 
 class WholeTree(StoredGrads):
     """Everything that the optimizer reads is on the device: any optimizer runs, once, on whole trees."""
 
-    def __init__(self, layout: StreamedPlan, tx: optax.GradientTransformation) -> None:
-        super().__init__(layout)
-        self.update = build_update(tx, layout.layout)
+    def __init__(self, plan: StreamedPlan, tx: optax.GradientTransformation) -> None:
+        super().__init__(plan)
+        self.update = build_update(tx, plan.layout)
 
-    def end(self, sums: BackwardResult) -> Result:
-        layout = self.layout
-        grads = dict(zip((*layout.stacked, *layout.ends), [*sums.carried["grads"], *sums.ends], strict=True))
-        tree = jax.tree.structure(sums.state.params)
-        mean = [layout.mean(grads[i]) for i in range(len(grads))]
-        return self.update(sums.state, sums.loss, jax.tree.unflatten(tree, mean))
+    def end(self, result: BackwardResult[GradStacks]) -> Result:
+        plan = self.plan
+        grads = dict(zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True))
+        tree = jax.tree.structure(result.state.params)
+        mean = [plan.mean(grads[i]) for i in range(len(grads))]
+        return self.update(result.state, result.loss, jax.tree.unflatten(tree, mean))
 
 
 class ByLayers(StoredGrads):
     """The update is a loop over layers, and over each group's tiles, whose records come from where they rest and go back."""
 
-    def __init__(self, layout: StreamedPlan, update: RecordUpdate) -> None:
-        super().__init__(layout)
+    def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
+        super().__init__(plan)
         self.record_update, self.records = update, update.records
         # The layer updated first is the one whose gradient was stored last: on disk that write is done meanwhile.
-        self.ends_first = layout.layout.disk is not None
+        self.ends_first = plan.layout.disk is not None
 
-    def end(self, sums: BackwardResult) -> Result:
-        layout, update, records, state = self.layout, self.record_update, self.records, sums.state
+    def end(self, result: BackwardResult[GradStacks]) -> Result:
+        plan, update, records, state = self.plan, self.record_update, self.records, result.state
         # What the update fetches first comes after backward, not before it.
-        plans, squares = wait_for(sums.plans, sums.carried["squares"], layout.mesh)
-        sums = dataclasses.replace(sums, carried=sums.carried | {"squares": squares})
-        norm = self.norm(sums)
+        arrays, squares = result.arrays.after(result.carried.squares, plan.mesh)
+        result = dataclasses.replace(result, carried=dataclasses.replace(result.carried, squares=squares))
+        norm = self.norm(result)
         ok, factor = jnp.isfinite(norm), clip_factor(norm, self.config.clip_norm)
 
         def ready(grad: Array) -> Array:
-            grad = layout.unscaled(grad, state)
+            grad = plan.unscaled(grad, state)
             return grad if self.config.clip_norm is None else grad * factor
 
         states = records.flat(state)
         shared = records.shared_of(states)
-        ends = [ready(g) for g in sums.ends]
+        ends = [ready(g) for g in result.ends]
         if self.ends_first:
-            states = update.update_ends(states, ends, shared, sums.loss, ok, sums.one)
+            states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one)
             if (token := records.end_token(states)) is not None:
-                plans, _ = wait_for(plans, token, layout.mesh)
-        loops = [UpdateLoop(layout.schedule.phase("update"), plans["update"], layout.blocks, layout.layout.device_layers)]
-        for group, tiles in layout.loops:
+                arrays, _ = arrays.after(token, plan.mesh)
+        loops = [UpdateLoop(plan.schedule.phase("update"), arrays.phase("update"), plan.blocks, plan.layout.device_layers)]
+        for group, tiles in plan.loops:
             at = partial(Tile.numbered, of=group.num_tiles)
-            loops.append(UpdateLoop(tiles.phase("update"), plans[tiles.plan("update")], group.leaves, 0, at))
-        before: list[Array] = []
+            loops.append(UpdateLoop(tiles.phase("update"), arrays.phase(tiles.plan("update")), group.leaves, 0, at))
+        tokens: list[Array] = []
         for loop in loops:
-            if before:  # the disk sees one order
-                loop = dataclasses.replace(loop, plan=wait_for(loop.plan, before, layout.mesh)[0])
-            states = self.update_records(sums, states, loop, ready, ok)
-            before = records.tokens(states, loop.part) or before
+            if tokens:  # the engine reads and writes records in one order, so loops over them may not be exchanged
+                loop = dataclasses.replace(loop, arrays=loop.arrays.after(tokens, plan.mesh))
+            states = self.update_records(result, states, loop, ready, ok)
+            tokens = records.tokens(states, loop.part) or tokens
         if not self.ends_first:
-            states = update.update_ends(states, ends, shared, sums.loss, ok, sums.one)
-        return closed(update, sums, states, norm)
+            states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one)
+        return closed(update, result, states, norm)
 
     def update_records(
-        self, sums: BackwardResult, states: FlatState, loop: "UpdateLoop", ready: Callable[[Array], Array], ok: Array
+        self,
+        result: BackwardResult[GradStacks],
+        states: FlatState,
+        loop: "UpdateLoop",
+        ready: Callable[[Array], Array],
+        ok: Array,
     ) -> FlatState:
         """Update the records of one loop.
 
         Args:
-          sums: of the step.
+          result: of backward.
           states: all leaves.
           loop: over the records.
           ready: a stored gradient -> the one to update with.
           ok: bool[], whether to update at all.
         """
-        layout, records, part, at = self.layout, self.records, loop.part, loop.at
+        plan, records, part, at = self.plan, self.records, loop.part, loop.at
         shared = records.shared_of(states)
-        old_away = states.master is None and layout.params_away
+        old_away = states.master is None and plan.params_away
         opt_away = self.config.opt_state != "device"
-        opt_ahead = opt_away and not (loop.on_device and (old_away or layout.grads_away))
+        # A ring holds records of one form. Where some layers fetch gradients or parameters, and their state is on the device,
+        # no layer's optimizer state is part of the record.
+        opt_ahead = opt_away and not (loop.on_device and (old_away or plan.grads_away))
         num = len(part)
 
         def fetch(states: FlatState, layer: Array) -> list[Array]:
-            record = self.read_grads(sums.carried, part, at(layer)) if layout.grads_away else []
+            record = self.read_grads(result.carried, part, at(layer)) if plan.grads_away else []
             record += records.read_params(states, part, at(layer)) if old_away else []
             return record + (records.read_opt(states, part, at(layer)) if opt_ahead else [])
 
         def tick(states: FlatState, now: Tick) -> tuple[FlatState, Any]:
-            taken, here, there = list(now.taken or []), now.index(at), now.write_index(at)
-            grads = self.read_grads(sums.carried, part, here) if not layout.grads_away else taken[:num]
-            taken = taken[num:] if layout.grads_away else taken
+            taken, here, there = list(now.record or []), now.index(at), now.write_index(at)
+            grads = self.read_grads(result.carried, part, here) if not plan.grads_away else taken[:num]
+            taken = taken[num:] if plan.grads_away else taken
             old: list[Array] = []
             if states.master is None:
                 old, taken = (taken[:num], taken[num:]) if old_away else (records.read_params(states, part, here), taken)
             opt = taken if opt_ahead and not now.on_device else records.read_opt(states, part, here)
             mean = [ready(g) for g in grads]
-            return self.record_update.update_layer(states, part, there, mean, old + opt, shared, sums.loss, ok, now.landing)
+            return self.record_update.update_layer(states, part, there, mean, old + opt, shared, result.loss, ok, now.landing)
 
-        return run_phase(loop.phase, loop.plan, states, tick, sums.one, fetch=fetch, device_layers=loop.on_device)
+        return run_phase(loop.phase, loop.arrays, states, tick, fetch=fetch, device_layers=loop.on_device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,49 +193,79 @@ class UpdateLoop:
 
     Attributes:
       phase: of the schedule.
-      plan: its arrays.
+      arrays: of the phase.
       part: the leaves of a record.
       on_device: layers whose optimizer state stays on the device.
       at: number of a record -> its index.
     """
 
     phase: Phase
-    plan: Plan
+    arrays: PhaseArrays
     part: Sequence[int]
     on_device: int
     at: Callable[[Array], Index] = lambda layer: layer
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UpdatedState:
+    """What backward carries where it updates.
+
+    Attributes:
+      loss: f32[].
+      scalars: of the host's kernels, or None.
+      squares: f32[], the sum of squares of the unscaled gradients so far.
+      states: of layers whose backward is over, after the step.
+      token: orders the callbacks of the host's update.
+    """
+
+    loss: Array
+    scalars: Array | None
+    squares: Array
+    states: FlatState
+    token: Array
+
+
 class InBackward:
-    """A layer is updated in the tick that makes its gradient, which is never stored."""
+    """A layer is updated in the tick that makes its gradient, which is never stored.
+
+    A gradient that is not finite stops the updates from there on; those of later layers are done. Hence no loss scaling.
+    """
 
     ends_first = False
 
-    def __init__(self, layout: StreamedPlan, update: RecordUpdate) -> None:
-        self.layout, self.record_update, self.records = layout, update, update.records
+    def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
+        self.plan, self.record_update, self.records = plan, update, update.records
 
-    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> dict[str, Any]:
+    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> UpdatedState:
         del grads
-        return {"squares": jnp.float32(0), "states": self.records.flat(state), "loss": loss, "token": token}
+        return UpdatedState(loss, None, jnp.float32(0), self.records.flat(state), token)
 
-    def params(self, state: TrainState, carried: dict[str, Any]) -> list[Array]:
+    def params(self, state: TrainState, carried: UpdatedState) -> list[Array]:
         del state
-        return [carried["states"].params[i] for i in self.layout.stacked]
+        return [carried.states.params[i] for i in self.plan.stacked]
 
-    def use(self, state: TrainState, carried: dict[str, Any], made: RecordGrads) -> tuple[dict[str, Any], Any]:
-        layout, records, states, now, part = self.layout, self.records, carried["states"], made.now, made.part
-        old = layout.on_shards(made.params, part) if states.master is None else []
+    def use(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
+        plan, records, states, now, part = self.plan, self.records, carried.states, record.now, record.part
+        old = plan.on_shards(record.params, part) if states.master is None else []
         read = old + records.read_opt(states, part, now.index())
-        squares = carried["squares"] + layout.squares(made.grads, state)
-        shared, mean, ok = records.shared_of(states), [layout.mean(g) for g in made.grads], jnp.isfinite(squares)
+        squares = carried.squares + plan.squares(record.grads, state)
+        shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
         states, landing = self.record_update.update_layer(
-            states, part, now.write_index(), mean, read, shared, carried["loss"], ok, made.landing
+            states, part, now.write_index(), mean, read, shared, carried.loss, ok, record.landing
         )
-        return carried | {"states": states, "squares": squares}, landing
+        return dataclasses.replace(carried, states=states, squares=squares), landing
 
-    def end(self, sums: BackwardResult) -> Result:
-        update, states = self.record_update, sums.carried["states"]
-        norm = jnp.sqrt(sums.carried["squares"] + self.layout.squares(sums.ends, sums.state))
-        ends, shared = [self.layout.mean(g) for g in sums.ends], self.records.shared_of(states)
-        states = update.update_ends(states, ends, shared, sums.loss, jnp.isfinite(norm), sums.one)
-        return closed(update, sums, states, norm)
+    def grads(self, carried: UpdatedState) -> list[Array]:
+        del carried
+        return []
+
+    def norm(self, result: BackwardResult[UpdatedState]) -> Array:
+        """Return the global norm of the gradients."""
+        return jnp.sqrt(result.carried.squares + self.plan.squares(result.ends, result.state))
+
+    def end(self, result: BackwardResult[UpdatedState]) -> Result:
+        update, states, norm = self.record_update, result.carried.states, self.norm(result)
+        ends, shared = [self.plan.mean(g) for g in result.ends], self.records.shared_of(states)
+        states = update.update_ends(states, ends, shared, result.loss, jnp.isfinite(norm), result.arrays.one)
+        return closed(update, result, states, norm)

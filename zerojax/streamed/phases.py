@@ -2,17 +2,61 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from host_offload.schedule import Phase
 from zerojax.jaxprs import evaluate, flatten
-from zerojax.state import Index, OnDevice, Plan
+from zerojax.state import Index, OnDevice, Plan, wait_for
 
 Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScheduleArrays:
+    """The schedule's arrays, as arguments of the program: XLA must not know what is in them.
+
+    Where it can derive the index of a slice of host memory from a loop's counter, it reads another layer
+    (`zerojax.state.records`). And a loop that it knows to make one trip it unrolls.
+
+    Attributes:
+      phases: i32 arrays of each phase, by name.
+      one: i32[] holding 1, which bounds loops of one trip.
+    """
+
+    phases: Mapping[str, Mapping[str, Any]]
+    one: Any
+
+    def phase(self, name: str) -> "PhaseArrays":
+        """Return the arrays of one phase."""
+        return PhaseArrays(self.phases[name], self.one)
+
+    def after(self, values: Any, mesh: Mesh) -> tuple["ScheduleArrays", Any]:
+        """Return the arrays, of which the phases' are known only when `values` are, and `values`."""
+        phases, values = wait_for(self.phases, values, mesh)
+        return dataclasses.replace(self, phases=phases), values
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseArrays:
+    """The arrays of one phase.
+
+    Attributes:
+      columns: i32 arrays, by field of `host_offload.schedule.Phase`.
+      one: i32[] holding 1.
+    """
+
+    columns: Plan
+    one: Array
+
+    def after(self, values: Any, mesh: Mesh) -> "PhaseArrays":
+        """Return the arrays, known only when `values` are."""
+        return dataclasses.replace(self, columns=wait_for(self.columns, values, mesh)[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,21 +64,21 @@ class Tick:
     """One tick, as its body sees it.
 
     Attributes:
-      layer: i32[], the layer computed; of an ending, the record that it takes.
-      write: i32[], the same, known once this tick's fetch has landed: the index to write at.
-      consume: i32[], the layer whose record is taken; read it only if `takes`.
-      taken: the record taken out of the ring, or None where nothing was fetched ahead.
+      layer: i32[], the layer computed; of an ending, the record updated; in a loop over tiles, the tile.
+      write: i32[], the same, known once this tick's fetch has landed: where to write.
+      consume: i32[], the layer whose record is taken; read it only if `takes_record`.
+      record: out of the ring, or None where nothing was fetched ahead.
       landing: the record on its way, or None; a tick returns it.
-      takes: whether a record is taken in this tick.
+      takes_record: whether a record is taken in this tick.
       on_device: whether the layer's optimizer state stays on the device.
     """
 
     layer: Any
     write: Any
     consume: Array
-    taken: list[Array] | None
+    record: list[Array] | None
     landing: list[Array] | None
-    takes: bool
+    takes_record: bool
     on_device: bool
 
     def index(self, at: Callable[[Any], Index] = lambda layer: layer) -> Index:
@@ -48,10 +92,9 @@ class Tick:
 
 def run_phase(
     phase: Phase,
-    plan: Plan,
+    arrays: PhaseArrays,
     carry: Any,
     tick: Callable[[Any, Tick], tuple[Any, Any]],
-    one: Array,
     *,
     fetch: Callable[[Any, Array], list[Array]],
     device_layers: int = 0,
@@ -63,15 +106,14 @@ def run_phase(
 
     Args:
       phase: the schedule, which decides what is compiled.
-      plan: its arrays, as arguments of the program.
+      arrays: those of the phase.
       carry: whatever the ticks pass on.
       tick: `tick(carry, now) -> (carry, landing)`, which may tie `now.landing` to what it computes: it must then have landed
         before that, and lands beside what comes earlier.
-      one: i32[] holding 1, an argument of the program.
       fetch: `fetch(carry, layer) -> record`, the arrays that are fetched ahead.
       device_layers: layers whose optimizer state stays on the device.
     """
-    ring: Any = None
+    ring, columns = None, arrays.columns
     single = len(phase.preload) == 1  # one slot is carried as it is
 
     def take(slots: Array, slot: Array) -> Array:
@@ -81,45 +123,59 @@ def run_phase(
         return jax.lax.dynamic_update_index_in_dim(slots, value, slot, 0)
 
     if len(phase.preload):
-        first = [fetch(carry, plan["preload"][i]) for i in range(len(phase.preload))]
+        first = [fetch(carry, columns["preload"][i]) for i in range(len(phase.preload))]
         ring = first[0] if len(first) == 1 else [jnp.stack(leaves) for leaves in zip(*first, strict=True)]
-    kinds = [
-        (int(f) >= 0, int(c) >= 0, int(slot) >= 0, int(layer) < device_layers)
-        for f, c, slot, layer in zip(phase.fetch, phase.consume, phase.use_slot, phase.layer, strict=True)
-    ]
     start = 0
-    for (fetches, takes, from_ring, on_device), ticks in itertools.groupby(kinds):
+    for kind, ticks in itertools.groupby(_kinds(phase, device_layers)):
         stop = start + len(list(ticks))
 
-        def body(
-            t: Array,
-            state: Any,
-            fetches: bool = fetches,
-            takes: bool = takes,
-            from_ring: bool = from_ring,
-            on_device: bool = on_device,
-        ) -> tuple[Any, Any]:
+        def body(t: Array, state: Any, kind: _TickKind = kind) -> tuple[Any, Any]:
             carry, ring = state
-            layer, consume = plan["layer"][t], plan["consume"][t]
-            taken, landing, write = None, None, layer
-            if takes and from_ring:
-                taken = ring if single else [take(r, plan["use_slot"][t]) for r in ring]
-            if fetches and ring is not None:
-                landing = fetch(carry, plan["fetch"][t])
+            index, consume = columns["layer"][t], columns["consume"][t]
+            record, landing, write_index = None, None, index
+            if kind.takes and kind.from_ring:
+                record = ring if single else [take(r, columns["use_slot"][t]) for r in ring]
+            if kind.fetches and ring is not None:
+                landing = fetch(carry, columns["fetch"][t])
                 if set(phase.fetches) & set(phase.writes):
-                    write, landing = jax.lax.optimization_barrier((layer, landing))
-            elif fetches:
-                taken = fetch(carry, consume)
-            carry, landed = tick(carry, Tick(layer, write, consume, taken, landing, takes, on_device))
+                    # A stack that is read and written in one tick: unless the write waits for the read, XLA copies the stack.
+                    write_index, landing = jax.lax.optimization_barrier((index, landing))
+            elif kind.fetches:
+                record = fetch(carry, consume)
+            now = Tick(index, write_index, consume, record, landing, kind.takes, kind.on_device)
+            carry, landed = tick(carry, now)
             if landed is not None:
-                slot = plan["fetch_slot"][t]
+                slot = columns["fetch_slot"][t]
                 ring = landed if single else [place_in(r, v, slot) for r, v in zip(ring or (), landed, strict=True)]
             return carry, ring
 
-        end = stop if stop - start > 1 else start + one
+        end = stop if stop - start > 1 else start + arrays.one
         carry, ring = jax.lax.fori_loop(start, end, body, (carry, ring))
         start = stop
     return carry
+
+
+@dataclasses.dataclass(frozen=True)
+class _TickKind:
+    """What the ticks of one loop have in common.
+
+    Attributes:
+      fetches: a record is fetched.
+      takes: a record is taken.
+      from_ring: it was fetched in an earlier tick.
+      on_device: the layer's optimizer state stays on the device.
+    """
+
+    fetches: bool
+    takes: bool
+    from_ring: bool
+    on_device: bool
+
+
+def _kinds(phase: Phase, device_layers: int) -> list[_TickKind]:
+    """Return the kind of each tick."""
+    ticks = zip(phase.fetch, phase.consume, phase.use_slot, phase.layer, strict=True)
+    return [_TickKind(int(f) >= 0, int(c) >= 0, int(slot) >= 0, int(layer) < device_layers) for f, c, slot, layer in ticks]
 
 
 def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any) -> tuple[Any, Any]:

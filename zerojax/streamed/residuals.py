@@ -1,14 +1,14 @@
-"""What one layer keeps from forward to backward, and its derivative given what was kept.
+"""The residuals of one layer: what it saves in forward for its backward, and its derivative given these.
 
-A layer is run twice: forward, and again inside its own derivative. The second run takes what was kept in place of what it
-computes, so whatever only led to a kept value is dead code and is not computed again:
+A layer is run twice: forward, and again inside its own derivative. The second run takes the residuals in place of what it
+computes, so whatever only led to a residual is dead code and is not computed again:
 
-    forward     y, kept = block(p, x)
-    backward    dp, dx  = vjp(block with each kept value put in its place)(dy)
+    forward     y, residuals = block(p, x)
+    backward    dp, dx       = vjp(block with each residual put in its place)(dy)
 
-Putting a value in place is an operation of its own: its result is the kept value, its derivative is that of what it replaces.
-Nothing made from parameters alone is ever kept (a gathered or transposed weight is made again from the gathered layer), so
-ZeRO-3's memory bound holds in every mode. What is kept:
+Putting a residual in place is an operation of its own: its result is the residual, its derivative is that of what it replaces.
+Nothing made from parameters alone is ever saved (a gathered or transposed weight is made again from the gathered layer), so
+ZeRO-3's memory bound holds in every mode. What is saved:
 
     save        every intermediate that backward reads, layout and casts excepted
     selective   the same, less attention's inner part: all between the product of queries and keys and the product with the
@@ -17,7 +17,7 @@ ZeRO-3's memory bound holds in every mode. What is kept:
     names       whatever the model marks by `jax.ad_checkpoint.checkpoint_name`, in any mode
 
 Attention is found by its form, two matrix products with batch dims of data with data, one feeding the other; a fused attention
-kernel keeps little, and is one equation here. Random masks agree in both runs since keys are functions of (step, layer).
+kernel saves little, and is one equation here. Random masks agree in both runs since keys are functions of (step, layer).
 """
 
 import dataclasses
@@ -39,10 +39,10 @@ _LAYOUT = frozenset(
 
 
 @jax.custom_jvp
-def put(computed: jax.Array, kept: jax.Array) -> jax.Array:
-    """Return `kept`; the derivative is that of `computed`."""
+def put(computed: jax.Array, saved: jax.Array) -> jax.Array:
+    """Return `saved`; the derivative is that of `computed`."""
     del computed
-    return kept
+    return saved
 
 
 @put.defjvp
@@ -52,39 +52,39 @@ def _put_jvp(primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]) ->
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedBlock:
-    """One layer, traced: its forward with what it keeps, and its backward.
+    """One layer, traced: its forward, which returns its residuals too, and its backward.
 
     Attributes:
       program: the block over (params, x, key), flattened.
       structures: tree structures of params, x and key.
-      kept: slots kept, in order.
-      offloaded: for each of `kept`, whether the user asked for host memory.
-      shapes: ShapeDtypeStruct of each of `kept`.
+      residuals: their slots, in order.
+      offloaded: for each of them, whether the user asked for host memory.
+      shapes: ShapeDtypeStruct of each of them.
       loops: the loops over tiles that are equations of the program, by the slot of their result, in order.
     """
 
     program: FlatJaxpr
     structures: tuple[Any, Any, Any]
-    kept: tuple[int, ...]
+    residuals: tuple[int, ...]
     offloaded: tuple[bool, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     loops: Mapping[int, TileLoop]
 
     def forward(self, params: Any, x: Any, key: Any) -> tuple[Any, list[jax.Array]]:
-        """Return y and the kept values."""
+        """Return y and the residuals."""
         slots = self._run(params, x, key, {})
-        return self._outputs(slots), [slots[slot] for slot in self.kept]
+        return self._outputs(slots), [slots[slot] for slot in self.residuals]
 
-    def backward(self, params: Any, x: Any, key: Any, kept: Sequence[jax.Array], dy: Any) -> tuple[Any, Any]:
+    def backward(self, params: Any, x: Any, key: Any, residuals: Sequence[jax.Array], dy: Any) -> tuple[Any, Any]:
         """Return the gradients of the parameters and of x."""
-        given = dict(zip(self.kept, kept, strict=True))
-        _, derivative = jax.vjp(lambda p, x: self._outputs(self._run(p, x, key, given)), params, x)
+        saved = dict(zip(self.residuals, residuals, strict=True))
+        _, derivative = jax.vjp(lambda p, x: self._outputs(self._run(p, x, key, saved)), params, x)
         return derivative(dy)
 
     def _outputs(self, slots: dict[int, Any]) -> Any:
         return jax.tree.unflatten(self.structures[1], [read(ref, slots) for ref in self.program.outputs])
 
-    def _run(self, params: Any, x: Any, key: Any, given: dict[int, jax.Array]) -> dict[int, Any]:
+    def _run(self, params: Any, x: Any, key: Any, saved: dict[int, jax.Array]) -> dict[int, Any]:
         slots: dict[int, Any] = dict(zip(self.program.inputs, jax.tree.leaves((params, x, key)), strict=True))
         numbers = {slot: number for number, slot in enumerate(self.loops)}
         for i in self.program.instructions:
@@ -92,12 +92,12 @@ class TracedBlock:
             number = numbers.get(i.outs[0]) if i.outs else None
             outs = bind(i.eqn, values) if number is None else [self.loops[i.outs[0]].derivable(number, values)]
             for slot, value in zip(i.outs, outs, strict=True):
-                if slot not in given:
+                if slot not in saved:
                     slots[slot] = value
                 elif jnp.issubdtype(value.dtype, jnp.floating):
-                    slots[slot] = put(value, given[slot])
+                    slots[slot] = put(value, saved[slot])
                 else:
-                    slots[slot] = given[slot]
+                    slots[slot] = saved[slot]  # integers have no derivative
         return slots
 
 
@@ -111,7 +111,7 @@ def plan_layer(
     offloaded: Sequence[str],
     tiled: bool = False,
 ) -> TracedBlock:
-    """Trace a block and choose what it keeps.
+    """Trace a block and choose its residuals.
 
     Args:
       block: `block(params, x, key) -> x`.
@@ -149,22 +149,23 @@ def plan_layer(
     loops = find_loops(program) if tiled else {}
 
     def layer(slots: Sequence[int]) -> TracedBlock:
-        kept = tuple(sorted(slots))
-        return TracedBlock(program, structures, kept, tuple(s in to_host for s in kept), tuple(shapes[s] for s in kept), loops)
+        chosen = tuple(sorted(slots))
+        offloaded = tuple(s in to_host for s in chosen)
+        return TracedBlock(program, structures, chosen, offloaded, tuple(shapes[s] for s in chosen), loops)
 
     every = layer(list(shapes))
-    return layer([slot for slot, read in zip(every.kept, _read_by_backward(every, params, x, key), strict=True) if read])
+    return layer([slot for slot, read in zip(every.residuals, _read_by_backward(every, params, x, key), strict=True) if read])
 
 
 def _read_by_backward(layer: TracedBlock, params: Any, x: Any, key: Any) -> list[bool]:
-    """Return, for each kept value, whether the derivative reads it."""
-    closed = jax.make_jaxpr(lambda kept, p, x, key, dy: layer.backward(p, x, key, kept, dy))(
+    """Return, for each residual, whether the derivative reads it."""
+    closed = jax.make_jaxpr(lambda residuals, p, x, key, dy: layer.backward(p, x, key, residuals, dy))(
         list(layer.shapes), params, x, key, x
     )
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
     live = program.live(program.outputs, is_root=lambda i: bool(i.eqn.effects))
     read_slots = {ref for ref in program.outputs if isinstance(ref, int)} | {slot for i in live for slot in i.reads}
-    return [slot in read_slots for slot in program.inputs[: len(layer.kept)]]
+    return [slot in read_slots for slot in program.inputs[: len(layer.residuals)]]
 
 
 def _names(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:
@@ -177,13 +178,13 @@ def _names(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:
 def _candidates(program: FlatJaxpr, num_params: int) -> dict[int, Any]:
     """Return the slots that depend on data and cost something to make again."""
     data = program.reached(program.inputs[num_params:])
-    made: dict[int, Any] = {
+    avals: dict[int, Any] = {
         out: v.aval
         for i in program.instructions
         if i.eqn.primitive.name not in _LAYOUT
         for out, v in zip(i.outs, i.eqn.outvars, strict=True)
     }
-    return {s: a for s, a in made.items() if s in data and not jnp.issubdtype(a.dtype, jax.dtypes.extended)}
+    return {s: a for s, a in avals.items() if s in data and not jnp.issubdtype(a.dtype, jax.dtypes.extended)}
 
 
 def _attention_inner(program: FlatJaxpr, num_params: int, num_data: int) -> frozenset[int]:

@@ -21,7 +21,7 @@ is taken there, so that no device ever holds a whole layer (memory-centric tilin
 With `gather_ahead` a tick gathers the layer of the next one while it computes its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ from host_offload.schedule import Move
 from zerojax.models import BLOCKS, LayeredModel
 from zerojax.optim import RecordUpdate
 from zerojax.sharding import ActivationSpec
-from zerojax.state import Plan, StateRecords, TrainState, is_stored, wait_for, write_layer
+from zerojax.state import StateRecords, TrainState, is_stored, write_layer
 from zerojax.streamed.activations import BlockTracer, ResidualPlan, Scratch
 from zerojax.streamed.ending import BackwardResult, Ending, RecordGrads, loss_scale
 from zerojax.streamed.endings import ByLayers, InBackward, WholeTree
@@ -43,12 +43,11 @@ from zerojax.streamed.ends import Ends
 from zerojax.streamed.host_endings import Delayed, HostInBackward, OnHost
 from zerojax.streamed.microbatches import Microbatches, key_of
 from zerojax.streamed.moves import eval_moves, step_moves
-from zerojax.streamed.phases import Tick, beside, run_phase
+from zerojax.streamed.phases import ScheduleArrays, Tick, beside, run_phase
 from zerojax.streamed.plan import StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
 
 Array = jax.Array
-Plans = Mapping[str, Plan]
 Block = Callable[[Any, Any, Any], tuple[Any, list[Array]]]
 """One layer of one microbatch: (params, x, key) -> (y, residuals)."""
 
@@ -88,14 +87,14 @@ class StreamedStep:
         self.host, self.schedule = self.plan.host, self.plan.schedule
         self.microbatches = Microbatches(self.mesh, self.config.num_microbatches)
         self.ends = Ends(model, self.plan, self.microbatches, gather)
-        self.ending: Ending = ending_of(self.plan, tx)
+        self.ending: Ending[Any] = ending_of(self.plan, tx)
         self.tracer = BlockTracer(model, self.plan)
 
     # --- what a step needs, from shapes alone ------------------------------------------------------------------------------
 
-    def arrays(self) -> tuple[dict[str, dict[str, np.ndarray]], np.ndarray]:
-        """Return the schedule's arrays, and i32[] holding 1."""
-        return self.schedule.arrays(), np.asarray(1, np.int32)
+    def arrays(self) -> ScheduleArrays:
+        """Return the schedule's arrays, in numpy."""
+        return ScheduleArrays(self.schedule.arrays(), np.asarray(1, np.int32))
 
     def abstract_residuals(self, abstract_batch: Any) -> ResidualPlan:
         """Return what forward saves of a batch."""
@@ -128,17 +127,16 @@ class StreamedStep:
     # --- the step ----------------------------------------------------------------------------------------------------------
 
     def step(
-        self, state: TrainState, batch: Any, arrays: tuple[Plans, Array], scratch: Scratch
+        self, state: TrainState, batch: Any, arrays: ScheduleArrays, scratch: Scratch
     ) -> tuple[tuple[TrainState, Scratch], dict[str, Array]]:
         """Run one step.
 
         Args:
           state: donated.
           batch: global batch.
-          arrays: the schedule's, and i32[] holding 1.
+          arrays: of the schedule.
           scratch: stacks in host memory that live from forward to update; donated and returned.
         """
-        plans, one = arrays
         key = jax.random.fold_in(state.key, state.step) if self.model.stochastic else None
         batch, keys = self.microbatches.split(batch, key)
         token = self._first_token(state)
@@ -146,23 +144,21 @@ class StreamedStep:
         x = self.microbatches.each(lambda b, k: self.ends.embed(ends, b, k), batch, keys)
         residuals = self.tracer.plan_residuals(x, keys, self.microbatches.count)
         stacks = self.tracer.stacks(residuals, scratch)
-        y, stacks = self.forward(state.params[BLOCKS], x, keys, plans, one, residuals, stacks)
+        y, stacks = self.forward(state.params[BLOCKS], x, keys, arrays, residuals, stacks)
         # What backward fetches first may overlap the head, and not the layers.
-        plans, y = wait_for(plans, y, self.mesh)
+        arrays, y = arrays.after(y, self.mesh)
         loss, dy, g_ends = self.ends.head_and_grads(ends, y, batch, keys, loss_scale(state))
         carried = self.ending.begin(state, loss, scratch["grads"], token)
-        dx, carried = self.backward(state, keys, plans, one, residuals, stacks, dy, carried)
+        dx, carried = self.backward(state, keys, arrays, residuals, stacks, dy, carried)
         g_ends = self.ends.embed_grads(ends, batch, keys, dx, g_ends)
-        after, metrics = self.ending.end(BackwardResult(state, loss, carried, g_ends, plans, one))
-        grads = carried["grads"] if self.plan.grads_in_memory else []
-        return (after, {"grads": grads, "residuals": [stacks[i] for i in residuals.in_memory]}), metrics
+        after, metrics = self.ending.end(BackwardResult(state, loss, carried, g_ends, arrays))
+        return (after, {"grads": self.ending.grads(carried), "residuals": [stacks[i] for i in residuals.in_memory]}), metrics
 
-    def eval(self, params: Any, batch: Any, arrays: tuple[Plans, Array]) -> Array:
+    def eval(self, params: Any, batch: Any, arrays: ScheduleArrays) -> Array:
         """Return the loss of a batch, without keys, as one microbatch."""
-        plans, one = arrays
         ends = self.ends.load(params)
         x = self.ends.embed(ends, batch, None)
-        y, _ = self.forward(params[BLOCKS], x, None, plans, one, None, [])
+        y, _ = self.forward(params[BLOCKS], x, None, arrays, None, [])
         return self.ends.head(ends, y, batch, None)
 
     def _first_token(self, state: TrainState) -> Array:
@@ -181,8 +177,7 @@ class StreamedStep:
         blocks: Any,
         x: Any,
         keys: Any,
-        plans: Plans,
-        one: Array,
+        arrays: ScheduleArrays,
         residuals: ResidualPlan | None,
         stacks: list[Array],
     ) -> tuple[Any, list[Array]]:
@@ -192,15 +187,14 @@ class StreamedStep:
           blocks: the model's stacked parameters.
           x: the first layer's input.
           keys: of the microbatches.
-          plans: the schedule's arrays.
-          one: i32[] holding 1.
+          arrays: of the schedule.
           residuals: what to save, and how; None in an evaluation, which has one microbatch.
           stacks: of it, empty.
 
         Returns:
           The last layer's output, and `stacks`, filled.
         """
-        plan, schedule = self.plan, plans["forward"]
+        plan, phase = self.plan, arrays.phase("forward")
         microbatches = Microbatches(self.mesh, 1) if residuals is None else self.microbatches
         tiled = self.tracer.without_residuals(x) if residuals is None else residuals.tiled
         block = self._plain_block if residuals is None else residuals.block.forward
@@ -215,20 +209,20 @@ class StreamedStep:
 
         def tick(carry: Any, now: Tick) -> Any:
             x, full, stacks = carry
-            full, next_full = self._turn(full, now, lambda: now.taken if plan.params_away else read(now.consume))
+            full, next_full = self._turn(full, now, lambda: now.record if plan.params_away else read(now.consume))
             if tiled is None:
                 y, values, next_full, landing = self._run_block(block, full, x, keys, now, next_full, microbatches)
             else:
                 x = microbatches.constrain(x)
-                tiles = TileRunner(plan, microbatches, plans, one, now, lambda carried: params)
+                tiles = TileRunner(plan, microbatches, arrays, now, lambda carried: params)
                 y, values = tiled.forward(plan.without_tiles(full), x, microbatches.keys_of(keys, now.layer), tiles.run)
                 y, landing = microbatches.constrain(y), now.landing
             if residuals is not None:
                 stacks = write_layer(residuals.records, stacks, now.write, [*jax.tree.leaves(x), *values])
             return (y, next_full, stacks), landing
 
-        first = plan.gather(read(schedule["first"][0])) if self.config.gather_ahead else None
-        y, _, stacks = run_phase(self.schedule.phase("forward"), schedule, (x, first, stacks), tick, one, fetch=fetch)
+        first = plan.gather(read(phase.columns["first"][0])) if self.config.gather_ahead else None
+        y, _, stacks = run_phase(self.schedule.phase("forward"), phase, (x, first, stacks), tick, fetch=fetch)
         return y, stacks
 
     def _run_block(
@@ -236,7 +230,7 @@ class StreamedStep:
     ) -> tuple[Any, list[Array], Any, Any]:
         """Return a layer's output and residuals, the next layer, gathered, and the record on its way."""
         params = self.tracer.block_tree(full)
-        work = (next_full if now.takes else None, now.landing) if microbatches.count == 1 else None
+        work = (next_full if now.takes_record else None, now.landing) if microbatches.count == 1 else None
 
         def run(x: Any, key: Any) -> tuple[Any, list[Array], Any]:
             (y, values), done = beside(block, (params, x, key_of(key, now.layer)), work)
@@ -254,20 +248,18 @@ class StreamedStep:
         self,
         state: TrainState,
         keys: Any,
-        plans: Plans,
-        one: Array,
+        arrays: ScheduleArrays,
         residuals: ResidualPlan,
         stacks: list[Array],
         dy: Any,
-        carried: dict[str, Any],
-    ) -> tuple[Any, dict[str, Any]]:
+        carried: Any,
+    ) -> tuple[Any, Any]:
         """Run the layers' derivatives, last layer first.
 
         Args:
           state: before the step.
           keys: of the microbatches.
-          plans: the schedule's arrays.
-          one: i32[] holding 1.
+          arrays: of the schedule.
           residuals: what forward saved, and how.
           stacks: of it.
           dy: cotangent of the last output.
@@ -276,10 +268,10 @@ class StreamedStep:
         Returns:
           The cotangent of the first layer's input, and `carried`.
         """
-        plan, ending, schedule, ahead = self.plan, self.ending, plans["backward"], self.config.gather_ahead
+        plan, ending, phase, ahead = self.plan, self.ending, arrays.phase("backward"), self.config.gather_ahead
         num_params = len(plan.blocks) if plan.params_away else 0  # a fetched record: parameters, then residuals
 
-        def read(carried: dict[str, Any], layer: Array) -> list[Array]:
+        def read(carried: Any, layer: Array) -> list[Array]:
             return plan.read_params(ending.params(state, carried), plan.blocks, layer)
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
@@ -288,18 +280,18 @@ class StreamedStep:
 
         def tick(carry: Any, now: Tick) -> Any:
             dx, full, fetched, carried = carry
-            taken = now.taken or []
+            taken = now.record or []
             take = lambda: taken[:num_params] if plan.params_away else read(carried, now.consume)  # noqa: E731
             full, next_full = self._turn(full, now, take)
             # With gather_ahead the record taken is the next layer's, and so are its residuals.
             arrived = taken[num_params:]
-            fetched, next_fetched = (fetched, arrived if now.takes else fetched) if ahead else (arrived, None)
+            fetched, next_fetched = (fetched, arrived if now.takes_record else fetched) if ahead else (arrived, None)
             values = residuals.read(stacks, fetched, now.layer)
             if residuals.tiled is None:
                 grads, dx, next_full, landing = self._derive_block(residuals, full, values, keys, dx, now, next_full)
             else:
                 params = partial(ending.params, state)
-                tiles = TileRunner(plan, self.microbatches, plans, one, now, params, carried)
+                tiles = TileRunner(plan, self.microbatches, arrays, now, params, carried)
                 grads, dx = self._derive_tiles(residuals, full, values, keys, dx, tiles, partial(ending.use, state))
                 landing, carried = now.landing, tiles.carried
             carried, landing = ending.use(state, carried, RecordGrads(now, plan.blocks, grads, full, landing))
@@ -307,12 +299,12 @@ class StreamedStep:
 
         first = fetched = None
         if ahead:
-            record = fetch((None, None, None, carried), schedule["first"][0])
-            shards = record[:num_params] if plan.params_away else read(carried, schedule["first"][0])
+            record = fetch((None, None, None, carried), phase.columns["first"][0])
+            shards = record[:num_params] if plan.params_away else read(carried, phase.columns["first"][0])
             first, fetched = plan.gather(shards), record[num_params:]
         on_device = self.layout.device_layers if self.config.update == "in_backward" else 0
         dx, _, _, carried = run_phase(
-            self.schedule.phase("backward"), schedule, (dy, first, fetched, carried), tick, one,
+            self.schedule.phase("backward"), phase, (dy, first, fetched, carried), tick,
             fetch=fetch, device_layers=on_device,
         )  # fmt: skip
         return dx, carried
@@ -322,7 +314,7 @@ class StreamedStep:
     ) -> tuple[list[Array], Any, Any, Any]:
         """Return a layer's gradients, its input's, the next layer, gathered, and the record on its way."""
         plan, count, params = self.plan, self.microbatches.count, self.tracer.block_tree(full)
-        work = (next_full if now.takes else None, now.landing) if count == 1 else None
+        work = (next_full if now.takes_record else None, now.landing) if count == 1 else None
 
         def derive(dx: Any, values: list[Array], key: Any) -> tuple[list[Array], Any]:
             x, saved = residuals.split(values)
@@ -356,7 +348,7 @@ class StreamedStep:
         """Return this tick's gathered layer, and what the next tick is handed: its own, gathered meanwhile, or None."""
         if not self.config.gather_ahead:
             return self.plan.gather(take()), None
-        return full, (self.plan.gather(take()) if now.takes else full)
+        return full, (self.plan.gather(take()) if now.takes_record else full)
 
 
 def _after(work: Any, done: Any, next_full: Any, now: Tick) -> tuple[Any, Any]:
@@ -366,7 +358,7 @@ def _after(work: Any, done: Any, next_full: Any, now: Tick) -> tuple[Any, Any]:
     return (done[0] if work[0] is not None else next_full), done[1]
 
 
-def ending_of(plan: StreamedPlan, tx: optax.GradientTransformation) -> Ending:
+def ending_of(plan: StreamedPlan, tx: optax.GradientTransformation) -> Ending[Any]:
     """Return the ending that a config asks for."""
     in_backward = plan.config.update == "in_backward"
     if plan.update is None:

@@ -8,23 +8,23 @@ A tile is fetched and gathered once for all microbatches. Cotangents of what all
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from host_offload.schedule import TileLoops
-from zerojax.state import Plan, Tile, TileGroup, wait_for
+from zerojax.state import Tile, TileGroup
 from zerojax.streamed.ending import RecordGrads
 from zerojax.streamed.microbatches import Microbatches
-from zerojax.streamed.phases import Tick, beside, run_phase
+from zerojax.streamed.phases import ScheduleArrays, Tick, beside, run_phase
 from zerojax.streamed.plan import StreamedPlan
 from zerojax.streamed.tiled_block import TileLoopCall
 
 Array = jax.Array
-OnRecordGrads = Callable[[dict[str, Any], RecordGrads], tuple[dict[str, Any], Any]]
-"""Takes a tile's gradient: (carried, made) -> (carried, landing)."""
+OnRecordGrads = Callable[[Any, RecordGrads], tuple[Any, Any]]
+"""Takes a tile's gradient: (carried, record) -> (carried, landing), with what the ending carries through backward."""
 
 
 class TileRunner:
@@ -38,26 +38,24 @@ class TileRunner:
         self,
         plan: StreamedPlan,
         microbatches: Microbatches,
-        plans: Mapping[str, Plan],
-        one: Array,
+        arrays: ScheduleArrays,
         now: Tick,
-        stacks: Callable[[dict[str, Any]], Sequence[Any]],
-        carried: dict[str, Any] | None = None,
+        stacks: Callable[[Any], Sequence[Any]],
+        carried: Any = None,
     ) -> None:
         """Run loops of a tick.
 
         Args:
           plan: of the step.
           microbatches: of the step.
-          plans: the schedule's arrays.
-          one: i32[] holding 1.
+          arrays: of the schedule.
           now: the tick.
-          stacks: of parameters, given what is carried.
+          stacks: of parameters, as a function of what is carried.
           carried: by the ending, in backward.
         """
-        self.plan, self.microbatches, self.plans, self.one, self.now = plan, microbatches, plans, one, now
-        self.stacks, self.carried = stacks, carried or {}
-        self._before: Array | None = None  # what the last loop made
+        self.plan, self.microbatches, self.arrays, self.now = plan, microbatches, arrays, now
+        self.stacks, self.carried = stacks, carried
+        self._before: Array | None = None  # a result of the last loop
 
     def run(self, call: TileLoopCall, use: OnRecordGrads | None = None) -> list[Any]:
         """Run a loop; returns its result, or the wanted cotangents of its operands."""
@@ -107,38 +105,39 @@ class TileRunner:
             (sums, slices), carried = carry
             full = self._gather(group, now)
 
-            def one(total: list[Array], given: Any) -> tuple[list[Array], Any]:
-                sums, slices, dy, each = given
+            def one(total: list[Array], inputs: Any) -> tuple[list[Array], Any]:
+                sums, slices, dy, each = inputs
                 operands = _operands(call, full, each, now.layer)
 
-                def unit(tiles: list[Array], xs: list[Array], own: list[Array]) -> Array:
-                    given = dict(zip((*loop.tiles, *shared_x, *parts), (*tiles, *xs, *own), strict=True))
-                    return loop.run([given.get(p, a) for p, a in enumerate(operands)])
+                def unit(tiles: list[Array], xs: list[Array], of_tile: list[Array]) -> Array:
+                    values = dict(zip((*loop.tiles, *shared_x, *parts), (*tiles, *xs, *of_tile), strict=True))
+                    return loop.run([values.get(p, a) for p, a in enumerate(operands)])
 
                 primals = ([operands[p] for p in at] for at in (loop.tiles, shared_x, parts))
-                dw, dx, own = jax.vjp(unit, *primals)[1](loop.cotangent(dy, now.layer))
+                dw, dx, d_slices = jax.vjp(unit, *primals)[1](loop.cotangent(dy, now.layer))
                 sums = [s + d.astype(jnp.float32) for s, d in zip(sums, dx, strict=True)]
-                slices = [jax.lax.dynamic_update_index_in_dim(s, d, now.layer, 0) for s, d in zip(slices, own, strict=True)]
+                put = lambda s, d: jax.lax.dynamic_update_index_in_dim(s, d, now.layer, 0)  # noqa: E731
+                slices = [put(s, d) for s, d in zip(slices, d_slices, strict=True)]
                 total = [t + d.astype(jnp.float32) for t, d in zip(total, dw, strict=True)] if microbatches.count > 1 else dw
                 return total, (sums, slices)
 
-            given, landing = (sums, slices, dy, each), now.landing
+            inputs, landing = (sums, slices, dy, each), now.landing
             if microbatches.count == 1:
-                (grads, made), landing = beside(lambda given: one([], given), (given,), landing)
+                (grads, cotangents), landing = beside(lambda inputs: one([], inputs), (inputs,), landing)
             else:
-                grads, made = jax.lax.scan(one, self.plan.zero_grads(group.leaves), given)
+                grads, cotangents = jax.lax.scan(one, self.plan.zero_grads(group.leaves), inputs)
             grads = self.plan.on_shards(grads, group.leaves)
             # As for a layer: what uses the gradients waits for what is computed besides.
-            grads, made = jax.lax.optimization_barrier((grads, made))
+            grads, cotangents = jax.lax.optimization_barrier((grads, cotangents))
             here, there = (Tile(self.now.layer, k, group.num_tiles) for k in (now.layer, now.write))
             now = dataclasses.replace(now, layer=here, write=there)
             carried, landing = use(carried, RecordGrads(now, group.leaves, grads, full, landing))
-            return (made, carried), landing
+            return (cotangents, carried), landing
 
         carry = ((sums, slices), self.carried)
         (sums, slices), self.carried = self._loop("backward", group, loops, carry, tick, lambda carry: carry[1])
-        made = dict(zip((*shared_x, *parts), (*sums, *slices), strict=True))
-        return [made[p].astype(_dtype(call, p)) for p, wanted in enumerate(call.wanted) if wanted]
+        cotangents = dict(zip((*shared_x, *parts), (*sums, *slices), strict=True))
+        return [cotangents[p].astype(_dtype(call, p)) for p, wanted in enumerate(call.wanted) if wanted]
 
     def _loop(
         self,
@@ -147,7 +146,7 @@ class TileRunner:
         loops: TileLoops,
         carry: Any,
         tick: Callable[[Any, Tick], tuple[Any, Any]],
-        carried: Callable[[Any], dict[str, Any]],
+        carried: Callable[[Any], Any],
     ) -> Any:
         """Run a phase's loop over the tiles of this tick's layer."""
 
@@ -156,19 +155,19 @@ class TileRunner:
             return self.plan.read_params(self.stacks(carried(carry)), group.leaves, index)
 
         def take(carry: Any, now: Tick) -> tuple[Any, Any]:
-            shards = now.taken if self.plan.params_away else read(carry, now.consume)
-            return tick(carry, dataclasses.replace(now, taken=shards))
+            shards = now.record if self.plan.params_away else read(carry, now.consume)
+            return tick(carry, dataclasses.replace(now, record=shards))
 
-        plan = self.plans[loops.plan(phase)]
+        arrays = self.arrays.phase(loops.plan(phase))
         if self._before is not None and self.plan.layout.disk is not None:  # the disk sees one order
-            plan, _ = wait_for(plan, self._before, self.plan.mesh)
-        after = run_phase(loops.phase(phase), plan, carry, take, self.one, fetch=read)
+            arrays = arrays.after(self._before, self.plan.mesh)
+        after = run_phase(loops.phase(phase), arrays, carry, take, fetch=read)
         self._before = jax.tree.leaves(after)[0]
         return after
 
     def _gather(self, group: TileGroup, now: Tick) -> list[Array]:
-        assert now.taken is not None
-        return self.plan.gather(now.taken, group.leaves)
+        assert now.record is not None
+        return self.plan.gather(now.record, group.leaves)
 
 
 def _dtype(call: TileLoopCall, position: int) -> Any:
@@ -179,11 +178,11 @@ def _dtype(call: TileLoopCall, position: int) -> Any:
 
 def _operands(call: TileLoopCall, full: Sequence[Array], each: Sequence[Any], tile: Array) -> list[Any]:
     """Return what the unit takes of one microbatch: `full` in place of stacks, a slice of each part."""
-    given, stacks, values = iter(each), iter(full), []
+    of_data, stacks, values = iter(each), iter(full), []
     for p, operand in enumerate(call.operands):
         if operand is None:
             values.append(next(stacks))
             continue
-        value = next(given) if operand[1] else operand[0]
+        value = next(of_data) if operand[1] else operand[0]
         values.append(jax.lax.dynamic_index_in_dim(value, tile, 0, keepdims=False) if p in call.loop.parts else value)
     return values

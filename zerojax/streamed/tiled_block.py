@@ -21,6 +21,8 @@ from zerojax.tiling import TileLoop, marked
 
 Array = jax.Array
 Slots = dict[int, Any]
+Mark = tuple[int, bool]
+"""Says of an equation which loop over tiles it is, by number, and whether it is the loop's derivative."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,26 +51,26 @@ RunLoop = Callable[[TileLoopCall], Sequence[Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Code:
+class _CutProgram:
     """A program cut at its loops.
 
     Attributes:
       program: flattened.
       items: segments of instructions, and single ones that are loops.
-      loops: for each item the number of the loop that it is, and whether it is its derivative; None of a segment.
+      marks: for each item which loop it is; None of a segment.
       read: for each item the slots that later ones read.
       outputs: slots that are wanted.
     """
 
     program: FlatJaxpr
     items: tuple[tuple[Instruction, ...], ...]
-    loops: tuple[tuple[int, bool] | None, ...]
+    marks: tuple[Mark | None, ...]
     read: tuple[frozenset[int], ...]
     outputs: frozenset[int]
 
 
 class TiledBlock:
-    """One block, traced, with what it keeps, for one record of parameters and groups of tiles.
+    """One block, traced, with its residuals, for one record of parameters and groups of tiles.
 
     Attributes:
       layer: the traced block.
@@ -98,32 +100,33 @@ class TiledBlock:
         numbers = {slot: number for number, slot in enumerate(layer.loops)}
         self.loops = list(layer.loops.values())
 
-        def forward_loop(i: Instruction) -> tuple[int, bool] | None:
+        def forward_loop(i: Instruction) -> Mark | None:
             number = numbers.get(i.outs[0]) if i.outs else None
             return None if number is None else (number, False)
 
         self.group_of = _check_uses(program, self.loops, forward_loop, self.groups, names)
-        outputs = [ref for ref in (*program.outputs, *layer.kept) if isinstance(ref, int)]
+        outputs = [ref for ref in (*program.outputs, *layer.residuals) if isinstance(ref, int)]
         self._forward = _cut(program, outputs, forward_loop)
         params, x, key = args
-        closed = jax.make_jaxpr(lambda p, x, key, kept, dy: layer.backward(p, x, key, kept, dy))(
+        closed = jax.make_jaxpr(lambda p, x, key, residuals, dy: layer.backward(p, x, key, residuals, dy))(
             params, x, key, list(layer.shapes), x
         )
         backward = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
         wanted = [ref for i, ref in enumerate(backward.outputs) if i not in self.tiled and isinstance(ref, int)]
         self._check_gradients(backward, names)
         self._backward = _cut(backward, wanted, lambda i: marked(i.eqn))
-        self.forward_loops = [self.group_of[found[0]] for found in self._forward.loops if found is not None]
-        self.backward_loops = [(self.group_of[found[0]], found[1]) for found in self._backward.loops if found is not None]
+        self.forward_loops = [self.group_of[mark[0]] for mark in self._forward.marks if mark is not None]
+        self.backward_loops = [(self.group_of[mark[0]], mark[1]) for mark in self._backward.marks if mark is not None]
 
     def _check_gradients(self, program: FlatJaxpr, names: Sequence[str]) -> None:
-        made = {out for i in program.instructions if (found := marked(i.eqn)) is not None and found[1] for out in i.outs}
+        marks = ((i, marked(i.eqn)) for i in program.instructions)
+        of_loops = {out for i, mark in marks if mark is not None and mark[1] for out in i.outs}
         for leaf in self.tiled:
-            if program.outputs[leaf] not in made:
+            if program.outputs[leaf] not in of_loops:
                 raise ValueError(f"{names[leaf]}: its gradient is not that of one loop over tiles alone")
 
     def forward(self, params: Sequence[Any], x: Any, key: Any, run: RunLoop) -> tuple[Any, list[Array]]:
-        """Return y and the kept values.
+        """Return y and the residuals.
 
         Args:
           params: the block's leaves, gathered; stacks of tiles are None.
@@ -135,10 +138,17 @@ class TiledBlock:
         shared, each = self._run(self._forward, params, data, run, {})[:2]
         program = self.layer.program
         outs = [self._value(ref, shared, each) for ref in program.outputs]
-        return jax.tree.unflatten(self.layer.structures[1], outs), [self._value(s, shared, each) for s in self.layer.kept]
+        return jax.tree.unflatten(self.layer.structures[1], outs), [self._value(s, shared, each) for s in self.layer.residuals]
 
     def backward(
-        self, params: Sequence[Any], x: Any, key: Any, kept: Sequence[Array], dy: Any, run: RunLoop, totals: Sequence[Array]
+        self,
+        params: Sequence[Any],
+        x: Any,
+        key: Any,
+        residuals: Sequence[Array],
+        dy: Any,
+        run: RunLoop,
+        totals: Sequence[Array],
     ) -> tuple[list[Array], Any]:
         """Return the gradients of the leaves that are no stacks of tiles, and of x.
 
@@ -146,12 +156,12 @@ class TiledBlock:
           params: as in `forward`.
           x: likewise.
           key: likewise.
-          kept: likewise.
+          residuals: likewise.
           dy: likewise.
           run: likewise.
           totals: float32 zeros for these gradients, where there are several microbatches.
         """
-        data = [*jax.tree.leaves(x), *jax.tree.leaves(key), *kept, *jax.tree.leaves(dy)]
+        data = [*jax.tree.leaves(x), *jax.tree.leaves(key), *residuals, *jax.tree.leaves(dy)]
         outputs = self._backward.program.outputs
         rest = [i for i in range(self.num_params) if i not in self.tiled]
         sums: Slots = {}
@@ -181,16 +191,16 @@ class TiledBlock:
         return value if self.count == 1 else jnp.broadcast_to(value, (self.count, *value.shape))
 
     def _run(
-        self, code: _Code, params: Sequence[Any], data: Sequence[Any], run: RunLoop, sums: Slots
+        self, cut: _CutProgram, params: Sequence[Any], data: Sequence[Any], run: RunLoop, sums: Slots
     ) -> tuple[Slots, Slots, Slots]:
         """Run a program; returns what does not depend on data, what does, and those of the sums that there are."""
-        inputs = code.program.inputs
+        inputs = cut.program.inputs
         shared: Slots = {slot: p for slot, p in zip(inputs, params, strict=False) if p is not None}
         each: Slots = dict(zip(inputs[len(params) :], data, strict=True))
         done: set[int] = set()
-        for item, found, read in zip(code.items, code.loops, code.read, strict=True):
-            if found is not None:
-                self._call(item[0], found, code.outputs | read, shared, each, run)
+        for item, mark, read in zip(cut.items, cut.marks, cut.read, strict=True):
+            if mark is not None:
+                self._call(item[0], mark, cut.outputs | read, shared, each, run)
                 continue
             of_data: set[int] = set()
             instructions = []
@@ -202,42 +212,40 @@ class TiledBlock:
                     evaluate([i], shared)
             if instructions:
                 done |= of_data & sums.keys()
-                keeps = of_data & (read | (code.outputs - sums.keys()))
-                sums = self._segment(instructions, of_data, keeps, shared, each, sums)
+                later = of_data & (read | (cut.outputs - sums.keys()))
+                sums = self._segment(instructions, of_data, later, shared, each, sums)
         return shared, each, {slot: sums[slot] for slot in done}
 
     def _segment(
-        self, instructions: Sequence[Instruction], made: set[int], keeps: set[int], shared: Slots, each: Slots, sums: Slots
+        self, instructions: Sequence[Instruction], outs: set[int], later: set[int], shared: Slots, each: Slots, sums: Slots
     ) -> Slots:
         """Run equations that depend on data, for one microbatch after the other; returns the sums.
 
         Args:
           instructions: the equations.
-          made: slots that they make.
-          keeps: those that are read later, of each microbatch.
+          outs: slots that they make.
+          later: those of them that are read later, of each microbatch.
           shared: slots that do not depend on data.
-          each: slots that do; those kept are added.
+          each: slots that do; those of `later` are added.
           sums: over microbatches, so far.
         """
         needs = sorted({slot for i in instructions for slot in i.reads if slot in each})
-        totals, kept = sorted(made & sums.keys()), sorted(keeps)
+        totals, read_later = sorted(outs & sums.keys()), sorted(later)
 
         def one(total: list[Array], values: list[Any]) -> tuple[list[Array], list[Any]]:
             slots = shared | dict(zip(needs, values, strict=True))
             evaluate(instructions, slots)
             total = [t + slots[slot].astype(t.dtype) for t, slot in zip(total, totals, strict=True)]
-            return total, [slots[slot] for slot in kept]
+            return total, [slots[slot] for slot in read_later]
 
         values = [each[slot] for slot in needs]
         run = one if self.count == 1 else lambda total, values: jax.lax.scan(one, total, values)
         total, after = run([sums[slot] for slot in totals], values)
-        each.update(zip(kept, after, strict=True))
+        each.update(zip(read_later, after, strict=True))
         return sums | dict(zip(totals, total, strict=True))
 
-    def _call(
-        self, i: Instruction, found: tuple[int, bool], read: frozenset[int], shared: Slots, each: Slots, run: RunLoop
-    ) -> None:
-        number, is_backward = found
+    def _call(self, i: Instruction, mark: Mark, read: frozenset[int], shared: Slots, each: Slots, run: RunLoop) -> None:
+        number, is_backward = mark
         loop = self.loops[number]
 
         def operand(ref: Any) -> tuple[Any, bool]:
@@ -251,37 +259,37 @@ class TiledBlock:
         outs = dict(zip(floating, i.outs, strict=True)) if is_backward else {}
         wanted = tuple(p in outs and outs[p] in read and p not in loop.tiles for p in range(count))
         dy = operand(i.ins[count]) if is_backward else None
-        made = run(TileLoopCall(loop, self.group_of[number], is_backward, operands, dy, wanted))
+        results = run(TileLoopCall(loop, self.group_of[number], is_backward, operands, dy, wanted))
         slots = [outs[p] for p in range(count) if wanted[p]] if is_backward else i.outs
-        each.update(zip(slots, made, strict=True))
+        each.update(zip(slots, results, strict=True))
 
 
-def _cut(program: FlatJaxpr, outputs: Sequence[int], loop_of: Callable[[Instruction], tuple[int, bool] | None]) -> _Code:
+def _cut(program: FlatJaxpr, outputs: Sequence[int], mark_of: Callable[[Instruction], Mark | None]) -> _CutProgram:
     """Cut a program at its loops over tiles; drops what is not needed for `outputs` or a loop's derivative."""
 
     def is_root(i: Instruction) -> bool:
-        loop = loop_of(i)
-        return bool(i.eqn.effects) or (loop is not None and loop[1])
+        mark = mark_of(i)
+        return bool(i.eqn.effects) or (mark is not None and mark[1])
 
     items: list[list[Instruction]] = []
-    loops: list[tuple[int, bool] | None] = []
+    marks: list[Mark | None] = []
     for i in program.live(outputs, is_root):
-        found = loop_of(i)
-        if found is not None or not items or loops[-1] is not None:
+        mark = mark_of(i)
+        if mark is not None or not items or marks[-1] is not None:
             items.append([])
-            loops.append(found)
+            marks.append(mark)
         items[-1].append(i)
     read, later = [], set[int]()
     for item in reversed(items):
         read.append(frozenset(later))
         later.update(slot for i in item for slot in i.reads)
-    return _Code(program, tuple(map(tuple, items)), tuple(loops), tuple(reversed(read)), frozenset(outputs))
+    return _CutProgram(program, tuple(map(tuple, items)), tuple(marks), tuple(reversed(read)), frozenset(outputs))
 
 
 def _check_uses(
     program: FlatJaxpr,
     loops: Sequence[TileLoop],
-    loop_of: Callable[[Instruction], tuple[int, bool] | None],
+    mark_of: Callable[[Instruction], Mark | None],
     groups: Sequence[Sequence[int]],
     names: Sequence[str],
 ) -> dict[int, int]:
@@ -293,19 +301,19 @@ def _check_uses(
     leaf_of: dict[Any, int] = {program.inputs[leaf]: leaf for group in groups for leaf in group}
     used: dict[int, list[int]] = {}
     for i in program.instructions:
-        found = loop_of(i)
-        stacks = loops[found[0]].tiles if found is not None else range(0)
+        mark = mark_of(i)
+        stacks = loops[mark[0]].tiles if mark is not None else range(0)
         for position, ref in enumerate(i.ins):
             if not isinstance(ref, int) or (leaf := leaf_of.get(ref)) is None:
                 continue
-            if found is None or position not in stacks:
+            if mark is None or position not in stacks:
                 raise ValueError(
                     f"{names[leaf]} is a stack of tiles, whose records are tiles in a streamed step, but the block uses it in "
                     f"{i.eqn.primitive.name!r}: it may be used in one loop of zerojax.tiling alone, as TiledDense and TiledMLP "
                     "do, which is not inside of jax.checkpoint, nnx.remat, scan, cond or vmap; or leave it "
                     "out of the model's `tiles` (dataclasses.replace(model, tiles=False)), and it is fetched whole"
                 )
-            used.setdefault(leaf, []).append(found[0])
+            used.setdefault(leaf, []).append(mark[0])
     for ref in program.outputs:
         if ref in leaf_of:
             raise ValueError(f"{names[leaf_of[ref]]} is a stack of tiles, and the block returns it")
@@ -320,12 +328,12 @@ def _check_uses(
             )
         group_of[next(iter(loops_of))[0]] = number
     for number, loop in enumerate(loops):
-        own = [group for group in groups if any(number in used.get(leaf, ()) for leaf in group)]
-        if len(own) != 1 or len(own[0]) != loop.sizes[1]:
-            found = [names[leaf] for group in own for leaf in group]
+        users = [group for group in groups if any(number in used.get(leaf, ()) for leaf in group)]
+        if len(users) != 1 or len(users[0]) != loop.sizes[1]:
+            named = [names[leaf] for group in users for leaf in group]
             raise ValueError(
                 f"loop {number} of the block runs over {loop.num_tiles} tiles of {loop.sizes[1]} stacks, of which the model's "
-                f"`tiles` names {found or 'none'}, held in {len(own)} places: all stacks of a loop are named there, held "
+                f"`tiles` names {named or 'none'}, held in {len(users)} places: all stacks of a loop are named there, held "
                 "together, and neither cast nor changed before it"
             )
     return group_of
