@@ -184,8 +184,8 @@ class _Reader:
 
     def fault(self, writes: Sequence[int | None]) -> str | None:
         for i in self.program.instructions:
-            if (found := self.step(i)) is not None:
-                return found
+            if (fault := self.step(i)) is not None:
+                return fault
         for ref, expected in zip(self.program.outputs, writes, strict=True):
             leaf = self.leaf.get(ref) if isinstance(ref, int) else None
             if leaf is not None and leaf != expected:
@@ -212,8 +212,10 @@ class _Reader:
             return None
         read_avals: list[Any] = [v.aval for v in i.eqn.invars]
         operands = [a.shape for a in read_avals]
-        own = [s for ref, s in zip(i.ins, operands, strict=True) if isinstance(ref, int) and self.leaf.get(ref) is not None]
-        fits = all(s == shapes[0] for s in own) and all(s in ((), shapes[0]) for s in operands)
+        read_shapes = [
+            s for ref, s in zip(i.ins, operands, strict=True) if isinstance(ref, int) and self.leaf.get(ref) is not None
+        ]
+        fits = all(s == shapes[0] for s in read_shapes) and all(s in ((), shapes[0]) for s in operands)
         if name not in POINTWISE | FILLS or not fits or i.has_jaxpr:
             return f"{name} combines elements of {self.names[leaf]}"
         if any(self.is_uneven(ref) for ref in i.ins):

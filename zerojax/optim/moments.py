@@ -87,9 +87,9 @@ def keep_in_bfloat16(tx: optax.GradientTransformation, *, nearest: bool = False)
         of_owner: dict[int, list[int]] = {}
         for j, owner in chosen.items():
             of_owner.setdefault(owner, []).append(j)
-        for owner, own in of_owner.items():
-            bits = [None] * len(own) if nearest else random_bits(state.step, grads[owner], [widened[j] for j in own])
-            for j, r in zip(own, bits, strict=True):
+        for owner, mirrors in of_owner.items():
+            bits = [None] * len(mirrors) if nearest else random_bits(state.step, grads[owner], [widened[j] for j in mirrors])
+            for j, r in zip(mirrors, bits, strict=True):
                 after[j] = after[j].astype(jnp.bfloat16) if r is None else round_stochastically(after[j], r)
         return updates, RoundedState(state.step + 1, jax.tree.unflatten(tree, after))
 
@@ -148,11 +148,11 @@ def random_bits(step: jax.Array, grad: jax.Array, moments: Sequence[jax.Array]) 
         word = pieces[n] & jnp.uint32(HIGH)
         word = word | (pieces[n + 1] >> 16) if n + 1 < len(pieces) else word
         state = _mix(state ^ word)
-    found: list[jax.Array] = []
+    halves: list[jax.Array] = []
     for _ in range(0, len(moments), 2):
-        found += [state & jnp.uint32(0xFFFF), state >> 16]
+        halves += [state & jnp.uint32(0xFFFF), state >> 16]
         state = _mix(state + jnp.uint32(GOLDEN))
-    return found[: len(moments)]
+    return halves[: len(moments)]
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -196,8 +196,8 @@ class HostUpdate:
         results = () if self.params_away else tuple(part)
         callback = functools.partial(self._step.update, first=first, count=len(part), stashed=not grads)
         where = [layer, go.astype(jnp.int32)]
-        memory, given = self.state.operands(states, part, None), [*grads, *old]
-        return self._call(callback, results, where, memory, scalars, given, records * (bool(grads) + bool(old)), token)
+        memory, operands = self.state.operands(states, part, None), [*grads, *old]
+        return self._call(callback, results, where, memory, scalars, operands, records * (bool(grads) + bool(old)), token)
 
     def _call(
         self,
@@ -229,7 +229,7 @@ class HostUpdate:
           The results, and the next token.
         """
         every = PartitionSpec(self.mesh.axis_names)
-        made = [
+        abstract_results = [
             jax.ShapeDtypeStruct(self.state.shard_shape(i)[int(i in self.layout.blocks) :], self.layout.leaves[i].dtype)
             for i in results
         ]
@@ -239,7 +239,7 @@ class HostUpdate:
 
         def local(position: Array, token: Array, where: Array, arrays: Any, scalars: Any, operands: list[Array]) -> Any:
             where = jnp.concatenate([position, where, token])
-            out = after if only_token else (made, after)
+            out = after if only_token else (abstract_results, after)
             extra = ([] if memory is None else [arrays]) + ([] if scalars is None else [scalars])
             got = buffer_callback(callback, out, has_side_effect=True)(where, token, *extra, *operands)
             return ([], got) if only_token else got
