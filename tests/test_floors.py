@@ -6,9 +6,11 @@
 import ast
 import functools
 import pathlib
+import re
 import statistics
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PACKAGES = {"zerojax": {"host_offload", "pallas_kernels"}, "host_offload": set(), "pallas_kernels": set()}
 """What each package may import of the others."""
 
@@ -170,6 +172,14 @@ def test_floors_no_folder_is_too_full():
     for folder in doors():
         files = list((ROOT / folder.replace(".", "/")).glob("*.py"))
         assert 1 <= len(files) - 1 <= 14, f"{folder} has {len(files) - 1} files"
+
+
+def test_floors_contributors_read_the_same_table():
+    documented = {}
+    for package, rows in zip(("zerojax", "host_offload"), CONTRIBUTING.read_text().split("| folder of `")[1:], strict=True):
+        for name, may in re.findall(r"^\| `(\w+)(?:/|\.py)` \|[^|]*\| ([^|]*) \|$", rows, re.MULTILINE):
+            documented[f"{package}.{name}"] = set() if may == "nothing" else set(may.split(", "))
+    assert documented == {room: set(may) for room, may in ROOMS.items() if room != "zerojax.__main__"}
 
 
 def table() -> str:
