@@ -1,4 +1,4 @@
-"""Bytes between tiers: device memory, pinned host memory and disk. Mechanism only; what lives where is decided above."""
+"""Bytes between tiers: device memory, pinned host memory and disk. Mechanism only: `zerojax` decides what lives where."""
 
 from host_offload.schedule import Phase as Phase
 from host_offload.schedule import Schedule as Schedule

@@ -1,9 +1,9 @@
-"""Host memory for records on their way between disk and device: a fixed ring of buffers, all taken before step 1.
+"""Host memory for records on their way between disk and device: a fixed ring of buffers, allocated before step 1.
 
 O_DIRECT pins the pages that it transfers to, one by one, so their size decides its speed: into pages of 2 MB a disk reads at
-its best, into pages of 4 KB at a third of that. Memory is therefore private and anonymous (shared memory gets no huge pages),
-2 MB aligned, and touched when it is made. A ring has as many buffers as the schedule has records in flight; when all are out,
-whoever asks waits, so that a slow disk slows the step and grows no memory.
+full speed, into pages of 4 KB at a third of it. Memory is therefore private and anonymous (shared memory gets no huge pages),
+aligned to 2 MB, and touched when it is allocated. A ring has as many buffers as the schedule has records in flight. When all
+of them are in use, a caller waits: a slow disk makes the step slower, and never takes more memory.
 """
 
 import ctypes
@@ -26,24 +26,27 @@ PAGE_BYTES = 4096
 
 
 def allocate(num_bytes: int) -> np.ndarray:
-    """Return uint8[num_bytes] of private zeroed memory, 2 MB aligned, in huge pages where the kernel has them, touched.
+    """Return uint8[num_bytes] of private zeroed memory, aligned to 2 MB, in huge pages where the kernel has them.
 
-    It goes with the last view of it.
+    All pages are resident. The memory is freed with the last view of it.
 
     Raises:
       ValueError: num_bytes < 1.
-      MemoryError: there is not so much.
+      MemoryError: there is not enough memory.
     """
     if num_bytes < 1:
         raise ValueError(f"num_bytes={num_bytes}: 1 or more is needed")
     multiple = HUGE_BYTES if num_bytes >= HUGE_BYTES // 2 else PAGE_BYTES  # room for the last huge page to be whole
+    # mmap aligns to 4 KB only: one huge page more lets the buffer start at the next multiple of 2 MB.
     room = -(-num_bytes // multiple) * multiple + HUGE_BYTES
     try:
+        # Python's default is MAP_SHARED, and shared anonymous memory never gets huge pages.
         memory = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
             f"no memory for a buffer of {num_bytes} bytes: {error}; use fewer buffers, or more devices"
         ) from error
+    # The advice must precede the first touch: the kernel chooses the size of a page when it is faulted in.
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -52,14 +55,15 @@ def allocate(num_bytes: int) -> np.ndarray:
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % HUGE_BYTES
     buffer = whole[start : start + num_bytes]
+    # Fault every page in now, and not during the first transfers of step 1.
     buffer[::PAGE_BYTES] = 0
     return buffer
 
 
 def lock_pages(buffer: np.ndarray) -> bool:
-    """Keep a buffer's pages in memory (mlock), where the limit allows; return whether they are. It ends with the memory.
+    """Lock a buffer's pages in memory (mlock), where the limit allows; return whether they are locked.
 
-    The first refusal is logged.
+    They are unlocked when the memory is freed. The first refusal is logged.
     """
     try:
         libc = _libc()
@@ -68,6 +72,7 @@ def lock_pages(buffer: np.ndarray) -> bool:
         reason = os.strerror(ctypes.get_errno())
     except (OSError, AttributeError) as error:
         reason = str(error)
+    # The limit is often 8 MB: that is a reason to warn, not to refuse to train.
     _warn_unlocked(buffer.nbytes, reason)
     return False
 
@@ -97,25 +102,25 @@ def _warn_unlocked(num_bytes: int, reason: str) -> None:
 
 
 class Ring:
-    """A fixed number of buffers of one size, handed out and given back by any thread; a context manager.
+    """A fixed number of buffers of one size, taken and given back by any thread; a context manager.
 
     Attributes:
-      num_buffers: how many there are.
-      num_bytes: of each.
+      num_buffers: number of buffers.
+      num_bytes: size of each.
       locked: whether all are page-locked.
     """
 
     def __init__(self, num_buffers: int, num_bytes: int, *, pin: Literal["lock", "cuda", "none"] = "lock") -> None:
-        """Take all the memory.
+        """Allocate all the memory.
 
         Args:
-          num_buffers: buffers.
-          num_bytes: of each.
+          num_buffers: number of buffers.
+          num_bytes: size of each.
           pin: "lock" locks pages where the limit allows, "cuda" registers them with the driver, "none" does neither.
 
         Raises:
           ValueError: a size below 1, or an unknown `pin`.
-          MemoryError: there is not so much memory.
+          MemoryError: there is not enough memory.
           NotImplementedError, RuntimeError: as `host_offload.device.cuda_driver`, with pin="cuda".
         """
         if num_buffers < 1 or pin not in ("lock", "cuda", "none"):
@@ -130,6 +135,7 @@ class Ring:
         self.locked = all(locked)
         if pin == "cuda":
             try:
+                # A registration that fails halfway must undo the others: memory that is freed while registered stays pinned.
                 for buffer in self._free:
                     driver().register(buffer)
                     self._registered.append(buffer)
@@ -140,31 +146,32 @@ class Ring:
 
     @property
     def free(self) -> int:
-        """Buffers that nobody has."""
+        """Number of buffers that are not taken."""
         with self._changed:
             return len(self._free)
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds that callers of `take` have waited, all together."""
+        """Seconds that callers of `take` have waited, summed."""
         with self._changed:
             return self._seconds_waited
 
     def take(self, timeout: float | None = None) -> np.ndarray:
-        """Return a buffer, uint8[num_bytes], that is the caller's until it is given back; its contents are left from before.
+        """Return a buffer, uint8[num_bytes], for the caller alone until it is given back. Its contents are arbitrary.
 
-        Waits while all are out.
+        Waits while all buffers are taken.
 
         Args:
           timeout: seconds to wait at most; None waits without end.
 
         Raises:
-          TimeoutError: none came back in that time.
-          RuntimeError: the ring is closed, or was while this waited.
+          TimeoutError: no buffer was given back in that time.
+          RuntimeError: the ring is closed, or was closed during the wait.
         """
         with self._changed:
             if not self._free and not self._closed:
                 start = time.monotonic()
+                # `close` wakes the waiters too, so that no callback sleeps on a ring that is gone.
                 came = self._changed.wait_for(lambda: self._free or self._closed, timeout)
                 self._seconds_waited += time.monotonic() - start
                 if not came:
@@ -179,12 +186,13 @@ class Ring:
             return buffer
 
     def give(self, buffer: np.ndarray) -> None:
-        """Give a buffer back; nothing may read or write it afterwards. On a closed ring its memory goes.
+        """Give a buffer back; nothing may read or write it afterwards. If the ring is closed, its memory is freed.
 
         Raises:
-          ValueError: it is not of this ring, or not out.
+          ValueError: it is not of this ring, or not taken.
         """
         with self._changed:
+            # By address, not by identity: a caller may return a shorter view, of which only the start is the same.
             own = self._out.pop(buffer.ctypes.data, None)
             if own is None:
                 raise ValueError("this buffer is not out: it was given back already, or is not of this ring")
@@ -192,12 +200,13 @@ class Ring:
                 self._free.append(own)
                 self._changed.notify()
                 return
+        # The ring was closed while this buffer was out: `close` left its memory to us.
         self._release(own)
 
     def close(self) -> None:
-        """Free the memory of every buffer that is not out, and wake all who wait with an error; once closed, do nothing.
+        """Free every buffer that is not taken, and end all waits with an error; a second call does nothing.
 
-        The memory of a buffer that is out, or of which views are left, goes with the last of them.
+        The memory of a buffer that is taken, or of which views are left, is freed with the last of them.
         """
         with self._changed:
             self._closed = True
@@ -207,7 +216,7 @@ class Ring:
             self._release(buffer)
 
     def _release(self, buffer: np.ndarray) -> None:
-        """Unregister; the memory itself goes with the last reference."""
+        """Unregister a buffer; its memory is freed with the last reference."""
         kept = [b for b in self._registered if b is not buffer]
         if len(kept) < len(self._registered):
             self._registered = kept

@@ -1,6 +1,6 @@
 """Records between host buffers and device buffers, inside callbacks of a running program.
 
-On a CPU both are host memory, and a record is copied where it lies. On a GPU a callback runs while the program is queued, and
+On a CPU both are host memory, and a record is copied directly. On a GPU a callback runs while the program is queued, and
 a copy on the program's own stream overlaps nothing. So each kind of record has a **slot** in device memory for each direction,
 and a GPU has two streams of its own:
 
@@ -20,7 +20,8 @@ A copy could also be two callbacks of one loop body, a start and a wait, between
 in the program: copies up run ahead by a whole tick, copies down end after it, for every kind, and no buffer of the program is
 in flight where XLA may copy or reuse it. The price is one record of device memory for each kind and direction.
 
-A kind of a single record is never ahead of anything: it is copied on the program's stream, between page-locked memory.
+A kind of a single record has nothing to be copied ahead of. It has no slot, and is copied on the program's stream, from and
+to page-locked memory.
 """
 
 from collections.abc import Sequence
@@ -50,11 +51,11 @@ class Copies(Protocol):
         ...
 
     def lift(self, kind: str, rank: int, buffer: np.ndarray) -> None:
-        """Copy a buffer's record toward the device, if its slot is free."""
+        """Start to copy a buffer's record to its slot on the device ("lift" it), if the slot is free."""
         ...
 
     def drop(self, kind: str, rank: int, buffer: np.ndarray) -> None:
-        """Wait until nothing reads a buffer any more, and forget that it was lifted."""
+        """Wait until no copy reads the buffer any more, and forget that it was lifted."""
         ...
 
     def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> None:
@@ -62,7 +63,7 @@ class Copies(Protocol):
         ...
 
     def save(self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views) -> "Future[None] | None":
-        """Copy a callback's buffers to a record's leaves; returns what is done when they are there, None if they are."""
+        """Copy a callback's buffers to a record's leaves; return a future of the end of the copy, or None if it has ended."""
         ...
 
     def pass_on(self, context: Any, source: Any, out: Any) -> None:

@@ -1,6 +1,6 @@
 """The CUDA driver, as far as copies beside a running program need it: streams, events, copies, page-locked memory.
 
-A thin layer over the package cuda-bindings. Streams, events and addresses are plain integers, and what fails raises.
+A thin layer over the package cuda-bindings. Streams, events and addresses are plain integers, and a call that fails raises.
 """
 
 import functools
@@ -14,7 +14,7 @@ class Driver:
     """The calls of one process. Copies, fills and waits are queued on a stream and return at once."""
 
     def __init__(self, api: Any) -> None:
-        """Use the module `api`, which is cuda.bindings.driver or does as it does."""
+        """Use the module `api`: cuda.bindings.driver, or one with the same functions."""
         self._api = api
         self._call("cuInit", 0)
 
@@ -23,18 +23,19 @@ class Driver:
         return int(self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", ordinal)))
 
     def use(self, context: int) -> None:
-        """Make a context the calling thread's."""
+        """Make a context current in the calling thread."""
         self._call("cuCtxSetCurrent", context)
 
     def ensure_context(self) -> None:
-        """Make the primary context of GPU 0 the calling thread's, unless it has one."""
+        """Make the primary context of GPU 0 current, unless the calling thread has a context."""
+        # A buffer of a closed ring is unregistered by whoever returns it, such as an I/O thread, which has no context.
         if not int(self._call("cuCtxGetCurrent")):
             self.use(self.context_of(0))
 
     # --- memory ------------------------------------------------------------------------------------------------------------
 
     def register(self, buffer: np.ndarray) -> None:
-        """Page-lock host memory for every context of the process: copies of it then run beside the program."""
+        """Page-lock host memory for every context of the process: copies of it can then overlap the program."""
         self.ensure_context()
         self._call("cuMemHostRegister", buffer.ctypes.data, buffer.nbytes, self._api.CU_MEMHOSTREGISTER_PORTABLE)
 
@@ -61,6 +62,7 @@ class Driver:
 
     def make_event(self) -> int:
         """Return an event of the current context."""
+        # Events only order here, and without time stamps they are cheaper.
         return int(self._call("cuEventCreate", self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING.value))
 
     def record(self, event: int, stream: int) -> None:
@@ -72,11 +74,11 @@ class Driver:
         self._call("cuStreamWaitEvent", stream, event, 0)
 
     def finish_event(self, event: int) -> None:
-        """Return when an event has happened."""
+        """Wait until an event has happened."""
         self._call("cuEventSynchronize", event)
 
     def finish_stream(self, stream: int) -> None:
-        """Return when all that was queued on a stream is done."""
+        """Wait until all that was queued on a stream is done."""
         self._call("cuStreamSynchronize", stream)
 
     def destroy_stream(self, stream: int) -> None:

@@ -1,7 +1,7 @@
 """Copies of records to and from a GPU, on two streams of its own, beside the program that computes.
 
-`host_offload.device.copies` tells the idea: slots in device memory, and the events that order who fills them and who reads
-them. Here are the slots, the streams and the calls of the driver.
+`host_offload.device.copies` explains the idea: slots in device memory, and events that order who fills them and who reads
+them. This module has the slots, the streams and the calls of the driver.
 
 A callback runs in a thread of XLA while the program is being queued, so what it adds to the program's stream runs in the
 program's order. What it adds to the streams up and down does not: an event orders each such copy against the program. A buffer
@@ -34,7 +34,7 @@ class _Slot:
       memory: uint8[n] on the device.
       full: event, a record is in it.
       empty: event, the record was copied out of it; recorded once `used`.
-      used: whether a record ever was.
+      used: whether it ever held a record.
       source: up: address of the buffer whose record is in the slot, or on its way there.
     """
 
@@ -56,7 +56,9 @@ class _Gpu:
     def __init__(self, driver: Driver, device: Any, rank: int) -> None:
         self.driver = driver
         self.context = driver.context_of(device.local_hardware_id or 0)
+        # Streams and events belong to the context that is current in the thread that makes them.
         driver.use(self.context)
+        # One stream for each direction: the link carries both at once, but a stream runs its copies one by one.
         self.up, self.down = driver.make_stream(), driver.make_stream()
         self.events: list[int] = []
         self._lock = threading.Lock()
@@ -78,7 +80,7 @@ class _Gpu:
 
     @contextlib.contextmanager
     def finishing(self, stream: int) -> Iterator[None]:
-        """Leave by an error only when nothing that was queued on a stream is under way.
+        """Before an error leaves the context, wait for all that is queued on a stream.
 
         The caller gives its buffers back on an error, and they are filled again at once: a copy that still ran would read or
         write another record's bytes.
@@ -91,20 +93,23 @@ class _Gpu:
             raise
 
     def _watch(self) -> None:
+        # A current context is a property of a thread, so this one sets its own.
         self.driver.use(self.context)
         while (job := self._saved.get()) is not None:
             event, done = job
             try:
                 self.driver.finish_event(event)
             except BaseException as error:  # the thread must go on
+                # The event is not reused: after an error nothing is known of it.
                 done.set_exception(error)
                 continue
             with self._lock:
                 self.events.append(event)
+            # Outside of the lock: this runs the callbacks of the future, which start the write to disk.
             done.set_result(None)
 
     def close(self) -> None:
-        """End the thread, after all that it was asked for."""
+        """Complete all futures, and end the thread."""
         self._saved.put(None)
         self._thread.join()
         self.driver.use(self.context)
@@ -121,7 +126,7 @@ class GpuCopies:
     lifts = True
 
     def __init__(self, devices: Sequence[Any], driver: Driver) -> None:
-        """Serve the devices of a mesh, in its order; those of other processes are never asked for."""
+        """Serve the devices of a mesh, in its order. Those of other processes are listed, but never used."""
         self.devices, self.driver = list(devices), driver
         self._gpus: dict[int, _Gpu] = {}
         self._up: dict[tuple[str, int], _Slot] = {}
@@ -133,6 +138,7 @@ class GpuCopies:
         self.driver.use(self._gpus[rank].context)
         for wanted, slots in ((up, self._up), (down, self._down)):
             if wanted:
+                # XLA must have filled the memory first: nothing orders XLA's streams before those that are used here.
                 memory = jax.device_put(jnp.zeros(num_bytes, jnp.uint8), self.devices[rank]).block_until_ready()
                 slots[kind, rank] = _Slot(memory, self.driver.make_event(), self.driver.make_event())
 
@@ -150,6 +156,7 @@ class GpuCopies:
         if slot is None:
             return
         with slot.lock:
+            # The slot holds a record that nobody has taken yet: it stays until `load` or `drop`.
             if slot.source is not None:
                 return
             gpu, call = self._gpus[rank], self.driver
@@ -159,6 +166,7 @@ class GpuCopies:
                     call.wait(gpu.up, slot.empty)
                 call.copy(slot.address, buffer.ctypes.data, buffer.nbytes, gpu.up)
                 call.record(slot.full, gpu.up)
+            # Last, so that a copy that failed is never taken for a record.
             slot.source = buffer.ctypes.data
 
     def drop(self, kind: str, rank: int, buffer: np.ndarray) -> None:
@@ -184,9 +192,11 @@ class GpuCopies:
                         call.copy(pointer(target), slot.address + view.ctypes.data - base, view.nbytes, stream)
                     call.record(slot.empty, stream)
                     slot.used = True
+                    # The caller reuses the buffer when this returns. Only the copy up must be over, not what the program does.
                     call.finish_event(slot.full)
                     slot.source = None
                     return
+        # The record was not lifted: copy it on the stream of the program, and wait, because the buffer is reused.
         for target, view in zip(out, views, strict=True):
             call.copy(pointer(target), view.ctypes.data, view.nbytes, stream)
         call.finish_stream(stream)
@@ -212,6 +222,7 @@ class GpuCopies:
                 call.copy(view.ctypes.data, slot.address + view.ctypes.data - base, view.nbytes, gpu.down)
             call.record(slot.empty, gpu.down)
             slot.used = True
+            # An event for this store alone: `empty` may be recorded again before the thread has waited for this copy.
             saved = gpu.take_event()
             call.record(saved, gpu.down)
         return gpu.future_of(saved)
@@ -232,7 +243,7 @@ class GpuCopies:
 
 
 def copies_of(devices: Sequence[Any]) -> Copies:
-    """Return how records cross to the devices of a mesh.
+    """Return the copies between buffers and the devices of a mesh.
 
     Raises:
       NotImplementedError: devices of an unknown kind, or cuda-bindings is missing.

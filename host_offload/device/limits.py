@@ -1,4 +1,4 @@
-"""How many bytes pinned host memory may take, said before an allocation and after one that failed.
+"""Limits of pinned host memory: checked before an allocation, and explained after one that failed.
 
 XLA's GPU client takes pinned memory from one pool a process. The pool grows on demand up to XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB
 GiB (64 where it is unset; 16 where XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE takes all of it at once), whatever the machine has, and
@@ -62,7 +62,7 @@ def check_host_memory(num_bytes: int, platform: str | None = None) -> None:
 
 
 def host_memory_error(error: Exception, num_bytes: int, platform: str | None = None) -> RuntimeError | None:
-    """Say in full what an error means that JAX raised while it allocated pinned host memory.
+    """Explain an error that JAX raised while it allocated pinned host memory.
 
     Args:
       error: what was raised.
@@ -73,6 +73,7 @@ def host_memory_error(error: Exception, num_bytes: int, platform: str | None = N
       The error to raise from `error`; None if `error` is about something else, device memory included.
     """
     text = str(error)
+    # XLA reports both memories as RESOURCE_EXHAUSTED: only the name of the allocator tells which one is full.
     if not isinstance(error, RuntimeError) or not _EXHAUSTED.search(text) or _ON_DEVICE.search(text):
         return None
     return RuntimeError(_explain(num_bytes, pinned_pool_bytes(platform), available_bytes()))

@@ -1,8 +1,9 @@
 """Bytes between a device buffer and host memory, inside a callback of a running program.
 
-On a CPU a buffer is host memory, and is used where it lies. On a GPU a callback runs while the program is being queued: what it
+On a CPU a buffer is host memory, and is used in place. On a GPU a callback runs while the program is being queued: what it
 reads must be computed first, so it copies on the program's own stream and waits for that stream; what it writes is queued
-there too. The copies go through page-locked staging memory, one piece for each place that asks, made once.
+there too. The copies go through page-locked staging memory, allocated once for each place: a name of the
+caller and its operand.
 """
 
 import ctypes
@@ -23,11 +24,11 @@ class Link(Protocol):
         ...
 
     def room(self, buffer: Any, place: Hashable) -> np.ndarray:
-        """Return host memory in which to make a buffer's contents."""
+        """Return host memory in which the caller puts the new contents of a buffer."""
         ...
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
-        """Move what was made in `room(buffer, place)` to the buffer."""
+        """Copy the contents of `room(buffer, place)` to the buffer."""
         ...
 
 
@@ -36,6 +37,7 @@ class HostLink:
 
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
         del context, place
+        # A view. np.array, which would copy, fails on the buffer of a callback.
         return np.asarray(buffer)
 
     def room(self, buffer: Any, place: Hashable) -> np.ndarray:
@@ -55,6 +57,7 @@ class CudaLink:
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
         host, call = self.room(buffer, (place, stream_of(context))), driver()  # a device's stream: devices read at once
         call.copy(host.ctypes.data, pointer(buffer), host.nbytes, stream_of(context))
+        # The callback runs while the program is being queued: the values exist once the stream has come this far.
         call.finish_stream(stream_of(context))
         return host
 
@@ -64,6 +67,7 @@ class CudaLink:
         if key not in self.staging:
             array = np.empty(buffer.shape, dtype)
             if array.nbytes:
+                # Page-locked, because the driver stages a copy of pageable memory and blocks its caller.
                 driver().register(array)
             self.staging[key] = array
         return self.staging[key]
@@ -85,7 +89,7 @@ def pointer(buffer: Any) -> int:
 
 
 def link_of(platform: str) -> Link:
-    """Return how buffers of a platform's devices are read and written.
+    """Return the link to the devices of a platform.
 
     Raises:
       NotImplementedError: a platform whose buffers have no known interface.
@@ -98,7 +102,7 @@ def link_of(platform: str) -> Link:
 
 
 def writable(array: np.ndarray) -> np.ndarray:
-    """Return the same memory as an array that may be written to."""
+    """Return a writable array over the same memory."""
     return _at(array.ctypes.data, array.shape, array.dtype)
 
 
@@ -113,6 +117,7 @@ def _at(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def view(array: Any) -> np.ndarray:
     """Return the memory of a single-device array in host memory, as numpy; writing to it changes the array.
 
-    For arrays that a program owns and hands from step to step: nothing else may hold them.
+    For arrays that one program owns and passes from step to step: nothing else may refer to them.
     """
+    # np.asarray would return a read-only array, and is slow where the array belongs to a GPU client.
     return _at(array.unsafe_buffer_pointer(), array.shape, array.dtype)

@@ -1,10 +1,10 @@
-"""Does this device read the records of a host stack that it was asked for? Ask it, once, before training on the answers.
+"""Check, once, that this device slices a stack in host memory at the records it is asked for.
 
 A streamed step slices stacks `W[L, D, F]` in pinned host memory inside compiled loops, at an index read from its schedule.
 XLA for GPUs may turn such a slice into a copy whose address is `offset + stride * i`, with i the count of iterations. The XLA
 of jax 0.10 and 0.11 derives that address as if the index were i itself even where it is a function of i: a reversed scan, a
-prefetch of i + 1, `fori_loop(1, L)` (openxla/xla 46231, fixed by 46308 of 2026-07-27). Then wrong layers are trained, without
-a word. CPUs compute all of it correctly, so no test without a GPU sees it.
+prefetch of i + 1, `fori_loop(1, L)` (openxla/xla 46231, fixed by 46308 of 2026-07-27). Then wrong layers are trained,
+without any error. CPUs compute all of it correctly, so no test without a GPU sees it.
 
 An index that is read from an argument of the program is no function of i, and is read where it is used. Each form below
 slices that way, as the streamed step does, on records of distinct integers, and is compared exactly with numpy:
@@ -56,7 +56,7 @@ def check_host_slices(device: Any = None) -> None:
       device: a jax.Device; the first local one by default.
 
     Raises:
-      RuntimeError: a form took or stored a record that is not the one asked for.
+      RuntimeError: a form loaded or stored the wrong record.
     """
     wrong = _wrong_forms(jax.local_devices()[0] if device is None else device)
     if wrong:
@@ -73,6 +73,7 @@ def _wrong_forms(device: Any) -> tuple[str, ...]:
     wrong = []
     for name, form in forms().items():
         program = build_form(form, device)
+        # The fault reads record i instead of order[i]. In ascending order these may be the same.
         for direction, order in (("ascending", range(_SHAPE[0])), ("descending", reversed(range(_SHAPE[0])))):
             order, stack = np.array(list(order), np.int32), records()
             found = program(order, stack)
@@ -82,7 +83,7 @@ def _wrong_forms(device: Any) -> tuple[str, ...]:
 
 
 def forms() -> Mapping[str, Form]:
-    """Return the forms by name, for this check and for who wants to time or to compile them."""
+    """Return the forms by name, for this check and for callers that time or compile them."""
     return _FORMS
 
 

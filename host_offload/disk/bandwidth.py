@@ -1,4 +1,4 @@
-"""How fast records come from a folder's disk and go to it: each reader, beside what the disk itself gives.
+"""How fast records are read from a folder's disk and written to it: each reader, beside the disk's own speed.
 
 The ceiling is plain preadv and pwritev with O_DIRECT on the same files and buffers, in blocks on threads: no futures, no
 checksums, no files opened meanwhile, the best of several settings. All write first, then read what they wrote, with the page
@@ -40,7 +40,7 @@ class Rates:
 
 
 class Reader(Protocol):
-    """What `DirectIo` and `TensorstoreIo` are."""
+    """The interface of `DirectIo` and `TensorstoreIo`."""
 
     def read(
         self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True
@@ -61,7 +61,7 @@ class Bench:
           folder_path: of a `SwapFolder`.
           settings: of both readers.
           num_records: at least 2.
-          record_bytes: of each record; four buffers of so many are held in memory.
+          record_bytes: size of each record; four buffers of this size are in memory.
 
         Raises:
           SwapError: the disk is too small.
@@ -111,6 +111,7 @@ class Bench:
         size, block = self.store.format.padded_bytes, settings.block_bytes
         paths = [self.store.record_path(layer) for layer in range(self.store.num_layers)]
         files = [_open(path) for path in paths]
+        # The threads share one iterator. Its next() is atomic under the GIL, so every part is claimed once.
         parts = iter([(layer, start) for layer in range(len(files)) for start in range(0, size, block)])
         call = os.pwritev if writes else os.preadv
 
@@ -161,6 +162,7 @@ def drop_caches(paths: Sequence[str]) -> None:
     for path in paths:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            # Dirty pages do not leave the cache: write them back first.
             os.fsync(fd)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

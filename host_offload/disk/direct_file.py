@@ -1,12 +1,12 @@
 """One file's bytes, moved past the page cache where alignment allows (O_DIRECT), and through it where not.
 
 O_DIRECT needs the address in memory, the offset in the file and the length to be multiples of the disk's sector; 4096 serves
-every disk. A span that is not so is moved in parts,
+every disk. A span that is not aligned is moved in parts,
 
     head (to the next multiple of 4096, buffered) | body (direct) | tail (shorter than 4096, buffered)
 
-and all of it is buffered where head and address do not come out even. A signal's interruption is retried (PEP 475), and a
-transfer that moved less than asked for goes on where it ended.
+and all is buffered where no head aligns both the offset and the address. A signal's interruption is retried (PEP 475).
+A transfer that moved less than was asked for is continued from there.
 """
 
 import errno
@@ -30,7 +30,7 @@ class DirectFile:
     """
 
     def __init__(self, path: str, *, writes: bool, direct: bool = True) -> None:
-        """Open a file, to read it or to write it; one to write is made if it is not there, for this user alone.
+        """Open a file, to read it or to write it; one to write is created if it does not exist, for this user alone.
 
         Args:
           path: of the file.
@@ -41,6 +41,7 @@ class DirectFile:
           OSError: as os.open.
         """
         flags = (os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY) | os.O_CLOEXEC
+        # Two descriptors of one file: O_DIRECT refuses what is not aligned, and that goes through the buffered one.
         self._buffered = os.open(path, flags, 0o600)
         self._direct = -1
         if direct and _DIRECT:
@@ -90,6 +91,7 @@ class DirectFile:
                     raise
                 self.direct = False  # it opens such files and does not serve them
                 continue
+            # preadv returns 0 at the end of a file: to try again would never end.
             if moved <= 0:
                 raise TruncatedError(f"the file ends at byte {offset + done}, and {len(memory) - done} bytes more are needed")
             done += moved
@@ -97,6 +99,7 @@ class DirectFile:
     def _part(self, address: int, offset: int, length: int) -> tuple[bool, int]:
         """Return how the next part is moved, and its length."""
         head = -offset % BLOCK_BYTES
+        # Address and offset must become multiples of the block after the same head, or no part can be direct.
         if not self.direct or (address + head) % BLOCK_BYTES or length - head < BLOCK_BYTES:
             return False, length
         return (False, head) if head else (True, length // BLOCK_BYTES * BLOCK_BYTES)
@@ -126,7 +129,7 @@ def read_file(path: str, buffer: np.ndarray, num_bytes: int, *, offset: int = 0,
       direct: use O_DIRECT where it can be.
 
     Raises:
-      ValueError: the buffer is not so.
+      ValueError: the buffer is of another form.
       OSError: as os.open and os.preadv; a TruncatedError if the file ends before.
     """
     check_buffer(buffer, num_bytes)

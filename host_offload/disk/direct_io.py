@@ -4,8 +4,9 @@
     write   open; the checksum, while other threads write blocks (pwritev)
 
 A record's blocks are claimed by whatever threads are free, records in the order they were asked for: a record has the whole
-disk until its last blocks, and what a step waits for comes first. The file is opened by its name each time, which costs some
-20 microseconds, and a record that was removed or cut short meanwhile is noticed. System calls and checksums release the GIL.
+disk until its last blocks, and the record that a step waits for comes first. The file is opened by its name each time. That
+costs some 20 microseconds, and notices a record that was removed or cut short meanwhile. System calls and checksums release
+the GIL.
 
 Errors leave through the future, as SwapError. A write that failed leaves a record that counts as never written, and reading
 what was never written is an error too: no read returns what was not stored by a write that succeeded.
@@ -33,7 +34,7 @@ class DirectIo:
     """Reads and writes records of any stores; a context manager."""
 
     def __init__(self, settings: IoSettings, *, name: str = "direct") -> None:
-        """Make the pool.
+        """Start the pool of threads.
 
         Args:
           settings: threads and blocks.
@@ -50,15 +51,15 @@ class DirectIo:
         Args:
           store: of the record. A pending write of the same record must be waited for before.
           layer: index of the record.
-          buffer: uint8[n], contiguous, writable, n >= padded_bytes; another's until the future is done. At a multiple of 4096
-            in memory, or it is read through the page cache.
+          buffer: uint8[n], contiguous, writable, n >= padded_bytes; not to be touched until the future is done. If its
+            address is no multiple of 4096, it is read through the page cache.
           verify: compare the checksum, if one was written; and refuse a record that was never written.
 
         Returns:
           The seconds from the first block's start to the end, checksum included; or SwapError.
 
         Raises:
-          ValueError: the buffer is not so, or there is no such layer.
+          ValueError: the buffer is of another form, or there is no such layer.
           RuntimeError: this is closed.
         """
         return self._start(_Transfer(self, store, layer, buffer, writes=False, checked=verify))
@@ -81,6 +82,7 @@ class DirectIo:
         return self._start(_Transfer(self, store, layer, buffer, writes=True, checked=checksum))
 
     def _start(self, transfer: "_Transfer") -> concurrent.futures.Future[float]:
+        # A job for every thread that could help. One that comes too late finds no block, and returns at once.
         for k in range(min(transfer.num_blocks, self.settings.num_threads)):
             try:
                 self._pool.submit(self._run, transfer)
@@ -113,7 +115,7 @@ class DirectIo:
 
 
 class _Transfer:
-    """One record on its way, at which several threads work."""
+    """One record that several threads read or write together."""
 
     def __init__(self, io: DirectIo, store: Store, layer: int, buffer: np.ndarray, *, writes: bool, checked: bool) -> None:
         size = store.format.padded_bytes
@@ -130,22 +132,27 @@ class _Transfer:
         self._next, self._moving, self._checksum, self._start = 0, 0, 0, 0.0
 
     def move_block(self) -> bool:
-        """Move the next block, if one is left; the last to end finishes the record. Return whether there was one."""
+        """Move the next block, if one is left, and return whether one was. The last thread to end finishes the record."""
         with self._lock:
             block = self._next
             if block == self.num_blocks:
                 return False
+            # A transfer that was cancelled before its first block does not touch the record.
             if block == 0 and not self.future.set_running_or_notify_cancel():
                 self._next = self.num_blocks
                 return False
             self._next, self._moving = block + 1, self._moving + 1
+            # Under the lock, so that no other thread moves a block of a file that is not open yet.
             if block == 0 and (error := self._begin()) is not None:
                 self._error, self._next = error, self.num_blocks
+        # Without the lock: the blocks of a record move in parallel.
         error = self._error or self._move(block)
         with self._lock:
             self._moving -= 1
             if error is not None:
+                # The blocks that are left count as claimed, so that the threads still at work end the transfer.
                 self._error, self._next = self._error or error, self.num_blocks
+            # Both are read under the lock: exactly one thread sees that nothing is moving and nothing is left.
             is_last = self._moving == 0 and self._next == self.num_blocks
         if is_last:
             self._finish()
@@ -163,6 +170,7 @@ class _Transfer:
             if (found := self._file.num_bytes) != size:
                 if not self._writes:
                     raise TruncatedError(f"the file has {found} bytes, and the record {size}")
+                # A read refuses a file of any other size, so one that is too long is cut here.
                 self._file.resize(size)
         except BaseException as error:
             return error
@@ -188,6 +196,7 @@ class _Transfer:
         error = self._error
         try:
             if self._file is not None:
+                # Before `end_write`: network file systems may report a lost write only when the file is closed.
                 self._file.close()
                 if not self._file.direct:
                     self._io.note_buffered(os.path.dirname(os.path.dirname(self._store.path)))

@@ -1,7 +1,7 @@
-"""What went wrong on the disk, to which file and layer, and what to do about it.
+"""Errors of the disk: what failed, for which file and layer, and what to do about it.
 
-An error of the nvme tier is met in a callback or an I/O thread, and raised elsewhere, later: by then its message is all there
-is. So it states what was done, the file, the layer, the operating system's errno and the repair.
+An error of the nvme tier occurs in a callback or an I/O thread, and is raised elsewhere, later. By then its message is all that
+is known, so it states the operation, the file, the layer, the errno of the operating system and the repair.
 """
 
 import errno as errnos
@@ -52,7 +52,7 @@ class ChecksumError(OSError):
 
 
 def of_tensorstore(error: ValueError) -> Exception:
-    """Return the OSError that tensorstore tells of in a ValueError's text; the error itself if it is about something else."""
+    """Return the OSError that the text of tensorstore's ValueError describes, or the error itself if there is none."""
     text = str(error)
     if found := re.search(r"os_error_code='(\d+)'", text):
         return OSError(int(found.group(1)), text)
@@ -66,7 +66,7 @@ def explain(error: BaseException, *, doing: str, file: str | None = None, layer:
 
     Args:
       error: an OSError, or any other exception; a SwapError is returned as it is.
-      doing: what was done, such as "reading params".
+      doing: the operation, such as "reading params".
       file: path of the file.
       layer: index of the layer whose record it is.
     """
@@ -82,6 +82,7 @@ def explain(error: BaseException, *, doing: str, file: str | None = None, layer:
             cause = f"{type(error).__name__}: {cause}"
     remedy = _remedy(error, number)
     result = SwapError(f"{doing}{where} failed: {cause}{f'; {remedy}' if remedy else ''}", file=file, layer=layer, errno=number)
+    # By hand: the result is raised later, often in another thread, where no `raise ... from` can add it.
     result.__cause__ = error
     return result
 

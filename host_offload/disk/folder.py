@@ -1,8 +1,8 @@
-"""A private folder below the user's swap_dir, for one process, that goes when the process does.
+"""A private folder below the user's swap_dir, for one process, which is removed when the process ends.
 
-The folder holds model state, so only its user may read it (0700), and two programs in one would overwrite each other's records,
-so a lock on a file inside says who uses it. The kernel lets go of the lock (flock) with the process, however it ends: a folder
-whose lock is free was left by a process that was killed, and is emptied and used again.
+The folder holds model state, so only its user may read it (0700). Two programs in one folder would overwrite each other's
+records, so a lock on a file inside tells who uses it. The kernel releases the lock (flock) with the process, however that
+ends: a folder whose lock is free was left by a process that was killed, and is emptied and used again.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class SwapFolder:
         """Make the folder, or take over one that a killed process left.
 
         Args:
-          root: the user's swap_dir; on a disk of its own, best. It must exist: a path mistyped would fill another disk.
+          root: the user's swap_dir; best on a disk of its own. It must exist: a mistyped path would fill another disk.
           process: `jax.process_index()`; processes of one machine share the root.
 
         Raises:
@@ -59,6 +59,7 @@ class SwapFolder:
             raise explain(error, doing="making the swap folder", file=self.path) from error
         self._close = weakref.finalize(self, _remove, self.path, fd)  # at exit too
         close = self._close
+        # A forked child inherits the finalizer and the locked descriptor: it must neither remove the folder nor hold the lock.
         os.register_at_fork(after_in_child=lambda: _forget(close, fd))
         try:
             self._begin(fd)
@@ -67,6 +68,7 @@ class SwapFolder:
             raise explain(error, doing="emptying the swap folder", file=self.path) from error
 
     def _begin(self, fd: int) -> None:
+        # The umask applies to mkdir's mode, and a folder that is taken over has the mode it was left with.
         os.chmod(self.path, 0o700)
         before = os.pread(fd, 64, 0).decode(errors="replace").strip()
         if before:
@@ -81,10 +83,10 @@ class SwapFolder:
         return space.f_bavail * space.f_frsize
 
     def renew(self) -> None:
-        """Make the folder empty again; if it was removed, or taken over, take it anew.
+        """Empty the folder; create or lock it again if it was removed or taken over.
 
         Raises:
-          SwapError: another program has it now, or it cannot be made.
+          SwapError: another program uses it now, or it cannot be created.
         """
         self.close()
         self._take()
@@ -102,9 +104,11 @@ class SwapFolder:
 
 def _lock(path: str) -> int:
     """Return the descriptor of the folder's lock file, locked; make both if need be."""
+    # Another process may be removing the same folder between any two of these steps: then start again.
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
+        # lstat, because a symbolic link of this name could lead the state into the folder of another user.
         status = os.lstat(path)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
@@ -112,6 +116,7 @@ def _lock(path: str) -> int:
                 what = f"a folder of another user (uid {status.st_uid}, this one is {os.geteuid()})"
             raise SwapError(f"{path} is {what}: remove it, or set swap_dir to another folder", file=path)
         name = os.path.join(path, _LOCK)
+        # A folder is emptied only where a lock file proves that one of our processes made it.
         if os.listdir(path) and not os.path.lexists(name):
             raise SwapError(
                 f"{path} holds files, and no lock of a program that made them: move them away if you need them, remove the "
@@ -124,6 +129,7 @@ def _lock(path: str) -> int:
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # flock locks the file, not its name: its owner may have unlinked it since it was opened here.
             if os.stat(name).st_ino == os.fstat(fd).st_ino:
                 return fd
         except FileNotFoundError:  # its owner removed it just before it let go of the lock
@@ -157,6 +163,7 @@ def _empty(path: str) -> None:
 
 def _remove(path: str, fd: int) -> None:
     try:
+        # The lock is held until the folder is gone: the descriptor is closed last.
         _empty(path)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(path, _LOCK))
@@ -169,6 +176,6 @@ def _remove(path: str, fd: int) -> None:
 
 
 def _forget(close: weakref.finalize, fd: int) -> None:
-    """In a forked child: leave the folder to the parent, and give back the descriptor, which would keep the lock without it."""
+    """In a forked child: leave the folder to the parent, and close the descriptor, which would keep the lock."""
     if close.detach() is not None:
         os.close(fd)

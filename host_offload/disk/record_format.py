@@ -1,8 +1,8 @@
-"""How the leaves of one layer lie in a record: one after the other, each at a cache line, the whole in a disk's blocks.
+"""How the leaves of one layer lie in a record: one after the other, each aligned to a cache line, padded to blocks of the disk.
 
 leaf 0 | to 64 bytes | leaf 1 | ... | to 4096 bytes
 
-Sizes and places are computed once for each format. Callbacks of a running program ask for them at every transfer, and there a
+Sizes and offsets are computed once for each format. Callbacks of a running program ask for them at every transfer, and there a
 GPU waits for Python.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 LEAF_BYTES = 64
 """A leaf starts at a multiple of this: a cache line."""
 BLOCK_BYTES = 4096
-"""A record's size is a multiple of this: the largest sector of a disk, so that O_DIRECT serves it whole."""
+"""A record's size is a multiple of this: the largest sector of a disk, so that O_DIRECT moves all of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class LeafFormat:
 
     Attributes:
       name: path of the leaf in its tree.
-      shape: of what one device holds of it.
+      shape: of the shard that one device holds.
       dtype: a name of numpy, or of ml_dtypes such as "bfloat16".
     """
 
@@ -63,6 +63,7 @@ class RecordFormat:
     @functools.cached_property
     def padded_bytes(self) -> int:
         """Bytes of the record's file."""
+        # A record without leaves has a file too, of one block: an array of no bytes has no chunks.
         return max(_round_up(self.num_bytes, BLOCK_BYTES), BLOCK_BYTES)
 
     @functools.cached_property
@@ -80,7 +81,7 @@ class RecordFormat:
           buffer: uint8[n], contiguous, n >= num_bytes.
 
         Raises:
-          ValueError: the buffer is not so.
+          ValueError: the buffer is of another form.
         """
         check_buffer(buffer, self.num_bytes)
         return [buffer[place].view(dtype).reshape(shape) for place, dtype, shape in self._places]

@@ -1,8 +1,8 @@
-"""Records at rest: what a checkpoint tells of the records it holds, and their bytes, read slice by slice.
+"""The records of a checkpoint: their metadata, and their bytes, read slice by slice.
 
 A store of a checkpoint is a `host_offload.Store`, a zarr array whose chunks are files of one record. It holds one device's
 shards of some leaves, for a run of layers (or tiles, or for one record where a leaf is no stack). Beside the array, the
-checkpoint tells for each leaf where its shard lies in the whole leaf, so that any box of a leaf is found among the stores:
+metadata say for each leaf where its shard lies in the whole leaf, so that any box of a leaf is found among the stores:
 
     whole leaf  [L, D, F]        a store of layers first .. first + n, of the shard [start : start + shape] of each layer
     box         (l0:l1, d0:d1, f0:f1)  =  for each store and record that meet it, a copy of the common part
@@ -30,7 +30,7 @@ from host_offload.disk.store import Store
 Box = tuple[tuple[int, int], ...]
 """(start, stop) in each dim of a leaf."""
 MOST_OPEN = 64
-"""Files mapped at once."""
+"""Files mapped at once: Python keeps a file descriptor for each mapping."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,10 @@ class SavedShard:
 
     Attributes:
       name: of the leaf in the checkpoint.
-      shape: of what a record holds of it.
+      shape: of the shard in a record.
       dtype: name of numpy or ml_dtypes.
       offset: of its first byte in the record.
-      start: where what a record holds begins, in the dims of the leaf that follow those that number records.
+      start: index of the first element of the shard, in the dims of the leaf after those that number records.
     """
 
     name: str
@@ -78,7 +78,7 @@ class SavedStore:
     def of(
         store: Store, folder: str, names: Sequence[str], starts: Sequence[Sequence[int]], lead: Sequence[int], first: int = 0
     ) -> "SavedStore":
-        """Return what is to be told of a store whose records are written."""
+        """Return the metadata of a store whose records are written."""
         formats = zip(store.format.leaves, store.format.offsets, names, starts, strict=True)
         leaves = [SavedShard(name, leaf.shape, leaf.dtype, offset, tuple(start)) for leaf, offset, name, start in formats]
         sums = tuple(int(c) for c in store.checksums)
@@ -89,16 +89,16 @@ class SavedStore:
         return os.path.join(self.folder, f"c.{record}.0")
 
     def to_json(self) -> dict[str, Any]:
-        """Return what JSON can hold; checksums as hexadecimal digits."""
+        """Return the metadata as JSON can hold them; checksums as hexadecimal digits."""
         metadata = dataclasses.asdict(self)
         return metadata | {"checksums": [f"{c:016x}" for c in self.checksums]}
 
     @staticmethod
     def from_json(metadata: Mapping[str, Any]) -> "SavedStore":
-        """Return what `to_json` told.
+        """Return the store that `to_json` described.
 
         Raises:
-          KeyError, TypeError, ValueError: it is something else.
+          KeyError, TypeError, ValueError: the metadata have another form.
         """
         leaves = [
             SavedShard(leaf["name"], tuple(leaf["shape"]), leaf["dtype"], leaf["offset"], tuple(leaf["start"]))
@@ -124,7 +124,7 @@ class SavedRecords:
     """The records of a checkpoint; a context manager. Several threads may read at once."""
 
     def __init__(self, root: str, stores: Sequence[SavedStore]) -> None:
-        """Read below `root`, the folder against which the stores' folders are told."""
+        """Read below `root`, to which the folders of the stores are relative."""
         self.root, self.stores = root, tuple(stores)
         self._shards: dict[str, list[tuple[SavedStore, SavedShard]]] = collections.defaultdict(list)
         for store in stores:
@@ -140,7 +140,7 @@ class SavedRecords:
                 yield store, record, os.path.join(self.root, store.record_file(record))
 
     def check_size(self, store: SavedStore, record: int) -> None:
-        """Compare a record's size.
+        """Compare the size of a record's file with the metadata.
 
         Raises:
           OSError: the file is not there.
@@ -151,7 +151,7 @@ class SavedRecords:
             raise TruncatedError(f"{path} has {found} bytes, and the record {store.record_bytes}")
 
     def check(self, store: SavedStore, record: int) -> None:
-        """Compare a record's size and checksum.
+        """Compare the size and checksum of a record's file with the metadata.
 
         Raises:
           OSError: it cannot be read.
@@ -199,18 +199,20 @@ class SavedRecords:
             if (known := self._maps.get(file)) is not None:
                 self._maps.move_to_end(file)
                 return known
+        # First, because a page past the end of a mapped file is a SIGBUS, which no `except` catches.
         self.check_size(store, record)
         with open(os.path.join(self.root, file), "rb") as opened:
             mapped = mmap.mmap(opened.fileno(), store.record_bytes, prot=mmap.PROT_READ)
         array = np.frombuffer(mapped, np.uint8)
         with self._lock:
+            # Two threads may have mapped the same file: both mappings are valid, and the later one is kept.
             self._maps[file] = array  # unmapped with the last array over it
             while len(self._maps) > MOST_OPEN:
                 self._maps.popitem(last=False)
         return array
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Unmap the files."""
         with self._lock:
             self._maps.clear()
 

@@ -1,8 +1,8 @@
-"""The records of stores as they are at one moment, kept while they go on to be written.
+"""The records of stores as they are at one moment, kept while the stores go on to be written.
 
 A record gets a second name in a folder beside its store (a hard link: no byte is copied), and the next write of it goes to a
-file of its own, whose space is reserved when the link is made (`Store.link`). What has the second name is never written again,
-so it can be moved away at leisure: by a link once more, where the checkpoint is on the same file system, else by a copy, one
+file of its own, whose space is reserved when the link is made (`Store.link`). The file with the second name is never written
+again, so it can be moved away later: by a link once more, where the checkpoint is on the same file system, else by a copy, one
 record at a time, read past the page cache and compared with its checksum.
 
 Where a file system cannot link, or has no room for a second record, records are copied at once, and the step waits.
@@ -30,7 +30,7 @@ class LinkedRecord:
 
     Attributes:
       store: whose records they are; it may hold others by now.
-      checksums: of each record; 0 where it is not known.
+      checksums: of each record; 0 where unknown.
       folder: of the second names, or None if the records were copied at once.
     """
 
@@ -40,7 +40,7 @@ class LinkedRecord:
 
 
 class Snapshot:
-    """Some stores' records; `close` lets go of them."""
+    """The kept records of some stores; `close` removes their second names."""
 
     def __init__(self, folder: str) -> None:
         """Use a folder that is not there yet, on the stores' file system."""
@@ -58,7 +58,7 @@ class Snapshot:
 
         Raises:
           SwapError: a record was never written.
-          OSError: neither can they be kept, nor copied.
+          OSError: they can neither be linked nor copied.
         """
         for record in range(store.num_layers):
             store.require(record)
@@ -71,6 +71,7 @@ class Snapshot:
                 store.link(record, path := os.path.join(folder, str(record)))
                 linked.append((record, path))
         except OSError:
+            # Undo the links that were made: the next write of a linked record would go to its spare file.
             for record, path in linked:
                 store.unlink(record, path)
             os.rmdir(folder)
@@ -96,8 +97,10 @@ class Snapshot:
             source, wanted = os.path.join(kept.folder, str(record)), os.path.join(target, f"c.{record}.0")
             try:
                 os.link(source, wanted)
+                # O_DIRECT goes past the page cache, but not past the cache of the drive: only fsync makes a checkpoint durable.
                 sync(wanted)
             except OSError:
+                # A link cannot cross file systems (EXDEV), and some file systems have none.
                 copies.append((source, wanted, kept.checksums[record]))
         _copy(copies, kept.store)
 
@@ -117,7 +120,7 @@ class Snapshot:
         return self._closed.is_set()
 
     def wait(self) -> None:
-        """Wait until it was closed: what removes the stores' folder, or their records, comes after."""
+        """Wait until the snapshot is closed. Only then may the stores' folder or records be removed."""
         self._closed.wait()
 
 

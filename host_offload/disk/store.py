@@ -1,4 +1,4 @@
-"""Records on disk: one per layer, of one file each, that hold the layer's leaves; tensorstore owns the format.
+"""Records on disk: one file for each layer, which holds the layer's leaves. The format is zarr, of tensorstore.
 
 A store is one zarr array `uint8[num_layers, padded_bytes]`, uncompressed, in chunks of one layer, so that a chunk is a file of
 exactly the record's bytes, which any tensorstore or zarr client can read, and O_DIRECT too:
@@ -6,8 +6,8 @@ exactly the record's bytes, which any tensorstore or zarr client can read, and O
     {folder}/{kind}/{rank}/zarr.json     shape, chunks, and as attributes the manifest: each leaf's name, shape, dtype, offset
     {folder}/{kind}/{rank}/c.{layer}.0   leaf 0 | to 64 bytes | leaf 1 | ... | to 4096 bytes
 
-A record's checksum is kept in memory, not on disk: a swap folder does not outlive its process, and a stale record then
-cannot vouch for itself.
+A record's checksum is kept in memory, not on disk: a swap folder does not outlive its process, and so no
+stale record can pass its own check.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Store:
       rank: index of the device.
       num_layers: records.
       format: of a record.
-      checksums: uint64[num_layers], of each record as last written; 0 where that is not known.
+      checksums: uint64[num_layers], of each record as last written; 0 where unknown.
       written: bool[num_layers], whether a record was written completely.
     """
 
@@ -111,7 +111,7 @@ class Store:
           context: more resources of tensorstore, such as {"file_io_concurrency": {"limit": 4}}.
 
         Raises:
-          SwapError: it was removed, or is another.
+          SwapError: the array was removed, or is a different one.
         """
         try:
             return ts.open(self._spec(context), open=True).result()
@@ -119,9 +119,9 @@ class Store:
             raise explain(of_tensorstore(error), doing=f"opening the records of {self.kind}", file=self.path) from error
 
     def preallocate(self) -> None:
-        """Reserve disk space for every record, so that none is refused in the middle of a step.
+        """Reserve disk space for every record, so that no write is refused in the middle of a step.
 
-        What was written stays as it is. A file system that cannot reserve is asked only how much is free.
+        Records that were written stay as they are. On a file system that cannot reserve, only the free space is checked.
 
         Raises:
           SwapError: the disk is too small, or failed.
@@ -139,6 +139,7 @@ class Store:
                     os.close(fd)
             except OSError as error:
                 left = self.num_bytes - sum(_held_bytes(p) for p in paths) - _free_bytes(self.path)
+                # ENOSPC also means that the file system has no inodes left: only missing bytes get the message about bytes.
                 if error.errno == errno.ENOSPC and left > 0:
                     raise self._too_small(left, path, layer) from error
                 raise explain(error, doing=f"reserving {size} bytes for {self.kind}", file=path, layer=layer) from error
@@ -161,6 +162,7 @@ class Store:
                 os.link(path, target)
                 return
             try:
+                # Space first, name second: when the disk is full, the record must not be left linked without a spare file.
                 fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 try:
                     _reserve(fd, self.format.padded_bytes)
@@ -177,6 +179,7 @@ class Store:
         """Remove the second name of a record; if it was not written since, and has no third, its file is written to again."""
         os.unlink(target)
         with self._linking, contextlib.suppress(OSError):
+            # One name is left: no other snapshot holds the record. In `_linked`: no write has moved it to the spare file.
             if layer in self._linked and os.stat(self.record_path(layer)).st_nlink == 1:
                 self._linked.discard(layer)
                 os.unlink(self._spare_path(layer))
@@ -185,10 +188,11 @@ class Store:
         return os.path.join(self.path, f"spare.{layer}")
 
     def begin_write(self, layer: int) -> None:
-        """Let a record count as never written until `end_write`: half a record is none."""
+        """Mark a record as never written until `end_write`: half a record must not be read."""
         self.written[layer], self.checksums[layer] = False, 0
         with self._linking:
             if layer in self._linked:
+                # A snapshot holds the old file under its second name. The spare one takes its place, and is written.
                 os.replace(self._spare_path(layer), self.record_path(layer))
                 self._linked.discard(layer)
 
@@ -197,7 +201,7 @@ class Store:
         self.checksums[layer], self.written[layer] = checksum, True
 
     def require(self, layer: int) -> None:
-        """Refuse to read a record that does not hold what a write stored.
+        """Raise unless a record was written completely.
 
         Raises:
           SwapError: it was never written, or its last write failed.
@@ -210,7 +214,7 @@ class Store:
         """Compare a record, uint8[padded_bytes], with its checksum, if it has one.
 
         Raises:
-          ChecksumError: it is not what was written.
+          ChecksumError: its bytes are not those that were written.
         """
         expected = int(self.checksums[layer])
         if expected and (found := checksum_of(record)) != expected:
@@ -249,6 +253,7 @@ class Store:
 
 def _held_bytes(path: str) -> int:
     try:
+        # Not st_size, which counts holes. st_blocks is in units of 512 bytes on every file system.
         return os.stat(path).st_blocks * 512
     except FileNotFoundError:
         return 0
@@ -256,6 +261,7 @@ def _held_bytes(path: str) -> int:
 
 def _free_bytes(path: str) -> int:
     space = os.statvfs(path)
+    # f_bavail, not f_bfree: a part of what is free is reserved for root.
     return space.f_bavail * space.f_frsize
 
 
@@ -267,4 +273,5 @@ def _reserve(fd: int, size: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
+    # Nothing is reserved, but the file has its size: its space is taken by the first write.
     os.ftruncate(fd, max(size, os.fstat(fd).st_size))

@@ -27,7 +27,7 @@ class TensorstoreIo:
     """Reads and writes records of any stores, as `direct_io.DirectIo` does; a context manager."""
 
     def __init__(self, settings: IoSettings) -> None:
-        """Make the pool.
+        """Start the pool of threads.
 
         Args:
           settings: transfers at once; tensorstore moves a record as one block.
@@ -67,6 +67,7 @@ class TensorstoreIo:
 
     def _array(self, store: Store) -> ts.TensorStore:
         with self._lock:
+            # An array is opened once for each store: opening reads and parses its metadata file.
             if store not in self._arrays:
                 self._arrays[store] = store.open_array({"file_io_concurrency": {"limit": self.settings.num_threads}})
             return self._arrays[store]
@@ -94,6 +95,7 @@ def _timed(work: Callable[[], None], store: Store, layer: int, doing: str) -> fl
     try:
         work()
     except BaseException as error:
+        # tensorstore raises ValueError whatever the disk did: the errno is in the text alone.
         cause: Any = of_tensorstore(error) if isinstance(error, ValueError) else error
         raise explain(cause, doing=doing, file=store.record_path(layer), layer=layer) from error
     return time.monotonic() - start

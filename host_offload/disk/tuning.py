@@ -1,8 +1,8 @@
-"""How many transfers at once, of how many bytes, a folder's disk serves best: ask it, for a second.
+"""Measure, for a second, with how many transfers at once, of how many bytes, a folder's disk is fastest.
 
-One file is written, and read again with each pair of settings in turn until the time is over; the best rate that a pair ever
-reached counts, since other work on the machine only ever slows it down. The answer is kept for the process, and in a small file
-beside the folder for later ones, until the disk or the number of cores is another.
+One file is written, and read again with each pair of settings in turn until the time is over; the best rate of a pair counts,
+since other work on the machine only slows it down. The result is kept for the process, and in a small file beside the folder
+for later ones, until the disk or the number of cores changes.
 """
 
 import concurrent.futures
@@ -29,7 +29,7 @@ _CACHE = "zerojax-swap-io.json"
 
 @dataclasses.dataclass(frozen=True)
 class IoSettings:
-    """How a folder is read and written best; `tune` finds it.
+    """How a folder is read and written fastest; `tune` finds it.
 
     Attributes:
       num_threads: transfers at once.
@@ -85,7 +85,7 @@ def _tune(path: str, identity: tuple[int, ...], seconds: float) -> IoSettings:
 
 
 def _identity(path: str) -> tuple[int, ...]:
-    """Return what tells one disk on one machine from another."""
+    """Return values that differ between disks and machines."""
     found = os.statvfs(path)
     return os.stat(path).st_dev, found.f_blocks * found.f_frsize, os.cpu_count() or 1
 
@@ -123,6 +123,7 @@ def _probe(path: pathlib.Path, seconds: float) -> tuple[IoSettings, float]:
                     best[settings] = max(best.get(settings, 0.0), rate)
                     if time.monotonic() > deadline:
                         found = max(best, key=lambda s: best[s])
+                        # A gain of less than 5 % is noise: keep the default.
                         found = found if best[found] > 1.05 * best[DEFAULT] else DEFAULT
                         return found, best[found]
     finally:

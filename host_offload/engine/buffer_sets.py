@@ -22,6 +22,7 @@ from host_offload.disk import Store
 
 def num_buffers(distance: int, num_layers: int, in_place: bool) -> int:
     """Return how many buffers a kind has on each device, to read and to write."""
+    # In place, one ring serves both directions, so a kind of one record needs one buffer and not two.
     return min(2 * (distance + 1), num_layers) if in_place else 2 * min(distance + 1, num_layers)
 
 
@@ -36,6 +37,7 @@ def shared_bytes(sizes: Sequence[int], distance: int, in_place: bool) -> int:
     order, buffers_alone = sorted(sizes, reverse=True), num_buffers(distance, 1, in_place)
     least, shared = buffers_alone * sum(order), 0
     for num_alone, size in enumerate(order):
+        # Only sizes of records need a trial: a shared buffer larger than the largest record in it is waste.
         total = buffers_alone * sum(order[:num_alone]) + 2 * (distance + 1) * size
         if total < least:
             least, shared = total, size
@@ -67,6 +69,7 @@ class BufferSet:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
+        # A set, because both are the same ring where records are updated in place.
         return sum(ring.num_buffers * ring.num_bytes for ring in {self.reads, self.writes})
 
     def close(self) -> None:

@@ -140,6 +140,7 @@ class Engine:
                 lane.lifted.discard(kind)
             if records is not None:
                 self.copies.remove(kind)
+                # Shared buffers are freed with the last kind that uses them.
                 if all(other.buffers is not records.buffers for other in lane.records.values()):
                     records.buffers.close()
                     lane.shared = None if lane.shared is records.buffers else lane.shared
@@ -171,6 +172,7 @@ class Engine:
             self._window = Window(moves, self.distance)
         for lane in self._lanes.values():
             window = self._window.restarted()
+            # What the program before read ahead is kept where this one wants it soon.
             soon = {(m.kind, m.layer) for m in window.ahead(())}
             self._forget(lane, lambda key, soon=soon: key not in soon)
             with lane.lock:
@@ -184,6 +186,7 @@ class Engine:
           SwapError: a record could not be moved, and the state is lost.
         """
         if (error := self._error) is not None:
+            # A new exception each time: the stored one would gather a traceback with every raise.
             raise SwapError(f"{error}; {STATE_LOST}", file=error.file, layer=error.layer, errno=error.errno) from error
 
     @property
@@ -270,6 +273,7 @@ class Engine:
                 yield records.store.format.views(buffer)
             return
         with self._reading(kind, rank, layer, update=mode == "update") as (records, buffer):
+            # A copy toward the device may be reading the buffer that the host is about to change.
             self.copies.drop(kind, rank, buffer)
             yield records.store.format.views(buffer)
 
@@ -284,6 +288,7 @@ class Engine:
         try:
             yield records, buffer
         except BaseException:
+            # A buffer that is lost in an error would be missing in every later step.
             self._give(records, kind, rank, buffer)
             raise
         if update:
@@ -329,6 +334,7 @@ class Engine:
         if not isinstance(found, SwapError):
             found = explain(found, doing=f"moving {kind or 'a record'}", file=None, layer=layer)
         with self._lock:
+            # The first error is the cause. Those after it are mostly its consequences.
             if self._error is None:
                 self._error = found
 
@@ -340,9 +346,11 @@ class Engine:
         with lane.lock:
             read = lane.reading.pop(key, None)
             if read is not None:
+                # Under the same lock as the pop: in between, the window would ask for this record once more.
                 lane.window.advance(Move(kind, layer))
         if read is None:
             with self._wanting(lane, key, records.buffers.reads):
+                # The claim comes first, or reading ahead takes the buffer that is freed here.
                 self._give_way(lane, records.buffers)
                 event = Event("read", kind, rank, layer, next(self._numbers))
                 buffer = records.record_in(self._transfers.waiting(event, records.buffers.reads.take))
@@ -362,6 +370,7 @@ class Engine:
         """Return a buffer to fill, for a write."""
         record = (event.kind, event.layer)
         with self._wanting(lane, record, records.buffers.writes):
+            # A copy that was read ahead is about to be stale, and its buffer may be the one that is missing.
             self._forget_record(lane, record)
             if records.buffers.reads is records.buffers.writes:
                 self._give_way(lane, records.buffers)
@@ -370,6 +379,7 @@ class Engine:
     def _write(self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray, filled: Filled) -> None:
         """Start to write a record when it is its turn, and `filled` is done."""
         kind, layer = event.kind, event.layer
+        # Before the lock is taken: the I/O threads need it while this callback waits for its turn.
         self._transfers.waiting(event, records.buffers.turns.acquire)
         write = Write(buffer, filled)
         with lane.lock:  # from here on the record is what is in this buffer, and what was read before is forgotten
@@ -382,8 +392,11 @@ class Engine:
         def release(_: "Future[float]") -> None:
             records.buffers.turns.release()
             with lane.lock:
+                # A later write of the same record may have taken this place.
                 if lane.writing.get((kind, layer)) is write:
                     del lane.writing[kind, layer]
+            # No read can start to copy from this buffer any more, since `writing` does not name it. One thread does the
+            # copies, so the last one to be queued is the last one to end.
             if write.copies:
                 write.copies[-1].add_done_callback(give)
             else:
@@ -424,8 +437,10 @@ class Engine:
         with lane.lock:
             for move in lane.window.ahead(lane.reading.keys()):
                 records = lane.records.get(move.kind)
+                # A callback is about to read or write this very record itself.
                 if records is None or (move.kind, move.layer) in lane.wanted:
                     continue
+                # Each callback that waits for a buffer of this ring must find one.
                 if records.buffers.reads.free <= lane.claims.count(records.buffers.reads):
                     continue
                 with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
@@ -444,6 +459,7 @@ class Engine:
                 for (kind, _), read in lane.reading.items():  # in the order in which they were started
                     if kind in missing and read.done.done() and read.done.exception() is None:
                         self.copies.lift(kind, lane.rank, read.buffer)
+                    # Only the oldest of a kind: a slot has room for one record, and a later one would stand in its way.
                     missing.discard(kind)
         except BaseException as error:  # of the driver, in a thread of the disk
             self.fail(error)
@@ -458,6 +474,7 @@ class Engine:
         """Drop what was read ahead and is not wanted."""
         with lane.lock:
             dropped = [(key[0], lane.records[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
+        # Without the lock: `_drop` waits for the disk, whose threads need the lock to complete other transfers.
         for kind, records, read in dropped:
             self._drop(lane, records, kind, read)
 

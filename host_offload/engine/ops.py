@@ -77,6 +77,7 @@ class Swap:
             engine.fetch(kind, rank, layer, lambda views: self.copies.load(context, kind, rank, views, out))
         except BaseException as error:  # a callback must not raise: see the module's docstring
             self.fail(error, kind, layer)
+            # The outputs are uninitialized memory. Zeros let the program reach the end of its step, where `check` raises.
             self._try(lambda: self.copies.clear(context, out))
 
     def on_store(self, context: Any, out: Any, where: Any, token: Any, *values: Any, kind: str) -> None:
@@ -88,6 +89,7 @@ class Swap:
             engine.store(kind, rank, layer, lambda views: self.copies.save(context, kind, rank, values, views))
         except BaseException as error:  # as above
             self.fail(error, kind, layer)
+        # After an error too: later callbacks compare the number in the token with the state on disk.
         self._try(lambda: self.copies.pass_on(context, token, out))
 
     def _try(self, call: Callable[[], None]) -> None:
@@ -192,8 +194,10 @@ class DiskRecords:
         def local(position: Array, token: Array, layer: Array) -> list[Array]:
             callback = functools.partial(self.swap.on_fetch, kind=self.kind)
             where = self._where(position, token, layer)
+            # Without a side effect XLA may merge two fetches of the same operands, or remove one whose values are not used.
             return buffer_callback(callback, self._local_shapes, has_side_effect=True)(where, token)
 
+        # Inside of shard_map a callback runs once for each device, on what that device holds.
         island = jax.shard_map(
             local,
             mesh=jax.sharding.get_abstract_mesh(),
@@ -224,8 +228,10 @@ class DiskRecords:
         return island(self._positions(), token, layer, values)
 
     def _where(self, position: Array, token: Array, layer: Array) -> Array:
+        # One small operand instead of three: on a GPU every operand that is read waits for the stream.
         number = token if self.lifetime == "state" else jnp.zeros_like(token)
         return jnp.concatenate([position, layer[None].astype(jnp.int32), number])
 
     def _positions(self) -> Array:
+        # Sharded over all axes, so that each device finds its own position in its one element.
         return jnp.arange(self.swap.mesh.size, dtype=jnp.int32)

@@ -61,6 +61,8 @@ class Transfers:
 
     def read(self, event: Event, store: Store, buffer: np.ndarray, pending: Write | None) -> "Future[float]":
         """Read a record: from the buffer of a write of it that is under way, else from disk."""
+        # The engine holds the lock of the lane during this call, and needs the same lock to give back a buffer that was
+        # written. So the buffer stays valid between this test and the copy.
         if pending is None or pending.done.done():
             return self._start(event, buffer, lambda: self.io.read(store, event.layer, buffer), Future())
 
@@ -76,6 +78,7 @@ class Transfers:
         """Write a record when its buffer is filled, and after another write of it, if one is given."""
 
         def move() -> "Future[float]":
+            # Filled by now: `result` only raises what went wrong in the copy from the device.
             if write.filled is not None:
                 write.filled.result()
             return self.io.write(store, event.layer, write.buffer)
@@ -87,6 +90,7 @@ class Transfers:
             if after is None:
                 begin()
             else:
+                # Two writes of one record must not overlap, or the older one could be the last to reach the disk.
                 after.done.add_done_callback(begin)
 
         if write.filled is None:
@@ -104,6 +108,7 @@ class Transfers:
             self._stats.most_queued = max(self._stats.most_queued, self._queued)
 
         def finish(moved: "Future[float]") -> None:
+            # Count before `done` is set, and report the failure of a write too: whoever waits for `done` looks at both at once.
             error = moved.exception()
             with self._lock:
                 self._queued -= 1
@@ -117,6 +122,7 @@ class Transfers:
             done.set_exception(error)
 
         try:
+            # An error must end `done` as well: a callback waits for it, and a buffer is given back by it.
             moved = move()
         except BaseException as error:
             moved = Future()
@@ -132,6 +138,7 @@ class Transfers:
         else:
             stats.bytes_written += num_bytes
             stats.write_seconds += seconds
+        # The reader tells how long a transfer took, not when it began: count back from its end.
         start = max(queued, time.perf_counter() - seconds)
         stats.note(event._replace(start=start, seconds=seconds, queued=queued, num_bytes=num_bytes))
 

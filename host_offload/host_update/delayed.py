@@ -79,6 +79,7 @@ class DelayedStep:
             device, layer, number = leaves.link.read(context, where, "where").tolist()
             leaves.take(device, first, count, memory)
             if (job := self._jobs.get(device)) is not None:
+                # Every layer joins, and only the first one waits.
                 job.join()
             buffers = iter(results)
             for leaf in range(first, first + count):

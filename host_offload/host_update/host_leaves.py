@@ -126,6 +126,7 @@ class HostLeaves:
             outputs = [None, *[None] * len(states), params[0] if result is None else result]
         else:
             outputs = [result, *[None] * len(states)]
+        # The kernel works in place, so this must be a view: it is one because a record is contiguous.
         inputs = [array.reshape(-1) for array in (grad, weight, *states)]
         kernel.kernel([*inputs, *scalars[kernel.scalars]], [None if a is None else a.reshape(-1) for a in outputs])
 

@@ -83,6 +83,8 @@ class Kernel:
         n = _common_size(self._streams, arrays)
         addresses = [a.ctypes.data for a in arrays]
         _check_overlap(self._streams, [(start, start + a.nbytes) for start, a in zip(addresses, arrays, strict=True)])
+        # Four blocks for each thread, so that a slow one leaves its share to the others. Multiples of 64 elements keep
+        # two threads out of one cache line, where arrays start at one.
         block = min(max(-(-n // (4 * num_threads)), MIN_BLOCK), MAX_BLOCK) // 64 * 64
         counter = np.zeros(1, np.int64)
         args = [n, counter.ctypes.data, block, *addresses]
@@ -94,6 +96,7 @@ class Kernel:
                     started.append(self._helpers.submit(self._run, *args))
             self._run(*args)
         finally:
+            # Helpers hold raw addresses: none may run on when the counter and the arrays are gone.
             for helper in started:
                 if not helper.cancel():  # it has started, and may be in its last block
                     helper.result()

@@ -50,6 +50,7 @@ def _round_float16(builder: Any, x: Any) -> Any:
 @intrinsic
 def _select(typing: Any, condition: Any, x: Any, y: Any) -> Any:
     kind = numba.types.unliteral(x)
+    # Both values are computed: a branch would keep LLVM from making vectors of the loop.
     return kind(numba.boolean, kind, kind), lambda context, builder, sig, args: builder.select(*args)
 
 
@@ -59,6 +60,7 @@ def _shift(name: str) -> Any:
     @intrinsic
     def shift(typing: Any, x: Any, y: Any) -> Any:
         def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            # LLVM leaves a shift by 32 or more undefined. So shift by the low five bits, and choose 0 afterwards.
             shifted = getattr(builder, name)(args[0], builder.and_(args[1], I32(31)))
             return builder.select(builder.icmp_unsigned("<", args[1], I32(32)), shifted, I32(0))
 
@@ -78,6 +80,7 @@ def _claim(typing: Any, counter: Any, num: Any) -> Any:
     """Add `num` to the counter at an address, atomically; return what it was."""
 
     def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        # Monotonic is enough: each block must be claimed once, and no data passes between threads by the counter.
         return builder.atomic_rmw("add", builder.inttoptr(args[0], I64.as_pointer()), args[1], "monotonic")
 
     return numba.int64(numba.int64, numba.int64), write
@@ -148,6 +151,7 @@ def _load(dtype: str, stream: int, num_streams: int) -> Any:
     def load(typing: Any, address: Any, index: Any) -> Any:
         def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             pointer = builder.gep(builder.inttoptr(args[0], MEMORY[dtype].as_pointer()), [args[1]])
+            # Only the alignment of an element is known: a layer of a stack starts anywhere.
             x = builder.load(pointer, align=NUM_BYTES[dtype])
             _no_overlap(x, builder.module, stream, num_streams)
             if dtype == "bfloat16":
@@ -168,6 +172,7 @@ def _store(dtype: str, stream: int, num_streams: int) -> Any:
             pointer = builder.gep(builder.inttoptr(args[0], MEMORY[dtype].as_pointer()), [args[1]])
             x = args[2]
             if dtype == "bfloat16":
+                # Exact: the value was rounded by its equation, so its low half is zero.
                 x = builder.trunc(builder.lshr(builder.bitcast(x, I32), I32(16)), I16)
             elif dtype == "float16":
                 x = builder.bitcast(builder.fptrunc(x, F16), I16)

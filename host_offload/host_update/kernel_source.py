@@ -67,6 +67,7 @@ _MAX, _MIN = (f"select(({{0}} {op} {{1}}) | ({{0}} != {{0}}), {{0}}, {{1}})" for
 EXACT = {
     "neg": "-{0}",
     "abs": "abs({0})",
+    # NaN and both zeros come back as they are.
     "sign": "select({0} > f32(0), f32(1), select({0} < f32(0), f32(-1), {0}))",
     "max": _MAX,
     "min": _MIN,
@@ -148,6 +149,7 @@ class Writer:
         def read(atom: Any) -> Value:
             return _constant(atom.val, atom.aval) if isinstance(atom, jex.Literal) else env[atom]
 
+        # Equations that nothing needs are skipped: they may be ones that no kernel can hold.
         for eqn in _live(jaxpr):
             ins = [read(atom) for atom in eqn.invars]
             if eqn.primitive.name in INLINED:
@@ -171,6 +173,7 @@ class Writer:
                 raise ValueError(f"{_named(eqn)}: it changes the shape of an array")
             return ins[0]
         if eqn.primitive.name == "clamp" and dtype in ARRAYS:
+            # JAX's definition, min(max(x, low), high), with NaN kept by either.
             low, x, high = ins
             raised = self.define(_MAX.format(x.text, low.text), dtype, varies)
             return self.define(_MIN.format(raised.text, high.text), dtype, varies)
@@ -199,10 +202,12 @@ def _expression(eqn: jex.JaxprEqn, ins: list[Value], dtype: str) -> str:
     if name == "convert_element_type" and (dtype != "uint32" or source in ("uint32", "int32", "bool")):
         return _converted(args[0], str(source), dtype)
     if name == "select_n" and source == "bool" and len(ins) == 3:
+        # select_n names the case for False first.
         return f"select({args[0]}, {args[2]}, {args[1]})"
     if name in COMPARISONS:
         return f"{args[0]} {COMPARISONS[name]} {args[1]}"
     if name == "is_finite":
+        # False for NaN too.
         return f"abs({args[0]}) < inf"
     if dtype == "bool" and name in BOOLEANS:
         return BOOLEANS[name].format(*args)
@@ -280,6 +285,7 @@ def source_of_loop(
         if s.output is not None and results[s.output].text != f"x{s.input}":  # what returns as it came is not written
             stores[s.is_array].append(f"store{k}(a{k}, {'i' if s.is_array else 0}, {results[s.output].text})")
             moved += [s.dtype] * s.is_array
+    # What no line uses is not loaded: a call costs the bytes that it moves.
     used = set(re.findall(r"\bx\d+\b", "\n".join(writer.loop + stores[True])))
     read = {k: s for k, s in enumerate(streams) if f"x{s.input}" in used}
     moved += [s.dtype for s in read.values()]
@@ -287,7 +293,9 @@ def source_of_loop(
     inner = [f"x{s.input} = load{k}(a{k}, i)" for k, s in read.items()] + writer.loop + stores[True]
     lines = [
         f"def kernel({', '.join(['n', 'counter', 'block', *arguments])}):",
+        # Every thread runs this function, and the mode belongs to the thread: each sets it and restores it.
         "    mode = flush_subnormals()",
+        # Outputs that depend on scalars alone are stored by every thread: all of them store the same value.
         *(f"    {line}" for line in writer.before + stores[False]),
         "    while True:",
         "        start = claim(counter, block)",

@@ -58,6 +58,7 @@ class HostStep:
                     self.leaves.count(to_host=room.nbytes)
         except BaseException as error:  # a callback must not raise
             self.leaves.fail(error)
+        # Outside of the try: the token must be written after an error too, or the next callback reads garbage.
         self.leaves.finish(context, out, number)
 
     def update(

@@ -113,6 +113,7 @@ def ready_after(moves: Sequence[Move]) -> np.ndarray:
     """Return for each move of two rounds the last move before it that writes its record: int64[2n], -1 where there is none."""
     written: dict[tuple[str, int], int] = {}
     after = np.full(2 * len(moves), -1, np.int64)
+    # Two rounds, because the write that a read has to wait for may be one of the step before.
     for i in range(2 * len(moves)):
         move = moves[i % len(moves)]
         record = (move.kind, move.layer)
@@ -175,6 +176,7 @@ class Window:
         for i in range(position, position + self._horizon):
             move = moves[i % n]
             kind, layer, writes = move
+            # From n on these are moves of the next step, of which none has been made.
             if writes or (i < n and done[i]) or coming.get(kind, 0) == distance:
                 continue
             coming[kind] = coming.get(kind, 0) + 1

@@ -147,6 +147,7 @@ def build_tiled_schedule(
     Raises:
       ValueError: as `host_offload.build_schedule`.
     """
+    # Activations are saved for a layer, never for a tile.
     of_tiles = {kind: tier for kind, tier in tiers.items() if kind != "activations"}
 
     def build(distance: int, gather_ahead: bool) -> TiledSchedule:
@@ -157,6 +158,7 @@ def build_tiled_schedule(
             inner, flat = (make(n, tiers=of_tiles, record_bytes=size) for n in (count, num_layers * count))
             tiles.append(TileLoops(name=name, num_tiles=count, inner=inner, flat=flat))
         fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(Schedule)}
+        # `advise` passes it, but a step with tiles never gathers ahead.
         del gather_ahead
         return TiledSchedule(**fields, tiles=tuple(tiles))
 

@@ -103,6 +103,7 @@ class _Builder:
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(metadata)}
 
     def _ns(self, time: float) -> int:
+        # Whole numbers: rounding after the lanes are chosen could let two slices of a lane overlap.
         return round((time - self.origin) * 1e9)
 
     def _slice(self, process: int, track: str, name: str, start: float, end: float, args: Json) -> _Slice:
@@ -268,6 +269,7 @@ def check_path(path: str | os.PathLike[str]) -> None:
     try:
         if os.path.lexists(name) and not os.path.isfile(name):
             raise OSError(errno.EINVAL, "no regular file")
+        # Try the very file that will be written to, and leave an older trace alone.
         with open(_part_of(name), "wb"):
             pass
         os.unlink(_part_of(name))

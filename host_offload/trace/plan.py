@@ -196,6 +196,7 @@ def written_before(transfers: Mapping[int, Event]) -> dict[int, float]:
     """Return for the number of each read when the last write of its record ended that was queued before it."""
     last: dict[tuple[str, int, int], float] = {}
     ends = {}
+    # A write and a read that were queued at the same moment: the write comes first.
     for transfer in sorted(transfers.values(), key=lambda t: (t.queued, t.name == "read")):
         record = (transfer.kind, transfer.rank, transfer.layer)
         if transfer.name == "write":
@@ -256,12 +257,14 @@ def plan(runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event
 
     every = [(run, turn) for run in range(len(runs)) for turn in range(len(runs[run].moves))]
     free, ends = -np.inf, {}
+    # Writes first: a read of the same record may start when its write has ended.
     for run, turn in every:
         if runs[run].moves[turn].writes:
             free = ends[run, turn] = place(run, turn, max(free, wanted[run][turn]))
     waiting = [(t, key) for key, t in _released(runs, wanted, ends, distance).items()]
     heapq.heapify(waiting)
     free, ready = -np.inf, []
+    # One queue for the disk: of the reads that may start, the earliest move goes first.
     while waiting or ready:
         while waiting and (waiting[0][0] <= free or not ready):
             released, key = heapq.heappop(waiting)

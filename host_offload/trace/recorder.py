@@ -82,6 +82,7 @@ class Recorder:
         finally:
             runs, self._traced = self._traced, None
             after = []
+            # The last writes of the last run may still be under way: wait for them, so that they are drawn.
             if (live := engine()) is not None:
                 with contextlib.suppress(SwapError):  # the program's next run raises it
                     live.flush()
