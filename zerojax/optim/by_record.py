@@ -47,6 +47,7 @@ class RecordUpdate:
         """Return the scalars of the optimizer state after the step."""
         before = self.records.shared_of(states)
         *_, after = self.rule((), (), (), (), before, loss)
+        # A skipped step is no step to the optimizer: its count, and with it bias corrections and schedules, stays.
         return [jnp.where(ok, a, b) for a, b in zip(after, before, strict=True)]
 
     def update_layer(
@@ -88,6 +89,7 @@ class RecordUpdate:
             return list(read[:count]), list(read[count:]), landing
 
         values = (list(grads), list(read), landing)
+        # An order of reads and writes that XLA does not see makes it copy the whole stack.
         weights, opt, landing = order_read_before_write(ok, move, keep, values, self.mesh)
         return self.records.write_layer(states, part, index, weights, opt), landing
 

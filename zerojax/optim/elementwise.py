@@ -121,6 +121,7 @@ def _fault_of_parts(update: ElementwiseUpdate, names: Sequence[str], parts: Sequ
     every = tuple(range(len(leaves)))
     whole = _trace(update, every, leaves, states)
     stacked = {i for part in parts for i in part}
+    # The empty part is the one that moves the scalars which all parameters share.
     for part in [*(part for part in parts if part), *((i,) for i in every if i not in stacked), ()]:
         mirrors = set(opt_map.states_of(part))
         ones = [_one_layer(a) if i in stacked else a for i, a in enumerate(leaves)]
@@ -168,6 +169,7 @@ def _equations(program: FlatJaxpr, roles: dict[int, Any], outputs: dict[Any, Any
 
     equations = []
     for number, i in enumerate(program.live([outputs[key]])):
+        # What changes the numbers, and does not follow from shapes.
         keep = {k: str(v) for k, v in i.eqn.params.items() if k in ("y", "new_dtype", "direction", "mode")}
         equations.append((i.eqn.primitive.name, keep, [name(ref) for ref in i.ins]))
         names.update({out: (number, n) for n, out in enumerate(i.outs)})
@@ -204,6 +206,7 @@ class _Reader:
         avals: list[Any] = [v.aval for v in i.eqn.outvars]
         shapes = [a.shape for a in avals]
         if leaf is None:
+            # Scalars and constants. The elements of an array among them must be equal: the update of a part sees only some.
             even = name in POINTWISE | FILLS and not any(self.is_uneven(ref) for ref in i.ins)
             for out, shape in zip(i.outs, shapes, strict=True):
                 self.leaf[out] = None

@@ -38,6 +38,7 @@ class HostRule:
         def rule(arrays: list[Array], scalars: list[Array]) -> list[Array]:
             grad, old, *before = arrays
             *shared, loss, factor, scale = scalars
+            # The order of the update on the device (mean, loss scale, clipping), and so its numbers.
             grad = grad.astype(jnp.float32)
             grad = grad / summed if summed > 1 else grad
             grad = grad / scale if layout.abstract_state.loss_scale is not None else grad
@@ -52,6 +53,7 @@ class HostRule:
         # Scalars cross as float32, which holds a count of steps, but not 32 random bits: those are made over there.
         wide = [out for i in live if any(v.aval.dtype == jnp.uint32 for v in i.eqn.outvars) for out in i.outs]  # pyright: ignore[reportAttributeAccessIssue]
         varies = self.program.reached([*self.program.inputs[: self.num_arrays], *wide])
+        # An equation that no element reaches is computed once, by the program, and not for every element of every layer.
         self.elements = [i for i in live if not varies.isdisjoint(i.outs)]
         self.before = [i for i in live if varies.isdisjoint(i.outs)]
         reads = [ref for i in self.elements for ref in i.ins] + list(self.program.outputs)

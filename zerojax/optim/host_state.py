@@ -98,7 +98,7 @@ class HostState:
 
 
 class HostBinding:
-    """Binds a state's memory to the kernels before a step, and looks after it what became of both."""
+    """Binds a state's memory to the kernels before a step, and checks the state and the kernels' errors after it."""
 
     def __init__(self, state: HostState, host: HostLeaves) -> None:
         self.state, self.host = state, host
@@ -114,8 +114,10 @@ class HostBinding:
         """
         self.host.take_errors()
         mesh = self.state.mesh
+        # The number by which a program tells its callbacks on which device they are.
         positions = {device: n for n, device in enumerate(mesh.devices.flat)}
         local = [positions[d] for d in mesh.local_devices]
+        # Reserved before the step, since a callback must not raise and so cannot report that memory ran out.
         self._reserve(local)
         return [] if self.state.hands_over else self._bind(state, positions, local)
 
@@ -152,6 +154,7 @@ class HostBinding:
 
         def check() -> None:
             self.host.check()
+            # Binding the returned state yields its addresses. If they differ, the kernels updated other memory.
             if self.prepare(state) != before:
                 raise RuntimeError(
                     "the step returned the optimizer state in other memory than it was given: the update is lost"

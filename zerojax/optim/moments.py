@@ -63,7 +63,7 @@ def keep_in_bfloat16(tx: optax.GradientTransformation, *, nearest: bool = False)
       nearest: round to nearest even instead; for comparison, since slow moments then stand still.
 
     Returns:
-      A transformation whose state is a `RoundedState`. Its init raises ValueError where nothing is to be narrowed.
+      A transformation whose state is a `RoundedState`. Its init raises ValueError if the optimizer has no such array.
     """
 
     def init(params: Any) -> RoundedState:
@@ -104,6 +104,7 @@ def _narrowed(tx: optax.GradientTransformation, params: Any) -> dict[int, int]:
     of_params = set(program.inputs)
     for i in program.instructions:
         of_params.update(i.outs if of_params.intersection(ref for ref in i.ins if isinstance(ref, int)) else ())
+    # A leaf that depends on the values of parameters holds weights of the optimizer's own: it stays float32.
     of_moments = [not (isinstance(out, int) and out in of_params) for out in program.outputs]
     opt_map = map_opt_state(state, abstract)
     return {
@@ -126,6 +127,7 @@ def round_stochastically(x: jax.Array, r: jax.Array) -> jax.Array:
       bfloat16.
     """
     bits = _bits(x)
+    # Cutting off the low half makes a value of bfloat16, so that the cast at the end rounds nothing.
     up, down = (jax.lax.bitcast_convert_type(b & jnp.uint32(HIGH), jnp.float32) for b in (bits + r, bits))
     return jnp.where(jnp.isfinite(x), jnp.where(jnp.isfinite(up), up, down), x).astype(jnp.bfloat16)
 

@@ -1,15 +1,17 @@
 """The optimizer on the host: its equations become kernels, and the step calls them.
 
-The update of one leaf is traced and divided. What depends on scalars alone (a schedule, bias corrections, the clipping factor)
-is computed by the program, on the device; what is left, for each element of gradient, weight and state, becomes a fused loop
-over host memory (`host_offload.host_update`). So any elementwise optimizer runs there, with the numbers it has on the device.
+The update of one leaf is traced and divided (`zerojax.optim.host_kernel`). What depends on scalars alone (a schedule, bias
+corrections, the clipping factor) is computed by the program, on the device. The rest, which is done for each element of
+gradient, weight and state, becomes a fused loop over host memory (`host_offload.host_update`). So any elementwise optimizer
+runs there, with the numbers it has on the device.
 
     device                                host
     g[l] = reduce_scatter(dp)    --g-->   g, w, s = ...;  w, s = update(g, w, s);  in place
     params[l] = cast(w)          <--p--   cast(w)                       4 bytes a parameter in 16 bits
 
-Where parameters rest in host memory the kernel writes them there, and nothing comes up but what the next step fetches. Of the
-nvme tier the host reads a layer's records, updates them in their buffers and writes them (`host_offload.host_update.step`):
+Where parameters rest in host memory the kernel writes them there, and nothing is sent up until the next step fetches it. Where
+the state is on disk the host reads a layer's records, updates them in their buffers and writes them
+(`host_offload.host_update.step`):
 
     disk:  w[l], s[l]  -->  buffer, in place  -->  disk        while the device computes, and the disk reads ahead, other layers
 """
@@ -78,6 +80,8 @@ class HostUpdate:
         weight_on_device, delayed = self.needs_weights, self.config.delayed_update
         states = len(rule.states)
         in_place = self.layout.has_master or not (weight_on_device or delayed)
+        # An aliased result is written over its operand. A weight has a result of its own if it rests on the device, or if the
+        # device still reads it while a delayed update runs.
         aliases = [(1 + k, 2 + k) for k in range(states)] + ([(0, 1)] if in_place else [])
         arrays = [True] * (2 + states) + [False] * len(rule.crossing)
         stash = self.on_disk if index in self.layout.blocks else None
@@ -130,6 +134,7 @@ class HostUpdate:
         params = list(states.params)
         for i, value in zip(blocks, new, strict=False):
             before = self.records.params[i].read(params[i], layer)
+            # Where there was no update the callback has written nothing to its result.
             params[i] = self.records.params[i].write(params[i], layer, jnp.where(go, value, before))
         return FlatState(params, states.master, states.opt), token
 
@@ -161,6 +166,7 @@ class HostUpdate:
         for i, value in zip(part, new, strict=False):
             record = self.records.params[i]
             before = record.read(params[i], layer) if blocks else params[i]
+            # Before the first step, and after one that was skipped, nothing is pending.
             value = jnp.where(pending.ready, value, before)
             params[i] = record.write(params[i], layer, value) if blocks else record.store(value)
         return FlatState(params, states.master, states.opt), token
@@ -241,9 +247,12 @@ class HostUpdate:
             where = jnp.concatenate([position, where, token])
             out = after if only_token else (abstract_results, after)
             extra = ([] if memory is None else [arrays]) + ([] if scalars is None else [scalars])
+            # Not io_callback, which hangs with several CPU devices if an operand has 128 KB or more. The side effect is the
+            # update of host memory: no result shows it, and XLA must not drop or merge the calls.
             got = buffer_callback(callback, out, has_side_effect=True)(where, token, *extra, *operands)
             return ([], got) if only_token else got
 
+        # Inside shard_map, so that each device calls back once, with its own shards.
         island = jax.shard_map(
             local,
             mesh=jax.sharding.get_abstract_mesh(),

@@ -32,6 +32,7 @@ def global_norm(grads: Any) -> jax.Array:
 
 def clip_factor(norm: jax.Array, clip_norm: float | None) -> jax.Array:
     """Return what gradients of global norm `norm` are multiplied by, so that it is at most `clip_norm`: f32[]."""
+    # The factor is 1 for a norm of 0: the quotient beside it, which is infinite, is not chosen.
     return jnp.float32(1) if clip_norm is None else jnp.where(norm < clip_norm, 1.0, clip_norm / norm)
 
 
@@ -51,8 +52,10 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
     def update(state: TrainState, value: jax.Array, grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, norm, finite = scale_grads(config, state, grads)
         old = state.params if state.master is None else state.master
+        # Parameters without masters are whole below stage 3: each device updates its own shard of them.
         old = jax.lax.with_sharding_constraint(old, grads_at)
         updates, opt_state = call_update(tx, grads, state.opt_state, old, value)
+        # A gradient that is not finite leaves weights and optimizer state as they were.
         master = select(finite, optax.apply_updates(old, updates), old)
         params = jax.tree.map(lambda m, p: m.astype(p.dtype), master, state.params)
         params = jax.lax.with_sharding_constraint(params, grads_at)  # the cast comes before the gather of stages 1 and 2
@@ -66,6 +69,7 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
 
 def scale_grads(config: ZeroConfig, state: TrainState, grads: Any) -> tuple[Any, jax.Array, jax.Array]:
     """Return gradients without the loss scale and clipped, their norm before clipping, and whether it is finite."""
+    # Unscale, take the norm, clip, in this order: `clip_norm` bounds the true gradient, and the metric shows it unclipped.
     if state.loss_scale is not None:
         scale = state.loss_scale.scale
         grads = jax.tree.map(lambda g: g / scale, grads)

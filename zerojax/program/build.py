@@ -54,6 +54,7 @@ def build_train_step(
         )
     check_mesh(mesh)
     check_optimizer(tx)
+    # Wrapped before anything looks at the optimizer's state: layout, update and checkpoints see that of the wrapper.
     if config.moments == "bfloat16":
         tx = keep_in_bfloat16(tx)
     with jax.set_mesh(mesh):
@@ -62,6 +63,7 @@ def build_train_step(
         program = Program(model, tx, records, step, gathered_early)
     if batch is not None:
         program.check(batch)
+    # Last: the folder is kept from other programs, and nothing after this can fail and leave it so.
     if program.swap is not None and is_there(mesh):
         program.swap.claim()
     return program

@@ -40,6 +40,7 @@ class LoweredStep:
 
     def compile(self) -> jax.stages.Compiled | CompiledProgram:
         """Compile; the result offers `as_text()` (scheduled HLO of one device) and `memory_analysis()`."""
+        # Callbacks of devices that are not there are compiled by the topology's own client.
         if self.has_callbacks and not is_there(self.mesh):
             return compile_with_callbacks(self.lowered, self.mesh, self.options)
         with jax.set_mesh(self.mesh):
@@ -83,7 +84,7 @@ class StepCompiler:
 
     @cached_property
     def arrays(self) -> Any:
-        """The step's arrays, on the default device."""
+        """The arrays of the schedule, which `step` and `eval` take as an argument, on the default device."""
         return jax.tree.map(lambda a: jnp.asarray(a, jnp.int32), self._step.arrays())
 
     def step(self, batch: Any) -> CompiledStep:
@@ -97,6 +98,7 @@ class StepCompiler:
     def _jit(self, batch: Any) -> CompiledStep:
         layout, mesh, step = self._layout, self._layout.mesh, self._step
         abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+        # This traces the block, of which `Step.moves` then knows the loops.
         scratch, written = step.abstract_scratch(abstract), step.records_written(abstract)
         scalar = named(mesh, ())
         whole, state = explicit(scalar), explicit(layout.shardings)
@@ -178,6 +180,7 @@ def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, A
     leaves, layer = unit_bytes(layout)
     threshold = layer if isinstance(model, LayeredModel) else max(leaves)
     shards = layout.mesh.shape[FSDP]
+    # XLA compares the threshold of all_gather with the whole array, and that of reduce_scatter with the shard.
     options: dict[str, Any] = {
         "xla_gpu_all_gather_combine_threshold_bytes": threshold,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": threshold // shards,

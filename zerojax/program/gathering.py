@@ -1,4 +1,4 @@
-"""How parameters are gathered: by every kind of step in the same way, and on use.
+"""How parameters are gathered on use, in the same way by every kind of step.
 
     forward    w[D_fsdp, F] -> w[D, F]               where an equation uses it (stage 3)
     backward   g[D, F]{U_fsdp} -> g[D_fsdp, F]       where it is made (stages 1 to 3)
@@ -20,7 +20,7 @@ Gather = Callable[..., Any]
 
 
 class GatheredEarly:
-    """What could not be gathered on use: each sentence once, and logged when it is first said.
+    """Collects sentences about what could not be gathered on use. Each is kept, and logged, once.
 
     Attributes:
       sentences: in the order in which they came.
@@ -43,6 +43,7 @@ def build_gather(layout: Layout, report: Callable[[str], None]) -> Gather:
       report: told, in a sentence, of a parameter that is gathered before its use.
     """
     stage = STAGES[layout.config.stage]
+    # Nothing is split: the function is evaluated as it is, and no rewriting of its trace can get in its way.
     if not stage.opt_state or all(spec.sharded == spec.base for spec in layout.specs.values()):
         return lambda function, params, *args: function(params, *args)
     rule = build_rule(layout, stage.params, report)

@@ -104,6 +104,7 @@ def _whole_init(
 
     def init(key: jax.Array) -> TrainState:
         master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), init_params(model, key))
+        # On shards from the start: a device draws only the random numbers of its own elements.
         master = jax.lax.with_sharding_constraint(master, layout.param_shardings(stage.opt_state))
         params = jax.tree.map(lambda p: p.astype(precision.compute_dtype), master)
         return _first_state(layout, key, params, master if precision.has_master else None, tx.init(master))
@@ -138,6 +139,7 @@ def _init_by_records(
         states = records.with_shared(states, _shared(records, tx))
         states = _fill_ends(records, tx, states, weights, one)
         if isinstance(model, LayeredModel):
+            # The keys that `init_params` draws from: where a state rests does not change its numbers.
             keys = jax.random.split(jax.random.split(key, 3)[1], model.num_layers)
             states = _fill_blocks(model, records, tx, states, keys, order)
         params, master, opt_state = records.trees(abstract, states)
@@ -211,6 +213,7 @@ def _fill_blocks(
 
     def body(on_device: bool) -> Callable[[Array, FlatState], FlatState]:
         def tick(t: Array, states: FlatState) -> FlatState:
+            # Read from an argument, and not t itself: see `zerojax.state.records`.
             layer = order[t]
             leaves = block(keys[layer])
             values = [jax.lax.with_sharding_constraint(leaves[i], records.grads[i].sharding) for i in records.layout.blocks]
@@ -219,6 +222,7 @@ def _fill_blocks(
 
                 def tile(k: Array, states: FlatState, group: TileGroup = group) -> FlatState:
                     index = Tile(layer, order[k], group.num_tiles)
+                    # Tied to the tile: else the layer does not depend on the loop, and XLA makes it whole before it.
                     made = leaves if on_cpu else block(jax.lax.optimization_barrier((keys[layer], index.tile))[0])
                     values = [jax.lax.dynamic_index_in_dim(made[i], index.tile, keepdims=False) for i in group.leaves]
                     pairs = zip(group.leaves, values, strict=True)

@@ -1,8 +1,8 @@
 """The program that `build_train_step` returns: a train step over one model, optimizer, config and mesh.
 
 It holds no arrays but host memory between steps. It knows the layout of its state (specs, shardings, bytes) before anything is
-allocated, so it can be lowered and accounted for on a mesh that is not there. What is computed is its step's affair
-(`zerojax.program.step`); how that is compiled, run and fed is told here, and is the same for every step:
+allocated, so it can be lowered and accounted for on a mesh that is not there. A step defines what is computed
+(`zerojax.program.step`). The program compiles and runs it, and gives it its arguments, in the same way for every step:
 
     check the state, place the batch  ->  compile, once a shape  ->  begin the disk  ->  run  ->  raise what went wrong
 """
@@ -179,11 +179,13 @@ class Program:
         batch = self.shard_batch(batch)
         with self.calling(), jax.set_mesh(self.mesh):
             self.check_state(state)  # once more: another thread may have donated it just now
+            # Before the moves: these follow from the block's loops over tiles, which a trace finds.
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)
             addresses = self._runner.begin_step(state, self._moves, compiled.written)
             results = compiled.step(state, batch, self._compiler.arrays, scratch)
             (state, scratch), metrics = self._runner.finished(results)
+            # Before errors are raised: this memory has come back, whatever happened to the disk.
             self._scratch.keep(compiled.abstract_scratch, scratch)
             return state, metrics | self._runner.end_step(state, addresses)
 

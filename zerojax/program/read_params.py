@@ -54,6 +54,7 @@ class ParamReader:
         for layer in range(self.model.num_layers):
             check_is_there(state)
             where, order = layer < self.layout.device_layers, self.layout.order
+            # The layer is an argument: one compiled program reads them all, and XLA cannot derive the index.
             yield f"{BLOCKS}/{layer}", self._read(self._layer, state, jnp.int32(layer), where, order)
         yield "head", jax.tree.map(lambda i: self._end(state, i), indices["head"])
 

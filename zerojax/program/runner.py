@@ -1,10 +1,10 @@
-"""What is around a compiled program while it runs: its disk, its callbacks on the host, and signals that have to wait.
+"""Runs compiled programs, with what they need around them: the disk, callbacks on the host, and signals that have to wait.
 
     begin    the disk reads ahead what the program will ask for; memory of the state is bound for callbacks
     run      the program, to its end: callbacks come while it runs
     end      errors of callbacks are raised here, where the program can no longer hang
 
-Of a program without callbacks nothing of this is there, and it runs on after the call, as any program of JAX.
+A program without callbacks needs none of this. Its call returns before it has ended, as that of any program of JAX.
 """
 
 import contextlib
@@ -71,6 +71,7 @@ class Runner:
         if self.swap is None:
             return program(*args)
         self.swap.begin(held, moves, name=name)
+        # `finish` asks whether a callback failed, so all of them must be over; and none may come in the next program.
         result = jax.block_until_ready(program(*args))
         self.swap.finish()
         return result
@@ -90,6 +91,7 @@ class Runner:
           ValueError: the state is not the one on disk.
           SwapError: an earlier program failed.
         """
+        # The memory that kernels are bound to must hold the state: nothing may still be writing it.
         addresses = [] if self.host is None else self.host.binding.prepare(jax.block_until_ready(state))
         if self.swap is not None:
             self.swap.begin(state, moves, written)

@@ -47,7 +47,7 @@ class Step(Protocol):
         Args:
           state: as the layout has it.
           batch: global batch.
-          arrays: of `arrays()`, as arguments of the program: of what XLA knows it would derive other slices.
+          arrays: those of `arrays()`. They are arguments of the program, so that XLA does not know the indices in them.
           scratch: like `abstract_scratch`; its contents are overwritten.
 
         Returns:

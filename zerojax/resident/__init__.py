@@ -1,4 +1,4 @@
-"""The step whose layers are all on the device."""
+"""The resident step: all layers are on the device for the whole step."""
 
 from zerojax.resident.step import ResidentStep as ResidentStep
 from zerojax.resident.step import build_grads as build_grads

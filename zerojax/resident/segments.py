@@ -53,6 +53,7 @@ def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int) -> None:
         instructions = [i for _, i in piece]
         if len(instructions) == 1 and instructions[0].eqn.primitive.name == "scan":
             _scan(instructions[0], slots)
+        # Backward of the last segment follows its forward at once: to compute it again would save nothing.
         elif number == len(pieces) - 1 or (len(instructions) == 1 and instructions[0].eqn.primitive.name in _OWN):
             evaluate(instructions, slots)
         else:
@@ -89,6 +90,7 @@ def _scan(i: Instruction, slots: dict[int, Any]) -> None:
         outs = [inside[ref] if isinstance(ref, int) else ref.value for ref in inner.outputs]
         return outs[:num_carry], outs[num_carry:]
 
+    # In a scan forward and backward are loops of their own, whose equations XLA cannot merge: no barriers are needed.
     checkpointed = jax.checkpoint(body, prevent_cse=False)
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, ys = jax.lax.scan(checkpointed, carry, xs, **options)
@@ -116,6 +118,7 @@ def segments(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> lis
     pieces: list[list[tuple[int, Instruction]]] = [[]]
     held = 0
     for p, item in enumerate(data):
+        # A region that the model rematerialises is a segment by itself: inside of another it would be computed a third time.
         if p in own and pieces[-1]:
             pieces.append([])
             held = 0

@@ -54,6 +54,7 @@ class ResidentStep:
         self.layout = layout = records.layout
         self.host: HostUpdate | None = None
         if update is not None and layout.config.update_on == "host":
+            # `build_grads` returns means, so the kernels have nothing to divide by.
             self.host = HostUpdate(update, stashes=False, summed=1)
         self.plain_loss = plain_loss(model, layout)
         self.schedule = build_schedule(model.num_layers if isinstance(model, LayeredModel) else 1)
@@ -125,6 +126,7 @@ def build_grads(model: Model | LayeredModel, layout: Layout, loss: Loss) -> Call
             return value * scale, value
 
         grads, value = jax.grad(scaled, has_aux=True)(state.params)
+        # On the shards of the update: XLA can then reduce by reduce_scatter, and keeps no whole gradients.
         return value, jax.lax.with_sharding_constraint(grads, grads_at)
 
     def grads(state: TrainState, batch: Any) -> tuple[Array, Any]:
@@ -143,6 +145,7 @@ def build_grads(model: Model | LayeredModel, layout: Layout, loss: Loss) -> Call
             return (total[0] + value, jax.lax.with_sharding_constraint(summed, grads_at)), None
 
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), layout.abstract_params)
+        # What a scan carries has one sharding: unless its start is on shards, the sums may be held whole.
         zeros = jax.lax.with_sharding_constraint(zeros, grads_at)
         pieces = (split_microbatches(batch, count), jnp.arange(count))
         (value, grads), _ = jax.lax.scan(body, (jnp.float32(0), zeros), pieces)

@@ -1,4 +1,4 @@
-"""What is around a program while it runs: its records on disk, the other processes, signals and preemption."""
+"""Services around a running program: its records on disk, the other processes, signals and preemption."""
 
 from zerojax.runtime.interrupts import interrupts_wait as interrupts_wait
 from zerojax.runtime.preemption import Preemption as Preemption

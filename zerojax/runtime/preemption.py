@@ -74,5 +74,6 @@ class Preemption:
           True at the same step in all processes. Nothing is sent for it, so steps go on without a wait.
         """
         if self._is_alone():
+            # No agreement is needed, and the coordination service of JAX may not be there.
             return bool(self._received)
         return multihost_utils.reached_preemption_sync_point(step)

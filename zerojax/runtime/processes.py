@@ -59,6 +59,7 @@ class AllProcesses:
             work()
         except BaseException as raised:  # an interrupt too: the others would wait
             error = raised
+        # Exchanged before anything is raised: a process that left here would let the others wait in the reduction.
         first = self._first_failed(error is not None)
         if error is not None:
             raise error
@@ -84,8 +85,8 @@ class AllProcesses:
 class BackgroundBarrier:
     """Where the processes of a run wait for each other beside the steps, one piece of work after the other.
 
-    A piece of work has stages, each of which ends when all processes have ended it. A process that fails comes to none of the
-    stages that are left, but to the end of the work: there it passes them for the others' sake, and they are told.
+    A piece of work has stages. A stage ends when all processes have ended it. A process that fails skips the stages that are
+    left. At the end of the work it passes their barriers, so that the others go on, and tells them that it failed.
     """
 
     _numbers = itertools.count()

@@ -28,6 +28,9 @@ A fetch by the schedule's `distance` is one from buffers to the device; from dis
 again ahead of that.
 
 Each process has the records of its own devices, in a folder of its own. What fails in one is raised in all.
+
+What the user reads when the disk fails is in `host_offload/disk/errors.py`: the operation, file, layer and remedy. A session
+decides where an error is raised, and whether the state on disk is lost with it.
 """
 
 import contextlib
@@ -165,6 +168,7 @@ class SwapSession:
         self._advance("claim")
 
     def _claim(self) -> None:
+        # First, since it needs no folder: what is refused has touched nothing.
         self._check_memory([records for records in self.disk.kinds.values() if records.lifetime == "state"])
         copies, pin = self.swap.copies, "cuda" if self.mesh.devices.flat[0].platform != "cpu" else "lock"
         self._folder = SwapFolder(self.config.swap_dir or "", jax.process_index())
@@ -182,6 +186,7 @@ class SwapSession:
         self._end_last()
         # Drawn at random, or a state of another program that made as many would have the same number.
         self.swap.generation = self._processes.least(1 + secrets.randbelow(1 << 30))
+        # The state that was on disk is gone from here on, even if what follows fails.
         self._state = SwapState.CLAIMED
         self._processes.do(self._renew)
         self._advance("open")
@@ -292,6 +297,7 @@ class SwapSession:
 
     def _check_numbers(self, leaves: Sequence[OnDisk]) -> None:
         """Raise ValueError for leaves of a state that is not the one on disk."""
+        # All devices hold the same number: one of them is asked.
         numbers = jax.device_get([leaf.token.addressable_data(0) for leaf in leaves])
         if wrong := {int(number[0]) for number in numbers} - {self.swap.generation}:
             there = f"number {self.swap.generation}" if self.swap.generation else "none, since a step was left in the middle"
@@ -337,6 +343,7 @@ class SwapSession:
             if first is not None and not isinstance(first, Exception):
                 raise first from error
             raise
+        # The program has counted up the numbers in the state that it returned (`numbered_next`).
         self.swap.generation += is_step
         stats = engine.take_stats()
         self._recorder.finish(stats)
@@ -366,6 +373,7 @@ class SwapSession:
         self._end_last()
         self._check_numbers(_on_disk(state))
         with self._loss_is_noted():
+            # A write that is still queued belongs to the records that are lent.
             self.engine.flush()
         assert self._folder is not None
         snapshot = Snapshot(os.path.join(self._folder.path, f"snapshot-{next(self._snapshot_numbers)}"))
@@ -396,6 +404,7 @@ class SwapSession:
         engine, self.swap.engine = self.swap.engine, None
         self._files_of.clear()
         if engine is not None:
+            # Its threads use the files, so they end before the folder goes.
             engine.close()
         folder, self._folder = self._folder, None
         if folder is not None:

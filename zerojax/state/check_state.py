@@ -1,4 +1,4 @@
-"""Whether a state is one that a program can take: there, and of its layout."""
+"""Checks that a program can take a state: it was not donated, and it has the program's layout."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""The nvme tier of one program as it is declared: which records there are, and how many bytes they and their buffers take.
+"""The nvme tier of one program, declared: which records there are, and how many bytes they and their buffers take.
 
 Records of a kind hold one layer's leaves on one device. The stacked layers are four kinds, "params", "grads", "opt_state" (with
 the float32 masters) and "activations"; of a leaf that is no stack of layers, parameter and state are kinds of one record each:
@@ -70,6 +70,7 @@ class DiskLayout:
             in_place,
             in_turn,
         )
+        # Every trace of a step declares its kinds anew. The first object stays as long as its files are the right ones.
         known = self.kinds.get(kind)
         if known is not None and known.has_files_of(records):
             return known
@@ -87,6 +88,7 @@ class DiskLayout:
         distance, shared, unshared = self.config.prefetch_distance, 0, 0
         for records in kinds:
             if size := self.shared_bytes(records):
+                # Counted once for all kinds: they are never in use at the same time.
                 shared = 2 * (distance + 1) * size
             else:
                 unshared += num_buffers(distance, records.num_layers, records.in_place) * records.num_bytes

@@ -97,6 +97,7 @@ class Layout:
     @property
     def order(self) -> jax.Array:
         """Indices 0, 1, .. of as many layers, and tiles of a layer, as there are: i32[n], to be an argument of programs."""
+        # XLA must not know what is in it, or it derives indices of slices from loop counters (`zerojax.state.records`).
         return jnp.arange(max(self.num_layers or 0, *(group.num_tiles for group in self.groups), 0))
 
     def param_shardings(self, sharded: bool) -> Any:
@@ -169,6 +170,7 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
             loss_scale=LossScale(scalar, counter, counter) if precision.scales_loss else None,
         )
 
+    # Scalars of the optimizer state stay on the device in every tier: the program computes with them.
     shardings = state_of(
         scalar,
         scalar,
@@ -223,6 +225,7 @@ def _array_tier(tier: str) -> str:
 
 def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) -> TrainState:
     """Put OnDisk in place of the leaves of the nvme tier; scalars that the whole optimizer state shares are none."""
+    # One number a device: each orders its own callbacks, and waits for no other device.
     token: Any = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=named(mesh, (mesh.axis_names,)))
 
     def placed(leaf: Any, shared: bool = False) -> Any:

@@ -58,6 +58,7 @@ def map_opt_state(abstract_opt_state: Any, abstract_params: Any) -> OptStateMap:
 
     def owner(path: tuple[Any, ...], shape: tuple[int, ...]) -> int | None:
         for start in range(len(path) + 1):  # optax puts a parameter's path behind that of its own state
+            # The shape counts too: a factored moment has its parameter's path, and another shape.
             index, param_shape = params.get(path[start:], (None, None))
             if index is not None and param_shape == shape:
                 return index
@@ -75,6 +76,7 @@ def fill(abstract: Any, indices: Sequence[int], values: Sequence[Any]) -> Any:
     """Return a tree like `abstract` of `values` at these indices among its leaves, and of empty arrays, (0, ...), elsewhere."""
     leaves, tree = jax.tree.flatten(abstract)
     by_index = dict(zip(indices, values, strict=True))
+    # Empty arrays and not None: masks and labels see every path, with its number of dims.
     filled = [by_index[i] if i in by_index else jnp.zeros((0,) * len(a.shape), a.dtype) for i, a in enumerate(leaves)]
     return jax.tree.unflatten(tree, filled)
 
@@ -115,7 +117,7 @@ def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any)
         updates, after = jax.eval_shape(
             lambda g, s, p, value: call_update(tx, g, s, p, value), abstract_master, state, abstract_master, scalar
         )
-    except Exception as e:  # the user's code, as above
+    except Exception as e:  # the user's code again
         raise ValueError(
             "the optimizer's update cannot run inside a sharded step, which offers (grads, state, params) and value=loss; "
             f"choose one that needs no more: {e!r}"

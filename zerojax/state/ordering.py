@@ -1,7 +1,7 @@
-"""Orders that XLA must keep: what waits for what inside a program.
+"""Orders of operations that XLA must keep inside of a program.
 
-On GPUs an `optimization_barrier` says it. XLA for CPUs removes barriers before it schedules, so there the same order is made a
-dependence on values, which costs a scalar operation and changes no number.
+On GPUs an `optimization_barrier` states the order. XLA for CPUs removes barriers before it schedules. There an operation is
+made to depend on a value of what comes before it: this costs a scalar operation, and changes no number.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ PlanT = TypeVar("PlanT", bound=Plan | Mapping[str, Plan] | Array)
 
 
 def wait_for(plan: PlanT, values: Any, mesh: Mesh) -> tuple[PlanT, Any]:
-    """Return i32 arrays, such as a phase's, known only when `values` are, and `values`: what reads them comes after those.
+    """Return i32 arrays, such as a phase's, and `values`. What reads the arrays then comes after `values`.
 
     XLA for CPUs drops barriers. There a zero is added to the arrays that is computed from one of the values in a way that XLA
     does not see through: it does not simplify `x != x`, which holds of NaN, nor what is made of it.
@@ -57,13 +57,14 @@ def order_read_before_write(
     """
     if mesh.devices.flat[0].platform == "cpu":
         return jax.lax.cond(ok, lambda v: _opaque(update(v)), lambda v: _opaque(keep(v)), values)
+    # One barrier after the reads, one before the writes.
     return jax.lax.optimization_barrier(update(jax.lax.optimization_barrier(values)))
 
 
 def _opaque(results: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-    """Return the results of a branch, what only passes through it computed in a way that XLA does not see through.
+    """Return the results of a branch, of which `landing` only passes through it.
 
-    What is the same in both branches XLA takes out of them.
+    XLA moves what both branches compute alike out of them. So `landing` goes through a select that XLA cannot simplify.
     """
     *values, landing = results
 

@@ -1,4 +1,4 @@
-"""Layers moving between tiers inside a jitted loop: read one, write one, and keep a ring of those on their way.
+"""Reads and writes of one record inside of a jitted loop: how layers and tiles move between tiers.
 
 A stack holds one leaf of all layers, `[L, ...]`, in its tier. Reading layer l slices it and moves the slice to the device;
 writing moves a value to the tier and puts it in place. Every index is read from the schedule's arrays, which enter the
@@ -101,6 +101,7 @@ class RecordSpec:
             return self.load(value) if self.is_away else value
         if isinstance(stack, Split) and isinstance(index, OnDevice):
             return jax.lax.dynamic_index_in_dim(stack.device, index.layer, 0, keepdims=False)
+        # Sliced where it rests, and moved then: one record crosses the link, and not the stack.
         rest, layer = _rest(stack, index)
         value = jax.lax.dynamic_index_in_dim(rest, layer, 0, keepdims=False)
         return self.load(value) if self.is_away else value
@@ -144,6 +145,7 @@ def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Inde
         return [r.read(stack, index) for r, stack in zip(records, stacks, strict=True)]
     disk_records, leaf = _disk_records(records[on_disk[0]]), _on_disk(stacks[on_disk[0]], index)
     assert leaf is not None
+    # One fetch for all leaves of the kind: a record is read from disk as a whole.
     fetched = dict(zip(on_disk, disk_records.fetch(leaf.token, _number(stacks[on_disk[0]], index)), strict=True))
     each = enumerate(zip(records, stacks, strict=True))
     return [fetched[i] if i in fetched else r.read(stack, index) for i, (r, stack) in each]
@@ -166,6 +168,7 @@ def write_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Ind
             continue
         leaf = _on_disk(stack, index)
         assert leaf is not None
+        # All leaves of the kind carry the token of this store, so whatever reads one of them next comes after it.
         leaf = dataclasses.replace(leaf, token=token)
         after.append(Split(stack.device, leaf) if isinstance(stack, Split) else leaf)
     return after

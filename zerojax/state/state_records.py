@@ -36,12 +36,12 @@ logger = logging.getLogger("zerojax")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FlatState:
-    """The leaves of a TrainState that an update reads and writes, as flat lists.
+    """The leaves of a TrainState that an update reads and writes, as flat lists. A Split is one leaf.
 
     Attributes:
       params: compute-dtype parameters.
       master: float32 masters, or None where the parameters are.
-      opt: leaves of the optimizer state, Splits as one.
+      opt: leaves of the optimizer state.
     """
 
     params: list[Any]
@@ -133,6 +133,7 @@ class StateRecords:
             self._declare(disk, kind, count, members, in_turn=in_turn)
 
         num_layers = self.layout.num_layers or 1
+        # Layers whose state stays on the device have no record.
         declare("opt_state", num_layers - self.layout.device_layers, self.layout.blocks)
         for group in self.layout.groups:
             declare(group.kind("opt_state"), num_layers * group.num_tiles, group.leaves)
@@ -185,6 +186,7 @@ class StateRecords:
         last: list[Move] = []
         for i in self.layout.ends:
             opt = self.opt_records((i,))
+            # Without masters the parameter is the float32 weight, and the update reads it.
             reads = opt if self.layout.has_master else [self.params[i], *opt]
             first += _moves([self.params[i]], does_write=False)
             last += _moves(reads, does_write=False) + _moves([self.params[i], *opt], does_write=True)
@@ -224,7 +226,7 @@ class StateRecords:
         return masters + pick(states.opt, self.opt_map.states_of(part))
 
     def opt_records(self, part: Sequence[int]) -> list[RecordSpec]:
-        """Return how they rest."""
+        """Return how the leaves that `opt_states` returns rest."""
         masters = pick(self.master, part) if self.layout.has_master else []
         return masters + [self.opt_record(j) for j in self.opt_map.states_of(part)]
 
@@ -281,6 +283,7 @@ class StateRecords:
 
     def cast(self, index: int, value: Array) -> Array:
         """Return a weight in the compute dtype, on its shard: the cast comes before the gather of stages 1 and 2."""
+        # On the shard before and after the cast: GSPMD could else gather float32, which is twice the bytes, and cast then.
         value = jax.lax.with_sharding_constraint(value, self.grads[index].sharding)
         return jax.lax.with_sharding_constraint(value.astype(self.leaves[index].dtype), self.grads[index].sharding)
 

@@ -71,6 +71,7 @@ def tile_groups(model: Model | LayeredModel, abstract_params: Any, config: ZeroC
     groups: list[TileGroup] = []
     for path, indices in modules.items():
         name, taken = _path_name(path), [group.name for group in groups]
+        # Different paths may read the same, as with a key 1 and a key "1"; and a name is that of a folder.
         name = next(n for n in (f"{name}{k or ''}" for k in itertools.count()) if n not in taken)
         counts = {jax.tree_util.keystr(paths[i]): leaves[i].shape[1] for i in indices}
         if len(set(counts.values())) > 1:
@@ -80,6 +81,6 @@ def tile_groups(model: Model | LayeredModel, abstract_params: Any, config: ZeroC
 
 
 def _path_name(path: Sequence[Any]) -> str:
-    """Return the name of what holds a stack, which is part of the name of a folder: other characters are told by number."""
+    """Return the name of what holds a stack, which is part of the name of a folder: other characters are written as %hex."""
     keys = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
     return ".".join(re.sub(r"[^A-Za-z0-9_-]", lambda match: f"%{ord(match[0]):x}", key) for key in keys) or "block"

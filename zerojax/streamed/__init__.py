@@ -1,4 +1,4 @@
-"""The step whose layers come to the device and go."""
+"""The streamed step: layers come to the device one after the other, are used, and leave it."""
 
 from zerojax.streamed.plan import StreamedPlan as StreamedPlan
 from zerojax.streamed.plan import record_bytes as record_bytes

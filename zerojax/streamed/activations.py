@@ -1,4 +1,15 @@
-"""What forward keeps of each layer for backward, how it rests, and the block cut at its loops over tiles."""
+"""Where the values that forward keeps of each layer rest until backward: on the device, in host memory or on disk.
+
+`zerojax.streamed.residuals` decides which values of a layer are kept and which are recomputed. Here each of them, and the
+layer's input, gets a `RecordSpec`, and forward fills a stack `[L, ...]` of it that backward reads:
+
+    device         the stack is made inside of the program
+    pinned_host    the stack is an argument of the program, donated and returned
+    nvme           records of the kind "activations"; only the layer's input can be there
+
+All of it follows from the shapes of a batch (`BlockTracer.plan_residuals`). Where tiles are records, the traced block is also
+cut at its loops over tiles (`zerojax.streamed.tiled_block`).
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,7 +35,7 @@ class ResidualPlan:
     """What forward keeps of each layer for backward.
 
     Attributes:
-      block: traced.
+      block: the traced block, which returns and reads the residuals.
       records: how each array rests: the leaves of the layer's input, then the block's residuals. Microbatches, where there are
         several, are dim 0 of each.
       shapes: ShapeDtypeStruct of each.
@@ -45,15 +56,15 @@ class ResidualPlan:
 
     @property
     def in_memory(self) -> tuple[int, ...]:
-        """Indices of those that rest in host memory, which XLA reads and writes."""
+        """Indices of the arrays in host memory. XLA reads and writes these; callbacks move those on disk."""
         return tuple(i for i in self.away if self.records[i].disk_records is None)
 
     def fetch(self, stacks: Sequence[Any], layer: Array) -> list[Array]:
-        """Return those of one layer that rest off the device."""
+        """Return one layer's arrays that rest off the device."""
         return read_layer(pick(self.records, self.away), pick(stacks, self.away), layer)
 
     def read(self, stacks: Sequence[Any], fetched: Sequence[Array], layer: Array) -> list[Array]:
-        """Return those of one layer, given the ones that `fetch` returned."""
+        """Return all arrays of one layer, given those that `fetch` returned."""
         away = dict(zip(self.away, fetched, strict=True))
         return [away[i] if i in away else r.read(stacks[i], layer) for i, r in enumerate(self.records)]
 
@@ -87,9 +98,11 @@ class BlockTracer:
 
     def plan_residuals(self, x: Any, keys: Any, count: int) -> ResidualPlan:
         """Choose what forward saves, from the shapes of the first layer's input, of `count` microbatches."""
+        # The block is traced for one microbatch, whose arrays have no dim of microbatches.
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:] if count > 1 else a.shape, a.dtype), (x, keys))
         params = self._block()
         x_one, key_one = one
+        # Backward hands a cotangent from layer to layer, and integers have none.
         wrong = [
             f"{jax.tree_util.keystr(path) or 'x'} is {a.dtype}"
             for path, a in jax.tree_util.tree_flatten_with_path(x_one)[0]
@@ -102,6 +115,7 @@ class BlockTracer:
             )
         check_block(self.model, params, x_one, key_one)
         config = self.config
+        # `activations` names a mode of recomputation, or a tier. A tier moves the layer's input, and all else is recomputed.
         mode = config.activations if config.activations in MODES else "remat"
         layer, tiled = self._cut(params, x_one, key_one, count, mode, config.saved_names, config.offloaded_names)
         leaves, x_tree = jax.tree.flatten(x_one)
@@ -114,12 +128,14 @@ class BlockTracer:
         ]
         lead = (count,) if count > 1 else ()
         shapes = tuple(jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for a in (*leaves, *layer.shapes))
+        # The leaves of x are one record: they are written together and read together, and no step reads those of another.
         if tier == "nvme" and self.layout.disk is not None:
             names = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]]
             inputs, num = records[: len(leaves)], self.model.num_layers
             specs = [r.spec for r in inputs]
             disk_records = self.layout.disk.declare("activations", num, names, shapes[: len(leaves)], specs, lifetime="step")
             records[: len(leaves)] = [dataclasses.replace(r, disk_records=disk_records) for r in inputs]
+        # `tile_loops` reads it: what the disk is told to read ahead follows from the loops that the block really has.
         self.traced = tiled
         return ResidualPlan(layer, tuple(records), shapes, x_tree, tiled)
 
@@ -145,6 +161,7 @@ class BlockTracer:
 
     def stacks(self, residuals: ResidualPlan, scratch: Scratch) -> list[Array]:
         """Return the empty stacks that forward fills."""
+        # Stacks in host memory are arguments, donated: what a program allocates itself, XLA makes on the device first.
         in_memory = dict(zip(residuals.in_memory, scratch["residuals"], strict=True))
         pairs = enumerate(zip(residuals.records, residuals.shapes, strict=True))
         return [in_memory[i] if i in in_memory else self.plan.empty(r, a) for i, (r, a) in pairs]

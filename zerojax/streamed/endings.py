@@ -8,9 +8,11 @@
       in backward   the host updates layer l                      the other leaves
     Delayed         store g[l] on the host                        take over what the host made of the last step's gradients
 
-Through backward an ending carries the sum of squares of the gradients so far, and what it needs: `StoredGrads` the stacks that
-wait for the update, `InBackward` the state that is being updated. Clipping is exact: the scale is applied when all layers'
-gradients are known, which is why an update in backward has none.
+An ending carries values through the loop of backward. All carry the sum of squares of the gradients so far. `StoredGrads` also
+carries the stacks of gradients, and `InBackward` the state that it is updating. Clipping is exact: gradients are scaled when
+those of all layers are known. An update in backward comes before that, and so it cannot clip.
+
+The endings whose optimizer runs on the host are in `zerojax.streamed.host_endings`.
 """
 
 import dataclasses
@@ -59,6 +61,7 @@ class StoredGrads:
 
     def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> GradStacks:
         del state, loss
+        # Stacks in host memory come from outside of the program, which writes them in place; the others are made here.
         return GradStacks(grads if self.plan.grads_in_memory else self.plan.empty_grads(), jnp.float32(0), token)
 
     def params(self, state: TrainState, carried: GradStacks) -> list[Array]:
@@ -66,6 +69,7 @@ class StoredGrads:
         return jax.tree.leaves(state.params[BLOCKS], is_leaf=is_stored)
 
     def use(self, state: TrainState, carried: GradStacks, record: RecordGrads) -> tuple[GradStacks, Any]:
+        # Squares are summed while the gradients are at hand, so no stack is read a second time for the norm.
         squares = carried.squares + self.plan.squares(record.grads, state)
         return dataclasses.replace(self.store(carried, record), squares=squares), record.landing
 
@@ -96,6 +100,7 @@ class WholeTree(StoredGrads):
         plan = self.plan
         grads = dict(zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True))
         tree = jax.tree.structure(result.state.params)
+        # Still scaled: the update of whole trees divides by the loss scale itself, then takes the norm and clips.
         mean = [plan.mean(grads[i]) for i in range(len(grads))]
         return self.update(result.state, result.loss, jax.tree.unflatten(tree, mean))
 
@@ -118,14 +123,17 @@ class ByLayers(StoredGrads):
         ok, factor = jnp.isfinite(norm), clip_factor(norm, self.config.clip_norm)
 
         def ready(grad: Array) -> Array:
+            # Unscale first, then clip: `factor` is made of the norm of unscaled gradients.
             grad = plan.unscaled(grad, state)
             return grad if self.config.clip_norm is None else grad * factor
 
         states = records.flat(state)
+        # Every record is updated with the scalars of before the step; `closed` moves them on, once.
         shared = records.shared_of(states)
         ends = [ready(g) for g in result.ends]
         if self.ends_first:
             states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one)
+            # The engine was told that the layers' records come after those of the ends (`step_moves`).
             if (token := records.end_token(states)) is not None:
                 arrays, _ = arrays.after(token, plan.mesh)
         loops = [UpdateLoop(plan.schedule.phase("update"), arrays.phase("update"), plan.blocks, plan.layout.device_layers)]
@@ -243,13 +251,16 @@ class InBackward:
 
     def params(self, state: TrainState, carried: UpdatedState) -> list[Array]:
         del state
+        # Those that are being updated. Reads of the stacks of before the step would make XLA keep a copy of them.
         return [carried.states.params[i] for i in self.plan.stacked]
 
     def use(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
         plan, records, states, now, part = self.plan, self.records, carried.states, record.now, record.part
+        # The gathered layer is at hand: its shard is cut out of it, and not fetched again.
         old = plan.on_shards(record.params, part) if states.master is None else []
         read = old + records.read_opt(states, part, now.index())
         squares = carried.squares + plan.squares(record.grads, state)
+        # Neither clipped nor checked against the layers that are still to come: the norm is known when all are updated.
         shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
         states, landing = self.record_update.update_layer(
             states, part, now.write_index(), mean, read, shared, carried.loss, ok, record.landing

@@ -1,7 +1,7 @@
 """The ends of a streamed model: the embedding before its layers, the head after them, and the derivatives of both.
 
-Their leaves are no stack of layers. They are loaded once a step, and stay on the device for all of it; stage 3 gathers each
-where it is used, as it does in the resident step. The gradients of head and embedding add up, since a tied embedding has both.
+Their leaves are no stack of layers. They are loaded once a step, and stay on the device until it ends. Stage 3 gathers each
+where it is used, as in the resident step. The gradients of head and embedding are added, since both may use a tied embedding.
 """
 
 from collections.abc import Callable
@@ -37,6 +37,7 @@ class Ends:
     def embed(self, ends: Any, batch: Any, key: Any) -> Any:
         """Return the first layer's input, of one microbatch."""
         batch = self.activations.constrain(batch)
+        # Keys 0 .. L-1 are those of the layers, L is the embedding's, L+1 the head's.
         key = key_of(key, self.model.num_layers)
         x = self._gather(lambda p, b, k: self.model.embed(p["embed"], b, k), ends, batch, key)
         return self.activations.constrain(x)
@@ -67,6 +68,7 @@ class Ends:
         def one(y: Any, batch: Any, key: Any) -> tuple[list[Array], tuple[Array, Any]]:
             batch = self.activations.constrain(batch)
 
+            # Scaled inside of the derivative: else small float16 cotangents would vanish. The loss is returned unscaled.
             def scaled(ends: Any, y: Any) -> tuple[Array, Array]:
                 value = self.head(ends, y, batch, key)
                 return value * scale, value
@@ -88,6 +90,7 @@ class Ends:
             (g,) = jax.vjp(lambda p: self.embed(p, batch, key), ends)[1](dx)
             return self._reduced(g), None
 
+        # Several microbatches are added to the head's gradients one by one, in float32; a single one in its own dtype.
         if self.microbatches.count > 1:
             return self.microbatches.fold(one, g_ends, dx, batch, keys)[0]
         return [a + b for a, b in zip(g_ends, one(dx, batch, keys)[0], strict=True)]

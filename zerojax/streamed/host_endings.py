@@ -1,4 +1,11 @@
-"""Endings whose optimizer runs on the host."""
+"""Endings whose optimizer runs on the host: each hands gradients to callbacks of `zerojax.optim.HostUpdate`.
+
+    HostInBackward    a layer is updated in the tick of backward that makes its gradient
+    OnHost            gradients wait for the norm, on the device or on the host; then each layer is updated
+    Delayed           gradients wait on the host for the next step, and are used while that one computes
+
+The callbacks of a device must run in one order. Each takes a token and returns one, and the endings hand it on.
+"""
 
 import dataclasses
 from typing import Any
@@ -17,7 +24,7 @@ Array = jax.Array
 
 
 class HostInBackward(InBackward):
-    """The same, on the host."""
+    """A layer is updated on the host in the tick that makes its gradient, which is never stored."""
 
     def __init__(self, plan: StreamedPlan, update: RecordUpdate, host: HostUpdate) -> None:
         super().__init__(plan, update)
@@ -25,12 +32,14 @@ class HostInBackward(InBackward):
 
     def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> UpdatedState:
         carried = super().begin(state, loss, grads, token)
+        # Neither clipped nor unscaled: the norm is not known before all layers are updated, and there is no loss scale.
         shared, one = self.records.shared_of(carried.states), jnp.float32(1)
         return dataclasses.replace(carried, scalars=self.host.scalars(shared, loss, one, one))
 
     def use(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
         assert carried.scalars is not None
         squares = carried.squares + self.plan.squares(record.grads, state)
+        # The gathered layer is at hand: its shard is cut out of it, and not read again.
         old = self.plan.on_shards(record.params, record.part) if self.host.needs_weights else []
         states, token = self.host.update_layer(
             carried.states, record.now.write, record.grads, old, jnp.isfinite(squares), carried.scalars, carried.token
@@ -54,6 +63,7 @@ class OnHost(StoredGrads):
 
     def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> GradStacks:
         carried = super().begin(state, loss, grads, token)
+        # Callbacks keep the gradients, so that the loop of backward carries no stacks of them.
         return dataclasses.replace(carried, grads=[]) if self.host.stashes else carried
 
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
@@ -76,6 +86,7 @@ class OnHost(StoredGrads):
             return host.update_layer(states, now.write, grads, old, ok, scalars, token), now.landing
 
         carry = (states, result.carried.token)
+        # Nothing is fetched to the device: the callbacks work on host memory, and on the disk's buffers.
         states, token = run_phase(plan.schedule.phase("update"), result.arrays.phase("update"), carry, tick, fetch=_nothing)
         states, _ = host.update_ends(states, result.ends, ok, scalars, token)
         return closed(self.record_update, result, states, norm)
@@ -91,6 +102,7 @@ class Delayed(OnHost):
         norm = self.norm(result)
         token = host.stash_ends(result.ends, result.carried.token)
 
+        # `install` waits for the thread that updates, which had all of forward and backward for it.
         def tick(carry: Any, now: Tick) -> Any:
             return host.install(carry[0], plan.blocks, now.write, pending, carry[1]), now.landing
 
@@ -98,6 +110,7 @@ class Delayed(OnHost):
         states, token = run_phase(plan.schedule.phase("update"), result.arrays.phase("update"), carry, tick, fetch=_nothing)
         states, _ = host.install(states, plan.ends, jnp.int32(0), pending, token)
         scalars = jnp.stack([result.loss, clip_factor(norm, self.config.clip_norm), loss_scale(state)])
+        # The arrays are handed on as they are: callbacks have put this step's gradients into their memory.
         left = Pending(pending.grads, records.shared_of(states), scalars, jnp.isfinite(norm))
         return closed(self.record_update, result, states, norm, left)
 

@@ -32,6 +32,7 @@ class Microbatches:
 
     def each(self, function: Callable[..., Any], *trees: Any) -> Any:
         """Apply `function` to every microbatch: dim 0 of the trees where there are several."""
+        # A loop and not a vmap: intermediate values are there for one microbatch at a time.
         return function(*trees) if self.count == 1 else jax.lax.map(lambda one: function(*one), trees)
 
     def fold(
@@ -51,6 +52,7 @@ class Microbatches:
         """Return the microbatches and their keys."""
         if self.count == 1:
             return batch, key
+        # The numbers that the resident step folds in, so that both draw the same masks.
         keys = None if key is None else jax.vmap(lambda m: jax.random.fold_in(key, m))(jnp.arange(self.count))
         return split_microbatches(batch, self.count), keys
 

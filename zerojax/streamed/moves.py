@@ -1,9 +1,10 @@
-"""What a streamed step reads from disk and writes to it, in order: the schedule's moves, and those it does not know of.
+"""What a streamed step reads from disk and writes to it, in order. The engine reads ahead in this order.
 
     ends read | layers of forward, backward, ... | ends updated | update of the layers, where the ends come before it
 
-Ends are the leaves that are no stack of layers. Callbacks of an update on the host move records that the device never has, and
-ticks run loops over tiles.
+The schedule knows the records of layers that the device fetches and stores. Three things are added to it: the ends, which are
+the leaves that are no stack of layers; the records that an update on the host reads and writes without the device; and the
+loops over tiles inside of a tick.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ def step_moves(plan: StreamedPlan, loops: Loops, ends_first: bool) -> tuple[Move
     first, last = plan.state_records.end_moves()
     by_host = {} if plan.host is None else plan.host.state.moves()
     after = ["update"] if ends_first else []
+    # The engine reads ahead in this order, so it must be the one in which the program fetches and stores.
     before = moves_of(plan.schedule, kinds, [name for name in phases if name not in after], by_host, loops)
     return (*first, *before, *last, *moves_of(plan.schedule, kinds, after, by_host))
 
@@ -37,5 +39,6 @@ def eval_moves(plan: StreamedPlan, loops: Loops) -> tuple[Move, ...]:
     if plan.layout.disk is None:
         return ()
     first = plan.state_records.end_moves()[0]
+    # Forward of a step also writes activations. An evaluation keeps none.
     forward = moves_of(plan.schedule, plan.layout.disk.kinds.keys(), ("forward",), loops=loops)
     return (*first, *(move for move in forward if move.kind.split(".")[0] == "params"))

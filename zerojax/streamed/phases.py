@@ -21,8 +21,8 @@ Array = jax.Array
 class ScheduleArrays:
     """The schedule's arrays, as arguments of the program: XLA must not know what is in them.
 
-    Where it can derive the index of a slice of host memory from a loop's counter, it reads another layer
-    (`zerojax.state.records`). And a loop that it knows to make one trip it unrolls.
+    If XLA for GPUs can derive the index of a slice of host memory from a loop's counter, it may read another layer
+    (`zerojax.state.records`). And XLA unrolls a loop if it knows that it makes one trip.
 
     Attributes:
       phases: i32 arrays of each phase, by name.
@@ -37,7 +37,7 @@ class ScheduleArrays:
         return PhaseArrays(self.phases[name], self.one)
 
     def after(self, values: Any, mesh: Mesh) -> tuple["ScheduleArrays", Any]:
-        """Return the arrays, of which the phases' are known only when `values` are, and `values`."""
+        """Return the arrays, and `values`. What reads the arrays of a phase then comes after `values`."""
         phases, values = wait_for(self.phases, values, mesh)
         return dataclasses.replace(self, phases=phases), values
 
@@ -55,7 +55,7 @@ class PhaseArrays:
     one: Array
 
     def after(self, values: Any, mesh: Mesh) -> "PhaseArrays":
-        """Return the arrays, known only when `values` are."""
+        """Return the arrays. What reads them then comes after `values`."""
         return dataclasses.replace(self, columns=wait_for(self.columns, values, mesh)[0])
 
 
@@ -123,6 +123,7 @@ def run_phase(
         return jax.lax.dynamic_update_index_in_dim(slots, value, slot, 0)
 
     if len(phase.preload):
+        # What the first ticks take has no earlier tick to be fetched in.
         first = [fetch(carry, columns["preload"][i]) for i in range(len(phase.preload))]
         ring = first[0] if len(first) == 1 else [jnp.stack(leaves) for leaves in zip(*first, strict=True)]
     start = 0
@@ -140,15 +141,18 @@ def run_phase(
                 if set(phase.fetches) & set(phase.writes):
                     # A stack that is read and written in one tick: unless the write waits for the read, XLA copies the stack.
                     write_index, landing = jax.lax.optimization_barrier((index, landing))
+            # Without a ring a record is fetched in the tick that takes it.
             elif kind.fetches:
                 record = fetch(carry, consume)
             now = Tick(index, write_index, consume, record, landing, kind.takes, kind.on_device)
             carry, landed = tick(carry, now)
             if landed is not None:
+                # After the record was taken: this may be the slot that it was in.
                 slot = columns["fetch_slot"][t]
                 ring = landed if single else [place_in(r, v, slot) for r, v in zip(ring or (), landed, strict=True)]
             return carry, ring
 
+        # XLA unrolls a loop if it knows that it makes one trip, so the bound of such a loop is an argument.
         end = stop if stop - start > 1 else start + arrays.one
         carry, ring = jax.lax.fori_loop(start, end, body, (carry, ring))
         start = stop
@@ -193,6 +197,7 @@ def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any) -> tu
     last = products[3 * len(products) // 4] if products else None
     for number, i in enumerate(program.instructions):
         if number == last:
+            # The product waits for `work`, since its operands pass the same barrier. What comes before it runs beside the work.
             operands = {ref: slots[ref] for ref in i.ins if isinstance(ref, int)}
             tied, work = jax.lax.optimization_barrier((operands, work))
             slots.update(tied)

@@ -1,7 +1,8 @@
 """How the records of a streamed step rest and move: specs, tiers, dtypes of every leaf, and the schedule that follows.
 
-A layer's record of a kind is its shards of that kind on one device. `StreamedPlan` is what the loops (`step`)
-and the endings (`endings`) both read; it computes nothing but the sums and scales of gradients they need.
+A layer's record of a kind is its shards of that kind on one device. The loops (`zerojax.streamed.step`) and the endings
+(`zerojax.streamed.endings`) both read a `StreamedPlan`. It computes little: it gathers a record, and takes means and squares of
+gradients.
 """
 
 import dataclasses
@@ -151,6 +152,7 @@ class StreamedPlan:
         whole = without_axis(spec, FSDP)
         if whole == spec:
             return shard
+        # Both ends are stated: without the first, GSPMD might gather what the shard was cut from.
         shard = jax.lax.with_sharding_constraint(shard, named(self.mesh, spec))
         return jax.lax.with_sharding_constraint(shard, named(self.mesh, whole))
 
@@ -191,6 +193,7 @@ def record_bytes(records: StateRecords, part: Sequence[int]) -> dict[str, int]:
     def elements(spec_of: Callable[[LeafSpec], Spec]) -> int:
         return sum(local_elements(leaf.record_shape, spec_of(leaf.spec)[leaf.lead :], mesh) for leaf in leaves)
 
+    # Masters are float32, and rest beside the optimizer state in one record.
     opt_state = elements(lambda s: stored_spec(s, stage.opt_state)) * 4 if layout.has_master else 0
     if layout.updates_by_record:
         opt_map = layout.opt_map
@@ -211,6 +214,7 @@ def plan_schedule(records: StateRecords) -> Schedule:
     layout, num_layers = records.layout, records.layout.num_layers
     assert num_layers is not None
     config = layout.config
+    # What a user's names keep in host memory is fetched with its layer, as a layer's input in host memory would be.
     activations = "pinned_host" if config.offloaded_names else config.activations
     on_host = config.update_on == "host"  # then its callbacks read and write the state, and nothing of it is fetched
     tiers = {

@@ -1,14 +1,16 @@
-"""The residuals of one layer: what it saves in forward for its backward, and its derivative given these.
+"""The residuals of one layer: which values forward keeps, which ones backward recomputes, and the derivative given these.
 
-A layer is run twice: forward, and again inside its own derivative. The second run takes the residuals in place of what it
-computes, so whatever only led to a residual is dead code and is not computed again:
+Where the kept values rest until backward is decided by `zerojax.streamed.activations`.
+
+A layer runs twice: in forward, and again inside of its own derivative. The second run puts each residual in place of the value
+that it computes. Whatever only led to a residual is then dead code, and is not computed again:
 
     forward     y, residuals = block(p, x)
     backward    dp, dx       = vjp(block with each residual put in its place)(dy)
 
-Putting a residual in place is an operation of its own: its result is the residual, its derivative is that of what it replaces.
-Nothing made from parameters alone is ever saved (a gathered or transposed weight is made again from the gathered layer), so
-ZeRO-3's memory bound holds in every mode. What is saved:
+`put` is the operation that does so: its result is the residual, and its derivative is that of the value it replaces. Nothing
+that is computed from parameters alone is ever saved: a transposed weight is recomputed from the gathered layer. So ZeRO-3's
+memory bound holds in every mode. The modes save:
 
     save        every intermediate that backward reads, layout and casts excepted
     selective   the same, less attention's inner part: all between the product of queries and keys and the product with the
@@ -47,6 +49,7 @@ def put(computed: jax.Array, saved: jax.Array) -> jax.Array:
 
 @put.defjvp
 def _put_jvp(primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+    # The primal itself: linearisation sees through a custom_jvp only if its rule returns that.
     return primals[1], tangents[0]
 
 
@@ -153,12 +156,14 @@ def plan_layer(
         offloaded = tuple(s in to_host for s in chosen)
         return TracedBlock(program, structures, chosen, offloaded, tuple(shapes[s] for s in chosen), loops)
 
+    # With all candidates in place the derivative is traced once; those that it does not read are not saved.
     every = layer(list(shapes))
     return layer([slot for slot, read in zip(every.residuals, _read_by_backward(every, params, x, key), strict=True) if read])
 
 
 def _read_by_backward(layer: TracedBlock, params: Any, x: Any, key: Any) -> list[bool]:
     """Return, for each residual, whether the derivative reads it."""
+    # x stands for dy too: a block returns what it takes.
     closed = jax.make_jaxpr(lambda residuals, p, x, key, dy: layer.backward(p, x, key, residuals, dy))(
         list(layer.shapes), params, x, key, x
     )
@@ -184,6 +189,7 @@ def _candidates(program: FlatJaxpr, num_params: int) -> dict[int, Any]:
         if i.eqn.primitive.name not in _LAYOUT
         for out, v in zip(i.outs, i.eqn.outvars, strict=True)
     }
+    # Keys are made again: they are functions of (step, layer).
     return {s: a for s, a in avals.items() if s in data and not jnp.issubdtype(a.dtype, jax.dtypes.extended)}
 
 

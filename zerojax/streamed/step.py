@@ -137,9 +137,11 @@ class StreamedStep:
           arrays: of the schedule.
           scratch: stacks in host memory that live from forward to update; donated and returned.
         """
+        # Of (key, step) alone: a restored run draws the masks that it would have drawn.
         key = jax.random.fold_in(state.key, state.step) if self.model.stochastic else None
         batch, keys = self.microbatches.split(batch, key)
         token = self._first_token(state)
+        # Before the layers, as the disk was told (`step_moves`).
         ends = self.ends.load(state.params)
         x = self.microbatches.each(lambda b, k: self.ends.embed(ends, b, k), batch, keys)
         residuals = self.tracer.plan_residuals(x, keys, self.microbatches.count)
@@ -152,6 +154,7 @@ class StreamedStep:
         dx, carried = self.backward(state, keys, arrays, residuals, stacks, dy, carried)
         g_ends = self.ends.embed_grads(ends, batch, keys, dx, g_ends)
         after, metrics = self.ending.end(BackwardResult(state, loss, carried, g_ends, arrays))
+        # Scratch goes out as it came in, so that the next step is given the same host memory.
         return (after, {"grads": self.ending.grads(carried), "residuals": [stacks[i] for i in residuals.in_memory]}), metrics
 
     def eval(self, params: Any, batch: Any, arrays: ScheduleArrays) -> Array:
@@ -221,6 +224,7 @@ class StreamedStep:
                 stacks = write_layer(residuals.records, stacks, now.write, [*jax.tree.leaves(x), *values])
             return (y, next_full, stacks), landing
 
+        # With gather_ahead a tick is handed its layer gathered: the first one has no tick before it that does so.
         first = plan.gather(read(phase.columns["first"][0])) if self.config.gather_ahead else None
         y, _, stacks = run_phase(self.schedule.phase("forward"), phase, (x, first, stacks), tick, fetch=fetch)
         return y, stacks
@@ -230,6 +234,7 @@ class StreamedStep:
     ) -> tuple[Any, list[Array], Any, Any]:
         """Return a layer's output and residuals, the next layer, gathered, and the record on its way."""
         params = self.tracer.block_tree(full)
+        # Several microbatches are a loop inside of the tick: in its body this work would be done for each of them.
         work = (next_full if now.takes_record else None, now.landing) if microbatches.count == 1 else None
 
         def run(x: Any, key: Any) -> tuple[Any, list[Array], Any]:
@@ -275,6 +280,7 @@ class StreamedStep:
             return plan.read_params(ending.params(state, carried), plan.blocks, layer)
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
+            # The stacks of residuals are only read in this phase, so the loop does not carry them.
             shards = read(carry[3], layer) if plan.params_away else []
             return shards + residuals.fetch(stacks, layer)
 
@@ -302,6 +308,7 @@ class StreamedStep:
             record = fetch((None, None, None, carried), phase.columns["first"][0])
             shards = record[:num_params] if plan.params_away else read(carried, phase.columns["first"][0])
             first, fetched = plan.gather(shards), record[num_params:]
+        # Backward reads optimizer state only if it updates.
         on_device = self.layout.device_layers if self.config.update == "in_backward" else 0
         dx, _, _, carried = run_phase(
             self.schedule.phase("backward"), phase, (dy, first, fetched, carried), tick,
@@ -342,12 +349,14 @@ class StreamedStep:
             plan.without_tiles(full), microbatches.constrain(x), microbatches.keys_of(keys, tiles.now.layer), saved, dx,
             partial(tiles.run, use=use), plan.zero_grads(plan.blocks) if microbatches.count > 1 else [],
         )  # fmt: skip
+        # What uses the gradients waits for dx, as in `_derive_block`.
         return jax.lax.optimization_barrier((plan.on_shards(grads, plan.blocks), microbatches.constrain(dx)))
 
     def _turn(self, full: Any, now: Tick, take: Callable[[], Any]) -> tuple[list[Array], Any]:
         """Return this tick's gathered layer, and what the next tick is handed: its own, gathered meanwhile, or None."""
         if not self.config.gather_ahead:
             return self.plan.gather(take()), None
+        # A tick that takes no record hands its own layer on: what a loop carries keeps its shape.
         return full, (self.plan.gather(take()) if now.takes_record else full)
 
 

@@ -97,6 +97,7 @@ class TileRunner:
             return jnp.zeros(shape, dtype)
 
         sums = [zeros(p, jnp.float32) for p in shared_x]
+        # A part is read by one tile alone: its cotangents are put side by side, nothing is summed, and their dtype stays.
         slices = [zeros(p, _dtype(call, p)) for p in parts]
         each = [o[0] for o in call.operands if o is not None and o[1]]
         dy = call.dy[0] if call.dy[1] or microbatches.count == 1 else jnp.broadcast_to(call.dy[0], (*lead, *call.dy[0].shape))
@@ -129,6 +130,7 @@ class TileRunner:
             grads = self.plan.on_shards(grads, group.leaves)
             # As for a layer: what uses the gradients waits for what is computed besides.
             grads, cotangents = jax.lax.optimization_barrier((grads, cotangents))
+            # An ending reads and writes records, and this one is a tile: its index is that of the layer and that of the tile.
             here, there = (Tile(self.now.layer, k, group.num_tiles) for k in (now.layer, now.write))
             now = dataclasses.replace(now, layer=here, write=there)
             carried, landing = use(carried, RecordGrads(now, group.leaves, grads, full, landing))
@@ -162,6 +164,7 @@ class TileRunner:
         if self._before is not None and self.plan.layout.disk is not None:  # the disk sees one order
             arrays = arrays.after(self._before, self.plan.mesh)
         after = run_phase(loops.phase(phase), arrays, carry, take, fetch=read)
+        # Any result will do: all results of a loop are there at once.
         self._before = jax.tree.leaves(after)[0]
         return after
 

@@ -1,8 +1,8 @@
-"""A block whose stacks of tiles are not there: its equations run one after the other, its loops over tiles by whoever has them.
+"""A block that runs without its stacks of tiles: it is cut at its loops over tiles, and the caller runs these loops.
 
     forward    y  = block(p, x)                 segments of equations between loops, as the block has them
-    backward   dp, dx = vjp(block)(dy)          traced once; what the loops' results are needed for is computed again, and each
-                                                loop's derivative is a loop, which uses its tiles' gradients where it makes them
+    backward   dp, dx = vjp(block)(dy)          traced once; the derivative of a loop is a loop, which uses a tile's gradient in
+                                                the iteration that makes it
 
 A gradient of a stack of tiles is therefore never an array. Microbatches are dim 0 of all that depends on data: a segment runs
 for one after the other, and a loop over tiles runs once for all of them, so that each tile is fetched and gathered once.
@@ -30,7 +30,7 @@ class TileLoopCall:
     """A loop over tiles to run.
 
     Attributes:
-      loop: it.
+      loop: the loop, as the block has it.
       group: index of the group whose tiles it uses.
       is_backward: whether its derivative is meant.
       operands: those of the loop, stacks of tiles being None; each with whether microbatches are its dim 0.
@@ -112,6 +112,7 @@ class TiledBlock:
             params, x, key, list(layer.shapes), x
         )
         backward = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
+        # The gradients of stacks of tiles are no outputs: the loops that make them also use them.
         wanted = [ref for i, ref in enumerate(backward.outputs) if i not in self.tiled and isinstance(ref, int)]
         self._check_gradients(backward, names)
         self._backward = _cut(backward, wanted, lambda i: marked(i.eqn))
@@ -180,6 +181,7 @@ class TiledBlock:
             return sums[ref]
         if isinstance(ref, int) and ref in each:
             return each[ref] if self.count == 1 else jnp.sum(each[ref].astype(jnp.float32), 0)
+        # It depends on no data, so each microbatch adds the same.
         value = shared[ref] if isinstance(ref, int) else jnp.asarray(ref.value)
         return value if self.count == 1 else value.astype(jnp.float32) * self.count
 
@@ -209,9 +211,11 @@ class TiledBlock:
                     of_data.update(i.outs)
                     instructions.append(i)
                 else:
+                    # Of parameters alone: computed once for all microbatches.
                     evaluate([i], shared)
             if instructions:
                 done |= of_data & sums.keys()
+                # A gradient that is only summed is not kept for each microbatch.
                 later = of_data & (read | (cut.outputs - sums.keys()))
                 sums = self._segment(instructions, of_data, later, shared, each, sums)
         return shared, each, {slot: sums[slot] for slot in done}
@@ -255,6 +259,7 @@ class TiledBlock:
 
         count = sum(loop.sizes)
         operands = tuple(None if p in loop.tiles else operand(ref) for p, ref in enumerate(i.ins[:count]))
+        # Only floating operands have cotangents, which the derivative returns in their order.
         floating = [p for p in range(count) if jnp.issubdtype(i.eqn.invars[p].aval.dtype, jnp.floating)]  # pyright: ignore[reportAttributeAccessIssue]
         outs = dict(zip(floating, i.outs, strict=True)) if is_backward else {}
         wanted = tuple(p in outs and outs[p] in read and p not in loop.tiles for p in range(count))
@@ -268,6 +273,7 @@ def _cut(program: FlatJaxpr, outputs: Sequence[int], mark_of: Callable[[Instruct
     """Cut a program at its loops over tiles; drops what is not needed for `outputs` or a loop's derivative."""
 
     def is_root(i: Instruction) -> bool:
+        # A derivative is kept though no output may read it: its tiles are updated in it.
         mark = mark_of(i)
         return bool(i.eqn.effects) or (mark is not None and mark[1])
 
