@@ -24,6 +24,7 @@ from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 from zerojax.sharding import make_mesh
 
+# What XLA would ask the driver. H100 and H200 have the same compute die.
 _HOPPER = {
     "threads_per_block_limit": 1024,
     "threads_per_warp": 32,
@@ -129,6 +130,7 @@ def compile_with_callbacks(lowered: jax.stages.Lowered, mesh: Mesh, options: Map
     compile_options = xla_client.CompileOptions()
     build = compile_options.executable_build_options
     build.num_replicas, build.num_partitions = 1, size
+    # What JAX sets on its own path. Without it the program would not be partitioned over the mesh.
     build.use_spmd_partitioning = build.use_shardy_partitioner = True
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(size).reshape(1, size))
     compile_options.env_option_overrides = list((options or {}).items())
@@ -139,6 +141,7 @@ def compile_with_callbacks(lowered: jax.stages.Lowered, mesh: Mesh, options: Map
 
 def is_there(mesh: Mesh) -> bool:
     """Tell whether the devices of a mesh can run a program."""
+    # Devices of a compile-only topology know no memory kinds, so the sharding has none.
     return NamedSharding(mesh, PartitionSpec(), memory_kind="pinned_host").memory_kind is not None
 
 

@@ -141,6 +141,7 @@ def flatten(
     instructions: list[Instruction] = []
 
     def emit(jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Ref]) -> list[Ref]:
+        # Each call has an environment of its own: two calls of one jitted function share the jaxpr's variables.
         env: dict[jex.Var, Ref] = {v: Constant(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
         env.update(zip(jaxpr.invars, args, strict=True))
 
@@ -150,6 +151,7 @@ def flatten(
         for eqn in jaxpr.eqns:
             ins = [ref_of(v) for v in eqn.invars]
             if eqn.primitive.name in _INLINED and not is_opaque(eqn):
+                # Primitives differ in the name of the parameter, and in whether it holds the constants too.
                 inner: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
                 is_closed = isinstance(inner, jex.ClosedJaxpr)
                 outs = emit(inner.jaxpr if is_closed else inner, inner.consts if is_closed else (), ins)
@@ -182,6 +184,7 @@ def read(ref: Ref, slots: Mapping[int, Any]) -> Any:
 def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Apply one equation. Derivative rules of custom_jvp and custom_vjp stay attached."""
     with _context_of(eqn):
+        # A custom derivative's parameters hold jaxprs, and `bind` takes functions: get_bind_params makes these of them.
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 

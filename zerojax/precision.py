@@ -92,12 +92,14 @@ def init_loss_scale(config: LossScaling) -> LossScale:
 def update_loss_scale(config: LossScaling, state: LossScale, finite: jax.Array) -> LossScale:
     """Return the state after a step whose gradients were all finite, or not."""
     grows = finite & (state.good_steps + 1 >= config.growth_interval)
+    # Patience counts the overflow at hand too: at 1, this one exhausts it.
     backs_off = ~finite & (state.patience <= 1)
     grown = jnp.minimum(state.scale * config.growth_factor, config.most)
     reduced = jnp.maximum(state.scale * config.backoff_factor, config.least)
     spent = state.patience - jnp.where(finite, 0, 1)
     return LossScale(
         scale=jnp.where(grows, grown, jnp.where(backs_off, reduced, state.scale)),
+        # An overflow that is forgiven also interrupts the run of good steps.
         good_steps=jnp.where(finite & ~grows, state.good_steps + 1, 0),
         patience=jnp.where(grows | backs_off, config.hysteresis, spent).astype(jnp.int32),
     )

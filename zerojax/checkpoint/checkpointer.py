@@ -156,14 +156,18 @@ class Checkpointer:
         if self._best_metric is not None and (metrics is None or self._best_metric not in metrics):
             got = sorted(metrics or ())
             raise ValueError(f"best_metric={self._best_metric!r}: metrics with that name are needed, got {got}")
+        # The lock before the manager: once it lists the steps, no other run may add or remove one.
         self._take_lock(program.mesh)
         self.wait()
         AllProcesses(program.mesh, SAVING, CheckpointError).do(self._directory.check_writable)
         manager = self._manager()
         with explaining(f"saving step {step} in {self.directory}"):
+            # Orbax would count the steps of a rolled-back run among the newest, and remove this run's for them.
             self._set_newer_aside(program.mesh, manager, step)
             self._begin_save(manager, program, state, step, metrics, data)
         if jax.process_index() == 0:
+            # Orbax only renames an old step into the folder of deleted ones. Removing its many files is slow, so a thread does
+            # it.
             self._deletion = threading.Thread(target=self._delete_old, args=(manager,), name="zerojax-delete")
             self._deletion.start()
         self._last_step = step
@@ -184,8 +188,10 @@ class Checkpointer:
         numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
         self._barrier.renew()
         self._last_save, self._step_before = save, self._last_step
+        # From here on the end of the program has something to wait for.
         _OPEN.add(self)
         try:
+            # force: the interval was looked at already, and Orbax must not decide again.
             manager.save(step, args=args, metrics=numbers if self._best_metric is not None else None, force=True)
             save.check()  # what failed in another process, or in this one of several
         except BaseException:
@@ -199,6 +205,7 @@ class Checkpointer:
     def _set_newer_aside(self, mesh: Mesh, manager: ocp.CheckpointManager, step: int) -> None:
         """Set aside checkpoints that are newer than that from which this run went on: it makes its own."""
         steps, last = manager.all_steps(), self._last_step
+        # A run that restored nothing must not mix its steps with another run's.
         if steps and (max(steps) >= step if last is None else step < last):
             raise CheckpointError(
                 f"{self.directory} holds checkpoints of steps up to {max(steps)}, of another run, and this state is at step "
@@ -307,6 +314,7 @@ class Checkpointer:
             step, (state, position, has_position) = newest
         else:
             raise CheckpointError(f"{self.directory} has no checkpoint: start from program.init(key)")
+        # After the state was read: a restore that fails leaves the iterator where it was.
         if data is not None:
             data.set_state(position)
         elif has_position:

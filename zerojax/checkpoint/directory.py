@@ -61,6 +61,7 @@ class Directory:
           CheckpointError: the directory cannot be read.
         """
         try:
+            # One listing for both: between two, a step could get its name and be in neither.
             names = os.listdir(self.path)
         except OSError as error:
             raise CheckpointError(f"the directory of checkpoints {self.path} cannot be read: {error.strerror}") from error
@@ -167,6 +168,7 @@ class Directory:
             fd = os.open(os.path.join(self.path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Only the owner writes its process number, which the error shows to whoever is refused.
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
             except BlockingIOError as error:

@@ -93,6 +93,7 @@ def _status(folder: str, verify: bool) -> _Status:
     with saved:
         try:
             saved.check(checksums=verify)
+            # No restore reads the config, but a step that lost it is not as it was saved.
             _config(folder)
         except DamagedError as error:
             return _Status(saved, str(error))

@@ -84,11 +84,13 @@ def write_manifest(
     path = os.path.join(folder, f"manifest.{process}.json")
     with open(path, "w") as file:
         json.dump(manifest | {"checksum": _checksum(manifest)}, file)
+    # Orbax's rename makes the step appear. All that it names must be on disk before.
     sync(path)
     sync(folder)  # for its name
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:
+    # Sorted, so that a manifest that was read back gives the same text.
     text = json.dumps(manifest, sort_keys=True).encode()
     return f"{checksum_of(np.frombuffer(text, np.uint8)):016x}"
 
@@ -132,8 +134,10 @@ class SavedState:
         if not names:
             raise DamagedError(f"{folder} is no state of zerojax, or lost its manifest.0.json")
         manifests = {process: self._read(name) for process, name in sorted(names.items())}
+        # Leaves and small values are the same in all manifests. Stores and iterator positions are each process's own.
         first = next(iter(manifests.values()))
         self.num_processes = first["num_processes"]
+        # The shards that a lost manifest describes are described nowhere else.
         if missing := sorted(set(range(self.num_processes)) - set(manifests)):
             raise DamagedError(f"{folder} was saved by {self.num_processes} processes, and lost manifest.{missing[0]}.json")
         self.leaves = {
@@ -153,6 +157,7 @@ class SavedState:
             expected = manifest.pop("checksum")
         except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
             raise DamagedError(f"{path} cannot be read: {error}") from error
+        # Finds a manifest that is still JSON, but was edited or has a flipped bit.
         if (actual := _checksum(manifest)) != expected:
             raise DamagedError(f"{path}: its checksum is {actual}, and {expected} was saved: it was changed since")
         if manifest["format"] != FORMAT:
@@ -176,6 +181,7 @@ class SavedState:
           DamagedError: a record is missing, or is not what was saved; it is named.
         """
         for number, (store, record, path) in enumerate(self.records.files()):
+            # The processes share the reading: each compares every num_parts-th record.
             if number % num_parts != part:
                 continue
             try:

@@ -41,6 +41,7 @@ class StateHandler(ocp.handlers.AsyncCheckpointHandler):
 
     async def async_save(self, directory: Any, args: "StateSave") -> list[Any]:
         args.begin(str(directory))
+        # Orbax's thread calls `result` of each of these, and only then renames the folder.
         return [args]
 
     def save(self, directory: Any, args: "StateSave") -> None:
@@ -76,6 +77,7 @@ class StateSave(ocp.args.CheckpointArgs):
             assert self.state is not None
             self.saving = begin_save(self.program, self.state, folder, max_host_bytes=self.max_host_bytes, data=self.data)
         except BaseException as error:
+            # A single process keeps no other waiting, so its error may leave at once.
             if jax.process_count() == 1:
                 raise
             self.error = error

@@ -53,6 +53,7 @@ class Room:
     def take(self, num_bytes: int) -> None:
         """Wait until there is room, and take it."""
         with self._changed:
+            # With nothing in use a piece of any size goes through, else one above the bound would wait for ever.
             self._changed.wait_for(lambda: self.most is None or not self._used or self._used + num_bytes <= self.most)
             self._used += num_bytes
             self._peak = max(self._peak, self._used)
@@ -80,9 +81,11 @@ def on_host(piece: Piece, low: int, high: int) -> np.ndarray:
     data, lead = piece.data, piece.leaf.lead
     count = (high - low) * math.prod(data.shape[1:lead])
     if lead and (low, high) != (0, data.shape[0]):
+        # In numpy the slice is a view. By JAX it would be a second copy in host memory.
         if is_host_memory(data):
             return np.asarray(data)[low:high].reshape(count, *piece.shape)
         (device,) = data.devices()
+        # The slice is a program of its own, on the one device that holds this shard and not on the mesh in scope.
         with jax.set_mesh(Mesh(np.array([device]), ("alone",))):
             data = data[low:high]
     return np.asarray(data).reshape(count, *piece.shape)

@@ -37,11 +37,13 @@ def begin_save(
     program.check_state(state)
     with program.calling(), jax.set_mesh(program.mesh):
         leaves = leaves_of_program(program)
+        # The step must be over: its callbacks write the records on disk that are about to be linked.
         return Saving(program.layout, program.swap, leaves, jax.block_until_ready(state), root, max_host_bytes, data)
 
 
 def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -> TrainState:
     """Return a saved state as a program's; see `zerojax.Checkpointer.restore`."""
+    # Some versions of XLA read host memory at a wrong index, silently: the devices are asked first.
     if program.layout.updates_by_record:
         with jax.set_mesh(program.mesh):
             check_host_reads(program.mesh)

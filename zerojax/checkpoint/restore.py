@@ -71,11 +71,13 @@ class Restoring:
             swap = self._swap
             if swap is not None:
                 swap.open()
+                # This begins to overwrite what the program has on disk, so it comes after all checks of the checkpoint.
                 swap.begin((), (), name="restore")
             arrays = self._arrays(sources)
             if swap is not None:
                 self._together.do(lambda: self._fill_disk(swap, sources))
                 swap.finish()
+                # The number says that this state is the one on disk, which is true only now.
                 arrays = [self._numbered(array, swap.generation) for array in arrays]
             tree = jax.tree.structure(self.layout.abstract_state)
             return jax.block_until_ready(jax.tree.unflatten(tree, jax.tree.leaves(arrays)))
@@ -136,6 +138,7 @@ class Restoring:
                 kinds.setdefault(records.kind, (records, []))[1].append(source)
         engine = swap.engine
         for records, members in kinds.values():
+            # The views of a buffer come in the order of the record's leaves.
             members.sort(key=lambda source: source.leaf.disk_leaf)
             leaf = members[0].leaf
             dims = _dims(leaf)

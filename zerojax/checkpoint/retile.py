@@ -156,10 +156,12 @@ def _cut(dense: tuple[int, ...], tiles: tuple[int, ...]) -> Grid:
 
 def _both(saved: tuple[int, ...], here: tuple[int, ...], is_mlp: bool) -> tuple[Grid, Grid]:
     """Return the grids of two stacks of tiles, of which shapes alone must tell."""
+    # One tile is the whole weight, and shows how the other side cuts it.
     if saved[0] == 1:
         return Grid((1,) * (len(saved) - 1), saved[1:], True), _cut(saved[1:], here)
     if here[0] == 1:
         return _cut(here[1:], saved), Grid((1,) * (len(here) - 1), here[1:], True)
+    # Of several tiles on both sides, shapes tell the cut only of a vector, or of a kernel known to be cut along one dim.
     differ = [k for k, (m, n) in enumerate(zip(saved[1:], here[1:], strict=True)) if m != n]
     if len(differ) != 1 or (len(saved) == 3 and not is_mlp):
         raise ValueError(

@@ -109,6 +109,7 @@ class Saving:
                 if leaf.lead and array.shape[0] < leaf.shape[0]:
                     label += f".{first}"
                 for shard in array.addressable_shards:
+                    # Replicas hold the same bytes, and one of them writes.
                     if shard.replica_id == 0:
                         start = tuple(s.start or 0 for s in shard.index[leaf.lead :])
                         piece = Piece(leaf, shard.data, start)
@@ -139,6 +140,7 @@ class Saving:
         for low in range(0, num_layers, step):
             high = min(num_layers, low + step)
             self._room.take((high - low) * layer_bytes)
+            # A write that failed ends the save here, before more is copied.
             self._check()
             copies = copied(pieces, low, high, form)
             self._writes.append(self._pool.submit(self._write, store, low * scale, copies))
@@ -174,6 +176,7 @@ class Saving:
             indices = sharding.devices_indices_map(shape)
             index = indices[device]
             starts.append(tuple(s.start or 0 for s in index))
+            # A store may be left out only if, for each of its leaves, an earlier device holds the same part.
             is_first |= next(d for d in mesh.devices.flat if indices[d] == index) == device
         if not is_first:
             return None

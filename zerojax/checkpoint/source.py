@@ -112,6 +112,7 @@ def find_sources(leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: L
     differences: list[str] = []
     shapes = {leaf.name: leaf.shape for leaf in leaves}
     sources = [_source(leaf, shapes, saved, loss_scaling, differences) for leaf in leaves]
+    # An import has none: its optimizer state is made for the program's own tiles.
     if saved.has_opt_state:
         differences += _unconverted(sources)
     unread = sorted(name for name in [*saved.leaves, *saved.values] if name not in shapes and not _may_be_left(name, saved))
@@ -153,6 +154,7 @@ def _source(
             differences.append(f"{name} {list(shape)}, and here it is {list(leaf.shape)}{error}")
         return LeafSource(leaf, saved)
     value = _initial_value(name, saved, loss_scaling)
+    # Without a pending update its gradients are never read, so zeros will do.
     if value is None and not name.startswith("pending.grads"):
         differences.append(f"no {name} {list(leaf.shape)}")
     return LeafSource(leaf, saved, value=np.zeros((), leaf.dtype) if value is None else value)
@@ -173,6 +175,7 @@ def _initial_value(name: str, saved: SavedState, loss_scaling: LossScaling) -> n
         logger.info("the checkpoint holds no loss scale: it starts as the config says")
         return np.asarray(getattr(init_loss_scale(loss_scaling), name.partition(".")[2]))
     if name == ROUNDING_STEP:
+        # Moments in float32 are not rounded and have no count of it, so the count starts at the step.
         return saved.values["step"]
     if name.startswith("pending.") and not name.startswith("pending.grads"):
         return np.zeros((), np.float32)  # no update is pending

@@ -36,6 +36,7 @@ def gather(x: jax.Array, stored: Spec, whole: Spec, cotangent: Spec, mesh: Mesh)
         return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def forward(shard: jax.Array) -> jax.Array:
+        # The inner constraint pins the operand: else the partitioner may carry `whole` back to what makes the shard.
         return shard if stored == whole else constrain(constrain(shard, stored), whole)
 
     op = jax.custom_jvp(forward)

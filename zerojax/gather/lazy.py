@@ -92,6 +92,7 @@ class Shard:
     def gathered(self, mesh: Mesh, axis: str) -> Array:
         """Return the whole value, gathered where it is narrowest between two moves."""
         avals: list[Any] = [self.value, *(m.eqn.outvars[0].aval for m in self.moves)]
+        # A narrowing cast comes first, since it halves the bytes sent. Of equal widths the last wins: more work on the shard.
         narrowest = min(range(len(avals)), key=lambda i: (avals[i].dtype.itemsize, -i))
         before = dataclasses.replace(self, moves=self.moves[:narrowest])
         value = gather(before.moved(), before.stored, without_axis(before.stored, axis), before.cotangent, mesh)
@@ -199,6 +200,7 @@ def gathered(
     """
 
     def run(shards: list[Array], data: Sequence[Any]) -> Any:
+        # Without the barrier XLA's scheduler hoists every gather to the top of the program.
         if rule.remat:
             shards = tie(shards, data)
         inputs = [dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)]
@@ -206,6 +208,7 @@ def gathered(
 
     if checkpoint is None:
         checkpoint = functools.partial(jax.checkpoint, policy=KEPT) if rule.remat else lambda f: f
+    # A checkpoint keeps its arguments, so the shards are what backward keeps. The whole values are made inside.
     return checkpoint(run)([s.value for s in sources], data)
 
 
@@ -247,13 +250,16 @@ def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
         return tuple(spec[d] for d in params["permutation"])
     if name == "squeeze":
         return tuple(s for d, s in enumerate(spec) if d not in params["dimensions"])
+    # A slice along a split dim would need other devices' shards. Along any other dim each shard is sliced alike.
     if name in ("slice", "dynamic_slice") and all(s is None or old[d] == new[d] for d, s in enumerate(spec)):
         return spec
     if name == "broadcast_in_dim":
         placed = dict(zip(params["broadcast_dimensions"], range(len(old)), strict=True))
+        # A broadcast that grows comes after the gather, which would otherwise send the copies too.
         grows = any(new[d] != (old[placed[d]] if d in placed else 1) for d in range(len(new)))
         return None if grows else tuple(spec[placed[d]] if d in placed else None for d in range(len(new)))
     if name == "reshape" and params.get("dimensions") is None:
+        # Dims of 1 may come and go. Any other reshape may merge a split dim with its neighbour.
         long_dims = [(n, s) for n, s in zip(old, spec, strict=True) if n != 1]
         split_ones = any(s for n, s in zip(old, spec, strict=True) if n == 1)
         if split_ones or [n for n, _ in long_dims] != [n for n in new if n != 1]:

@@ -94,6 +94,7 @@ class _Walk:
         values = [self.read(ref) for ref in instruction.ins]
         if not any(isinstance(v, Lazy) for v in values):
             self.write(instruction, bind(instruction.eqn, values))
+            # Such a value (an iota, an epsilon) is no data: an equation that reads it beside parameters stays param-only.
             if self.constants.issuperset(instruction.reads):
                 self.constants.update(instruction.outs)
         elif self.is_param_only(instruction):
@@ -103,6 +104,7 @@ class _Walk:
         elif (handler := _HANDLERS.get(instruction.eqn.primitive.name)) is not None:
             self.write(instruction, handler(self, instruction.eqn, values))
         else:
+            # A custom derivative is never entered, since that would lose its rule; it is no reason for a report.
             if instruction.has_jaxpr and not instruction.eqn.primitive.name.startswith("custom_"):
                 for z in values:
                     if isinstance(z, Lazy):
@@ -122,6 +124,7 @@ class _Walk:
 
     def is_param_only(self, instruction: Instruction) -> bool:
         name = instruction.eqn.primitive.name
+        # A postponed equation runs once in each unit that uses it, and an effect would happen as often.
         if instruction.eqn.effects or (instruction.has_jaxpr and not name.startswith("custom_")):
             return False
         slots = [slot for slot in instruction.reads if slot not in self.constants]
@@ -131,6 +134,7 @@ class _Walk:
         """Keep a param-only equation lazy: moved to the shard, reduced on the shard, or postponed to the units that use it."""
         eqn, operands = instruction.eqn, tuple(self.read(ref) for ref in instruction.ins)
         lazies = list(dict.fromkeys(o for o in operands if isinstance(o, Lazy)))
+        # Only an equation of one source and scalars has a single shard on which it can run.
         if len(lazies) == 1 and lazies[0].node is None:
             others = [o for o in operands if o is not lazies[0]]
             if all(jnp.ndim(o) == 0 for o in others) and self.move(instruction, operands, lazies[0]):
@@ -184,6 +188,7 @@ class _Walk:
         group, last_use = [first], 1
         sources = dict.fromkeys(self.sources_of(instructions[first]))
         after_product = instructions[first].eqn.primitive.name in PRODUCTS
+        # Nothing is known of such an equation (a custom derivative, a kernel), so it shares its recomputation with no other.
         if not after_product and instructions[first].eqn.primitive.name not in CHEAP:
             return group
         for index in range(first + 1, len(instructions)):
@@ -194,6 +199,7 @@ class _Walk:
                 self.done.add(index)
                 continue
             used = self.sources_of(instruction)
+            # Left to `step`, which slices the shard. Inside a unit the whole stack would be gathered.
             if self.slices_shard(instruction):
                 break
             if instruction.eqn.effects or (name not in LINEAR if after_product else name not in CHEAP | PRODUCTS):
@@ -218,6 +224,7 @@ class _Walk:
         refs = dict.fromkeys(slot for i in instructions for slot in i.reads if slot not in inside)
         lazies = {ref: self.slots[ref] for ref in refs if isinstance(self.slots[ref], Lazy)}
         data = [ref for ref in refs if ref not in lazies]
+        # What nobody reads after the unit is no result of it, so it is not kept for backward either.
         keep = [out for out in inside if self.program.last_read.get(out, -1) > group[-1]]
 
         def equations(whole: Whole, values: Sequence[Any]) -> list[Any]:
@@ -258,9 +265,11 @@ def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     params = eqn.params
     num_consts, num_carry = scan_arity(params, len(values))
     consts, carry, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
+    # A carry is replaced by what the body returns, so it cannot stay a shard.
     carry = [walk.gather_now(v, "a scan's carry") for v in carry]
     sliced: list[Any] = []
     for v in xs:
+        # Each iteration takes one index of dim 0. Were that dim split, the slice would be on some of the devices alone.
         if isinstance(v, Lazy) and (v.node is not None or v.sources[0].stored[0] or v.sources[0].cotangent[0]):
             v = walk.gather_now(v, "scanned over a dim that is sharded or computed")
         sliced.append(v)
@@ -304,6 +313,7 @@ def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.checkpoint(fn, policy=_never_gathered(policy), prevent_cse=prevent_cse)
 
+    # A region this large would hold most of the model whole if it were gathered at its top.
     if walk.rule.remat and total_bytes(sources) > walk.rule.region_bytes:
         return checkpoint(_entered(walk.rule, jaxpr, (), values))(_data(values))
 
@@ -312,6 +322,7 @@ def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     def region(shards: list[Array], data: list[Any]) -> list[Any]:
         shards = tie(shards, data) if walk.rule.remat else shards
         inputs = {s: dataclasses.replace(s, value=v) for s, v in zip(sources, shards, strict=True)}
+        # The inner walk starts from sources. What was computed from them outside is made whole here.
         postponed = union([v for v in values if isinstance(v, Lazy) and v.node is not None])
         whole = Whole({s: walk.rule.gather(inputs[s]) for s in postponed})
         rest = iter(data)
@@ -352,6 +363,7 @@ def _never_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | N
     return wrapped
 
 
+# The name of the rematerialisation primitive depends on the version of JAX.
 _HANDLERS: dict[str, Callable[[_Walk, jex.JaxprEqn, list[Any]], list[Any]]] = {
     "scan": _scan,
     "cond": _cond,

@@ -60,6 +60,7 @@ def collectives(text: str, unknown_trips: int | None = None) -> list[Collective]
                 before = len(operations)
                 for computation in i.called:
                     visit(computation, times * ((unknown_trips or 1) if i.trips is None else i.trips))
+                # Only a loop that holds collectives makes the count wrong.
                 if i.trips is None and unknown_trips is None and len(operations) > before:
                     raise ValueError(f"loop {i.result} holds collectives, and its trip count is not known")
             elif i.op in _CALLS:
@@ -72,6 +73,7 @@ def collectives(text: str, unknown_trips: int | None = None) -> list[Collective]
 
 def _collective(kind: str, i: Instruction, shapes: dict[str, str], times: int, computation: str) -> Collective:
     operands = [a for name in i.operands for a in parse_arrays(shapes.get(name, ""))]
+    # A reduce-scatter's result is the shard: its whole is the operand.
     counted = operands if kind == "reduce-scatter" else _results(i, len(operands))
     widest = max(counted, key=lambda a: bits_of(a.dtype), default=None)
     num_bytes = sum(a.num_bytes for a in counted)
@@ -120,6 +122,7 @@ def peak_gathered_bytes(text: str) -> int:
         for index in range(len(instructions)):
             live += sum(b.num_bytes for b in buffers if b.first == index)
             most = max(most, live + inner[index])
+            # After the maximum: operands and result of an instruction are in memory together.
             live -= sum(b.num_bytes for b in buffers if b.last == index)
         return most
 
@@ -144,6 +147,7 @@ def _gathered_buffers(instructions: list[Instruction]) -> list[_Buffer]:
         reads = [buffer for operand in i.operands for buffer in viewed.get(operand, ())]
         for buffer in reads:
             buffer.last = index
+        # A fusion that reads data too makes an activation, which is no gathered parameter.
         copies = reads and i.op in _COPIES and all(operand in constants or viewed.get(operand) for operand in i.operands)
         if i.op in _VIEWS:
             viewed[i.result] = reads

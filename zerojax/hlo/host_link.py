@@ -193,6 +193,7 @@ def _kind(frame: Frame, index: Any) -> str:
 
 
 def _gives(descriptor: Descriptor, address: np.ndarray, frame: Frame) -> bool:
+    # A stride of 0 gives one address for all iterations, whether the loop's trips are known or not.
     counter = frame.iterations(descriptor.loop_index) if descriptor.byte_stride else np.asarray(0)
     if counter is None:
         return False
@@ -221,6 +222,7 @@ def _host_copy(frame: Frame, i: Instruction, times: int | None) -> HostCopy | No
     read, written = [a for a in sources if a.on_host], [a for a in results if a.on_host]
     if not read and not written:
         return None
+    # A kernel that works on host memory reads its operands over the link. A copy or a slice moves its result alone.
     whole = i.op not in ("copy", "copy-start", "slice") and read
     return HostCopy(
         computation=frame.computation.name,

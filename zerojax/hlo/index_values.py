@@ -170,12 +170,14 @@ class Frame:
 
         def inside(n: int) -> Any:
             first = _element(initial, n)
+            # A sentinel that comes back was only handed on by the body.
             if following(n, unchanged) is unchanged:
                 return first
             second = following(n, first) if isinstance(first, np.ndarray) else OTHER
             if trips is None or not isinstance(second, np.ndarray):
                 return OTHER
             guess = first + (second - first) * _column(trips, 1 + len(self.trips))
+            # Two values suggest a line. It holds only if the body leads from each of its points to the next.
             after = following(n, guess)
             if not isinstance(after, np.ndarray):
                 return OTHER

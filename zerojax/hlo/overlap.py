@@ -102,6 +102,7 @@ class _Products:
         inner = sum(self._in(computation) for computation in i.called)
         if i.op == "while":
             return inner * self.trips(i)
+        # A fusion is one kernel, however many products it holds.
         return min(inner, 1) if i.op == "fusion" else inner if i.op in ("call", "conditional") else 0
 
     def _in(self, computation: str) -> int:
@@ -120,6 +121,7 @@ def _end(instructions: list[Instruction], start: int) -> int | None:
 
 def _kind(i: Instruction, shapes: dict[str, str], module: Module) -> str | None:
     op = i.op.removesuffix("-start")
+    # A generic async-start holds its collective in a computation of its own.
     if op == "async":
         op = next((inner.op for c in i.called for inner in module.instructions(c) if inner.op in COLLECTIVES), op)
     if op in COLLECTIVES:

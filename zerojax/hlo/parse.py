@@ -76,6 +76,7 @@ class Instruction:
     @property
     def operands(self) -> list[str]:
         """Names of the results that it reads."""
+        # Attributes such as control-predecessors name results too, so only the text up to the operands' end is read.
         return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
 
     @property

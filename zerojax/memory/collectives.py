@@ -30,6 +30,7 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
             elements_sent["all_gather"] *= 1 + gathers_of_tiles.get(leaf.group, 0) / 2
         for name, n in elements_sent.items():
             sent[name] += n * itemsize
+        # Hybrid sharding: after the reduce_scatter, shards of gradients are summed over the replicas.
         if split and replicas > 1:
             sent["all_reduce"] += 2 * elements / shards * (replicas - 1) / replicas * itemsize * count
     return {name: int(n) for name, n in sent.items()}

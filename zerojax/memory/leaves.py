@@ -54,6 +54,7 @@ def gathered_bytes(layout: Layout, num_layers: int | None, layers: int = 1, fetc
     for leaf in layout.leaves:
         size = local_elements(leaf.shape, without_axis(leaf.spec.sharded, FSDP), layout.mesh) * compute_itemsize(layout)
         if num_layers is not None and leaf.is_stacked:
+            # A stacked leaf counts all layers, but only some are whole at a time: one, or two with gather_ahead.
             size = size // num_layers * layers
         if leaf.role == "tile":
             of_tiles[leaf.group] = of_tiles.get(leaf.group, 0) + size // num_tiles[leaf.group]

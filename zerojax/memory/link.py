@@ -60,8 +60,10 @@ def _device_update(records: StateRecords, index: int, on_disk: bool = False) -> 
 def _host_update(records: StateRecords, index: int) -> LinkBytes:
     """Return what an update on the host moves: the gradient, and parameters that rest on the device."""
     layout, leaf = records.layout, records.leaves[index]
+    # Counted as int8: one byte for each element.
     elements = local_record_bytes(records.grads[index], leaf.record_shape, jnp.int8)
     on_device = not records.params[index].is_away
+    # Parameters that are their own masters go down to the host, which updates them.
     weights = 4 if on_device and not layout.has_master else 0
     params = leaf.dtype.itemsize if on_device else 0
     return {"to_device": elements * params, "to_host": elements * (grad_itemsize(layout) + weights)}

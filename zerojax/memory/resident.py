@@ -34,9 +34,11 @@ def resident_bytes(records: StateRecords, loss: Any, abstract_batch: Any, model:
         "grads": grad_elements(layout) * grad_itemsize(layout),
         "gathered": gathered_bytes(layout, num_layers),
         "activations": _residual_bytes(layout, loss, abstract_batch),
+        # The device updates one leaf at a time, so the largest counts. Callbacks bring all leaves at once.
         "in_flight": max(max(map(both_ways, copied), default=0), summed(called)["to_device"]),
     }
     swapped, link = summed(swapped_by_updates(records, layout.ends)), summed(copied)
+    # Callbacks move what rests on nvme, so it is no copy of the compiled program.
     link = {way: link[way] - swapped[way] for way in link}
     return RunningBytes(device, {"grads": 0, "activations": 0}, link, summed([*called, swapped]))
 
@@ -58,6 +60,7 @@ def _residual_bytes(layout: Layout, loss: Any, abstract_batch: Any) -> int:
         return jax.tree.leaves(jax.vjp(lambda p: loss(p, batch, None), params)[1])
 
     jaxpr = jax.make_jaxpr(residuals)(params, micro).jaxpr
+    # A residual that is an argument (a parameter, the batch) takes no bytes of its own, and each other counts once.
     values: Any = {v for v in jaxpr.outvars if isinstance(v, jex.Var)} - set(jaxpr.invars)
     total = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in values)
     return total // num_batch_shards(layout.mesh)

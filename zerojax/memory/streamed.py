@@ -31,6 +31,7 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
         "grads": grads,
         "gathered": gathered,
         "activations": residuals["device"] * num_layers,
+        # The schedule's peak includes what is gathered, which has a line of its own here.
         "in_flight": loaded + max(0, _peak_bytes(streamed, records) - gathered),
     }
     host = {"grads": 0, "activations": residuals["pinned_host"] * num_layers} | host_grads
@@ -154,6 +155,7 @@ def _link_bytes(streamed: StreamedStep, records: _RecordBytes, on_disk: int, loa
     if streamed.layout.config.params == "nvme":
         swapped["to_device"] += loaded
     moved = summed([_schedule_link(streamed, read, records.written), {"to_device": loaded}, *copied])
+    # Callbacks move what rests on nvme, so it is no copy of the compiled program.
     link = {way: moved[way] - swapped[way] for way in moved}
     return link, summed([*called, *layer_called * streamed.model.num_layers, swapped])
 

@@ -109,6 +109,7 @@ def _layered(
     layer = _part("block", block, lambda m, x: m(x), (x,), rngs)
 
     def run_head(m: Any, x: Any, b: Any) -> jax.Array:
+        # Called for Linen alone, to shape the head's parameters. The loss may read a tied embedding, so it is given one.
         return loss(m, first.bind(first.init(jax.random.key(0)), None), x, b)
 
     last = _part("head", head, run_head, (x, batch), rngs)
@@ -157,6 +158,7 @@ class _Nnx:
 
         def parts() -> Any:
             graph, *states = nnx.split(self._made(nnx.Rngs(0)), nnx.Param, nnx.RngState, ...)
+            # The graph definition is no array, so eval_shape cannot return it.
             graphs.append(graph)
             return states
 
@@ -183,6 +185,7 @@ class _Nnx:
             raise ValueError(f"{self.name} must be a function rngs -> nnx.Module, but calling it failed: {e}") from e
         if not isinstance(module, nnx.Module):
             raise ValueError(f"{self.name} must be a function rngs -> nnx.Module, but it returned {type(module).__name__}")
+        # nnx.data tells NNX that an attribute holds arrays, so that `split` returns it with the state.
         for _, node in list(nnx.iter_graph(module)):
             if isinstance(node, nnx.Module):
                 for attribute, value in list(vars(node).items()):
@@ -234,12 +237,14 @@ class _Linen:
         boxed = variables.get("params", {})
         self.specs = nn.get_partition_spec(boxed)
         self.tiles: Any = False
+        # Linen parameters carry no mark like that of NNX's tiled layers, so the stacks are found by tracing.
         if name in ("block", "module"):
             args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(self.args))
             key = jax.random.key(0) if rngs else None
             self.tiles = find_stacks(lambda p, *args: use(self.bind(p, key), *args), nn.unbox(boxed), *args)
 
     def _variables(self, key: jax.Array) -> Any:
+        # Linen shapes parameters by a call, and the example batch may be abstract: zeros stand for it.
         args = jax.tree.map(lambda a: jnp.zeros(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)), tuple(self.args))
         keys = {stream: jax.random.fold_in(key, i) for i, stream in enumerate(("params", *self.rngs))}
         return nn.init(self.use, self.module)(keys, *args)

@@ -146,6 +146,7 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any) -> None:
       x: its input, abstract or not.
       key: likewise.
     """
+    # Checked before the scan, whose own error would speak of its carry. The usual cause is a promotion to float32.
     out = jax.eval_shape(model.block, params, x, key)
     before, after = (jax.tree.map(lambda a: (a.shape, a.dtype.name), t) for t in (x, out))
     if before != after:

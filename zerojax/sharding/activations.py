@@ -61,6 +61,7 @@ class ActivationSpec:
         return int(self.num_microbatches > 1)
 
     def _constrain(self, a: jax.Array, lead: int) -> jax.Array:
+        # What does not divide as the batch does is left to the partitioner.
         if a.ndim <= lead or a.shape[lead] % num_batch_shards(self.mesh):
             return a
         spec = (*(None,) * lead, *_split(a.ndim - lead, PartitionSpec.UNCONSTRAINED))

@@ -26,6 +26,7 @@ def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
 
     def parts(leaf: Any) -> int:
         """Return how many processes hold a part of dim 0 each: 1 if the leaf is the whole batch already."""
+        # An array that this process holds only in part is a global one.
         is_whole = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
         return 1 if is_whole or leaf.ndim == 0 else processes
 
@@ -51,6 +52,7 @@ def abstract_batch(batch: Any, mesh: Mesh) -> Any:
     """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding."""
 
     def abstract(a: Any) -> jax.ShapeDtypeStruct:
+        # On the device numpy's 64-bit numbers become 32-bit ones, unless x64 is enabled.
         dtype = jax.dtypes.canonicalize_dtype(a.dtype)
         return jax.ShapeDtypeStruct(a.shape, dtype, sharding=ActivationSpec(mesh).batch(len(a.shape)))
 

@@ -48,6 +48,7 @@ def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, devices: Sequen
     elif known != len(devices):
         raise ValueError(f"{product} = {known}, but there are {len(devices)} devices; set one axis to -1 for the rest")
     grid = np.asarray(devices, dtype=object).reshape(tuple(sizes.values()))
+    # With Auto axes a model needs no annotations: the partitioner propagates shardings from the constraints.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

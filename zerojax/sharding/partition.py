@@ -69,6 +69,7 @@ def leaf_spec(
     local = [n // math.prod(mesh.shape[a] for a in axes_of(s)) for n, s in zip(shape, base, strict=True)]
     if size == 1:
         return LeafSpec(base, base, None)
+    # The latency of a small leaf's collectives outweighs the bytes that splitting it would save.
     if 4 * math.prod(shape) < min_shard_bytes:
         return LeafSpec(base, base, f"smaller than min_shard_bytes={min_shard_bytes}")
     dims = [d for d in range(first_dim, len(shape)) if local[d] and local[d] % size == 0]
@@ -76,6 +77,7 @@ def leaf_spec(
         return LeafSpec(base, base, f"no dim of {tuple(local[first_dim:])} divides by {axis}={size}")
     free = [d for d in dims if base[d] is None]
     chosen = max(free or dims, key=lambda d: local[d])
+    # The ZeRO axis comes last within its dim, so that removing it leaves the user's own split.
     entry = (*axes_of(base[chosen]), axis)
     sharded = tuple((entry if len(entry) > 1 else axis) if d == chosen else s for d, s in enumerate(base))
     return LeafSpec(base, sharded, None)

@@ -44,6 +44,7 @@ def linear_cross_entropy(
     """
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     manual = getattr(mesh, "manual_axes", ())
+    # Under shard_map (manual axes) the arrays are one device's already, so the op runs as it does without a mesh.
     if mesh.empty or mesh.size == 1 or manual or options.get("implementation") == "reference":
         if w_spec is not None and (mesh.empty or manual):
             raise ValueError(f"linear_cross_entropy: w_spec={w_spec} needs a mesh, and outside of any jax.shard_map")

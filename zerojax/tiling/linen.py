@@ -19,6 +19,7 @@ def _tiled(init: Initializer, tile: Callable[[Array], Array]) -> Initializer:
 
     def make(key: Array, shape: tuple[int, ...], dtype: Any) -> Any:
         param = init(key, shape, dtype)
+        # The dim that numbers the tiles comes first, and no axis splits it.
         if isinstance(param, nn.Partitioned):
             return param.replace(value=tile(param.value), names=(None, *param.names))
         return tile(param)
@@ -57,6 +58,7 @@ class TiledDense(nn.Module):
         check_tiles(self.in_tiles, size, "in_tiles")
         num_bytes = 4 * size * self.features // self.in_tiles
         tiles = tiles_of(self.num_tiles, self.features, num_bytes, f"a dense kernel [{size}, {self.features}]")
+        # Initialized whole and then cut, so fan-in and random numbers are those of the dense layer.
         init = _tiled(self.kernel_init, lambda w: tile_kernel(w, in_tiles=self.in_tiles, out_tiles=tiles))
         kernel = self.param("kernel", init, (size, self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None

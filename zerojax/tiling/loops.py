@@ -89,12 +89,14 @@ class TileLoop:
 
     def scan(self, operands: Sequence[Any]) -> Array:
         """Return the loop's result, of stacks that are there. A tile is run again in backward."""
+        # Else the scan would stack the residuals of every tile. `parse` also finds the unit by this equation.
         unit = jax.checkpoint(lambda *values: self.run(values))
         shared = list(operands[: self.sizes[0]])
         x = list(operands[self.tiles.stop : self.parts.start])
         tiles, parts = ([operands[p] for p in at] for at in (self.tiles, self.parts))
         if not self.summed:
             return jax.lax.scan(lambda _, each: (None, unit(*shared, *each[0], *x, *each[1])), None, (tiles, parts))[1]
+        # Sums are kept in float32: rounded to 16 bits after each tile, they would lose more the more tiles there are.
         if self.num_out == 1:
 
             def add(total: Array, each: Any) -> tuple[Array, None]:
@@ -136,6 +138,7 @@ def _mark(name: str, out: Any, operands: list[Any]) -> Any:
         del operands
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), out)
 
+    # JAX keeps a jit's name in its equation, where `marked` reads it.
     mark.__name__ = mark.__qualname__ = name
     return jax.jit(mark)(operands)
 
@@ -184,8 +187,10 @@ def loop_over(
         return y
 
     pairs = zip(arrays, is_stack, strict=True)
+    # Weak types are kept: without them the unit's dtypes would be promoted unlike the caller's.
     shapes = [jax.ShapeDtypeStruct(a.shape[1:] if s else a.shape, a.dtype, weak_type=a.weak_type) for a, s in pairs]
     closed, result = jax.make_jaxpr(unit, return_shape=True)(*shapes)
+    # What the function closed over becomes an operand, so that the equation shows all that the loop reads.
     consts = list(map(jnp.asarray, closed.consts))
     sizes = (len(consts), counts[0], len(at) - counts[0] - counts[2], counts[2])
     loop = TileLoop(closed.jaxpr, sizes, lengths.pop(), num_out, summed, result)
@@ -195,12 +200,14 @@ def loop_over(
     def scan(*operands: Any) -> Array:
         return loop.scan(operands)
 
+    # The name is what tracing keeps of the loop. `parse` reads the loop's description from it.
     scan.__name__ = scan.__qualname__ = _name(loop, [*consts, *arrays])
     return jax.jit(scan)(*consts, *arrays)
 
 
 def _name(loop: TileLoop, operands: Sequence[Any]) -> str:
     shapes = str([(tuple(a.shape), str(a.dtype)) for a in (*operands, loop.out)])
+    # vmap and jvp change the operands and keep the name, so the name holds a checksum of the operands' shapes.
     numbers = (*loop.sizes, loop.num_tiles, loop.num_out, int(loop.summed), zlib.crc32(shapes.encode()))
     return "_".join([NAME, *map(str, numbers)])
 

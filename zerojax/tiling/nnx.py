@@ -29,6 +29,7 @@ def _param(param: Any, in_tiles: int, tile: Callable[[Array], Array]) -> nnx.Par
         return nnx.Param(value, tiles=(in_tiles, value.ndim))
     value = tile(param.raw_value)
     metadata: dict[str, Any] = {**param.metadata, "tiles": (in_tiles, value.ndim)}
+    # The dim that numbers the tiles comes first, and no axis splits it. Versions of Flax differ in the annotation's name.
     for name in ("out_sharding", "sharding_names", "sharding"):
         if metadata.get(name) is not None:
             metadata[name] = (None, *metadata[name])
@@ -78,6 +79,7 @@ class TiledDense(nnx.Module):
         num_bytes = 4 * in_features * out_features // in_tiles
         tiles = tiles_of(num_tiles, out_features, num_bytes, f"a dense kernel [{in_features}, {out_features}]")
         self.in_tiles, self.dtype = in_tiles, dtype
+        # Initialized whole and then cut, so fan-in and random numbers are those of `nnx.Linear`.
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
         self.kernel = _param(kernel, in_tiles, lambda w: tile_kernel(w, in_tiles=in_tiles, out_tiles=tiles))
         self.bias = _bias(bias_init(rngs.params(), (out_features,), param_dtype)) if use_bias else nnx.data(None)

@@ -110,6 +110,7 @@ def _both(kernel: Array, parts: Array, out_tiles: int) -> Array:
         part = jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False)
         return _wide_product(part, w.astype(part.dtype))
 
+    # Tile k i + j reads part j. `loop_over` hands a tile its own entry of a stack, so j is given as a stack of numbers.
     which = jnp.arange(kernel.shape[0]) % in_tiles
     y = loop_over(unit, kernel, parts, which, num_out=out_tiles)
     return jnp.moveaxis(y, 0, -2).reshape(*lead, out_tiles * f)
@@ -176,6 +177,7 @@ def _wide_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array
 
 def _wide_product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = residuals
+    # Rounded before the products, so that dw, and the collective that sums it, has the dtype of x.
     dy, lead = dy.astype(x.dtype), tuple(range(x.ndim - 1))
     return dy @ w.T, jnp.tensordot(x, dy, (lead, lead))
 

@@ -68,6 +68,7 @@ def tile_kernel(kernel: Array, *, in_tiles: int = 1, out_tiles: int = 1) -> Arra
     check_tiles(in_tiles, d, "in_tiles")
     check_tiles(out_tiles, f, "out_tiles")
     split = kernel.reshape(in_tiles, d // in_tiles, out_tiles, f // out_tiles)
+    # The tiles of one block of columns follow each other, so their sum is finished before the next block's begins.
     return split.transpose(2, 0, 1, 3).reshape(out_tiles * in_tiles, d // in_tiles, f // out_tiles)
 
 

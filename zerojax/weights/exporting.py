@@ -104,6 +104,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[str]:
 def read_part(saved: SavedState, name: str, box: Box, out: np.ndarray) -> None:
     """Fill `out` with a part of a weight, cast to its dtype."""
     try:
+        # numpy casts what is too large for float16 to infinity, with a warning at most.
         with np.errstate(over="raise"):
             saved.records.read(name, box, out)
     except FloatingPointError as error:

@@ -129,6 +129,7 @@ def import_params(program: Program, path: str | os.PathLike[str], *, key: jax.Ar
     state_leaves = leaves_of_program(program)
     weights, leaves = _compare(file, [leaf for leaf in state_leaves if leaf.name.startswith("weights") and not leaf.is_derived])
     constants, others = _add_opt_state(program, state_leaves, weights, leaves)
+    # To run tx.init, all weights must be on the device together.
     if others and (updates_by_parts(program.config) or program.layout.disk is not None):
         raise ValueError(
             f"tx.init makes {others[0]} of the weights, as neither a constant nor a copy: import into a program whose params, "
@@ -225,6 +226,7 @@ def _compare(file: WeightFile, state_leaves: Sequence[StateLeaf]) -> tuple[dict[
 
 def _initialised(program: Program, state: TrainState) -> TrainState:
     """Return a state that is all on the device, with the optimizer state of its weights."""
+    # The zeros are freed first, else the optimizer state would be in memory twice.
     for leaf in jax.tree.leaves(state.opt_state):
         leaf.delete()
     with jax.set_mesh(program.mesh):

@@ -58,6 +58,7 @@ def initial_values(init: Any, abstract_params: Any) -> list[InitialValue]:
 
 def _numbers(value: Any) -> InitialValue:
     """Return an array as one number if its elements are all the same, or itself if they are few."""
+    # A random key has an extended dtype, which numpy cannot hold.
     if hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return None
     array = np.asarray(value)

@@ -82,6 +82,7 @@ def _write_tree(folder: str, weights: Mapping[tuple[str, ...], str], kind: np.dt
     alone = ocp.options.MultiprocessingOptions(
         primary_host=me, active_processes={me}, barrier_sync_key_prefix="zerojax.weights.orbax"
     )
+    # Without OCDBT each array has a folder of its own, and can be made anew there.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as writer:
         writer.save(folder, args=ocp.args.PyTreeSave(tree, custom_metadata={TILED: json.dumps(list(tiled))}))
@@ -90,7 +91,9 @@ def _write_tree(folder: str, weights: Mapping[tuple[str, ...], str], kind: np.dt
 def _write_array(folder: str, saved: SavedState, name: str, kind: np.dtype[Any]) -> None:
     """Make the array of a weight in place of that of one number, and fill it chunk by chunk."""
     leaf = saved.leaves[name]
+    # By default tensorstore writes no chunk of zeros; then a lost chunk could not be told from one.
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": folder + "/"}, "store_data_equal_to_fill_value": True}
+    # Orbax's own metadata, such as dtype and compressor; only shape and chunks are changed.
     metadata = ts.open(spec).result().spec().to_json()["metadata"]
     chunks = chunk_shape(leaf.shape, leaf.lead, kind.itemsize)
     spec["metadata"] = metadata | {"shape": list(leaf.shape), "chunks": list(chunks)}

@@ -120,6 +120,7 @@ class SafetensorsFile:
                 needed = (
                     math.prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize if tensor.dtype in DTYPES else stop - start
                 )
+                # Finds a file that is cut off, and offsets that do not fit the dtype and shape.
                 if not 0 <= start <= stop <= size - 8 - length or stop - start != needed:
                     raise ValueError(f"{name} {tensor.dtype}{list(tensor.shape)} is told at bytes {start} to {stop}")
                 self._starts[name] = 8 + length + start
