@@ -31,7 +31,7 @@ class Case:
     """A program: `model()` on a mesh of these axes, and fields of its ZeroConfig."""
 
     model: Callable[..., Any]
-    axes: dict[str, int]
+    axes: dict[str, Any]
     fields: dict[str, Any]
 
     @property
@@ -125,7 +125,7 @@ def leaves_of(state: zj.TrainState) -> dict[str, str]:
 
 def train(case: Case, swap_dir: str) -> dict[str, Any]:
     """Train a program whose state on disk is in `swap_dir`, and return its numbers."""
-    fields = {"stage": 3, **case.fields} | ({"swap_dir": swap_dir} if case.on_disk else {})
+    fields: dict[str, Any] = {"stage": 3, **case.fields} | ({"swap_dir": swap_dir} if case.on_disk else {})
     config, model, tx = zj.ZeroConfig(**fields), case.model(), optimizer()
     *data, last = batches(TOY, STEPS + 1, config.precision == "fp16")
     with zj.build_train_step(model, tx, config, zj.make_mesh(**case.axes)) as program, tempfile.TemporaryDirectory() as saved:
@@ -192,11 +192,12 @@ def reader(name: str) -> Any:
 
 def compile_case(case: Case) -> dict[str, Any]:
     """Compile a program for 8 H200s that are not there, and return its facts."""
-    config = zj.ZeroConfig(**{"stage": 3, "precision": "bf16", "swap_dir": "not there" if case.on_disk else None} | case.fields)
+    fields: dict[str, Any] = {"stage": 3, "precision": "bf16", "swap_dir": "not there" if case.on_disk else None}
+    config = zj.ZeroConfig(**fields | case.fields)
     mesh = aot.gpu_mesh("h200", gpus_per_host=DEVICES, **case.axes)
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batches(LARGE, 1)[0])
     program = zj.build_train_step(case.model(LARGE), optimizer(), config, mesh)
-    compiled = program.lower(batch).compile()
+    compiled: Any = program.lower(batch).compile()
     text, stats = compiled.as_text(), compiled.memory_analysis()
     moves = [*reader("host_slices")(text, unknown_trips=1), *reader("host_copies")(text, unknown_trips=1)]
     link = collections.Counter(f"{m.op} {m.direction} {m.num_bytes} B x {m.times} {getattr(m, 'index', '')}" for m in moves)

@@ -108,7 +108,7 @@ def differences(before: Any, after: Any, name: str = "") -> list[str]:
         keys = dict.fromkeys((*before, *after))
         return [line for key in keys for line in differences(before.get(key), after.get(key), f"{name}/{key}")]
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        return [line for i, two in enumerate(zip(before, after, strict=True)) for line in differences(*two, f"{name}/{i}")]
+        return [line for i, (a, b) in enumerate(zip(before, after, strict=True)) for line in differences(a, b, f"{name}/{i}")]
     return [] if before == after else [f"{name}: {before} before, {after} after"]
 
 
@@ -132,7 +132,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> bool:
             continue
         two = [dict(found.get(name, {"missing": "no numbers"})) for found in (before, after)]
         text = [one.pop("text", None) for one in two]
-        found = [*differences(*two), *(f"/failed: {one['failed']}" for one in two if "failed" in one)]
+        found = [*differences(two[0], two[1]), *(f"/failed: {one['failed']}" for one in two if "failed" in one)]
         told = "" if text == [None, None] else "same" if text[0] == text[1] else "differs"
         texts = [texts[0] + bool(told), texts[1] + (told == "differs")]
         print(f"| {name} | {count_numbers(two[0])} | {len(found)} | {told} |")
