@@ -46,6 +46,7 @@ def on(tier: str, *kinds: str) -> dict[str, str]:
 
 
 STATES = ("params", "grads", "opt_state")
+FP16 = {"precision": "fp16", "loss_scaling": zj.LossScaling(initial=16.0, growth_interval=2)}
 FSDP, HYBRID, TENSOR = {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}
 split_layers = functools.partial(layered, tensor=True)
 drawing_layers = functools.partial(layered, stochastic=True)
@@ -53,18 +54,18 @@ split_model = functools.partial(unrolled, tensor=True)
 drawing_model = functools.partial(unrolled, stochastic=True)
 
 CASES: dict[str, Case] = {
-    "stage 0, clipped": Case(layered, HYBRID, {"stage": 0, "clip_norm": 0.5}),
+    "stage 0, clipped": Case(layered, HYBRID, {"stage": 0, "clip_norm": 0.3}),
     "stage 1, bf16, 2 microbatches": Case(drawing_layers, FSDP, {"stage": 1, "precision": "bf16", "num_microbatches": 2}),
-    "stage 2, fp16": Case(drawing_model, HYBRID, {"stage": 2, "precision": "fp16", "clip_norm": 0.5}),
-    "stage 3, gather on use": Case(split_model, TENSOR, {"activations": "remat", "clip_norm": 0.5}),
+    "stage 2, fp16": Case(drawing_model, HYBRID, {"stage": 2, **FP16, "clip_norm": 0.3}),
+    "stage 3, gather on use": Case(split_model, TENSOR, {"activations": "remat", "clip_norm": 0.3}),
     "stage 3, scan": Case(
         layered, FSDP, {"precision": "bf16", "moments": "bfloat16", "num_microbatches": 2, "min_shard_bytes": 400}
     ),
-    "stage 3, NNX in tiles": Case(flax_whole, HYBRID, {"clip_norm": 0.5}),
+    "stage 3, NNX in tiles": Case(flax_whole, HYBRID, {"clip_norm": 0.3}),
     "stage 3, loss in tiles": Case(functools.partial(unrolled, tensor=True, tiled_loss=True), TENSOR, {"precision": "bf16"}),
     "host, all": Case(
         layered, FSDP,
-        {**on(HOST, *STATES, "activations"), "num_microbatches": 2, "prefetch_distance": 2, "clip_norm": 0.5},
+        {**on(HOST, *STATES, "activations"), "num_microbatches": 2, "prefetch_distance": 2, "clip_norm": 0.3},
     ),
     "host, in backward": Case(
         functools.partial(layered, tensor=True, stochastic=True), TENSOR,
@@ -72,34 +73,34 @@ CASES: dict[str, Case] = {
     ),
     "host, update there": Case(
         layered, HYBRID,
-        {**on(HOST, *STATES), "update_on": "host", "precision": "bf16", "clip_norm": 0.5, "activations": "remat"},
+        {**on(HOST, *STATES), "update_on": "host", "precision": "bf16", "clip_norm": 0.3, "activations": "remat"},
     ),
     "host, delayed update": Case(
         layered, FSDP, {**on(HOST, "opt_state"), "update_on": "host", "delayed_update": True, "precision": "bf16"}
     ),
     "host, half of the state": Case(
         layered, FSDP,
-        {**on(HOST, "opt_state"), "opt_state_device_fraction": 0.5, "precision": "fp16", "saved_names": ("hidden",),
+        {**on(HOST, "opt_state"), "opt_state_device_fraction": 0.5, **FP16, "saved_names": ("hidden",),
          "offloaded_names": ("mlp",), "activations": "remat"},
     ),
-    "host, plain model": Case(unrolled, FSDP, {**on(HOST, "opt_state"), "stage": 2, "clip_norm": 0.5}),
-    "nvme, all": Case(layered, FSDP, {**on(DISK, *STATES, "activations"), "num_microbatches": 2, "clip_norm": 0.5}),
+    "host, plain model": Case(unrolled, FSDP, {**on(HOST, "opt_state"), "stage": 2, "clip_norm": 0.3}),
+    "nvme, all": Case(layered, FSDP, {**on(DISK, *STATES, "activations"), "num_microbatches": 2, "clip_norm": 0.3}),
     "nvme, in backward": Case(
         drawing_layers, HYBRID,
         {**on(DISK, "params", "opt_state"), "update": "in_backward", "precision": "bf16", "moments": "bfloat16",
          "gather_ahead": True, "activations": "remat", "io": "tensorstore"},
     ),
     "nvme, update on the host": Case(
-        split_layers, TENSOR, {**on(DISK, "grads", "opt_state"), "params": HOST, "update_on": "host", "precision": "fp16"}
+        split_layers, TENSOR, {**on(DISK, "grads", "opt_state"), "params": HOST, "update_on": "host", **FP16}
     ),
-    "nvme, Linen": Case(linen, FSDP, {**on(DISK, "opt_state"), "clip_norm": 0.5}),
+    "nvme, Linen": Case(linen, FSDP, {**on(DISK, "opt_state"), "clip_norm": 0.3}),
     "nvme, plain model, update on the host": Case(
         unrolled, HYBRID, {**on(DISK, "opt_state"), "stage": 1, "update_on": "host", "precision": "bf16"}
     ),
     "tiles, NNX": Case(flax_layered, FSDP, {"precision": "bf16"}),
     "tiles, host": Case(
         functools.partial(tiled, tensor=True), TENSOR,
-        {**on(HOST, *STATES, "activations"), "num_microbatches": 2, "clip_norm": 0.5},
+        {**on(HOST, *STATES, "activations"), "num_microbatches": 2, "clip_norm": 0.3},
     ),
     "tiles, nvme, in backward": Case(
         tiled, FSDP, {**on(DISK, "params", "opt_state"), "update": "in_backward", "prefetch_distance": 2, "precision": "bf16"}
@@ -144,14 +145,25 @@ def train(case: Case, swap_dir: str) -> dict[str, Any]:
             "eval": float(program.eval(state, last)).hex(),
             "params": params,
             "state": leaves_of(state),
-            "schedule": hashlib.sha256(str(program.schedule).encode()).hexdigest(),
-            "memory": str(program.memory(last)).splitlines(),
+            **plan_of(program, last),
         }
         if not config.delayed_update:  # which is restored as such alone
             with zj.Checkpointer(saved) as ckpt:
                 ckpt.save(program, state)
                 found["restored"] = restored(ckpt, model, tx, config)
     return found
+
+
+def plan_of(program: zj.Program, batch: Any) -> dict[str, Any]:
+    """Return what a program tells before it runs: where leaves are, its schedule and its bytes."""
+    shardings = jax.tree_util.tree_flatten_with_path(program.shardings)[0]
+    return {
+        "shardings": {jax.tree_util.keystr(path): f"{s.spec} {s.memory_kind}" for path, s in shardings},
+        "replicated": [f"{leaf.name} {leaf.num_bytes} B: {leaf.why}" for leaf in program.replicated],
+        "gathered early": list(program.gathered_early),
+        "schedule": hashlib.sha256(str(program.schedule).encode()).hexdigest(),
+        "memory": str(program.memory(batch)).splitlines(),
+    }
 
 
 def restored(ckpt: Any, model: Any, tx: Any, config: Any) -> dict[str, str]:
@@ -210,8 +222,7 @@ def compile_case(case: Case) -> dict[str, Any]:
         "bytes": {name.removesuffix("_size_in_bytes"): getattr(stats, name) for name in names},
         "gathered": reader("peak_gathered_bytes")(text),
         "host link": dict(sorted(link.items())),
-        "memory": str(program.memory(batch)).splitlines(),
-        "schedule": hashlib.sha256(str(program.schedule).encode()).hexdigest(),
+        **plan_of(program, batch),
         "text": hashlib.sha256(nameless(text).encode()).hexdigest(),
     }
 
