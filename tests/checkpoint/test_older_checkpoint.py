@@ -10,7 +10,6 @@ import pytest
 
 import zerojax as zj
 
-pytestmark = pytest.mark.usefixtures("quick_fusions")
 HOST, DISK = "pinned_host", "nvme"
 ON_HOST = {"params": HOST, "grads": HOST, "opt_state": HOST, "activations": HOST}
 CASES = {

@@ -22,7 +22,7 @@ import optax
 import zerojax as zj
 from zerojax.tiling import tiled_mlp
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(__file__).resolve().parents[1] / "checkpoint" / "data"
 EXPECTED = "expected.json"
 STEPS, AFTERWARDS = 3, 2
 LAYERS, D, TILES, BATCH, SEQ = 2, 8, 2, 8, 3
