@@ -1,4 +1,9 @@
-"""The optimizer's rule for one leaf, divided for the host: scalars that the program computes, and a kernel over elements."""
+"""The optimizer's rule for one leaf, divided for the host: scalars that the program computes, and a kernel over elements.
+
+The rule is traced. Equations that no array reaches (a schedule, bias corrections, the clipping factor) stay in the program,
+on the device. The others become the kernel. Scalars that the kernel reads are sent to it as float32. Random bits would not
+survive that, so their equations go to the kernel, too.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -104,6 +104,7 @@ class StepCompiler:
         whole, state = explicit(scalar), explicit(layout.shardings)
         host = jax.tree.map(lambda a: a.sharding, scratch)
         batches = jax.tree.map(lambda a: ActivationSpec(mesh).batch(len(a.shape)), batch)
+        # State and scratch are donated, so that memory of the host, too, is updated in place.
         jitted = jax.jit(
             step.step if layout.disk is None else with_next_number(step.step),
             donate_argnums=(0, 3),

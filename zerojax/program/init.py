@@ -1,4 +1,4 @@
-"""The first state, born in its tier: no device and no host ever holds more of it than its own shards.
+"""The first state, made in its tiers: no device and no host ever holds more of it than its own shards.
 
 Where all of it rests on the device, one program makes the whole tree, each device its own shards. Else it is made one layer or
 one leaf at a time, and moved to where it rests. A tick makes and writes a layer's parameters, masters and optimizer state:

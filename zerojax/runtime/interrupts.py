@@ -1,9 +1,9 @@
 """Signals wait for the program that runs.
 
-Python runs a signal's handler wherever the main thread is, and a handler may raise: KeyboardInterrupt for Ctrl-C, whatever a
-timeout's SIGALRM or a scheduler's SIGTERM is given. Inside the call of a jitted program that place is a callback, or a lock of
-it, or JAX itself before it hands over the results: the program then fails, or runs on unseen, and its callbacks come in the
-next one.
+Python runs a signal's handler wherever the main thread is, and a handler may raise: KeyboardInterrupt for Ctrl-C, or whatever
+the user's handler of SIGALRM or SIGTERM raises. During a jitted program the main thread may be in a callback, in a lock of it,
+or in JAX before it returns the results. If a handler raises there, the program fails. Or it runs on unseen, and its callbacks
+run during the next one.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _AT_ONCE = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.
 """Signals of a fault. When a handler returns, the instruction that failed is run again, or the process ends: held back, these
 would come without end, or never be delivered."""
 _NUMBERS = tuple(int(number) for number in signal.valid_signals() - _AT_ONCE)
-"""All others, as numbers: Python makes an enum of each at every question, before every step."""
+"""All other signals, as plain numbers: enums would be made anew by every call, and this is called before every step."""
 
 
 @contextlib.contextmanager

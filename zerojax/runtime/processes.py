@@ -1,14 +1,15 @@
-"""What fails in one process is raised in all: else the others wait for it in the next collective, without end.
+"""What fails in one process is raised in all. Else the others would wait for it in the next collective, without end.
 
-A step is one program of all processes, and its callbacks never raise, so that every process comes to its end. There, and before
-the next, each tells the others whether something failed, by a reduction of one number a device:
+A step is one program of all processes. Its callbacks never raise, so that every process reaches its end. Then, and before the
+next step, each tells the others whether something failed, by a reduction of one number a device:
 
     failed = min over processes (its index if something failed in it, else the number of processes)
 
-A number that all must agree on is the least of theirs. A program of one process needs none of it and does none.
+Where all must agree on a number, they take the least of theirs. A program of one process does none of this.
 
-Threads beside the steps must start no program of all processes: these would come in another order in each. They meet by JAX's
-coordination service instead, which passes words on by the network (`BackgroundBarrier`).
+A background thread must start no program of all processes: each process could start its programs in another order, and their
+collectives would hang. Such threads meet by JAX's coordination service instead, which sends messages over the network
+(`BackgroundBarrier`).
 """
 
 import itertools

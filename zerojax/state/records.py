@@ -160,6 +160,7 @@ def write_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Ind
     disk_records, leaf = _disk_records(records[on_disk[0]]), _on_disk(stacks[on_disk[0]], index)
     assert leaf is not None
     shards = [jax.lax.with_sharding_constraint(values[i], records[i].sharding) for i in on_disk]
+    # All leaves of the kind make one record, which one callback moves.
     token = disk_records.store(leaf.token, _number(stacks[on_disk[0]], index), shards)
     after = []
     for i, (record, stack, value) in enumerate(each):

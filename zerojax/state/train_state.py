@@ -72,7 +72,7 @@ class OnDisk:
 
 
 def is_stored(node: Any) -> bool:
-    """Tell whether a node of a state tree stands for one leaf: a Split or OnDisk, for `is_leaf`."""
+    """Tell whether a node of a state tree stands for one leaf, as a Split and an OnDisk do. To be passed as `is_leaf`."""
     return isinstance(node, Split | OnDisk)
 
 

@@ -65,7 +65,8 @@ class Tick:
 
     Attributes:
       layer: i32[], the layer computed; of an ending, the record updated; in a loop over tiles, the tile.
-      write: i32[], the same, known once this tick's fetch has landed: where to write.
+      write: i32[], the same number, to write at. If the phase writes the stacks that it fetches from, it depends on this tick's
+        fetch, so that the write comes after that read.
       consume: i32[], the layer whose record is taken; read it only if `takes_record`.
       record: out of the ring, or None where nothing was fetched ahead.
       landing: the record on its way, or None; a tick returns it.
@@ -101,15 +102,16 @@ def run_phase(
 ) -> Any:
     """Run the ticks of a phase as loops.
 
-    Ticks that do the same things (fetch or not, take or not) run in one loop, so that nothing is fetched in vain. A single tick
-    is a loop too, whose bound XLA does not know: unrolled, its gathers and fetches would start where the program starts.
+    Consecutive ticks that do the same things (fetch or not, take or not) run in one loop, so that nothing is fetched in vain. A
+    single tick is a loop too, whose bound XLA does not know. Were it unrolled, XLA would start its gathers and fetches at the
+    top of the program.
 
     Args:
       phase: the schedule, which decides what is compiled.
       arrays: those of the phase.
       carry: whatever the ticks pass on.
-      tick: `tick(carry, now) -> (carry, landing)`, which may tie `now.landing` to what it computes: it must then have landed
-        before that, and lands beside what comes earlier.
+      tick: `tick(carry, now) -> (carry, landing)`. It may tie `now.landing` to an operation (`beside`): the transfer then ends
+        before that operation, and overlaps what comes earlier.
       fetch: `fetch(carry, layer) -> record`, the arrays that are fetched ahead.
       device_layers: layers whose optimizer state stays on the device.
     """
@@ -125,6 +127,7 @@ def run_phase(
     if len(phase.preload):
         # What the first ticks take has no earlier tick to be fetched in.
         first = [fetch(carry, columns["preload"][i]) for i in range(len(phase.preload))]
+        # A ring of one slot is the record itself: nothing is sliced or put in place.
         ring = first[0] if len(first) == 1 else [jnp.stack(leaves) for leaves in zip(*first, strict=True)]
     start = 0
     for kind, ticks in itertools.groupby(_kinds(phase, device_layers)):
@@ -183,10 +186,11 @@ def _kinds(phase: Phase, device_layers: int) -> list[_TickKind]:
 
 
 def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any) -> tuple[Any, Any]:
-    """Return `function(*args)`, and `work`, which must be there before the last quarter of the function's matrix products.
+    """Return `function(*args)`, and `work`, which is done before the last quarter of the function's matrix products.
 
-    XLA's scheduler starts a collective, or a copy, as late as its result allows: what only the next layer needs would begin
-    where this one ends. So its result is tied to a product of this layer, and it runs beside the products before that.
+    XLA's scheduler starts a collective or a copy as late as the first use of its result allows. What only the next layer needs
+    would start where this layer ends, and overlap nothing. So its result is tied to a product of this layer, and it overlaps
+    the products before that one.
     """
     if not jax.tree.leaves(work):
         return function(*args), work

@@ -68,6 +68,7 @@ class StreamedPlan:
         self.grads_in_memory = self.grads_away and grads_tier == "pinned_host"
         stash = None
         if layout.disk is not None and config.grads == "nvme" and after_backward:
+            # Not part of the state: they live from backward to the update of the same step.
             kinds = [("grads", model.num_layers, self.blocks)]
             kinds += [(group.kind("grads"), model.num_layers * group.num_tiles, group.leaves) for group in self.groups]
             for kind, count, part in kinds:

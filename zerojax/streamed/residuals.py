@@ -60,7 +60,7 @@ class TracedBlock:
     Attributes:
       program: the block over (params, x, key), flattened.
       structures: tree structures of params, x and key.
-      residuals: their slots, in order.
+      residuals: the slots of the values that forward returns for backward, in order.
       offloaded: for each of them, whether the user asked for host memory.
       shapes: ShapeDtypeStruct of each of them.
       loops: the loops over tiles that are equations of the program, by the slot of their result, in order.
@@ -92,6 +92,7 @@ class TracedBlock:
         numbers = {slot: number for number, slot in enumerate(self.loops)}
         for i in self.program.instructions:
             values = [read(ref, slots) for ref in i.ins]
+            # A loop over tiles stays one equation, also in the derivative, so that `TiledBlock` can cut the trace there.
             number = numbers.get(i.outs[0]) if i.outs else None
             outs = bind(i.eqn, values) if number is None else [self.loops[i.outs[0]].derivable(number, values)]
             for slot, value in zip(i.outs, outs, strict=True):

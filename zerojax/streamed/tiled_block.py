@@ -22,7 +22,7 @@ from zerojax.tiling import TileLoop, marked
 Array = jax.Array
 Slots = dict[int, Any]
 Mark = tuple[int, bool]
-"""Says of an equation which loop over tiles it is, by number, and whether it is the loop's derivative."""
+"""The number of the loop over tiles that an equation is, and whether it is that loop's derivative."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,7 @@ class TiledBlock:
     def _run(
         self, cut: _CutProgram, params: Sequence[Any], data: Sequence[Any], run: RunLoop, sums: Slots
     ) -> tuple[Slots, Slots, Slots]:
-        """Run a program; returns what does not depend on data, what does, and those of the sums that there are."""
+        """Run a program; returns the slots that do not depend on data, those that do, and the sums that were made."""
         inputs = cut.program.inputs
         shared: Slots = {slot: p for slot, p in zip(inputs, params, strict=False) if p is not None}
         each: Slots = dict(zip(inputs[len(params) :], data, strict=True))
