@@ -1,4 +1,4 @@
-"""Meshes of GPUs that are not there: compile a step for a cluster on a laptop, and read its collectives and memory.
+"""Meshes of GPUs that this machine does not have: compile a step for a cluster on a laptop, and read collectives and memory.
 
     mesh = zj.aot.gpu_mesh("h200", hosts=8, gpus_per_host=8, fsdp=64)
     program = zj.build_train_step(model, tx, config, mesh)

@@ -1,14 +1,14 @@
-"""A traced function as a flat list of equations, for whoever interprets one or decides something from what it computes.
+"""A traced function as a flat list of equations, for code that interprets it or analyses what it computes.
 
-`flatten` inlines nested `jit` calls, so that equations that follow each other are neighbours wherever the author put function
+`flatten` inlines nested `jit` calls. So equations that run one after the other are neighbours, wherever the author put function
 boundaries. Variables become integer slots, because two calls of one jitted function share their variables. A slot is written
-once, before it is read; so one pass over the instructions answers both questions of data flow:
+once, before it is read. So one pass over the instructions answers either question of data flow:
 
     program.live(outputs)     backwards: which instructions do these outputs need?
     program.reached(starts)   forwards: which slots depend on these?
 
-The sets of primitives below say what an equation is like: cheap, linear, elementwise. A primitive in none of them is assumed
-to be like none of them.
+The sets of primitives below classify equations: cheap, linear, elementwise. A primitive that is in no set is assumed to have
+none of these properties.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ POINTWISE = ELEMENTWISE | {
 }  # fmt: skip
 """Equations whose result at one index reads its operands at that index alone (of a bitcast: where it keeps the shape)."""
 FILLS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "expand_dims"})
-"""Equations that make of equal elements an array of the same elements, in another shape."""
+"""Equations that turn an array of equal elements into an array of the same elements in another shape."""
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
 

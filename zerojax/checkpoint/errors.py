@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, or hindered its making, and what to do about it."""
+"""Errors of checkpoints: each says what failed and, where the operating system gave a known error number, how to repair it."""
 
 import contextlib
 import errno as errnos

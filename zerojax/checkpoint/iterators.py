@@ -1,9 +1,10 @@
-"""Where the iterators of a run were: one position a process, as JSON in that process's manifest.
+"""The positions of a run's data iterators: one for each process, as JSON in that process's manifest.
 
     {"json": what get_state() returned}       if JSON returns the same
     {"bytes": base64}                         if it returned bytes, as grain's iterators do
 
-A position belongs to the process that read that part of the data: it is restored by as many processes as saved it, or not.
+A position belongs to the process that read that part of the data. So positions are restored only by as many processes as
+saved them.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""A state as it lies in a checkpoint: what its files say it holds, and its bytes.
+"""A saved state: the manifests that describe it, and the records that hold its bytes.
 
     manifest.{process}.json     what this process saved: leaves, small values, stores (`host_offload.disk.saved_records`)
     {kind}/{device}/            zarr arrays of records

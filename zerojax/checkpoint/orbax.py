@@ -1,4 +1,4 @@
-"""What a checkpoint has of Orbax: the manager, which decides when a step appears and goes, and a handler for its state.
+"""How checkpoints use Orbax: its manager decides when a step appears and is removed, and a handler of ours writes the state.
 
     manager.save(step)          makes {step}.orbax-checkpoint-tmp-*, and calls the handler
       StateHandler.async_save     while the step waits: `StateSave.begin`

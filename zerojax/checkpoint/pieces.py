@@ -1,4 +1,8 @@
-"""Shards of leaves on their way to disk, and the host memory that copies of them may take."""
+"""Shards of leaves on their way to disk, and the bound on the host memory of their copies.
+
+A `Piece` is one leaf's shard on one device. `copied` packs a run of layers of several pieces into records in host memory.
+`Room` counts the bytes of such copies until they are written, and makes the copying thread wait where there are too many.
+"""
 
 import dataclasses
 import math

@@ -71,7 +71,7 @@ class Restoring:
             swap = self._swap
             if swap is not None:
                 swap.open()
-                # This begins to overwrite what the program has on disk, so it comes after all checks of the checkpoint.
+                # From here on what the program has on disk is overwritten, so this comes after all checks of the checkpoint.
                 swap.begin((), (), name="restore")
             arrays = self._arrays(sources)
             if swap is not None:

@@ -5,10 +5,10 @@ A weight [D, F] in tiles is [T, D / i, F / o], T = o i, of which tile k i + j ho
 
     here   box of tile t   ->   box of the dense weight   ->   boxes of the tiles that it meets, as saved
 
-Shapes tell the grid where one side is dense or one tile. Between two stacks of several tiles they leave it open which dims are
-cut where both may be. The program's own grid is known where its model tells how many tiles lie along the first dim
-(`zerojax.Model.tiles`), and with it the saved one; else the weights of an MLP, cut along its hidden dim alone, are told by
-their names and each other's shapes.
+The shapes determine the grid if one side is dense or a single tile. Between two stacks of several tiles they do not: a kernel
+may be cut along either dim or along both. If the model says how many tiles lie along the first dim (`zerojax.Model.tiles`),
+that gives the program's grid, and with it the saved one. Otherwise only the weights of an MLP can be read, which are cut along
+the hidden dim alone. They are recognized by their names and by each other's shapes.
 """
 
 import dataclasses

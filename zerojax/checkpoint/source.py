@@ -1,4 +1,4 @@
-"""Where the numbers of each leaf come from when a checkpoint is restored, and whether it is of this program at all.
+"""Where a restore reads each leaf from, and whether the checkpoint belongs to this program's model and optimizer at all.
 
     saved as                                  read from
     a leaf of the same shape                  its records, box by box
@@ -6,7 +6,8 @@
     a small value                             the manifest
     nothing, and the config alone needs it    the value with which it starts: a loss scale, a count, no pending update
 
-What has no row here, and what is saved and has no place here, differs: the first few leaves of that kind are named.
+A leaf of the program that fits no row is a difference, and so is a saved leaf that the program does not have. The error names
+the first few.
 """
 
 import dataclasses

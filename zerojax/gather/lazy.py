@@ -1,8 +1,11 @@
-"""Parameters that are not gathered yet: what gather-on-use computes with until data is met.
+"""Parameters that are not gathered yet: the values with which gather-on-use computes until a parameter meets data.
 
-A `Shard` is a parameter leaf as stored, with the moves (casts, transposes) that were made on it. A `Lazy` is any value that
-follows from shards alone, its sources: a weight, its transpose, a weight-normed or LoRA-merged matrix. `gathered` runs a
-function of the whole values as one unit: tied to its data, and repeated in backward.
+A `Shard` is a parameter leaf as stored, and the moves that lead from it to the value in question: casts, transposes and other
+equations that act on a shard as they do on the whole (`move_spec` decides which). A `Lazy` is any value that is computed from
+shards alone: a weight, its transpose, a weight-normed or LoRA-merged matrix. Those shards are its sources.
+
+`gathered` gathers sources and runs a function of the whole values as one unit. At stage 3 the gathers wait for the unit's data,
+and backward gathers and computes again.
 """
 
 import dataclasses
@@ -22,15 +25,15 @@ from zerojax.sharding import Spec, without_axis
 
 Array = jax.Array
 KEPT = jax.checkpoint_policies.save_only_these_names(LSE)
-"""What a unit that is repeated in backward keeps: the logsumexp of a tiled loss, a number a token. Without it backward would
-make the tiles of logits twice: once for the logsumexp, once for the gradient."""
+"""Checkpoint policy of a unit that backward computes again. It saves the logsumexp of a tiled loss, one number for each token.
+Without it backward would compute the tiles of logits twice: once for the logsumexp, once for the gradient."""
 HERE = object()
 """Stands for the shard among the operands of a Move."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
-    """A cast, layout or elementwise equation: it acts on a shard as on the whole, so it may come before the gather or after.
+    """A cast, layout or elementwise equation. It acts on a shard as on the whole, so it may come before the gather or after it.
 
     Attributes:
       eqn: the equation.
@@ -50,7 +53,7 @@ class Move:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """A parameter leaf as stored, and the moves that make the value in question of it.
+    """A parameter leaf as stored, and the moves that compute the value in question from it.
 
     Attributes:
       path: the leaf's name.
@@ -119,7 +122,7 @@ class Lazy:
 
 
 class Whole:
-    """The gathered sources of one unit, and what was computed from them: each postponed equation runs once a unit."""
+    """The gathered sources of one unit, and the values computed from them. Each postponed equation runs once in a unit."""
 
     def __init__(self, sources: dict[Shard, Array]) -> None:
         self.sources = sources

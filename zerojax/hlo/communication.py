@@ -3,8 +3,8 @@
 A computation is counted as often as it runs: loop bodies by their known trip count. Bytes are those of the whole (unsharded)
 operand, so a model of P parameters gathered once in bfloat16 counts 2P; what a ring sends is that times (N-1)/N.
 
-`peak_gathered_bytes` follows gathered parameters through the schedule, from the gather to the last use of the value or of what
-is computed from it alone (a copy, a cast, a transpose): the figure that tells ZeRO-3 from a program that only looks like it.
+`peak_gathered_bytes` follows gathered parameters through the schedule: from the gather to the last use of the value, or of a
+copy, cast or transpose of it. A program may hold sharded parameters and still gather all of them at once. This number shows it.
 """
 
 import dataclasses

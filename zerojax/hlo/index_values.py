@@ -1,13 +1,13 @@
-"""Follow integers through a compiled program: what is known of an index when it is used.
+"""Follow integers through a compiled program, to find the value of an index in every iteration.
 
-A value is known where it follows from constants and from the counters of the loops around. It is then an array over the
-iterations of those loops, one axis each, the innermost first, so that values from further out broadcast: in a loop of 3 trips
-inside one of 5, the inner counter is int[3, 1] and the outer one int[5]. A body's counter is found by a guess that is checked:
-start + step * k for the first two values, for which the body must give the next one in every iteration. An element that a body
-hands on as it is has the value that it came with.
+A value is known if it can be computed from constants and the counters of the enclosing loops. It is then an array over the
+iterations of those loops, one axis each, the innermost first, so that values of outer loops broadcast: in a loop of 3 trips
+inside one of 5, the inner counter is int[3, 1] and the outer one int[5]. A loop's counter is guessed from its first two values,
+as start + step * k. The guess is kept only if the body maps each value to the next. An element that the body returns unchanged
+keeps its initial value.
 
-Where a value is not known there is a reason: ARGUMENT, it was read from an argument of the program, or computed from such
-values, constants and counters alone; or OTHER. Nothing is followed that is no integer.
+A value that is not known has a reason. ARGUMENT: it was read from an argument of the program, or computed from such values,
+constants and counters alone. OTHER: anything else. Only integers are followed.
 """
 
 import math

@@ -1,8 +1,8 @@
-"""What the collectives and host copies of a compiled program run beside.
+"""Which computation overlaps the collectives and host copies of a compiled program.
 
-XLA's scheduled HLO is a sequence. An operation that is split in a start and a done runs beside what stands between the two; one
-that is not split, or that XLA marks `is_sync`, runs alone. What counts is the matrix products in between (those of a loop in
-between are counted as often as they run): time that hides the transfer.
+XLA's scheduled HLO is a sequence. An operation that is split into a start and a done overlaps what stands between the two. One
+that is not split, or that XLA marks `is_sync`, overlaps nothing. The matrix products in between are counted, since they take
+the time that hides a transfer. Those inside a loop count as often as they run.
 
     all-gather-start  dot  dot  all-gather-done  dot       spans 2 products
     dot  dot  dot  all-gather                              spans none

@@ -1,4 +1,4 @@
-"""Bytes: in closed form, and of one program."""
+"""Bytes of memory and of communication: in closed form for a model's size, and leaf by leaf for one program."""
 
 from zerojax.memory.closed_forms import StateBytes as StateBytes
 from zerojax.memory.closed_forms import collective_elements as collective_elements

@@ -1,7 +1,7 @@
 """What `program.memory` returns: bytes by tier and kind, bytes sent, and bytes over the host link.
 
-Two kinds of bytes are told apart, because they are checked apart: the arguments of the compiled step, which must equal what XLA
-reports, and what the step takes beside them while it runs.
+Two kinds of bytes are kept apart: the arguments of the compiled step, which must equal what XLA reports, and the memory that
+the step takes beside them while it runs.
 """
 
 import dataclasses

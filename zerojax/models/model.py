@@ -1,7 +1,6 @@
 """What zerojax trains: a loss over a parameter tree, or a stack of equal layers between an embedding and a head.
 
-A `Model` is any traced loss. A `LayeredModel` tells its layers, which is what streaming, per-layer gathers and
-rematerialisation need:
+A `Model` is any traced loss. A `LayeredModel` names its layers. Streaming, per-layer gathers and rematerialisation need that:
 
     x[0]   = embed(p_embed, batch)            x: tree of activations, batch first
     x[l+1] = block(p_blocks[l], x[l])         l = 0 .. L-1, a scan over the leading dim of p_blocks
@@ -157,7 +156,7 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any) -> None:
 
 
 def check_floating(abstract_params: Params) -> None:
-    """Raise ValueError unless the parameters are floating, and some."""
+    """Raise ValueError unless there are parameters, all of them floating."""
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
     if not leaves:
         raise ValueError("the model has no parameters: init returned a tree without arrays")

@@ -1,4 +1,4 @@
-"""How everything that depends on data is split over the mesh: batches, activations, and what is saved of them for backward.
+"""How everything that depends on data is split over the mesh: batches, activations, and the residuals saved for backward.
 
     batch     tokens[B_(data, fsdp), S]
     inside    x[B_(data, fsdp), S, D]            other dims are left to the partitioner

@@ -1,14 +1,16 @@
-"""Loops over tiles, which a streamed step finds in a block's jaxpr and runs itself, since it does not have the stacks.
+"""Loops over tiles. A streamed step finds them in a block's jaxpr and runs them itself, since it never holds whole stacks.
 
-A loop of `zerojax.tiling` is a `jit` of a scan, called by a name that tells what the operands are. Everywhere else it is that
-scan. A streamed step, which fetches a block's tiles one by one while the block runs, keeps the `jit` as one equation
+A loop of `zerojax.tiling` is a `jit` of a scan. The name of the `jit` describes the operands. Outside of streamed steps the
+loop is simply that scan. A streamed step fetches a block's tiles one by one while the block runs. It keeps the `jit` as one
+equation
 
     forward    y          = F(consts, tiles, x, parts)
     backward   d_operands = B(consts, tiles, x, parts, dy)
 
-takes what it computes of one tile out of it, and runs the equations around it (`zerojax.streamed`). That a loop is an
-equation, and nothing of the tracing around it, keeps it whatever JAX caches. The name holds the operands' shapes: where the
-equation was changed (vmap, jvp) they do not fit, and it is no loop over tiles any more.
+extracts the computation of one tile from it, and runs the other equations as they are (`zerojax.streamed`). The description
+lives in the equation and not in any state of the tracing, so it survives JAX's caches. The name holds a checksum of the
+operands' shapes. Where a transformation (vmap, jvp) changed the equation they no longer agree, and it counts as an ordinary
+scan.
 """
 
 import dataclasses
@@ -24,9 +26,9 @@ from zerojax.jaxprs import FlatJaxpr, evaluate, flatten
 
 Array = jax.Array
 NAME = "zerojax_tiles"
-"""What the name of a loop begins with."""
+"""Prefix of a loop's name."""
 MARK = "zerojax_mark"
-"""What the name of an equation begins with that stands for a loop, or its derivative, and is not to be run."""
+"""Prefix of the name of an equation that stands for a loop or its derivative, and is never run."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +67,7 @@ class TileLoop:
         return range(sum(self.sizes[:3]), sum(self.sizes))
 
     def run(self, values: Sequence[Any]) -> Array:
-        """Return what the function makes of one tile: operands in order, of stacks and parts a slice."""
+        """Return the function's result for one tile. `values` are the operands in order, one slice of stacks and parts."""
         num_consts = len(self.unit.constvars)
         program = flatten(self.unit, values[:num_consts])
         slots: dict[int, Any] = dict(zip(program.inputs, values[num_consts:], strict=True))
@@ -78,17 +80,17 @@ class TileLoop:
         return tile // (self.num_tiles // self.num_out)
 
     def put(self, y: Array, tile: Array, part: Array) -> Array:
-        """Return the loop's result with the part in it that one tile made."""
+        """Return the loop's result `y` after one tile's result `part` was added or put into it."""
         if self.summed and self.num_out == 1:
             return y + part.astype(y.dtype)[None]
         return y.at[self.place(tile)].add(part) if self.summed else jax.lax.dynamic_update_index_in_dim(y, part, tile, 0)
 
     def cotangent(self, dy: Array, tile: Array) -> Array:
-        """Return the cotangent of what one tile made."""
+        """Return the cotangent of one tile's result."""
         return jax.lax.dynamic_index_in_dim(dy, self.place(tile), 0, keepdims=False).astype(self.result.dtype)
 
     def scan(self, operands: Sequence[Any]) -> Array:
-        """Return the loop's result, of stacks that are there. A tile is run again in backward."""
+        """Return the loop's result, from whole stacks. Backward computes each tile again."""
         # Else the scan would stack the residuals of every tile. `parse` also finds the unit by this equation.
         unit = jax.checkpoint(lambda *values: self.run(values))
         shared = list(operands[: self.sizes[0]])
@@ -111,7 +113,7 @@ class TileLoop:
         return jax.lax.scan(put, y, (tiles, parts, jnp.arange(self.num_tiles)))[0]
 
     def derivable(self, number: int, operands: Sequence[Any]) -> Array:
-        """Return the loop as an equation, and with a derivative, that stand for it and are not to be run."""
+        """Return a placeholder equation for the loop, whose derivative is a placeholder too. Neither is ever run."""
         floating = [i for i, a in enumerate(operands) if jnp.issubdtype(a.dtype, jnp.floating)]
         shapes = [jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in floating]
 
@@ -132,7 +134,7 @@ class TileLoop:
 
 
 def _mark(name: str, out: Any, operands: list[Any]) -> Any:
-    """Return the results of a jit that reads `operands` and is not to be run."""
+    """Return the results of a placeholder: a jit that reads `operands` and is never run."""
 
     def mark(operands: list[Any]) -> Any:
         del operands
@@ -155,7 +157,7 @@ def marked(eqn: jex.JaxprEqn) -> tuple[int, bool] | None:
 def loop_over(
     function: Callable[..., Array], tiles: Any, x: Any, parts: Any = None, *, num_out: int = 1, summed: bool = True
 ) -> Array:
-    """Return [num_out, ...]: of every T / num_out successive tiles, function(tiles[k], x, parts[k]), summed or alone.
+    """Return [num_out, ...]: function(tiles[k], x, parts[k]), summed over every T / num_out successive tiles, or each alone.
 
     Args:
       function: `function(tile, x, part)`; returns one array, of the same shape for every tile.

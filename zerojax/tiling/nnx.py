@@ -1,7 +1,7 @@
 """Tiled layers for Flax NNX: they hold the weights of a dense layer as tiles, and use one at a time (`operators`).
 
-They make the same numbers as the dense layers they stand for, from the same random streams, so that one can take the other's
-place in a model; `from_dense` and `to_dense` of the weights are `tile_kernel`, `untile_kernel`, `tile_mlp` and `untile_mlp`.
+They are initialized with the numbers of the dense layers they stand for, from the same random streams, so that one can replace
+the other in a model. `tile_kernel` and `tile_mlp` cut dense weights into tiles; `untile_kernel` and `untile_mlp` join them.
 """
 
 from collections.abc import Callable

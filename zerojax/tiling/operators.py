@@ -11,9 +11,9 @@ and of an MLP along its hidden dim, so that neither its two weights nor its hidd
 
     up[t, D, H/t], down[t, H/t, D]               y = sum_k f(x up[k]) down[k]
 
-A tile is a unit of rematerialisation: backward gathers it again and computes its inner activations again, and its gradient is
-reduced to the shards before the next tile's. Nothing is kept of a tile but what all share, the input. At stage 3 the loop over
-tiles is a scan over a stack whose tile dim is whole, which gather-on-use slices while it is sharded.
+A tile is a unit of rematerialisation. Backward gathers it again, computes its inner activations again, and reduces its gradient
+to the shards before it turns to the next tile. Forward keeps only the input, which all tiles share. At stage 3 the loop is a
+scan over a stack whose tile dim is not split, so gather-on-use slices the stack while it is sharded.
 
 DeepSpeed's TiledLinear makes a module of each tile, so that its hooks gather it; here the tiles are one leaf.
 """
@@ -53,7 +53,7 @@ def tile_stack(function: Callable[[Any, Any], Array], tiles: Any, x: Any) -> Arr
 def in_chunks(function: Callable[[Any, Array], Array], num_chunks: int) -> Callable[[Any, Array], Array]:
     """Return `function(tile, x)` for x[..., S, D] run on `num_chunks` pieces of dim S, one after the other.
 
-    What it makes inside is never there for more than a piece, in backward too.
+    Its inner activations are never held for more than one piece, nor are they in backward.
     """
     if num_chunks == 1:
         return function

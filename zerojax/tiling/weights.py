@@ -1,4 +1,4 @@
-"""Weights in tiles: how many, how a whole weight is cut, and how tiles are put together again."""
+"""Weights in tiles: how many tiles to use, how a whole weight is cut into them, and how they are joined again."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Weights alone, in formats of others: exported and imported."""
+"""Weights without the training state, exported to and imported from safetensors and Orbax's own format."""
 
 from zerojax.weights.importing import import_params as import_params
 from zerojax.weights.names import DTYPES as DTYPES

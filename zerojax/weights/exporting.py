@@ -1,11 +1,11 @@
-"""What exports have in common: the checkpoint that is read, and the file or folder that appears when it is whole.
+"""What all exports share: they open a checkpoint, and write a file or folder that appears under its name only when it is whole.
 
     zj.export_orbax("runs/gpt/checkpoints", "gpt")                      `zerojax.weights.orbax`
     zj.export_safetensors("runs/gpt/checkpoints/1200", "gpt.safetensors", dtype=jnp.bfloat16)    `zerojax.weights.safetensors`
 
-Both are made from files alone, without a program, a model or a device, and hold no weight whole. The checksums of a checkpoint
-are compared first: whoever gets the weights gets none of zerojax's checksums with them. What is written lies in a hidden folder
-beside its destination, on the same file system, and is renamed when it is on disk.
+Both need only the checkpoint's files, no program, model or device, and never hold a whole weight in memory. The checkpoint's
+checksums are compared first, because the exported formats carry none. The output is written to a hidden folder beside its
+destination, which is on the same file system, and renamed once it is on disk.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What weights are called in other formats, and which dtypes they have there.
+"""The names and dtypes of weights in other formats.
 
     in a checkpoint             keys                        Orbax                        safetensors
     weights['blocks']['w1']     ("blocks", "w1")            {"blocks": {"w1": a}}        blocks.w1
