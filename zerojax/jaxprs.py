@@ -103,12 +103,12 @@ class FlatJaxpr:
         is_root: Callable[[Instruction], bool] = lambda i: False,
         is_followed: Callable[[int], bool] = lambda slot: True,
     ) -> tuple[Instruction, ...]:
-        """Return the instructions that outputs need, in order.
+        """Return the instructions on which outputs depend, in order.
 
         Args:
           outputs: slots that are wanted; constants need nothing.
-          is_root: whether an instruction is wanted whoever reads its results, such as one with an effect.
-          is_followed: whether what makes an operand is needed too.
+          is_root: whether an instruction is needed even if nothing reads its results, such as one with an effect.
+          is_followed: whether the instruction that computes an operand is needed too.
         """
         needed = {ref for ref in outputs if isinstance(ref, int)}
         live: list[Instruction] = []

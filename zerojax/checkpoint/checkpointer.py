@@ -14,8 +14,8 @@ run wait for each other. The arrays are not Orbax's: its format is read and writ
 tier on disk, would pass through memory whole; here a record of one layer is the unit, which a disk's records are linked as.
 `zerojax.weights` writes weights in Orbax's own format.
 
-Here are a save's and a restore's order of events. What lies in the directory, and what is renamed and removed there, is in
-`zerojax.checkpoint.directory`; what is written and read, in `zerojax.checkpoint.save` and `zerojax.checkpoint.restore`.
+This module holds the order of events in a save and in a restore. `zerojax.checkpoint.directory` says what lies in the
+directory, and what is renamed and removed there. `zerojax.checkpoint.save` and `zerojax.checkpoint.restore` write and read it.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _LONGEST_SECONDS = 24 * 3600
 
 
 class Checkpointer:
-    """Saves and restores the states of programs; a context manager, which waits for what is under way.
+    """Saves and restores the states of programs. As a context manager it waits at the end for a save in the background.
 
     Attributes:
       directory: of the checkpoints.
@@ -203,7 +203,7 @@ class Checkpointer:
             raise CheckpointError(f"this Checkpointer of {self.directory} is closed: make another")
 
     def _set_newer_aside(self, mesh: Mesh, manager: ocp.CheckpointManager, step: int) -> None:
-        """Set aside checkpoints that are newer than that from which this run went on: it makes its own."""
+        """Set aside checkpoints newer than the one from which this run went on, since it will write its own."""
         steps, last = manager.all_steps(), self._last_step
         # A run that restored nothing must not mix its steps with another run's.
         if steps and (max(steps) >= step if last is None else step < last):
@@ -249,7 +249,7 @@ class Checkpointer:
             self._last_save = None
 
     def _give_up(self) -> None:
-        """Let go of a manager whose save failed, which would raise its error again, and of what that left."""
+        """Drop a manager whose save failed, since it would raise that error again, and remove what the save left."""
         manager, self._open_manager = self._open_manager, None
         if manager is not None:
             with contextlib.suppress(Exception):  # what failed fails in the background too
@@ -358,7 +358,7 @@ class Checkpointer:
         return self._manager().best_step()
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the directory. At the program's end this is done for you."""
+        """Wait for a save in the background, and unlock the directory. The end of the program does this too."""
         with self._mutex:
             self._is_closed = True
             _OPEN.discard(self)
@@ -406,5 +406,5 @@ def _check_settings(max_to_keep: Any, save_interval_steps: Any, best_metric: Any
 
 
 def _comparable(value: float, mode: str) -> float:
-    """Return a metric by which checkpoints are compared: what is no number is worst."""
+    """Return a metric for comparing checkpoints: NaN becomes the worst value."""
     return value if not math.isnan(value) else (math.inf if mode == "min" else -math.inf)

@@ -40,7 +40,7 @@ class IteratorError(CheckpointError):
 
 
 def explained(error: BaseException, action: str) -> CheckpointError:
-    """Return the CheckpointError to raise from an error, by which an action failed; one is returned as it is."""
+    """Return the CheckpointError to raise for an error that made an action fail. A CheckpointError is returned as it is."""
     if isinstance(error, CheckpointError):
         return error
     number = error.errno if isinstance(error, OSError) else None

@@ -133,7 +133,7 @@ def _step_report(folder: str, verify: bool) -> Report:
 
 
 def _config(folder: str) -> Mapping[str, Any]:
-    """Return what the item beside the state tells of the program.
+    """Return the description of the program, which is the item beside the state.
 
     Raises:
       DamagedError: it cannot be read.

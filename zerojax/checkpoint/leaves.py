@@ -42,10 +42,10 @@ class StateLeaf:
       spec: of the leaf here, one entry a dim.
       tier: where it rests: of a Split, its second part.
       lead: leading dims that number its records: 0, 1 for layers, or 2 for tiles of layers.
-      tiles: it is known to be a stack of tiles, of a layer; an integer tells how many lie along the first dim of the weight.
+      tiles: whether it is known to be a stack of tiles; an integer says how many lie along the first dim of the weight.
       group: name of the group of tiles, where `lead` is 2.
-      mirrors: it is a weight, or mirrors one.
-      is_derived: it is cast from the leaf of the same name, and not saved.
+      mirrors: whether it is a weight, or mirrors one, as a moment or a pending gradient does.
+      is_derived: whether it is cast from the leaf of the same name, and so not saved.
       disk_records: that hold it, or a Split's second part, if any do.
       disk_leaf: its place among their leaves.
       first: layers of a Split's first part.

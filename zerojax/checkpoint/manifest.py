@@ -197,7 +197,7 @@ class SavedState:
                 ) from error
 
     def close(self) -> None:
-        """Let go of its files."""
+        """Close its files."""
         self.records.close()
 
     def __enter__(self) -> Self:

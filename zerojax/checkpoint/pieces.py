@@ -70,7 +70,7 @@ class Room:
 
 
 def copied(pieces: Sequence[Piece], low: int, high: int, form: RecordFormat) -> np.ndarray:
-    """Return the records of layers low .. high, uint8[n, padded_bytes], in memory that the device does not know."""
+    """Return the records of layers low .. high, uint8[n, padded_bytes], in memory of their own, which no device writes to."""
     leaves = [on_host(piece, low, high) for piece in pieces]
     count = len(leaves[0])
     records = allocate(count * form.padded_bytes).reshape(count, form.padded_bytes)  # zeros between the leaves
@@ -81,7 +81,7 @@ def copied(pieces: Sequence[Piece], low: int, high: int, form: RecordFormat) -> 
 
 
 def on_host(piece: Piece, low: int, high: int) -> np.ndarray:
-    """Return layers low .. high of a shard, [records, *shape], to be read at once: a CPU's array is the device's own memory."""
+    """Return layers low .. high of a shard, [records, *shape]. Read it at once: on a CPU it is a view of device memory."""
     data, lead = piece.data, piece.leaf.lead
     count = (high - low) * math.prod(data.shape[1:lead])
     if lead and (low, high) != (0, data.shape[0]):

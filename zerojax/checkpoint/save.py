@@ -4,9 +4,9 @@
                              records on disk -> second names beside them (`host_offload.disk.snapshot`)
     beside the next steps    pieces -> records (aligned, O_DIRECT where it can be), their checksums; second names -> the folder
 
-A piece is a run of layers of the leaves that one device holds and no other device before it. Without a bound, pieces are whole
-shards, and the copies take the bytes of this process's shards; with one, what is not yet written may take no more than it, and
-the step waits while the disk makes room. One record is always let through.
+A piece is a run of layers of one device's shards. Of replicas only the first is saved. Without a bound, the copies may take as
+many bytes as this process's shards. With a bound, the copies that are not yet written take no more than it, and the step waits
+until the disk has caught up. A single record is always let through.
 """
 
 import concurrent.futures
@@ -232,7 +232,7 @@ class Saving:
         write_manifest(self.root, process, num_processes, leaves, self._values, stores, self._keys, self._data)
 
     def abandon(self) -> None:
-        """Wait for what is under way, and let go of what is held; once done, do nothing."""
+        """Wait for writes in progress, and release the snapshot of the disk. A second call does nothing."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._snapshot is not None:
             self._snapshot.close()

@@ -83,7 +83,7 @@ class LeafSource:
 
         Args:
           shape: of the array.
-          sharding: likewise.
+          sharding: of the array.
           box_of_leaf: where a box of the array is in the leaf.
         """
         shards: dict[Box, np.ndarray] = {}  # devices that hold the same read it once

@@ -1,4 +1,4 @@
-"""What a compiled program moves between host and device memory, and whether it slices host memory where it should.
+"""What a compiled program moves between host and device memory, and whether its slices of host memory have the right addresses.
 
 In HLO an array in pinned host memory has the memory space S(5). A streamed step moves such arrays a record at a time, with
 dynamic-slices (host to device) and dynamic-update-slices (device to host) in loops; a copy of a whole stack is what it must not

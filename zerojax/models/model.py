@@ -143,7 +143,7 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any) -> None:
       model: the layers.
       params: abstract parameters of one layer.
       x: its input, abstract or not.
-      key: likewise.
+      key: its random key, abstract or not; or None.
     """
     # Checked before the scan, whose own error would speak of its carry. The usual cause is a promotion to float32.
     out = jax.eval_shape(model.block, params, x, key)
@@ -176,7 +176,7 @@ Loss = Callable[[Any, Any, Any], jax.Array]
 
 
 def checked(loss: Loss) -> Loss:
-    """Return `loss`, refusing a result that is not a real scalar."""
+    """Return `loss` with a check that its result is one floating scalar."""
 
     def checked_loss(params: Any, batch: Any, key: Any) -> jax.Array:
         out = loss(params, batch, key)

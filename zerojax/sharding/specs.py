@@ -1,8 +1,8 @@
 """Partition specs as plain tuples, and the shardings made of them.
 
 A spec here has one entry a dim, always, and is compared and cut like any tuple; jax's PartitionSpec may be shorter than the
-array has dims. A sharding is a spec on a mesh in a tier of memory. There are two ways to make one, because JAX treats them
-apart: `named` for what a program takes and returns, `place` for moves inside of it.
+array has dims. A sharding is a spec on a mesh in a tier of memory. There are two ways to make one, because JAX treats the two
+cases differently: `named` for the arguments and results of a program, `place` for moves inside it.
 """
 
 from collections.abc import Sequence
@@ -51,9 +51,9 @@ def named(mesh: Mesh, spec: Spec | PartitionSpec, tier: str = "device") -> Named
 
 
 def explicit(tree: Any) -> Any:
-    """Return shardings whose memory kind is told, where the mesh knows memory kinds.
+    """Return shardings with an explicit memory kind, where the mesh knows memory kinds.
 
-    JAX pairs donated arguments with results by shape, and minds their memory only if it is told the memory of all of them.
+    JAX pairs donated arguments with results by shape. It compares their memory kinds only if all of them are explicit.
     """
 
     def with_kind(sharding: NamedSharding) -> NamedSharding:

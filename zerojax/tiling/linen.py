@@ -15,7 +15,7 @@ Initializer = Callable[..., Any]
 
 
 def _tiled(init: Initializer, tile: Callable[[Array], Array]) -> Initializer:
-    """Return an initializer of the dense shape whose value, and annotation if there is one, are those of tiles."""
+    """Return an initializer that is called with the dense shape and returns tiles; a sharding annotation is adapted to them."""
 
     def make(key: Array, shape: tuple[int, ...], dtype: Any) -> Any:
         param = init(key, shape, dtype)
@@ -78,8 +78,8 @@ class TiledMLP(nn.Module):
       dtype: of x, products and result; that of x by default.
       param_dtype: of the weights.
       up_init: makes [D, H], of up and gate; may be `nn.with_partitioning`.
-      down_init: makes [H, D]; likewise.
-      bias_init: makes [H], of up and gate; likewise.
+      down_init: makes [H, D]; may be `nn.with_partitioning`.
+      bias_init: makes [H], of up and gate; may be `nn.with_partitioning`.
       down_bias_init: makes [D].
     """
 

@@ -20,9 +20,10 @@ Initializer = Callable[..., Any]
 
 
 def _param(param: Any, in_tiles: int, tile: Callable[[Array], Array]) -> nnx.Param[Array]:
-    """Return a parameter whose value, and annotation if there is one, are those of tiles.
+    """Return a parameter that holds tiles; its sharding annotation, if there is one, is adapted to them.
 
-    Its `tiles` tells that it is so: (how many tiles lie along the first dim, its dims), for a stack of modules has more dims.
+    Its metadata `tiles` is (how many tiles lie along the first dim, number of dims). The number of dims distinguishes it from a
+    stack of modules, which has one more.
     """
     if not isinstance(param, nnx.VariableMetadata):
         value = tile(param)
@@ -69,7 +70,7 @@ class TiledDense(nnx.Module):
           dtype: of x, products and result; that of x by default.
           param_dtype: of the weights.
           kernel_init: makes [D, F]; may be `nnx.with_partitioning`.
-          bias_init: makes [F]; likewise.
+          bias_init: makes [F]; may be `nnx.with_partitioning`.
           rngs: streams.
 
         Raises:
@@ -103,7 +104,7 @@ class TiledMLP(nnx.Module):
       up: [t, D, H / t].
       down: [t, H / t, D].
       gate: [t, D, H / t], or None.
-      up_bias: [t, H / t], or None; likewise gate_bias.
+      up_bias: [t, H / t], or None; gate_bias has the same shape.
       down_bias: [D], or None.
     """
 
@@ -138,8 +139,8 @@ class TiledMLP(nnx.Module):
           dtype: of x, products and result; that of x by default.
           param_dtype: of the weights.
           up_init: makes [D, H], of up and gate; may be `nnx.with_partitioning`.
-          down_init: makes [H, D]; likewise.
-          bias_init: makes [H], of up and gate; likewise.
+          down_init: makes [H, D]; may be `nnx.with_partitioning`.
+          bias_init: makes [H], of up and gate; may be `nnx.with_partitioning`.
           down_bias_init: makes [D].
           rngs: streams.
 

@@ -5,7 +5,7 @@
 is `program.init(key)` with other weights: step 0, the same key, and the optimizer state that `tx.init` makes of the weights.
 The file is given to a restore as if it were a checkpoint, and so read layer by layer into any stage, mesh and tier.
 
-The optimizer's leaves are in no file. `zerojax.weights.initial_opt_state` tells what each of them is:
+No such file holds the optimizer's leaves. `zerojax.weights.initial_opt_state` finds what each of them is:
 
     one number, or a few    known before the file is read
     a copy of a weight      read as that weight is
@@ -57,7 +57,7 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
 
 
 class StoredRecords(SavedRecords):
-    """Leaves of a state that is not there: weights of a file, and what an optimizer makes of them."""
+    """Records of a state that was never saved: weights from a file, and the optimizer state that follows from them."""
 
     def __init__(self, file: WeightFile, weights: Mapping[str, str], constants: Mapping[str, np.ndarray]) -> None:
         """Read the tensors `weights` of a file, by names in a checkpoint; the other leaves are numbers."""
@@ -73,7 +73,7 @@ class StoredRecords(SavedRecords):
 
 
 class _Imported(SavedState):
-    """A state of which a file holds the weights."""
+    """A file of weights in the place of a saved state."""
 
     has_opt_state = False
 

@@ -1,4 +1,4 @@
-"""What `tx.init(params)` makes of weights that are not there yet, read off its jaxpr.
+"""The optimizer state that `tx.init(params)` would return for weights that are not loaded yet, derived from its jaxpr.
 
 The weights may be larger than memory, so `tx.init` is not run: its jaxpr is interpreted over what is known of each value.
 
