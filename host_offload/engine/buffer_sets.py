@@ -1,9 +1,9 @@
-"""Which buffers a kind of records has on a device: a set of its own, or one that it shares.
+"""Which buffers a kind of records uses on a device: a set of its own, or a shared one.
 
 Stacked layers are one kind of many records. It has `distance` buffers to read ahead, one more for the record in use, and as
-many to write. A leaf that is no stack is a kind of one record. A model without layers has hundreds of those, and with buffers
-of their own they would hold the whole state in memory. A program that uses them one after the other needs no more of them at
-once than of a stack's layers, so they share one set of buffers, each as large as the largest record:
+many to write. A leaf that is not a stack is a kind of one record. A model without layers has hundreds of those; with buffers
+of their own, the whole state would be in memory. A program that uses them one after the other needs no more of them at once
+than of the layers of a stack, so they share one set of buffers, each as large as the largest record:
 
     alone    sum of all records x 2
     shared   largest record x 2 (distance + 1)          the few that are much larger than the rest stay alone
@@ -30,7 +30,8 @@ def shared_bytes(sizes: Sequence[int], distance: int, in_place: bool) -> int:
     """Return the bytes of each shared buffer, such that all buffers take the least memory; 0 if sharing saves none.
 
     Args:
-      sizes: bytes of the records of kinds that a program uses one after the other. Those up to the result share.
+      sizes: bytes of the records of kinds that a program uses one after the other. Kinds whose records are not larger
+        than the result share buffers.
       distance: records that are read ahead.
       in_place: whether they are updated in the buffers into which they are read.
     """
@@ -46,7 +47,7 @@ def shared_bytes(sizes: Sequence[int], distance: int, in_place: bool) -> int:
 
 @dataclasses.dataclass(eq=False)
 class BufferSet:
-    """Buffers to read into and to write from, and a limit on the writes under way.
+    """Buffers to read into and to write from, and a limit on the writes in progress.
 
     Attributes:
       reads: buffers to read into; of records that are updated in place, all buffers.
@@ -61,7 +62,7 @@ class BufferSet:
 
     @classmethod
     def make(cls, count: int, num_bytes: int, distance: int, in_place: bool, pin: Literal["lock", "cuda", "none"]) -> Self:
-        """Take the memory of `count` buffers of `num_bytes`."""
+        """Allocate `count` buffers of `num_bytes` each."""
         reads = Ring(count if in_place else count // 2, num_bytes, pin=pin)
         writes = reads if in_place else Ring(count // 2, num_bytes, pin=pin)
         return cls(reads, writes, threading.Semaphore(distance + 1))
@@ -83,13 +84,13 @@ class DeviceRecords:
     """The records of one kind on one device.
 
     Attributes:
-      store: the records.
-      buffers: those through which they go.
+      store: the records on disk.
+      buffers: the buffers through which they move.
     """
 
     store: Store
     buffers: BufferSet
 
     def record_in(self, buffer: np.ndarray) -> np.ndarray:
-        """Return the part of a buffer that holds a record: shared buffers are longer."""
+        """Return the part of a buffer that holds a record: shared buffers may be longer."""
         return buffer[: self.store.format.padded_bytes]

@@ -2,25 +2,26 @@
 
 Callbacks of the program ask for a record or hand one over (`host_offload.engine.ops`), one after the other on each device:
 
-    fetch(kind, rank, layer)     wait for its buffer, copy out of it, give it back; then start the reads whose turn has come
+    fetch(kind, rank, layer)     wait for its buffer, copy out of it, give it back; then start the reads that may start now
     store(kind, rank, layer)     wait for an empty buffer, copy into it, start the write
-    borrow(kind, rank, layer)    the buffer itself, for what works in host memory: read, updated in place, or filled
+    borrow(kind, rank, layer)    the buffer itself, for an update in host memory: read, updated in place, or filled
 
 Buffers are fixed: of each kind on each device `distance` to read ahead, one more for the record in use, and as many to write;
 kinds of one record share theirs (`host_offload.engine.buffer_sets`).
-Reads are taken from one ring and writes from another. Records that are updated in place are written from the buffer into which
-they were read, so theirs is one ring of as many buffers, of which no more are being written than a ring to write would have.
-A write waits only for the disk, a read that nothing foresaw for the one record in use; if what was read ahead has all buffers,
-the last of it gives way. So nothing waits in a circle, however few buffers there are, and a full ring is a wait that is counted
-(`Stats.stall_seconds`), not an error.
+Reads use one ring and writes another. Records that are updated in place are written from the buffer into which they were read.
+They have one ring with as many buffers as both, and as many writes at once as a ring for writes would allow.
 
-    read of a record whose write is pending     is a copy out of that write's buffer
-    write of a record that was read ahead       the read is forgotten
-    write of a record whose write is pending    starts when the other is done
+Nothing waits in a circle, however few buffers there are. A write waits only for the disk. A read that was not started ahead
+waits only for the record in use: if the records read ahead have all the buffers, the last of them gives its buffer back. A full
+ring is a wait that is counted (`Stats.stall_seconds`), not an error.
 
-A callback must not raise, since another device may be waiting in a collective: the first error is kept, every later call
-returns at once with zeros, and `check` raises it when the step is over. What is on disk is then no state: `failed` stays set
-until `reset`.
+    read of a record whose write is pending     copies from the buffer of that write
+    write of a record that was read ahead       drops what was read
+    write of a record whose write is pending    starts when that write is done
+
+A callback must not raise, since another device may be waiting in a collective: the first error is stored, every later
+call returns at once with zeros, and `check` raises the error when the step is over. The records on disk are then no valid
+state, and `failed` stays set until `reset`.
 """
 
 import contextlib
@@ -44,9 +45,9 @@ Views = list[np.ndarray]
 Key = tuple[str, int]
 """Kind and layer of a record."""
 Filled = Future[None] | None
-"""When a buffer holds what is to be written; None if it does."""
+"""Done when a buffer holds the record to be written; None if it holds it already."""
 Mode = Literal["read", "update", "write"]
-"""What is done to a borrowed record: its views are read; or read and written; or filled, whatever they hold."""
+"""How a borrowed record is used: its views are read; read and written; or filled, whatever their contents."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,7 +60,7 @@ class _Read:
 
 
 class _Lane:
-    """One device's records. Its attributes are guarded by `lock`."""
+    """The records of one device. Callbacks and I/O threads change its attributes under `lock`."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -104,17 +105,17 @@ class Engine:
         down: bool = True,
         shared_bytes: int = 0,
     ) -> None:
-        """Take over the records of a kind on a device, and make their buffers.
+        """Move the records of a kind on a device from now on, and allocate their buffers.
 
         Args:
           kind: of the records.
           rank: position of the device in the mesh.
           store: the records.
-          in_place: they are updated in the buffers into which they are read.
-          up: copies to the device run ahead of the program.
-          down: copies from the device run behind it.
-          shared_bytes: if not 0, the kind uses buffers of so many bytes with all others on the device that are added so, and of
-            these no two records may be borrowed at once by one caller.
+          in_place: whether they are updated in the buffers into which they are read.
+          up: whether copies to the device run ahead of the program.
+          down: whether copies from the device run behind it.
+          shared_bytes: if not 0, the kind shares buffers of this size with all kinds on the device that are added with it. A
+            caller must not borrow two records of these kinds at once.
         """
         lane = self._lanes.setdefault(rank, _Lane(rank))
         size = store.format.padded_bytes
@@ -131,7 +132,7 @@ class Engine:
                 lane.lifted.add(kind)
 
     def remove(self, kind: str) -> None:
-        """Let go of the records of a kind, when nothing uses them."""
+        """Forget the records of a kind, and free their buffers. No callback may use them any more."""
         for lane in self._lanes.values():
             self._forget(lane, lambda key: key[0] == kind)
             self._wait_for_writes(lane)
@@ -191,18 +192,18 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether the records are no state any more."""
+        """Whether an error has left the records without a valid state."""
         return self._error is not None
 
     def reset(self) -> None:
-        """Forget what was read ahead, and the error: records are about to be written anew."""
+        """Forget the error, and what was read ahead: all records are about to be written again."""
         for lane in self._lanes.values():
             self._drain(lane)
         with self._lock:
             self._error = None
 
     def flush(self) -> None:
-        """Wait for all that is under way.
+        """Wait for all transfers in progress.
 
         Raises:
           SwapError: a write, or an earlier move, failed.
@@ -224,7 +225,7 @@ class Engine:
         return self._transfers.recent_events()
 
     def close(self) -> None:
-        """Wait for what is under way, and release buffers and threads."""
+        """Wait for all transfers, and release buffers and threads."""
         for lane in self._lanes.values():
             self._drain(lane)
         for kind in self.kinds():
@@ -245,7 +246,7 @@ class Engine:
             use(records.store.format.views(buffer))
 
     def store(self, kind: str, rank: int, layer: int, fill: Callable[[Views], Filled]) -> None:
-        """Write a record whose leaves `fill` puts in place, at once or, where it returns a future, until that is done.
+        """Write a record whose leaves `fill` fills: when it returns, or when the future is done that it returns.
 
         Raises:
           SwapError: an earlier move failed.
@@ -263,7 +264,7 @@ class Engine:
           kind: of the record; to update it, one that was added with `in_place`.
           rank: position of the device in the mesh.
           layer: index of the record.
-          mode: what is done to it.
+          mode: how it is used.
 
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
@@ -299,7 +300,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _writing(self, kind: str, rank: int, layer: int) -> Iterator[tuple[DeviceRecords, np.ndarray, list[Filled]]]:
-        """Lend a buffer to fill, and write it when what is put in the list is done."""
+        """Lend a buffer to fill, and write it when the future that the caller puts in the list is done."""
         self.check()
         lane = self._lanes[rank]
         records = lane.records[kind]
@@ -314,7 +315,7 @@ class Engine:
         self._read_ahead(lane)
 
     def skip(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> None:
-        """Expect the moves of a record no longer that would come now: nothing is done to it in this step.
+        """Skip the moves of a record that would come next: nothing is done to it in this step.
 
         Raises:
           SwapError: an earlier move failed.
@@ -329,7 +330,7 @@ class Engine:
         self._read_ahead(lane)
 
     def fail(self, error: BaseException, kind: str = "", layer: int | None = None) -> None:
-        """Keep an error for `check`."""
+        """Store an error for `check`, unless there is one already."""
         found = error
         if not isinstance(found, SwapError):
             found = explain(found, doing=f"moving {kind or 'a record'}", file=None, layer=layer)
@@ -377,7 +378,7 @@ class Engine:
             return records.record_in(self._transfers.waiting(event, records.buffers.writes.take))
 
     def _write(self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray, filled: Filled) -> None:
-        """Start to write a record when it is its turn, and `filled` is done."""
+        """Start to write a record, when a write may start and `filled` is done."""
         kind, layer = event.kind, event.layer
         # Before the lock is taken: the I/O threads need it while this callback waits for its turn.
         self._transfers.waiting(event, records.buffers.turns.acquire)
@@ -424,7 +425,7 @@ class Engine:
                 lane.claims.remove(ring)
 
     def _give_way(self, lane: _Lane, buffers: BufferSet) -> None:
-        """Let go of the last record that was read ahead, if no buffer is free."""
+        """If no buffer is free, drop the last record that was read ahead."""
         with lane.lock:
             ahead = [key for key in lane.reading if lane.records[key[0]].buffers is buffers]
             if buffers.reads.free or not ahead:
@@ -450,7 +451,7 @@ class Engine:
             self._lift(lane)
 
     def _lift(self, lane: _Lane) -> None:
-        """Copy toward the device, of each kind, the record that is wanted next, if it is there."""
+        """Copy the next record of each kind toward the device, if it was read."""
         if not lane.lifted:
             return
         try:
@@ -471,7 +472,7 @@ class Engine:
         return _Read(buffer, done, event)
 
     def _forget(self, lane: _Lane, chosen: Callable[[Key], bool]) -> None:
-        """Drop what was read ahead and is not wanted."""
+        """Drop the records that were read ahead and that `chosen` selects."""
         with lane.lock:
             dropped = [(key[0], lane.records[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
         # Without the lock: `_drop` waits for the disk, whose threads need the lock to complete other transfers.
@@ -486,7 +487,7 @@ class Engine:
             self._drop(lane, records, key[0], read)
 
     def _drop(self, lane: _Lane, records: DeviceRecords, kind: str, read: _Read) -> None:
-        """Give back the buffer of a read that nobody wants; its error is none."""
+        """Wait for a read that is not needed, and give back its buffer. An error of it does not matter."""
         read.done.exception()  # waits
         self._give(records, kind, lane.rank, read.buffer)
 
@@ -496,7 +497,7 @@ class Engine:
         records.buffers.reads.give(buffer)
 
     def _drain(self, lane: _Lane) -> None:
-        """Expect nothing, and wait for what is under way."""
+        """Expect no moves, and wait for all transfers."""
         with lane.lock:
             lane.window = Window((), 0)
         self._forget(lane, lambda _: True)

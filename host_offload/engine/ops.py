@@ -3,14 +3,14 @@
     values = fetch(token, layer)             disk -> buffer -> device     each device its own shard: W[D_fsdp, F]
     token  = store(token, layer, values)     device -> buffer -> disk
 
-Every device moves its own part over its own link (bandwidth-centric partitioning, ZeRO-Infinity, arXiv:2104.07857, 6.1).
-The token, i32[devices], stands for the records of a kind as they are: a store returns a new one, a fetch needs one, and that
-orders them. It holds the number of the state that it belongs to. The first number of a state is drawn at random, each step
-makes the next, and any state but the one on this disk is refused: one that was overwritten, a copy, one of another program.
+Every device moves its own shard over its own link (bandwidth-centric partitioning, ZeRO-Infinity, arXiv:2104.07857, 6.1).
+The token, i32[devices], orders the operations: it stands for the present records of a kind, a store returns a new one, and a
+fetch takes one. It holds the number of the state that it belongs to. The first number of a state is random, and each step
+makes the next one. A state that is not the one on this disk is refused: an overwritten one, a copy, or that of another program.
 
-A `Swap` is the seam between programs, which are traced before there is a disk, and an engine. A callback never raises: an
+A `Swap` connects programs, which are traced before there is a disk, with an engine. A callback never raises: an
 exception in one of several devices would leave the others waiting in a collective. It hands the error to the engine, whose
-`check` raises it after the step; the values are zeros then.
+`check` raises it after the step, and fills the values with zeros.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ from host_offload.engine.engine import Engine
 
 Array = jax.Array
 Lifetime = Literal["state", "step"]
-"""Records of a state stay until the next state; those of a step are written in it before they are read."""
+"""Records of a state are valid until the next state. Those of a step are written in it before they are read."""
 User = Literal["program", "host", "both"]
-"""Who works on records: the program, which fetches and stores them; the host, in their buffers; or the host, whose records the
-program fetches."""
+"""Who uses records: the program, which fetches and stores them; the host, in their buffers; or both: the host updates what
+the program fetches."""
 
 
 class Swap:
-    """What the callbacks of a mesh's programs work on.
+    """The engine of a mesh, for the callbacks of its programs.
 
     Attributes:
       mesh: the device mesh.
@@ -99,10 +99,10 @@ class Swap:
             self.fail(error)
 
     def engine_of(self, number: int) -> Engine:
-        """Return the engine for the records of a state, or of 0 for those that live inside a step.
+        """Return the engine for the records of a state; number 0 is for records of a step.
 
         Raises:
-          SwapError: they are gone.
+          SwapError: these records are not on disk any more.
         """
         if self.engine is None:
             raise SwapError("the program is closed, and its records are gone")
@@ -111,7 +111,7 @@ class Swap:
         return self.engine
 
     def fail(self, error: BaseException, kind: str = "", layer: int | None = None) -> None:
-        """Keep an error for the engine's `check`."""
+        """Store an error for the engine's `check`."""
         if self.engine is not None:
             self.engine.fail(error, kind, layer)
 
@@ -128,9 +128,9 @@ class DiskRecords:
       shapes: ShapeDtypeStruct of each leaf of one layer, whole.
       specs: PartitionSpec of each.
       lifetime: "state" if a state must be the one on disk for a program to work on them.
-      used_by: what the host alone works on needs no room on a device.
+      used_by: who uses them. Records of the host alone need no memory on a device.
       in_place: whether the host updates them in the buffers into which they are read.
-      in_turn: whether programs use all such kinds one after the other, so that they may share buffers.
+      in_turn: whether programs use all kinds with this flag one after the other, so that these can share buffers.
     """
 
     swap: Swap
@@ -146,7 +146,7 @@ class DiskRecords:
 
     @functools.cached_property
     def format(self) -> RecordFormat:
-        """What a record holds on one device."""
+        """Names, shapes and dtypes of the shards in a record of one device."""
         leaves = zip(self.names, self._local_shapes, strict=True)
         return RecordFormat(tuple(LeafFormat(name, tuple(a.shape), str(a.dtype)) for name, a in leaves))
 
@@ -163,7 +163,7 @@ class DiskRecords:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of device memory beside a program on a GPU; see `host_offload.device.copies`."""
+        """Bytes of device memory that the slots take on a GPU; see `host_offload.device.copies`."""
         return 0 if self.swap.mesh.devices.flat[0].platform == "cpu" else sum(self.slots) * self.num_bytes
 
     def has_files_of(self, other: "DiskRecords | None") -> bool:
@@ -172,14 +172,14 @@ class DiskRecords:
 
     @functools.cached_property
     def _local_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """What one device holds of each leaf."""
+        """The shard of each leaf on one device."""
         shardings = [NamedSharding(self.swap.mesh, spec) for spec in self.specs]
         return [
             jax.ShapeDtypeStruct(s.shard_shape(tuple(a.shape)), a.dtype) for s, a in zip(shardings, self.shapes, strict=True)
         ]
 
     def first_token(self) -> Array:
-        """Return the token of records that this step writes first."""
+        """Return the token of records that a step writes before it reads them."""
         return jnp.zeros(self.swap.mesh.size, jnp.int32)
 
     def fetch(self, token: Array, layer: Array) -> list[Array]:

@@ -1,4 +1,4 @@
-"""What the nvme tier tells of a step: sums, and each transfer and wait."""
+"""Statistics of the nvme tier: sums, and the times of each transfer and wait."""
 
 import collections
 import dataclasses
@@ -10,8 +10,8 @@ MOST_EVENTS = 100_000  # transfers and waits whose times are kept, between two c
 class Event(NamedTuple):
     """One transfer, or one wait for it.
 
-    A record that is read is waited for once, and once more for a buffer if it was not read ahead; one that is written, once for
-    its turn, and before that for a buffer unless it has one. A wait may be of no length.
+    A read has one wait for its record, and before it one for a buffer if it was not started ahead. A write has one wait until
+    it may start, and before it one for a buffer unless it has one. A wait may take no time.
 
     Attributes:
       name: "read" or "write"; "read_wait" or "write_wait" of the step for either.
@@ -21,8 +21,8 @@ class Event(NamedTuple):
       number: of the transfer; a wait has the number of the transfer that it is for.
       start: seconds, of `time.perf_counter`.
       seconds: how long.
-      queued: when the disk was given the transfer, seconds likewise.
-      num_bytes: moved.
+      queued: when the transfer was handed to the disk, on the same clock.
+      num_bytes: bytes moved.
       ahead: whether a read was started before its record was asked for.
     """
 
@@ -39,7 +39,7 @@ class Event(NamedTuple):
 
     @property
     def end(self) -> float:
-        """When it was over, seconds of `time.perf_counter`."""
+        """When it ended, seconds of `time.perf_counter`."""
         return self.start + self.seconds
 
 
@@ -54,8 +54,8 @@ class Stats:
       read_seconds: transfers, summed, although they overlap.
       write_seconds: likewise.
       stall_seconds: time that callbacks waited, by kind.
-      misses: reads that were not ahead of their use.
-      most_queued: most transfers under way at one moment.
+      misses: reads that were started only when their record was asked for.
+      most_queued: the most transfers in progress at one time.
       events: the transfers and waits that are counted here, the last MOST_EVENTS of them.
       num_events: how many there were.
     """
@@ -72,6 +72,6 @@ class Stats:
     num_events: int = 0
 
     def note(self, event: Event) -> None:
-        """Keep an event, and forget the oldest where there are too many."""
+        """Append an event; the oldest one is dropped when there are too many."""
         self.events.append(event)
         self.num_events += 1

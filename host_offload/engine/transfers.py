@@ -1,4 +1,4 @@
-"""Transfers between buffers and a disk, one after the other where they must be, each counted with the waits for it."""
+"""Transfers between buffers and a disk, ordered where two of them use one record, and counted with the waits for them."""
 
 import dataclasses
 import threading
@@ -28,10 +28,10 @@ class Write:
     """A record on its way to the disk.
 
     Attributes:
-      buffer: that holds it.
-      filled: when it does; None if it does.
-      done: when it is on disk, or cannot be.
-      copies: reads of the record that take it from the buffer, in the order in which they end.
+      buffer: the buffer that holds it.
+      filled: done when the buffer holds the record; None if it holds it already.
+      done: done when the record is on disk, or the write has failed.
+      copies: reads of the record that copy it from the buffer, in the order in which they end.
     """
 
     buffer: np.ndarray
@@ -40,7 +40,7 @@ class Write:
     copies: "list[Future[float]]" = dataclasses.field(default_factory=list)
 
     def copy_to(self, buffer: np.ndarray) -> float:
-        """Copy the record when it is there; returns the seconds that the copy took."""
+        """Wait until the buffer is filled, and copy it; return the seconds that the copy took."""
         if self.filled is not None:
             self.filled.result()
         start = time.perf_counter()
@@ -49,7 +49,7 @@ class Write:
 
 
 class Transfers:
-    """What an engine has under way, and its statistics."""
+    """The transfers of an engine, and their statistics."""
 
     def __init__(self, io: Io, fail: Callable[[BaseException, str, int], None]) -> None:
         """Use `io`; the error of a write is handed to `fail` with kind and layer, that of a read to whoever waits for it."""
@@ -101,7 +101,7 @@ class Transfers:
     def _start(
         self, event: Event, buffer: np.ndarray, move: "Callable[[], Future[float]]", done: "Future[float]"
     ) -> "Future[float]":
-        """Begin what `move` returns the end of, and count it when it ends."""
+        """Start a transfer by `move`, which returns a future of its end, and count it when it ends."""
         with self._lock:
             queued = time.perf_counter()
             self._queued += 1
@@ -143,7 +143,7 @@ class Transfers:
         stats.note(event._replace(start=start, seconds=seconds, queued=queued, num_bytes=num_bytes))
 
     def waiting(self, event: Event, call: Callable[[], Any]) -> Any:
-        """Call, and count the time as a stall of the step for a transfer."""
+        """Call `call`, and count its time as a wait of the step for a transfer."""
         start = time.perf_counter()
         try:
             return call()

@@ -1,12 +1,12 @@
 """An optimizer's update on the host that is delayed by a step (ZeRO-Offload, arXiv:2101.06840, section 5.2).
 
-The kernels work on the gradients of the step before while this one computes, and their results wait beside the parameters that
-it reads:
+The kernels work on the gradients of the step before while this one computes, and their results are stored beside the parameters
+that it reads:
 
-    start(scalars)          begin to update every leaf with the gradients that are pending
-    install(layer)          wait for that; hand the new parameters over; this step's gradients are now the pending ones
+    start(scalars)          start to update every leaf with the pending gradients
+    install(layer)          wait for the update; hand over the new parameters; make this step's gradients the pending ones
 
-The update of a device runs in a thread of its own, so `start` returns at once. Nothing of a delayed update rests on disk.
+The update of a device runs in a thread of its own, so `start` returns at once. A delayed update uses no records on disk.
 """
 
 import threading
@@ -25,7 +25,7 @@ class DelayedStep:
         self._jobs: dict[int, threading.Thread | None] = {}  # by device; None where there was nothing to update
 
     def start(self, context: Any, out: Any, where: Any, after: Any, memory: Any, scalars: Any) -> None:
-        """Begin to update every leaf with the pending gradients.
+        """Start to update every leaf with the pending gradients.
 
         Args:
           context: of the callback.

@@ -1,11 +1,12 @@
-"""The leaves that are updated on the host: their kernels, the host memory that these work on, and what went wrong.
+"""The leaves that are updated on the host: their kernels, the host memory of the kernels, and the errors of the callbacks.
 
-The memory is that of arrays which the program is given and hands back, as far as XLA knows, untouched. Outside of a step they
-are ordinary arrays. On a CPU each callback is handed them (`take`); a GPU program cannot hand over host memory, so there they
-are bound before the step (`bind`). The views are made writable here, since JAX lends its arrays to be read.
+The memory belongs to arrays that are arguments and results of the program. As far as XLA knows, the program does not change
+them. Outside of a step they are ordinary arrays. On a CPU each callback receives them (`take`). A GPU program cannot pass host
+memory to a callback, so there they are bound before the step (`bind`). JAX gives out read-only views; they are made writable
+here.
 
 A callback must never raise: another device may be waiting for it in a collective. It records its error (`fail`), and `check`
-raises the first one when the step is over. What the disk did wrong goes to the engine, whose own `check` raises it.
+raises the first one when the step is over. Errors of the disk go to the engine, whose own `check` raises them.
 """
 
 import threading
@@ -29,9 +30,9 @@ class HostLeaves:
     Attributes:
       kernels: of each leaf.
       link: how callbacks reach device buffers.
-      swap: of what rests on disk.
-      arrays: of `LeafKernel.arrays`, those in host memory.
-      stashed: gradients between backward and update.
+      swap: of the records on disk.
+      arrays: those of `LeafKernel.arrays` that are in host memory.
+      stashed: gradients of this step, from backward to the update.
       pending: gradients that wait for the next step, of a delayed update.
       new_params: what a delayed update computes while the step still reads the parameters before it.
       traffic: bytes that crossed the link.
@@ -51,7 +52,7 @@ class HostLeaves:
     # --- memory ------------------------------------------------------------------------------------------------------------
 
     def take(self, device: int, first: int, count: int, memory: Sequence[Any]) -> None:
-        """Bind the arrays that a callback was handed: those of each leaf in turn, its pending gradients last."""
+        """Bind the arrays that a callback received: for each leaf its arrays, and its pending gradients last."""
         if not memory:
             return
         rest = iter(memory)
@@ -62,25 +63,25 @@ class HostLeaves:
             self.bind(device, leaf, arrays)
 
     def bind(self, device: int, leaf: int, arrays: Sequence[np.ndarray]) -> None:
-        """Give a leaf's memory on one device: of its `LeafKernel.arrays` those that rest in host memory."""
+        """Set a leaf's memory on one device: those of its `LeafKernel.arrays` that are in host memory."""
         self.arrays[device, leaf] = list(arrays)
 
     def bind_pending(self, device: int, leaf: int, grads: np.ndarray) -> None:
-        """Give the memory of a leaf's pending gradients."""
+        """Set the memory of a leaf's pending gradients."""
         self.pending[device, leaf] = grads
 
     def reserve(self, device: int, leaf: int, shape: Sequence[int], dtype: Any) -> None:
-        """Make room for a leaf's gradients between backward and update."""
+        """Allocate memory for a leaf's gradients of this step, unless it is there."""
         if (device, leaf) not in self.stashed:
             self.stashed[device, leaf] = np.zeros(shape, dtype)
 
     def reserve_new_params(self, device: int, leaf: int, shape: Sequence[int], dtype: Any) -> None:
-        """Make room for a leaf's new parameters beside the old ones."""
+        """Allocate memory for a leaf's new parameters, unless it is there."""
         if (device, leaf) not in self.new_params:
             self.new_params[device, leaf] = np.zeros(shape, dtype)
 
     def release(self) -> None:
-        """Let go of all memory; what a later step needs is reserved again."""
+        """Drop all references to memory; what a later step needs is bound and reserved again."""
         for memory in (self.arrays, self.stashed, self.pending, self.new_params):
             memory.clear()
 
@@ -141,7 +142,7 @@ class HostLeaves:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Keep an error: one of the disk for the engine's `check`, any other for this one."""
+        """Store an error: one of the disk for the `check` of the engine, any other for `check`."""
         if isinstance(error, SwapError) and self.swap is not None:
             self.swap.fail(error)
         else:

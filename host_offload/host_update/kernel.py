@@ -19,7 +19,7 @@ and a sum, so its results differ by an ulp or so. Subnormal float32 counts as ze
 with the processor set so and callbacks inherit it, hence the loop sets it on each of its threads.
 
 How it is threaded: the calling thread and its helpers claim blocks by an atomic counter, without the GIL. A call never waits
-for a helper that has not started, so a busy interpreter costs help and not time, and any number of threads may call at once.
+for a helper that has not started, so a busy interpreter costs help but no waiting, and any number of threads may call at once.
 This is why it is no numba `prange`: one of numba's thread layers aborts on concurrent calls, another on a fork.
 """
 
@@ -41,7 +41,7 @@ MIN_BLOCK, MAX_BLOCK = 2**14, 2**20  # elements: the start of a block costs abou
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kernel:
-    """A compiled loop over host memory; `build_kernel` makes it.
+    """A compiled loop over host memory, built by `build_kernel`.
 
     Attributes:
       source: what was compiled, as Python.
@@ -67,7 +67,7 @@ class Kernel:
             those of bfloat16 and float16 may come as uint16.
           outputs: an array for each output; of one element where the output depends on no array and has no dims (a count of
             steps). Those in place are None, or the input's memory again.
-          num_threads: at most so many threads work, this one included; None is one for each core.
+          num_threads: at most this many threads work, the calling one included; None is one for each core.
 
         Raises:
           ValueError: an array is not of the declared dtype, of the size of the others, contiguous or writable; or memory that

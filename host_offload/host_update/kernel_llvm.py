@@ -1,4 +1,4 @@
-"""What the loop of a host kernel calls, where numba has no word for it: LLVM instructions; and its compilation."""
+"""The LLVM instructions that the loop of a host kernel needs and numba does not offer, and the compilation of the loop."""
 
 import functools
 import math
@@ -77,7 +77,7 @@ def _float_of(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def _claim(typing: Any, counter: Any, num: Any) -> Any:
-    """Add `num` to the counter at an address, atomically; return what it was."""
+    """Add `num` to the counter at an address, atomically; return its value before."""
 
     def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         # Monotonic is enough: each block must be claimed once, and no data passes between threads by the counter.
@@ -93,7 +93,7 @@ FLUSH = 0x8040 if X86 else 1 << 24 if ARM else 0  # MXCSR's FTZ and DAZ; FPCR's 
 
 @intrinsic
 def _flush_subnormals(typing: Any) -> Any:
-    """Let this thread count subnormal numbers as zero; return the mode that it had."""
+    """Make this thread treat subnormal numbers as zero; return its mode before."""
 
     def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         old = _read_mode(builder)
@@ -105,7 +105,7 @@ def _flush_subnormals(typing: Any) -> Any:
 
 @intrinsic
 def _set_mode(typing: Any, mode: Any) -> Any:
-    """Give this thread back the mode that it had."""
+    """Set the mode of this thread, as `_flush_subnormals` returned it."""
 
     def write(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         _write_mode(builder, args[0])
@@ -209,7 +209,7 @@ WORDS = {
     "round_bfloat16": _of_float(numba.float32, _round_bfloat16),
     "round_float16": _of_float(numba.float32, _round_float16),
 }
-"""What a kernel's source may name, beside its own loads and stores."""
+"""The names that the source of a kernel may use, besides its own loads and stores."""
 
 
 @functools.cache

@@ -30,7 +30,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Memory that the loop reads or writes: an input, an output, or both in place. Not an array: one element."""
+    """Memory that the loop reads or writes: an input, an output, or both in place. It has one element if it is not an array."""
 
     dtype: str
     is_array: bool
@@ -45,7 +45,7 @@ class Stream:
         """Return this stream's array.
 
         Raises:
-          ValueError: it is none that the loop could take.
+          ValueError: the loop cannot use it.
         """
         array = outputs[self.output or 0] if self.input is None else inputs[self.input]
         if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or array.ctypes.data % NUM_BYTES[self.dtype]:

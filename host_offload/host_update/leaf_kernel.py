@@ -1,11 +1,11 @@
-"""What the host update of one leaf is: a kernel, where the arrays rest that it works on, and what crosses the link.
+"""The host update of one leaf: its kernel, where the arrays of the kernel are stored, and what crosses the link.
 
-An array rests in host memory (None), or in the records of a kind on disk (`OnRecord`), whatever its leaf's others do. From that
-follows what an update does to each kind of record:
+Each array of a leaf is stored in host memory (None) or in the records of a kind on disk (`OnRecord`), independently of the
+others. This determines how an update uses each kind of record:
 
-    gradient that waits           read
+    stashed gradient              read
     weight, states                update      read, changed in the buffer, written
-    parameters that are cast to   write       filled, whatever they held
+    parameters that are cast to   write       filled, whatever their contents
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ from host_offload.host_update.kernel import Kernel
 
 
 class OnRecord(NamedTuple):
-    """Where a leaf rests on disk.
+    """Where a leaf is stored on disk.
 
     Attributes:
       kind: of the records.
-      leaf: its place among their leaves.
+      leaf: its index among the leaves of a record.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class OnRecord(NamedTuple):
 
 
 Rest = OnRecord | None
-"""Where an array rests: in a record, or in host memory."""
+"""Where an array is stored: in a record, or in host memory (None)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,17 +38,17 @@ class LeafKernel:
 
     Attributes:
       kernel: from (gradient, weight, states, scalars) to (weight, states, and the cast weight if `casts`).
-      scalars: where this leaf's scalars lie in the vector of all.
-      arrays: where the arrays rest that the kernel works on: the weight (unless on the device), the states, and the parameters
+      scalars: the slice of this leaf in the vector of all scalars.
+      arrays: where the arrays of the kernel are stored: the weight (unless on the device), the states, and the parameters
         that it casts to (unless on the device).
       num_states: leaves of optimizer state.
-      stacked: whether its arrays hold all layers.
+      stacked: whether its arrays are stacks of all layers.
       weight_on_device: the float32 weight is no host array: it is an operand, and the new one a result.
       casts: the kernel returns a compute-dtype weight besides.
       params_on_device: the parameters are a result of the callback; else they are written to the host.
-      delayed: the new parameters are made beside the old ones. The weight is then in host memory, and in place only if the
-        kernel casts.
-      grad: where the gradient waits, if it does.
+      delayed: the new parameters are stored beside the old ones. The weight is then in host memory, and updated in place only
+        if the kernel casts.
+      grad: the records in which the gradient is stashed, if it is stashed on disk.
     """
 
     kernel: Kernel
@@ -64,7 +64,7 @@ class LeafKernel:
 
     @functools.cached_property
     def records(self) -> dict[str, Mode]:
-        """What is done to the records of each kind that an update needs."""
+        """How an update uses the records of each kind that it needs."""
         modes: dict[str, Mode] = {} if self.grad is None else {self.grad.kind: "read"}
         for n, rest in enumerate(self.arrays):
             if rest is not None:
@@ -75,7 +75,7 @@ class LeafKernel:
 
 @dataclasses.dataclass
 class Traffic:
-    """Bytes that crossed the link, summed over devices and steps since they were last taken."""
+    """Bytes that crossed the link, summed over devices and steps since the counts were last reset."""
 
     to_host: int = 0
     to_device: int = 0

@@ -1,4 +1,4 @@
-"""An optimizer's update on the host, beside the state: callbacks that a jitted program makes, layer by layer.
+"""An optimizer's update on the host, beside the state: callbacks of a jitted program, layer by layer.
 
 Only gradients go down the link and compute-dtype parameters go up (ZeRO-Offload, arXiv:2101.06840, section 4): masters and
 moments stay in host memory, where a fused kernel updates one layer's records in place,
@@ -6,16 +6,17 @@ moments stay in host memory, where a fused kernel updates one layer's records in
     stash(layer, g)                     keep a gradient in host memory until its scale is known
     update(layer, scalars, g or none)   for each leaf: kernel(g, w[layer], s[layer], scalars), in place; hand back cast(w)
 
-Where parameters rest in host memory too, the kernel writes them there, and nothing goes up. What rests on disk is updated in
-the buffers through which it goes (ZeRO-Infinity, arXiv:2104.07857, section 5.2.2),
+Where parameters are in host memory too, the kernel writes them there, and nothing goes up. State on disk is updated in the
+buffers through which it moves (ZeRO-Infinity, arXiv:2104.07857, section 5.2.2),
 
     disk -> buffer;  kernel(g, w, s, scalars), in place;  buffer -> disk
 
-and crosses no link either. It is borrowed from the engine, which reads the next layer's records meanwhile and writes the last
-one's (`host_offload.engine.engine`). Gradients are stashed in records, and parameters filled into them, in the same way.
+and crosses no link either. Its records are borrowed from the engine, which meanwhile reads those of the next layer and writes
+those of the last one (`host_offload.engine.engine`). Gradients are stashed in records in the same way, and parameters are
+written to them.
 
-Tokens order the callbacks of a device, and hold the number of the state that is on disk. An update that is delayed by a step is
-`host_offload.host_update.delayed`.
+Tokens order the callbacks of a device, and hold the number of the state that is on disk. For an update that is delayed by a
+step see `host_offload.host_update.delayed`.
 """
 
 import contextlib
@@ -162,7 +163,7 @@ class HostStep:
             self.leaves.swap.engine_of(number).skip(kind, device, layer, mode)
 
     def _stashed(self, device: int, leaf: int, layer: int, views: Mapping[str, Views]) -> np.ndarray:
-        """Return where a gradient waits."""
+        """Return the memory of a stashed gradient."""
         if (rest := self.leaves.kernels[leaf].grad) is not None:
             return views[rest.kind][rest.leaf]
         return self.leaves.record(self.leaves.stashed[device, leaf], leaf, layer)

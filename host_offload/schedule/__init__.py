@@ -1,4 +1,4 @@
-"""Which record moves at which tick. Pure functions and data."""
+"""Which record moves at which tick of a train step: pure functions and data."""
 
 from host_offload.schedule.build import build_schedule as build_schedule
 from host_offload.schedule.moves import Move as Move

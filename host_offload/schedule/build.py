@@ -1,7 +1,7 @@
 """Build the schedule of a step, and say what to change where it does not fit a budget of bytes.
 
 A phase follows from the order in which it visits the layers, and from the kinds that it fetches, reads and writes; only kinds
-off the device count. Everything else is counted out from the ring's rule (`host_offload.schedule.schedule`):
+off the device count. Everything else follows from the rule of the ring (`host_offload.schedule.schedule`):
 
     takes       the layers visited whose record is off the device, in order
     slots       take number c empties slot c mod distance
@@ -40,15 +40,15 @@ def build_schedule(
       distance: ticks between the fetch of a record and its use; may exceed num_layers.
       tiers: kind -> tier, of KINDS and TIERS; kinds that are missing are on the device.
       update: when a layer's optimizer runs, "after_backward" or "in_backward".
-      gather_ahead: take and gather the next layer while one computes; a second layer is whole meanwhile.
+      gather_ahead: take and gather the next layer while one computes; two layers are then whole at once.
       master: parameters have float32 masters, which rest and move with opt_state; without, an update reads the parameters.
       device_layers: opt_state of layers 0 .. device_layers-1 stays on the device.
       record_bytes: bytes of one layer on one device, by kind (params: its shard), and "gathered" (whole); missing ones are 0.
       budget_bytes: the most bytes that may be in flight on a device.
 
     Raises:
-      ValueError: impossible sizes, unknown names, or more bytes in flight than the budget; then the message tells the largest
-        distance that fits, with gather_ahead as it was if it can.
+      ValueError: impossible sizes, unknown names, or more bytes in flight than the budget. The message then gives the largest
+        distance that fits, if possible with the same gather_ahead.
     """
     _check_int("num_layers", num_layers, 1)
     _check_int("distance", distance, 0)
@@ -94,7 +94,7 @@ def build_schedule(
 
 
 def advise(build: Callable[[int, bool], Schedule], distance: int, gather_ahead: bool, budget_bytes: int) -> str:
-    """Return what of a schedule could be changed for it to fit a budget."""
+    """Return a change of the schedule with which it fits a budget."""
     for ahead in (True, False) if gather_ahead else (False,):
         fits = bisect.bisect_right(range(distance + 1), budget_bytes, key=lambda d: build(d, ahead).peak_bytes) - 1
         if fits >= 0:

@@ -1,17 +1,17 @@
 """Which records a train step moves between disk and buffers, in which order, and how early each read may start: pure functions.
 
-A step is a fixed sequence of **moves**, repeated: it follows from the `Schedule`. A read may start ahead of its turn, but not
-before the last write of its record that precedes it,
+A step is a fixed sequence of **moves**, repeated: it follows from the `Schedule`. A read may start early, but not before
+the last write of its record that precedes it,
 
     start(i)  >  max { j < i : moves[j] writes the record of moves[i] }
 
-with the sequence continued by itself, since the next step follows this one: the first layers of the next forward are read while
-this step ends, and only those whose update has been handed over. Of each kind the next `distance` reads may start and no
-others, or the buffers would fill with what is wanted last.
+with the sequence repeated, since the next step follows this one: the first layers of the next forward are read while
+this step ends, but only records whose update has been handed over. Of each kind only the next `distance` reads may start,
+or the buffers would fill with records that are needed last.
 
 A `Window` follows one device through the sequence. Callbacks of a program may come in another order where nothing orders them
-(two kinds read in one tick), so a move is looked for among the next few, and what is not there is done all the same: the
-sequence only tells what to read early, never what is right.
+(two kinds read in one tick), so a move is looked for among the next few. A move that is not found there is carried
+out all the same: the sequence decides what to read early, never what is correct.
 """
 
 import copy
@@ -55,8 +55,8 @@ def moves_of(
       schedule: of the step.
       kinds: those that rest on disk. Records of "opt_state" are counted from the first layer that is not on the device.
       phases: names of the phases wanted; all by default.
-      besides: phase -> kinds that a tick reads, and kinds that it writes, of its own layer, which the schedule does not know
-        of because the device does not have them: an update on the host.
+      besides: phase -> kinds that a tick reads, and kinds that it writes, of its own layer. The schedule lacks them because the
+        device never has them: an update on the host uses them.
       loops: phase -> the loops over tiles that each of its ticks runs, in order, and which of their phases each is.
     """
     moves: list[Move] = []
@@ -86,7 +86,7 @@ def _moves_of_phase(
     besides: tuple[Kinds, Kinds] = ((), ()),
     inside: Callable[[int], list[Move]] = lambda layer: [],
 ) -> list[Move]:
-    """Return the moves of one loop of records whose kinds are called `name(kind)`; each tick has those `inside` besides."""
+    """Return the moves of one loop of records whose kinds are called `name(kind)`; each tick also has those `inside` it."""
     moves: list[Move] = []
 
     def add(names: Sequence[str], layer: int, writes: bool = False) -> None:
@@ -124,13 +124,13 @@ def ready_after(moves: Sequence[Move]) -> np.ndarray:
 
 
 def horizon_of(moves: Sequence[Move], distance: int) -> int:
-    """Return among how many of the next moves those are sought that are read ahead, or have just been made."""
+    """Return how many of the next moves are searched, for reads to start and for a move that was made."""
     kinds = {move.kind for move in moves}
     return min(len(moves), 2 * (distance + 2) * (len(kinds) + 1))
 
 
 class Window:
-    """One device's place in a sequence of moves."""
+    """The position of one device in a sequence of moves."""
 
     def __init__(self, moves: Sequence[Move], distance: int) -> None:
         """Start before the first move; `distance` records of a kind are read ahead."""
@@ -147,7 +147,7 @@ class Window:
         return window
 
     def advance(self, move: Move) -> bool:
-        """Note that a move has been handed over; returns whether it was expected."""
+        """Mark a move as handed over; return whether it was expected."""
         moves, done, n = self.moves, self._done, len(self.moves)
         for i in range(self.position, min(self.position + self._horizon, n)):
             if moves[i] == move and not done[i]:
@@ -158,10 +158,10 @@ class Window:
         return False
 
     def ahead(self, waiting: Collection[tuple[str, int]]) -> list[Move]:
-        """Return the reads to start now, the next one first: of the next `distance` of a kind those that may start.
+        """Return the reads to start now, in order: of the next `distance` reads of each kind, those that may start.
 
-        A later one that may start must not take a buffer of an earlier one that may not yet: what a loop writes last, the next
-        loop often reads first.
+        A later read that may start must not take the buffer of an earlier one that may not start yet: what a loop writes last,
+        the next loop often reads first.
 
         Args:
           waiting: (kind, layer) of the records that were read, or are being read, and are not used yet.

@@ -14,9 +14,9 @@ loops read the arrays of a `Phase`, so an order is data and not code. Tick t of 
     take     consume[t], out of ring slot use_slot[t]; forward and backward gather it: W[D_fsdp, F] -> W[D, F]
     fetch    fetch[t], which lands in fetch_slot[t]: that slot has just been emptied, so use_slot[t] = fetch_slot[t]
     compute  layer[t], on what was taken
-    store    store[t] = layer[t], what this tick made
+    store    store[t] = layer[t], what this tick computed
 
-The **ring** has `distance` = d slots. Takes are counted: take number c empties slot c mod d, and the fetch of the same tick
+The **ring** has `distance` = d slots. Take number c empties slot c mod d, and the fetch of the same tick
 refills that slot with the record of take c + d. So a record is taken exactly d ticks after its fetch, which can hide behind the
 computation of d ticks, and nothing in a slot is overwritten before it is taken. The first d records are fetched before tick 0
 (`preload`), the last d takes fetch nothing, and a loop leaves its ring empty. With fewer takes than d all are preloaded. With
@@ -26,7 +26,7 @@ Without `gather_ahead` a tick takes the layer that it computes: consume = layer,
 waited for. With `gather_ahead` tick t takes and gathers layer[t+1] while it computes layer[t]: two layers are whole, `first` =
 layer[0] is taken before tick 0, and the last tick takes nothing.
 
-Who waits for whom: a computation for what was taken for it, a take for the fetch d ticks ago, a fetch for the slot's take. A
+Dependencies: a computation waits for its take, a take for the fetch of d ticks ago, a fetch for the take from its slot. A
 fetch waits for no store of its own loop: a loop reads a record before it writes it, and reads no record that it has written.
 What an earlier loop wrote is complete before a later one begins.
 
@@ -41,7 +41,7 @@ updated. The optimizer state of layers 0 .. device_layers-1 may stay on the devi
 visits these layers last, and fetches nothing for them unless another kind is off the device. In backward the optimizer state is
 read in the tick that uses it: that copy hides behind the tick's own derivative, and so takes no slot.
 
-All ticks count the same here. A schedule bounds layers and bytes; seconds are for a measurement to tell.
+All ticks count the same here. A schedule bounds layers and bytes; seconds have to be measured.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class Phase:
     Attributes:
       name: "forward", "backward" or "update".
       layer: int32[T], the layer computed, or updated.
-      consume: int32[T], the layer whose record is taken, from wherever it is, and gathered in forward and backward.
+      consume: int32[T], the layer whose record is taken, from the ring or not, and gathered in forward and backward.
       use_slot: int32[T], the ring slot that it is taken from; -1 where the ring has nothing for this tick.
       fetch: int32[T], the layer whose `fetches` start to move to the device.
       fetch_slot: int32[T], the ring slot that they fill, after the take of the same tick.
@@ -71,8 +71,8 @@ class Phase:
       preload: int32[n], layers fetched before tick 0; not empty exactly where the phase has a ring.
       preload_slot: int32[n], the slots that they fill.
       first: the layer fetched and taken before tick 0, outside of the ring (gather_ahead), else -1.
-      fetches: kinds read ahead, which are a ring slot's content.
-      reads: kinds read in the very tick that uses them.
+      fetches: kinds read ahead; a ring slot holds one record of each.
+      reads: kinds read in the tick that uses them.
       writes: kinds written.
       device_layers: opt_state of the layers below this one is on the device, whatever its tier.
     """
@@ -220,9 +220,9 @@ class Schedule:
           - the layer gathered, and with gather_ahead the next one, and what was taken for this layer a tick ago and is not
             used up by its gather (activations; params that the tick updates);
           - `reads` and `writes` of the layer;
-          - in backward the layer's gradient, wherever gradients rest.
+          - in backward the layer's gradient, whatever the tier of gradients.
 
-        What rests on the device, and what a layer's own computation needs, is not part of it. Nor is anything before tick 0.
+        Arrays that stay on the device, and what a layer's own computation needs, are not counted; nor are the ticks before 0.
 
         Raises:
           ValueError: the schedule was built without record_bytes.
@@ -292,7 +292,7 @@ class Schedule:
 
 
 def moved(kinds: tuple[str, ...], layer, device_layers: int):
-    """Tell of each layer whether any of `kinds`, which are off the device, is so for it: opt_state may not be."""
+    """Return for each layer whether any of `kinds` is off the device. All are, but opt_state of the first layers may not be."""
     some = any(kind != "opt_state" for kind in kinds)
     return (layer >= 0) & (some | (("opt_state" in kinds) & (layer >= device_layers)))
 

@@ -1,8 +1,8 @@
 """The schedule of a step whose layers hold stacks of tiles: loops over tiles inside of the ticks of the loops over layers.
 
-A **group** is what of each layer is kept in T tiles that are used together, such as the weights of an MLP. A record of a group
-is one tile: there are L x T of them, that of tile k of layer l being number l T + k, and no device ever holds more of a layer's
-group than the tiles that are computed, gathered or in the ring. What else a layer has is one record, as it always is.
+A **group** is the part of each layer that is kept in T tiles, which are used together, such as the weights of an MLP. A record
+of a group is one tile. There are L x T of them, and that of tile k of layer l has the number l T + k. No device ever holds more
+of a layer's group than the tiles that are computed, gathered or in the ring. The rest of a layer is one record, as always.
 
     phase     tick of the layers' loop                    loop over a group's tiles
     forward   take the layer's record; compute, and       T ticks in each: take, fetch, compute tile k

@@ -1,8 +1,8 @@
 """Draw what happens in which tick, as text or as SVG: strips of lanes of boxes.
 
-A strip is one loop, a lane is what happens beside other things in it (a copy, a collective, a computation, a buffer), and a box
-says during which ticks a lane works for a layer. One column is one tick. Ticks are drawn equally long, because their order is
-known and their seconds are not: a box shows what may overlap with what, never for how long. Ticks below 0 come before the loop.
+A strip is one loop, a lane is one of the things that happen at once in it (a copy, a collective, a computation, a buffer), and
+a box shows during which ticks a lane works for a layer. One column is one tick. Ticks are drawn equally long, because their
+order is known and their seconds are not: a box shows what may overlap, never for how long. Ticks below 0 come before the loop.
 
 The text fits a terminal: of a long strip it shows both ends. The SVG shows everything and needs no file beside it.
 """

@@ -1,4 +1,4 @@
-"""What was moved, drawn beside what was planned."""
+"""The transfers of a program, drawn beside its plan, as a file for Perfetto."""
 
 from host_offload.trace.perfetto import check_path as check_path
 from host_offload.trace.recorder import Recorder as Recorder

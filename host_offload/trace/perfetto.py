@@ -1,15 +1,15 @@
-"""Write what a program's swapping was planned to be, and what it was, as a file that Perfetto opens (ui.perfetto.dev).
+"""Write the planned and the actual transfers of a program as a file that Perfetto opens (ui.perfetto.dev).
 
 The format is the Chrome trace event format, object form: complete events ("X"), counters ("C") and names ("M"), times in
-microseconds. Slices of one thread must not overlap there, so transfers of one kind that do are laid on several **lanes**.
+microseconds. Slices of one thread must not overlap there, so transfers of one kind that overlap are drawn on several **lanes**.
 
     process     threads                                  what is drawn
     disk        steps; counters                          each run with its sums; transfers queued, and their bytes
     planned     read and write, by kind                  each move at its ideal place (see `plan.py`), of all devices
     rank N      read, write and wait, by kind, lanes     each transfer and each wait of one device
 
-A planned move and the transfers that it became have the same "run" and "move" among their arguments. A transfer without them is
-one that no run of the trace asked for: read ahead for the next run, or forgotten. "counted_in" is the run whose metrics count
+A planned move and its actual transfers have the same "run" and "move" among their arguments. A transfer without them is
+one that no run of the trace asked for: read ahead for the next run, or dropped. "counted_in" is the run whose metrics count
 it, which is the one that ended next: a record written last is counted by the run after.
 """
 
@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Slice:
-    """A box: `track` and `name` are what is read beside it and in it; times in nanoseconds."""
+    """A box: `track` is the text beside it, `name` the text in it; times in nanoseconds."""
 
     process: int
     track: str
@@ -67,7 +67,7 @@ def build_trace(
 
 
 class _Builder:
-    """What the parts of one trace share."""
+    """The data that the parts of one trace share."""
 
     def __init__(self, runs: Sequence[Run], distance: int, before: Run | None, after: Sequence[Event]) -> None:
         self.runs = [*([] if before is None else [before]), *runs]
@@ -110,7 +110,7 @@ class _Builder:
         return _Slice(process=process, track=track, name=name, start=self._ns(start), end=self._ns(end), args=args)
 
     def _place(self, use: Use | None) -> Json:
-        """Return the arguments by which a transfer is found in the plan."""
+        """Return the arguments that name the planned move of a transfer."""
         if use is None or use.run < self.first:
             return {}
         return {"run": self.names[use.run], **({} if use.turn is None else {"move": use.turn})}
@@ -174,7 +174,7 @@ class _Builder:
                 yield self._slice(DISK, "steps", self.names[index], run.start, end, self._sums(index, run, end))
 
     def _sums(self, index: int, run: Run, end: float) -> Json:
-        """Return what a run moved and waited for, counted as its metrics are, and the stall by its cause."""
+        """Return the bytes and waits of a run, counted as in its metrics, and the waits by cause."""
         args: Json = {}
         for name in ("read", "write"):
             found = [e for e in run.events if e.name == name]
@@ -262,7 +262,7 @@ def _on_lanes(slices: Iterable[_Slice]) -> list[Json]:
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError where a trace cannot be written. A file that is there stays as it is, and none is left that was not."""
+    """Raise ValueError where a trace cannot be written. An existing file is not changed, and no new file is left."""
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(name, str) or not name:
         raise ValueError(f"a trace cannot be written to {path!r}: name a file, such as trace.json.gz")
@@ -280,12 +280,12 @@ def check_path(path: str | os.PathLike[str]) -> None:
 
 
 def _part_of(name: str) -> str:
-    """Return the file that a trace is written to, until all of it is there."""
+    """Return the file to which a trace is written before it is renamed."""
     return f"{name}.part"
 
 
 def write_trace(trace: Json, path: str | os.PathLike[str]) -> None:
-    """Write a trace as JSON, compressed if the name ends in ".gz"; the file is there when all of it is.
+    """Write a trace as JSON, compressed if the name ends in ".gz"; the file appears when it is complete.
 
     Raises:
       OSError: it cannot be written; an older file of that name stays.

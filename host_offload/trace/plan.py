@@ -1,4 +1,4 @@
-"""A step's transfers as they were planned, beside those that were: pure functions of moves and events.
+"""The planned transfers of a step beside the actual ones: pure functions of moves and events.
 
 An event is a transfer or a wait, a **use** the moment at which a step asks for a record or hands one over, and each use is one
 move of the plan. The plan knows an order and how early a read may start; this gives it seconds:
@@ -8,10 +8,10 @@ move of the plan. The plan knows an order and how early a read may start; this g
     read      starts when `host_offload.schedule.Window` lets it (see `_released`), and when the read before it has ended
     seconds   bytes of all devices of this process / rate at which this run read or wrote
 
-so what is drawn is the best that this disk could have done by this plan. Where that is still too late for its use, the disk is
-too slow for the step; where it is not, the cause of each wait tells what went otherwise.
+so what is drawn is the best that this disk could have done with this plan. Where a read is still too late for its use, the disk
+is too slow for the step. Where it is not, the cause of each wait says what went differently.
 
-What is late has one of four causes. The disk **rests** while no transfer is queued or under way.
+Every late record has one of four causes. The disk **rests** while no transfer is queued or under way.
 
     asked too late         the disk rested for as long as this read was late, after the record had been written and before the
                            read was queued: a larger distance would have hidden it
@@ -43,9 +43,9 @@ class Run:
       name: "step" and the like.
       moves: that were planned.
       start: when it began to read ahead, seconds of `time.perf_counter`.
-      end: when it was done; None of one that was not, or failed.
-      events: transfers that ended since the run before, and waits.
-      num_events: how many there were; more than `events` where the oldest were not kept.
+      end: when it ended; None if it has not ended, or failed.
+      events: the waits, and the transfers that ended since the run before.
+      num_events: their number; larger than `events` where the oldest were dropped.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Use:
 
     Attributes:
       run: index of the run.
-      turn: index among its moves; None of what was not planned.
-      move: what was done.
+      turn: index among its moves; None if it was not planned.
+      move: the record, and whether it was read or written.
       rank: position of the device in the mesh.
       number: of the transfer.
-      waits: for it; at least one, in the order of time.
+      waits: the waits for it, at least one, in the order of time.
     """
 
     run: int
@@ -94,7 +94,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A move of the plan at the place that it would ideally have had.
+    """A move of the plan at its ideal time.
 
     Attributes:
       run: index of the run.
@@ -120,9 +120,9 @@ class Lateness:
     """Why a use waited.
 
     Attributes:
-      seconds: for which a record was not there when it was wanted, or not taken.
+      seconds: how long after it was wanted a record was there, or was taken to be written.
       rested: seconds for which the disk rested while the record could have been read and was not asked for.
-      cause: one of four, or "" where nothing was late.
+      cause: one of the four, or "" if it was not late.
     """
 
     seconds: float
@@ -145,11 +145,11 @@ class Intervals:
 
     @property
     def seconds(self) -> float:
-        """The length of all."""
+        """The length of the union."""
         return self._sums[-1]
 
     def covered(self, start: float, end: float) -> float:
-        """Return the length of their part between two times."""
+        """Return the length of the part of the union between two times."""
         return max(0.0, self._before(end) - self._before(start))
 
     def _before(self, time: float) -> float:
@@ -163,9 +163,9 @@ def transfers_of(events: Iterable[Event]) -> dict[int, Event]:
 
 
 def uses_of(runs: Sequence[Run]) -> list[Use]:
-    """Return what was asked for and handed over, in the order of time within a run.
+    """Return the uses of records, in the order of time within a run.
 
-    The k-th use of a record is the k-th move of it; where the first events were not kept, both are counted from the last.
+    The k-th use of a record is the k-th move of it; where the first events were dropped, both are counted from the last.
     """
     return [use for index, run in enumerate(runs) for use in _uses_of_run(index, run)]
 
@@ -193,7 +193,7 @@ def _uses_of_run(index: int, run: Run) -> list[Use]:
 
 
 def written_before(transfers: Mapping[int, Event]) -> dict[int, float]:
-    """Return for the number of each read when the last write of its record ended that was queued before it."""
+    """Return, by the number of each read, the end of the last write of its record that was queued before it."""
     last: dict[tuple[str, int, int], float] = {}
     ends = {}
     # A write and a read that were queued at the same moment: the write comes first.
@@ -210,7 +210,7 @@ class Causes:
     """Why uses waited."""
 
     def __init__(self, transfers: Mapping[int, Event], since: float) -> None:
-        """Know the reads and writes by number, all from some time on."""
+        """Use the reads and writes by number; `transfers` has all from the time `since` on."""
         self.transfers, self.since = transfers, since
         self.busy = Intervals((t.queued, t.end) for t in transfers.values())
         self._written = written_before(transfers)
@@ -236,7 +236,7 @@ class Causes:
 
 
 def plan(runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event], distance: int) -> list[Planned]:
-    """Return every move of the runs at its ideal place: see the module's docstring.
+    """Return every move of the runs at its ideal time: see the module's docstring.
 
     Args:
       runs: in the order of time.
@@ -276,7 +276,10 @@ def plan(runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event
 
 
 def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
-    """Return for each move of each run when it would be wanted if no device ever waited. What was not made has its place."""
+    """Return when each move of each run would be wanted if no device ever waited.
+
+    A move without a use has the time of the move before it.
+    """
     times: list[list[list[float]]] = [[[] for _ in run.moves] for run in runs]
     stalls = [Intervals((e.start, e.end) for e in run.events if e.name in ("read_wait", "write_wait")) for run in runs]
     for use in uses:
@@ -322,7 +325,7 @@ def _costs(
 
 
 def _rate(transfers: Sequence[Event]) -> float:
-    """Return bytes a second while any was under way; 0 where that is not known."""
+    """Return bytes a second while any transfer was in progress; 0 where unknown."""
     seconds = Intervals((t.start, t.end) for t in transfers).seconds
     return sum(t.num_bytes for t in transfers) / seconds if seconds else 0.0
 

@@ -1,7 +1,8 @@
-"""Keep what programs moved, run by run, for as long as it is traced, and write it when the trace ends.
+"""Record the transfers of a program, run by run, while it is traced, and write them to a file when the trace ends.
 
-Outside of a trace only the last run is kept, because the first records of a traced one were read ahead in it. In a trace all
-are kept, up to MOST_EVENTS transfers and waits: of a longer one the last runs, and the file's "otherData" and the log say so.
+Outside of a trace only the last run is kept, because the first records of a traced run were read ahead in it. In a trace all
+runs are kept, up to MOST_EVENTS transfers and waits. Of a longer trace only the last runs are kept, which the file's
+"otherData" and the log report.
 """
 
 import contextlib
@@ -36,13 +37,13 @@ class Recorder:
         self._dropped = 0
 
     def begin(self, name: str, moves: Sequence[Move], engine: Engine) -> None:
-        """Note that a run begins; what one before it that failed has moved is taken out of the engine's statistics."""
+        """Start a run. If the run before it failed, its transfers are taken out of the statistics of the engine first."""
         if self._open is not None:
             self._close(engine.take_stats(), None)
         self._open = Run(name=name, moves=tuple(moves), start=time.perf_counter())
 
     def finish(self, stats: Stats) -> None:
-        """Note that the run is done, and what it moved."""
+        """End the run, with the statistics of its transfers."""
         if self._open is not None:
             self._close(stats, time.perf_counter())
 
@@ -61,7 +62,7 @@ class Recorder:
     def trace(
         self, path: str | os.PathLike[str], engine: Callable[[], Engine | None], metadata: Mapping[str, Any]
     ) -> Iterator[None]:
-        """Write the runs of the context to a file when it ends, by an error too; one of writing never hides that error.
+        """Write the runs of the context to a file when it ends, also by an error, which no error of writing replaces.
 
         Args:
           path: of the file.
@@ -69,7 +70,7 @@ class Recorder:
           metadata: goes into the file.
 
         Raises:
-          ValueError: in another trace.
+          ValueError: the program is in another trace.
           OSError: the file could not be written when the context ended without an error; after one it is logged.
         """
         if self._traced is not None:
