@@ -69,16 +69,16 @@ def fail_in_one(program):
 
 def fail_on_host(program):
     "Let an optimizer's kernel fail in the last process."
-    update, last = program._runner.host.host._update_leaf, me == processes - 1
+    update, last = program._runner.host.host.run_kernel, me == processes - 1
     state, _ = program.step(program.init(jax.random.key(0)), local[0])
 
     def broken(*args, **kwargs):
         raise ZeroDivisionError("no kernel")
 
     if last:
-        program._runner.host.host._update_leaf = broken
+        program._runner.host.host.run_kernel = broken
     failure("on the host", lambda: program.step(state, local[1]))
-    program._runner.host.host._update_leaf = update
+    program._runner.host.host.run_kernel = update
     found["after the host"] = losses_of(program, local[:3])[0]
 
 

@@ -58,5 +58,6 @@ def launch(script: str, folder: pathlib.Path, processes: int, devices: int = 8) 
     finally:
         for worker in workers:
             worker.kill()
+            worker.communicate()  # close its pipe, also where another one failed
     assert not list(folder.glob("zerojax-swap-[0-9]*"))
     return [json.loads((folder / f"{me}.json").read_text()) for me in range(processes)]

@@ -66,6 +66,7 @@ def test_disk_and_host_memory_agree_bit_for_bit(fields, tiers, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.usefixtures("default_fusions")
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "bf16"])
 def test_resident_model_with_its_optimizer_state_on_disk(precision, tmp_path):
     """Of its leaves some are numbers: they rest where the others do."""

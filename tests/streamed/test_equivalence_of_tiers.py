@@ -159,6 +159,7 @@ def test_stages_below_3_stream_what_they_shard(stage):
     np.testing.assert_allclose(losses, expected, rtol=3e-7)
 
 
+@pytest.mark.usefixtures("default_fusions")
 @pytest.mark.by_default("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_state_is_born_in_its_tier_with_the_same_bits(precision):
