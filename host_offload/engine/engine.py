@@ -351,14 +351,20 @@ class Engine:
                 lane.window.advance(Move(kind, layer))
         if read is None:
             with self._wanting(lane, key, records.buffers.reads):
-                # The claim comes first, or reading ahead takes the buffer that is freed here.
-                self._give_way(lane, records.buffers)
-                event = Event("read", kind, rank, layer, next(self._numbers))
-                buffer = records.record_in(self._transfers.waiting(event, records.buffers.reads.take))
                 with lane.lock:
-                    read = self._start_read(lane, records, event, buffer)
-                    lane.window.advance(Move(kind, layer))
-                self._transfers.count_miss()
+                    # Before the claim stood, another thread may have begun to read this very record ahead.
+                    read = lane.reading.pop(key, None)
+                    if read is not None:
+                        lane.window.advance(Move(kind, layer))
+                if read is None:
+                    # The claim comes first, or reading ahead takes the buffer that is freed here.
+                    self._give_way(lane, records.buffers)
+                    event = Event("read", kind, rank, layer, next(self._numbers))
+                    buffer = records.record_in(self._transfers.waiting(event, records.buffers.reads.take))
+                    with lane.lock:
+                        read = self._start_read(lane, records, event, buffer)
+                        lane.window.advance(Move(kind, layer))
+                    self._transfers.count_miss()
         try:
             self._read_ahead(lane)
             self._transfers.waiting(read.event, read.done.result)

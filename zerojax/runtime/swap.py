@@ -282,7 +282,8 @@ class SwapSession:
         self._check_numbers(leaves)
         self._make_files(scratch)
         self._recorder.begin(name, moves, engine)
-        engine.begin(moves)
+        with self._loss_is_noted():  # it looks for errors once more
+            engine.begin(moves)
         self._run = _Run(leaves, self._state)
         self._advance("begin")
 
@@ -312,11 +313,13 @@ class SwapSession:
         run, self._run = self._run, None
         if run is None:
             return
-        with contextlib.suppress(Exception):  # of the program: whoever left it has had an error already
-            jax.effects_barrier()
-        self._state = run.began_in
-        if run.took_the_state:
-            self.swap.generation, self._state = 0, SwapState.LOST
+        try:
+            with contextlib.suppress(Exception):  # of the program: whoever left it has had an error already
+                jax.effects_barrier()
+        finally:  # an interrupt of the wait leaves no run behind either
+            self._state = run.began_in
+            if run.took_the_state:
+                self.swap.generation, self._state = 0, SwapState.LOST
 
     def finish(self, is_step: bool = False) -> dict[str, float]:
         """Return what the program moved.
@@ -403,12 +406,15 @@ class SwapSession:
         self._advance("close")
         engine, self.swap.engine = self.swap.engine, None
         self._files_of.clear()
-        if engine is not None:
-            # Its threads use the files, so they end before the folder goes.
-            engine.close()
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            folder.close()
+        try:
+            if engine is not None:
+                # Its threads use the files, so they end before the folder goes.
+                engine.close()
+        finally:
+            # Whatever the engine raises: a folder that stays locked would refuse the next claim.
+            folder, self._folder = self._folder, None
+            if folder is not None:
+                folder.close()
 
 
 def _on_disk(tree: Any) -> list[OnDisk]:

@@ -217,6 +217,27 @@ def test_reads_run_ahead_by_the_distance(folder, distance):
     engine.close()
 
 
+def test_a_record_that_another_thread_reads_ahead_before_it_is_claimed_is_read_once(folder, monkeypatch):
+    io = HeldIo()
+    engine = engine_of(io, folder)
+    for layer in range(LAYERS):
+        put(engine, layer, layer)
+    engine.flush()
+    engine.begin([Move("params", layer) for layer in range(LAYERS)])
+    (lane,), key, claim = engine._lanes.values(), ("params", 0), engine._wanting
+    read = lane.reading.pop(key)  # as if it was begun by another thread, after this one has looked for it
+
+    def claim_late(lane, *args):
+        monkeypatch.undo()
+        lane.reading[key] = read
+        return claim(lane, *args)
+
+    monkeypatch.setattr(engine, "_wanting", claim_late)
+    assert [got(engine, layer) for layer in range(LAYERS)] == list(range(LAYERS))
+    assert io.reads[:LAYERS] == list(range(LAYERS))
+    engine.close()
+
+
 def test_what_was_read_ahead_is_forgotten_when_it_is_written(folder):
     io = HeldIo()
     engine = engine_of(io, folder, distance=2)
