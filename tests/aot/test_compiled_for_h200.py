@@ -82,6 +82,7 @@ def test_the_partitioners_warning_is_seen_when_there_is_one(capfd):
     assert INVOLUNTARY in capfd.readouterr().err
 
 
+@pytest.mark.by_default("layered-0", "layered-2", "layered-3", "unrolled-3")
 @pytest.mark.parametrize(("kind", "stage"), STAGES)
 def test_collectives_move_2p_2p_3p_elements(capfd, kind, stage):
     gathers, scatters, reduces = [(0, 0, 1), (1, 1, 0), (1, 1, 0), (2, 1, 0)][stage]

@@ -28,6 +28,7 @@ def check(report, reads: int) -> None:
     assert report.hlo.count('custom_call_target="mosaic_gpu_v2"') == 1
 
 
+@pytest.mark.by_default("shape0-bfloat16-int8-256", "shape1-float32-int8-128", "shape3-float16-float8_e5m2-64")
 @pytest.mark.parametrize(
     ("shape", "in_dtype", "dtype", "block_size"),
     [

@@ -65,7 +65,7 @@ def resident(kind, steps, **fields):
     return losses, jax.device_get(program.params(state))
 
 
-@pytest.mark.by_default("device", "host")
+@pytest.mark.by_default("host")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -94,7 +94,7 @@ def host_cases():
         yield pytest.param(*values, marks=[pytest.mark.exhaustive] if sum(places) % 2 else [])
 
 
-@pytest.mark.by_default("1-4-host", "3-1-host", "3-4-device")
+@pytest.mark.by_default("1-4-host", "3-4-device")
 @pytest.mark.parametrize(("stage", "num_microbatches", "update_on"), host_cases())
 def test_resident_model_with_its_optimizer_state_on_the_host(stage, num_microbatches, update_on):
     fields = {"stage": stage, "clip_norm": 0.5, "num_microbatches": num_microbatches}

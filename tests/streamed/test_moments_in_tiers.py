@@ -51,7 +51,7 @@ def moved(program, reference):
 # --- the same bits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_default("disk", "in_backward")
+@pytest.mark.by_default("disk")
 @pytest.mark.parametrize(
     ("precision", "tiers"),
     [
