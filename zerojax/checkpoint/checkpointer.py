@@ -101,12 +101,13 @@ class Checkpointer:
             best_mode=best_mode,
             todelete_subdir=DELETED,
             enable_async_checkpointing=is_async,
+            # The state's item writes into its folder as soon as it is called, so Orbax must have made it by then.
             async_options=ocp.AsyncOptions(
                 timeout_secs=_LONGEST_SECONDS, barrier_sync_fn=self._barrier, create_directories_asynchronously=False
             ),
         )
         self._open_manager: ocp.CheckpointManager | None = None
-        self._mutex = threading.RLock()  # one call at a time
+        self._mutex = threading.RLock()  # one call at a time; `save` and `restore` call `wait`
         self._is_closed = False
         self._deletion: threading.Thread | None = None  # of old checkpoints
         self._last_step: int | None = None  # that was saved or restored
@@ -148,6 +149,7 @@ class Checkpointer:
     def _save(self, program: Program, state: TrainState, metrics: Mapping[str, Any] | None, data: Any, force: bool) -> bool:
         self._check_open()
         program.check_state(state)
+        # Waits for the step that makes this state.
         step = int(state.step)
         if (not force and step % self._interval) or step == self._last_step:
             return False
@@ -170,6 +172,7 @@ class Checkpointer:
             # it.
             self._deletion = threading.Thread(target=self._delete_old, args=(manager,), name="zerojax-delete")
             self._deletion.start()
+        # `_give_up` takes this back if what is left of the save fails.
         self._last_step = step
         return True
 
@@ -185,7 +188,9 @@ class Checkpointer:
         """Let Orbax begin the save, and go on with it beside the next steps; if it fails, all is as it was before."""
         save = StateSave(program, state, self._max_host_bytes, data, self._barrier)
         args = ocp.args.Composite(**{STATE: save, CONFIG: ocp.args.JsonSave(describe(program))})
+        # Orbax writes metrics as JSON, which holds no arrays.
         numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
+        # Here, in the thread of the steps, all processes number their saves alike.
         self._barrier.renew()
         self._last_save, self._step_before = save, self._last_step
         # From here on the end of the program has something to wait for.
@@ -240,6 +245,7 @@ class Checkpointer:
         with explaining(f"saving in {self.directory}"):
             try:
                 self._open_manager.wait_until_finished()
+                # The next save starts another: only one thread at a time removes what is on its way out.
                 if self._deletion is not None:
                     self._deletion.join()
                 self._directory.sync()  # the name of the last checkpoint
@@ -254,6 +260,7 @@ class Checkpointer:
         if manager is not None:
             with contextlib.suppress(Exception):  # what failed fails in the background too
                 manager.close()
+        # Its threads may still write into the folder that `clean` removes.
         if self._last_save is not None and self._last_save.saving is not None:  # Orbax may not have come to it
             self._last_save.saving.abandon()
         self._last_step = self._step_before
@@ -303,6 +310,7 @@ class Checkpointer:
 
         def read(step: int) -> tuple[TrainState, Any, bool]:
             with self._open_step(step, program.mesh) as saved:
+                # The position first: if there is none for this process, nothing of the program's is overwritten.
                 position = None if data is None else own_position(saved.folder, saved.num_processes, saved.data)
                 return restore_state(program, saved, verify=self._verify), position, bool(saved.data)
 
@@ -329,6 +337,7 @@ class Checkpointer:
         try:
             AllProcesses(mesh, f"opening step {step}", DamagedError).do(lambda: opened.append(SavedState(folder)))
         except BaseException:
+            # Opened here and refused by another process: none of them reads it.
             for saved in opened:
                 saved.close()
             raise
@@ -365,6 +374,7 @@ class Checkpointer:
             try:
                 self._wait()
             finally:
+                # Also after a save that failed: else this process would keep other runs from the directory.
                 manager, self._open_manager = self._open_manager, None
                 if manager is not None:
                     manager.close()
@@ -377,6 +387,7 @@ class Checkpointer:
         self.close()
 
 
+# Those that have begun a save and are not closed.
 _OPEN: "set[Checkpointer]" = set()
 
 

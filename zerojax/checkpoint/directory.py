@@ -104,6 +104,7 @@ class Directory:
         for step in steps:
             try:
                 return step, read(step)
+            # Only damage: what is of another model or version is no reason to go back to an older step.
             except DamagedError as error:
                 if required and step == steps[-1]:
                     raise
@@ -127,6 +128,7 @@ class Directory:
         """Rename a step, so that it is none any more, and return the new name; None in processes that change nothing."""
         if jax.process_index() != 0:
             return None
+        # The same step may be set aside by each run that goes back behind it.
         names = (f"{step}{ASIDE}{n or ''}" for n in itertools.count())
         name = next(n for n in names if not os.path.lexists(os.path.join(self.path, n)))
         os.rename(self.step_folder(step), os.path.join(self.path, name))
@@ -165,6 +167,7 @@ class Directory:
             self._lock = _ELSEWHERE
             return
         with explaining(f"taking the directory of checkpoints {self.path}"):
+            # O_CLOEXEC: else a program started from this process would hold the lock for as long as it runs.
             fd = os.open(os.path.join(self.path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -68,5 +68,6 @@ def explaining(action: str, root: str | None = None) -> Iterator[None]:
     except SwapError as error:
         if root is None or error.errno is None or error.file is None or not error.file.startswith(root):
             raise
+        # Its text and remedy are about the swap folder, so a new error is made of its number and file.
         cause = OSError(error.errno, os.strerror(error.errno), error.file)
         raise explained(cause, action) from error

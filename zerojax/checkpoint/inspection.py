@@ -64,6 +64,7 @@ def inspect(folder: str | os.PathLike[str], *, verify: bool = False) -> Report:
     if is_step(folder):
         return _step_report(folder, verify)
     steps, unfinished = directory.listing()
+    # A folder may have a number for a name and hold something else.
     if not unfinished and not any(is_step(directory.step_folder(step)) for step in steps):
         raise NoCheckpointError(f"{folder} is neither a zerojax.Checkpointer's directory nor a step of one")
     return _directory_report(directory, steps, unfinished, verify)

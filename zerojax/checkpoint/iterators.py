@@ -66,6 +66,7 @@ def own_position(folder: str, num_processes: int, positions: Mapping[int, Any]) 
             f"{folder} holds the iterators of {num_processes} processes, and these are {jax.process_count()}: "
             "restore without data, and set the iterator's position from state.step"
         )
+    # All positions are looked at, and not this process's alone, so that all processes raise.
     if missing := [process for process in range(num_processes) if process not in positions]:
         raise IteratorError(
             f"{folder} holds no state of the iterator of process {missing[0]}: save it with data=, or restore without"

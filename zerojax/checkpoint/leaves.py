@@ -90,6 +90,7 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
       records: how its states rest.
     """
     layout = records.layout
+    # Both in the order of the flattened state: its leaves as if none were on disk, and as a program takes them.
     arrays = jax.tree_util.tree_flatten_with_path(layout.abstract_arrays, is_leaf=is_stored)[0]
     stored = state_arrays(layout.abstract_state)
     flags = tiled_leaves(model, layout.abstract_params)  # of a LayeredModel the stacks of layers have them, else every leaf
@@ -128,6 +129,7 @@ def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | 
     """Yield for each leaf of a state the parameter leaf that it is or mirrors, and how it rests where records hold it."""
     layout, state = records.layout, records.layout.abstract_state
     every = range(len(layout.leaves))
+    # The fields in the order in which the state is flattened.
     for field in dataclasses.fields(state):
         value = getattr(state, field.name)
         if field.name == "params":

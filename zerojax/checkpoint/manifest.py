@@ -147,6 +147,7 @@ class SavedState:
         self.values = {name: _decoded(entry) for name, entry in first["values"].items()}
         self.keys = dict(first["keys"])
         self.data = {process: decoded_position(m["data"]) for process, m in manifests.items() if m["data"] is not None}
+        # One set of records over all processes' stores: a shard of the program that reads may be cut from any of them.
         self.records = SavedRecords(folder, [SavedStore.from_json(s) for m in manifests.values() for s in m["stores"]])
 
     def _read(self, name: str) -> dict[str, Any]:

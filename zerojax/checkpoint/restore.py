@@ -87,10 +87,12 @@ class Restoring:
     def _arrays(self, sources: Sequence[LeafSource]) -> list[Any]:
         """Return the leaves' arrays; what is on disk has no number yet."""
         abstract = state_arrays(self.layout.abstract_state)
+        # Leaves that are no stacks are read whole.
         stacked = [i for i, s in enumerate(sources) if s.leaf.lead and not isinstance(abstract[i], OnDisk)]
         arrays = [
             array if i in stacked or isinstance(array, OnDisk) else sources[i].array(array) for i, array in enumerate(abstract)
         ]
+        # Stacks are allocated together, and filled a record at a time.
         empty = self._empty([abstract[i] for i in stacked])
         for i, array in zip(stacked, empty, strict=True):
             arrays[i] = array
@@ -117,13 +119,16 @@ class Restoring:
         mesh, leaves = self.layout.mesh, [source.leaf for source in sources]
         shardings = [leaf.record(mesh).sharding for leaf in leaves]
         first, arrays = leaves[0].first, [_arrays_in(stack) for stack in stacks]
+        # A Split is filled by two programs, one for each part.
         programs = {flag: filler(mesh, leaves, arrays, flag) for flag in ((True, False) if first else (False,))}
         for index in np.ndindex(*_dims(leaves[0])):
             on_device = index[0] < first
+            # The index is that of a layer on disk, which `_fill_disk` fills.
             if not on_device and all(isinstance(_rest(stack), OnDisk) for stack in stacks):
                 continue
             values = [source.record(index, sharding) for source, sharding in zip(sources, shardings, strict=True)]
             arrays = programs[on_device](arrays, values, np.asarray(index, np.int32))
+            # So that their buffers are free as soon as the program has read them.
             del values
             jax.block_until_ready(arrays)  # or records wait in memory for a device that is slower than the disk
         return [_with_arrays(stack, parts) for stack, parts in zip(stacks, arrays, strict=True)]
@@ -142,6 +147,7 @@ class Restoring:
             members.sort(key=lambda source: source.leaf.disk_leaf)
             leaf = members[0].leaf
             dims = _dims(leaf)
+            # The records before these are layers of a Split's first part, which is no record on disk.
             first = leaf.first * int(np.prod(dims[1:]))
             for rank in swap.disk.ranks():
                 device = self.layout.mesh.devices.flat[rank]
@@ -151,6 +157,7 @@ class Restoring:
                     with engine.borrow(records.kind, rank, number, "write") as views:
                         for source, view, box in zip(members, views, boxes, strict=True):
                             source.fill(tuple((int(i), int(i) + 1) for i in index) + box, view)
+        # Buffers are written in the background; the disk holds the state only after this.
         engine.flush()
 
     def _numbered(self, array: Any, generation: int) -> Any:
@@ -182,7 +189,9 @@ def filler(mesh: Mesh, leaves: Sequence[StateLeaf], arrays: Sequence[Sequence[An
         results = []
         for record, parts, value in zip(records, arrays, values, strict=True):
             place = 0 if on_device or len(parts) == 1 else 1
+            # A Split's second part counts its layers from `first`.
             start = (index[0] - (0 if on_device else first), *(index[k] for k in range(1, lead)), *(0,) * value.ndim)
+            # The record's own tier is that of the second part.
             tier = "device" if on_device and first else record.tier
             stack = dataclasses.replace(record, tier=tier, spec=(*(None,) * lead, *record.spec))
             stored = stack.store(value.reshape((1,) * lead + value.shape))

@@ -48,6 +48,7 @@ class Grid:
 
     def pieces(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
         """Yield for each tile that a box of the dense weight meets its number, the box in the tile, and the box in the box."""
+        # From floor(start / n) to ceil(stop / n) along each dim: the tiles that the box meets.
         ranges = [range(a // n, -(-b // n)) for (a, b), n in zip(box, self.tile, strict=True)]
         for places in itertools.product(*ranges):
             starts = [p * n for p, n in zip(places, self.tile, strict=True)]
@@ -73,18 +74,22 @@ class Retiled:
 
     def read(self, records: SavedRecords, name: str, box: Box, out: np.ndarray) -> None:
         """Fill `out` with a box of the leaf as it is here; errors are those of `SavedRecords.read`."""
+        # Box of the leaf here: layers, then tiles if it has a dim of them, then the place in a tile.
         front, rest = box[: self.lead], box[self.lead :]
         tiles: range | list[None] = range(*rest[0]) if self.here.has_dim else [None]
         part = rest[1:] if self.here.has_dim else rest
         lead = (slice(None),) * self.lead
         for row, tile in enumerate(tiles):
+            # The box of this tile in the dense weight.
             origin = (0,) * len(part) if tile is None else self.here.origin(tile)
             dense = tuple((a + o, b + o) for (a, b), o in zip(part, origin, strict=True))
             target = out[*lead, row] if self.here.has_dim else out
+            # The saved tiles that it meets.
             for number, in_tile, in_dense in self.saved.pieces(dense):
                 source = front + (((number, number + 1),) if self.saved.has_dim else ()) + in_tile
                 piece = np.empty([b - a for a, b in source], out.dtype)
                 records.read(name, source, piece)
+                # Without the saved dim of tiles, which is of size 1 here.
                 target[*lead, *(slice(a, b) for a, b in in_dense)] = piece.reshape([b - a for a, b in front + in_tile])
 
 
@@ -121,6 +126,7 @@ def retiled(
     """
     lead = int(stacked)
     if saved[:lead] != here[:lead]:
+        # No text of its own: the caller's error gives both shapes.
         raise ValueError("")
     saved, here = saved[lead:], here[lead:]
     if len(saved) == len(here) + 1 and len(here) in (1, 2) and tiled[0]:  # here it is dense
@@ -129,6 +135,7 @@ def retiled(
         return Retiled(Grid((1,) * len(saved), saved, False), _cut(saved, here), lead)
     if len(saved) != len(here) or math.prod(saved) != math.prod(here) or len(saved) not in (2, 3):
         raise ValueError("")
+    # What is not known to be tiles can only be a single one.
     if not any(tiled) or not all(flag or shape[0] == 1 for flag, shape in zip(tiled, (saved, here), strict=True)):
         raise ValueError("")
     in_tiles = tiled[1]

@@ -111,6 +111,7 @@ class Saving:
                 for shard in array.addressable_shards:
                     # Replicas hold the same bytes, and one of them writes.
                     if shard.replica_id == 0:
+                        # A dim that is not split has slice(None) for an index.
                         start = tuple(s.start or 0 for s in shard.index[leaf.lead :])
                         piece = Piece(leaf, shard.data, start)
                         groups.setdefault((label, first, self._rank[shard.device]), []).append(piece)
@@ -121,6 +122,7 @@ class Saving:
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             self._keys[leaf.name] = str(jax.random.key_impl(value))
             value = jax.random.key_data(value)
+        # Not split, so any device has all of it; copied, since the next step donates it.
         self._values[leaf.name] = np.array(value.addressable_data(0))
 
     def _copy_group(self, label: str, first: int, rank: int, pieces: Sequence[Piece]) -> None:
@@ -183,6 +185,7 @@ class Saving:
         lead, scale = leaves[0].lead, math.prod(leaves[0].shape[1 : leaves[0].lead])
         folder = os.path.join(f"disk.{records.kind}", str(store.rank))
         names = [leaf.name for leaf in leaves]
+        # A Split's first part is in memory, and a stack of its own: the records on disk are numbered from its end on.
         return SavedStore.of(store, folder, names, starts, leaves[0].shape[:lead], leaves[0].first * scale)
 
     # --- beside the next steps ---------------------------------------------------------------------------------------------
@@ -208,6 +211,7 @@ class Saving:
             with explaining(f"writing the checkpoint {self.root}", self.root):
                 for write in self._writes:
                     write.result()
+                # Written by now, so their checksums are known.
                 stores = [
                     dataclasses.replace(saved_store, checksums=tuple(int(c) for c in store.checksums))
                     for store, saved_store in self._stores

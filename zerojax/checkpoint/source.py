@@ -91,6 +91,7 @@ class LeafSource:
         def shard(index: Any) -> np.ndarray:
             box = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
             if box not in shards:
+                # In the dtype that the leaf has here: what is read is cast on its way.
                 out = np.empty([stop - start for start, stop in box], self.leaf.dtype)
                 self.fill(box_of_leaf(box), out)
                 shards[box] = out
@@ -116,6 +117,7 @@ def find_sources(leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: L
     # An import has none: its optimizer state is made for the program's own tiles.
     if saved.has_opt_state:
         differences += _unconverted(sources)
+    # The other direction: what was saved, and nothing here reads.
     unread = sorted(name for name in [*saved.leaves, *saved.values] if name not in shapes and not _may_be_left(name, saved))
     differences += [f"{name}, which this program's state has not" for name in unread]
     if differences:
@@ -153,6 +155,7 @@ def _source(
             return LeafSource(leaf, saved, tiles=_retiled(leaf, shapes, saved))
         except ValueError as error:
             differences.append(f"{name} {list(shape)}, and here it is {list(leaf.shape)}{error}")
+        # Stands in for the source until all differences are raised together.
         return LeafSource(leaf, saved)
     value = _initial_value(name, saved, loss_scaling)
     # Without a pending update its gradients are never read, so zeros will do.
@@ -192,6 +195,7 @@ def _unconverted(sources: Sequence[LeafSource]) -> list[str]:
     differences = []
     for source in sources if any(tiles.values()) else ():
         name, shape = source.leaf.name, list(source.leaf.shape)
+        # The longest, since one weight's path may end in another's.
         owner = max((path for path in tiles if name.endswith(path)), key=len, default=None)
         if owner is not None and tiles[owner] is not None and source.tiles is None and math.prod(shape) > 1:
             differences.append(f"{name} {shape}, which is not like its weight, and so is not converted to other tiles")

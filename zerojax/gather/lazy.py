@@ -31,6 +31,7 @@ HERE = object()
 """Stands for the shard among the operands of a Move."""
 
 
+# eq=False: compared and hashed by identity, since arrays can be neither, and Shards and Nodes are keys.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Move:
     """A cast, layout or elementwise equation. It acts on a shard as on the whole, so it may come before the gather or after it.
@@ -137,10 +138,12 @@ class Whole:
             node = pending[-1]
             missing = [o.node for o in node.operands if isinstance(o, Lazy) and o.node and o.node not in self.results]
             if missing:
+                # Visited again once its operands are there.
                 pending += missing
             elif node not in self.results:
                 self.results[node] = bind(node.eqn, [self._operand(o) for o in node.operands])
             else:
+                # Computed just now, or for another reader before.
                 pending.pop()
         return self._operand(lazy)
 

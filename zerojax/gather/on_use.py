@@ -78,6 +78,7 @@ class _Walk:
     def run(self) -> list[Array]:
         index = 0
         while index < len(self.program.instructions):
+            # `group` and `unit` do some instructions ahead of their turn.
             if index not in self.done:
                 self.step(index)
             index += 1
@@ -139,8 +140,10 @@ class _Walk:
             others = [o for o in operands if o is not lazies[0]]
             if all(jnp.ndim(o) == 0 for o in others) and self.move(instruction, operands, lazies[0]):
                 return
+        # Postponed: each unit that uses it computes it anew, from whole values.
         node = Node(eqn, operands)
         results = [Lazy(union(lazies), node, i) for i in range(len(instruction.outs))]
+        # Small enough to be kept: then no unit gathers the sources for it.
         if len(results) == 1 and self.shrinks(eqn, lazies):
             results = [_reduced(results[0])]
         self.write(instruction, results)
@@ -221,6 +224,7 @@ class _Walk:
         """Run the equations of `group` as one rematerialised unit over the gathered parameters they use."""
         instructions = [self.program.instructions[i] for i in group]
         inside = {out for i in instructions for out in i.outs}
+        # What the group reads from outside of it: lazy values, whose sources the unit gathers, and data.
         refs = dict.fromkeys(slot for i in instructions for slot in i.reads if slot not in inside)
         lazies = {ref: self.slots[ref] for ref in refs if isinstance(self.slots[ref], Lazy)}
         data = [ref for ref in refs if ref not in lazies]
@@ -278,11 +282,13 @@ def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
         def slice_of(v: Any, value: Any) -> Any:
             if not isinstance(v, Lazy):
                 return value
+            # The slice of an iteration is a shard like the stack, without the layer dim.
             source = v.sources[0]
             return Lazy((Shard(source.path, value, source.stored[1:], source.cotangent[1:]),))
 
         inner = [slice_of(v, value) for v, value in zip(sliced, slices, strict=True)]
         closed = params["jaxpr"]
+        # Lazy constants are closed over: each unit of the body gathers those that it uses.
         outs = _Walk(walk.rule, closed.jaxpr, closed.consts, [*consts, *carry, *inner]).run()
         return outs[:num_carry], outs[num_carry:]
 

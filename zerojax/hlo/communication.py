@@ -53,6 +53,7 @@ def collectives(text: str, unknown_trips: int | None = None) -> list[Collective]
         shapes: dict[str, str] = {}
         for i in module.instructions(name):
             shapes[i.result] = i.shape
+            # A split collective counts at its start: its done is no kind in the list.
             kind = i.op.removesuffix("-start")
             if kind in COLLECTIVES:
                 operations.append(_collective(kind, i, shapes, times, name))
@@ -114,6 +115,7 @@ def peak_gathered_bytes(text: str) -> int:
 
     def peak(name: str) -> int:
         instructions = module.instructions(name)
+        # Of a loop, a call or a branch: what its computation holds while it runs, on top of what is live here.
         inner = [
             max((peak(c) for c in i.called), default=0) if i.op == "while" or i.op in _CALLS else 0 for i in instructions
         ]  # fmt: skip
@@ -149,6 +151,7 @@ def _gathered_buffers(instructions: list[Instruction]) -> list[_Buffer]:
             buffer.last = index
         # A fusion that reads data too makes an activation, which is no gathered parameter.
         copies = reads and i.op in _COPIES and all(operand in constants or viewed.get(operand) for operand in i.operands)
+        # A view keeps alive what it is a view of, so both have the same buffers.
         if i.op in _VIEWS:
             viewed[i.result] = reads
         elif i.op in ("all-gather", "all-gather-start") or copies:

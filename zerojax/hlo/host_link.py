@@ -161,9 +161,11 @@ def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
     stack, result = frame.arrays(i.operands[0])[0], parse_arrays(i.shape)[0]
     written = i.op == "dynamic-update-slice"
     part = frame.arrays(i.operands[1])[0] if written else result
+    # Operands: the stack, of an update the part, then one start a dim.
     starts = [frame.value(o) for o in i.operands[2 if written else 1 :]]
+    # Where the part is as long as the stack, the start can only be 0.
     sliced = [d for d, (size, whole) in enumerate(zip(part.dims, stack.dims, strict=True)) if size < whole]
-    address: Any = np.asarray(0)
+    address: Any = np.asarray(0)  # bytes, an array over the iterations of the loops around
     for d in sliced:  # a start is clamped so that the slice lies inside
         start = starts[d]
         inside = np.clip(start, 0, stack.dims[d] - part.dims[d]) if isinstance(start, np.ndarray) else None
@@ -186,6 +188,7 @@ def _kind(frame: Frame, index: Any) -> str:
     if not isinstance(index, np.ndarray):
         return index if isinstance(index, str) else OTHER
     for loop in range(len(frame.trips)):
+        # The counter of a loop of one trip is a constant, and told as one.
         counter = frame.iterations(loop)
         if counter is not None and counter.size > 1 and equal(index, counter):
             return "raw"

@@ -119,6 +119,7 @@ class Frame:
 
     def _evaluate(self, i: Instruction) -> Any:
         if i.op == "parameter":
+            # Of `parameter(2)` the rest is `2)`, and perhaps attributes.
             return self.argument(int(i.rest.split(")")[0]))
         if i.op == "tuple":
             return lambda n: self.value(i.operands[n])
@@ -137,6 +138,7 @@ class Frame:
         if i.op == "iota":
             return tuple(range(*arrays[0].dims)) if len(arrays[0].dims) == 1 else OTHER
         if i.op in CALLS:
+            # Of a fusion or a call: the value that its computation returns for these operands.
             inner = self.inner(i)[0][0]
             return inner.value(inner.computation.root)
         if i.op in _ARITHMETIC or i.op in _MOVES or i.op == "compare":
@@ -193,6 +195,7 @@ def equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _column(trips: int, axes: int) -> np.ndarray:
+    # [trips, 1, ..]: the axes after the first are those of the loops further out.
     return np.arange(trips).reshape(-1, *(1,) * (axes - 1))
 
 

@@ -14,6 +14,7 @@ import re
 from zerojax.hlo.communication import COLLECTIVES
 from zerojax.hlo.parse import Instruction, Module, parse_arrays, parse_module
 
+# Targets of library calls: products of matrices, attention and convolutions.
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|fmha|cudnn|conv)[^"]*"', re.IGNORECASE)
 _WAITED = re.compile(r'"is_sync":\s*true')
 _HOST = "S(5)"
@@ -116,6 +117,7 @@ def _end(instructions: list[Instruction], start: int) -> int | None:
     i = instructions[start]
     if not i.op.endswith("-start"):
         return None
+    # The first reader of a start is its done.
     return next(n for n in range(start + 1, len(instructions)) if i.result in instructions[n].operands)
 
 
@@ -141,10 +143,12 @@ def _result(i: Instruction) -> str:
 
 
 def _num_bytes(i: Instruction, kind: str, shapes: dict[str, str], end: Instruction) -> int:
+    # A reduce-scatter's whole is its operand, any other's its result: of a split one, what its end returns.
     if kind in COLLECTIVES:
         counted = [i.shape] if kind != "reduce-scatter" else [shapes.get(o, "") for o in i.operands]
         counted = [end.shape] if kind != "reduce-scatter" and end is not i else counted
     elif kind == "to_host" and "update-slice" in i.rest + i.result:
+        # Written in place into a stack: only the part crosses the link.
         counted = [shapes.get(i.operands[1], "")]
     else:
         counted = [end.shape]

@@ -136,6 +136,7 @@ def _computations(text: str) -> Iterator[tuple[bool, str, list[str]]]:
         header = _HEADER.match(line)
         if header and not line.startswith("HloModule"):
             name, is_entry, lines = header.group(2), bool(header.group(1)), []
+        # Lines of a computation are indented, so a brace in the first column ends it.
         elif line.startswith("}") and name is not None:
             yield is_entry, name, lines
             name = None

@@ -23,6 +23,7 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
     for leaf in layout.leaves:
         elements = local_elements(leaf.shape, leaf.spec.base, mesh)
         split = STAGES[config.stage].opt_state and leaf.spec.sharded != leaf.spec.base
+        # What `fsdp` does not split is reduced by an all_reduce over all of its copies.
         elements_sent = collective_elements(elements, config.stage if split else 0, shards * (1 if split else replicas), count)
         if streamed and leaf.is_stacked:
             elements_sent["all_gather"] = collective_elements(elements, config.stage, shards)["all_gather"] if split else 0.0

@@ -47,6 +47,7 @@ def gathered_bytes(layout: Layout, num_layers: int | None, layers: int = 1, fetc
       fetched: parameters come from another tier, so that a layer takes its bytes even where nothing is split.
     """
     if not STAGES[layout.config.stage].params or (layout.mesh.shape[FSDP] == 1 and not fetched):
+        # Parameters rest whole on the device: nothing is gathered.
         return 0
     num_tiles = {group.name: group.num_tiles for group in layout.groups}
     of_units: dict[Any, int] = {}

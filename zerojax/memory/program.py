@@ -43,9 +43,11 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
     streamed = step if isinstance(step, StreamedStep) else None
     if streamed is not None:
         running = streamed_bytes(layout, streamed, abstract_batch)
+        # Arguments of the program too: the schedule's i32 arrays, and the 1 that bounds loops of one trip.
         scalars += 4 + 4 * sum(a.size for arrays in streamed.schedule.arrays().values() for a in arrays.values())
     elif isinstance(step, ResidentStep):
         running = resident_bytes(records, step.plain_loss, abstract_batch, step.model)
+        # The 1 that bounds loops of one trip: i32[].
         scalars += 4 if layout.updates_by_record else 0
     else:
         raise NotImplementedError(f"the bytes of a {type(step).__name__} are not counted in this version")

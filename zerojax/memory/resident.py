@@ -50,6 +50,7 @@ def _residual_bytes(layout: Layout, loss: Any, abstract_batch: Any) -> int:
     """
     config = layout.config
     count = config.num_microbatches
+    # Of one microbatch: each is differentiated before the next one runs.
     micro = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]) if len(a.shape) else a.shape, a.dtype),
         abstract_batch,

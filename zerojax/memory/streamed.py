@@ -82,6 +82,7 @@ class _RecordBytes:
 def _record_bytes(layout: Layout, streamed: StreamedStep, residuals: Mapping[str, int], gathered: int) -> _RecordBytes:
     plan = streamed.plan
     sizes = [record_bytes(plan.state_records, part) for part in layout.record_parts]
+    # Those saved on the device do not move.
     sizes[0] |= {"activations": residuals["pinned_host"] + residuals["nvme"]}
     if not gathered:
         sizes = [size | {"gathered": 0} for size in sizes]
@@ -122,6 +123,7 @@ def _peak_bytes(streamed: StreamedStep, records: _RecordBytes) -> int:
     """
     copied, called = moved_by_updates(streamed.plan.state_records, streamed.plan.ends)
     _, layer_called = moved_by_updates(streamed.plan.state_records, streamed.plan.blocks)
+    # The loops, and what their ticks do not count: updates by callbacks, and of leaves that are no stack of layers.
     peaks = [
         _peak(streamed.schedule, records.sizes, "forward"),
         _peak(streamed.schedule, records.in_backward, "backward"),
@@ -148,6 +150,7 @@ def _link_bytes(streamed: StreamedStep, records: _RecordBytes, on_disk: int, loa
     _, layer_called = moved_by_updates(plan.state_records, plan.blocks)
     read = records.read
     swapped_read = [{kind: n if tiers[kind] == "nvme" else 0 for kind, n in size.items() if kind in tiers} for size in read]
+    # Activations on nvme move with callbacks; those in host memory are copies of the program.
     swapped_read[0]["activations"] = on_disk
     swapped_written = [size | {"params": 0} for size in swapped_read] if records.is_host_update else swapped_read
     swaps = swapped_by_updates(plan.state_records, plan.ends)
@@ -184,9 +187,11 @@ def _schedule_link(
     moved: list[LinkBytes] = []
     for phase in schedule.phases:
         moved.append(_phase_link(phase, read[0], written[0]))
+        # Forward and backward run a group's loop over tiles in each of their ticks.
         for loops, name in inside.get(phase.name, ()):
             n = groups[loops.name]
             moved += [_phase_link(loops.phase(name), read[n], written[n])] * schedule.num_layers
+        # After the layers, update runs one loop over the tiles of all of them.
         if phase.name == "update":
             moved += [_phase_link(loops.phase("update"), read[n], written[n]) for n, (_, loops) in
                       enumerate(streamed.plan.loops, 1)]  # fmt: skip
@@ -197,10 +202,12 @@ def _phase_link(phase: Phase, read: Mapping[str, int], written: Mapping[str, int
     """Return what one loop moves, given the bytes of a record by kind."""
 
     def moved(size: Mapping[str, int], kinds: Iterable[str], layers: Iterable[int]) -> int:
+        # The optimizer state of the first layers may stay on the device.
         away = {kind: phase.device_layers if kind == "opt_state" else 0 for kind in kinds}
         return sum(size[kind] for layer in layers for kind in kinds if layer >= away[kind])
 
     fetched = [phase.first, *phase.preload.tolist(), *phase.fetch.tolist()]
+    # -1 means that a tick fetches nothing.
     to_device = moved(read, phase.fetches, (layer for layer in fetched if layer >= 0))
     to_device += moved(read, phase.reads, phase.layer.tolist())
     return {"to_device": to_device, "to_host": moved(written, phase.writes, phase.layer.tolist())}

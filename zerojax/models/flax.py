@@ -198,6 +198,7 @@ class _Nnx:
             return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(key)), nnx.Param))
 
     def bind(self, params: Any, key: jax.Array | None) -> nnx.Module:
+        # The plain dict has the leaves of NNX's state, in the same order.
         state = jax.tree.unflatten(jax.tree.structure(self.abstract), jax.tree.leaves(params))
         module = nnx.merge(self.graph, state, self._streams(key), jax.tree.map(jnp.asarray, self.constants))
         if key is None:

@@ -118,6 +118,7 @@ def layered_loss(
     """
 
     def loss(params: Params, batch: Batch, key: Key) -> jax.Array:
+        # Layers have the numbers 0 .. L-1, the embedding L and the head L + 1: no two functions share a key.
         def key_of(layer: int | jax.Array) -> Key:
             return None if key is None else jax.random.fold_in(key, layer)
 

@@ -46,6 +46,7 @@ class RecordUpdate:
     def shared(self, states: FlatState, loss: Array, ok: Array) -> list[Array]:
         """Return the scalars of the optimizer state after the step."""
         before = self.records.shared_of(states)
+        # A part of no leaves moves the shared scalars alone.
         *_, after = self.rule((), (), (), (), before, loss)
         # A skipped step is no step to the optimizer: its count, and with it bias corrections and schedules, stays.
         return [jnp.where(ok, a, b) for a, b in zip(after, before, strict=True)]
@@ -132,6 +133,7 @@ class RecordUpdate:
         records, masters = self.records.opt_records((index,)), int(states.master is not None)
 
         def new(param: Any, opt: list[Any]) -> tuple[Array, list[Array]]:
+            # Masters lead their record; without them the parameter is the weight.
             read = load_leaves(records, opt)
             old = read[0] if masters else self.records.params[index].load(param)
             (value,), after = self._move((index,), (grad,), (old,), read[masters:], shared, loss, ok)

@@ -109,6 +109,7 @@ def _fault(update: ElementwiseUpdate, names: Sequence[str]) -> str | None:
     )(update.params, opt_map.abstract, update.params, scalar)  # fmt: skip
     del out
     program = flatten(closed.jaxpr, closed.consts)
+    # The leaf that each input is of, and the only one that each output may depend on; None is no leaf.
     every = range(len(names))
     reads = [*every, *opt_map.owners, *every, None]
     return _Reader(program, reads, names).fault([*every, *opt_map.owners])
@@ -130,6 +131,7 @@ def _fault_of_parts(update: ElementwiseUpdate, names: Sequence[str], parts: Sequ
             alone = _trace(update, part, ones, mirrored)
         except Exception as error:  # the user's code: whatever it raises
             return f"its update of {[names[i] for i in part]} alone fails: {error!r}"
+        # What makes each result must be what makes it in the update of the whole tree.
         for key in [*(("p", i) for i in part), *(("s", j) for j in (*mirrors, *opt_map.shared))]:
             if _equations(*whole, key) != _equations(*alone, key):
                 what = names[key[1]] if key[0] == "p" else f"its state {key[1]}"
@@ -172,6 +174,7 @@ def _equations(program: FlatJaxpr, roles: dict[int, Any], outputs: dict[Any, Any
         # What changes the numbers, and does not follow from shapes.
         keep = {k: str(v) for k, v in i.eqn.params.items() if k in ("y", "new_dtype", "direction", "mode")}
         equations.append((i.eqn.primitive.name, keep, [name(ref) for ref in i.ins]))
+        # Numbered by equation: slots differ between the two traces.
         names.update({out: (number, n) for n, out in enumerate(i.outs)})
     return [*equations, name(outputs[key])]
 
@@ -213,6 +216,7 @@ class _Reader:
                 if shape and not even:
                     self.uneven.add(out)
             return None
+        # Else it depends on one leaf alone, and may only act on each of its elements.
         read_avals: list[Any] = [v.aval for v in i.eqn.invars]
         operands = [a.shape for a in read_avals]
         read_shapes = [

@@ -61,12 +61,15 @@ class HostRule:
         # An equation that no element reaches is computed once, by the program, and not for every element of every layer.
         self.elements = [i for i in live if not varies.isdisjoint(i.outs)]
         self.before = [i for i in live if varies.isdisjoint(i.outs)]
+        # What the kernel reads of the program's scalars: each crosses once.
         reads = [ref for i in self.elements for ref in i.ins] + list(self.program.outputs)
         self.crossing = tuple(dict.fromkeys(ref for ref in reads if isinstance(ref, int) and ref not in varies))
         dtypes = {slot: a.dtype for slot, a in zip(self.program.inputs[self.num_arrays :], scalars, strict=True)}
         shapes: dict[int, Any] = {out: v.aval for i in self.before for out, v in zip(i.outs, i.eqn.outvars, strict=True)}
+        # Arrays whose elements are all equal cross as one number, and the kernel spreads it.
         self.fills = {slot: shapes[slot].shape for slot in self.crossing if slot in shapes and shapes[slot].shape}
         crossed = [jax.ShapeDtypeStruct((), jnp.float32) for _ in self.crossing]
+        # All cross as float32, and the kernel casts each back to what the rule had.
         kinds = [shapes[slot].dtype if slot in shapes else dtypes[slot] for slot in self.crossing]
 
         def kernel(arrays: list[Array], values: list[Array]) -> list[Array]:

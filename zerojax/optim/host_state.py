@@ -138,6 +138,7 @@ class HostBinding:
             arrays = self.state.arrays(states, index) + ([state.pending.grads[leaf]] if state.pending is not None else [])
             shards = [{positions[s.device]: view(s.data) for s in a.addressable_shards} for a in arrays]
             for device in local:
+                # In the order that `arrays` and the kernels have: the pending gradient comes last.
                 views = [shard[device] for shard in shards]
                 addresses += [v.ctypes.data for v in views]
                 if state.pending is not None:

@@ -84,6 +84,7 @@ def keep_in_bfloat16(tx: optax.GradientTransformation, *, nearest: bool = False)
         widened = [a.astype(jnp.float32) if j in chosen else a for j, a in enumerate(before)]
         updates, inner = optax.with_extra_args_support(tx).update(updates, jax.tree.unflatten(tree, widened), params, **extra)
         after = jax.tree.leaves(inner)
+        # A leaf's moments are rounded together: one hash of an element gives the numbers for all of them.
         of_owner: dict[int, list[int]] = {}
         for j, owner in chosen.items():
             of_owner.setdefault(owner, []).append(j)
@@ -143,13 +144,16 @@ def random_bits(step: jax.Array, grad: jax.Array, moments: Sequence[jax.Array]) 
     Returns:
       uint32 below 2^16 of that shape, for each moment.
     """
-    # Pieces of 16 bits: the gradient's exponent and leading bits, and each moment. Two are absorbed at a time.
+    # Pieces of 16 bits: the gradient's exponent and leading bits (the shift drops its sign), and each moment. Two are absorbed
+    # at a time.
     pieces = [_bits(grad.astype(jnp.float32)) << 1, *map(_bits, moments)]
+    # Plus 1, since 0 is a fixed point of the hash.
     state = _mix((step.astype(jnp.uint32) + jnp.uint32(1)) * jnp.uint32(GOLDEN))
     for n in range(0, len(pieces), 2):
         word = pieces[n] & jnp.uint32(HIGH)
         word = word | (pieces[n + 1] >> 16) if n + 1 < len(pieces) else word
         state = _mix(state ^ word)
+    # A state of 32 bits serves two moments.
     halves: list[jax.Array] = []
     for _ in range(0, len(moments), 2):
         halves += [state & jnp.uint32(0xFFFF), state >> 16]

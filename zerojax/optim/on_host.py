@@ -66,6 +66,7 @@ class HostUpdate:
         self.params_away, self.needs_weights = self.state.params_away, self.state.needs_weights
         has_master, order = self.layout.has_master, self.state.order
         self.rules = [HostRule(update, i, self.state.grad_dtype(i), summed, has_master) for i in order]
+        # One vector holds the scalars of all kernels: each reads its own slice.
         start, leaves = 0, []
         for rule, index in zip(self.rules, order, strict=True):
             scalars = slice(start, start + len(rule.crossing))
@@ -82,6 +83,7 @@ class HostUpdate:
         in_place = self.layout.has_master or not (weight_on_device or delayed)
         # An aliased result is written over its operand. A weight has a result of its own if it rests on the device, or if the
         # device still reads it while a delayed update runs.
+        # Inputs are gradient, weight and states, then scalars; outputs are weight and states, then the cast weight.
         aliases = [(1 + k, 2 + k) for k in range(states)] + ([(0, 1)] if in_place else [])
         arrays = [True] * (2 + states) + [False] * len(rule.crossing)
         stash = self.on_disk if index in self.layout.blocks else None
@@ -177,6 +179,7 @@ class HostUpdate:
         """Update every leaf that is no stack of layers. The weights on the device, if any, are read from `states`."""
         ends = self.layout.ends
         old = [states.params[i] for i in ends] if self.needs_weights else []
+        # Each device hands over the shard that it updates: below stage 3 it has the whole weight.
         old = [jax.lax.with_sharding_constraint(v, self.records.grads[i].sharding) for v, i in zip(old, ends, strict=False)]
         new, token = self._update(states, ends, len(self.layout.blocks), jnp.int32(0), grads, old, go, scalars, token)
         params = list(states.params)
@@ -235,6 +238,7 @@ class HostUpdate:
           The results, and the next token.
         """
         every = PartitionSpec(self.mesh.axis_names)
+        # Of a stack of layers the callback makes one.
         abstract_results = [
             jax.ShapeDtypeStruct(self.state.shard_shape(i)[int(i in self.layout.blocks) :], self.layout.leaves[i].dtype)
             for i in results
@@ -244,7 +248,7 @@ class HostUpdate:
         arrays, specs = memory or ([], [])
 
         def local(position: Array, token: Array, where: Array, arrays: Any, scalars: Any, operands: list[Array]) -> Any:
-            where = jnp.concatenate([position, where, token])
+            where = jnp.concatenate([position, where, token])  # i32[n + 2]; the token holds the state's number
             out = after if only_token else (abstract_results, after)
             extra = ([] if memory is None else [arrays]) + ([] if scalars is None else [scalars])
             # Not io_callback, which hangs with several CPU devices if an operand has 128 KB or more. The side effect is the

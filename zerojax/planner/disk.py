@@ -37,6 +37,7 @@ def disk_traffic(per_param: StateBytes, update: str) -> tuple[int, int]:
       update: "in_backward" or "after_backward".
     """
     b = per_param
+    # Forward and backward each read the parameters.
     read, written = 2 * b.params + b.master + b.moments, b.params + b.master + b.moments
     if update == "in_backward":
         return read, written
@@ -83,6 +84,7 @@ def _bench(path: str, settings: IoSettings, num_records: int, record_bytes: int)
     try:
         return Bench(path, settings, num_records=num_records, record_bytes=record_bytes)
     except SwapError as error:
+        # Only a full disk has another remedy here than where a run needs it: to measure with less.
         if error.errno != errno.ENOSPC:
             raise
         needed, stat = num_records * record_bytes, os.statvfs(path)

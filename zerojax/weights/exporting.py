@@ -93,6 +93,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[str]:
             for folder, _, files in os.walk(output):
                 for entry in [*(os.path.join(folder, file) for file in files), folder]:
                     sync(entry)
+            # Checked once more, since a rename replaces a file without a word.
             if os.path.lexists(target):
                 raise ValueError(f"{target} was made by another process meanwhile: remove it, or give another path")
             os.rename(output, target)

@@ -184,6 +184,7 @@ def _key_data(key: Any, program: Program) -> np.ndarray:
     """Return the data of the key that `program.init(key)` puts into a state."""
     if not isinstance(key, jax.Array):
         raise ValueError(f"import_params takes a random key, such as jax.random.key(0), got {key!r}")
+    # A key of jax.random.PRNGKey is plain numbers.
     key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
     expected = program.layout.abstract_state.key.dtype
     if key.shape or key.dtype != expected:
@@ -205,6 +206,7 @@ def _compare(file: WeightFile, state_leaves: Sequence[StateLeaf]) -> tuple[dict[
         if (tensor := file.tensors.get(name)) is None:
             differences.append(f"no {name} {list(leaf.shape)}")
             continue
+        # Others' files do not mark tiles: where the program has tiles, a tensor of as many dims is taken for tiles as well.
         is_tiled = name in file.tiled or (bool(leaf.tiles) and len(tensor.shape) == len(leaf.shape))
         leaves[leaf.name] = SavedLeaf(tensor.shape, tensor.dtype, min(leaf.lead, 1), is_tiled, "")
         if not jnp.issubdtype(known_dtype(tensor.dtype), jnp.floating):
@@ -214,9 +216,11 @@ def _compare(file: WeightFile, state_leaves: Sequence[StateLeaf]) -> tuple[dict[
                 if not (name in file.tiled or leaf.tiles):
                     raise ValueError("")
                 is_mlp = of_mlp(leaf.name, here_shapes) and of_mlp(leaf.name, file_shapes)
+                # For its errors alone: the restore works out the same again.
                 retiled(tensor.shape, leaf.shape, stacked=leaf.lead > 0, tiled=(is_tiled, leaf.tiles), is_mlp=is_mlp)
             except ValueError as error:
                 differences.append(f"{name} {list(tensor.shape)}, and here it is {list(leaf.shape)}{error}")
+    # The other direction too, so that one error names all.
     extra = sorted(set(file.tensors) - set(weights.values()))
     differences += [f"{name} {list(file.tensors[name].shape)}, which this program's model has not" for name in extra]
     if differences:

@@ -78,6 +78,7 @@ def _results(i: Instruction, values: Sequence[InitialValue]) -> list[InitialValu
     numbers = [v for v in values if isinstance(v, np.ndarray | np.generic)]
     if len(numbers) < len(values):
         return [None] * len(outs)
+    # Equal elements stay equal in any shape.
     if name in FILLS and not numbers[0].shape:
         return [numbers[0]]
     if name in POINTWISE and not i.has_jaxpr and not any(n.shape for n in numbers):

@@ -38,6 +38,7 @@ def path_of(name: str) -> tuple[str, ...]:
     while at < len(name):
         if (match := _KEY.match(name, at)) is None:
             raise CheckpointError(f"{name}: {name[at:]} is no key that other formats know: use text or numbers as keys")
+        # `key` is a Python literal: an integer, or text in quotes, with its escapes.
         attribute, key, number = match.groups()
         keys.append(attribute or number or str(ast.literal_eval(key)))
         at = match.end()

@@ -159,6 +159,7 @@ class OrbaxFolder:
         context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         files = {"driver": "file", "path": self.path + "/"}
         is_joined = os.path.exists(os.path.join(self.path, "manifest.ocdbt"))
+        # All are opened at once, and then waited for.
         opening = {}
         for name in names:
             store = (

@@ -104,6 +104,7 @@ class SafetensorsFile:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
+                # A file of another kind may begin with any number: so many bytes must not be asked for.
                 if size < 8 or length > size - 8:
                     raise ValueError(f"its header takes {length} bytes, and the file {size}")
                 header = json.loads(file.read(length))
