@@ -156,8 +156,8 @@ class Checkpointer:
         # refused before anything is touched, and by all processes
         AllProcesses(program.mesh, SAVING, CheckpointError).do(lambda: check_position(data))
         if self._best_metric is not None and (metrics is None or self._best_metric not in metrics):
-            got = sorted(metrics or ())
-            raise ValueError(f"best_metric={self._best_metric!r}: metrics with that name are needed, got {got}")
+            names = sorted(metrics or ())
+            raise ValueError(f"best_metric={self._best_metric!r}: metrics with that name are needed, got {names}")
         # The lock before the manager: once it lists the steps, no other run may add or remove one.
         self._take_lock(program.mesh)
         self.wait()
@@ -332,16 +332,16 @@ class Checkpointer:
 
     def _open_step(self, step: int, mesh: Mesh) -> SavedState:
         """Open a checkpoint in all processes, or raise DamagedError in all, so that all pass the same ones over."""
-        opened: list[SavedState] = []  # of one, once it is open
+        states: list[SavedState] = []  # of one, once it is open
         folder = self._directory.state_folder(step)
         try:
-            AllProcesses(mesh, f"opening step {step}", DamagedError).do(lambda: opened.append(SavedState(folder)))
+            AllProcesses(mesh, f"opening step {step}", DamagedError).do(lambda: states.append(SavedState(folder)))
         except BaseException:
             # Opened here and refused by another process: none of them reads it.
-            for saved in opened:
+            for saved in states:
                 saved.close()
             raise
-        return opened[0]
+        return states[0]
 
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in order."""

@@ -92,12 +92,12 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
     layout = records.layout
     # Both in the order of the flattened state: its leaves as if none were on disk, and as a program takes them.
     arrays = jax.tree_util.tree_flatten_with_path(layout.abstract_arrays, is_leaf=is_stored)[0]
-    stored = state_arrays(layout.abstract_state)
+    nodes = state_arrays(layout.abstract_state)
     flags = tiled_leaves(model, layout.abstract_params)  # of a LayeredModel the stacks of layers have them, else every leaf
     indices = layout.stacked if isinstance(model, LayeredModel) else range(len(layout.leaves))
     tiles = dict(zip(indices, flags, strict=True))
     leaves = []
-    for (path, array), value, (owner, record) in zip(arrays, stored, _mirrored(records), strict=True):
+    for (path, array), value, (owner, record) in zip(arrays, nodes, _mirrored(records), strict=True):
         param = None if owner is None else layout.leaves[owner]
         on_disk = isinstance(value, OnDisk) or (isinstance(value, Split) and isinstance(value.host, OnDisk))
         disk_records = record.disk_records if record is not None and on_disk else None

@@ -100,8 +100,8 @@ class Restoring:
         for i in stacked:
             alike.setdefault((sources[i].leaf.first, *_dims(sources[i].leaf)), []).append(i)
         for members in alike.values():
-            filled = self._fill([sources[i] for i in members], [arrays[i] for i in members])
-            for i, array in zip(members, filled, strict=True):
+            stacks = self._fill([sources[i] for i in members], [arrays[i] for i in members])
+            for i, array in zip(members, stacks, strict=True):
                 arrays[i] = array
         return arrays
 
@@ -111,8 +111,8 @@ class Restoring:
         in_memory = [leaf for leaf in flat if not isinstance(leaf, OnDisk)]
         host, device = [a for a in in_memory if is_away(a)], [a for a in in_memory if not is_away(a)]
         zeros = {True: iter(allocate_all(host)), False: iter(_zeros(device))}  # by is_away
-        filled = [leaf if isinstance(leaf, OnDisk) else next(zeros[is_away(leaf)]) for leaf in flat]
-        return jax.tree.unflatten(tree, filled)
+        arrays = [leaf if isinstance(leaf, OnDisk) else next(zeros[is_away(leaf)]) for leaf in flat]
+        return jax.tree.unflatten(tree, arrays)
 
     def _fill(self, sources: Sequence[LeafSource], stacks: list[Any]) -> list[Any]:
         """Fill stacks whose records are numbered alike, one layer after the other."""
@@ -195,8 +195,8 @@ def filler(mesh: Mesh, leaves: Sequence[StateLeaf], arrays: Sequence[Sequence[An
             tier = "device" if on_device and first else record.tier
             stack = dataclasses.replace(record, tier=tier, spec=(*(None,) * lead, *record.spec))
             stored = stack.store(value.reshape((1,) * lead + value.shape))
-            filled = jax.lax.dynamic_update_slice(parts[place], stored, start)
-            results.append([*parts[:place], filled, *parts[place + 1 :]])
+            part = jax.lax.dynamic_update_slice(parts[place], stored, start)
+            results.append([*parts[:place], part, *parts[place + 1 :]])
         return results
 
     values = explicit([record.sharding for record in records])

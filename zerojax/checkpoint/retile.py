@@ -169,13 +169,13 @@ def _both(saved: tuple[int, ...], here: tuple[int, ...], is_mlp: bool) -> tuple[
     if here[0] == 1:
         return _cut(here[1:], saved), Grid((1,) * (len(here) - 1), here[1:], True)
     # Of several tiles on both sides, shapes tell the cut only of a vector, or of a kernel known to be cut along one dim.
-    differ = [k for k, (m, n) in enumerate(zip(saved[1:], here[1:], strict=True)) if m != n]
-    if len(differ) != 1 or (len(saved) == 3 and not is_mlp):
+    dims = [k for k, (m, n) in enumerate(zip(saved[1:], here[1:], strict=True)) if m != n]
+    if len(dims) != 1 or (len(saved) == 3 and not is_mlp):
         raise ValueError(
             f": {saved[0]} tiles and {here[0]} may be cut along one dim or both; tell by the model's tiles how many of "
             f"{here[0]} lie along the first"
         )
-    counts = [tuple(shape[0] if k == differ[0] else 1 for k in range(len(shape) - 1)) for shape in (saved, here)]
-    if saved[0] * saved[1 + differ[0]] != here[0] * here[1 + differ[0]]:
+    counts = [tuple(shape[0] if k == dims[0] else 1 for k in range(len(shape) - 1)) for shape in (saved, here)]
+    if saved[0] * saved[1 + dims[0]] != here[0] * here[1 + dims[0]]:
         raise ValueError("")
     return Grid(counts[0], saved[1:], True), Grid(counts[1], here[1:], True)

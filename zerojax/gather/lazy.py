@@ -260,10 +260,10 @@ def move_spec(eqn: jex.JaxprEqn, spec: Spec, position: int = 0) -> Spec | None:
     if name in ("slice", "dynamic_slice") and all(s is None or old[d] == new[d] for d, s in enumerate(spec)):
         return spec
     if name == "broadcast_in_dim":
-        placed = dict(zip(params["broadcast_dimensions"], range(len(old)), strict=True))
+        old_dims = dict(zip(params["broadcast_dimensions"], range(len(old)), strict=True))
         # A broadcast that grows comes after the gather, which would otherwise send the copies too.
-        grows = any(new[d] != (old[placed[d]] if d in placed else 1) for d in range(len(new)))
-        return None if grows else tuple(spec[placed[d]] if d in placed else None for d in range(len(new)))
+        grows = any(new[d] != (old[old_dims[d]] if d in old_dims else 1) for d in range(len(new)))
+        return None if grows else tuple(spec[old_dims[d]] if d in old_dims else None for d in range(len(new)))
     if name == "reshape" and params.get("dimensions") is None:
         # Dims of 1 may come and go. Any other reshape may merge a split dim with its neighbour.
         long_dims = [(n, s) for n, s in zip(old, spec, strict=True) if n != 1]

@@ -201,18 +201,18 @@ class _Walk:
                 self.defer(instruction)
                 self.done.add(index)
                 continue
-            used = self.sources_of(instruction)
+            new_sources = self.sources_of(instruction)
             # Left to `step`, which slices the shard. Inside a unit the whole stack would be gathered.
             if self.slices_shard(instruction):
                 break
             if instruction.eqn.effects or (name not in LINEAR if after_product else name not in CHEAP | PRODUCTS):
                 break
-            if used and total_bytes([*sources, *used]) > self.rule.budget_bytes:
+            if new_sources and total_bytes([*sources, *new_sources]) > self.rule.budget_bytes:
                 break
             after_product = after_product or name in PRODUCTS
             group.append(index)
-            if used:
-                sources.update(dict.fromkeys(used))
+            if new_sources:
+                sources.update(dict.fromkeys(new_sources))
                 last_use = len(group)
         return group[:last_use]
 
@@ -223,25 +223,25 @@ class _Walk:
     def unit(self, group: list[int]) -> None:
         """Run the equations of `group` as one rematerialised unit over the gathered parameters they use."""
         instructions = [self.program.instructions[i] for i in group]
-        inside = {out for i in instructions for out in i.outs}
+        inner_slots = {out for i in instructions for out in i.outs}
         # What the group reads from outside of it: lazy values, whose sources the unit gathers, and data.
-        refs = dict.fromkeys(slot for i in instructions for slot in i.reads if slot not in inside)
+        refs = dict.fromkeys(slot for i in instructions for slot in i.reads if slot not in inner_slots)
         lazies = {ref: self.slots[ref] for ref in refs if isinstance(self.slots[ref], Lazy)}
         data = [ref for ref in refs if ref not in lazies]
         # What nobody reads after the unit is no result of it, so it is not kept for backward either.
-        keep = [out for out in inside if self.program.last_read.get(out, -1) > group[-1]]
+        results = [out for out in inner_slots if self.program.last_read.get(out, -1) > group[-1]]
 
         def equations(whole: Whole, values: Sequence[Any]) -> list[Any]:
             env = {ref: whole.value(z) for ref, z in lazies.items()} | dict(zip(data, values, strict=True))
             evaluate(instructions, env)
-            return [env[out] for out in keep]
+            return [env[out] for out in results]
 
         sources = union(list(lazies.values()))
         if (size := total_bytes(sources)) > self.rule.region_bytes:
             for z in lazies.values():
                 self.note(z, f"in one equation, {size} bytes at once")
         outs = gathered(self.rule, equations, sources, [self.slots[ref] for ref in data])
-        self.slots.update(zip(keep, outs, strict=True))
+        self.slots.update(zip(results, outs, strict=True))
         self.done.update(group)
 
 
@@ -271,12 +271,12 @@ def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     consts, carry, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
     # A carry is replaced by what the body returns, so it cannot stay a shard.
     carry = [walk.gather_now(v, "a scan's carry") for v in carry]
-    sliced: list[Any] = []
+    stacks: list[Any] = []
     for v in xs:
         # Each iteration takes one index of dim 0. Were that dim split, the slice would be on some of the devices alone.
         if isinstance(v, Lazy) and (v.node is not None or v.sources[0].stored[0] or v.sources[0].cotangent[0]):
             v = walk.gather_now(v, "scanned over a dim that is sharded or computed")
-        sliced.append(v)
+        stacks.append(v)
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         def slice_of(v: Any, value: Any) -> Any:
@@ -286,7 +286,7 @@ def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
             source = v.sources[0]
             return Lazy((Shard(source.path, value, source.stored[1:], source.cotangent[1:]),))
 
-        inner = [slice_of(v, value) for v, value in zip(sliced, slices, strict=True)]
+        inner = [slice_of(v, value) for v, value in zip(stacks, slices, strict=True)]
         closed = params["jaxpr"]
         # Lazy constants are closed over: each unit of the body gathers those that it uses.
         outs = _Walk(walk.rule, closed.jaxpr, closed.consts, [*consts, *carry, *inner]).run()
@@ -295,7 +295,7 @@ def _scan(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     carry, ys = jax.lax.scan(
         body,
         carry,
-        [v.sources[0].moved() if isinstance(v, Lazy) else v for v in sliced],
+        [v.sources[0].moved() if isinstance(v, Lazy) else v for v in stacks],
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
@@ -323,7 +323,7 @@ def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     if walk.rule.remat and total_bytes(sources) > walk.rule.region_bytes:
         return checkpoint(_entered(walk.rule, jaxpr, (), values))(_data(values))
 
-    inside = dataclasses.replace(walk.rule, remat=False)  # the region itself is repeated in backward
+    inner_rule = dataclasses.replace(walk.rule, remat=False)  # the region itself is repeated in backward
 
     def region(shards: list[Array], data: list[Any]) -> list[Any]:
         shards = tie(shards, data) if walk.rule.remat else shards
@@ -336,7 +336,7 @@ def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
             next(rest) if not isinstance(v, Lazy) else Lazy((inputs[v.sources[0]],)) if v.node is None else whole.value(v)
             for v in values
         ]
-        return _Walk(inside, jaxpr, (), inner).run()
+        return _Walk(inner_rule, jaxpr, (), inner).run()
 
     return checkpoint(region)([s.value for s in sources], _data(values))
 

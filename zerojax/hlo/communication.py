@@ -75,9 +75,9 @@ def collectives(text: str, unknown_trips: int | None = None) -> list[Collective]
 def _collective(kind: str, i: Instruction, shapes: dict[str, str], times: int, computation: str) -> Collective:
     operands = [a for name in i.operands for a in parse_arrays(shapes.get(name, ""))]
     # A reduce-scatter's result is the shard: its whole is the operand.
-    counted = operands if kind == "reduce-scatter" else _results(i, len(operands))
-    widest = max(counted, key=lambda a: bits_of(a.dtype), default=None)
-    num_bytes = sum(a.num_bytes for a in counted)
+    arrays = operands if kind == "reduce-scatter" else _results(i, len(operands))
+    widest = max(arrays, key=lambda a: bits_of(a.dtype), default=None)
+    num_bytes = sum(a.num_bytes for a in arrays)
     return Collective(kind, "token" if widest is None else widest.dtype, num_bytes, times, computation)
 
 

@@ -159,10 +159,10 @@ def _direction(source_on_host: bool, target_on_host: bool) -> str:
 
 def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
     stack, result = frame.arrays(i.operands[0])[0], parse_arrays(i.shape)[0]
-    written = i.op == "dynamic-update-slice"
-    part = frame.arrays(i.operands[1])[0] if written else result
+    is_write = i.op == "dynamic-update-slice"
+    part = frame.arrays(i.operands[1])[0] if is_write else result
     # Operands: the stack, of an update the part, then one start a dim.
-    starts = [frame.value(o) for o in i.operands[2 if written else 1 :]]
+    starts = [frame.value(o) for o in i.operands[2 if is_write else 1 :]]
     # Where the part is as long as the stack, the start can only be 0.
     sliced = [d for d, (size, whole) in enumerate(zip(part.dims, stack.dims, strict=True)) if size < whole]
     address: Any = np.asarray(0)  # bytes, an array over the iterations of the loops around
@@ -174,7 +174,7 @@ def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
     return HostSlice(
         computation=frame.computation.name,
         op=i.op,
-        direction=_direction(part.on_host, True) if written else _direction(True, result.on_host),
+        direction=_direction(part.on_host, True) if is_write else _direction(True, result.on_host),
         num_bytes=part.num_bytes,
         times=_known(times, frame, i),
         index=_kind(frame, starts[sliced[0]] if sliced else np.asarray(0)),
@@ -210,8 +210,8 @@ def _descriptor(rest: str) -> tuple[bool, Descriptor | None]:
         return False, None
     config, _ = json.JSONDecoder().raw_decode(tail)
     linear = config.pop("linear", None) or config
-    known = {"loop_index", "byte_offset", "byte_stride"}
-    if config.keys() - known or linear.keys() - known:
+    fields = {"loop_index", "byte_offset", "byte_stride"}
+    if config.keys() - fields or linear.keys() - fields:
         return True, None  # an address of another form
     numbers = {"loop_index": config.get("loop_index", 0), **linear}
     return True, Descriptor(*(int(numbers.get(f, 0)) for f in Descriptor._fields))
@@ -222,15 +222,15 @@ def _host_copy(frame: Frame, i: Instruction, times: int | None) -> HostCopy | No
     results = parse_arrays(i.shape)[: 1 if i.op == "copy-start" else None]  # (result, operand, context)
     if i.op in _SLICES and sources and sources[0].on_host:
         return None  # a slice
-    read, written = [a for a in sources if a.on_host], [a for a in results if a.on_host]
-    if not read and not written:
+    host_sources, host_results = [a for a in sources if a.on_host], [a for a in results if a.on_host]
+    if not host_sources and not host_results:
         return None
     # A kernel that works on host memory reads its operands over the link. A copy or a slice moves its result alone.
-    whole = i.op not in ("copy", "copy-start", "slice") and read
+    whole = i.op not in ("copy", "copy-start", "slice") and host_sources
     return HostCopy(
         computation=frame.computation.name,
         op=i.op,
-        direction=_direction(bool(read), bool(written)),
-        num_bytes=sum(a.num_bytes for a in (read if whole else results)),
+        direction=_direction(bool(host_sources), bool(host_results)),
+        num_bytes=sum(a.num_bytes for a in (host_sources if whole else results)),
         times=_known(times, frame, i),
     )

@@ -154,7 +154,7 @@ class Frame:
     def _follow(self, i: Instruction) -> tuple[int | None, _Element, _Element]:
         trips, body, initial = i.trips, _BODY.search(i.rest), self.value(i.operands[0])
         assert body is not None
-        known: dict[int, Any] = {}
+        values: dict[int, Any] = {}
         unchanged = object()
 
         def following(n: int, value: Any) -> Any:  # what the body makes of element n
@@ -165,10 +165,10 @@ class Frame:
             return _element(frame.value(frame.computation.root), n)
 
         def element(n: int) -> Any:
-            if n not in known:
-                known[n] = OTHER  # to those that it depends on itself
-                known[n] = inside(n)
-            return known[n]
+            if n not in values:
+                values[n] = OTHER  # to those that it depends on itself
+                values[n] = inside(n)
+            return values[n]
 
         def inside(n: int) -> Any:
             first = _element(initial, n)

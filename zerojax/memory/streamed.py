@@ -182,13 +182,13 @@ def _schedule_link(
     streamed: StreamedStep, read: Sequence[Mapping[str, int]], written: Sequence[Mapping[str, int]]
 ) -> LinkBytes:
     """Return what the phases of a schedule move, given the bytes by kind of a layer's record, and of a tile of each group."""
-    schedule, inside = streamed.schedule, streamed.tracer.tile_loops()
+    schedule, runs = streamed.schedule, streamed.tracer.tile_loops()
     groups = {loops.name: n for n, (_, loops) in enumerate(streamed.plan.loops, 1)}
     moved: list[LinkBytes] = []
     for phase in schedule.phases:
         moved.append(_phase_link(phase, read[0], written[0]))
         # Forward and backward run a group's loop over tiles in each of their ticks.
-        for loops, name in inside.get(phase.name, ()):
+        for loops, name in runs.get(phase.name, ()):
             n = groups[loops.name]
             moved += [_phase_link(loops.phase(name), read[n], written[n])] * schedule.num_layers
         # After the layers, update runs one loop over the tiles of all of them.

@@ -134,9 +134,9 @@ class RecordUpdate:
 
         def new(param: Any, opt: list[Any]) -> tuple[Array, list[Array]]:
             # Masters lead their record; without them the parameter is the weight.
-            read = load_leaves(records, opt)
-            old = read[0] if masters else self.records.params[index].load(param)
-            (value,), after = self._move((index,), (grad,), (old,), read[masters:], shared, loss, ok)
+            leaves = load_leaves(records, opt)
+            old = leaves[0] if masters else self.records.params[index].load(param)
+            (value,), after = self._move((index,), (grad,), (old,), leaves[masters:], shared, loss, ok)
             return value, after
 
         return self.records.put_leaf(states, index, new, one)

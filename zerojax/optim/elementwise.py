@@ -172,8 +172,8 @@ def _equations(program: FlatJaxpr, roles: dict[int, Any], outputs: dict[Any, Any
     equations = []
     for number, i in enumerate(program.live([outputs[key]])):
         # What changes the numbers, and does not follow from shapes.
-        keep = {k: str(v) for k, v in i.eqn.params.items() if k in ("y", "new_dtype", "direction", "mode")}
-        equations.append((i.eqn.primitive.name, keep, [name(ref) for ref in i.ins]))
+        attributes = {k: str(v) for k, v in i.eqn.params.items() if k in ("y", "new_dtype", "direction", "mode")}
+        equations.append((i.eqn.primitive.name, attributes, [name(ref) for ref in i.ins]))
         # Numbered by equation: slots differ between the two traces.
         names.update({out: (number, n) for n, out in enumerate(i.outs)})
     return [*equations, name(outputs[key])]
@@ -202,10 +202,10 @@ class _Reader:
 
     def step(self, i: Instruction) -> str | None:
         name = i.eqn.primitive.name
-        read = {self.leaf.get(ref) for ref in i.ins if isinstance(ref, int)} - {None}
-        if len(read) > 1:
-            return f"{name} combines {' and '.join(sorted(self.names[r] for r in read if r is not None))}"
-        leaf = next(iter(read), None)
+        leaves = {self.leaf.get(ref) for ref in i.ins if isinstance(ref, int)} - {None}
+        if len(leaves) > 1:
+            return f"{name} combines {' and '.join(sorted(self.names[r] for r in leaves if r is not None))}"
+        leaf = next(iter(leaves), None)
         avals: list[Any] = [v.aval for v in i.eqn.outvars]
         shapes = [a.shape for a in avals]
         if leaf is None:

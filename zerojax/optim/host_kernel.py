@@ -68,7 +68,7 @@ class HostRule:
         shapes: dict[int, Any] = {out: v.aval for i in self.before for out, v in zip(i.outs, i.eqn.outvars, strict=True)}
         # Arrays whose elements are all equal cross as one number, and the kernel spreads it.
         self.fills = {slot: shapes[slot].shape for slot in self.crossing if slot in shapes and shapes[slot].shape}
-        crossed = [jax.ShapeDtypeStruct((), jnp.float32) for _ in self.crossing]
+        abstract_values = [jax.ShapeDtypeStruct((), jnp.float32) for _ in self.crossing]
         # All cross as float32, and the kernel casts each back to what the rule had.
         kinds = [shapes[slot].dtype if slot in shapes else dtypes[slot] for slot in self.crossing]
 
@@ -80,7 +80,7 @@ class HostRule:
             evaluate(self.elements, slots)
             return [read(ref, slots) for ref in self.program.outputs]
 
-        self.kernel: jex.ClosedJaxpr = jax.make_jaxpr(kernel)(arrays, crossed)
+        self.kernel: jex.ClosedJaxpr = jax.make_jaxpr(kernel)(arrays, abstract_values)
 
     def scalars(self, values: Sequence[Array]) -> list[Array]:
         """Return what crosses from the program to the kernel, f32[] each; `values` are the rule's scalars."""

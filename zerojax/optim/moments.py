@@ -68,25 +68,25 @@ def keep_in_bfloat16(tx: optax.GradientTransformation, *, nearest: bool = False)
 
     def init(params: Any) -> RoundedState:
         leaves, tree = jax.tree.flatten(tx.init(params))
-        chosen = _narrowed(tx, params)
-        if not chosen:
+        owners = _narrowed(tx, params)
+        if not owners:
             raise OptimizerError(
                 "moments='bfloat16' narrows float32 moments, arrays that mirror a parameter, and this optimizer has none: "
                 "use moments='float32'"
             )
-        for j in chosen:
+        for j in owners:
             leaves[j] = leaves[j].astype(jnp.bfloat16)  # zeros, or a constant: to nearest, once
         return RoundedState(jnp.int32(0), jax.tree.unflatten(tree, leaves))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, RoundedState]:
-        chosen = _narrowed(tx, updates if params is None else params)
+        owners = _narrowed(tx, updates if params is None else params)
         grads, (before, tree) = jax.tree.leaves(updates), jax.tree.flatten(state.inner)
-        widened = [a.astype(jnp.float32) if j in chosen else a for j, a in enumerate(before)]
+        widened = [a.astype(jnp.float32) if j in owners else a for j, a in enumerate(before)]
         updates, inner = optax.with_extra_args_support(tx).update(updates, jax.tree.unflatten(tree, widened), params, **extra)
         after = jax.tree.leaves(inner)
         # A leaf's moments are rounded together: one hash of an element gives the numbers for all of them.
         of_owner: dict[int, list[int]] = {}
-        for j, owner in chosen.items():
+        for j, owner in owners.items():
             of_owner.setdefault(owner, []).append(j)
         for owner, mirrors in of_owner.items():
             bits = [None] * len(mirrors) if nearest else random_bits(state.step, grads[owner], [widened[j] for j in mirrors])

@@ -253,8 +253,8 @@ class HostUpdate:
             extra = ([] if memory is None else [arrays]) + ([] if scalars is None else [scalars])
             # Not io_callback, which hangs with several CPU devices if an operand has 128 KB or more. The side effect is the
             # update of host memory: no result shows it, and XLA must not drop or merge the calls.
-            got = buffer_callback(callback, out, has_side_effect=True)(where, token, *extra, *operands)
-            return ([], got) if only_token else got
+            outs = buffer_callback(callback, out, has_side_effect=True)(where, token, *extra, *operands)
+            return ([], outs) if only_token else outs
 
         # Inside shard_map, so that each device calls back once, with its own shards.
         island = jax.shard_map(

@@ -52,14 +52,14 @@ def weights_of(saved: SavedState) -> dict[tuple[str, ...], str]:
       CheckpointError: there is none, or two that other formats do not tell apart.
     """
     weights: dict[tuple[str, ...], str] = {}
-    joined: dict[str, str] = {}
+    name_of: dict[str, str] = {}
     for name in saved.leaves:
         if not name.startswith(_WEIGHTS):
             continue
         path = path_of(name)
         if not path:
             raise CheckpointError(f"{saved.folder}: its parameters are one array, which has no name: put it into a dict")
-        if (other := joined.setdefault(".".join(path), name)) != name:
+        if (other := name_of.setdefault(".".join(path), name)) != name:
             raise CheckpointError(f"{other} and {name} are both {'.'.join(path)} in other formats: rename one of them")
         weights[path] = name
     if not weights:

@@ -160,15 +160,15 @@ class OrbaxFolder:
         files = {"driver": "file", "path": self.path + "/"}
         is_joined = os.path.exists(os.path.join(self.path, "manifest.ocdbt"))
         # All are opened at once, and then waited for.
-        opening = {}
+        futures = {}
         for name in names:
             store = (
                 {"driver": "ocdbt", "base": files, "path": name + "/"}
                 if is_joined
                 else files | {"path": f"{self.path}/{name}/"}
             )
-            opening[name] = ts.open({"driver": driver, "kvstore": store}, open=True, read=True, context=context)
-        return {name: array.result() for name, array in opening.items()}
+            futures[name] = ts.open({"driver": driver, "kvstore": store}, open=True, read=True, context=context)
+        return {name: array.result() for name, array in futures.items()}
 
     def read(self, name: str, box: Box) -> Any:
         """Return a part of a tensor.

@@ -51,14 +51,14 @@ def export_safetensors(checkpoint: str | os.PathLike[str], path: str | os.PathLi
             file.write(header)
             file.flush()
             os.posix_fallocate(file.fileno(), 0, end)  # a full disk is told now: over mapped memory it would be a signal
-        whole = np.asarray(mapped := np.memmap(output, np.uint8, "r+"))
+        whole = np.asarray(mapping := np.memmap(output, np.uint8, "r+"))
         at = len(header)
         for name in tensors.values():
             leaf = saved.leaves[name]
             num_bytes = math.prod(leaf.shape) * kind.itemsize
             _fill(saved, name, leaf, whole[at : at + num_bytes].view(kind).reshape(leaf.shape))
             at += num_bytes
-        mapped.flush()
+        mapping.flush()
         sync(output)
 
 
@@ -118,11 +118,11 @@ class SafetensorsFile:
             self._starts = {}
             for name, tensor in self.tensors.items():
                 start, stop = header[name]["data_offsets"]
-                needed = (
+                num_bytes = (
                     math.prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize if tensor.dtype in DTYPES else stop - start
                 )
                 # Finds a file that is cut off, and offsets that do not fit the dtype and shape.
-                if not 0 <= start <= stop <= size - 8 - length or stop - start != needed:
+                if not 0 <= start <= stop <= size - 8 - length or stop - start != num_bytes:
                     raise ValueError(f"{name} {tensor.dtype}{list(tensor.shape)} is told at bytes {start} to {stop}")
                 self._starts[name] = 8 + length + start
         except OSError as error:
