@@ -44,7 +44,7 @@ class StateHandler(ocp.handlers.AsyncCheckpointHandler):
         # Orbax's thread calls `result` of each of these, and only then renames the folder.
         return [args]
 
-    # What Orbax calls where is_async=False.
+    # The base class demands it. Orbax saves the items of a step by `async_save`, also where is_async=False.
     def save(self, directory: Any, args: "StateSave") -> None:
         args.begin(str(directory))
         args.result()

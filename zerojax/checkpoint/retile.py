@@ -169,7 +169,7 @@ def _both(saved: tuple[int, ...], here: tuple[int, ...], is_mlp: bool) -> tuple[
     if here[0] == 1:
         return _cut(here[1:], saved), Grid((1,) * (len(here) - 1), here[1:], True)
     # Of several tiles on both sides, shapes tell the cut only of a vector, or of a kernel known to be cut along one dim.
-    dims = [k for k, (m, n) in enumerate(zip(saved[1:], here[1:], strict=True)) if m != n]
+    dims = [k for k, (m, n) in enumerate(zip(saved[1:], here[1:], strict=True)) if m != n]  # in which tiles differ
     if len(dims) != 1 or (len(saved) == 3 and not is_mlp):
         raise ValueError(
             f": {saved[0]} tiles and {here[0]} may be cut along one dim or both; tell by the model's tiles how many of "

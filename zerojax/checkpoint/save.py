@@ -106,6 +106,7 @@ class Saving:
                 continue
             for array, first in arrays_in_memory(leaf, value):
                 label = {0: f"leaf.{number}", 1: "layers", 2: f"tiles.{leaf.group}"}[leaf.lead]
+                # A part of a Split has a store of its own.
                 if leaf.lead and array.shape[0] < leaf.shape[0]:
                     label += f".{first}"
                 for shard in array.addressable_shards:

@@ -187,7 +187,7 @@ def _schedule_link(
     moved: list[LinkBytes] = []
     for phase in schedule.phases:
         moved.append(_phase_link(phase, read[0], written[0]))
-        # Forward and backward run a group's loop over tiles in each of their ticks.
+        # Forward and backward run their loops over tiles in each tick.
         for loops, name in runs.get(phase.name, ()):
             n = groups[loops.name]
             moved += [_phase_link(loops.phase(name), read[n], written[n])] * schedule.num_layers

@@ -26,6 +26,7 @@ from zerojax.state import Layout, TrainState, call_update
 
 def global_norm(grads: Any) -> jax.Array:
     """Return the Euclidean norm over all leaves and shards: f32[]."""
+    # In float32, whatever the dtype of the gradients: squares would overflow in float16, and sums lose terms in bfloat16.
     squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 

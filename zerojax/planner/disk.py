@@ -84,7 +84,7 @@ def _bench(path: str, settings: IoSettings, num_records: int, record_bytes: int)
     try:
         return Bench(path, settings, num_records=num_records, record_bytes=record_bytes)
     except SwapError as error:
-        # Only a full disk has another remedy here than where a run needs it: to measure with less.
+        # A full disk has a remedy of its own here: to measure with less.
         if error.errno != errno.ENOSPC:
             raise
         needed, stat = num_records * record_bytes, os.statvfs(path)
