@@ -76,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except (ValueError, SwapError) as error:
             parser.exit(1, f"zerojax bench-io: {error}\n")
         return
+    # The command that is left is `memory`.
     if options.params < 1 or options.shards < 1 or options.microbatches < 1 or options.moments < 0:
         parser.error("--params, --shards and --microbatches must be at least 1, and --moments at least 0")
     print(memory_table(int(options.params), options.shards, options.precision, options.moments, options.microbatches))

@@ -117,6 +117,7 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
+            # By type too: True equals 1, and 2.0 equals 2.
             if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
                 raise ValueError(f"{name}={value!r} is unknown: choose from {', '.join(map(repr, choices))}")
         self._check_numbers()
@@ -198,6 +199,7 @@ class ZeroConfig:
 def streams(config: ZeroConfig) -> bool:
     """Tell whether a LayeredModel runs as the streamed step: explicit loops over layers, each fetched and released."""
     off_device = {config.params, config.grads, config.opt_state} != {"device"}
+    # Autodiff of the whole loss can save or recompute by itself. A choice of values, or a tier, needs the explicit loops.
     keeps_by_choice = config.activations not in ("save", "remat") or config.saved_names or config.offloaded_names
     return bool(off_device or keeps_by_choice or config.update == "in_backward" or config.gather_ahead)
 

@@ -164,6 +164,7 @@ def flatten(
 
     inputs = tuple(next(counter) for _ in jaxpr.invars)
     outputs = tuple(emit(jaxpr, consts, inputs))
+    # Later instructions overwrite earlier ones, so the last read remains.
     last_read = {slot: index for index, i in enumerate(instructions) for slot in i.reads}
     last_read.update({ref: len(instructions) for ref in outputs if isinstance(ref, int)})
     return FlatJaxpr(inputs, tuple(instructions), outputs, last_read)

@@ -91,6 +91,7 @@ def init_loss_scale(config: LossScaling) -> LossScale:
 
 def update_loss_scale(config: LossScaling, state: LossScale, finite: jax.Array) -> LossScale:
     """Return the state after a step whose gradients were all finite, or not."""
+    # The step at hand counts: `good_steps` does not include it yet.
     grows = finite & (state.good_steps + 1 >= config.growth_interval)
     # Patience counts the overflow at hand too: at 1, this one exhausts it.
     backs_off = ~finite & (state.patience <= 1)

@@ -179,6 +179,7 @@ def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, A
     if layout.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
     leaves, layer = unit_bytes(layout)
+    # How the leaves of a Model make layers is not known, so its collectives are combined up to one leaf.
     threshold = layer if isinstance(model, LayeredModel) else max(leaves)
     shards = layout.mesh.shape[FSDP]
     # XLA compares the threshold of all_gather with the whole array, and that of reduce_scatter with the shard.

@@ -124,6 +124,7 @@ def _init_by_records(
     layout, abstract = records.layout, records.layout.abstract_state
 
     def init(key: Array, order: Array, one: Array, empty: list[Array], number: Array) -> TrainState:
+        # In the order of the leaves of the state, which is that of `_stacks`.
         given = iter(empty)
 
         def room(leaf: Any) -> Any:
@@ -143,6 +144,7 @@ def _init_by_records(
             keys = jax.random.split(jax.random.split(key, 3)[1], model.num_layers)
             states = _fill_blocks(model, records, tx, states, keys, order)
         params, master, opt_state = records.trees(abstract, states)
+        # Zeros, so `ready` is False: the first step has no update to take over.
         pending = jax.tree.map(room, abstract.pending)
         return _first_state(layout, key, params, master, opt_state, pending)
 
@@ -154,6 +156,7 @@ def _unstacked(model: Model | LayeredModel, key: Array) -> list[Array]:
     if isinstance(model, Model):
         made = model.init(key)
     else:
+        # As `init_params` splits it; the second key is that of the layers.
         k_embed, _, k_head = jax.random.split(key, 3)
         made = {"embed": model.init_embed(k_embed), "head": model.init_head(k_head)}
     return [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(made)]
@@ -200,6 +203,7 @@ def _fill_blocks(
     on_cpu = records.mesh.devices.flat[0].platform == "cpu"
 
     def put(states: FlatState, part: Sequence[int], index: Index, values: list[Array]) -> FlatState:
+        # The optimizer is initialised on the record alone, as a stack of one: rules may count dims.
         state = _init(records, tx, part, [records.as_stack(i, v) for i, v in zip(part, values, strict=True)])
         after = [state[j].reshape(values[part.index(records.opt_map.owner(j))].shape) for j in records.opt_map.states_of(part)]
         return records.write_layer(states, part, index, values, after)
@@ -229,11 +233,13 @@ def _fill_blocks(
                     values = [jax.lax.with_sharding_constraint(v, records.grads[i].sharding) for i, v in pairs]
                     return put(states, group.leaves, index, values)
 
+                # A loop inside of the layers' loop, so that one tile at a time is made and written.
                 states = jax.lax.fori_loop(0, group.num_tiles, tile, states)
             return states
 
         return tick
 
+    # Two loops, because a layer whose state stays on the device has an index of another type.
     held = [leaf for leaf in states.opt if isinstance(leaf, Split)]
     on_device = held[0].device.shape[0] if held else 0
     states = jax.lax.fori_loop(0, on_device, body(True), states) if on_device else states

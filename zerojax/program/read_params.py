@@ -70,6 +70,7 @@ class ParamReader:
         if not isinstance(leaf, OnDisk):
             return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
         specs, stacks = self.records.weight_record(self.records.flat(state), index)
+        # Compiled once for each leaf: its records on disk are part of the program.
         if index not in self._ends:
             self._ends[index] = jax.jit(lambda stacks: load_leaves(specs, stacks)[0])
         return self._read(self._ends[index], stacks)
@@ -93,6 +94,7 @@ class ParamReader:
                 def tile(k: jax.Array, group: TileGroup = group) -> list[jax.Array]:
                     return records.read_weights(states, group.leaves, Tile(layer, k, group.num_tiles))
 
+                # A layer is wanted whole here, so its tiles are stacked again.
                 leaves |= zip(group.leaves, jax.lax.map(tile, order[: group.num_tiles]), strict=True)
             return jax.tree.unflatten(tree, [leaves[i] for i in layout.stacked])
 

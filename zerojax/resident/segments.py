@@ -64,6 +64,7 @@ def _region(program: FlatJaxpr, piece: Sequence[tuple[int, Instruction]], slots:
     """Evaluate one segment under jax.checkpoint."""
     instructions, last = [i for _, i in piece], piece[-1][0]
     made = {out for i in instructions for out in i.outs}
+    # A region is a function of what it reads from outside, and returns what is read after it.
     reads = list(dict.fromkeys(ref for i in instructions for ref in i.ins if isinstance(ref, int) and ref not in made))
     keeps = [out for out in made if program.last_read.get(out, -1) > last]
 
@@ -100,6 +101,7 @@ def _scan(i: Instruction, slots: dict[int, Any]) -> None:
 def segments(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> list[list[tuple[int, Instruction]]]:
     """Cut the data-dependent instructions, given with their indices in the program, into consecutive segments."""
     made = [sum(_num_bytes(v) for v in i.eqn.outvars) for _, i in data]
+    # The bytes that are live after each equation: a value lives from the equation that makes it to the last that reads it.
     live: list[int] = []
     now, dying = 0, {}
     for index, i in data:
@@ -112,8 +114,11 @@ def segments(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> lis
         live.append(now)
     heavy = [p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in PRODUCTS or i.has_jaxpr]
     own = {p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in _OWN}
+    # Cuts lie between the first and the last heavy equation. Outside, where only tokens or a scalar may be live, the least
+    # would be one that no cut between layers comes near.
     inside = range(heavy[0], heavy[-1]) if len(heavy) > 1 else range(0)
     least = min((live[p] for p in inside if live[p]), default=0)
+    # The T of the module's docstring is what is made in all, its x the least that is live.
     target = math.sqrt(sum(made) * least)
     pieces: list[list[tuple[int, Instruction]]] = [[]]
     held = 0
@@ -132,4 +137,5 @@ def segments(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> lis
 
 def _num_bytes(v: Any) -> int:
     dtype = v.aval.dtype
+    # A key of JAX's default random generator is two 32-bit words.
     return math.prod(v.aval.shape) * (8 if jnp.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize)

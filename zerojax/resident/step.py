@@ -121,6 +121,7 @@ def build_grads(model: Model | LayeredModel, layout: Layout, loss: Loss) -> Call
     def of_microbatch(state: TrainState, batch: Any, key: Any) -> tuple[Array, Any]:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
 
+        # Scaled inside of the derivative: else small float16 cotangents would vanish. The loss is returned unscaled.
         def scaled(params: Any) -> tuple[Array, Array]:
             value = loss(params, batch, key).astype(jnp.float32)
             return value * scale, value
@@ -130,6 +131,7 @@ def build_grads(model: Model | LayeredModel, layout: Layout, loss: Loss) -> Call
         return value, jax.lax.with_sharding_constraint(grads, grads_at)
 
     def grads(state: TrainState, batch: Any) -> tuple[Array, Any]:
+        # Of (key, step) alone: a restored run draws the masks that it would have drawn.
         key = jax.random.fold_in(state.key, state.step) if model.stochastic else None
         if config.num_microbatches > 1:
             return accumulated(state, batch, key, config.num_microbatches)
@@ -140,6 +142,7 @@ def build_grads(model: Model | LayeredModel, layout: Layout, loss: Loss) -> Call
         def body(total: tuple[Array, Any], one: tuple[Any, Array]) -> tuple[tuple[Array, Any], None]:
             microbatch, index = one
             microbatch = ActivationSpec(layout.mesh).constrain(microbatch)
+            # The numbers that the streamed step folds in, so that both draw the same masks.
             value, grads = of_microbatch(state, microbatch, None if key is None else jax.random.fold_in(key, index))
             summed = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[1], grads)
             return (total[0] + value, jax.lax.with_sharding_constraint(summed, grads_at)), None

@@ -52,12 +52,14 @@ class Preemption:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._handlers_before.items():
+            # None: the handler was not installed from Python, so Python cannot put it back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _is_alone(self) -> bool:
         return jax.process_count() == 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # The first Ctrl-C asks for an end between two steps. Whoever presses it again does not want to wait for that.
         if number == signal.SIGINT and number in self._received and callable(before := self._handlers_before[number]):
             before(number, frame)
         self._received.add(number)

@@ -77,6 +77,7 @@ class AllProcesses:
         """Return the least of the processes' numbers, of 32 bits. To be called by every process, at the same place."""
         if self._is_alone:
             return number
+        # One element for each device; those of a process's own devices all hold its number.
         shard = np.full(1, number, np.int32)
         sharding = NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names))
         numbers = jax.make_array_from_callback((self.mesh.size,), sharding, lambda _: shard)
@@ -90,6 +91,7 @@ class BackgroundBarrier:
     left. At the end of the work it passes their barriers, so that the others go on, and tells them that it failed.
     """
 
+    # Counts alike in all processes, because every process calls `renew` for each piece of work.
     _numbers = itertools.count()
 
     def __init__(self, what: str, error: type[Exception], stages: Sequence[str]) -> None:
@@ -131,6 +133,7 @@ class BackgroundBarrier:
             return
         self._left.remove(stage)
         client.wait_at_barrier(f"{self._name}/{stage}", timeout_ms)
+        # A process that failed has set its key before it came to the barrier, so it is there by now.
         keys = client.key_value_dir_get(f"{self._name}/{stage}/failed/")
         if failed := [int(name.rpartition("/")[2]) for name, _ in keys]:
             raise self._error(failure(self._what, min(failed)))

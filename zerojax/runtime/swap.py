@@ -185,6 +185,7 @@ class SwapSession:
         self.claim()
         self._end_last()
         # Drawn at random, or a state of another program that made as many would have the same number.
+        # At most 2^30, which leaves the i32 of a token room to count as many steps.
         self.swap.generation = self._processes.least(1 + secrets.randbelow(1 << 30))
         # The state that was on disk is gone from here on, even if what follows fails.
         self._state = SwapState.CLAIMED
@@ -319,6 +320,7 @@ class SwapSession:
         finally:  # an interrupt of the wait leaves no run behind either
             self._state = run.began_in
             if run.took_the_state:
+                # No leaf on disk has the number 0, so every state is refused until the next `open`.
                 self.swap.generation, self._state = 0, SwapState.LOST
 
     def finish(self, is_step: bool = False) -> dict[str, float]:

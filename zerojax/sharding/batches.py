@@ -100,6 +100,7 @@ def split_microbatches(batch: Any, count: int) -> Any:
     def split(a: jax.Array) -> jax.Array:
         if a.ndim == 0:
             return jnp.broadcast_to(a, (count,))
+        # [B, ...] -> [B / M, M, ...] -> [M, B / M, ...]
         return jnp.moveaxis(a.reshape(a.shape[0] // count, count, *a.shape[1:]), 1, 0)
 
     return jax.tree.map(split, batch)

@@ -66,6 +66,7 @@ def leaf_spec(
     """
     base = pad_spec(base or (), len(shape))
     size = mesh.shape[axis]
+    # Sizes of the dims of one device's part, as the user's spec splits them.
     local = [n // math.prod(mesh.shape[a] for a in axes_of(s)) for n, s in zip(shape, base, strict=True)]
     if size == 1:
         return LeafSpec(base, base, None)
@@ -128,6 +129,7 @@ def _broadcast_specs(prefix: Any, tree: Any) -> list[PartitionSpec]:
         return x is None or isinstance(x, PartitionSpec)
 
     try:
+        # A spec of the prefix stands for every leaf below it.
         filled = jax.tree.map(lambda s, sub: [s] * len(jax.tree.leaves(sub)), prefix, tree, is_leaf=is_spec)
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(f"specs must mirror the parameters, or be a prefix of their tree: {e}") from e

@@ -81,6 +81,7 @@ class DiskLayout:
         """Return the bytes of the buffers that a kind shares with others, or 0 if it has its own."""
         sizes = [r.num_bytes for r in self.kinds.values() if r.in_turn]
         size = shared_bytes(sizes, self.config.prefetch_distance, records.in_place) if records.in_turn else 0
+        # The few records that are larger than the shared buffers have buffers of their own.
         return size if records.num_bytes <= size else 0
 
     def buffer_bytes(self, kinds: Iterable[DiskRecords]) -> int:
@@ -89,6 +90,7 @@ class DiskLayout:
         for records in kinds:
             if size := self.shared_bytes(records):
                 # Counted once for all kinds: they are never in use at the same time.
+                # As `Engine.add` allocates them: `distance` to read ahead, one for the record in use, and as many to write.
                 shared = 2 * (distance + 1) * size
             else:
                 unshared += num_buffers(distance, records.num_layers, records.in_place) * records.num_bytes

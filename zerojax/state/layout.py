@@ -127,6 +127,7 @@ def _split(tree: Any, is_stacked: Any, layers: int, num_layers: int, mesh: Mesh)
             return leaf
         rest = leaf.shape[1:]
         on_device = named(mesh, leaf.sharding.spec)
+        # [L, ...] -> [k, ...] on the device, and [L - k, ...] where the leaf rests.
         return Split(
             jax.ShapeDtypeStruct((layers, *rest), leaf.dtype, sharding=on_device),  # pyright: ignore[reportArgumentType]
             jax.ShapeDtypeStruct((num_layers - layers, *rest), leaf.dtype, sharding=leaf.sharding),  # pyright: ignore[reportArgumentType]
@@ -149,6 +150,7 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     first_dims = _first_dims(model, params)
     specs = param_specs(params, user_specs, mesh, FSDP, first_dims=first_dims, min_shard_bytes=config.min_shard_bytes)
 
+    # Shapes: the optimizer's state is over float32 weights, whatever the dtype of compute.
     master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
     compute = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(precision.compute_dtype)), params)
     groups = tile_groups(model, params, config)
@@ -187,6 +189,7 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     f32, i32 = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     shapes = state_of(f32, abstract_key, compute, master, opt_state, i32)
     abstract_state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    # Then what a config adds: layers of the optimizer state that stay on the device, and an update that is pending.
     device_layers = int(config.opt_state_device_fraction * model.num_layers) if isinstance(model, LayeredModel) else 0
     if device_layers:
         abstract_state = _split_opt_state(abstract_state, leaves, opt_map, device_layers, mesh)
@@ -198,6 +201,7 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
         pending = _pending(leaves, opt_map, config, mesh)
         abstract_state = dataclasses.replace(abstract_state, pending=pending)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
+    # Last what is on disk, so that `arrays` are all leaves as if they rested in memory.
     arrays, disk = abstract_state, None
     if uses_disk(config):
         disk = DiskLayout(config, mesh)
@@ -246,6 +250,7 @@ def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) 
 
 def _pending(leaves: Sequence[Leaf], opt_map: OptStateMap, config: ZeroConfig, mesh: Mesh) -> Pending:
     """Return the shapes of a delayed update, the stacked layers' leaves before the others."""
+    # In the dtype in which backward sums them, as `StreamedPlan.grad_dtype`.
     dtype = jnp.dtype(PRECISIONS[config.precision].compute_dtype if config.num_microbatches == 1 else "float32")
 
     def grad(leaf: Leaf) -> Any:
@@ -301,4 +306,5 @@ def unit_bytes(layout: Layout) -> tuple[list[int], int]:
             num_bytes //= layout.num_layers
             block += num_bytes
         sizes.append(num_bytes)
+    # No less than the largest leaf, such as an embedding, which may be gathered in one piece.
     return sizes, max(block or sum(sizes) // 2, max(sizes))

@@ -122,6 +122,7 @@ def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any)
             "the optimizer's update cannot run inside a sharded step, which offers (grads, state, params) and value=loss; "
             f"choose one that needs no more: {e!r}"
         ) from e
+    # What a step relies on: updates mirror the parameters, and the state keeps its structure, shapes and dtypes.
     if jax.tree.structure(updates) != jax.tree.structure(abstract_master):
         raise ValueError("the optimizer changes the structure of the gradients; its updates must mirror the parameters")
     shapes = zip(jax.tree_util.tree_flatten_with_path(abstract_master)[0], jax.tree.leaves(updates), strict=True)

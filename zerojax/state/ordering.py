@@ -31,6 +31,7 @@ def wait_for(plan: PlanT, values: Any, mesh: Mesh) -> tuple[PlanT, Any]:
     array = next((a for a in jax.tree.leaves(values) if a.size), None)
     if array is None:
         return plan, values
+    # One element will do: an array is there as a whole.
     first = jnp.ravel(array)[0]
     if jnp.issubdtype(array.dtype, jnp.floating):
         never = (first != first) & (first == first)

@@ -96,6 +96,7 @@ class RecordSpec:
           index: of the record.
         """
         if isinstance(index, Tile):
+            # Tiles are never in a Split: what stays on the device are whole layers (`zerojax.config.whole_layers`).
             start = (index.layer, index.tile, *(0,) * (stack.ndim - 2))
             value = jax.lax.dynamic_slice(stack, start, (1, 1, *stack.shape[2:])).reshape(stack.shape[2:])
             return self.load(value) if self.is_away else value
@@ -191,6 +192,7 @@ def store_leaves(records: Sequence[RecordSpec], values: Sequence[Array], old: Se
 
 def _rest(stack: Any, index: Array | OnDevice) -> tuple[Any, Array]:
     """Return where a layer is that is not in a Split's first part: the array or OnDisk, and its number in there."""
+    # An OnDevice index also serves stacks that are no Split, such as gradients: these are indexed by the layer alone.
     layer = index.layer if isinstance(index, OnDevice) else index
     return (stack.host, layer - stack.device.shape[0]) if isinstance(stack, Split) else (stack, layer)
 

@@ -171,6 +171,7 @@ class StateRecords:
         if not members:
             return
         on_host = self.layout.config.update_on == "host"
+        # Masters and moments are then the host's alone. It also writes the parameters, which programs fetch.
         used_by = "program" if not on_host else "both" if kind.startswith("params") else "host"
         specs = [member.specs[member.index] for member in members]
         disk_records = disk.declare(
@@ -240,6 +241,7 @@ class StateRecords:
         """Return the state with other masters and optimizer state of some leaves: what `opt_states` returned."""
         mirrors = self.opt_map.states_of(part)
         master, state = states.master and list(states.master), list(states.opt)
+        # `opt` holds one master for each leaf of the part, where there are masters, and then the optimizer state.
         for i, value in zip(part if master is not None else (), opt, strict=False):
             assert master is not None
             master[i] = value
@@ -272,6 +274,7 @@ class StateRecords:
         opt: Sequence[Array],
     ) -> FlatState:
         """Write one layer or tile: float32 weights, and the leaves of its optimizer state."""
+        # The parameters are the new weights, cast; masters and optimizer state are one record.
         params = list(states.params)
         compute = [self.cast(i, value) for i, value in zip(part, weights, strict=True)]
         written = write_layer(pick(self.params, part), pick(params, part), index, compute)

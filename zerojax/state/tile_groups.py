@@ -38,6 +38,7 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool
                 f"tiles holds {flag!r} for {jax.tree_util.keystr(path)}: True or False is needed, or how many tiles lie along "
                 "the first dim"
             )
+        # Behind the dim of layers, where there is one, comes that of tiles.
         if flag and len(leaf.shape) < 1 + is_layered:
             raise ValueError(f"tiles names {jax.tree_util.keystr(path)}, which is a scalar: a stack of tiles is [T, ...]")
         if flag and leaf.shape[is_layered] % flag:
@@ -67,6 +68,7 @@ def tile_groups(model: Model | LayeredModel, abstract_params: Any, config: ZeroC
     modules: dict[tuple[Any, ...], list[int]] = {}  # the stacks of tiles that each holds
     for i, flag in zip(stacked, flags, strict=True):
         if flag and leaves[i].shape[1] > 1:
+            # Less the key of the blocks and the name of the leaf: the path of the module that holds it.
             modules.setdefault(paths[i][1:-1], []).append(i)
     groups: list[TileGroup] = []
     for path, indices in modules.items():

@@ -105,6 +105,7 @@ class TrainState:
 
 def state_key(key: jax.Array) -> jax.Array:
     """Return the key that the state made by `init(key)` carries: unlike any that its parameters were drawn with."""
+    # An arbitrary number. Parameters are drawn from splits of the key, and a model's init has no reason to fold this one in.
     return jax.random.fold_in(key, 0x5EED)
 
 

@@ -118,6 +118,7 @@ class BlockTracer:
         # `activations` names a mode of recomputation, or a tier. A tier moves the layer's input, and all else is recomputed.
         mode = config.activations if config.activations in MODES else "remat"
         layer, tiled = self._cut(params, x_one, key_one, count, mode, config.saved_names, config.offloaded_names)
+        # The leaves of the input come first, then the residuals: `ResidualPlan.split` takes them apart in this order.
         leaves, x_tree = jax.tree.flatten(x_one)
         tier = config.activations if config.activations not in MODES else "device"
         tiers = [tier] * len(leaves) + ["pinned_host" if off else "device" for off in layer.offloaded]
@@ -126,7 +127,7 @@ class BlockTracer:
             RecordSpec(self.mesh, spec_of(a.shape, batch_size, tier), tier)
             for a, tier in zip((*leaves, *layer.shapes), tiers, strict=True)
         ]
-        lead = (count,) if count > 1 else ()
+        lead = (count,) if count > 1 else ()  # [M, ...] where there are several microbatches
         shapes = tuple(jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for a in (*leaves, *layer.shapes))
         # The leaves of x are one record: they are written together and read together, and no step reads those of another.
         if tier == "nvme" and self.layout.disk is not None:
@@ -155,6 +156,7 @@ class BlockTracer:
         if not plan.groups:
             return layer, None
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        # A group's indices count the leaves of the whole model; the block's trace knows those of one layer.
         groups = [[plan.stacked.index(i) for i in group.leaves] for group in plan.groups]
         tiled = TiledBlock(layer, groups, names, count, (params, x, key))
         return layer, tiled
@@ -185,5 +187,6 @@ class BlockTracer:
         loops = [tiles for _, tiles in self.plan.loops]
         if self.traced is None:  # no batch was seen: as a block without recomputation would have them
             return {"forward": [(g, "forward") for g in loops], "backward": [(g, "backward") for g in reversed(loops)]}
+        # Backward also runs a loop forward, where its result is needed to recompute what comes after it.
         backward = [(loops[g], "backward" if derived else "forward") for g, derived in self.traced.backward_loops]
         return {"forward": [(loops[g], "forward") for g in self.traced.forward_loops], "backward": backward}

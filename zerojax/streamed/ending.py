@@ -89,6 +89,7 @@ def closed(
     """Move the shared scalars on and finish the step."""
     ok, state = jnp.isfinite(norm), result.state
     records = update.records
+    # The count of steps and other shared scalars advance once a step, however many records it updated.
     states = records.with_shared(states, update.shared(states, result.loss, ok))
     return finish(state, *records.trees(state, states), result.loss, norm, ok, update.layout.config.loss_scaling, pending)
 

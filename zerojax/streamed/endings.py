@@ -86,6 +86,7 @@ class StoredGrads:
 
     def norm(self, result: BackwardResult[GradStacks]) -> Array:
         """Return the global norm of the unscaled gradients."""
+        # The squares of the ends come last: a tied embedding's gradient is complete only when backward is over.
         return jnp.sqrt(result.carried.squares + self.plan.squares(result.ends, result.state))
 
 
@@ -98,6 +99,7 @@ class WholeTree(StoredGrads):
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         plan = self.plan
+        # By index, because the update takes the leaves in the order of the parameter tree.
         grads = dict(zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True))
         tree = jax.tree.structure(result.state.params)
         # Still scaled: the update of whole trees divides by the loss scale itself, then takes the norm and clips.
@@ -136,6 +138,7 @@ class ByLayers(StoredGrads):
             # The engine was told that the layers' records come after those of the ends (`step_moves`).
             if (token := records.end_token(states)) is not None:
                 arrays, _ = arrays.after(token, plan.mesh)
+        # The layers' records, then all L T tiles of each group: the order in which the engine reads ahead (`moves_of`).
         loops = [UpdateLoop(plan.schedule.phase("update"), arrays.phase("update"), plan.blocks, plan.layout.device_layers)]
         for group, tiles in plan.loops:
             at = partial(Tile.numbered, of=group.num_tiles)
@@ -145,6 +148,7 @@ class ByLayers(StoredGrads):
             if tokens:  # the engine reads and writes records in one order, so loops over them may not be exchanged
                 loop = dataclasses.replace(loop, arrays=loop.arrays.after(tokens, plan.mesh))
             states = self.update_records(result, states, loop, ready, ok)
+            # A loop with nothing on disk has no tokens: the next one waits for those of the loop before it.
             tokens = records.tokens(states, loop.part) or tokens
         if not self.ends_first:
             states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one)
@@ -182,6 +186,8 @@ class ByLayers(StoredGrads):
             return record + (records.read_opt(states, part, at(layer)) if opt_ahead else [])
 
         def tick(states: FlatState, now: Tick) -> tuple[FlatState, Any]:
+            # What was fetched ahead is taken apart in the order of `fetch`: gradients, parameters, masters and optimizer state.
+            # What was not fetched ahead is read here.
             taken, here, there = list(now.record or []), now.index(at), now.write_index(at)
             grads = self.read_grads(result.carried, part, here) if not plan.grads_away else taken[:num]
             taken = taken[num:] if plan.grads_away else taken
@@ -261,6 +267,7 @@ class InBackward:
         read = old + records.read_opt(states, part, now.index())
         squares = carried.squares + plan.squares(record.grads, state)
         # Neither clipped nor checked against the layers that are still to come: the norm is known when all are updated.
+        # A sum that is not finite stays so: no later layer of this step is updated either.
         shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
         states, landing = self.record_update.update_layer(
             states, part, now.write_index(), mean, read, shared, carried.loss, ok, record.landing

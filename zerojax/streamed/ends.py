@@ -29,6 +29,7 @@ class Ends:
 
     def load(self, params: Any) -> Any:
         """Return the leaves, sharded, on the device."""
+        # OnDisk leaves are leaves here: `RecordSpec.load` reads them.
         leaves, tree = jax.tree.flatten(_without_blocks(params), is_leaf=is_stored)
         return jax.tree.unflatten(
             tree, [self.plan.params[i].load(leaf) for i, leaf in zip(self.plan.ends, leaves, strict=True)]

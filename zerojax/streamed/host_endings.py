@@ -81,6 +81,7 @@ class OnHost(StoredGrads):
 
         def tick(carry: Any, now: Tick) -> Any:
             states, token = carry
+            # Stashed gradients wait in host memory or on disk, where the kernels find them by layer.
             grads = [] if host.stashes else self.read_grads(result.carried, plan.blocks, now.layer)
             old = records.read_params(states, plan.blocks, now.layer) if host.needs_weights else []
             return host.update_layer(states, now.write, grads, old, ok, scalars, token), now.landing
@@ -99,6 +100,7 @@ class Delayed(OnHost):
         plan, records, host, state = self.plan, self.records, self.host, result.state
         pending = state.pending
         assert pending is not None
+        # Of this step's gradients. Those that `install` takes over below were clipped by the norm of the step before.
         norm = self.norm(result)
         token = host.stash_ends(result.ends, result.carried.token)
 
@@ -109,6 +111,8 @@ class Delayed(OnHost):
         carry = (records.flat(state), token)
         states, token = run_phase(plan.schedule.phase("update"), result.arrays.phase("update"), carry, tick, fetch=_nothing)
         states, _ = host.install(states, plan.ends, jnp.int32(0), pending, token)
+        # The next step applies these gradients, so what belongs to them goes along: loss, clipping factor and loss scale, and
+        # the optimizer's scalars of this step, which `closed` then advances in the state.
         scalars = jnp.stack([result.loss, clip_factor(norm, self.config.clip_norm), loss_scale(state)])
         # The arrays are handed on as they are: callbacks have put this step's gradients into their memory.
         left = Pending(pending.grads, records.shared_of(states), scalars, jnp.isfinite(norm))

@@ -127,9 +127,10 @@ def run_phase(
     if len(phase.preload):
         # What the first ticks take has no earlier tick to be fetched in.
         first = [fetch(carry, columns["preload"][i]) for i in range(len(phase.preload))]
-        # A ring of one slot is the record itself: nothing is sliced or put in place.
+        # A ring of one slot is the record itself: nothing is sliced or put in place. Else record i fills slot i.
         ring = first[0] if len(first) == 1 else [jnp.stack(leaves) for leaves in zip(*first, strict=True)]
     start = 0
+    # The numpy schedule decides which loops are compiled. Inside of them all indices are read from the arrays.
     for kind, ticks in itertools.groupby(_kinds(phase, device_layers)):
         stop = start + len(list(ticks))
 
@@ -195,6 +196,7 @@ def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any) -> tu
     if not jax.tree.leaves(work):
         return function(*args), work
     closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
+    # Evaluated equation by equation, so that a barrier can be put in front of one of them.
     program = flatten(closed.jaxpr, closed.consts)
     slots: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
     products = [n for n, i in enumerate(program.instructions) if i.eqn.primitive.name == "dot_general"]

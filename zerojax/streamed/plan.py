@@ -62,6 +62,7 @@ class StreamedPlan:
         grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
         self.params = state_records.params
         pairs = zip(state_records.grads, self.leaves, strict=True)
+        # The ends' gradients stay on the device: head and embedding both add to them.
         self.grads = [dataclasses.replace(r, tier=grads_tier if leaf.is_stacked else "device") for r, leaf in pairs]
         self.params_away = config.params != "device"
         self.grads_away = grads_tier != "device" and after_backward
@@ -77,6 +78,7 @@ class StreamedPlan:
                     kind, count, names, shapes, [self.grads[i].spec for i in part], lifetime="step",
                     used_by="host" if on_host else "program",
                 )  # fmt: skip
+                # An update on the host moves whole layers (`whole_layers`): no groups then, so this is the only kind.
                 stash = disk_records if stash is None else stash
                 for place, i in enumerate(part):
                     self.grads[i] = dataclasses.replace(self.grads[i], disk_records=disk_records, leaf=place)
@@ -199,6 +201,7 @@ def record_bytes(records: StateRecords, part: Sequence[int]) -> dict[str, int]:
     if layout.updates_by_record:
         opt_map = layout.opt_map
         for j in opt_map.states_of(part):
+            # The shape of one record: a state leaf has the leading dims of the parameter that it mirrors.
             shape = opt_map.leaves[j].shape[layout.leaves[opt_map.owner(j)].lead :]
             opt_state += local_elements(shape, records.opt_record(j).spec, mesh) * opt_map.leaves[j].dtype.itemsize
     whole = elements(lambda s: s.base) * itemsize
@@ -227,6 +230,7 @@ def plan_schedule(records: StateRecords) -> Schedule:
     options: dict[str, Any] = {
         "tiers": tiers,
         "update": config.update or "after_backward",
+        # Without masters the device's update fetches the parameters; an update on the host reads them by itself.
         "master": layout.has_master or on_host,
         "record_bytes": record_bytes(records, layout.blocks),
         "budget_bytes": config.device_budget_bytes,

@@ -81,6 +81,7 @@ class TracedBlock:
     def backward(self, params: Any, x: Any, key: Any, residuals: Sequence[jax.Array], dy: Any) -> tuple[Any, Any]:
         """Return the gradients of the parameters and of x."""
         saved = dict(zip(self.residuals, residuals, strict=True))
+        # Residuals are constants here: `put` hands their cotangents to the values that they replace.
         _, derivative = jax.vjp(lambda p, x: self._outputs(self._run(p, x, key, saved)), params, x)
         return derivative(dy)
 
@@ -141,6 +142,7 @@ def plan_layer(
             f"saved_names and offloaded_names name {missing}, which the block does not mark; it marks {marked or 'none'} "
             "(jax.ad_checkpoint.checkpoint_name(value, name))"
         )
+    # Named values are kept in every mode; the mode adds its own.
     chosen = {slot: aval for slot, (name, aval) in names.items() if name in wanted}
     if mode != "remat":
         num_params, num_data = len(jax.tree.leaves(params)), len(jax.tree.leaves(x))
@@ -202,6 +204,7 @@ def _attention_inner(program: FlatJaxpr, num_params: int, num_data: int) -> froz
         """Tell whether an instruction multiplies data with data, batched."""
         if i.eqn.primitive.name != "dot_general" or not all(isinstance(ref, int) and ref in data for ref in i.ins):
             return False
+        # dimension_numbers is (contracting dims, batch dims), and each of these (lhs, rhs).
         return bool(i.eqn.params["dimension_numbers"][1][0])
 
     products = [i for i in program.instructions if of_data(i)]
@@ -227,5 +230,6 @@ def _between(program: FlatJaxpr, second: Instruction, after: set[int], data: set
     def is_inner(slot: int) -> bool:
         return slot in after or slot not in data
 
+    # Back from the second product until the first is reached, and into whatever reads no data, such as dropout masks.
     live = program.live(second.ins, is_followed=is_inner)
     return {slot for i in (*live, second) for slot in i.reads if is_inner(slot)}

@@ -161,6 +161,7 @@ class StreamedStep:
         """Return the loss of a batch, without keys, as one microbatch."""
         ends = self.ends.load(params)
         x = self.ends.embed(ends, batch, None)
+        # Nothing is saved, so there are no stacks to fill.
         y, _ = self.forward(params[BLOCKS], x, None, arrays, None, [])
         return self.ends.head(ends, y, batch, None)
 
@@ -221,6 +222,7 @@ class StreamedStep:
                 y, values = tiled.forward(plan.without_tiles(full), x, microbatches.keys_of(keys, now.layer), tiles.run)
                 y, landing = microbatches.constrain(y), now.landing
             if residuals is not None:
+                # x is the input of this layer. `ResidualPlan.split` takes them apart in this order.
                 stacks = write_layer(residuals.records, stacks, now.write, [*jax.tree.leaves(x), *values])
             return (y, next_full, stacks), landing
 
@@ -305,6 +307,7 @@ class StreamedStep:
 
         first = fetched = None
         if ahead:
+            # The layer of the first tick is gathered before the loop, and its residuals come with it.
             record = fetch((None, None, None, carried), phase.columns["first"][0])
             shards = record[:num_params] if plan.params_away else read(carried, phase.columns["first"][0])
             first, fetched = plan.gather(shards), record[num_params:]
@@ -364,6 +367,7 @@ def _after(work: Any, done: Any, next_full: Any, now: Tick) -> tuple[Any, Any]:
     """Return the next gathered layer and the record on its way, from what ran beside a tick's products."""
     if work is None:
         return next_full, now.landing
+    # A tick that takes no record had no gather to run beside its products: it hands on what it has.
     return (done[0] if work[0] is not None else next_full), done[1]
 
 

@@ -80,12 +80,14 @@ class TileRunner:
                 return beside(one, (y,), now.landing)
             return microbatches.each(one, y, *each), now.landing
 
+        # y[num_out, ...], or y[M, num_out, ...] of several microbatches, filled or added to tile by tile.
         y = jnp.zeros(loop.out.shape if microbatches.count == 1 else (microbatches.count, *loop.out.shape), loop.out.dtype)
         return self._loop("forward", group, loops, y, tick, lambda carry: self.carried)
 
     def _derive(self, call: TileLoopCall, group: TileGroup, loops: TileLoops, use: OnRecordGrads) -> list[Array]:
         loop, microbatches = call.loop, self.microbatches
         assert call.dy is not None
+        # Two kinds of cotangents: of what all tiles read, summed over the tiles; of parts, of which a tile reads one slice.
         shared_x = [p for p, wanted in enumerate(call.wanted) if wanted and p not in loop.parts]
         parts = [p for p, wanted in enumerate(call.wanted) if wanted and p in loop.parts]
         lead = () if microbatches.count == 1 else (microbatches.count,)
@@ -93,6 +95,7 @@ class TileRunner:
         def zeros(p: int, dtype: Any) -> Array:
             operand = call.operands[p]
             assert operand is not None
+            # An operand that depends on no data has no dim of microbatches, and its cotangent has one all the same.
             shape = operand[0].shape if microbatches.count == 1 or operand[1] else (microbatches.count, *operand[0].shape)
             return jnp.zeros(shape, dtype)
 
@@ -100,6 +103,7 @@ class TileRunner:
         # A part is read by one tile alone: its cotangents are put side by side, nothing is summed, and their dtype stays.
         slices = [zeros(p, _dtype(call, p)) for p in parts]
         each = [o[0] for o in call.operands if o is not None and o[1]]
+        # A cotangent that depends on no data is the same for each microbatch.
         dy = call.dy[0] if call.dy[1] or microbatches.count == 1 else jnp.broadcast_to(call.dy[0], (*lead, *call.dy[0].shape))
 
         def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
@@ -122,6 +126,7 @@ class TileRunner:
                 total = [t + d.astype(jnp.float32) for t, d in zip(total, dw, strict=True)] if microbatches.count > 1 else dw
                 return total, (sums, slices)
 
+            # Several microbatches are dim 0 of all of these: a scan over it takes the cotangents of one, and returns them.
             inputs, landing = (sums, slices, dy, each), now.landing
             if microbatches.count == 1:
                 (grads, cotangents), landing = beside(lambda inputs: one([], inputs), (inputs,), landing)
@@ -157,6 +162,7 @@ class TileRunner:
             return self.plan.read_params(self.stacks(carried(carry)), group.leaves, index)
 
         def take(carry: Any, now: Tick) -> tuple[Any, Any]:
+            # Parameters that rest on the device pass through no ring: the tile is sliced here.
             shards = now.record if self.plan.params_away else read(carry, now.consume)
             return tick(carry, dataclasses.replace(now, record=shards))
 
@@ -187,5 +193,6 @@ def _operands(call: TileLoopCall, full: Sequence[Array], each: Sequence[Any], ti
             values.append(next(stacks))
             continue
         value = next(of_data) if operand[1] else operand[0]
+        # A part has an entry for each tile, of which the unit takes this tile's.
         values.append(jax.lax.dynamic_index_in_dim(value, tile, 0, keepdims=False) if p in call.loop.parts else value)
     return values

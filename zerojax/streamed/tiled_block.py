@@ -108,6 +108,7 @@ class TiledBlock:
         outputs = [ref for ref in (*program.outputs, *layer.residuals) if isinstance(ref, int)]
         self._forward = _cut(program, outputs, forward_loop)
         params, x, key = args
+        # The last x stands for dy: a block returns what it takes.
         closed = jax.make_jaxpr(lambda p, x, key, residuals, dy: layer.backward(p, x, key, residuals, dy))(
             params, x, key, list(layer.shapes), x
         )
@@ -162,6 +163,7 @@ class TiledBlock:
           run: likewise.
           totals: float32 zeros for these gradients, where there are several microbatches.
         """
+        # In the order of the arguments with which backward was traced.
         data = [*jax.tree.leaves(x), *jax.tree.leaves(key), *residuals, *jax.tree.leaves(dy)]
         outputs = self._backward.program.outputs
         rest = [i for i in range(self.num_params) if i not in self.tiled]
@@ -197,6 +199,7 @@ class TiledBlock:
     ) -> tuple[Slots, Slots, Slots]:
         """Run a program; returns the slots that do not depend on data, those that do, and the sums that were made."""
         inputs = cut.program.inputs
+        # The first inputs are parameters, and all others depend on data.
         shared: Slots = {slot: p for slot, p in zip(inputs, params, strict=False) if p is not None}
         each: Slots = dict(zip(inputs[len(params) :], data, strict=True))
         done: set[int] = set()
@@ -218,6 +221,7 @@ class TiledBlock:
                 # A gradient that is only summed is not kept for each microbatch.
                 later = of_data & (read | (cut.outputs - sums.keys()))
                 sums = self._segment(instructions, of_data, later, shared, each, sums)
+        # A total that no segment added to still holds zeros: `_total` finds that gradient among the other slots.
         return shared, each, {slot: sums[slot] for slot in done}
 
     def _segment(
@@ -243,6 +247,7 @@ class TiledBlock:
             return total, [slots[slot] for slot in read_later]
 
         values = [each[slot] for slot in needs]
+        # The scan runs over microbatches. Values that depend on no data are closed over, and so not repeated for each.
         run = one if self.count == 1 else lambda total, values: jax.lax.scan(one, total, values)
         total, after = run([sums[slot] for slot in totals], values)
         each.update(zip(read_later, after, strict=True))
@@ -281,11 +286,13 @@ def _cut(program: FlatJaxpr, outputs: Sequence[int], mark_of: Callable[[Instruct
     marks: list[Mark | None] = []
     for i in program.live(outputs, is_root):
         mark = mark_of(i)
+        # A loop is an item of its own; the equations between two loops are one segment.
         if mark is not None or not items or marks[-1] is not None:
             items.append([])
             marks.append(mark)
         items[-1].append(i)
     read, later = [], set[int]()
+    # From the last item to the first: what the items behind this one read is what it has to hand on.
     for item in reversed(items):
         read.append(frozenset(later))
         later.update(slot for i in item for slot in i.reads)
@@ -304,6 +311,7 @@ def _check_uses(
     Raises:
       ValueError: a stack of tiles that is not used in one loop over tiles of its group alone.
     """
+    # First, every use of a stack is as the stack of tiles of a loop.
     leaf_of: dict[Any, int] = {program.inputs[leaf]: leaf for group in groups for leaf in group}
     used: dict[int, list[int]] = {}
     for i in program.instructions:
@@ -323,6 +331,7 @@ def _check_uses(
     for ref in program.outputs:
         if ref in leaf_of:
             raise ValueError(f"{names[leaf_of[ref]]} is a stack of tiles, and the block returns it")
+    # Then, the leaves of a group are used together, in one loop, once: tile k of all of them is one record.
     group_of: dict[int, int] = {}
     for number, group in enumerate(groups):
         loops_of = {tuple(used.get(leaf, ())) for leaf in group}
@@ -333,6 +342,7 @@ def _check_uses(
                 f"loops {uses}: hold them in modules of their own, or leave them out of the model's `tiles`"
             )
         group_of[next(iter(loops_of))[0]] = number
+    # Last, a loop uses the stacks of one group and no others: it fetches one record a tile.
     for number, loop in enumerate(loops):
         users = [group for group in groups if any(number in used.get(leaf, ()) for leaf in group)]
         if len(users) != 1 or len(users[0]) != loop.sizes[1]:

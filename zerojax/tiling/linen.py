@@ -56,6 +56,7 @@ class TiledDense(nn.Module):
         x = x if self.dtype is None else x.astype(self.dtype)
         size = x.shape[-1]
         check_tiles(self.in_tiles, size, "in_tiles")
+        # Float32 bytes of [D / in_tiles, F], which `num_tiles` divides along F.
         num_bytes = 4 * size * self.features // self.in_tiles
         tiles = tiles_of(self.num_tiles, self.features, num_bytes, f"a dense kernel [{size}, {self.features}]")
         # Initialized whole and then cut, so fan-in and random numbers are those of the dense layer.

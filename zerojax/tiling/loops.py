@@ -177,6 +177,7 @@ def loop_over(
     if not counts[0] or len(lengths) > 1 or 0 in lengths:
         raise ValueError(f"tiles and parts are stacks of one length, one entry for each tile, not {list(lengths)}")
     middle = range(counts[0], counts[0] + counts[1])
+    # What of x is no array, such as a flag, stays a constant of the unit.
     at = [i for i, a in enumerate(leaves) if i not in middle or hasattr(a, "dtype")]
     arrays = [jnp.asarray(leaves[i]) for i in at]
     is_stack = [i not in middle for i in at]
@@ -222,6 +223,7 @@ def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
     *sizes, num_tiles, num_out, summed, _ = map(int, name.removeprefix(f"{NAME}_").split("_"))
     scans = [e for e in eqn.params["jaxpr"].jaxpr.eqns if e.primitive.name == "scan"]
     units = [e.params["jaxpr"] for s in scans for e in s.params["jaxpr"].jaxpr.eqns if e.primitive.name in _CHECKPOINT]
+    # A transformation keeps the name and may rewrite what is inside. A loop as written is one scan of one checkpointed unit.
     if len(scans) != 1 or len(units) != 1 or len(units[0].invars) != sum(sizes) or len(eqn.invars) != sum(sizes):
         return None
     aval: Any = units[0].outvars[0].aval

@@ -77,6 +77,7 @@ class TiledDense(nnx.Module):
           ValueError: tiles that do not divide a dim.
         """
         check_tiles(in_tiles, in_features, "in_tiles")
+        # Float32 bytes of [D / in_tiles, F], which `num_tiles` divides along F.
         num_bytes = 4 * in_features * out_features // in_tiles
         tiles = tiles_of(num_tiles, out_features, num_bytes, f"a dense kernel [{in_features}, {out_features}]")
         self.in_tiles, self.dtype = in_tiles, dtype
@@ -147,11 +148,13 @@ class TiledMLP(nnx.Module):
         Raises:
           ValueError: tiles that do not divide the hidden dim.
         """
+        # Float32 bytes of all weights of which a tile has a slice: up and down, and gate.
         num_bytes = 4 * features * hidden * (3 if gated else 2)
         tiles = tiles_of(num_tiles, hidden, num_bytes, f"an MLP [{features}, {hidden}]")
         self.num_tiles, self.seq_tiles, self.activation, self.dtype = tiles, seq_tiles, activation, dtype
 
         def column() -> tuple[Any, Any]:
+            # The kernel before its bias, as `nnx.Linear` draws from the stream.
             kernel = up_init(rngs.params(), (features, hidden), param_dtype)
             bias = bias_init(rngs.params(), (hidden,), param_dtype) if use_bias else None
             tiled = _param(kernel, 1, lambda w: tile_kernel(w, out_tiles=tiles))

@@ -61,6 +61,7 @@ def in_chunks(function: Callable[[Any, Array], Array], num_chunks: int) -> Calla
     def chunked(tile: Any, x: Array) -> Array:
         *lead, seq, width = x.shape
         check_tiles(num_chunks, seq, "seq_tiles")
+        # [..., S, D] -> [chunks, ..., S / chunks, D]
         pieces = jnp.moveaxis(x.reshape(*lead, num_chunks, seq // num_chunks, width), -3, 0)
         unit = jax.checkpoint(lambda piece: function(tile, piece))
         chunks = jnp.moveaxis(jax.lax.map(unit, pieces), 0, -3)  # [..., chunks, S / chunks, F]
@@ -150,7 +151,7 @@ def tiled_mlp(
 
     def use(tile: Mapping[str, Array], x: Array) -> Array:
         def make(name: str) -> Array:
-            product = x @ tile[name].astype(x.dtype)
+            product = x @ tile[name].astype(x.dtype)  # [..., S / seq_tiles, H / t]
             return product if f"{name}_bias" not in tile else product + tile[f"{name}_bias"].astype(x.dtype)
 
         hidden = activation(make("gate")) * make("up") if "gate" in tile else activation(make("up"))

@@ -24,6 +24,7 @@ def choose_num_tiles(size: int, num_bytes: int, what: str) -> int:
     Raises:
       ValueError: the dim has no such divisor.
     """
+    # Upwards from the least number that keeps a tile within TILE_BYTES: the first divisor has the largest tiles.
     for tiles in range(max(1, math.ceil(num_bytes / TILE_BYTES)), size + 1):
         if size % tiles == 0:
             if tiles > 1:
@@ -67,7 +68,7 @@ def tile_kernel(kernel: Array, *, in_tiles: int = 1, out_tiles: int = 1) -> Arra
     d, f = kernel.shape
     check_tiles(in_tiles, d, "in_tiles")
     check_tiles(out_tiles, f, "out_tiles")
-    split = kernel.reshape(in_tiles, d // in_tiles, out_tiles, f // out_tiles)
+    split = kernel.reshape(in_tiles, d // in_tiles, out_tiles, f // out_tiles)  # [i, D/i, o, F/o]
     # The tiles of one block of columns follow each other, so their sum is finished before the next block's begins.
     return split.transpose(2, 0, 1, 3).reshape(out_tiles * in_tiles, d // in_tiles, f // out_tiles)
 
