@@ -39,11 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     disk.add_argument("folder", help="an existing folder, such as a swap_dir; only a small file with the settings found stays")
     disk.add_argument("--gib", type=float, default=1.0, help="GiB that each reader writes and reads in a round")
     disk.add_argument("--rounds", type=int, default=3, help="the median of so many is shown")
-    saved = commands.add_parser(
+    checkpoints = commands.add_parser(
         "inspect", help="what a checkpoint holds, and whether it is whole: exit status 0, or 1 if it is not, 2 if it is none"
     )
-    saved.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
-    saved.add_argument("--verify", action="store_true", help="read all bytes and compare their checksums")
+    checkpoints.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
+    checkpoints.add_argument("--verify", action="store_true", help="read all bytes and compare their checksums")
     weights = commands.add_parser("export", help="the weights of a checkpoint, in Orbax's own format or as a safetensors file")
     weights.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
     weights.add_argument("out", help="what to write; nothing may be there")

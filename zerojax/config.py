@@ -106,11 +106,11 @@ class ZeroConfig:
         # A dataclass answers an unknown keyword with a TypeError that names no alternative.
         if values:
             raise ValueError(f"ZeroConfig takes its fields by name, such as stage={values[0]!r}")
-        known = [f.name for f in dataclasses.fields(cls)]
+        field_names = [f.name for f in dataclasses.fields(cls)]
         for name in fields:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(known)}"
+            if name not in field_names:
+                near = difflib.get_close_matches(name, field_names, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(field_names)}"
                 raise ValueError(f"ZeroConfig has no field {name!r}: {hint}")
         return object.__new__(cls)
 

@@ -137,16 +137,16 @@ class ScratchMemory:
 
     def take(self, abstract: Scratch, mesh: Mesh) -> Scratch:
         """Return the scratch of a step, which is donated: a step that fails leaves none. Allocates what is not there."""
-        taken: Scratch = {}
+        scratch: Scratch = {}
         for use, shapes in abstract.items():
-            known, stacks = self._stacks.pop(use, (None, []))
-            if known != shapes:
+            last_shapes, stacks = self._stacks.pop(use, (None, []))
+            if last_shapes != shapes:
                 del stacks  # before others are made
                 if shapes:
                     check_host_reads(mesh)
                 stacks = allocate_all(shapes)
-            taken[use] = stacks
-        return taken
+            scratch[use] = stacks
+        return scratch
 
     def keep(self, abstract: Scratch, scratch: Scratch) -> None:
         """Keep what a step returned."""

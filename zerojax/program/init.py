@@ -125,12 +125,12 @@ def _init_by_records(
 
     def init(key: Array, order: Array, one: Array, empty: list[Array], number: Array) -> TrainState:
         # In the order of the leaves of the state, which is that of `_stacks`.
-        given = iter(empty)
+        stacks = iter(empty)
 
         def room(leaf: Any) -> Any:
             if isinstance(leaf, OnDisk):
                 return OnDisk(jnp.full(leaf.token.shape, number), leaf.shape, leaf.dtype)
-            return next(given) if is_away(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
+            return next(stacks) if is_away(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
         rooms = jax.tree.map(
             room, (abstract.params, abstract.master, abstract.opt_state), is_leaf=lambda node: isinstance(node, OnDisk)
@@ -154,12 +154,12 @@ def _init_by_records(
 def _unstacked(model: Model | LayeredModel, key: Array) -> list[Array]:
     """Return the float32 parameters that are no stack of layers."""
     if isinstance(model, Model):
-        made = model.init(key)
+        params = model.init(key)
     else:
         # As `init_params` splits it; the second key is that of the layers.
         k_embed, _, k_head = jax.random.split(key, 3)
-        made = {"embed": model.init_embed(k_embed), "head": model.init_head(k_head)}
-    return [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(made)]
+        params = {"embed": model.init_embed(k_embed), "head": model.init_head(k_head)}
+    return [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(params)]
 
 
 def _init(records: StateRecords, tx: optax.GradientTransformation, part: Sequence[int], values: Sequence[Array]) -> list[Array]:
@@ -212,8 +212,8 @@ def _fill_blocks(
 
     def block(key: Array) -> dict[int, Array]:
         """Return one layer's float32 leaves by index."""
-        made = [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(model.init_block(key))]
-        return dict(zip(indices, made, strict=True))
+        leaves = [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(model.init_block(key))]
+        return dict(zip(indices, leaves, strict=True))
 
     def body(on_device: bool) -> Callable[[Array, FlatState], FlatState]:
         def tick(t: Array, states: FlatState) -> FlatState:
@@ -227,8 +227,8 @@ def _fill_blocks(
                 def tile(k: Array, states: FlatState, group: TileGroup = group) -> FlatState:
                     index = Tile(layer, order[k], group.num_tiles)
                     # Tied to the tile: else the layer does not depend on the loop, and XLA makes it whole before it.
-                    made = leaves if on_cpu else block(jax.lax.optimization_barrier((keys[layer], index.tile))[0])
-                    values = [jax.lax.dynamic_index_in_dim(made[i], index.tile, keepdims=False) for i in group.leaves]
+                    whole = leaves if on_cpu else block(jax.lax.optimization_barrier((keys[layer], index.tile))[0])
+                    values = [jax.lax.dynamic_index_in_dim(whole[i], index.tile, keepdims=False) for i in group.leaves]
                     pairs = zip(group.leaves, values, strict=True)
                     values = [jax.lax.with_sharding_constraint(v, records.grads[i].sharding) for i, v in pairs]
                     return put(states, group.leaves, index, values)
@@ -240,7 +240,7 @@ def _fill_blocks(
         return tick
 
     # Two loops, because a layer whose state stays on the device has an index of another type.
-    held = [leaf for leaf in states.opt if isinstance(leaf, Split)]
-    on_device = held[0].device.shape[0] if held else 0
+    splits = [leaf for leaf in states.opt if isinstance(leaf, Split)]
+    on_device = splits[0].device.shape[0] if splits else 0
     states = jax.lax.fori_loop(0, on_device, body(True), states) if on_device else states
     return jax.lax.fori_loop(on_device, model.num_layers, body(False), states)

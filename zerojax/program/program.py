@@ -198,7 +198,7 @@ class Program:
             program, args = self._compiler.eval, (state.params, batch, self._compiler.arrays)
             if self.swap is not None:
                 jax.eval_shape(program, *args)  # which loops over tiles it has, and so its moves, are known once it is traced
-            return self._runner.run("eval", program, *args, held=state.params, moves=self._eval_moves)
+            return self._runner.run("eval", program, *args, reads=state.params, moves=self._eval_moves)
 
     def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
         """Place a batch on the mesh: dim 0 over `data` and `fsdp`. Leaves already there stay.

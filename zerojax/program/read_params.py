@@ -58,10 +58,10 @@ class ParamReader:
             yield f"{BLOCKS}/{layer}", self._read(self._layer, state, jnp.int32(layer), where, order)
         yield "head", jax.tree.map(lambda i: self._end(state, i), indices["head"])
 
-    def _read(self, read: Any, held: Any, *args: Any) -> Any:
-        """Call `read(held, *args)`, which reads from any tier."""
+    def _read(self, read: Any, tree: Any, *args: Any) -> Any:
+        """Call `read(tree, *args)`, which reads from any tier."""
         with self._runner.calling(), jax.set_mesh(self.layout.mesh):
-            return self._runner.run("read", read, held, *args, held=held)
+            return self._runner.run("read", read, tree, *args, reads=tree)
 
     def _end(self, state: TrainState, index: int) -> jax.Array:
         """Return a parameter that is no stack of layers."""

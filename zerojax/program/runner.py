@@ -54,14 +54,14 @@ class Runner:
         self.swap.open()
         return self.swap.generation
 
-    def run(self, name: str, program: Callable[..., Any], *args: Any, held: Any = (), moves: Sequence[Move] = ()) -> Any:
+    def run(self, name: str, program: Callable[..., Any], *args: Any, reads: Any = (), moves: Sequence[Move] = ()) -> Any:
         """Return `program(*args)`, which makes no new state on disk, or the first one.
 
         Args:
           name: of the program in a trace.
           program: compiled.
           *args: its arguments.
-          held: the state that it reads, or part of one.
+          reads: the state that it reads, or part of one.
           moves: what it reads from disk and writes to it, in order.
 
         Raises:
@@ -70,7 +70,7 @@ class Runner:
         """
         if self.swap is None:
             return program(*args)
-        self.swap.begin(held, moves, name=name)
+        self.swap.begin(reads, moves, name=name)
         # `finish` asks whether a callback failed, so all of them must be over; and none may come in the next program.
         result = jax.block_until_ready(program(*args))
         self.swap.finish()

@@ -63,18 +63,18 @@ def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int) -> None:
 def _region(program: FlatJaxpr, piece: Sequence[tuple[int, Instruction]], slots: dict[int, Any]) -> None:
     """Evaluate one segment under jax.checkpoint."""
     instructions, last = [i for _, i in piece], piece[-1][0]
-    made = {out for i in instructions for out in i.outs}
+    results = {out for i in instructions for out in i.outs}
     # A region is a function of what it reads from outside, and returns what is read after it.
-    reads = list(dict.fromkeys(ref for i in instructions for ref in i.ins if isinstance(ref, int) and ref not in made))
-    keeps = [out for out in made if program.last_read.get(out, -1) > last]
+    reads = list(dict.fromkeys(ref for i in instructions for ref in i.ins if isinstance(ref, int) and ref not in results))
+    outs = [out for out in results if program.last_read.get(out, -1) > last]
 
     @jax.checkpoint
     def region(values: list[Any]) -> list[Any]:
         inside = dict(zip(reads, values, strict=True))
         evaluate(instructions, inside)
-        return [inside[out] for out in keeps]
+        return [inside[out] for out in outs]
 
-    slots.update(zip(keeps, region([slots[ref] for ref in reads]), strict=True))
+    slots.update(zip(outs, region([slots[ref] for ref in reads]), strict=True))
 
 
 def _scan(i: Instruction, slots: dict[int, Any]) -> None:
@@ -100,7 +100,7 @@ def _scan(i: Instruction, slots: dict[int, Any]) -> None:
 
 def segments(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> list[list[tuple[int, Instruction]]]:
     """Cut the data-dependent instructions, given with their indices in the program, into consecutive segments."""
-    made = [sum(_num_bytes(v) for v in i.eqn.outvars) for _, i in data]
+    out_bytes = [sum(_num_bytes(v) for v in i.eqn.outvars) for _, i in data]
     # The bytes that are live after each equation: a value lives from the equation that makes it to the last that reads it.
     live: list[int] = []
     now, dying = 0, {}
@@ -113,25 +113,25 @@ def segments(program: FlatJaxpr, data: Sequence[tuple[int, Instruction]]) -> lis
         dying = {last: sizes for last, sizes in dying.items() if last > index}
         live.append(now)
     heavy = [p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in PRODUCTS or i.has_jaxpr]
-    own = {p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in _OWN}
+    regions = {p for p, (_, i) in enumerate(data) if i.eqn.primitive.name in _OWN}
     # Cuts lie between the first and the last heavy equation. Outside, where only tokens or a scalar may be live, the least
     # would be one that no cut between layers comes near.
     inside = range(heavy[0], heavy[-1]) if len(heavy) > 1 else range(0)
     least = min((live[p] for p in inside if live[p]), default=0)
     # The T of the module's docstring is what is made in all, its x the least that is live.
-    target = math.sqrt(sum(made) * least)
+    target = math.sqrt(sum(out_bytes) * least)
     pieces: list[list[tuple[int, Instruction]]] = [[]]
-    held = 0
+    piece_bytes = 0
     for p, item in enumerate(data):
         # A region that the model rematerialises is a segment by itself: inside of another it would be computed a third time.
-        if p in own and pieces[-1]:
+        if p in regions and pieces[-1]:
             pieces.append([])
-            held = 0
+            piece_bytes = 0
         pieces[-1].append(item)
-        held += made[p]
-        if p in own or (p in inside and held >= target and live[p] <= SLACK * least):
+        piece_bytes += out_bytes[p]
+        if p in regions or (p in inside and piece_bytes >= target and live[p] <= SLACK * least):
             pieces.append([])
-            held = 0
+            piece_bytes = 0
     return [piece for piece in pieces if piece]
 
 

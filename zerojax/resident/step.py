@@ -144,8 +144,8 @@ def build_grads(model: Model | LayeredModel, layout: Layout, loss: Loss) -> Call
             microbatch = ActivationSpec(layout.mesh).constrain(microbatch)
             # The numbers that the streamed step folds in, so that both draw the same masks.
             value, grads = of_microbatch(state, microbatch, None if key is None else jax.random.fold_in(key, index))
-            summed = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[1], grads)
-            return (total[0] + value, jax.lax.with_sharding_constraint(summed, grads_at)), None
+            sums = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[1], grads)
+            return (total[0] + value, jax.lax.with_sharding_constraint(sums, grads_at)), None
 
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), layout.abstract_params)
         # What a scan carries has one sharding: unless its start is on shards, the sums may be held whole.

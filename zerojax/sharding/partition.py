@@ -77,10 +77,10 @@ def leaf_spec(
     if not dims:
         return LeafSpec(base, base, f"no dim of {tuple(local[first_dim:])} divides by {axis}={size}")
     free = [d for d in dims if base[d] is None]
-    chosen = max(free or dims, key=lambda d: local[d])
+    split_dim = max(free or dims, key=lambda d: local[d])
     # The ZeRO axis comes last within its dim, so that removing it leaves the user's own split.
-    entry = (*axes_of(base[chosen]), axis)
-    sharded = tuple((entry if len(entry) > 1 else axis) if d == chosen else s for d, s in enumerate(base))
+    entry = (*axes_of(base[split_dim]), axis)
+    sharded = tuple((entry if len(entry) > 1 else axis) if d == split_dim else s for d, s in enumerate(base))
     return LeafSpec(base, sharded, None)
 
 
@@ -130,10 +130,10 @@ def _broadcast_specs(prefix: Any, tree: Any) -> list[PartitionSpec]:
 
     try:
         # A spec of the prefix stands for every leaf below it.
-        filled = jax.tree.map(lambda s, sub: [s] * len(jax.tree.leaves(sub)), prefix, tree, is_leaf=is_spec)
+        spec_lists = jax.tree.map(lambda s, sub: [s] * len(jax.tree.leaves(sub)), prefix, tree, is_leaf=is_spec)
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(f"specs must mirror the parameters, or be a prefix of their tree: {e}") from e
-    specs = [PartitionSpec() if s is None else s for s in jax.tree.leaves(filled, is_leaf=is_spec)]
+    specs = [PartitionSpec() if s is None else s for s in jax.tree.leaves(spec_lists, is_leaf=is_spec)]
     wrong = [s for s in specs if not is_spec(s)]
     if wrong:
         raise ValueError(f"specs holds {wrong[0]!r}: PartitionSpec or None is needed")

@@ -71,9 +71,9 @@ class DiskLayout:
             in_turn,
         )
         # Every trace of a step declares its kinds anew. The first object stays as long as its files are the right ones.
-        known = self.kinds.get(kind)
-        if known is not None and known.has_files_of(records):
-            return known
+        previous = self.kinds.get(kind)
+        if previous is not None and previous.has_files_of(records):
+            return previous
         self.kinds[kind] = records
         return records
 

@@ -232,17 +232,17 @@ def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) 
     # One number a device: each orders its own callbacks, and waits for no other device.
     token: Any = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=named(mesh, (mesh.axis_names,)))
 
-    def placed(leaf: Any, shared: bool = False) -> Any:
+    def leaf_on_disk(leaf: Any, shared: bool = False) -> Any:
         if isinstance(leaf, Split):
-            return Split(leaf.device, placed(leaf.host))
+            return Split(leaf.device, leaf_on_disk(leaf.host))
         return leaf if shared else OnDisk(token, leaf.shape, leaf.dtype)
 
     def weights(tree: Any, tier: str) -> Any:
-        return jax.tree.map(placed, tree, is_leaf=is_stored) if tier == "nvme" else tree
+        return jax.tree.map(leaf_on_disk, tree, is_leaf=is_stored) if tier == "nvme" else tree
 
     opt_state = state.opt_state
     if config.opt_state == "nvme":
-        opt_state = jax.tree.map(placed, opt_state, is_shared, is_leaf=is_stored)
+        opt_state = jax.tree.map(leaf_on_disk, opt_state, is_shared, is_leaf=is_stored)
     return dataclasses.replace(
         state, params=weights(state.params, config.params), master=weights(state.master, config.opt_state), opt_state=opt_state
     )

@@ -42,8 +42,8 @@ class OptStateMap:
 
     def states_of(self, part: Sequence[int]) -> tuple[int, ...]:
         """Return the indices of the state leaves that mirror the parameter leaves in `part`, in the order of the state."""
-        chosen = set(part)
-        return tuple(j for j, owner in enumerate(self.owners) if owner in chosen)
+        params = set(part)
+        return tuple(j for j, owner in enumerate(self.owners) if owner in params)
 
     def owner(self, index: int) -> int:
         """Return the index of the parameter leaf that a leaf of the state mirrors."""
@@ -77,8 +77,8 @@ def fill(abstract: Any, indices: Sequence[int], values: Sequence[Any]) -> Any:
     leaves, tree = jax.tree.flatten(abstract)
     by_index = dict(zip(indices, values, strict=True))
     # Empty arrays and not None: masks and labels see every path, with its number of dims.
-    filled = [by_index[i] if i in by_index else jnp.zeros((0,) * len(a.shape), a.dtype) for i, a in enumerate(leaves)]
-    return jax.tree.unflatten(tree, filled)
+    arrays = [by_index[i] if i in by_index else jnp.zeros((0,) * len(a.shape), a.dtype) for i, a in enumerate(leaves)]
+    return jax.tree.unflatten(tree, arrays)
 
 
 def opt_state_specs(opt_map: OptStateMap, specs: Sequence[LeafSpec], mesh: Mesh, axis: str, min_shard_bytes: int) -> Any:

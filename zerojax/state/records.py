@@ -147,9 +147,9 @@ def read_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Inde
     disk_records, leaf = _disk_records(records[on_disk[0]]), _on_disk(stacks[on_disk[0]], index)
     assert leaf is not None
     # One fetch for all leaves of the kind: a record is read from disk as a whole.
-    fetched = dict(zip(on_disk, disk_records.fetch(leaf.token, _number(stacks[on_disk[0]], index)), strict=True))
+    arrays = dict(zip(on_disk, disk_records.fetch(leaf.token, _number(stacks[on_disk[0]], index)), strict=True))
     each = enumerate(zip(records, stacks, strict=True))
-    return [fetched[i] if i in fetched else r.read(stack, index) for i, (r, stack) in each]
+    return [arrays[i] if i in arrays else r.read(stack, index) for i, (r, stack) in each]
 
 
 def write_layer(records: Sequence[RecordSpec], stacks: Sequence[Any], index: Index, values: Sequence[Array]) -> list[Any]:

@@ -277,8 +277,8 @@ class StateRecords:
         # The parameters are the new weights, cast; masters and optimizer state are one record.
         params = list(states.params)
         compute = [self.cast(i, value) for i, value in zip(part, weights, strict=True)]
-        written = write_layer(pick(self.params, part), pick(params, part), index, compute)
-        for i, stack in zip(part, written, strict=True):
+        param_stacks = write_layer(pick(self.params, part), pick(params, part), index, compute)
+        for i, stack in zip(part, param_stacks, strict=True):
             params[i] = stack
         values = [*(weights if states.master is not None else ()), *opt]
         stacks = write_layer(self.opt_records(part), self.opt_states(states, part), index, values)

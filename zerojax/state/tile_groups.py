@@ -28,8 +28,8 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool
     is_layered = isinstance(model, LayeredModel)
     params, what = (abstract_params[BLOCKS], "parameters of one layer") if is_layered else (abstract_params, "parameters")
     try:
-        filled = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), model.tiles, params)
-        flags = jax.tree.leaves(filled)
+        flag_tree = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), model.tiles, params)
+        flags = jax.tree.leaves(flag_tree)
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(f"tiles must mirror the {what}, or be a prefix of their tree: {e}") from e
     for flag, (path, leaf) in zip(flags, jax.tree_util.tree_flatten_with_path(params)[0], strict=True):
@@ -72,9 +72,9 @@ def tile_groups(model: Model | LayeredModel, abstract_params: Any, config: ZeroC
             modules.setdefault(paths[i][1:-1], []).append(i)
     groups: list[TileGroup] = []
     for path, indices in modules.items():
-        name, taken = _path_name(path), [group.name for group in groups]
+        name, names = _path_name(path), [group.name for group in groups]
         # Different paths may read the same, as with a key 1 and a key "1"; and a name is that of a folder.
-        name = next(n for n in (f"{name}{k or ''}" for k in itertools.count()) if n not in taken)
+        name = next(n for n in (f"{name}{k or ''}" for k in itertools.count()) if n not in names)
         counts = {jax.tree_util.keystr(paths[i]): leaves[i].shape[1] for i in indices}
         if len(set(counts.values())) > 1:
             raise ValueError(f"stacks of tiles that one module holds are used together, but differ in their tiles: {counts}")

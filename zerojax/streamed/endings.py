@@ -188,13 +188,13 @@ class ByLayers(StoredGrads):
         def tick(states: FlatState, now: Tick) -> tuple[FlatState, Any]:
             # What was fetched ahead is taken apart in the order of `fetch`: gradients, parameters, masters and optimizer state.
             # What was not fetched ahead is read here.
-            taken, here, there = list(now.record or []), now.index(at), now.write_index(at)
-            grads = self.read_grads(result.carried, part, here) if not plan.grads_away else taken[:num]
-            taken = taken[num:] if plan.grads_away else taken
+            record, here, there = list(now.record or []), now.index(at), now.write_index(at)
+            grads = self.read_grads(result.carried, part, here) if not plan.grads_away else record[:num]
+            record = record[num:] if plan.grads_away else record
             old: list[Array] = []
             if states.master is None:
-                old, taken = (taken[:num], taken[num:]) if old_away else (records.read_params(states, part, here), taken)
-            opt = taken if opt_ahead and not now.on_device else records.read_opt(states, part, here)
+                old, record = (record[:num], record[num:]) if old_away else (records.read_params(states, part, here), record)
+            opt = record if opt_ahead and not now.on_device else records.read_opt(states, part, here)
             mean = [ready(g) for g in grads]
             return self.record_update.update_layer(states, part, there, mean, old + opt, shared, result.loss, ok, now.landing)
 
@@ -264,13 +264,13 @@ class InBackward:
         plan, records, states, now, part = self.plan, self.records, carried.states, record.now, record.part
         # The gathered layer is at hand: its shard is cut out of it, and not fetched again.
         old = plan.on_shards(record.params, part) if states.master is None else []
-        read = old + records.read_opt(states, part, now.index())
+        arrays = old + records.read_opt(states, part, now.index())
         squares = carried.squares + plan.squares(record.grads, state)
         # Neither clipped nor checked against the layers that are still to come: the norm is known when all are updated.
         # A sum that is not finite stays so: no later layer of this step is updated either.
         shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
         states, landing = self.record_update.update_layer(
-            states, part, now.write_index(), mean, read, shared, carried.loss, ok, record.landing
+            states, part, now.write_index(), mean, arrays, shared, carried.loss, ok, record.landing
         )
         return dataclasses.replace(carried, states=states, squares=squares), landing
 

@@ -115,8 +115,8 @@ class Delayed(OnHost):
         # the optimizer's scalars of this step, which `closed` then advances in the state.
         scalars = jnp.stack([result.loss, clip_factor(norm, self.config.clip_norm), loss_scale(state)])
         # The arrays are handed on as they are: callbacks have put this step's gradients into their memory.
-        left = Pending(pending.grads, records.shared_of(states), scalars, jnp.isfinite(norm))
-        return closed(self.record_update, result, states, norm, left)
+        next_pending = Pending(pending.grads, records.shared_of(states), scalars, jnp.isfinite(norm))
+        return closed(self.record_update, result, states, norm, next_pending)
 
 
 def _nothing(carry: Any, layer: Array) -> list[Array]:

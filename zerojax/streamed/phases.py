@@ -205,8 +205,8 @@ def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any) -> tu
         if number == last:
             # The product waits for `work`, since its operands pass the same barrier. What comes before it runs beside the work.
             operands = {ref: slots[ref] for ref in i.ins if isinstance(ref, int)}
-            tied, work = jax.lax.optimization_barrier((operands, work))
-            slots.update(tied)
+            operands, work = jax.lax.optimization_barrier((operands, work))
+            slots.update(operands)
         evaluate([i], slots)
     leaves = [slots[ref] if isinstance(ref, int) else ref.value for ref in program.outputs]
     return jax.tree.unflatten(jax.tree.structure(out), leaves), work

@@ -138,13 +138,13 @@ class StreamedPlan:
 
     def put(self, stacks: Sequence[Any], part: Sequence[int], values: Sequence[Any]) -> list[Any]:
         """Return `stacks` with `values` in place of a part."""
-        given = dict(zip(part, values, strict=True))
-        return [given.get(i, stack) for i, stack in zip(self.stacked, stacks, strict=True)]
+        by_index = dict(zip(part, values, strict=True))
+        return [by_index.get(i, stack) for i, stack in zip(self.stacked, stacks, strict=True)]
 
     def without_tiles(self, leaves: Sequence[Array]) -> list[Any]:
         """Return leaves of `stacked` where those of `blocks` are given: None for stacks of tiles."""
-        present = dict(zip(self.blocks, leaves, strict=True))
-        return [present.get(i) for i in self.stacked]
+        by_index = dict(zip(self.blocks, leaves, strict=True))
+        return [by_index.get(i) for i in self.stacked]
 
     def gather(self, shards: Sequence[Array], part: Sequence[int] | None = None) -> list[Array]:
         """All_gather a record, by default a layer's: W[D_fsdp, F] -> W[D, F]."""

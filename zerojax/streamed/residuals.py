@@ -80,15 +80,15 @@ class TracedBlock:
 
     def backward(self, params: Any, x: Any, key: Any, residuals: Sequence[jax.Array], dy: Any) -> tuple[Any, Any]:
         """Return the gradients of the parameters and of x."""
-        saved = dict(zip(self.residuals, residuals, strict=True))
+        by_slot = dict(zip(self.residuals, residuals, strict=True))
         # Residuals are constants here: `put` hands their cotangents to the values that they replace.
-        _, derivative = jax.vjp(lambda p, x: self._outputs(self._run(p, x, key, saved)), params, x)
+        _, derivative = jax.vjp(lambda p, x: self._outputs(self._run(p, x, key, by_slot)), params, x)
         return derivative(dy)
 
     def _outputs(self, slots: dict[int, Any]) -> Any:
         return jax.tree.unflatten(self.structures[1], [read(ref, slots) for ref in self.program.outputs])
 
-    def _run(self, params: Any, x: Any, key: Any, saved: dict[int, jax.Array]) -> dict[int, Any]:
+    def _run(self, params: Any, x: Any, key: Any, residuals: dict[int, jax.Array]) -> dict[int, Any]:
         slots: dict[int, Any] = dict(zip(self.program.inputs, jax.tree.leaves((params, x, key)), strict=True))
         numbers = {slot: number for number, slot in enumerate(self.loops)}
         for i in self.program.instructions:
@@ -97,12 +97,12 @@ class TracedBlock:
             number = numbers.get(i.outs[0]) if i.outs else None
             outs = bind(i.eqn, values) if number is None else [self.loops[i.outs[0]].derivable(number, values)]
             for slot, value in zip(i.outs, outs, strict=True):
-                if slot not in saved:
+                if slot not in residuals:
                     slots[slot] = value
                 elif jnp.issubdtype(value.dtype, jnp.floating):
-                    slots[slot] = put(value, saved[slot])
+                    slots[slot] = put(value, residuals[slot])
                 else:
-                    slots[slot] = saved[slot]  # integers have no derivative
+                    slots[slot] = residuals[slot]  # integers have no derivative
         return slots
 
 
@@ -135,15 +135,15 @@ def plan_layer(
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None)
     structures = tuple(jax.tree.structure(t) for t in (params, x, key))
     names = _names(program)
-    wanted = {*saved, *offloaded}
-    if missing := sorted(wanted - {n for n, _ in names.values()}):
+    user_names = {*saved, *offloaded}
+    if missing := sorted(user_names - {n for n, _ in names.values()}):
         marked = sorted({n for n, _ in names.values()})
         raise ValueError(
             f"saved_names and offloaded_names name {missing}, which the block does not mark; it marks {marked or 'none'} "
             "(jax.ad_checkpoint.checkpoint_name(value, name))"
         )
     # Named values are kept in every mode; the mode adds its own.
-    chosen = {slot: aval for slot, (name, aval) in names.items() if name in wanted}
+    chosen = {slot: aval for slot, (name, aval) in names.items() if name in user_names}
     if mode != "remat":
         num_params, num_data = len(jax.tree.leaves(params)), len(jax.tree.leaves(x))
         inner = _attention_inner(program, num_params, num_data) if mode == "selective" else frozenset()

@@ -288,11 +288,11 @@ class StreamedStep:
 
         def tick(carry: Any, now: Tick) -> Any:
             dx, full, fetched, carried = carry
-            taken = now.record or []
-            take = lambda: taken[:num_params] if plan.params_away else read(carried, now.consume)  # noqa: E731
+            record = now.record or []
+            take = lambda: record[:num_params] if plan.params_away else read(carried, now.consume)  # noqa: E731
             full, next_full = self._turn(full, now, take)
             # With gather_ahead the record taken is the next layer's, and so are its residuals.
-            arrived = taken[num_params:]
+            arrived = record[num_params:]
             fetched, next_fetched = (fetched, arrived if now.takes_record else fetched) if ahead else (arrived, None)
             values = residuals.read(stacks, fetched, now.layer)
             if residuals.tiled is None:

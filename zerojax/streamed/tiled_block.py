@@ -114,9 +114,9 @@ class TiledBlock:
         )
         backward = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
         # The gradients of stacks of tiles are no outputs: the loops that make them also use them.
-        wanted = [ref for i, ref in enumerate(backward.outputs) if i not in self.tiled and isinstance(ref, int)]
+        grad_refs = [ref for i, ref in enumerate(backward.outputs) if i not in self.tiled and isinstance(ref, int)]
         self._check_gradients(backward, names)
-        self._backward = _cut(backward, wanted, lambda i: marked(i.eqn))
+        self._backward = _cut(backward, grad_refs, lambda i: marked(i.eqn))
         self.forward_loops = [self.group_of[mark[0]] for mark in self._forward.marks if mark is not None]
         self.backward_loops = [(self.group_of[mark[0]], mark[1]) for mark in self._backward.marks if mark is not None]
 
@@ -202,7 +202,7 @@ class TiledBlock:
         # The first inputs are parameters, and all others depend on data.
         shared: Slots = {slot: p for slot, p in zip(inputs, params, strict=False) if p is not None}
         each: Slots = dict(zip(inputs[len(params) :], data, strict=True))
-        done: set[int] = set()
+        sum_slots: set[int] = set()
         for item, mark, read in zip(cut.items, cut.marks, cut.read, strict=True):
             if mark is not None:
                 self._call(item[0], mark, cut.outputs | read, shared, each, run)
@@ -217,12 +217,12 @@ class TiledBlock:
                     # Of parameters alone: computed once for all microbatches.
                     evaluate([i], shared)
             if instructions:
-                done |= of_data & sums.keys()
+                sum_slots |= of_data & sums.keys()
                 # A gradient that is only summed is not kept for each microbatch.
                 later = of_data & (read | (cut.outputs - sums.keys()))
                 sums = self._segment(instructions, of_data, later, shared, each, sums)
         # A total that no segment added to still holds zeros: `_total` finds that gradient among the other slots.
-        return shared, each, {slot: sums[slot] for slot in done}
+        return shared, each, {slot: sums[slot] for slot in sum_slots}
 
     def _segment(
         self, instructions: Sequence[Instruction], outs: set[int], later: set[int], shared: Slots, each: Slots, sums: Slots
@@ -313,7 +313,7 @@ def _check_uses(
     """
     # First, every use of a stack is as the stack of tiles of a loop.
     leaf_of: dict[Any, int] = {program.inputs[leaf]: leaf for group in groups for leaf in group}
-    used: dict[int, list[int]] = {}
+    loop_uses: dict[int, list[int]] = {}
     for i in program.instructions:
         mark = mark_of(i)
         stacks = loops[mark[0]].tiles if mark is not None else range(0)
@@ -327,16 +327,16 @@ def _check_uses(
                     "do, which is not inside of jax.checkpoint, nnx.remat, scan, cond or vmap; or leave it "
                     "out of the model's `tiles` (dataclasses.replace(model, tiles=False)), and it is fetched whole"
                 )
-            used.setdefault(leaf, []).append(mark[0])
+            loop_uses.setdefault(leaf, []).append(mark[0])
     for ref in program.outputs:
         if ref in leaf_of:
             raise ValueError(f"{names[leaf_of[ref]]} is a stack of tiles, and the block returns it")
     # Then, the leaves of a group are used together, in one loop, once: tile k of all of them is one record.
     group_of: dict[int, int] = {}
     for number, group in enumerate(groups):
-        loops_of = {tuple(used.get(leaf, ())) for leaf in group}
+        loops_of = {tuple(loop_uses.get(leaf, ())) for leaf in group}
         if len(loops_of) > 1 or len(next(iter(loops_of))) != 1:
-            uses = {names[leaf]: used.get(leaf, []) for leaf in group}
+            uses = {names[leaf]: loop_uses.get(leaf, []) for leaf in group}
             raise ValueError(
                 f"stacks of tiles that one module holds are used together in one loop, once in a block, but these are used by "
                 f"loops {uses}: hold them in modules of their own, or leave them out of the model's `tiles`"
@@ -344,7 +344,7 @@ def _check_uses(
         group_of[next(iter(loops_of))[0]] = number
     # Last, a loop uses the stacks of one group and no others: it fetches one record a tile.
     for number, loop in enumerate(loops):
-        users = [group for group in groups if any(number in used.get(leaf, ()) for leaf in group)]
+        users = [group for group in groups if any(number in loop_uses.get(leaf, ()) for leaf in group)]
         if len(users) != 1 or len(users[0]) != loop.sizes[1]:
             named = [names[leaf] for group in users for leaf in group]
             raise ValueError(

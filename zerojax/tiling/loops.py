@@ -183,8 +183,8 @@ def loop_over(
     is_stack = [i not in middle for i in at]
 
     def unit(*values: Array) -> Array:
-        traced = dict(zip(at, values, strict=True))
-        y = function(*jax.tree.unflatten(structure, [traced.get(i, leaf) for i, leaf in enumerate(leaves)]))
+        by_index = dict(zip(at, values, strict=True))
+        y = function(*jax.tree.unflatten(structure, [by_index.get(i, leaf) for i, leaf in enumerate(leaves)]))
         if not isinstance(y, jax.Array):
             raise ValueError(f"a function of a tile returns one array, not {type(y).__name__}")
         return y

@@ -157,8 +157,8 @@ class TiledMLP(nnx.Module):
             # The kernel before its bias, as `nnx.Linear` draws from the stream.
             kernel = up_init(rngs.params(), (features, hidden), param_dtype)
             bias = bias_init(rngs.params(), (hidden,), param_dtype) if use_bias else None
-            tiled = _param(kernel, 1, lambda w: tile_kernel(w, out_tiles=tiles))
-            return tiled, nnx.data(None) if bias is None else _param(bias, tiles, lambda b: b.reshape(tiles, -1))
+            param = _param(kernel, 1, lambda w: tile_kernel(w, out_tiles=tiles))
+            return param, nnx.data(None) if bias is None else _param(bias, tiles, lambda b: b.reshape(tiles, -1))
 
         self.up, self.up_bias = column()
         self.gate, self.gate_bias = column() if gated else (nnx.data(None), nnx.data(None))
