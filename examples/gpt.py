@@ -136,6 +136,7 @@ class Block(nnx.Module):
         self.heads = c.heads
         self.ln1 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         self.qkv = linear(c, h, 3 * h, std, (None, t), rngs)
+        # As in GPT-2: of the 2 L matrices that add to the stream, each starts smaller by the square root of their number.
         self.proj = linear(c, h, h, std / (2 * c.layers) ** 0.5, (t, None), rngs)
         self.ln2 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         self.tiles_mlp = c.mlp_tiles > 0
@@ -234,11 +235,14 @@ def logits(c: GPTConfig, params: Any, tokens: jax.Array) -> jax.Array:
     c = dataclasses.replace(c, dropout=0.0)
 
     def bind(make: Callable[[nnx.Rngs], nnx.Module], tree: Any) -> Any:
+        # The structure of a module that was never filled, with the tree's leaves in it: both have the same order.
         graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
         return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(tree)))
 
     batch = {"tokens": tokens}
+    # Else NNX constrains each annotated array to the mesh in scope.
     with nnx.use_eager_sharding(False):
+        # nnx.List counts its modules: these are the blocks of the unrolled form, and not a stack.
         if isinstance(params["blocks"], dict) and 0 in params["blocks"]:
             return bind(lambda rngs: GPT(c, rngs=rngs), params)(batch)
         embed = bind(lambda rngs: Embed(c, rngs=rngs), params["embed"])
@@ -266,6 +270,7 @@ def sample(c: GPTConfig, params: Any, prompt: bytes, count: int, key: jax.Array,
         scores = logits(c, params, window[None])[0, length - 1].astype(jnp.float32)
         token = jax.random.categorical(key, scores / temperature).astype(jnp.int32)
         full = length == c.seq
+        # A full window moves up by one, and all positions with it.
         window = jnp.where(full, jnp.roll(window, -1), window)
         position = jnp.where(full, c.seq - 1, length)
         return (window.at[position].set(token), position + 1), token

@@ -71,6 +71,7 @@ def load_corpus(folder: str | None) -> tuple[np.ndarray, np.ndarray]:
     for path in files:
         held = zlib.crc32(path.relative_to(root).as_posix().encode()) % HELD_OUT == 0
         parts[held].append(path.read_bytes() + b"\0")
+    # Of a few files none may be held out, or all.
     if not parts[True]:
         parts[True].append(parts[False].pop())
     if not parts[False]:
@@ -87,6 +88,7 @@ class Windows(grain.sources.RandomAccessDataSource):
         self.data, self.seq = data, seq
 
     def __len__(self) -> int:
+        # One byte less: the last window needs a successor.
         return (len(self.data) - 1) // self.seq
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
@@ -110,6 +112,7 @@ def batches(data: np.ndarray, seq: int, batch_size: int, seed: int, *, part: int
     windows = grain.MapDataset.source(Windows(data, seq)).seed(seed).shuffle()
     if len(windows) < batch_size * num_parts:
         raise ValueError(f"{len(windows)} windows of {seq} bytes are too few for a batch of {batch_size * num_parts}")
+    # Batches are dealt out in turn: the k-th of every process make up step k.
     return iter(windows.repeat().batch(batch_size, drop_remainder=True)[part::num_parts].to_iter_dataset())
 
 
@@ -122,6 +125,7 @@ def validation_batches(data: np.ndarray, seq: int, batch_size: int, count: int) 
     """Return up to `count` batches of held-out windows, spread over the text and always the same; at least one."""
     windows = Windows(data, seq)
     total = min(count, max(1, len(windows) // batch_size)) * batch_size
+    # Spread evenly over the text; where it is too short, its windows repeat.
     indices = np.arange(total) * len(windows) // total if total <= len(windows) else np.arange(total) % len(windows)
     rows = [windows[int(i)] for i in indices]
     stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}

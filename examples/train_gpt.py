@@ -134,6 +134,7 @@ def start(options: Options) -> jax.sharding.Mesh:
         raise ValueError(f"--mesh {options.mesh}: {sorted(unknown)} unknown; the axes are data, fsdp and tensor")
     axes = {axis: int(size) for axis, size in sizes.items()}
     if "fsdp" not in axes and -1 in axes.values():
+        # One -1 at most: the rest of the devices cannot be split between two axes.
         axes["fsdp"] = 1
     return zj.make_mesh(data=axes.get("data", 1), fsdp=axes.get("fsdp", -1), tensor=axes.get("tensor", 1))
 
@@ -163,6 +164,7 @@ def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.
     c = dataclasses.replace(c, mlp_tiles=mlp_tiles(options, c))
     model = gpt.layered_gpt(c) if options.model == "layered" else gpt.unrolled_gpt(c)
     warmup = max(1, options.steps // 10)
+    # The decay must be longer than the warmup, also in a run of one step.
     rate = optax.warmup_cosine_decay_schedule(
         0.0, options.learning_rate, warmup, max(options.steps, warmup + 1), options.learning_rate / 10
     )
@@ -315,6 +317,7 @@ def prepare(options: Options, c: gpt.GPTConfig, program: zj.Program) -> Inputs:
     text, held_text = load_corpus(options.data)
     local = options.batch_size // processes
     data = batches(text, c.seq, local, options.seed, part=me, num_parts=processes)
+    # Each process reads its own rows of a held-out batch too.
     held_out = [
         {k: v[me * local : (me + 1) * local] for k, v in batch.items()}
         for batch in validation_batches(held_text, c.seq, options.batch_size, options.eval_batches)
@@ -362,6 +365,7 @@ def run(
         bar = progress.add_task("compiling", total=options.steps, completed=done)
         since, counted, swapped, is_over = time.monotonic(), 0, Swapped(), False
         for step in range(done + 1, options.steps + 1):
+            # The trace is written when `last_steps` closes, after the loop.
             if step == max(done + 1, options.steps + 1 - TRACED_STEPS):
                 last_steps.enter_context(inputs.trace)
             state, metrics = program.step(state, next(inputs.data))
@@ -405,6 +409,7 @@ def run(
         params = whole_params(c, program, state)
         with jax.set_mesh(mesh):
             generated = generate(params, jax.random.key(options.seed))
+        # Every device has the same text: the shard of one is enough.
         written = bytes(np.asarray(generated.addressable_shards[0].data))
         console.print(f"\n--- sample ---\n{options.prompt}{written.decode(errors='replace')}", markup=False)
     return figures

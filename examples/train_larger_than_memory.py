@@ -124,6 +124,7 @@ def main(options: Options) -> None:
     """Limit the memory, train, and print what it took."""
     limit = int(options.limit_gb * GB)
     is_limited = limit_memory(limit)
+    # Before the first use of a device, which starts the backend.
     jax.config.update("jax_num_cpu_devices", options.devices)
     c, program = build(options)
     with program:
@@ -134,6 +135,7 @@ def train(options: Options, c: gpt.GPTConfig, program: zj.Program, limit: int | 
     """Train and print."""
     tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
     report = program.memory({"tokens": tokens, "targets": tokens})
+    # The report is of one device.
     states = report.model_state_bytes * options.devices
     buffers = report.tiers["pinned_host"].get("buffers", 0) * options.devices
     say(f"{c.num_params:,} parameters in {c.layers} layers x {c.hidden}, {options.precision}, update {options.update}")

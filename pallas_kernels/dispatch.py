@@ -25,6 +25,7 @@ from jax._src import config as jax_config  # pyright: ignore[reportPrivateImport
 logger = logging.getLogger(__name__)
 
 Implementation = Literal["mosaic", "xla", "reference"]
+# A mesh of devices that are not there has their names, but no compute capability: these are the names of 9.0.
 HOPPER = re.compile(r"\bG?H(100|200|800|20)\b")
 
 
@@ -66,6 +67,7 @@ def target_of(*arrays: Any) -> Target:
     for mesh in meshes:
         if (device := mesh.abstract_device) is not None:
             return Target(device.device_kind, device.platform, device.num_cores or 1, bool(HOPPER.search(device.device_kind)))
+    # The default device may also be the name of a platform.
     default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     device = jax.devices(default)[0] if default is None or isinstance(default, str) else default
     capability = getattr(device, "compute_capability", None)
@@ -109,6 +111,7 @@ def resolve(
     raise NotImplementedError(f"{op}: no implementation serves: {'; '.join(reasons)}")
 
 
+# The cache makes it once: a second call with the same arguments does nothing.
 @functools.cache
 def _log_once(op: str, name: str, reasons: str) -> None:
     logger.info("%s runs as %s%s", op, name, f" ({reasons})" if reasons else "")

@@ -12,6 +12,7 @@ TILE_ROWS = 8  # of a swizzled tile; JAX copies from and to arrays alone whose r
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Return shared memory as TMA and wgmma share it: tiles of 8 rows by up to 128 bytes, their 16-byte parts permuted."""
     size = jnp.dtype(dtype).itemsize
+    # The widest of 128, 64, 32 and 16 bytes that divides a row; the argument is in bits.
     swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
     return plgpu.SMEM(
         shape, dtype, transforms=(plgpu.TilingTransform((TILE_ROWS, swizzle // size)), plgpu.SwizzleTransform(swizzle))

@@ -104,6 +104,7 @@ def build_form(form: Form, device: Any, kind: str = "pinned_host") -> Callable[[
 
 def records(shape: tuple[int, int, int] = _SHAPE) -> np.ndarray:
     """Return int32[L, D, F] in which no two elements are equal."""
+    # No element is 0, as those of a record that was never taken are.
     return np.arange(np.prod(shape), dtype=np.int32).reshape(shape) + 1
 
 

@@ -91,6 +91,7 @@ class Bench:
         def run(start: Callable[[Store, int, np.ndarray], concurrent.futures.Future[float]]) -> float:
             began, pending = time.monotonic(), collections.deque()
             for layer in range(self.store.num_layers):
+                # As many transfers at once as there are buffers: the oldest must end before its buffer is used again.
                 if len(pending) == len(self._buffers):
                     pending.popleft().result()
                 pending.append(start(self.store, layer, self._buffers[layer % len(self._buffers)]))

@@ -174,12 +174,14 @@ class SavedRecords:
         done: set[Box] = set()
         for store, leaf in self._shards[name]:
             for record in _records(store, box):
+                # Where the record lies in the leaf: one place in each dim that numbers records, then the shard's extent.
                 index = np.unravel_index(store.first + record, store.lead) if store.lead else ()
                 extent = tuple((int(i), int(i) + 1) for i in index)
                 extent += tuple((s, s + n) for s, n in zip(leaf.start, leaf.shape, strict=True))
                 common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(extent, box, strict=True))
                 if any(a >= b for a, b in common) or common in done:
                     continue  # a replica holds the same
+                # Copy the common part: `source` counts from the start of the record's extent, `target` from that of the box.
                 done.add(common)
                 data = self._map(store, record)[leaf.offset :][: math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize]
                 value = data.view(numpy_dtype(leaf.dtype)).reshape((1,) * len(index) + leaf.shape)
@@ -228,6 +230,7 @@ def _records(store: SavedStore, box: Box) -> Iterator[int]:
     if not store.lead:
         yield 0
         return
+    # Of all layers (or tiles) in the box, those that this store holds.
     for index in np.ndindex(*(stop - start for start, stop in box[: len(store.lead)])):
         at = [i + start for i, (start, _) in zip(index, box, strict=False)]
         number = int(np.ravel_multi_index(at, store.lead)) - store.first

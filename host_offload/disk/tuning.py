@@ -116,6 +116,7 @@ def _probe(path: pathlib.Path, seconds: float) -> tuple[IoSettings, float]:
     best: dict[IoSettings, float] = {}
     try:
         with concurrent.futures.ThreadPoolExecutor(max(s.num_threads for s in _CANDIDATES)) as pool:
+            # Writing the file may take a third of the time.
             size = _fill(path, buffer, deadline - seconds / 3 * 2)
             while True:
                 for settings in _CANDIDATES:

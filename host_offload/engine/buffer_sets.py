@@ -65,6 +65,7 @@ class BufferSet:
         """Allocate `count` buffers of `num_bytes` each."""
         reads = Ring(count if in_place else count // 2, num_bytes, pin=pin)
         writes = reads if in_place else Ring(count // 2, num_bytes, pin=pin)
+        # As many writes at once as there would be buffers in a ring for writes alone.
         return cls(reads, writes, threading.Semaphore(distance + 1))
 
     @property

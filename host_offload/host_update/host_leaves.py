@@ -45,6 +45,7 @@ class HostLeaves:
         self.pending: dict[Place, np.ndarray] = {}
         self.new_params: dict[Place, np.ndarray] = {}
         self.traffic = Traffic()
+        # Of a delayed update the pending gradients are one array more.
         self._num_memory = tuple(kernel.arrays.count(None) + kernel.delayed for kernel in self.kernels)
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()  # of the traffic: devices call back at once
@@ -121,8 +122,10 @@ class HostLeaves:
             self.record(next(memory), leaf, layer) if rest is None else (views or {})[rest.kind][rest.leaf]
             for rest in kernel.arrays
         ]
+        # In the order of `LeafKernel.arrays`: the weight unless the device has it, the states, the parameters that are cast to.
         weight = arrays.pop(0) if weight is None else weight
         states, params = arrays[: kernel.num_states], arrays[kernel.num_states :]
+        # Outputs in the kernel's order; None is over its own input.
         if kernel.casts:
             outputs = [None, *[None] * len(states), params[0] if result is None else result]
         else:

@@ -131,6 +131,7 @@ def build_kernel(
     source_of = dict(aliases)  # output -> the input over which it is written
     output_of = {k: output for output, k in aliases}
 
+    # Memory: the arrays among the inputs, each with the output written over it, and then outputs with memory of their own.
     streams = [Stream(v.dtype, True, k, output_of.get(k)) for k, v in enumerate(values) if v.varies]
     for k, (var, value) in enumerate(zip(jaxpr.outvars, results, strict=True)):
         aval: Any = var.aval
@@ -181,6 +182,7 @@ def _check_overlap(streams: Sequence[Stream], spans: Sequence[tuple[int, int]]) 
     end, end_written = 0, 0  # of the memory before, and of what is written of it
     for (start, stop), stream in sorted(zip(spans, streams, strict=True), key=lambda entry: entry[0]):
         written = stream.output is not None
+        # What is written may touch nothing before it; what is read, nothing written.
         if start < stop and start < (end if written else end_written):
             raise ValueError(
                 f"{stream.name} overlaps other memory of this call, and one of both is written: alias them, or copy"

@@ -37,6 +37,7 @@ def _round_bfloat16(builder: Any, x: Any) -> Any:
     """Round to nearest even, in the integers: LLVM makes vectors of this on every processor."""
     bits = builder.bitcast(x, I32)
     high = builder.lshr(bits, I32(16))
+    # This carries where the lower half is above 0x8000, or is 0x8000 and the last bit that stays is 1.
     rounded = builder.add(builder.add(bits, I32(0x7FFF)), builder.and_(high, I32(1)))
     quiet = builder.or_(builder.and_(bits, I32(0x80000000)), I32(0x7FC00000))  # adding could turn a NaN into infinity
     kept = builder.and_(builder.select(builder.fcmp_unordered("uno", x, x), quiet, rounded), I32(0xFFFF0000))
@@ -116,6 +117,7 @@ def _set_mode(typing: Any, mode: Any) -> Any:
 
 def _read_mode(builder: Any) -> Any:
     if X86:
+        # There is no form of these instructions that takes or returns a value: they work on memory.
         place = builder.bitcast(builder.alloca(I32), I8.as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer()])
         builder.call(builder.module.declare_intrinsic("llvm.x86.sse.stmxcsr", (), kind), [place])
@@ -218,7 +220,9 @@ def compile_source(source: str, streams: tuple[str, ...], scalars: tuple[str, ..
     words: dict[str, Any] = dict(WORDS)
     for k, dtype in enumerate(streams):
         words[f"load{k}"], words[f"store{k}"] = _load(dtype, k, len(streams)), _store(dtype, k, len(streams))
+    # Words become the globals of the function: its loads and stores have names of their own.
     exec(source, words)
+    # n, the counter's address, the size of a block, the addresses of the streams; then the scalars.
     types = [numba.int64] * (3 + len(streams)) + [TYPES.get(dtype, numba.float32) for dtype in scalars]
     # error_model: a division by zero is an infinity, not an exception. Not fastmath, which also turns powers into calls of
     # __powisf2, a function that numba does not link.

@@ -50,6 +50,7 @@ class Stream:
         array = outputs[self.output or 0] if self.input is None else inputs[self.input]
         if not isinstance(array, np.ndarray) or not array.flags.c_contiguous or array.ctypes.data % NUM_BYTES[self.dtype]:
             raise ValueError(f"{self.name} is {type(array).__name__}: a contiguous, aligned numpy array is needed")
+        # numpy has no bfloat16 of its own: two-byte floats may come as their bits.
         if str(array.dtype) not in {self.dtype, "uint16" if NUM_BYTES[self.dtype] == 2 else self.dtype}:
             raise ValueError(f"{self.name} has dtype {array.dtype}: the kernel was built for {self.dtype}")
         if self.output is not None and not array.flags.writeable:
@@ -279,6 +280,7 @@ def source_of_loop(
     writer: Writer, streams: Sequence[Stream], scalars: dict[int, str | None], results: Sequence[Value]
 ) -> tuple[str, int]:
     """Return the loop in Python, and the bytes that it moves for each element."""
+    # By `is_array`: stores in the loop, and stores before it.
     stores = {True: [], False: []}
     moved: list[str] = []
     for k, s in enumerate(streams):

@@ -129,6 +129,7 @@ class HostStep:
     ) -> None:
         """Update one record; `grad`, `weight` and `params` are buffers of the device, or None."""
         leaves, link = self.leaves, self.leaves.link
+        # Down the link comes what is not in host memory: a weight of the device, and the gradient unless it was stashed.
         w = None
         if weight is not None:
             w = link.read(context, weight, (device, leaf, "weight"))
@@ -138,6 +139,7 @@ class HostStep:
         else:
             g = link.read(context, grad, (device, leaf, "grad"))
             leaves.count(to_host=g.nbytes)
+        # New parameters of the device are written here and go up the link; others stay in host memory.
         room = None if params is None else link.room(params, (device, leaf, "params"))
         leaves.run_kernel(device, leaf, layer, g, scalars, weight=w, result=room, views=views)
         if room is not None:

@@ -91,6 +91,7 @@ def _moves_of_phase(
 
     def add(names: Sequence[str], layer: int, writes: bool = False) -> None:
         for kind in names:
+            # A layer whose optimizer state is on the device has no record of it, and a negative number.
             record = layer - phase.device_layers if kind == "opt_state" else layer
             if layer >= 0 and record >= 0:
                 moves.append(Move(name(kind), record, writes))
@@ -100,6 +101,7 @@ def _moves_of_phase(
     for layer in phase.preload.tolist():
         add(phase.fetches, layer)
     for tick, layer in enumerate(phase.layer.tolist()):
+        # The moves of a tick, in the order in which it makes them.
         waits = not len(phase.preload)  # no ring: a tick fetches what it takes itself
         add(phase.fetches, int(phase.consume[tick]) if waits else int(phase.fetch[tick]))
         moves += inside(layer)
@@ -126,6 +128,7 @@ def ready_after(moves: Sequence[Move]) -> np.ndarray:
 def horizon_of(moves: Sequence[Move], distance: int) -> int:
     """Return how many of the next moves are searched, for reads to start and for a move that was made."""
     kinds = {move.kind for move in moves}
+    # The moves of `distance + 2` ticks, a read and a write of each kind, and some to spare.
     return min(len(moves), 2 * (distance + 2) * (len(kinds) + 1))
 
 
@@ -152,6 +155,7 @@ class Window:
         for i in range(self.position, min(self.position + self._horizon, n)):
             if moves[i] == move and not done[i]:
                 done[i] = True
+                # Moves may come in another order: the position stays before the first that is missing.
                 while self.position < n and done[self.position]:
                     self.position += 1
                 return True

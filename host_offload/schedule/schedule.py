@@ -117,6 +117,7 @@ class Phase:
         start = -ring - (self.first >= 0)
         put(boxes["fetch"], self.first, self._off_device(self.fetches, self.first), start)
         put(boxes["gather"], self.first, ("gathered",), -1)
+        # What is fetched in tick t is taken in tick t + ring, and has a slot in between.
         fetched = [(slot - ring, layer, slot) for slot, layer in enumerate(self.preload.tolist())]
         fetched += zip(range(len(self.fetch)), self.fetch.tolist(), self.fetch_slot.tolist(), strict=True)
         for tick, layer, slot in fetched:
@@ -143,6 +144,7 @@ class Phase:
         if self.first >= 0:
             rows.append(("before", self.first if self.fetches else -1, -1, self.first, -1, -1))
         rows += [("before", layer, slot, -1, -1, -1) for layer, slot in zip(self.preload, self.preload_slot, strict=True)]
+        # A fetch fills the slot that the take of its tick has emptied: where both are given they are equal.
         slot = np.maximum(self.use_slot, self.fetch_slot)
         rows += zip(range(len(self.layer)), self.fetch, slot, self.consume, self.layer, self.store, strict=True)
         return [
@@ -205,6 +207,7 @@ class Schedule:
 
     def _layers(self, phase: Phase) -> np.ndarray:
         took = phase.use_slot >= 0
+        # After each tick: the preloaded records, and the fetches less the takes so far.
         ring = len(phase.preload) + np.cumsum((phase.fetch_slot >= 0) * 1 - took)
         return 1 + ring + (self._ahead(phase) & (phase.consume >= 0))
 
@@ -249,6 +252,7 @@ class Schedule:
             total += size["grads"]
         if self._ahead(phase):
             total[phase.consume >= 0] += size["gathered"]
+            # A gather copies what it takes. The tick still needs activations, and params where they are what is updated.
             used = {"activations"} if self.master else {"activations", *phase.writes}
             add(used.intersection(phase.fetches), phase.layer)
         return total

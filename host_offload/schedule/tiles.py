@@ -113,6 +113,7 @@ class TiledSchedule(Schedule):
                 inside = loops.phase(phase.name)
                 rows = inside._rows()
                 more = len(rows) - 2 * _SHOWN
+                # The line that stands for the others takes the place of one.
                 if more > 1:
                     rows = [*rows[:_SHOWN], f"{'':<8} {'...':>6} {more} more ticks", *rows[-_SHOWN:]]
                 text += [f"{loops.plan(phase.name)}, {where}{inside._note()}", *rows]

@@ -87,6 +87,7 @@ def _rows(strip: Strip, width: int) -> list[str]:
     cell = 1 + max(len(text) for cells in rows.values() for text in cells.values())
     fits = max(4, (width - label - 5) // cell)  # 5: the bar before tick 0, and ".."
     ticks = list(range(strip.start, strip.stop))
+    # Both ends of what does not fit.
     parts = [ticks] if len(ticks) <= fits else [ticks[: (fits + 1) // 2], ticks[-(fits // 2) :]]
     lines = []
     for name, cells in rows.items():
@@ -110,6 +111,7 @@ def draw_svg(title: str, strips: Sequence[Strip]) -> str:
     body, y = [], 96
     for strip in strips:
         body += _svg_strip(strip, y, cell)
+        # The row of ticks, the lanes, and two rows for the next strip's heading.
         y += ROW * (len(strip.drawn) + 3)
     kinds = {kind for strip in strips for lane in strip.drawn for box in lane.boxes for kind in box.kinds}
     legend = [kind for kind in COLOURS if kind in kinds]
@@ -164,6 +166,7 @@ def _svg_box(lane: str, box: Box, x: int, y: int, width: int, height: int) -> li
     stripe = height / len(box.kinds)
     for i, kind in enumerate(box.kinds):
         lines.append(f'<rect x="{x}" y="{y + i * stripe:g}" width="{width}" height="{stripe:g}" fill="{COLOURS[kind]}"/>')
+    # One frame around all stripes.
     lines.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="2" fill="none" stroke="#555"/>')
     return [*lines, f'<text x="{x + width / 2:g}" y="{y + 15}">{box.layer}</text>', "</g>"]
 

@@ -70,6 +70,7 @@ class _Builder:
     """The data that the parts of one trace share."""
 
     def __init__(self, runs: Sequence[Run], distance: int, before: Run | None, after: Sequence[Event]) -> None:
+        # The run before is planned and counted like the others, for it read ahead for them, and is not drawn.
         self.runs = [*([] if before is None else [before]), *runs]
         self.first = len(self.runs) - len(runs)  # that is drawn
         self.distance, self.after = distance, after
@@ -178,6 +179,7 @@ class _Builder:
         args: Json = {}
         for name in ("read", "write"):
             found = [e for e in run.events if e.name == name]
+            # Transfers overlap: the rate is over the time in which any was under way.
             num_bytes, under_way = sum(e.num_bytes for e in found), Intervals((e.start, e.end) for e in found)
             args[f"{name}_bytes"], args[f"{name}_GB_per_s"] = num_bytes, _rate(num_bytes, under_way.seconds)
         stalls: dict[str, float] = collections.defaultdict(float)
@@ -247,6 +249,7 @@ def _on_lanes(slices: Iterable[_Slice]) -> list[Json]:
         ends: list[int] = []  # of each lane
         first = threads[process] + 1
         for s in sorted(found, key=lambda s: (s.start, s.end)):
+            # The first lane that is free by then, or a new one.
             lane = next((i for i, end in enumerate(ends) if end <= s.start), len(ends))
             ends[lane : lane + 1] = [s.end]
             events.append(

@@ -153,6 +153,7 @@ class Intervals:
         return max(0.0, self._before(end) - self._before(start))
 
     def _before(self, time: float) -> float:
+        # All that began before `time`, less what the last of them has after it.
         i = bisect.bisect_right(self._starts, time)
         return self._sums[i] - (max(0.0, self._ends[i - 1] - time) if i else 0.0)
 
@@ -176,6 +177,7 @@ def _uses_of_run(index: int, run: Run) -> list[Use]:
         if event.name in ("read_wait", "write_wait"):
             waits.setdefault(event.number, []).append(event)
     groups = sorted(waits.values(), key=lambda group: group[0].start)
+    # The oldest events were dropped: uses and moves are paired from the end, where both are complete.
     backward = run.num_events > len(run.events)
     turns: dict[Move, list[int]] = {}
     for turn, move in enumerate(run.moves):
@@ -222,6 +224,7 @@ class Causes:
     def of(self, use: Use) -> Lateness:
         """Return how late a record was, and why."""
         if use.move.writes:
+            # A wait counts where a write of this kind ended in it: that one made room.
             ends = self._ends.get((use.move.kind, use.rank), [])
             late = sum(w.seconds for w in use.waits if bisect.bisect_left(ends, w.start) < bisect.bisect_right(ends, w.end))
             return Lateness(late, 0.0, EARLIER_WRITES if late else "")
@@ -231,6 +234,7 @@ class Causes:
         late, written = read.end - use.wanted, self._written.get(use.number, self.since)
         if written > use.wanted:
             return Lateness(late, 0.0, STILL_WRITTEN)
+        # From the time the record could have been read to the time it was asked for, less what the disk did meanwhile.
         rested = max(0.0, read.queued - written - self.busy.covered(written, read.queued))
         return Lateness(late, rested, ASKED_TOO_LATE if rested >= late else DISK_BUSY)
 
@@ -256,6 +260,7 @@ def plan(runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event
         return start + seconds[key]
 
     every = [(run, turn) for run in range(len(runs)) for turn in range(len(runs[run].moves))]
+    # `free` is when the disk has done what was placed so far.
     free, ends = -np.inf, {}
     # Writes first: a read of the same record may start when its write has ended.
     for run, turn in every:
@@ -263,9 +268,11 @@ def plan(runs: Sequence[Run], uses: Sequence[Use], transfers: Mapping[int, Event
             free = ends[run, turn] = place(run, turn, max(free, wanted[run][turn]))
     waiting = [(t, key) for key, t in _released(runs, wanted, ends, distance).items()]
     heapq.heapify(waiting)
+    # Reads have a queue of their own: each direction runs at its own rate, beside the other.
     free, ready = -np.inf, []
     # One queue for the disk: of the reads that may start, the earliest move goes first.
     while waiting or ready:
+        # All that may start by now; where there is none, time goes on to the next.
         while waiting and (waiting[0][0] <= free or not ready):
             released, key = heapq.heappop(waiting)
             free = max(free, released)
@@ -284,12 +291,14 @@ def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
     stalls = [Intervals((e.start, e.end) for e in run.events if e.name in ("read_wait", "write_wait")) for run in runs]
     for use in uses:
         if use.turn is not None:
+            # Less all the time that the run had stalled by then, on any device.
             at = use.until if use.move.writes else use.wanted
             times[use.run][use.turn].append(at - stalls[use.run].covered(runs[use.run].start, at))
     wanted = []
     for run, of_run in zip(runs, times, strict=True):
         row, last = [], run.start
         for move, found in zip(run.moves, of_run, strict=True):
+            # A read is wanted by the first device that asks, a write when the last one has handed over.
             last = (max(found) if move.writes else min(found)) if found else last
             row.append(last)
         wanted.append(row)
@@ -318,6 +327,7 @@ def _costs(
     for index, run in enumerate(runs):
         for turn, move in enumerate(run.moves):
             known, name = sizes.get((index, turn), {}), "write" if move.writes else "read"
+            # Of a device whose transfer is missing: the size that others of the kind have.
             size = sum(known.get(rank, usual.get(move.kind, 0)) for rank in ranks)
             rate = rates.get((index, name)) or overall[name]
             num_bytes[index, turn], seconds[index, turn] = size, size / rate if rate else 0.0
@@ -342,6 +352,7 @@ def _released(
     last_write: dict[tuple[str, int], float] = {}  # of each record so far: its end
     for index, run in enumerate(runs):
         n, horizon = len(run.moves), horizon_of(run.moves, distance)
+        # Between two runs of the same moves the reads of the second start in the first.
         first = index - 1 if index and runs[index - 1].moves == run.moves else index
         begin = runs[first].start
 
@@ -360,6 +371,8 @@ def _released(
                     last_write[record] = written[index, turn]
                 continue
             if turn >= 0:
+                # It waits for the move that is a horizon before it, the read whose buffer it takes, its own use if nothing is
+                # read ahead, and the read before it of its own record.
                 bounds = [turn - horizon] if turn - horizon >= lowest else []
                 bounds += [before[-distance]] if 0 < distance <= len(before) else []
                 bounds += [turn] if not distance else []

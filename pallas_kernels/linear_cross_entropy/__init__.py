@@ -119,6 +119,7 @@ def linear_cross_entropy(
         {"mosaic": UNMEASURED},
     )
     rows = x.reshape(-1, x.shape[-1])
+    # One mark for all that count nothing. Labels of V or more match no column, and NaN replaces their loss.
     places = jnp.where(counts, labels, -1).astype(jnp.int32).reshape(-1)
     losses: Any
     if chosen == "reference":
@@ -144,6 +145,7 @@ def _refuse(wrong: Any, labels: Any, vocab: int) -> None:
     message = f"{{count}} of {math.prod(labels.shape)} labels are not below V={vocab}; the largest is {{largest}}"
     if isinstance(labels, Tracer):
         checkify.debug_check(~wrong.any(), f"linear_cross_entropy: {message}", count=wrong.sum(), largest=labels.max())
+    # Labels of which other processes hold a part are neither: for them the NaN is what tells.
     elif isinstance(wrong, np.ndarray | np.generic) and wrong.any():
         raise _refusal(message.format(count=wrong.sum(), largest=labels.max()))
 

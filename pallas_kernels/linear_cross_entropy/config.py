@@ -92,6 +92,7 @@ def choose(problem: Problem, num_tiles: int | None = None) -> Config:
         if passes == 1 or not problem.gathers
     ]
     budget = max(problem.logits_bytes // SHARE, ROOM)
+    # Where nothing fits, the last one takes the least.
     return next((config for config in made if problem.temp_bytes(config) <= budget), made[-1])
 
 

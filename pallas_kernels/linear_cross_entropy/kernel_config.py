@@ -65,10 +65,13 @@ class KernelConfig:
         assert self.num_cores is not None
         num_blocks, num_tiles = -(-tokens // ROWS), -(-columns // self.block_v)
         together = min(num_blocks, self.num_cores) * ROWS * hidden * ITEMSIZE
+        # Blocks that run together share tokens where they have different parts, so p parts divide the tokens by p.
         least = min(-(-together // CACHE), num_tiles)
 
         def time_of(parts: int) -> int:
             return -(-num_blocks * parts // (self.num_cores or 1)) * -(-num_tiles // parts)
 
+        # Ties go to fewer parts: each costs statistics of every token.
         parts = self.num_parts or min(range(least, max(least, min(num_tiles, MAX_PARTS)) + 1), key=time_of)
+        # With as many tiles in each but the last, the last parts may be left without any: they are dropped.
         return -(-num_tiles // -(-num_tiles // parts))

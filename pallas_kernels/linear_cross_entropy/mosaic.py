@@ -73,6 +73,7 @@ def forward(form: Form, config: KernelConfig, x: Array, w: Array, labels: Array)
     labels = _pad(labels, (padded - tokens,), -1)
     parts = mosaic_forward.stats(form, config, *_whole(x, w), columns, labels, out_type)[..., :tokens]
     found = Stats(*(parts[:, n] for n in range(mosaic_forward.STATS)))  # [num_parts, T]
+    # Parts are joined as tiles are: sums of exponentials are brought to the largest maximum.
     largest = found.max.max(0)
     total = (found.sum * jnp.exp(found.max - largest)).sum(0)
     return Stats(largest, total, found.of_label.sum(0), found.total.sum(0))
@@ -108,6 +109,7 @@ def _gradient(
     out_types = [_typed(sweep.out_shape, x.dtype, x, w, *tokens)]
     if sweep.num_groups > 1:
         out_types.append(_typed(sweep.sums_shape, jnp.float32, x, w, *tokens))
+    # Tokens of padding have weight 0 and a finite log-sum-exp, 0: their slopes are 0 and not NaN.
     tokens = tuple(_pad(each, (sweep.num_tokens - len(x),)) for each in tokens)
     found = mosaic_backward.gradient(form, sweep, whole_x, whole_w, tokens, unit.reshape(1), out_types)
     rows, columns = (x if of_x else w).shape
@@ -128,6 +130,7 @@ def _typed(shape: tuple[int, ...], dtype: Any, *arrays: Array) -> Any:
     """Return the type of a kernel's result; in a `jax.shard_map` it tells over which axes the value varies: the arguments'."""
 
     def made_of(*arrays: Array) -> Array:
+        # A sum of one element of each array varies over the axes of all of them.
         return functools.reduce(jnp.add, (a.ravel()[0].astype(dtype) for a in arrays), jnp.zeros(shape, dtype))
 
     return jax.eval_shape(made_of, *arrays)

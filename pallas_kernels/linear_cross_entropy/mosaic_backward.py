@@ -92,6 +92,7 @@ def _load(sweep: Sweep, ring: Ring, count: Any, x_gmem: Any, w_gmem: Any) -> Non
     def load_group(item: Any, group: Any) -> None:
         first = (item * sweep.num_groups + group) * sweep.steps_a_group
 
+        # Every group has as many steps: of tiles beyond an array TMA makes zeros.
         def load_logits(step: Any) -> None:
             row, column = sweep.start(item, group, lax.div(step, sweep.num_steps))
             part = pl.ds(lax.rem(step, sweep.num_steps) * COLUMNS, COLUMNS)
@@ -119,6 +120,7 @@ def _load(sweep: Sweep, ring: Ring, count: Any, x_gmem: Any, w_gmem: Any) -> Non
 
             ring.fill(first + num_slopes * sweep.num_steps + step, copies)
 
+        # In the order in which the multiplying warpgroups use them: tiles by parts of D, then parts of D by tiles.
         loop(0, num_slopes * sweep.num_steps, load_logits)
         loop(0, num_slopes * sweep.num_steps, load_swept)
 
@@ -146,6 +148,7 @@ class _Multiplier:
         def of_group(item: Any, group: Any) -> None:
             first = (item * sweep.num_groups + group) * sweep.steps_a_group
             loop(0, sweep.config.num_slopes, lambda i: self._slopes(item, group, i, first + i * sweep.num_steps))
+            # The next products read the slopes by wgmma, which sees what threads wrote only after this.
             plgpu.commit_smem()
             first += sweep.config.num_slopes * sweep.num_steps
             loop(0, sweep.num_steps, lambda d: self._add(item, group, d, first + d * sweep.config.num_slopes))
@@ -169,6 +172,7 @@ class _Multiplier:
             row += warpgroup * HALF
         else:
             column += warpgroup * HALF
+        # In pieces of 64 x 64, or the values between sums and slopes would not fit the registers.
         for r in range(0, rows, HALF):
             label, lse, weight = (
                 plgpu.load(gmem, (pl.ds(row + r, HALF),), layout=ROW, optimized=False) for gmem in self.tokens
@@ -181,6 +185,7 @@ class _Multiplier:
 
                 at = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, chunk.shape, 1), LAYOUT)
                 slope = self.form.slope(self.form.cap(chunk), spread(lse), at == spread(label - (column + c)))
+                # Columns of padding have logits of 0, and so a probability.
                 slope = jnp.where(at < sweep.columns - (column + c), slope * spread(weight), 0.0)
                 self.slopes[i, warpgroup, r : r + HALF, c : c + COLUMNS] = slope.astype(self.slopes.dtype)
 
@@ -202,11 +207,13 @@ class _Multiplier:
         def finish(total: jax.Array) -> None:
             out[...] = (total * self.unit[0]).astype(out.dtype)
 
+        # A single group: the sums never leave the registers.
         if self.sums is None:
             finish(products())
             return
         kept = self.sums.at[(lax.axis_index("block"), *sweep.own(0, d))]
         before = plgpu.load(kept, (), layout=LAYOUT, optimized=False)  # asked for now, on its way while products are made
+        # The first group reads what was never written, or another item's sums: a select drops them, even if they are NaN.
         is_first = lax.broadcast_in_dim(group == 0, before.shape, ())
         total = jnp.where(is_first, 0.0, before) + products()
 

@@ -80,6 +80,7 @@ def stats(
                     loop(0, num_steps, load_step)
 
                 loop(0, tiles, load_tile)
+                # Carried, and not computed from the item: the last part may have fewer tiles than the others.
                 return done + tiles * num_steps
 
             ring.drain(lax.fori_loop(0, count, load_item, jnp.int32(0)))
@@ -91,6 +92,7 @@ def stats(
             def multiply_item(item: Any, done: Any) -> Any:
                 row, part, first, tiles = place(item)
                 tokens = pl.ds(row + start, HALF)
+                # A layout of rows has no vectorised load, and by default JAX refuses any other.
                 label = plgpu.load(labels_gmem, (tokens,), layout=ROW, optimized=False)
 
                 def of_tile(tile: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -164,10 +166,12 @@ def _join_chunk(
         return lax.broadcast_in_dim(row, z.shape, (0,))
 
     there = column < stop
+    # A part begins with a column that exists. So `largest` is finite from the first chunk on, and nothing is inf - inf.
     inside = jnp.where(there, z, -jnp.inf)
     before, largest = largest, jnp.maximum(largest, inside.max(1))
     total = total * jnp.exp(before - largest) + jnp.exp(inside - spread(largest)).sum(1)
     of_label = of_label + jnp.where(column == spread(label), z, 0.0).sum(1)
+    # Nothing else reads the sum of logits.
     if form.label_smoothing:
         plain = plain + jnp.where(there, z, 0.0).sum(1)
     return largest, total, of_label, plain

@@ -59,8 +59,10 @@ class Form:
 
 def losses(form: Form, x: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
     """Return float32 losses[T] for x[T, D], w[D, V] and labels[T], as above."""
+    # By default accelerators multiply float32 with fewer bits (TF32 on GPUs).
     products = jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
     logits = form.cap(products)
+    # Labels out of range read some logit: the caller replaces those losses, by 0 or by NaN.
     of_label = jnp.take_along_axis(logits, jnp.clip(labels, 0, form.vocab - 1)[:, None], 1)[:, 0]
     loss = form.loss(jax.nn.logsumexp(logits, 1), of_label, logits.sum(1))
     return jnp.where(labels >= 0, loss, 0)

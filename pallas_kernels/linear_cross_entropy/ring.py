@@ -54,10 +54,12 @@ class Ring:
         """Start the copies of a step, pairs of global and shared memory for its slot, once that is empty."""
         slot = self.slot(step)
 
+        # In the first round every slot is empty, and nobody arrives for it.
         @pl.when(step >= self.num_stages)
         def _():
             plgpu.barrier_wait(self.empty.at[slot])
 
+        # As many as `full` counts: with fewer a multiplier would wait forever, with more it would start too early.
         pairs = copies(slot)
         assert len(pairs) == COPIES
         for gmem, smem in pairs:
@@ -86,6 +88,7 @@ class Ring:
                 plgpu.wgmma(acc_ref, *operands(i, slot))
                 plgpu.wgmma_wait(1)  # that of the step before has ended
 
+                # The step before the first was given back at the end of its own sum.
                 @pl.when(i > 0)
                 def _():
                     plgpu.barrier_arrive(self.empty.at[self.slot(first + i - 1)])

@@ -127,9 +127,8 @@ class Split:
             return w, ids
         if self.dim == 0:
             return jax.lax.all_gather(w, self.gathered, tiled=True), ids
-        whole = jax.lax.all_gather(
-            w, self.gathered
-        )  # [N, D, v]: its transpose is a tile's, where a tiled one would be all of w's
+        # Stacked and then transposed, a tile at a time: for a gather tiled along V XLA would transpose all of w.
+        whole = jax.lax.all_gather(w, self.gathered)  # [N, D, v]
         return jnp.moveaxis(whole, 0, 1).reshape(len(w), -1), jax.lax.all_gather(ids, self.gathered, tiled=True)
 
     def reduce_dw(self, dw: jax.Array) -> jax.Array:
@@ -142,6 +141,7 @@ class Split:
     def reduce_gradients(self, dx: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Sum dx[T, D] over the vocabulary and dw[D, V] of whole w over the tokens of all devices; dw goes to its shards."""
         dx = jax.lax.psum(dx, self.vocab) if self.vocab else dx
+        # A reduce-scatter cuts dim 0: for shards of V it is given dw^T.
         return dx, self.reduce_dw(dw.T).T if self.scattered and self.dim == 1 else self.reduce_dw(dw)
 
     def reduce_tile(self, dw: jax.Array) -> jax.Array:
@@ -149,6 +149,7 @@ class Split:
         if self.dim == 0:
             return self.reduce_dw(dw)
         by_device = dw.reshape(len(dw), self.widening, -1)
+        # [N, D, v] -> [N D, v]: each device's columns are one piece of dim 0, which the reduce-scatter cuts.
         return self.reduce_dw(jnp.moveaxis(by_device, 1, 0).reshape(-1, by_device.shape[2])).reshape(len(dw), -1)
 
 

@@ -56,6 +56,7 @@ class Sweep:
 
     @property
     def steps_a_group(self) -> int:
+        # The same parts of D twice: for the logits, and for the gradient.
         return 2 * self.config.num_slopes * self.num_steps
 
     @property

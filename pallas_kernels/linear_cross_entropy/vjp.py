@@ -88,6 +88,7 @@ def _forward(call: Call, x: Array, w: Array, labels: Array) -> tuple[Array, Any]
 
 def _backward(call: Call, kept: Any, dloss: Array) -> tuple[Array, Array, None]:
     def run(x: Array, w: Array, labels: Array, lse: Array, dloss: Array) -> tuple[Array, Array]:
+        # The cotangent of a token that counts nothing may be anything, NaN included.
         weight = jnp.where(labels >= 0, dloss, 0)
         if call.kernel is not None:
             grads = mosaic.backward(call.form, call.kernel, x, w, call.places(w, labels), lse, weight)

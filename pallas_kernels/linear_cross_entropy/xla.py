@@ -124,6 +124,7 @@ class Pieces:
         return self.form.cap(jnp.dot(self.rows.read(self.x, t, 0), w, preferred_element_type=jnp.float32))
 
     def is_label(self, t: Array, places: Array) -> Array:
+        # A label of -1 equals STALE and matches stale columns. Its token counts nothing, so that this has no effect.
         return self.rows.read(self.labels, t, 0)[:, None] == places[None, :]
 
 
@@ -141,6 +142,7 @@ def forward(pieces: Pieces) -> Stats:
         fresh = (places != STALE)[None, :] if pieces.columns.overlap else None
 
         def over_tokens(t: Array, stats: Stats) -> Stats:
+            # The statistics of rows in the overlap have this tile already. What is joined to them again is not written.
             before = Stats(*(rows.read(a, t, 0) for a in stats))
             z = pieces.logits(t, w)
             inside = z if fresh is None else jnp.where(fresh, z, -jnp.inf)
@@ -171,6 +173,7 @@ def joined(stats: Stats, axes: tuple[str, ...]) -> Stats:
 def scaled(weight: Array, dtype: Any) -> tuple[Array, Array]:
     """Return weights of tokens whose slopes `dtype` keeps, and the factor of their sums that undoes the scaling."""
     headroom = HEADROOM.get(dtype, 1.0)
+    # Where no token counts, weights are 0 and any unit serves.
     largest = jnp.abs(weight).max()
     unit = jnp.where(largest == 0, 1, largest)
     return weight / unit * headroom, unit / headroom
@@ -192,6 +195,7 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
         """Return slopes[block_t, v] in x's dtype, 0 for what is not fresh."""
         slope = pieces.form.slope(pieces.logits(t, w_v), rows.read(lse, t, 0)[:, None], pieces.is_label(t, places))
         counts, fresh = rows.read(weight, t, 0), rows.fresh(t)
+        # Rows of the overlap have added their part to dw: here they count nothing.
         counts = counts if fresh is None else jnp.where(fresh, counts, 0)
         slope = slope * counts[:, None]
         return (jnp.where(places == STALE, 0, slope) if columns.overlap else slope).astype(x.dtype)
@@ -205,6 +209,7 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
 
     def keep(dw: Array, v: Array, tile: Array) -> Array:
         tile = (tile * unit).astype(w.dtype)
+        # Gathered columns are reduced a tile at a time; whole ones wait for one reduction at the end.
         if pieces.split is not None and pieces.split.gathered:
             tile = pieces.split.reduce_tile(tile)
         return columns.write(dw, v, tile, 0 if columns_first else 1)

@@ -74,6 +74,7 @@ def matmul(
     form = Form(activation, dtype)
     k, n = weights[0].shape
     m = math.prod(x.shape[:-1])
+    # Below here everything is a matrix: the leading dims are rows.
     rows = x.reshape(m, k)
     accumulates = tuple(a.reshape(m, n) for a in accumulates)
     problem = Problem(
@@ -94,12 +95,14 @@ def matmul(
         {"mosaic": UNMEASURED},
     )
     if chosen == "reference":
+        # Not by the rule of `vjp`: its gradients are JAX's own.
         y = reference.matmul(form, rows, weights, biases, accumulates)
     else:
         if chosen == "mosaic":
             config = config or choose(problem, target.num_cores)
             problem.check(config)
         call = vjp.Call(form, config if chosen == "mosaic" else None, problem.bias_dtype, accumulate_dtype)
+        # Cast outside of the rule, so that JAX sums a replicated weight's gradient over the shards (see `varying`).
         y: Any = vjp.matmul(call, *vary_alike((rows, weights, biases, accumulates)))
     return y.reshape((*x.shape[:-1], n))
 

@@ -105,15 +105,18 @@ def _kernel(
     # In shard_map a result's type also tells over which axes it varies: it is that of XLA's form.
     xla_form = functools.partial(xla.matmul, form, keeps_products=keeps_products)
     out_types = jax.tree.leaves(jax.eval_shape(xla_form, x, weights, biases, accumulates))
+    # In place means through a Ref, and a Ref has no axes over which it varies.
     in_place = bool(accumulates) and accumulates[0].dtype == form.dtype and not varying_axes(accumulates[0])
 
     def body(x_gmem: Any, w_gmems: Any, bias_gmems: Any, accumulate_gmems: Any, *out_gmems: Any) -> None:
+        # The array that is overwritten is an input, and takes the place of the first output.
         results = [accumulate_gmems[0], *out_gmems] if in_place else list(out_gmems)
 
         def scope(x_smem: Any, w_smems: Any, full: Any, empty: Any, *ends: Any) -> None:
             tiles = _Tiles(config, m, n, x.shape[1], columns, num_blocks)
             end = _End(form, tiles, chunk_n, bias_gmems, accumulate_gmems, results, *ends)
             lax.cond(
+                # Warpgroups 0 and 1 multiply; the last one loads.
                 lax.axis_index("warpgroup") == WARPGROUPS,
                 lambda: _load(tiles, x_gmem, w_gmems, x_smem, w_smems, full, empty),
                 lambda: _multiply(tiles, end, x_smem, w_smems, full, empty),
@@ -121,10 +124,12 @@ def _kernel(
 
         pl.run_scoped(
             scope,
+            # The ring of operands. `full` counts the copies of a step, `empty` the warpgroups that have used it.
             swizzled((config.num_stages, config.block_m, config.block_k), x.dtype),
             [swizzled((config.num_stages, config.block_k, columns), w.dtype) for w in weights],
             plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=config.num_stages),
             plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.num_stages),
+            # For the end of a tile, a part for each warpgroup. A barrier counts 1 or more, also one that nobody waits for.
             [plgpu.SMEM((WARPGROUPS, columns), bias.dtype) for bias in biases],
             [swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), accumulate.dtype) for accumulate in accumulates],
             swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), form.dtype),
@@ -142,6 +147,7 @@ def _kernel(
     )
     if not in_place:
         return list(call(x, list(weights), list(biases), list(accumulates)))
+    # XLA lets the Ref have the array's memory, and copies only where the old value is used again.
     place = jax.new_ref(accumulates[0], memory_space=plgpu.GMEM)
     products = call(x, list(weights), list(biases), [place, *accumulates[1:]])
     return [jax.freeze(place), *products]
@@ -155,10 +161,12 @@ class _Tiles:
         self.grid = (pl.cdiv(m, config.block_m), pl.cdiv(n, columns))
         self.num_steps = pl.cdiv(k, config.block_k)
         self.block = lax.axis_index("block")
+        # This block has tiles block, block + num_blocks, ...
         self.count = (self.grid[0] * self.grid[1] - self.block + num_blocks - 1) // num_blocks
 
     def start(self, tile: Any) -> tuple[Any, Any]:
         """Return the first row and column of a block's tile."""
+        # Bands of `raster` tiles along N are walked down M, every other one back up.
         m, n = plgpu.planar_snake(self.block + tile * self.num_blocks, self.grid, 1, self.config.raster)
         return m * self.config.block_m, n * self.columns
 
@@ -178,6 +186,7 @@ def _loop(start: Any, stop: Any, body: Callable[[Any], None]) -> None:
 def _load(tiles: _Tiles, x_gmem: Any, w_gmems: Any, x_smem: Any, w_smems: Any, full: Any, empty: Any) -> None:
     """Copy the operands of every step to its slot: the work of the loading warpgroup."""
     config = tiles.config
+    # TMA needs few registers: the rest goes to the warpgroups that multiply.
     plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
 
     def load_tile(tile: Any) -> None:
@@ -188,6 +197,7 @@ def _load(tiles: _Tiles, x_gmem: Any, w_gmems: Any, x_smem: Any, w_smems: Any, f
             slot = tiles.slot(step)
             ks = pl.ds(k * config.block_k, config.block_k)
 
+            # In the first round every slot is empty, and nobody arrives for it.
             @pl.when(step >= config.num_stages)
             def _():
                 plgpu.barrier_wait(empty.at[slot])
@@ -213,6 +223,7 @@ def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, 
 
     def multiply_tile(tile: Any) -> None:
         row, column = tiles.start(tile)
+        # Its memory is free: all threads had read the last tile's terms at that tile's last `commit_smem`, which is a barrier.
         end.ask(row + warpgroup * rows, column)
 
         def sums(*acc_refs: Any) -> tuple[jax.Array, ...]:
@@ -230,13 +241,16 @@ def _multiply(tiles: _Tiles, end: "_End", x_smem: Any, w_smems: Any, full: Any, 
 
             _loop(0, tiles.num_steps, multiply_step)
             plgpu.wgmma_wait(0)
+            # Now, and not after the end of the tile: meanwhile the loader fills the slot for the next one.
             plgpu.barrier_arrive(empty.at[tiles.slot((tile + 1) * tiles.num_steps - 1)])
             return tuple(acc_ref[...] for acc_ref in acc_refs)
 
+        # Accumulators exist in a scope alone; what leaves it are arrays in registers.
         accumulators = [plgpu.WGMMAAccumulatorRef((rows, tiles.columns), jnp.float32) for _ in w_smems]
         end.finish(row + warpgroup * rows, column, pl.run_scoped(sums, *accumulators))
 
     _loop(0, tiles.count, multiply_tile)
+    # The last stores read this block's shared memory, which ends with it.
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -290,14 +304,17 @@ class _End:
                 plgpu.barrier_wait(self._accumulate_barrier(index))
                 terms = [smem[self.warpgroup, index % SLOTS].astype(jnp.float32) for _, smem in self.accumulates]
                 products = [z + a for z, a in zip(products, terms, strict=True)]
+            # y first. The products follow where the derivative keeps them; else there is one result.
             values = [self.form.join(products), *products][: len(self.result_gmems)]
             for value, result_gmem in zip(values, self.result_gmems, strict=True):
                 slot = num_stores % SLOTS
                 plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)  # the store that last used this slot
                 self.result_smem[self.warpgroup, slot] = value.astype(self.form.dtype)
+                # TMA sees what threads wrote to shared memory only from here on. It is also a barrier of the warpgroup.
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(self.result_smem.at[self.warpgroup, slot], self._chunk(result_gmem, index, row, column))
                 num_stores += 1
+            # Every thread has read this chunk (the barrier above): its slot may be filled again.
             if index + SLOTS < len(self.chunks):
                 self._ask_chunk(index + SLOTS, row, column)
 

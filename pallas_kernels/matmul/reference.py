@@ -42,6 +42,7 @@ def matmul(
 ) -> jax.Array:
     """Return y[M, N] for x[M, K] and one or two of w[K, N], bias[N] and accumulate[M, N], as above."""
     wide = x.astype(jnp.float32)
+    # By default accelerators multiply float32 with fewer bits (TF32 on GPUs).
     products = [jnp.dot(wide, w.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST) for w in weights]
     for terms in (biases, accumulates):
         if terms:

@@ -60,10 +60,13 @@ def _forward(call: Call, x: jax.Array, weights: Terms, biases: Terms, accumulate
 def _backward(call: Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, Terms, Terms, Terms]:
     x, weights, products = kept
     dzs = (dy.astype(jnp.float32),)
+    # Where none were kept z is y, and its cotangent is dy.
     if products:
         dzs = jax.vjp(lambda *z: call.form.join(z), *(z.astype(jnp.float32) for z in products))[1](*dzs)
+    # Rounded for the two products alone: sums of biases are made of the float32 ones.
     narrow = [dz.astype(x.dtype) for dz in dzs]
     parts = [_contract(dz, w, 1, 1) for dz, w in zip(narrow, weights, strict=True)]  # [M, N] [K, N] -> [M, K]
+    # The parts of two weights are added before they are rounded.
     dx = functools.reduce(jnp.add, parts).astype(x.dtype)
     dweights = tuple(_contract(x, dz, 0, 0).astype(x.dtype) for dz in narrow)  # [M, K] [M, N] -> [K, N]
     dbiases = () if call.bias_dtype is None else tuple(dz.sum(0).astype(call.bias_dtype) for dz in dzs)

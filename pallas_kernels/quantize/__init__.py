@@ -106,6 +106,7 @@ def quantize(
     chosen, config = _choose("quantize", implementation, problem, config, x)
 
     def run(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        # A word for each block alone: an element's bits are hashed from it where they are used.
         words = None if key is None else reference.block_words(key, num_blocks)
         blocks = _in_blocks(x, block_size)
         if chosen == "mosaic":
@@ -113,6 +114,7 @@ def quantize(
             codes, scales = mosaic.quantize(form, config, blocks, words)
         else:
             codes, scales = (xla if chosen == "xla" else reference).quantize(form, blocks, words)
+        # Every implementation returns the bits of a code as int8.
         codes = jax.lax.bitcast_convert_type(codes, form.dtype)
         return _of_blocks(codes, x.shape), scales.reshape(*x.shape[:-1], -(-x.shape[-1] // block_size))
 
@@ -198,6 +200,7 @@ def _num_blocks(shape: tuple[int, ...], block_size: int) -> int:
 
 def _in_blocks(array: jax.Array, block_size: int) -> jax.Array:
     """Return `[G, block_size]` of `[..., K]`, the last block of a row filled with zeros."""
+    # Zeros change no block's largest magnitude.
     more = -array.shape[-1] % block_size
     if more:
         array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, more)])

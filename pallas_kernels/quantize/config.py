@@ -73,6 +73,7 @@ class Problem:
 
 def choose(problem: Problem, num_cores: int) -> Config | None:
     """Return the first of the sizes above that fit, with as many stages as fit; None where no tile fits."""
+    # Two warpgroups may do with one stage: one computes while the other's tile is on its way.
     for num_warpgroups, min_stages in ((4, 2), (3, 2), (2, 1), (1, 2)):
         for num_stages in range(MAX_STAGES, min_stages - 1, -1):
             if problem.shared_bytes(num_warpgroups, num_stages) <= SHARED_BYTES:

@@ -58,10 +58,12 @@ def quantize(form: Format, config: Config, x: jax.Array, words: jax.Array | None
 
     def compute(x_smem: Any, *refs: Any) -> None:
         *word_smems, code_smem, scale_smem = refs
+        # First pass over the tile: the scales of its rows.
         largest = functools.reduce(jnp.maximum, (reference.magnitudes(_load(x_smem, at)).max(1) for at in chunks))
         scale, inverse, kept = form.scales(largest)
         scale_smem[...] = scale
         for at in chunks:
+            # Second pass: the codes.
             part = _load(x_smem, at)
 
             def spread(row: jax.Array, shape: tuple[int, ...] = part.shape) -> jax.Array:
@@ -74,6 +76,7 @@ def quantize(form: Format, config: Config, x: jax.Array, words: jax.Array | None
             code_smem[:, at] = form.encode(reference.normalized(part, spread(inverse), spread(kept)), r)
 
     arrays = [x] if words is None else [x, words]
+    # The reference tells the types of the results, with the axes of a shard_map over which they vary.
     out_types = jax.eval_shape(functools.partial(reference.quantize, form), x, words)
     codes, scales = _stream("quantize", config, compute, arrays, out_types)
     return codes, scales
@@ -135,6 +138,7 @@ def _stream(
                 for gmem, smem in zip(in_gmems, in_smems, strict=True):
                     plgpu.copy_gmem_to_smem(gmem.at[rows(tile)], smem.at[warpgroup, slot], arrived(slot))
 
+            # Fill every slot first; from then on a tile's slot is filled again when the tile is done.
             for slot in range(config.num_stages):
 
                 @pl.when(slot < count)
@@ -148,9 +152,11 @@ def _stream(
                 outs = [smem.at[warpgroup, out_slot] for smem in out_smems]
                 compute(*(smem.at[warpgroup, slot] for smem in in_smems), *outs)
                 plgpu.commit_smem()
+                # One group for all results of a tile: waits count groups.
                 for n, (gmem, out) in enumerate(zip(out_gmems, outs, strict=True), 1):
                     plgpu.copy_smem_to_gmem(out, gmem.at[rows(tile)], commit_group=n == len(outs))
 
+                # `commit_smem` was a barrier: every thread has read the tile, and its slot may be overwritten.
                 @pl.when(tile + config.num_stages < count)
                 def _() -> None:
                     load(tile + config.num_stages, slot)
@@ -158,6 +164,7 @@ def _stream(
                 return ()
 
             lax.fori_loop(0, count, step, ())
+            # The last copies out read this block's shared memory, which ends with it.
             plgpu.wait_smem_to_gmem(0)
 
         pl.run_scoped(
@@ -172,6 +179,7 @@ def _stream(
         body,
         out_type=list(out_types),
         mesh=plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=config.num_warpgroups, thread_name="warpgroup"),
+        # A row is on four threads of one warp: its maximum needs no scratch memory, which all warpgroups would share.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup, reduction_scratch_bytes=0),
         name=name,
     )

@@ -61,12 +61,16 @@ class Format:
         if self.mantissa is None:
             n = self._round(u, r)
             sign = bits >> 31  # 0 or -1
+            # n, or -n in two's complement.
             return ((n ^ sign) - sign).astype(jnp.int8)
         least = (128 - self.bias) << 23  # of normal numbers
+        # What is smaller than the normal numbers has the step of the least of them.
         exponent = jnp.maximum(magnitude & EXPONENT, least)
+        # u / step: a product by a power of 2, which is exact.
         n = self._round(u * _floats(((126 + self.mantissa + self.bias) << 23) - (exponent - least)), r)
         # n is below 2^(mantissa + 1), and carries into the exponent by itself.
         n = n + ((exponent - least) >> (23 - self.mantissa))
+        # The sign, from bit 31 to bit 7.
         return (n | ((bits >> 24) & 0x80)).astype(jnp.int8)
 
     def _round(self, u: jax.Array, r: jax.Array | None) -> jax.Array:
@@ -76,6 +80,7 @@ class Format:
         n = _integers(u + 2.0 ** (23 - fraction)) - anchor
         if r is None:
             return n
+        # n has F bits after the point. F random bits carry into the whole part with the probability that they tell.
         return (n + lax.bitcast_convert_type(r >> jnp.uint32(32 - fraction), jnp.int32)) >> fraction
 
     def decode(self, codes: jax.Array) -> jax.Array:
@@ -83,7 +88,9 @@ class Format:
         codes = codes.astype(jnp.int32)
         if self.mantissa is None:
             return codes.astype(jnp.float32)
+        # The exponent's bits in their place; those of a subnormal number are 0, and count as 1.
         exponent = jnp.maximum(codes & (0x7F - (1 << self.mantissa) + 1), 1 << self.mantissa)
+        # The mantissa, with the implicit one of a normal number; for a subnormal one it cancels.
         n = (codes & 0x7F) - exponent + (1 << self.mantissa)
         step = (exponent << (23 - self.mantissa)) + ((127 - self.bias - self.mantissa) << 23)
         y = n.astype(jnp.float32) * _floats(step)
@@ -97,15 +104,18 @@ class Format:
         """
         is_finite, is_zero = largest < EXPONENT, largest < SMALLEST
         kept = jnp.where(is_finite, jnp.where(is_zero, 0, -1), 0)
+        # Blocks that do not count divide by some number too: it must be one that gives no NaN and no infinity.
         largest = jnp.where(kept == 0, SMALLEST, largest)
         value = _floats(largest)
         inverse = self.inverse(value, self.most / value)
+        # A product by a constant, for devices disagree on the last bit of a quotient.
         scale = jnp.where(is_zero, 0.0, jnp.where(is_finite, value * (1 / self.most), jnp.nan))
         return scale, inverse, kept
 
     def inverse(self, largest: jax.Array, guess: jax.Array) -> jax.Array:
         """Return the largest float32 whose product with `largest` is `most` at most, of a guess that is off by 2 last bits."""
         inverse = _integers(guess) - 4  # now it is from 1 to 7 too low
+        # A bisection in three steps, of products, which every device rounds alike.
         for more in (4, 2, 1):
             inverse = jnp.where(_floats(inverse + more) * largest <= self.most, inverse + more, inverse)
         return _floats(inverse)
@@ -145,6 +155,7 @@ def normalized(x: jax.Array, inverse: jax.Array, kept: jax.Array) -> jax.Array:
 def block_words(key: jax.Array, num_blocks: int) -> jax.Array:
     """Return a word for each block, uint32[G], that its elements' random bits start from."""
     seeds = jax.random.bits(key, (2,), jnp.uint32)
+    # One seed would only permute the words among blocks: two keys would have the same words in another order.
     return mix(mix(lax.iota(jnp.uint32, num_blocks) ^ seeds[0]) ^ seeds[1])
 
 
