@@ -69,14 +69,14 @@ def load_corpus(folder: str | None) -> tuple[np.ndarray, np.ndarray]:
         return data[:cut], data[cut:]
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for path in files:
-        held = zlib.crc32(path.relative_to(root).as_posix().encode()) % HELD_OUT == 0
-        parts[held].append(path.read_bytes() + b"\0")
+        is_held_out = zlib.crc32(path.relative_to(root).as_posix().encode()) % HELD_OUT == 0
+        parts[is_held_out].append(path.read_bytes() + b"\0")
     # Of a few files none may be held out, or all.
     if not parts[True]:
         parts[True].append(parts[False].pop())
     if not parts[False]:
         parts[False].append(parts[True].pop())
-    return tuple(np.frombuffer(b"".join(parts[held]), np.uint8) for held in (False, True))  # type: ignore[return-value]
+    return tuple(np.frombuffer(b"".join(parts[is_held_out]), np.uint8) for is_held_out in (False, True))  # type: ignore[return-value]
 
 
 class Windows(grain.sources.RandomAccessDataSource):

@@ -363,21 +363,21 @@ def run(
     with show as progress, contextlib.ExitStack() as last_steps:
         preemption = None if ckpt is None else last_steps.enter_context(zj.Preemption())
         bar = progress.add_task("compiling", total=options.steps, completed=done)
-        since, counted, swapped, is_over = time.monotonic(), 0, Swapped(), False
+        since, num_steps, swapped, is_over = time.monotonic(), 0, Swapped(), False
         for step in range(done + 1, options.steps + 1):
             # The trace is written when `last_steps` closes, after the loop.
             if step == max(done + 1, options.steps + 1 - TRACED_STEPS):
                 last_steps.enter_context(inputs.trace)
             state, metrics = program.step(state, next(inputs.data))
             values = {f"train/{name}": float(value) for name, value in metrics.items()}  # waits for the step
-            counted += 1
+            num_steps += 1
             swapped.add(metrics)
             if step == done + 1:
-                since, counted, swapped = time.monotonic(), 0, Swapped()  # the first step compiles
+                since, num_steps, swapped = time.monotonic(), 0, Swapped()  # the first step compiles
                 console.print(f"step {step:>5}  loss {values['train/loss']:.3f}  (compiled)")
             else:
                 seconds = time.monotonic() - since
-                rate = counted / seconds
+                rate = num_steps / seconds
                 values |= swapped.figures(seconds, len(mesh.local_devices))
                 values["speed/tokens_per_second"] = rate * tokens_a_step
                 values["speed/model_flops_per_second"] = rate * tokens_a_step * c.flops_per_token
@@ -394,7 +394,7 @@ def run(
             if step % options.eval_every == 0 or step == options.steps:
                 record(step, {"validation/loss": validate(program, state, inputs.held_out)})
                 console.print(f"step {step:>5}  {line}  validation {figures['validation/loss']:.3f}")
-                since, counted, swapped = time.monotonic(), 0, Swapped()
+                since, num_steps, swapped = time.monotonic(), 0, Swapped()
         if ckpt is not None:
             ckpt.wait()  # before signals end the process again
     if writer is not None:
@@ -410,8 +410,8 @@ def run(
         with jax.set_mesh(mesh):
             generated = generate(params, jax.random.key(options.seed))
         # Every device has the same text: the shard of one is enough.
-        written = bytes(np.asarray(generated.addressable_shards[0].data))
-        console.print(f"\n--- sample ---\n{options.prompt}{written.decode(errors='replace')}", markup=False)
+        text = bytes(np.asarray(generated.addressable_shards[0].data))
+        console.print(f"\n--- sample ---\n{options.prompt}{text.decode(errors='replace')}", markup=False)
     return figures
 
 

@@ -193,15 +193,15 @@ class Ring:
         """
         with self._changed:
             # By address, not by identity: a caller may return a shorter view, of which only the start is the same.
-            own = self._out.pop(buffer.ctypes.data, None)
-            if own is None:
+            whole_buffer = self._out.pop(buffer.ctypes.data, None)
+            if whole_buffer is None:
                 raise ValueError("this buffer is not out: it was given back already, or is not of this ring")
             if not self._closed:
-                self._free.append(own)
+                self._free.append(whole_buffer)
                 self._changed.notify()
                 return
         # The ring was closed while this buffer was out: `close` left its memory to us.
-        self._release(own)
+        self._release(whole_buffer)
 
     def close(self) -> None:
         """Free every buffer that is not taken, and end all waits with an error; a second call does nothing.
@@ -210,16 +210,16 @@ class Ring:
         """
         with self._changed:
             self._closed = True
-            held, self._free = self._free, []
+            buffers, self._free = self._free, []
             self._changed.notify_all()
-        for buffer in held:
+        for buffer in buffers:
             self._release(buffer)
 
     def _release(self, buffer: np.ndarray) -> None:
         """Unregister a buffer; its memory is freed with the last reference."""
-        kept = [b for b in self._registered if b is not buffer]
-        if len(kept) < len(self._registered):
-            self._registered = kept
+        others = [b for b in self._registered if b is not buffer]
+        if len(others) < len(self._registered):
+            self._registered = others
             driver().unregister(buffer)
 
     def __enter__(self) -> "Ring":

@@ -223,9 +223,9 @@ class GpuCopies:
             call.record(slot.empty, gpu.down)
             slot.used = True
             # An event for this store alone: `empty` may be recorded again before the thread has waited for this copy.
-            saved = gpu.take_event()
-            call.record(saved, gpu.down)
-        return gpu.future_of(saved)
+            event = gpu.take_event()
+            call.record(event, gpu.down)
+        return gpu.future_of(event)
 
     def pass_on(self, context: Any, source: Any, out: Any) -> None:
         self.driver.copy(pointer(out), pointer(source), num_bytes(out), stream_of(context))

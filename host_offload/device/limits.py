@@ -39,10 +39,10 @@ def pinned_pool_bytes(platform: str | None = None) -> int | None:
 def available_bytes() -> int | None:
     """Return the bytes that the machine can still give without swapping; None where it does not say."""
     try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
     except OSError:
         return None
-    return int(found.group(1)) << 10 if found else None
+    return int(match.group(1)) << 10 if match else None
 
 
 def check_host_memory(num_bytes: int, platform: str | None = None) -> None:

@@ -76,8 +76,8 @@ def _wrong_forms(device: Any) -> tuple[str, ...]:
         # The fault reads record i instead of order[i]. In ascending order these may be the same.
         for direction, order in (("ascending", range(_SHAPE[0])), ("descending", reversed(range(_SHAPE[0])))):
             order, stack = np.array(list(order), np.int32), records()
-            found = program(order, stack)
-            if not all(np.array_equal(f, e) for f, e in zip(found, form.expect(order, stack), strict=True)):
+            outputs = program(order, stack)
+            if not all(np.array_equal(f, e) for f, e in zip(outputs, form.expect(order, stack), strict=True)):
                 wrong.append(f"{name} {direction}")
     return tuple(wrong)
 

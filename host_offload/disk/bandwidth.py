@@ -119,8 +119,8 @@ class Bench:
         def work() -> None:
             for layer, start in parts:
                 part = self._buffers[layer % len(self._buffers)][start : start + block]
-                if (moved := call(files[layer], [part.data], start)) != part.nbytes:
-                    raise SwapError(f"{paths[layer]}: {moved} of {part.nbytes} bytes moved", file=paths[layer])
+                if (count := call(files[layer], [part.data], start)) != part.nbytes:
+                    raise SwapError(f"{paths[layer]}: {count} of {part.nbytes} bytes moved", file=paths[layer])
 
         try:
             with concurrent.futures.ThreadPoolExecutor(settings.num_threads) as pool:

@@ -85,16 +85,16 @@ class DirectFile:
             is_direct, length = self._part(address + done, offset + done, len(memory) - done)
             fd = self._direct if is_direct else self._buffered
             try:
-                moved = call(fd, memory[done : done + length], offset + done)
+                count = call(fd, memory[done : done + length], offset + done)
             except OSError as error:
                 if not is_direct or error.errno not in _NO_DIRECT:
                     raise
                 self.direct = False  # it opens such files and does not serve them
                 continue
             # preadv returns 0 at the end of a file: to try again would never end.
-            if moved <= 0:
+            if count <= 0:
                 raise TruncatedError(f"the file ends at byte {offset + done}, and {len(memory) - done} bytes more are needed")
-            done += moved
+            done += count
 
     def _part(self, address: int, offset: int, length: int) -> tuple[bool, int]:
         """Return how the next part is moved, and its length."""

@@ -167,9 +167,9 @@ class _Transfer:
             elif self._checked:
                 self._store.require(self._layer)
             self._file = DirectFile(self._path, writes=self._writes)
-            if (found := self._file.num_bytes) != size:
+            if (num_bytes := self._file.num_bytes) != size:
                 if not self._writes:
-                    raise TruncatedError(f"the file has {found} bytes, and the record {size}")
+                    raise TruncatedError(f"the file has {num_bytes} bytes, and the record {size}")
                 # A read refuses a file of any other size, so one that is too long is cut here.
                 self._file.resize(size)
         except BaseException as error:

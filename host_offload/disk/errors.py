@@ -54,8 +54,8 @@ class ChecksumError(OSError):
 def of_tensorstore(error: ValueError) -> Exception:
     """Return the OSError that the text of tensorstore's ValueError describes, or the error itself if there is none."""
     text = str(error)
-    if found := re.search(r"os_error_code='(\d+)'", text):
-        return OSError(int(found.group(1)), text)
+    if match := re.search(r"os_error_code='(\d+)'", text):
+        return OSError(int(match.group(1)), text)
     if "Not enough data" in text or "End of data expected" in text:
         return TruncatedError(text.splitlines()[0])
     return OSError(errnos.ENOENT, text) if text.startswith("NOT_FOUND") else error

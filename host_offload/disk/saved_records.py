@@ -146,9 +146,9 @@ class SavedRecords:
           OSError: the file is not there.
           TruncatedError: it has another size.
         """
-        found = os.stat(path := os.path.join(self.root, store.record_file(record))).st_size
-        if found != store.record_bytes:
-            raise TruncatedError(f"{path} has {found} bytes, and the record {store.record_bytes}")
+        num_bytes = os.stat(path := os.path.join(self.root, store.record_file(record))).st_size
+        if num_bytes != store.record_bytes:
+            raise TruncatedError(f"{path} has {num_bytes} bytes, and the record {store.record_bytes}")
 
     def check(self, store: SavedStore, record: int) -> None:
         """Compare the size and checksum of a record's file with the metadata.
@@ -159,9 +159,9 @@ class SavedRecords:
         """
         self.check_size(store, record)
         expected = store.checksums[record]
-        if expected and (found := checksum_of(np.asarray(self._map(store, record)))) != expected:
+        if expected and (checksum := checksum_of(np.asarray(self._map(store, record)))) != expected:
             path = os.path.join(self.root, store.record_file(record))
-            raise ChecksumError(f"{path}: its checksum is {found:016x}, and {expected:016x} was saved")
+            raise ChecksumError(f"{path}: its checksum is {checksum:016x}, and {expected:016x} was saved")
 
     def read(self, name: str, box: Box, out: np.ndarray) -> None:
         """Fill `out`, of the box's shape, with a part of a leaf, cast to its dtype.
@@ -171,7 +171,7 @@ class SavedRecords:
           OSError: a file cannot be read, or ends before its record does.
         """
         missing = math.prod(stop - start for start, stop in box)
-        done: set[Box] = set()
+        parts: set[Box] = set()
         for store, leaf in self._shards[name]:
             for record in _records(store, box):
                 # Where the record lies in the leaf: one place in each dim that numbers records, then the shard's extent.
@@ -179,10 +179,10 @@ class SavedRecords:
                 extent = tuple((int(i), int(i) + 1) for i in index)
                 extent += tuple((s, s + n) for s, n in zip(leaf.start, leaf.shape, strict=True))
                 common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(extent, box, strict=True))
-                if any(a >= b for a, b in common) or common in done:
+                if any(a >= b for a, b in common) or common in parts:
                     continue  # a replica holds the same
                 # Copy the common part: `source` counts from the start of the record's extent, `target` from that of the box.
-                done.add(common)
+                parts.add(common)
                 data = self._map(store, record)[leaf.offset :][: math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize]
                 value = data.view(numpy_dtype(leaf.dtype)).reshape((1,) * len(index) + leaf.shape)
                 source = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, extent, strict=True))
@@ -198,9 +198,9 @@ class SavedRecords:
         """Return the bytes of a record, mapped: uint8[record_bytes]."""
         file = store.record_file(record)
         with self._lock:
-            if (known := self._maps.get(file)) is not None:
+            if (array := self._maps.get(file)) is not None:
                 self._maps.move_to_end(file)
-                return known
+                return array
         # First, because a page past the end of a mapped file is a SIGBUS, which no `except` catches.
         self.check_size(store, record)
         with open(os.path.join(self.root, file), "rb") as opened:

@@ -65,23 +65,23 @@ class Snapshot:
         sums = tuple(int(c) for c in store.checksums)
         folder = os.path.join(self._folder, f"{store.kind}-{store.rank}")
         os.mkdir(folder, 0o700)
-        linked = []
+        links = []
         try:
             for record in range(store.num_layers):
                 store.link(record, path := os.path.join(folder, str(record)))
-                linked.append((record, path))
+                links.append((record, path))
         except OSError:
             # Undo the links that were made: the next write of a linked record would go to its spare file.
-            for record, path in linked:
+            for record, path in links:
                 store.unlink(record, path)
             os.rmdir(folder)
-            kept = LinkedRecord(store, sums, None)
+            result = LinkedRecord(store, sums, None)
             _make(store, target)
             _copy([(store.record_path(r), os.path.join(target, f"c.{r}.0"), sums[r]) for r in range(store.num_layers)], store)
-            return kept
-        kept = LinkedRecord(store, sums, folder)
-        self._kept.append(kept)
-        return kept
+            return result
+        result = LinkedRecord(store, sums, folder)
+        self._kept.append(result)
+        return result
 
     def move(self, kept: LinkedRecord, target: str) -> None:
         """Put kept records into a folder: by links, or by copies that are on disk when this returns.

@@ -217,8 +217,8 @@ class Store:
           ChecksumError: its bytes are not those that were written.
         """
         expected = int(self.checksums[layer])
-        if expected and (found := checksum_of(record)) != expected:
-            raise ChecksumError(f"its checksum is {found:016x}, and {expected:016x} was written")
+        if expected and (checksum := checksum_of(record)) != expected:
+            raise ChecksumError(f"its checksum is {checksum:016x}, and {expected:016x} was written")
 
     def _too_small(self, missing: int, file: str | None = None, layer: int | None = None) -> SwapError:
         return SwapError(

@@ -86,15 +86,15 @@ def _tune(path: str, identity: tuple[int, ...], seconds: float) -> IoSettings:
 
 def _identity(path: str) -> tuple[int, ...]:
     """Return values that differ between disks and machines."""
-    found = os.statvfs(path)
-    return os.stat(path).st_dev, found.f_blocks * found.f_frsize, os.cpu_count() or 1
+    space = os.statvfs(path)
+    return os.stat(path).st_dev, space.f_blocks * space.f_frsize, os.cpu_count() or 1
 
 
 def _load(path: pathlib.Path, identity: tuple[int, ...]) -> IoSettings | None:
     try:
-        found = json.loads(path.read_text())
-        if found["identity"] == list(identity):
-            return IoSettings(found["num_threads"], found["block_bytes"])
+        entry = json.loads(path.read_text())
+        if entry["identity"] == list(identity):
+            return IoSettings(entry["num_threads"], entry["block_bytes"])
     except (OSError, ValueError, KeyError, TypeError):
         logger.debug("%s has no settings", path)
     return None
@@ -123,10 +123,10 @@ def _probe(path: pathlib.Path, seconds: float) -> tuple[IoSettings, float]:
                     rate = _rate(path, buffer[:size], settings, pool)
                     best[settings] = max(best.get(settings, 0.0), rate)
                     if time.monotonic() > deadline:
-                        found = max(best, key=lambda s: best[s])
+                        winner = max(best, key=lambda s: best[s])
                         # A gain of less than 5 % is noise: keep the default.
-                        found = found if best[found] > 1.05 * best[DEFAULT] else DEFAULT
-                        return found, best[found]
+                        winner = winner if best[winner] > 1.05 * best[DEFAULT] else DEFAULT
+                        return winner, best[winner]
     finally:
         path.unlink(missing_ok=True)
 

@@ -331,13 +331,13 @@ class Engine:
 
     def fail(self, error: BaseException, kind: str = "", layer: int | None = None) -> None:
         """Store an error for `check`, unless there is one already."""
-        found = error
-        if not isinstance(found, SwapError):
-            found = explain(found, doing=f"moving {kind or 'a record'}", file=None, layer=layer)
+        swap_error = error
+        if not isinstance(swap_error, SwapError):
+            swap_error = explain(swap_error, doing=f"moving {kind or 'a record'}", file=None, layer=layer)
         with self._lock:
             # The first error is the cause. Those after it are mostly its consequences.
             if self._error is None:
-                self._error = found
+                self._error = swap_error
 
     # --- pieces ------------------------------------------------------------------------------------------------------------
 
@@ -477,12 +477,12 @@ class Engine:
             done.add_done_callback(lambda _: self._lift(lane))
         return _Read(buffer, done, event)
 
-    def _forget(self, lane: _Lane, chosen: Callable[[Key], bool]) -> None:
-        """Drop the records that were read ahead and that `chosen` selects."""
+    def _forget(self, lane: _Lane, predicate: Callable[[Key], bool]) -> None:
+        """Drop the records that were read ahead and that `predicate` selects."""
         with lane.lock:
-            dropped = [(key[0], lane.records[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if chosen(key)]
+            reads = [(key[0], lane.records[key[0]], lane.reading.pop(key)) for key in list(lane.reading) if predicate(key)]
         # Without the lock: `_drop` waits for the disk, whose threads need the lock to complete other transfers.
-        for kind, records, read in dropped:
+        for kind, records, read in reads:
             self._drop(lane, records, kind, read)
 
     def _forget_record(self, lane: _Lane, key: Key) -> None:

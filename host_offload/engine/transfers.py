@@ -107,15 +107,15 @@ class Transfers:
             self._queued += 1
             self._stats.most_queued = max(self._stats.most_queued, self._queued)
 
-        def finish(moved: "Future[float]") -> None:
+        def finish(transfer: "Future[float]") -> None:
             # Count before `done` is set, and report the failure of a write too: whoever waits for `done` looks at both at once.
-            error = moved.exception()
+            error = transfer.exception()
             with self._lock:
                 self._queued -= 1
                 if error is None:
-                    self._count(event, queued, moved.result(), buffer.nbytes)
+                    self._count(event, queued, transfer.result(), buffer.nbytes)
             if error is None:
-                done.set_result(moved.result())
+                done.set_result(transfer.result())
                 return
             if event.name == "write":
                 self._fail(error, event.kind, event.layer)
@@ -123,11 +123,11 @@ class Transfers:
 
         try:
             # An error must end `done` as well: a callback waits for it, and a buffer is given back by it.
-            moved = move()
+            transfer = move()
         except BaseException as error:
-            moved = Future()
-            moved.set_exception(error)
-        moved.add_done_callback(finish)
+            transfer = Future()
+            transfer.set_exception(error)
+        transfer.add_done_callback(finish)
         return done
 
     def _count(self, event: Event, queued: float, seconds: float, num_bytes: int) -> None:
@@ -161,8 +161,8 @@ class Transfers:
     def take_stats(self) -> Stats:
         """Return the statistics since this was last called."""
         with self._lock:
-            taken, self._stats = self._stats, Stats()
-            return taken
+            stats, self._stats = self._stats, Stats()
+            return stats
 
     def recent_events(self) -> list[Event]:
         """Return transfers and waits that `take_stats` has not returned yet, at most the last MOST_EVENTS."""

@@ -89,17 +89,17 @@ class Kernel:
         counter = np.zeros(1, np.int64)
         args = [n, counter.ctypes.data, block, *addresses]
         args += [np.dtype(dtype).type(np.asarray(inputs[k]).item()) for k, dtype in self._scalars.items() if dtype is not None]
-        started = []
+        jobs = []
         try:
             with contextlib.suppress(RuntimeError):  # no helper starts while the interpreter exits
                 for _ in range(min(num_threads, -(-n // block)) - 1):
-                    started.append(self._helpers.submit(self._run, *args))
+                    jobs.append(self._helpers.submit(self._run, *args))
             self._run(*args)
         finally:
             # Helpers hold raw addresses: none may run on when the counter and the arrays are gone.
-            for helper in started:
-                if not helper.cancel():  # it has started, and may be in its last block
-                    helper.result()
+            for job in jobs:
+                if not job.cancel():  # it has started, and may be in its last block
+                    job.result()
 
 
 def build_kernel(

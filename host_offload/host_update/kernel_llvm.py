@@ -40,8 +40,8 @@ def _round_bfloat16(builder: Any, x: Any) -> Any:
     # This carries where the lower half is above 0x8000, or is 0x8000 and the last bit that stays is 1.
     rounded = builder.add(builder.add(bits, I32(0x7FFF)), builder.and_(high, I32(1)))
     quiet = builder.or_(builder.and_(bits, I32(0x80000000)), I32(0x7FC00000))  # adding could turn a NaN into infinity
-    kept = builder.and_(builder.select(builder.fcmp_unordered("uno", x, x), quiet, rounded), I32(0xFFFF0000))
-    return builder.bitcast(kept, F32)
+    result = builder.and_(builder.select(builder.fcmp_unordered("uno", x, x), quiet, rounded), I32(0xFFFF0000))
+    return builder.bitcast(result, F32)
 
 
 def _round_float16(builder: Any, x: Any) -> Any:

@@ -169,8 +169,8 @@ class Writer:
         if eqn.primitive.name in SAME:
             return ins[0]
         if eqn.primitive.name in SHAPED:  # a scalar is the same on every element; an array must stay as it is
-            moved: Any = eqn.invars[0].aval
-            if len(ins) > 1 or (moved.shape != aval.shape if varies else moved.size != 1):
+            operand: Any = eqn.invars[0].aval
+            if len(ins) > 1 or (operand.shape != aval.shape if varies else operand.size != 1):
                 raise ValueError(f"{_named(eqn)}: it changes the shape of an array")
             return ins[0]
         if eqn.primitive.name == "clamp" and dtype in ARRAYS:
@@ -282,17 +282,17 @@ def source_of_loop(
     """Return the loop in Python, and the bytes that it moves for each element."""
     # By `is_array`: stores in the loop, and stores before it.
     stores = {True: [], False: []}
-    moved: list[str] = []
+    dtypes: list[str] = []
     for k, s in enumerate(streams):
         if s.output is not None and results[s.output].text != f"x{s.input}":  # what returns as it came is not written
             stores[s.is_array].append(f"store{k}(a{k}, {'i' if s.is_array else 0}, {results[s.output].text})")
-            moved += [s.dtype] * s.is_array
+            dtypes += [s.dtype] * s.is_array
     # What no line uses is not loaded: a call costs the bytes that it moves.
     used = set(re.findall(r"\bx\d+\b", "\n".join(writer.loop + stores[True])))
-    read = {k: s for k, s in enumerate(streams) if f"x{s.input}" in used}
-    moved += [s.dtype for s in read.values()]
+    loads = {k: s for k, s in enumerate(streams) if f"x{s.input}" in used}
+    dtypes += [s.dtype for s in loads.values()]
     arguments = [f"a{k}" for k in range(len(streams))] + [f"x{k}" for k, dtype in scalars.items() if dtype is not None]
-    inner = [f"x{s.input} = load{k}(a{k}, i)" for k, s in read.items()] + writer.loop + stores[True]
+    inner = [f"x{s.input} = load{k}(a{k}, i)" for k, s in loads.items()] + writer.loop + stores[True]
     lines = [
         f"def kernel({', '.join(['n', 'counter', 'block', *arguments])}):",
         # Every thread runs this function, and the mode belongs to the thread: each sets it and restores it.
@@ -307,4 +307,4 @@ def source_of_loop(
         *(f"            {line}" for line in inner or ["pass"]),
         "    set_mode(mode)",
     ]
-    return "\n".join(lines) + "\n", sum(NUM_BYTES[dtype] for dtype in moved)
+    return "\n".join(lines) + "\n", sum(NUM_BYTES[dtype] for dtype in dtypes)

@@ -66,11 +66,11 @@ def moves_of(
 
         def tiles(layer: int, inside: Sequence[tuple[TileLoops, str]]) -> list[Move]:
             """Return the moves of a tick's loops over tiles."""
-            own: list[Move] = []
+            tile_moves: list[Move] = []
             for group, name in inside:
-                made = _moves_of_phase(group.phase(name), group.kind)
-                own += [Move(kind, layer * group.num_tiles + tile, writes) for kind, tile, writes in made]
-            return own
+                phase_moves = _moves_of_phase(group.phase(name), group.kind)
+                tile_moves += [Move(kind, layer * group.num_tiles + tile, writes) for kind, tile, writes in phase_moves]
+            return tile_moves
 
         inside = (loops or {}).get(phase.name, ())
         moves += _moves_of_phase(phase, str, (besides or {}).get(phase.name, ((), ())), partial(tiles, inside=inside))
@@ -113,15 +113,15 @@ def _moves_of_phase(
 
 def ready_after(moves: Sequence[Move]) -> np.ndarray:
     """Return for each move of two rounds the last move before it that writes its record: int64[2n], -1 where there is none."""
-    written: dict[tuple[str, int], int] = {}
+    last_write: dict[tuple[str, int], int] = {}
     after = np.full(2 * len(moves), -1, np.int64)
     # Two rounds, because the write that a read has to wait for may be one of the step before.
     for i in range(2 * len(moves)):
         move = moves[i % len(moves)]
         record = (move.kind, move.layer)
-        after[i] = written.get(record, -1)
+        after[i] = last_write.get(record, -1)
         if move.writes:
-            written[record] = i
+            last_write[record] = i
     return after
 
 
@@ -172,7 +172,7 @@ class Window:
         """
         moves, done, after, n = self.moves, self._done, self._after, len(self.moves)
         reads: list[Move] = []
-        started, position, distance = set(waiting), self.position, self.distance
+        records, position, distance = set(waiting), self.position, self.distance
         count: dict[str, int] = {}
         for kind, _ in waiting:
             count[kind] = count.get(kind, 0) + 1
@@ -186,8 +186,8 @@ class Window:
             coming[kind] = coming.get(kind, 0) + 1
             write = after[i]  # that the read must see: has it been handed over?
             is_written = write < position or (write < n and done[write])
-            if is_written and (kind, layer) not in started and count.get(kind, 0) < distance:
-                started.add((kind, layer))
+            if is_written and (kind, layer) not in records and count.get(kind, 0) < distance:
+                records.add((kind, layer))
                 count[kind] = count.get(kind, 0) + 1
                 reads.append(move)
         return reads

@@ -160,8 +160,8 @@ class _Builder:
             "GB_per_s": _rate(p.num_bytes, p.seconds), "made_on_devices": len(uses),
         }  # fmt: skip
         if not p.move.writes:
-            found = [self.transfers[use.number] for use in uses if use.number in self.transfers]
-            args["missed_on_devices"] = sum(not read.ahead for read in found)
+            reads = [self.transfers[use.number] for use in uses if use.number in self.transfers]
+            args["missed_on_devices"] = sum(not read.ahead for read in reads)
             args["ideally_late_ms"] = _ms(max(0.0, p.start + p.seconds - p.wanted))
         if uses:
             args |= _lateness(max((self.late[use.number] for use in uses), key=lambda late: late.seconds))
@@ -178,9 +178,9 @@ class _Builder:
         """Return the bytes and waits of a run, counted as in its metrics, and the waits by cause."""
         args: Json = {}
         for name in ("read", "write"):
-            found = [e for e in run.events if e.name == name]
+            transfers = [e for e in run.events if e.name == name]
             # Transfers overlap: the rate is over the time in which any was under way.
-            num_bytes, under_way = sum(e.num_bytes for e in found), Intervals((e.start, e.end) for e in found)
+            num_bytes, under_way = sum(e.num_bytes for e in transfers), Intervals((e.start, e.end) for e in transfers)
             args[f"{name}_bytes"], args[f"{name}_GB_per_s"] = num_bytes, _rate(num_bytes, under_way.seconds)
         stalls: dict[str, float] = collections.defaultdict(float)
         for use in self.uses:
@@ -245,10 +245,10 @@ def _on_lanes(slices: Iterable[_Slice]) -> list[Json]:
         tracks.setdefault((s.process, s.track), []).append(s)
     events: list[Json] = []
     threads: collections.Counter[int] = collections.Counter()
-    for (process, track), found in sorted(tracks.items()):
+    for (process, track), track_slices in sorted(tracks.items()):
         ends: list[int] = []  # of each lane
         first = threads[process] + 1
-        for s in sorted(found, key=lambda s: (s.start, s.end)):
+        for s in sorted(track_slices, key=lambda s: (s.start, s.end)):
             # The first lane that is free by then, or a new one.
             lane = next((i for i, end in enumerate(ends) if end <= s.start), len(ends))
             ends[lane : lane + 1] = [s.end]

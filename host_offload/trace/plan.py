@@ -182,13 +182,13 @@ def _uses_of_run(index: int, run: Run) -> list[Use]:
     turns: dict[Move, list[int]] = {}
     for turn, move in enumerate(run.moves):
         turns.setdefault(move, []).append(turn)
-    taken: dict[tuple[int, Move], int] = {}
+    counts: dict[tuple[int, Move], int] = {}
     uses = []
     for group in reversed(groups) if backward else groups:
         first = group[0]
         move = Move(first.kind, first.layer, first.name == "write_wait")
-        of_record, k = turns.get(move, []), taken.get((first.rank, move), 0)
-        taken[first.rank, move] = k + 1
+        of_record, k = turns.get(move, []), counts.get((first.rank, move), 0)
+        counts[first.rank, move] = k + 1
         turn = None if k >= len(of_record) else of_record[-1 - k if backward else k]
         uses.append(Use(run=index, turn=turn, move=move, rank=first.rank, number=first.number, waits=tuple(group)))
     return uses[::-1] if backward else uses
@@ -297,9 +297,9 @@ def _wanted(runs: Sequence[Run], uses: Sequence[Use]) -> list[list[float]]:
     wanted = []
     for run, of_run in zip(runs, times, strict=True):
         row, last = [], run.start
-        for move, found in zip(run.moves, of_run, strict=True):
+        for move, moments in zip(run.moves, of_run, strict=True):
             # A read is wanted by the first device that asks, a write when the last one has handed over.
-            last = (max(found) if move.writes else min(found)) if found else last
+            last = (max(moments) if move.writes else min(moments)) if moments else last
             row.append(last)
         wanted.append(row)
     return wanted
@@ -322,13 +322,13 @@ def _costs(
     ranks = {use.rank for use in uses}
     num_bytes: dict[tuple[int, int], int] = {}
     seconds: dict[tuple[int, int], float] = {}
-    rates = {key: _rate(found) for key, found in of_run.items()}
-    overall = {name: _rate(found) for name, found in by_name.items()}
+    rates = {key: _rate(group) for key, group in of_run.items()}
+    overall = {name: _rate(group) for name, group in by_name.items()}
     for index, run in enumerate(runs):
         for turn, move in enumerate(run.moves):
-            known, name = sizes.get((index, turn), {}), "write" if move.writes else "read"
+            bytes_of_rank, name = sizes.get((index, turn), {}), "write" if move.writes else "read"
             # Of a device whose transfer is missing: the size that others of the kind have.
-            size = sum(known.get(rank, usual.get(move.kind, 0)) for rank in ranks)
+            size = sum(bytes_of_rank.get(rank, usual.get(move.kind, 0)) for rank in ranks)
             rate = rates.get((index, name)) or overall[name]
             num_bytes[index, turn], seconds[index, turn] = size, size / rate if rate else 0.0
     return num_bytes, seconds

@@ -102,9 +102,9 @@ class Recorder:
         self, path: str | os.PathLike[str], runs: list[Run], before: Run | None, after: list[Any], metadata: Mapping[str, Any]
     ) -> None:
         lost = sum(run.num_events - len(run.events) for run in runs)
-        found = {**metadata, "prefetch_distance": self.distance, "runs": len(runs)}
-        found |= {"runs_dropped": self._dropped, "events_dropped": lost}
-        write_trace(build_trace(runs, self.distance, before=before, after=after, metadata=found), path)
+        other_data = {**metadata, "prefetch_distance": self.distance, "runs": len(runs)}
+        other_data |= {"runs_dropped": self._dropped, "events_dropped": lost}
+        write_trace(build_trace(runs, self.distance, before=before, after=after, metadata=other_data), path)
         logger.info("the swapping of %d runs is in %s: open it at https://ui.perfetto.dev", len(runs), os.fspath(path))
         if self._dropped or lost:
             logger.warning(

@@ -84,16 +84,16 @@ class Problem:
 
 def choose(problem: Problem, num_tiles: int | None = None) -> Config:
     """Return the tiles that the rule above prefers; of the vocabulary `num_tiles`, if given."""
-    given = None if num_tiles is None else -(-problem.vocab // num_tiles)
-    made = [
-        Config(block_t=even(problem.tokens, block), block_v=given or even(problem.vocab, block), passes=passes)
+    width = None if num_tiles is None else -(-problem.vocab // num_tiles)
+    configs = [
+        Config(block_t=even(problem.tokens, block), block_v=width or even(problem.vocab, block), passes=passes)
         for passes, blocks in BLOCKS.items()
         for block in blocks
         if passes == 1 or not problem.gathers
     ]
     budget = max(problem.logits_bytes // SHARE, ROOM)
     # Where nothing fits, the last one takes the least.
-    return next((config for config in made if problem.temp_bytes(config) <= budget), made[-1])
+    return next((config for config in configs if problem.temp_bytes(config) <= budget), configs[-1])
 
 
 def even(size: int, block: int) -> int:

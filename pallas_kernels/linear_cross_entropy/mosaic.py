@@ -72,11 +72,11 @@ def forward(form: Form, config: KernelConfig, x: Array, w: Array, labels: Array)
     out_type = _typed((num_parts, mosaic_forward.STATS, padded), jnp.float32, x, w, labels)
     labels = _pad(labels, (padded - tokens,), -1)
     parts = mosaic_forward.stats(form, config, *_whole(x, w), columns, labels, out_type)[..., :tokens]
-    found = Stats(*(parts[:, n] for n in range(mosaic_forward.STATS)))  # [num_parts, T]
+    stats = Stats(*(parts[:, n] for n in range(mosaic_forward.STATS)))  # [num_parts, T]
     # Parts are joined as tiles are: sums of exponentials are brought to the largest maximum.
-    largest = found.max.max(0)
-    total = (found.sum * jnp.exp(found.max - largest)).sum(0)
-    return Stats(largest, total, found.of_label.sum(0), found.total.sum(0))
+    largest = stats.max.max(0)
+    total = (stats.sum * jnp.exp(stats.max - largest)).sum(0)
+    return Stats(largest, total, stats.of_label.sum(0), stats.total.sum(0))
 
 
 @functools.partial(jax.jit, static_argnames=("form", "config"))
@@ -111,9 +111,9 @@ def _gradient(
         out_types.append(_typed(sweep.sums_shape, jnp.float32, x, w, *tokens))
     # Tokens of padding have weight 0 and a finite log-sum-exp, 0: their slopes are 0 and not NaN.
     tokens = tuple(_pad(each, (sweep.num_tokens - len(x),)) for each in tokens)
-    found = mosaic_backward.gradient(form, sweep, whole_x, whole_w, tokens, unit.reshape(1), out_types)
+    gradient = mosaic_backward.gradient(form, sweep, whole_x, whole_w, tokens, unit.reshape(1), out_types)
     rows, columns = (x if of_x else w).shape
-    return found[:rows, :columns]
+    return gradient[:rows, :columns]
 
 
 def _whole(x: Array, w: Array) -> tuple[Array, Array]:

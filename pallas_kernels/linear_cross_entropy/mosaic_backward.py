@@ -211,15 +211,15 @@ class _Multiplier:
         if self.sums is None:
             finish(products())
             return
-        kept = self.sums.at[(lax.axis_index("block"), *sweep.own(0, d))]
-        before = plgpu.load(kept, (), layout=LAYOUT, optimized=False)  # asked for now, on its way while products are made
+        sums = self.sums.at[(lax.axis_index("block"), *sweep.own(0, d))]
+        before = plgpu.load(sums, (), layout=LAYOUT, optimized=False)  # asked for now, on its way while products are made
         # The first group reads what was never written, or another item's sums: a select drops them, even if they are NaN.
         is_first = lax.broadcast_in_dim(group == 0, before.shape, ())
         total = jnp.where(is_first, 0.0, before) + products()
 
         @pl.when(group < sweep.num_groups - 1)
         def _():
-            kept[...] = total
+            sums[...] = total
 
         @pl.when(group == sweep.num_groups - 1)
         def _():

@@ -106,8 +106,8 @@ def stats(
 
                 zero = plgpu.layout_cast(jnp.full((HALF,), 0.0, jnp.float32), ROW)
                 lowest = plgpu.layout_cast(jnp.full((HALF,), -jnp.inf, jnp.float32), ROW)
-                found = lax.fori_loop(0, tiles, of_tile, (lowest, zero, zero, zero))
-                for n, each in enumerate(found):
+                statistics = lax.fori_loop(0, tiles, of_tile, (lowest, zero, zero, zero))
+                for n, each in enumerate(statistics):
                     stats_gmem[part, n, tokens] = each
                 return done + tiles * num_steps
 
@@ -137,7 +137,9 @@ def stats(
     return call(x, w, labels)
 
 
-def _join(form: Form, sums: jax.Array, label: jax.Array, columns: int, start: Any, *found: jax.Array) -> tuple[jax.Array, ...]:
+def _join(
+    form: Form, sums: jax.Array, label: jax.Array, columns: int, start: Any, *statistics: jax.Array
+) -> tuple[jax.Array, ...]:
     """Return the statistics with those of a tile of products, of columns from `start`.
 
     A chunk of columns at a time, each joined by itself: all at once would not fit the registers.
@@ -145,8 +147,8 @@ def _join(form: Form, sums: jax.Array, label: jax.Array, columns: int, start: An
     for first in range(0, sums.shape[1], CHUNK):
         z = form.cap(sums[:, first : first + CHUNK])
         column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, z.shape, 1), LAYOUT)
-        found = _join_chunk(form, z, column, label - (start + first), columns - (start + first), *found)
-    return found
+        statistics = _join_chunk(form, z, column, label - (start + first), columns - (start + first), *statistics)
+    return statistics
 
 
 def _join_chunk(

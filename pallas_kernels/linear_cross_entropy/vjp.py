@@ -86,7 +86,7 @@ def _forward(call: Call, x: Array, w: Array, labels: Array) -> tuple[Array, Any]
     return loss, (x, w, labels, checkpoint_name(lse, LSE))
 
 
-def _backward(call: Call, kept: Any, dloss: Array) -> tuple[Array, Array, None]:
+def _backward(call: Call, residuals: Any, dloss: Array) -> tuple[Array, Array, None]:
     def run(x: Array, w: Array, labels: Array, lse: Array, dloss: Array) -> tuple[Array, Array]:
         # The cotangent of a token that counts nothing may be anything, NaN included.
         weight = jnp.where(labels >= 0, dloss, 0)
@@ -95,7 +95,7 @@ def _backward(call: Call, kept: Any, dloss: Array) -> tuple[Array, Array, None]:
             return call.split.reduce_gradients(*grads) if call.split else grads
         return xla.backward(call.pieces(x, w, labels), lse, weight)
 
-    dx, dw = call.mapped(run, "xwttt", "xg")(*kept, dloss)
+    dx, dw = call.mapped(run, "xwttt", "xg")(*residuals, dloss)
     return dx, dw, None
 
 

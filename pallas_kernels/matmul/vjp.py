@@ -57,8 +57,8 @@ def _forward(call: Call, x: jax.Array, weights: Terms, biases: Terms, accumulate
     return y, (x, weights, products)
 
 
-def _backward(call: Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, Terms, Terms, Terms]:
-    x, weights, products = kept
+def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[jax.Array, Terms, Terms, Terms]:
+    x, weights, products = residuals
     dzs = (dy.astype(jnp.float32),)
     # Where none were kept z is y, and its cotangent is dy.
     if products:

@@ -21,5 +21,5 @@ def matmul(
     for terms in (biases, accumulates):
         if terms:
             products = [z + term.astype(jnp.float32) for z, term in zip(products, terms, strict=True)]
-    kept = tuple(z.astype(form.dtype) for z in products) if keeps_products else ()
-    return form.join(products).astype(form.dtype), kept
+    residuals = tuple(z.astype(form.dtype) for z in products) if keeps_products else ()
+    return form.join(products).astype(form.dtype), residuals

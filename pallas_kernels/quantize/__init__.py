@@ -223,5 +223,5 @@ def _check_key(key: Any) -> None:
     is_key = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and not key.shape
     is_raw_key = dtype == jnp.uint32 and key.ndim == 1  # of jax.random.PRNGKey
     if key is not None and not (is_key or is_raw_key):
-        found = repr(key) if dtype is None else f"{dtype}{list(key.shape)}"
-        raise ValueError(f"quantize: key is {found}: one key is needed, as jax.random.key(0), or None to round to nearest")
+        value = repr(key) if dtype is None else f"{dtype}{list(key.shape)}"
+        raise ValueError(f"quantize: key is {value}: one key is needed, as jax.random.key(0), or None to round to nearest")

@@ -60,7 +60,7 @@ def quantize(form: Format, config: Config, x: jax.Array, words: jax.Array | None
         *word_smems, code_smem, scale_smem = refs
         # First pass over the tile: the scales of its rows.
         largest = functools.reduce(jnp.maximum, (reference.magnitudes(_load(x_smem, at)).max(1) for at in chunks))
-        scale, inverse, kept = form.scales(largest)
+        scale, inverse, mask = form.scales(largest)
         scale_smem[...] = scale
         for at in chunks:
             # Second pass: the codes.
@@ -73,7 +73,7 @@ def quantize(form: Format, config: Config, x: jax.Array, words: jax.Array | None
             if word_smems:
                 columns = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, part.shape, 1), LAYOUT) + jnp.uint32(at.start)
                 r = reference.random_bits(spread(word_smems[0][...]), columns)
-            code_smem[:, at] = form.encode(reference.normalized(part, spread(inverse), spread(kept)), r)
+            code_smem[:, at] = form.encode(reference.normalized(part, spread(inverse), spread(mask)), r)
 
     arrays = [x] if words is None else [x, words]
     # The reference tells the types of the results, with the axes of a shard_map over which they vary.

@@ -97,20 +97,20 @@ class Format:
         return _floats(_integers(y) | ((codes & 0x80) << 24))
 
     def scales(self, largest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return (scale, inverse, kept) of each block, float32 and int32 bits that are ones where its elements count.
+        """Return (scale, inverse, mask) of each block, float32 and int32 bits that are ones where its elements count.
 
         Args:
           largest: the largest magnitude of the block's elements, as the bits of float32, int32[..].
         """
         is_finite, is_zero = largest < EXPONENT, largest < SMALLEST
-        kept = jnp.where(is_finite, jnp.where(is_zero, 0, -1), 0)
+        mask = jnp.where(is_finite, jnp.where(is_zero, 0, -1), 0)
         # Blocks that do not count divide by some number too: it must be one that gives no NaN and no infinity.
-        largest = jnp.where(kept == 0, SMALLEST, largest)
+        largest = jnp.where(mask == 0, SMALLEST, largest)
         value = _floats(largest)
         inverse = self.inverse(value, self.most / value)
         # A product by a constant, for devices disagree on the last bit of a quotient.
         scale = jnp.where(is_zero, 0.0, jnp.where(is_finite, value * (1 / self.most), jnp.nan))
-        return scale, inverse, kept
+        return scale, inverse, mask
 
     def inverse(self, largest: jax.Array, guess: jax.Array) -> jax.Array:
         """Return the largest float32 whose product with `largest` is `most` at most, of a guess that is off by 2 last bits."""
@@ -131,10 +131,10 @@ FORMATS = {
 def quantize(form: Format, x: jax.Array, words: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Return (codes int8[G, B], scales float32[G]) of x[G, B] and, to round stochastically, `block_words` uint32[G]."""
     x = x.astype(jnp.float32)
-    scale, inverse, kept = form.scales(magnitudes(x).max(1))
+    scale, inverse, mask = form.scales(magnitudes(x).max(1))
     columns = lax.broadcasted_iota(jnp.uint32, x.shape, 1)
     r = None if words is None else random_bits(words[:, None], columns)
-    return form.encode(normalized(x, inverse[:, None], kept[:, None]), r), scale
+    return form.encode(normalized(x, inverse[:, None], mask[:, None]), r), scale
 
 
 def dequantize(form: Format, codes: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -147,9 +147,9 @@ def magnitudes(x: jax.Array) -> jax.Array:
     return _integers(x) & MAGNITUDE
 
 
-def normalized(x: jax.Array, inverse: jax.Array, kept: jax.Array) -> jax.Array:
+def normalized(x: jax.Array, inverse: jax.Array, mask: jax.Array) -> jax.Array:
     """Return x * inverse, 0 in blocks whose elements do not count."""
-    return _floats(_integers(x) & kept) * inverse
+    return _floats(_integers(x) & mask) * inverse
 
 
 def block_words(key: jax.Array, num_blocks: int) -> jax.Array:
