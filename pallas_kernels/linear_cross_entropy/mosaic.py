@@ -71,7 +71,7 @@ def forward(form: Form, config: KernelConfig, x: Array, w: Array, labels: Array)
     num_parts = config.parts_of(tokens, x.shape[1], columns)
     out_type = _typed((num_parts, mosaic_forward.STATS, padded), jnp.float32, x, w, labels)
     labels = _pad(labels, (padded - tokens,), -1)
-    parts = mosaic_forward.stats(form, config, *_whole(x, w), columns, labels, out_type)[..., :tokens]
+    parts = mosaic_forward.stats(form, config, *_whole(x, w), columns, labels, out_type)[..., :tokens]  # [P, 4, T]
     stats = Stats(*(parts[:, n] for n in range(mosaic_forward.STATS)))  # [num_parts, T]
     # Parts are joined as tiles are: sums of exponentials are brought to the largest maximum.
     largest = stats.max.max(0)

@@ -178,7 +178,7 @@ class _Multiplier:
                 plgpu.load(gmem, (pl.ds(row + r, HALF),), layout=ROW, optimized=False) for gmem in self.tokens
             )
             for c in range(0, columns, COLUMNS):
-                chunk = sums[r : r + HALF, c : c + COLUMNS]
+                chunk = sums[r : r + HALF, c : c + COLUMNS]  # [tokens, vocabulary], for dx and for dw
 
                 def spread(of_row: jax.Array, shape: tuple[int, ...] = chunk.shape) -> jax.Array:
                     return lax.broadcast_in_dim(of_row, shape, (0,))

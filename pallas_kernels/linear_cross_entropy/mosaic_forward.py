@@ -27,7 +27,7 @@ LAYOUT = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 HALF = ROWS // WARPGROUPS
 
-CHUNK = 16
+CHUNK = 16  # columns whose exponentials are in registers at a time
 STATS = 4  # max, sum of exponentials, logit of the label, sum of logits
 
 
@@ -145,7 +145,7 @@ def _join(
     A chunk of columns at a time, each joined by itself: all at once would not fit the registers.
     """
     for first in range(0, sums.shape[1], CHUNK):
-        z = form.cap(sums[:, first : first + CHUNK])
+        z = form.cap(sums[:, first : first + CHUNK])  # [HALF, CHUNK]
         column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, z.shape, 1), LAYOUT)
         statistics = _join_chunk(form, z, column, label - (start + first), columns - (start + first), *statistics)
     return statistics

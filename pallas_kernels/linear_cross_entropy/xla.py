@@ -144,7 +144,7 @@ def forward(pieces: Pieces) -> Stats:
         def over_tokens(t: Array, stats: Stats) -> Stats:
             # The statistics of rows in the overlap have this tile already. What is joined to them again is not written.
             before = Stats(*(rows.read(a, t, 0) for a in stats))
-            z = pieces.logits(t, w)
+            z = pieces.logits(t, w)  # [block_t, v]
             inside = z if fresh is None else jnp.where(fresh, z, -jnp.inf)
             largest = jnp.maximum(before.max, inside.max(1))
             after = Stats(
@@ -223,7 +223,7 @@ def backward(pieces: Pieces, lse: Array, weight: Array) -> tuple[Array, Array]:
 
         def over_tokens(t: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             dx, dw_v = carry
-            s = slopes(t, w_v, places)
+            s = slopes(t, w_v, places)  # [block_t, v]
             return rows.write(dx, t, rows.read(dx, t, 0) + to_x(s, w_v), 0), dw_v + to_w(s, t)
 
         dx, dw_v = loop(rows.count, over_tokens, (dx, zeros_for(w_v)))

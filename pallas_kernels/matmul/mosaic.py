@@ -296,7 +296,7 @@ class _End:
         num_stores = 0
         for index, (r, c) in enumerate(self.chunks):
             columns = slice(c, c + self.chunk_n)
-            products = [z[r : r + CHUNK_M, columns] for z in sums]
+            products = [z[r : r + CHUNK_M, columns] for z in sums]  # [CHUNK_M, chunk_n] each
             if self.biases:
                 terms = [bias_smem[self.warpgroup, columns].astype(jnp.float32) for _, bias_smem in self.biases]
                 products = [z + lax.broadcast_in_dim(b, z.shape, (1,)) for z, b in zip(products, terms, strict=True)]

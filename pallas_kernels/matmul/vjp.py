@@ -64,7 +64,7 @@ def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[jax.Array, Ter
     if products:
         dzs = jax.vjp(lambda *z: call.form.join(z), *(z.astype(jnp.float32) for z in products))[1](*dzs)
     # Rounded for the two products alone: sums of biases are made of the float32 ones.
-    narrow = [dz.astype(x.dtype) for dz in dzs]
+    narrow = [dz.astype(x.dtype) for dz in dzs]  # [M, N] each
     parts = [_contract(dz, w, 1, 1) for dz, w in zip(narrow, weights, strict=True)]  # [M, N] [K, N] -> [M, K]
     # The parts of two weights are added before they are rounded.
     dx = functools.reduce(jnp.add, parts).astype(x.dtype)

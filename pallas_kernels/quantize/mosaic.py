@@ -64,7 +64,7 @@ def quantize(form: Format, config: Config, x: jax.Array, words: jax.Array | None
         scale_smem[...] = scale
         for at in chunks:
             # Second pass: the codes.
-            part = _load(x_smem, at)
+            part = _load(x_smem, at)  # [64, 128], or [64, 64]
 
             def spread(row: jax.Array, shape: tuple[int, ...] = part.shape) -> jax.Array:
                 return lax.broadcast_in_dim(row, shape, (0,))
