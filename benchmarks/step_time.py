@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--peer-python", help="python of an environment with torch, and deepspeed")
     parser.add_argument("--ranks", type=int, default=2, help="devices that share a sharded run")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", help=f"parts of the names of the contenders to run beside {BASE}")
     parser.add_argument("--save", help="write the table here; a temporary folder by default")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     add_arguments(parser)
@@ -188,7 +189,11 @@ def main() -> None:
         parser.error(f"--batch {p.batch} does not divide by --ranks {options.ranks}")
     if p.steps <= WARMUP:
         parser.error(f"--steps {p.steps}: more than the {WARMUP} that warm up are needed")
-    entries = contenders(p, options.ranks, options.peer_python)
+    entries = [
+        entry
+        for entry in contenders(p, options.ranks, options.peer_python)
+        if entry.name == BASE or options.only is None or any(part in entry.name for part in options.only)
+    ]
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for index in range(options.rounds):

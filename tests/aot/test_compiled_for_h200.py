@@ -108,6 +108,7 @@ def test_gathers_are_bfloat16(capfd, kind, stages):
         assert wide < 0.001 * CONFIG.num_params
 
 
+@pytest.mark.by_default("layered-0", "layered-2", "layered-3", "unrolled-3")
 @pytest.mark.parametrize(("kind", "stage"), STAGES)
 def test_argument_bytes_equal_the_account(capfd, kind, stage):
     c = compile_step(capfd, kind, stage=stage)
@@ -141,6 +142,7 @@ def test_remat_of_separate_blocks_keeps_what_crosses_the_cuts(capfd):
     assert c.report.tiers["device"]["activations"] < 0.1 * saved.report.tiers["device"]["activations"]
 
 
+@pytest.mark.exhaustive
 def test_without_rematerialised_units_many_layers_stay_gathered(capfd, monkeypatch):
     """The control of the test above: annotations alone look like ZeRO-3 and keep the model whole."""
     build_rule = gathering.build_rule

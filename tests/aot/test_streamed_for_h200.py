@@ -45,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "update_on_host": {"opt_state": HOST, "update_on": "host", "activations": "remat"},
     "update_on_host_all": {**ALL, "update_on": "host"},
 }
+QUICK = [name for name in CASES if name not in ("all_distance_2", "ahead_distance_2", "fp32")]
+"""Compiled without `-m exhaustive`."""
 RESIDENT = {"resident": {"opt_state": HOST}, "resident_on_device": {}}
 
 
@@ -138,6 +140,7 @@ def schedule_bytes(program: zj.Program) -> int:
 # --- memory ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_default("all_distance_0-0", "all-1", "all_96_layers-1", "ahead-1")
 @pytest.mark.parametrize(
     ("name", "distance"),
     [("all_distance_0", 0), ("all", 1), ("all_96_layers", 1), ("all_distance_2", 2), ("ahead", 1), ("ahead_distance_2", 2)],
@@ -155,6 +158,7 @@ def test_device_bytes_are_equal_at_24_and_96_layers():
     assert many.stats.host_argument_size_in_bytes > 3.9 * few.stats.host_argument_size_in_bytes
 
 
+@pytest.mark.by_default(*QUICK)
 @pytest.mark.parametrize("name", CASES)
 def test_the_account_equals_the_compiled_arguments(name):
     c = compiled(name)
@@ -163,6 +167,7 @@ def test_the_account_equals_the_compiled_arguments(name):
     assert 0 <= unread <= schedule_bytes(c.program)
 
 
+@pytest.mark.by_default(*QUICK)
 @pytest.mark.parametrize("name", CASES)
 def test_no_state_is_held_twice_in_host_memory(name):
     c = compiled(name)
@@ -187,6 +192,7 @@ def test_optimizer_state_of_a_resident_model_is_updated_leaf_by_leaf():
 # --- the link to the host --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_default(*QUICK, "resident")
 @pytest.mark.parametrize("name", [*CASES, "resident"])
 def test_every_record_crosses_the_link_as_often_as_the_account_says(name):
     c = compiled(name)
@@ -195,6 +201,7 @@ def test_every_record_crosses_the_link_as_often_as_the_account_says(name):
         np.testing.assert_allclose(copied[way], expected - c.report.callback_link[way], rtol=1e-3, err_msg=way)
 
 
+@pytest.mark.by_default(*QUICK, "resident")
 @pytest.mark.parametrize("name", [*CASES, "resident"])
 def test_no_slice_of_host_memory_is_at_a_derived_offset(name):
     text = compiled(name).text
@@ -240,6 +247,7 @@ def test_gradients_are_reduced_to_their_shards_inside_the_backward_loop(name):
 # --- overlap ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_default("ahead", "in_backward")
 @pytest.mark.parametrize("name", ["ahead", "ahead_distance_2", "in_backward"])
 def test_with_gather_ahead_gathers_and_fetches_run_beside_products(name):
     c = compiled(name)

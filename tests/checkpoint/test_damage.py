@@ -197,6 +197,7 @@ def save_and_wait(ckpt, program, state):
     ckpt.wait()
 
 
+@pytest.mark.by_default("nvme")
 @pytest.mark.parametrize("tier", ["device", DISK])
 def test_a_full_disk_loses_nothing(tier, tmp_path):
     """The swap folder is on another disk: what is linked there is copied, and the copy finds no room."""

@@ -73,9 +73,9 @@ def losses_of_one(swap: pathlib.Path, tier: str, last: int) -> dict[int, set[str
     return losses
 
 
-@pytest.mark.by_default("4-nvme")
+@pytest.mark.by_default("2-nvme")
 @pytest.mark.parametrize("tier", ["device", "nvme"])
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.exhaustive)])
 def test_killed_runs_go_on_to_the_same_losses(tmp_path, tier, kills):
     delays, saved, in_saves = random.Random(0), tmp_path / "saved", 0
     for kill in range(kills):

@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-@pytest.mark.by_default("updated_on_host", "disk", "delayed", "fraction", "rounded_moments")
+@pytest.mark.by_default("disk", "delayed", "rounded_moments")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_losses_are_those_of_the_run_that_went_on(name, tmp_path):
     """With saves in the background, after which the run goes on at once: what is saved is the state of that step."""

@@ -31,19 +31,32 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SMALL = problem.Problem(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=4)
 
 
-def test_step_time_agrees_and_saves_a_table(tmp_path):
+@pytest.mark.by_default("some")
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        (["--only", "gather on use"], ["zerojax stage 3, gather on use"]),
+        (
+            [],
+            [
+                *(f"zerojax stage {stage}" for stage in range(4)),
+                "zerojax stage 3, gather on use",
+                "zerojax stage 0, 1 device",
+            ],
+        ),
+    ],
+    ids=["some", "all"],
+)
+def test_step_time_agrees_and_saves_a_table(tmp_path, only, names):
     target = tmp_path / "table.md"
-    command = [sys.executable, str(ROOT / "benchmarks" / "step_time.py"), *SMALL.arguments(), "--rounds", "1"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "step_time.py"), *SMALL.arguments(), "--rounds", "1", *only]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [*command, "--save", str(target)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     rows = [line for line in target.read_text().splitlines() if line.startswith("| ")]
-    assert [row.split("|")[1].strip() for row in rows] == [
-        "contender", "jax plain", "zerojax stage 0", "zerojax stage 1", "zerojax stage 2", "zerojax stage 3",
-        "zerojax stage 3, gather on use", "zerojax stage 0, 1 device",
-    ]  # fmt: skip
+    assert [row.split("|")[1].strip() for row in rows] == ["contender", "jax plain", *names]
     assert "Losses agree within 0.0001" in done.stdout
 
 
@@ -133,9 +146,13 @@ def run_gpu_check(folder: pathlib.Path, *words: str) -> tuple[str, dict]:
     return (folder / "table.md").read_text(), json.loads((folder / "rows.json").read_text())
 
 
-@pytest.mark.parametrize("left_out", [("bf16", "activations", "tiles"), pytest.param((), marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "left_out",
+    [("bf16", "activations", "tiles", "memory"), pytest.param((), marks=pytest.mark.exhaustive)],
+    ids=["some", "all"],
+)
 def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path, left_out):
-    """What is left out by default does what "fp32" does, of other mixes."""
+    """What is left out by default does what "fp32" does, of other mixes, or needs a GPU."""
     checks = [name for name in gpu_check.CHECKS if name not in left_out]
     text, facts = run_gpu_check(tmp_path, "--only", *checks)
     rows = {name: {row["name"]: row for row in rows} for name, rows in facts["rows"].items()}
@@ -144,7 +161,8 @@ def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path, left_out):
         assert rows[check], check
         assert all(row["ok"] is True for row in rows[check].values())
     assert len(rows["fp32"]) == len(FEW["fp32"])
-    assert rows["memory"]["peak device memory"]["figure"] == "skipped: cpu devices do not count theirs"
+    if "memory" not in left_out:
+        assert rows["memory"]["peak device memory"]["figure"] == "skipped: cpu devices do not count theirs"
     speed = rows["speed"]
     assert speed["all, in_backward: step over resident"]["values"]["ratio"] > 0
     link = speed["all, in_backward: link"]["values"]
@@ -159,16 +177,19 @@ def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path, left_out):
     assert "| fp32 | half of opt_state, distance 2 | loss " in text
 
 
+@pytest.mark.by_default("some")  # tests/kernels/ compile the kernels
+@pytest.mark.parametrize("checks", [("slices", "memory"), ("slices", "memory", "kernels")], ids=["some", "all"])
 @pytest.mark.usefixtures("h200_compiler")
-def test_gpu_check_compiles_without_a_gpu(tmp_path):
-    text, facts = run_gpu_check(tmp_path, "--compile-only", "--only", "slices", "memory", "kernels")
+def test_gpu_check_compiles_without_a_gpu(tmp_path, checks):
+    text, facts = run_gpu_check(tmp_path, "--compile-only", "--only", *checks)
     rows = {name: {row["name"]: row for row in rows} for name, rows in facts["rows"].items()}
     assert rows["slices"]["update"]["values"]["slices"] == 2
     streamed = rows["memory"]["all, activations, in_backward"]
     assert streamed["ok"] is True
     assert streamed["values"]["slices"] > 0
-    assert len(rows["kernels"]) == len(kernels.cases(small=True))
-    assert all(row["ok"] is True for row in rows["kernels"].values())
+    if "kernels" in checks:
+        assert len(rows["kernels"]) == len(kernels.cases(small=True))
+        assert all(row["ok"] is True for row in rows["kernels"].values())
     assert "an H200 that is not there" in text
 
 

@@ -58,6 +58,8 @@ def stopped(folder: pathlib.Path, text: str, number: int, processes: int = 1) ->
         for worker in workers:
             worker.kill()
     assert [worker.returncode for worker in workers] == [0] * processes, outputs
+    for stdout, _ in outputs[1:]:  # the first alone prints; gloo writes lines of its own
+        assert not any(word in stdout for word in ("loss", "parameters", "sample"))
     told = "stopped by a signal after step "
     (line,) = (line for line in outputs[0][0].splitlines() if line.startswith(told))
     return int(line.removeprefix(told).split(",")[0])

@@ -36,6 +36,7 @@ def folder(tmp_path: pathlib.Path) -> str:
     return str(text)
 
 
+@pytest.mark.by_default("unrolled")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -56,6 +57,7 @@ def folder(tmp_path: pathlib.Path) -> str:
             *("--moments", "bfloat16", "--activations", "remat", "--loss-scaling.initial", "1024"),
         ],
     ],
+    ids=["streamed", "unrolled"],
 )
 def test_train_gpt_runs_on_a_folder_of_text(tmp_path, arguments):
     sizes = ["--steps", "12", "--seq", "32", "--batch-size", "16", "--eval-every", "6", "--sample-bytes", "20"]
@@ -119,6 +121,7 @@ def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path):
     assert runs == ["step"] * 3 + ["eval"] * runs.count("eval")
 
 
+@pytest.mark.exhaustive  # by default test_resumed_gpt.py starts two processes
 def test_train_gpt_joins_a_cluster(tmp_path):
     """Two processes whose environment names a coordinator train one model, and the first alone prints and writes."""
     with socket.socket() as s:

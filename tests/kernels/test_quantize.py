@@ -189,6 +189,7 @@ def test_quantize_fused_by_xla_has_the_bits_of_the_reference(dtype, key):
         assert_same_bits(dequantize(fused, jnp.bfloat16, "xla"), dequantize(plain, jnp.bfloat16, "reference"))
 
 
+@pytest.mark.by_default("float8_e4m3fn-float32-shape1-128-3-config1")
 @pytest.mark.parametrize(
     ("dtype", "in_dtype", "shape", "block_size", "key", "config"),
     [

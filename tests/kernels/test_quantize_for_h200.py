@@ -72,6 +72,7 @@ def test_dequantize_kernel_for_h200_reads_and_writes_once_without_spills(compile
     assert not re.search(r" (copy|fusion|transpose|convert|pad)\(", report.hlo)
 
 
+@pytest.mark.by_default("shape0-copied0")
 @pytest.mark.parametrize(("shape", "copied"), [((1000, 1000), (1000, 1024)), ((1003, 128), (1008, 128)), ((5,), (8, 128))])
 def test_quantize_kernels_for_h200_of_ragged_dims_copy_them(compile_for_h200, shape, copied):
     report = compile_for_h200(lambda x: quantize(x, I8, 128, implementation="mosaic"), abstract(shape, BF16))

@@ -52,6 +52,7 @@ def plain_nnx(make: Any, params: Any, loss: Any, data: list[Any], lr: float) -> 
     return [float(step(module, optimizer, batch)) for batch in data]
 
 
+@pytest.mark.by_default("True")
 @pytest.mark.parametrize("tied", [True, False])
 def test_nnx_gpt_at_stage_3_equals_plain_flax(tied):
     c = gpt.dataclasses.replace(CONFIG, tied=tied)
@@ -263,6 +264,7 @@ def dropout_models() -> dict[str, Any]:
     return {"nnx_model": gpt.unrolled_gpt(c), "nnx_layered": gpt.layered_gpt(c), "linen_layered": linen_layered(0.5)}
 
 
+@pytest.mark.by_default("nnx_layered-remat", "linen_layered-remat")
 @pytest.mark.parametrize(
     ("name", "activations"),
     [

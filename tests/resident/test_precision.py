@@ -45,6 +45,7 @@ def reference_fp16(params: Any, data: list[Any], scaling: LossScaling, lr: float
     return losses, scales, jax.device_get(master)
 
 
+@pytest.mark.by_default("1-2", "3-1")
 @pytest.mark.parametrize(
     ("stage", "num_microbatches"),
     [
@@ -99,6 +100,7 @@ def test_non_finite_gradient_never_reaches_the_weights(precision):
     assert int(state.step) == 3
 
 
+@pytest.mark.by_default("3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_bf16_has_float32_masters_and_follows_float32(stage):
     data, mesh = toys.batches(8), zj.make_mesh(**MESH)

@@ -78,6 +78,7 @@ def flip(path):
         file.write(bytes([byte ^ 4]))
 
 
+@pytest.mark.by_default("cut-direct", "remove-tensorstore", "flip-direct")
 @pytest.mark.parametrize("io", ["direct", "tensorstore"])
 @pytest.mark.parametrize("damage", [cut, remove, flip])
 def test_a_damaged_record_is_named_and_the_state_is_lost(opened, damage, io):
@@ -109,6 +110,7 @@ def assert_refused(program, copy):
     assert not copy.step.is_deleted()
 
 
+@pytest.mark.by_default("direct")
 @pytest.mark.parametrize("io", ["direct", "tensorstore"])
 def test_a_disk_that_is_full_in_the_middle_of_a_step(tmp_path, io):
     """Room is reserved before: "direct" finds none where a record has lost its own, "tensorstore" as it writes a file anew."""
@@ -132,6 +134,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step(tmp_path, io):
         assert list(disk.iterdir()) == []
 
 
+@pytest.mark.by_default("preadv")
 @pytest.mark.parametrize("name", ["preadv", "pwritev"])
 def test_an_io_error_in_the_middle_of_a_step(opened, monkeypatch, name):
     program, expected = opened("direct", 1)

@@ -28,7 +28,7 @@ def train(swap_dir, fields, steps=3):
         return losses, jax.device_get(list(program.iter_params(state))), program.swap.engine.copies
 
 
-@pytest.mark.by_default("after backward", "in backward")
+@pytest.mark.by_default("in backward")
 @pytest.mark.parametrize("name", CASES)
 def test_records_that_cross_by_slots_and_streams_are_the_same(name, tmp_path, monkeypatch):
     expected, params, way = train(tmp_path, CASES[name])

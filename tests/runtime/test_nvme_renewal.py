@@ -61,7 +61,7 @@ def test_batches_may_change_their_shape_and_programs_may_be_asked_about_others(t
         ).num_bytes  # fmt: skip
 
 
-@pytest.mark.by_default("40", "120")
+@pytest.mark.by_default("40")
 @pytest.mark.parametrize("kilobytes", [40, 120, 230])
 def test_after_a_full_disk_has_room_init_makes_a_state(tmp_path, kilobytes):
     with disks.mounted(tmp_path / "small", f"size={kilobytes}k") as disk, build(disk, **ALL) as program:
@@ -87,6 +87,7 @@ def test_a_step_that_found_no_room_for_its_gradients_may_be_tried_again(tmp_path
         assert [float(metrics["loss"]), float(more["loss"])] == expected
 
 
+@pytest.mark.by_default("params/0-direct")
 @pytest.mark.parametrize(
     ("what", "io"),
     [

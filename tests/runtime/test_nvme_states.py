@@ -120,6 +120,7 @@ def test_an_error_before_a_step_runs_loses_nothing(programs):
     assert losses_of(program, state)[0] == expected
 
 
+@pytest.mark.by_default("1-init-2", "4-step-2")
 @pytest.mark.parametrize(
     ("devices", "name", "number"),
     [(1, "step", signal.SIGALRM), (1, "init", signal.SIGINT), (4, "step", signal.SIGINT), (4, "init", signal.SIGTERM)],

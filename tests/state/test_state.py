@@ -109,7 +109,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.by_default("plateau", "adafactor", "multisteps")
+@pytest.mark.by_default("plateau", "adafactor")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_equals_plain_optax(name):
     tx, data = optax.with_extra_args_support(OPTIMIZERS[name]()), toys.batches(4)

@@ -43,13 +43,9 @@ def test_choice_of_cases_has_every_pair():
     assert pairs == every
 
 
-def test_quick_cases_have_every_value_and_every_pair_of_tiers_and_updates():
+def test_quick_cases_have_every_value():
     values = {entry for case in matrix.quick_cases() for entry in case.items()}
     assert values == {(name, value) for name, options in matrix.AXES.items() for value in options}
-    main = [{name: case[name] for name in matrix.MAIN} for case in matrix.quick_cases()]
-    pairs = {pair for case in main for pair in itertools.combinations(sorted(case.items()), 2)}
-    every = [{name: case[name] for name in matrix.MAIN} for case in matrix.every_case(disk=True)]
-    assert pairs == {pair for case in every for pair in itertools.combinations(sorted(case.items()), 2)}
 
 
 def train(model, config, steps=6, tx=None):

@@ -91,7 +91,7 @@ def one_step():
     return train(build(None, {"swap_dir": None}), steps=1)
 
 
-@pytest.mark.by_default("streamed", "tensor")
+@pytest.mark.by_default("streamed")
 @pytest.mark.parametrize(
     ("fields", "axes"),
     [
@@ -132,7 +132,7 @@ def test_losses_stay_near_those_of_float32_moments(tmp_path):
 # --- a skipped step ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_default("resident", "streamed", "in_backward")
+@pytest.mark.by_default("resident", "streamed")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -189,6 +189,7 @@ def elements(num_layers=3, width=128, inner=64):
 BATCH = {"x": np.ones((8, 128), np.float32)}
 
 
+@pytest.mark.by_default("device-bfloat16", "nvme-bfloat16")
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tier", ["device", HOST, DISK])
 def test_memory_and_records_hold_2_bytes_a_moment(moments, tier, tmp_path):

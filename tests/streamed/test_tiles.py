@@ -66,7 +66,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.by_default("microbatches", "tensor", "disk_in_backward", "in_backward")
+@pytest.mark.by_default("tensor", "disk_in_backward")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive if n == "device" else ()) for n in CASES])
 def test_tiles_as_records_train_as_whole_layers_do(name, tmp_path):
     fields, axes = CASES[name]
@@ -331,6 +331,7 @@ def loss(head, embed, x, batch):
     return jnp.mean(jnp.square(jnp.mean(head(x), -1) - batch["y"]))
 
 
+@pytest.mark.by_default("nnx")
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_tiled_layers_of_flax_are_known(api):
     make = lambda module, *args: lambda rngs: module(*args, rngs=rngs)  # noqa: E731

@@ -45,7 +45,7 @@ def losses(c: gpt.GPTConfig, kind: str, axes: dict[str, int], **config: Any) -> 
         return [*made, float(program.eval(state, {"tokens": tokens[3, :, :-1], "targets": tokens[3, :, 1:]}))]
 
 
-@pytest.mark.by_default("one device", "layered, stage 3, tensor", "streamed from the host")
+@pytest.mark.by_default("layered, stage 3, tensor")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "unrolled, stage 3" else []) for name in PROGRAMS]
 )

@@ -217,7 +217,7 @@ def dense_losses():
     return losses_of(net_program(0, zj.make_mesh(fsdp=1, devices=jax.devices()[:1])))
 
 
-@pytest.mark.by_default("1-axes1", "3-axes2")
+@pytest.mark.by_default("3-axes2")
 @pytest.mark.parametrize(("stage", "axes"), [(0, {"fsdp": 4}), (1, {"data": 2, "fsdp": 2}), (3, {"fsdp": 4}), (3, {"fsdp": 8})])
 def test_a_tiled_model_trains_as_a_dense_one(stage, axes):
     count = int(np.prod(list(axes.values())))
@@ -255,7 +255,7 @@ def dense_gpt_losses(make):
     return gpt_losses(make, 0, {}, {"fsdp": 1})
 
 
-@pytest.mark.by_default("stage_2", "nvme")
+@pytest.mark.by_default("nvme")
 @pytest.mark.parametrize(
     ("fields", "axes"),
     [
