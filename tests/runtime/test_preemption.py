@@ -37,6 +37,35 @@ def test_an_impatient_interrupt_is_carried_out(ctrl_c):
             signal.raise_signal(signal.SIGINT)
 
 
+class Service:
+    """What JAX's coordination service does: it chooses the number after the largest that it was asked by."""
+
+    def __init__(self):
+        self.last, self.chosen = 0, None
+
+    def reached(self, number):
+        assert number > self.last
+        self.last = number
+        return number == self.chosen
+
+    def preempt(self):
+        self.chosen = self.last + 1
+
+
+@pytest.mark.parametrize("steps", [(41, 42), (10, 20)], ids=["resumed", "every tenth"])
+def test_of_several_processes_the_next_call_is_told_whatever_its_step(monkeypatch, steps):
+    service = Service()
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.experimental.multihost_utils.reached_preemption_sync_point", service.reached)
+    with zj.Preemption() as preemption:
+        service.preempt()  # before the first step, while the program compiles
+        assert preemption.reached(steps[0])
+    with zj.Preemption() as preemption:
+        assert not preemption.reached(steps[0])
+        service.preempt()
+        assert preemption.reached(steps[1])
+
+
 def test_other_threads_are_refused():
     found = []
 

@@ -10,8 +10,13 @@ A scheduler that takes a machine back sends SIGTERM some time before, often to o
 handler notes the signal. In a run of several, JAX's coordination service tells the others and chooses the step: one after the
 latest that any process has reached, since steps are started without waiting for the other processes. It listens to SIGTERM by
 itself and looks once a second, so the run goes on for about that long.
+
+The service is asked by a number that grows by one from call to call, and not by the step. It chooses the number after the
+largest that it has seen, and says yes to that number alone: a run that is resumed at step 1000, or that asks after every tenth
+step, would never come to the number that was chosen.
 """
 
+import itertools
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -21,6 +26,8 @@ import jax
 from jax.experimental import multihost_utils
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_CALLS = itertools.count(1)
+"""Numbers of the questions to JAX's service, which has one for the process: they go on from one `Preemption` to the next."""
 
 
 class Preemption:
@@ -45,7 +52,7 @@ class Preemption:
         if self._is_alone():
             numbers = _SIGNALS
         else:
-            multihost_utils.reached_preemption_sync_point(0)  # raises where the service is disabled
+            multihost_utils.reached_preemption_sync_point(next(_CALLS))  # raises where the service is disabled
             numbers = (signal.SIGINT,)  # JAX has a handler of its own for SIGTERM, which one in Python would replace
         self._handlers_before = {number: signal.signal(number, self._note) for number in numbers}
         return self
@@ -67,15 +74,16 @@ class Preemption:
             signal.raise_signal(signal.SIGTERM)  # to JAX's handler
 
     def reached(self, step: int) -> bool:
-        """Tell whether to save and leave; in a run of several processes all call this after each step.
+        """Tell whether to save and leave; in a run of several processes all call this after the same steps.
 
         Args:
-          step: just made, the same in all processes, and greater than that of the last call.
+          step: just made, the same in all processes.
 
         Returns:
           True at the same step in all processes. Nothing is sent for it, so steps go on without a wait.
         """
+        del step  # see the module's docstring
         if self._is_alone():
             # No agreement is needed, and the coordination service of JAX may not be there.
             return bool(self._received)
-        return multihost_utils.reached_preemption_sync_point(step)
+        return multihost_utils.reached_preemption_sync_point(next(_CALLS))
