@@ -369,7 +369,8 @@ class Engine:
             self._read_ahead(lane)
             self._transfers.waiting(read.event, read.done.result)
         except BaseException:
-            records.buffers.reads.give(read.buffer)
+            # An interrupt may come while the disk still writes into the buffer.
+            self._drop(lane, records, kind, read)
             raise
         return read.buffer
 

@@ -115,6 +115,30 @@ def test_a_record_is_what_was_stored(folder):
     engine.close()
 
 
+def test_a_buffer_is_given_back_when_the_disk_has_done_with_it(folder, monkeypatch):
+    """An interrupt in a callback must not free the buffer that the disk is still reading into."""
+    io = HeldIo()
+    engine = engine_of(io, folder)
+    put(engine, 1, 7)
+    engine.flush()
+    io.held, (ring,) = [], {id(r.buffers.reads): r.buffers.reads for r in engine._lanes[RANK].records.values()}.values()
+    free, while_held = ring.free, []
+
+    def interrupted(lane):
+        threading.Timer(0.1, lambda: (while_held.append(ring.free), io.release())).start()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_read_ahead", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            got(engine, 1)
+    assert while_held == [free - 1]
+    assert ring.free == free
+    io.held = None
+    assert got(engine, 1) == 7
+    engine.close()
+
+
 def test_a_record_on_its_way_to_the_disk_is_read_from_that_buffer(folder):
     io = HeldIo()
     engine = engine_of(io, folder)
