@@ -144,6 +144,13 @@ def test_state_that_was_donated():
     program.step(after, batch)
 
 
+def test_a_state_of_numpy_arrays():
+    program = build()
+    state = jax.device_get(program.init(jax.random.key(0)))
+    with pytest.raises(ValueError, match=r"leaves are ndarray, such as jax\.device_get returns"):
+        program.step(state, toys.batches(1)[0])
+
+
 def test_keys():
     program = build()
     with pytest.raises(ValueError, match=r"jax\.random\.key\(0\), got 0"):

@@ -1,5 +1,6 @@
 """Where state lives: born sharded, donated, reported."""
 
+import dataclasses
 import logging
 
 import jax
@@ -11,6 +12,7 @@ import toys
 
 import zerojax as zj
 from zerojax.sharding.partition import local_elements
+from zerojax.state import is_stored
 
 EXPECTED = {  # is split over fsdp?       params  moments
     0: (False, False),
@@ -97,6 +99,15 @@ def test_any_optax_state_is_sharded():
     assert adam < 0.2
     for tx in (optax.lion(1e-3), optax.chain(optax.clip(1.0), optax.adamw(1e-3)), optax.inject_hyperparams(optax.adam)(1e-3)):
         np.testing.assert_allclose(moments_of(tx), adam, rtol=0.05)
+
+
+def test_a_fraction_of_the_layers_is_not_lost_to_rounding():
+    """0.29 * 100 is below 29 in float64."""
+    model = dataclasses.replace(toys.layered(), num_layers=100)
+    config = zj.ZeroConfig(opt_state="pinned_host", opt_state_device_fraction=0.29)
+    program = zj.build_train_step(model, optax.adam(1e-3), config, zj.make_mesh(fsdp=8))
+    stacks = jax.tree.leaves(program.layout.abstract_state.opt_state[0].mu["blocks"], is_leaf=is_stored)
+    assert {stack.device.shape[0] for stack in stacks} == {29}
 
 
 OPTIMIZERS = {

@@ -190,7 +190,9 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     shapes = state_of(f32, abstract_key, compute, master, opt_state, i32)
     abstract_state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
     # Then what a config adds: layers of the optimizer state that stay on the device, and an update that is pending.
-    device_layers = int(config.opt_state_device_fraction * model.num_layers) if isinstance(model, LayeredModel) else 0
+    # Rounded twice, since 0.29 * 100 is 28.999999999999996.
+    share = config.opt_state_device_fraction
+    device_layers = int(round(share * model.num_layers, 9)) if isinstance(model, LayeredModel) else 0
     if device_layers:
         abstract_state = _split_opt_state(abstract_state, leaves, opt_map, device_layers, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)

@@ -119,10 +119,15 @@ def numbered_next(state: TrainState) -> TrainState:
 
 
 def check_is_there(state: TrainState) -> None:
-    """Raise ValueError for a state that was donated."""
+    """Raise ValueError for a state that was donated, or that is no longer on the devices."""
     if isinstance(state.step, Tracer):
         raise ValueError(
             "a program's step and eval are compiled already, and move states between tiers: call them outside of jit"
+        )
+    if not isinstance(state.step, jax.Array):
+        raise ValueError(
+            f"this state's leaves are {type(state.step).__name__}, such as jax.device_get returns, and not jax.Array: "
+            "go on with the state that step returned, or restore a checkpoint"
         )
     if state.step.is_deleted():  # jax 0.10 on CPU crashes the process on some donated arguments
         raise ValueError("this state was donated to an earlier step, and is gone: go on with the state that step returned")
