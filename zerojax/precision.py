@@ -9,8 +9,8 @@ Moments may also rest in bfloat16, whatever the precision: see `zerojax.optim.mo
 
 Mixed precision as in Micikevicius et al. (arXiv:1710.03740) and section 3.1 of ZeRO. With a loss scale S the derivative of
 S * loss is taken in float16, and divided by S in float32. A non-finite gradient means that S was too large: the update is
-skipped and S backs off; after `growth_interval` good steps S grows. `hysteresis` overflows in a row are forgiven before S
-backs off.
+skipped, and S backs off at the `hysteresis`-th overflow since it last changed; after `growth_interval` good steps in a row S
+grows.
 """
 
 import dataclasses

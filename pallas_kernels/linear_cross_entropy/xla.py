@@ -31,7 +31,7 @@ from pallas_kernels.linear_cross_entropy.split import Split
 
 Array = jax.Array
 STALE = -1
-"""The place of a column that the tile before had: that of no label."""
+"""The place of a column that the tile before had: that of no label that counts."""
 HEADROOM = {jnp.dtype(jnp.float16): 2.0**12}
 """Slopes are multiplied by it: at most about 2 in absolute value, they stay below float16's 65504."""
 

@@ -104,10 +104,8 @@ def _fault(update: ElementwiseUpdate, names: Sequence[str]) -> str | None:
         if owner is None and leaf.shape:
             return f"its state {name} of shape {leaf.shape} mirrors no parameter"
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    closed, out = jax.make_jaxpr(
-        lambda g, s, p, value: call_update(update.tx, g, s, p, value)[::1], return_shape=True
-    )(update.params, opt_map.abstract, update.params, scalar)  # fmt: skip
-    del out
+    trace = jax.make_jaxpr(lambda g, s, p, value: call_update(update.tx, g, s, p, value))
+    closed = trace(update.params, opt_map.abstract, update.params, scalar)
     program = flatten(closed.jaxpr, closed.consts)
     # The leaf that each input is of, and the only one that each output may depend on; None is no leaf.
     every = range(len(names))
