@@ -51,7 +51,7 @@ def restored_alike(checkpoints, source: Place, target: Place, tmp_path: pathlib.
 
 
 SOURCES = [place for place in SAVED if (place.stage + TIERS.index(place.tier)) % 2 == 0]
-THINNED = [(SOURCES[(2 * i + i // 5) % len(SOURCES)], target) for i, target in enumerate(TARGETS) if i % 3 == (i // 12) % 3]
+THINNED = [(SOURCES[(2 * i + i // 2) % len(SOURCES)], target) for i, target in enumerate(TARGETS) if i % 5 == (i // 12) % 5]
 
 
 def test_thinned_pairs_meet_all_values():

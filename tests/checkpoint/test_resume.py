@@ -60,21 +60,24 @@ def losses_after(ckpt, fields, swap, **where):
         return toys.run(program, ckpt.restore(program), DATA[3:])[0]
 
 
-def test_resumed_elsewhere_losses_agree_within_rounding(tmp_path):
-    with build(CASES["disk"], tmp_path / "a") as program, zj.Checkpointer(tmp_path / "c") as ckpt:
-        _, state = toys.run(program, program.init(jax.random.key(0)), DATA[:3])
-        ckpt.save(program, state)
-        expected, _ = toys.run(program, state, DATA[3:])
-    for fields, axes, rtol in (
+@pytest.mark.by_default("host", "moments")
+@pytest.mark.parametrize(
+    ("fields", "axes", "rtol"),
+    [
         ({"stage": 0}, {"fsdp": 1}, 1e-5),
         ({"stage": 3, **ON_HOST}, {"fsdp": 2, "tensor": 2}, 1e-5),
         ({"stage": 3, "params": DISK}, {"data": 2, "fsdp": 2}, 1e-5),
         ({"stage": 1, "precision": "bf16"}, {"fsdp": 8}, 2e-2),
         ({"stage": 1, "moments": "bfloat16"}, {"fsdp": 2}, 2e-2),
-    ):
-        np.testing.assert_allclose(
-            losses_after(ckpt, fields, tmp_path / "b", axes=axes), expected, rtol=rtol, err_msg=str(fields)
-        )
+    ],
+    ids=["one_device", "host", "disk", "bf16", "moments"],
+)
+def test_resumed_elsewhere_losses_agree_within_rounding(fields, axes, rtol, tmp_path):
+    with build(CASES["disk"], tmp_path / "a") as program, zj.Checkpointer(tmp_path / "c") as ckpt:
+        _, state = toys.run(program, program.init(jax.random.key(0)), DATA[:3])
+        ckpt.save(program, state)
+        expected, _ = toys.run(program, state, DATA[3:])
+    np.testing.assert_allclose(losses_after(ckpt, fields, tmp_path / "b", axes=axes), expected, rtol=rtol)
 
 
 def test_a_model_without_layers_is_restored_from_and_onto_disk(tmp_path):

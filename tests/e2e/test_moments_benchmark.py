@@ -8,6 +8,7 @@ import sys
 
 import moments
 import numpy as np
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 
@@ -43,6 +44,7 @@ def test_settings_are_three_from_the_same_weights(tmp_path):
         np.testing.assert_allclose(losses, found[moments.FLOAT32], rtol=1e-3)
 
 
+@pytest.mark.exhaustive  # by default the test above trains its settings
 def test_benchmark_of_moments_saves_its_table(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "moments.py"), "--save", str(tmp_path / "table.md")]
     command += ["--layers=1", "--hidden=16", "--seq=16", "--batch=4", "--steps=3", "--seeds=1", "--b2=0.9"]

@@ -61,6 +61,7 @@ def test_transformer_formulas():
     assert memory.transformer_activation_bytes(1, 2048, 12288, 96, 96, remat=False, tensor=8) < full / 4
 
 
+@pytest.mark.by_default("0-fp16", "1-bf16", "2-fp32", "3-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_account_equals_what_devices_hold(stage, precision):
