@@ -12,11 +12,12 @@ from host_offload.disk.direct_io import DirectIo as DirectIo
 from host_offload.disk.errors import STATE_LOST as STATE_LOST
 from host_offload.disk.errors import SwapError as SwapError
 from host_offload.disk.errors import explain as explain
+from host_offload.disk.file_reads import Box as Box
+from host_offload.disk.file_reads import ReadFile as ReadFile
 from host_offload.disk.folder import SwapFolder as SwapFolder
 from host_offload.disk.record_format import LeafFormat as LeafFormat
 from host_offload.disk.record_format import RecordFormat as RecordFormat
 from host_offload.disk.record_format import numpy_dtype as numpy_dtype
-from host_offload.disk.saved_records import Box as Box
 from host_offload.disk.saved_records import SavedRecords as SavedRecords
 from host_offload.disk.saved_records import SavedStore as SavedStore
 from host_offload.disk.saved_records import format_of as format_of

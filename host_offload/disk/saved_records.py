@@ -7,14 +7,13 @@ metadata say for each leaf where its shard lies in the whole leaf, so that any b
     whole leaf  [L, D, F]        a store of layers first .. first + n, of the shard [start : start + shape] of each layer
     box         (l0:l1, d0:d1, f0:f1)  =  for each store and record that meet it, a copy of the common part
 
-Files are mapped into memory, not read whole: a box costs the pages that it touches, and they are the page cache's. Each
-record's checksum is that of `host_offload.disk.checksum`.
+Of a file only the part is read that a box meets (`host_offload.disk.file_reads`). Each record's checksum is that of
+`host_offload.disk.checksum`.
 """
 
 import collections
 import dataclasses
 import math
-import mmap
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,15 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.disk.checksum import checksum_of
+from host_offload.disk.checksum import checksum_of_blocks
 from host_offload.disk.errors import ChecksumError, TruncatedError
+from host_offload.disk.file_reads import Box, ReadFile
 from host_offload.disk.record_format import LeafFormat, RecordFormat, numpy_dtype
 from host_offload.disk.store import Store
 
-Box = tuple[tuple[int, int], ...]
-"""(start, stop) in each dim of a leaf."""
 MOST_OPEN = 64
-"""Files mapped at once: Python keeps a file descriptor for each mapping."""
+"""Files that stay open to be read again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +128,7 @@ class SavedRecords:
         for store in stores:
             for leaf in store.leaves:
                 self._shards[leaf.name].append((store, leaf))
-        self._maps: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
+        self._open: collections.OrderedDict[str, ReadFile] = collections.OrderedDict()
         self._lock = threading.Lock()
 
     def files(self) -> Iterator[tuple[SavedStore, int, str]]:
@@ -159,7 +157,8 @@ class SavedRecords:
         """
         self.check_size(store, record)
         expected = store.checksums[record]
-        if expected and (checksum := checksum_of(np.asarray(self._map(store, record)))) != expected:
+        blocks = self._read_file(store, record).blocks(store.record_bytes)
+        if expected and (checksum := checksum_of_blocks(blocks)) != expected:
             path = os.path.join(self.root, store.record_file(record))
             raise ChecksumError(f"{path}: its checksum is {checksum:016x}, and {expected:016x} was saved")
 
@@ -183,40 +182,36 @@ class SavedRecords:
                     continue  # a replica holds the same
                 # Copy the common part: `source` counts from the start of the record's extent, `target` from that of the box.
                 parts.add(common)
-                data = self._map(store, record)[leaf.offset :][: math.prod(leaf.shape) * numpy_dtype(leaf.dtype).itemsize]
-                value = data.view(numpy_dtype(leaf.dtype)).reshape((1,) * len(index) + leaf.shape)
-                source = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, extent, strict=True))
+                source = tuple((a - c, b - c) for (a, b), (c, _) in zip(common, extent, strict=True))
                 target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))
-                out[target] = value[source]
+                shape, dtype = (1,) * len(index) + leaf.shape, numpy_dtype(leaf.dtype)
+                self._read_file(store, record).read_box(leaf.offset, shape, dtype, source, out[(*target, ...)])
                 missing -= math.prod(b - a for a, b in common)
                 if not missing:
                     return
         if missing:
             raise KeyError(f"{name}: {missing} elements of {box} are in no record")
 
-    def _map(self, store: SavedStore, record: int) -> np.ndarray:
-        """Return the bytes of a record, mapped: uint8[record_bytes]."""
-        file = store.record_file(record)
+    def _read_file(self, store: SavedStore, record: int) -> ReadFile:
+        """Return the file of a record, open."""
+        name = store.record_file(record)
         with self._lock:
-            if (array := self._maps.get(file)) is not None:
-                self._maps.move_to_end(file)
-                return array
-        # First, because a page past the end of a mapped file is a SIGBUS, which no `except` catches.
+            if (file := self._open.get(name)) is not None:
+                self._open.move_to_end(name)
+                return file
         self.check_size(store, record)
-        with open(os.path.join(self.root, file), "rb") as opened:
-            mapped = mmap.mmap(opened.fileno(), store.record_bytes, prot=mmap.PROT_READ)
-        array = np.frombuffer(mapped, np.uint8)
+        file = ReadFile(os.path.join(self.root, name))
         with self._lock:
-            # Two threads may have mapped the same file: both mappings are valid, and the later one is kept.
-            self._maps[file] = array  # unmapped with the last array over it
-            while len(self._maps) > MOST_OPEN:
-                self._maps.popitem(last=False)
-        return array
+            # Two threads may have opened the same file: the later one is kept, and each is closed with its last reader.
+            self._open[name] = file
+            while len(self._open) > MOST_OPEN:
+                self._open.popitem(last=False)
+        return file
 
     def close(self) -> None:
-        """Unmap the files."""
+        """Close the files, when the last reader has done with them."""
         with self._lock:
-            self._maps.clear()
+            self._open.clear()
 
     def __enter__(self) -> "SavedRecords":
         return self

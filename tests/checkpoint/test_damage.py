@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -11,13 +12,14 @@ import numpy as np
 import optax
 import pytest
 import toys
-from disks import fill, mounted
+from disks import ext4, fill, lose_data, mounted
 from matrix_of_checkpoints import DISK, HOST, assert_same, numbers, whole
 from test_resume import build
 
 import zerojax as zj
 from host_offload.disk.snapshot import Snapshot
 from zerojax.checkpoint.errors import CheckpointError, DamagedError
+from zerojax.checkpoint.inspection import inspect
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.program_state import begin_save
 
@@ -102,6 +104,33 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(program, saved, name, cap
         ckpt.wait()
         assert int(ckpt.restore(program, 2).step) == 2
         assert_same(numbers(folder, 1), expected)
+
+
+def test_an_unreadable_sector_is_damage(program, tmp_path, caplog):
+    """Each of these read mapped files once, and ended the process by SIGBUS."""
+    with ext4(tmp_path / "disk", 64 << 20) as disk, zj.Checkpointer(disk / "c") as ckpt:
+        state = program.init(jax.random.key(0))
+        for batch in DATA[:2]:
+            state, _ = program.step(state, batch)
+            ckpt.save(program, state)
+        ckpt.wait()
+        expected = numbers(disk / "c", 1)
+        zj.export_safetensors(disk / "c" / "2", disk / "weights")
+        lose_data(disk, [*records(disk / "c", 2), disk / "weights"])
+        told = r"Input/output error at byte 0: '.*/2/state/.*/c\.\d+\.0'"
+        with pytest.raises(DamagedError, match=told):
+            ckpt.restore(program, 2)
+        with pytest.raises(DamagedError, match=told):
+            zj.export_safetensors(disk / "c" / "2", tmp_path / "out")
+        assert re.search(told, inspect(disk / "c" / "2", verify=True).text)
+        with pytest.raises(CheckpointError, match=r"EIO \(5\), Input/output error at byte \d+, .*weights; the disk failed"):
+            zj.import_params(program, disk / "weights", key=jax.random.key(0))
+        caplog.clear()
+        state = ckpt.restore(program)
+        assert "step 2 is passed over" in caplog.text
+        with zj.Checkpointer(tmp_path / "again") as again:
+            again.save(program, state)
+        assert_same(numbers(tmp_path / "again", 1), expected)
 
 
 def test_where_all_are_damaged_the_oldest_is_told(program, saved):

@@ -1,10 +1,10 @@
-"""File systems to fail on: small ones in memory, which root may mount."""
+"""File systems to fail on: small ones in memory or in a file, which root may mount."""
 
 import contextlib
 import os
 import pathlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -20,6 +20,38 @@ def mounted(path: pathlib.Path, options: str) -> Iterator[pathlib.Path]:
         yield path
     finally:
         subprocess.run(["umount", str(path)], check=True)
+
+
+@contextlib.contextmanager
+def ext4(path: pathlib.Path, num_bytes: int) -> Iterator[pathlib.Path]:
+    """Mount an ext4 file system in the file `path`.img, or skip the test."""
+    path.mkdir()
+    image = path.with_suffix(".img")
+    with open(image, "wb") as file:
+        file.truncate(num_bytes)
+    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(path)]):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip(f"{command[0]} is needed, of e2fsprogs")
+        if done.returncode:
+            pytest.skip(f"{command[0]} needs root and loop devices: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def lose_data(mount: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
+    """Let the bytes of some files on a file system of `ext4` be unreadable from now on.
+
+    What the kernel has in memory stays readable: all names, and the bytes of other files that were just written or read.
+    """
+    os.sync()
+    for file in files:
+        with open(file, "rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    os.truncate(mount.with_suffix(".img"), 4096)
 
 
 def resize(path: pathlib.Path, size: str) -> None:

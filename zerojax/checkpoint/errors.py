@@ -47,7 +47,9 @@ def explained(error: BaseException, action: str) -> CheckpointError:
     cause = str(error) or type(error).__name__
     if number is not None:
         where = f", {error.filename}" if isinstance(error, OSError) and error.filename else ""
-        cause = f"{errnos.errorcode.get(number, 'errno')} ({number}), {os.strerror(number)}{where}"
+        # Its own text tells more than the number's where a part of a file cannot be read: at which byte.
+        text = (isinstance(error, OSError) and error.strerror) or os.strerror(number)
+        cause = f"{errnos.errorcode.get(number, 'errno')} ({number}), {text}{where}"
     remedy = None if number is None else _REMEDIES.get(number)
     return CheckpointError(f"{action} failed: {cause}{f'; {remedy}' if remedy else ''}", errno=number)
 

@@ -11,14 +11,13 @@ cache's. What the format does not have, which weights are stacks of tiles, is in
 
 import json
 import math
-import mmap
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from host_offload.disk import Box, numpy_dtype, sync
+from host_offload.disk import Box, ReadFile, numpy_dtype, sync
 from zerojax.checkpoint import CheckpointError, SavedLeaf, SavedState, explained
 from zerojax.weights.exporting import export_dtype, open_checkpoint, read_part, write_atomically
 from zerojax.weights.names import DTYPES, TILED, Tensor, tiled_names, weights_of
@@ -84,7 +83,7 @@ def _fill(saved: SavedState, name: str, leaf: SavedLeaf, out: np.ndarray) -> Non
 
 
 class SafetensorsFile:
-    """A safetensors file, mapped into memory.
+    """A safetensors file.
 
     Attributes:
       path: of the file.
@@ -101,14 +100,13 @@ class SafetensorsFile:
         self.path = path
         dtypes = {there: here for here, there in DTYPES.items()}
         try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little")
-                # A file of another kind may begin with any number: so many bytes must not be asked for.
-                if size < 8 or length > size - 8:
-                    raise ValueError(f"its header takes {length} bytes, and the file {size}")
-                header = json.loads(file.read(length))
-                self._data = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+            self._file = ReadFile(path)
+            size = self._file.num_bytes
+            length = int.from_bytes(self._bytes(0, min(8, size)), "little")
+            # A file of another kind may begin with any number: so many bytes must not be asked for.
+            if size < 8 or length > size - 8:
+                raise ValueError(f"its header takes {length} bytes, and the file {size}")
+            header = json.loads(self._bytes(8, length))
             metadata = header.pop("__metadata__", {})
             self.tiled = frozenset(json.loads(metadata.get(TILED, "[]")))
             self.tensors = {
@@ -130,14 +128,22 @@ class SafetensorsFile:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is no safetensors file, or is cut off: {error}") from error
 
+    def _bytes(self, offset: int, num_bytes: int) -> bytes:
+        out = np.empty(num_bytes, np.uint8)
+        self._file.read_bytes(offset, out)
+        return out.tobytes()
+
     def read(self, name: str, box: Box) -> Any:
-        """Return a part of a tensor."""
+        """Return a part of a tensor.
+
+        Raises:
+          CheckpointError: the file cannot be read; its text tells the byte.
+        """
         tensor = self.tensors[name]
         kind = numpy_dtype(tensor.dtype)
-        data = self._data[self._starts[name] :][: math.prod(tensor.shape) * kind.itemsize]
-        return _view(data, kind).reshape(tensor.shape)[tuple(slice(a, b) for a, b in box)]
-
-
-def _view(data: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
-    """Return bytes as numbers; other writers do not align them."""
-    return np.ndarray((data.nbytes // kind.itemsize,), kind, buffer=data) if data.nbytes else np.empty(0, kind)
+        out = np.empty([stop - start for start, stop in box], kind)
+        try:
+            self._file.read_box(self._starts[name], tensor.shape, kind, box, out)
+        except OSError as error:
+            raise explained(error, f"reading {name}") from error
+        return out
