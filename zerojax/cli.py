@@ -56,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report = inspect(options.folder, verify=options.verify)
         except NoCheckpointError as error:
             parser.exit(2, f"zerojax inspect: {error}\n")
+        except CheckpointError as error:
+            parser.exit(1, f"zerojax inspect: {error}\n")
         print(report.text)
         if not report.is_whole:
             parser.exit(1)

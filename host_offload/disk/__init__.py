@@ -10,7 +10,9 @@ from host_offload.disk.checksum import checksum_of as checksum_of
 from host_offload.disk.direct_file import write_file as write_file
 from host_offload.disk.direct_io import DirectIo as DirectIo
 from host_offload.disk.errors import STATE_LOST as STATE_LOST
+from host_offload.disk.errors import ChecksumError as ChecksumError
 from host_offload.disk.errors import SwapError as SwapError
+from host_offload.disk.errors import TruncatedError as TruncatedError
 from host_offload.disk.errors import explain as explain
 from host_offload.disk.file_reads import Box as Box
 from host_offload.disk.file_reads import ReadFile as ReadFile

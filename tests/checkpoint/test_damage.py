@@ -1,5 +1,6 @@
 """What is wrong with a checkpoint, a folder or a disk is told; training and older checkpoints go on as they were."""
 
+import errno
 import os
 import pathlib
 import re
@@ -131,6 +132,36 @@ def test_an_unreadable_sector_is_damage(program, tmp_path, caplog):
         with zj.Checkpointer(tmp_path / "again") as again:
             again.save(program, state)
         assert_same(numbers(tmp_path / "again", 1), expected)
+
+
+@pytest.mark.by_default("EMFILE")
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM], ids=lambda number: errno.errorcode[number])
+def test_what_cannot_be_read_now_is_no_damage(program, saved, number, monkeypatch, caplog):
+    """No step is passed over, and the next save sets none aside: a process with more files or memory reads it."""
+    folder, _ = saved
+    name, real = errno.errorcode[number], os.open
+
+    def refused(path, *args, **kwargs):
+        if "/2/state/" in os.fspath(path):
+            raise OSError(number, os.strerror(number), path)
+        return real(path, *args, **kwargs)
+
+    with zj.Checkpointer(folder) as ckpt:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", refused)
+            for call in (lambda: ckpt.restore(program), lambda: ckpt.restore(program, 2)):
+                with pytest.raises(CheckpointError, match=rf"reading .*/2/state failed: {name} .*; ") as caught:
+                    call()
+                assert not isinstance(caught.value, DamagedError)
+            with pytest.raises(CheckpointError, match=name):
+                inspect(folder, verify=True)
+        assert "passed over" not in caplog.text
+        state = ckpt.restore(program)
+        assert int(state.step) == 2
+        state, _ = program.step(state, DATA[2])
+        assert ckpt.save(program, state)
+        ckpt.wait()
+        assert ckpt.all_steps() == [1, 2, 3]
 
 
 def test_where_all_are_damaged_the_oldest_is_told(program, saved):

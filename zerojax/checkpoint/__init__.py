@@ -8,6 +8,7 @@ from zerojax.checkpoint.errors import DamagedError as DamagedError
 from zerojax.checkpoint.errors import IteratorError as IteratorError
 from zerojax.checkpoint.errors import explained as explained
 from zerojax.checkpoint.errors import explaining as explaining
+from zerojax.checkpoint.errors import unreadable as unreadable
 from zerojax.checkpoint.inspection import NoCheckpointError as NoCheckpointError
 from zerojax.checkpoint.inspection import inspect as inspect
 from zerojax.checkpoint.leaves import INLINE_ELEMENTS as INLINE_ELEMENTS

@@ -335,7 +335,8 @@ class Checkpointer:
         states: list[SavedState] = []  # of one, once it is open
         folder = self._directory.state_folder(step)
         try:
-            AllProcesses(mesh, f"opening step {step}", DamagedError).do(lambda: states.append(SavedState(folder)))
+            together = AllProcesses(mesh, f"opening step {step}", CheckpointError, DamagedError)
+            together.do(lambda: states.append(SavedState(folder)))
         except BaseException:
             # Opened here and refused by another process: none of them reads it.
             for saved in states:

@@ -5,7 +5,7 @@ import errno as errnos
 import os
 from collections.abc import Iterator
 
-from host_offload.disk import SwapError
+from host_offload.disk import ChecksumError, SwapError, TruncatedError
 
 _REMEDIES = {
     errnos.ENOSPC: "free space, or files if it has none left (df -i), on that file system, or keep fewer checkpoints; the "
@@ -16,7 +16,15 @@ _REMEDIES = {
     errnos.EPERM: "give this user the right to read, write and search that folder, or give another directory",
     errnos.EIO: "the disk failed (see dmesg and smartctl)",
     errnos.ENOENT: "a file of the checkpoint was removed: restore another step",
+    errnos.EMFILE: "this process has too many files open: raise the limit (ulimit -n), or look for what leaks descriptors",
+    errnos.ENFILE: "the machine has too many files open: raise fs.file-max",
+    errnos.ENOMEM: "the machine has no memory left: free some, and try again",
+    errnos.ESTALE: "the network file system lost the file: mount it anew, and try again",
 }
+_EUCLEAN = getattr(errnos, "EUCLEAN", errnos.EIO)  # of Linux alone
+_DAMAGE = {errnos.ENOENT, errnos.ENOTDIR, errnos.EISDIR, errnos.EIO, errnos.EBADMSG, _EUCLEAN}
+"""What the operating system says of a file that is not there, or whose bytes are lost. EBADMSG and EUCLEAN: a file system found
+that its own checksum or structure is wrong."""
 
 
 class CheckpointError(RuntimeError):
@@ -52,6 +60,23 @@ def explained(error: BaseException, action: str) -> CheckpointError:
         cause = f"{errnos.errorcode.get(number, 'errno')} ({number}), {text}{where}"
     remedy = None if number is None else _REMEDIES.get(number)
     return CheckpointError(f"{action} failed: {cause}{f'; {remedy}' if remedy else ''}", errno=number)
+
+
+def unreadable(error: OSError, action: str, damage: str) -> CheckpointError:
+    """Return the error to raise where a checkpoint cannot be read.
+
+    Args:
+      error: of the file system, or what was found instead of a record.
+      action: what is under way.
+      damage: says what is damaged, and how.
+
+    Returns:
+      DamagedError where the bytes are lost. Another CheckpointError where they may be there, and only cannot be read now, for
+      want of memory or of a right: that is no reason to go back to an older checkpoint.
+    """
+    if isinstance(error, ChecksumError | TruncatedError) or error.errno in _DAMAGE:
+        return DamagedError(damage, errno=error.errno)
+    return explained(error, action)
 
 
 @contextlib.contextmanager

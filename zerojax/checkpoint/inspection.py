@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerojax.checkpoint.directory import CONFIG, STATE, TEMPORARY, Directory, is_step
-from zerojax.checkpoint.errors import DamagedError
+from zerojax.checkpoint.errors import DamagedError, unreadable
 from zerojax.checkpoint.manifest import SavedState
 
 _CONFIG_FILE = "metadata"
@@ -56,6 +56,7 @@ def inspect(folder: str | os.PathLike[str], *, verify: bool = False) -> Report:
 
     Raises:
       NoCheckpointError: it is neither.
+      CheckpointError: a file cannot be read now, such as for want of a right, so that it cannot be told whether it is whole.
     """
     directory = Directory(folder)
     folder = directory.path
@@ -137,13 +138,16 @@ def _config(folder: str) -> Mapping[str, Any]:
     """Return the description of the program, which is the item beside the state.
 
     Raises:
-      DamagedError: it cannot be read.
+      DamagedError: it is not there, or no such description.
+      CheckpointError: it cannot be read now.
     """
     path = os.path.join(folder, CONFIG, _CONFIG_FILE)
     try:
         with open(path) as file:
             config = json.load(file)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise unreadable(error, f"reading {path}", f"{path} cannot be read: {error}") from error
+    except ValueError as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise DamagedError(f"{path} holds no config")

@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from host_offload.disk import SavedRecords, SavedStore, checksum_of, numpy_dtype, sync
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, explained
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, explained, unreadable
 from zerojax.checkpoint.iterators import decoded_position
 
 FORMAT = 1
@@ -124,13 +124,14 @@ class SavedState:
 
         Raises:
           DamagedError: one is missing or is not what was written.
-          CheckpointError: another version of zerojax wrote them.
+          CheckpointError: another version of zerojax wrote them, or they cannot be read now.
         """
         self.folder = folder
         try:
             names = {int(m[1]): name for name in os.listdir(folder) if (m := _NAME.fullmatch(name))}
         except OSError as error:
-            raise DamagedError(str(explained(error, f"reading the checkpoint {folder}"))) from error
+            action = f"reading the checkpoint {folder}"
+            raise unreadable(error, action, str(explained(error, action))) from error
         if not names:
             raise DamagedError(f"{folder} is no state of zerojax, or lost its manifest.0.json")
         manifests = {process: self._read(name) for process, name in sorted(names.items())}
@@ -156,7 +157,9 @@ class SavedState:
             with open(path) as file:
                 manifest = json.load(file)
             expected = manifest.pop("checksum")
-        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise unreadable(error, f"reading {path}", f"{path} cannot be read: {error}") from error
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise DamagedError(f"{path} cannot be read: {error}") from error
         # Finds a manifest that is still JSON, but was edited or has a flipped bit.
         if (actual := _checksum(manifest)) != expected:
@@ -180,6 +183,7 @@ class SavedState:
 
         Raises:
           DamagedError: a record is missing, or is not what was saved; it is named.
+          CheckpointError: a record cannot be read now.
         """
         for number, (store, record, path) in enumerate(self.records.files()):
             # The processes share the reading: each compares every num_parts-th record.
@@ -193,9 +197,8 @@ class SavedState:
             except OSError as error:
                 names = ", ".join(leaf.name for leaf in store.leaves[:3])
                 what = f"removed: {path}" if isinstance(error, FileNotFoundError) else str(error)
-                raise DamagedError(
-                    f"the checkpoint {self.folder} is damaged, in record {record} of {names}: {what}", errno=error.errno
-                ) from error
+                damage = f"the checkpoint {self.folder} is damaged, in record {record} of {names}: {what}"
+                raise unreadable(error, f"reading the checkpoint {self.folder}", damage) from error
 
     def close(self) -> None:
         """Close its files."""

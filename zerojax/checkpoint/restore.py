@@ -50,7 +50,8 @@ class Restoring:
         """
         self.layout, self.leaves, self._swap, self._calling = layout, leaves, swap, calling
         self._together = AllProcesses(layout.mesh, "restoring the checkpoint", CheckpointError)
-        self._checking = AllProcesses(layout.mesh, "reading the checkpoint", DamagedError)  # all pass the same one over
+        # All pass the same one over, and only where it is damage to all.
+        self._checking = AllProcesses(layout.mesh, "reading the checkpoint", CheckpointError, DamagedError)
 
     def restore(self, saved: SavedState, *, verify: bool = True) -> TrainState:
         """Return the saved state.

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.disk import Box
-from zerojax.checkpoint.errors import CheckpointError, DamagedError
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, unreadable
 from zerojax.checkpoint.leaves import ROUNDING_STEP, StateLeaf
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.retile import Retiled, of_mlp, retiled
@@ -51,7 +51,8 @@ class LeafSource:
         """Fill `out` with a part of the leaf; its shape may lack the box's leading dims of 1.
 
         Raises:
-          DamagedError: a file cannot be read.
+          DamagedError: a file is not there, or its bytes are lost.
+          CheckpointError: a file cannot be read now.
         """
         shape = tuple(stop - start for start, stop in box)
         if self.value is not None:
@@ -62,7 +63,10 @@ class LeafSource:
                 self.tiles.read(self.saved.records, self.leaf.name, box, out.reshape(shape))
             else:
                 self.saved.records.read(self.leaf.name, box, out.reshape(shape))
-        except (OSError, KeyError) as error:
+        except OSError as error:
+            damage = f"the checkpoint {self.saved.folder} is damaged: {error}"
+            raise unreadable(error, f"reading the checkpoint {self.saved.folder}", damage) from error
+        except KeyError as error:
             raise DamagedError(f"the checkpoint {self.saved.folder} is damaged: {error}") from error
 
     def array(self, abstract: Any) -> jax.Array:

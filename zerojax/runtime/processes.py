@@ -3,7 +3,7 @@
 A step is one program of all processes. Its callbacks never raise, so that every process reaches its end. Then, and before the
 next step, each tells the others whether something failed, by a reduction of one number a device:
 
-    failed = min over processes (its index if something failed in it, else the number of processes)
+    failed = min over processes (its index if something failed in it, else a larger number)
 
 Where all must agree on a number, they take the least of theirs. A program of one process does none of this.
 
@@ -32,10 +32,18 @@ class AllProcesses:
     Attributes:
       what: they do together; the subject of the error.
       error: its type; raised in those that did not fail.
+      lesser: a type of errors that give way: where one process has another error, all raise that, and where these are all the
+        errors that there are, this type is raised in those that did not fail.
     """
 
-    def __init__(self, mesh: Mesh, what: str = "the nvme tier", error: type[Exception] = SwapError) -> None:
-        self.mesh, self.what, self.error = mesh, what, error
+    def __init__(
+        self,
+        mesh: Mesh,
+        what: str = "the nvme tier",
+        error: type[Exception] = SwapError,
+        lesser: type[Exception] | None = None,
+    ) -> None:
+        self.mesh, self.what, self.error, self.lesser = mesh, what, error, lesser
 
     @cached_property
     def _is_alone(self) -> bool:
@@ -49,8 +57,8 @@ class AllProcesses:
         """Do what may fail in one process alone. To be called by every process, at the same place.
 
         Raises:
-          BaseException: whatever `work` raised here.
-          SwapError, or as `error` says: it raised in another process, which is named.
+          BaseException: whatever `work` raised here, unless it is a lesser error than another process's.
+          SwapError, or as `error` and `lesser` say: it raised in another process, which is named.
         """
         if self._is_alone:
             work()
@@ -60,18 +68,19 @@ class AllProcesses:
             work()
         except BaseException as raised:  # an interrupt too: the others would wait
             error = raised
+        is_lesser = self.lesser is not None and isinstance(error, self.lesser)
+        # A process's index; plus their count for a lesser error, plus it twice for none: the least is what all raise.
+        count = jax.process_count()
+        number = 2 * count if error is None else jax.process_index() + count * is_lesser
         # Exchanged before anything is raised: a process that left here would let the others wait in the reduction.
-        first = self._first_failed(error is not None)
-        if error is not None:
+        first = self.least(number)
+        if first == 2 * count:
+            return
+        # Of two kinds of errors only the greater is raised.
+        if error is not None and is_lesser == (first >= count):
             raise error
-        if first is not None:
-            raise self.error(failure(self.what, first))
-
-    def _first_failed(self, has_failed: bool) -> int | None:
-        """Return the first process that failed."""
-        none = jax.process_count()
-        first = self.least(jax.process_index() if has_failed else none)
-        return None if first == none else first
+        kind = self.error if first < count or self.lesser is None else self.lesser
+        raise kind(failure(self.what, first % count))
 
     def least(self, number: int) -> int:
         """Return the least of the processes' numbers, of 32 bits. To be called by every process, at the same place."""

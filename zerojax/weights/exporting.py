@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.disk import Box, numpy_dtype, sync
-from zerojax.checkpoint import STATE, CheckpointError, DamagedError, Directory, SavedState, explaining
+from zerojax.checkpoint import STATE, CheckpointError, DamagedError, Directory, SavedState, explaining, unreadable
 from zerojax.weights.names import DTYPES
 
 
@@ -110,5 +110,8 @@ def read_part(saved: SavedState, name: str, box: Box, out: np.ndarray) -> None:
             saved.records.read(name, box, out)
     except FloatingPointError as error:
         raise CheckpointError(f"{name} holds numbers that {out.dtype.name} does not reach: use bfloat16 or float32") from error
-    except (OSError, KeyError) as error:
+    except OSError as error:
+        damage = f"the checkpoint {saved.folder} is damaged: {error}"
+        raise unreadable(error, f"reading the checkpoint {saved.folder}", damage) from error
+    except KeyError as error:
         raise DamagedError(f"the checkpoint {saved.folder} is damaged: {error}") from error
