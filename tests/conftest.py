@@ -48,18 +48,29 @@ def default_fusions():
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
-def pytest_collection_modifyitems(items):
-    """Leave the cases that `by_default` does not name to `-m exhaustive`."""
+def pytest_collection_modifyitems(config, items):
+    """Leave the cases that `by_default` does not name to `-m exhaustive`.
+
+    Raises:
+      UsageError: no case is named, or one that is exhaustive by another mark; or, where all cases were collected, one that the
+        test does not have.
+    """
     cases = {}
     for item in items:
         if (marker := item.get_closest_marker("by_default")) is not None:
             cases.setdefault((item.path, item.originalname), (marker, []))[1].append(item)
     for (path, name), (marker, found) in cases.items():
-        ids = {item.callspec.id for item in found}
-        if len(ids) > 1 and (unknown := set(marker.args) - ids):
-            raise pytest.UsageError(f"{path}: {name} has no cases {sorted(unknown)}: they are {sorted(ids)}")
-        for item in found:
-            if item.callspec.id not in marker.args:
+        by_id = {item.callspec.id: item for item in found if hasattr(item, "callspec")}
+        named = set(marker.args)
+        if not named or len(by_id) < len(found):
+            raise pytest.UsageError(f"{path}: {name}: by_default names cases of a test that has several")
+        if hidden := sorted(case for case in named & set(by_id) if by_id[case].get_closest_marker("exhaustive")):
+            raise pytest.UsageError(f"{path}: {name}: the cases {hidden} are exhaustive by another mark")
+        is_whole = not any("::" in argument for argument in config.args)  # else some cases may not have been collected
+        if is_whole and (unknown := sorted(named - set(by_id))):
+            raise pytest.UsageError(f"{path}: {name} has no cases {unknown}: they are {sorted(by_id)}")
+        for case, item in by_id.items():
+            if case not in named:
                 item.add_marker(pytest.mark.exhaustive)
 
 

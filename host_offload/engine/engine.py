@@ -388,7 +388,11 @@ class Engine:
         """Start to write a record, when a write may start and `filled` is done."""
         kind, layer = event.kind, event.layer
         # Before the lock is taken: the I/O threads need it while this callback waits for its turn.
-        self._transfers.waiting(event, records.buffers.turns.acquire)
+        try:
+            self._transfers.waiting(event, records.buffers.turns.acquire)
+        except BaseException:  # an interrupt
+            records.buffers.writes.give(buffer)
+            raise
         write = Write(buffer, filled)
         with lane.lock:  # from here on the record is what is in this buffer, and what was read before is forgotten
             stale = lane.reading.pop((kind, layer), None)

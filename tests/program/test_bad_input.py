@@ -1,5 +1,6 @@
 """Bad input is refused when building, with names, numbers and the repair."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -144,11 +145,18 @@ def test_state_that_was_donated():
     program.step(after, batch)
 
 
-def test_a_state_of_numpy_arrays():
-    program = build()
-    state = jax.device_get(program.init(jax.random.key(0)))
-    with pytest.raises(ValueError, match=r"leaves are ndarray, such as jax\.device_get returns"):
-        program.step(state, toys.batches(1)[0])
+def test_a_state_that_is_none():
+    program, batch = build(), toys.batches(1)[0]
+    state = program.init(jax.random.key(0))
+    of_numpy, abstract = jax.device_get(state), jax.eval_shape(lambda: state)
+    in_part = dataclasses.replace(state, params=of_numpy.params)
+    for other, kind in ((of_numpy, "ndarray"), (in_part, "ndarray"), (abstract, "ShapeDtypeStruct")):
+        for use in (program.step, program.eval):
+            with pytest.raises(ValueError, match=f"this state holds a {kind} where a jax.Array is needed"):
+                use(other, batch)
+    for other in (None, (state, {})):
+        with pytest.raises(ValueError, match=r"a zerojax\.TrainState is needed, .* not (NoneType|tuple)"):
+            program.step(other, batch)
 
 
 def test_keys():

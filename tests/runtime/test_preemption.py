@@ -60,6 +60,10 @@ def test_of_several_processes_the_next_call_is_told_whatever_its_step(monkeypatc
     with zj.Preemption() as preemption:
         service.preempt()  # before the first step, while the program compiles
         assert preemption.reached(steps[0])
+        assert preemption.reached(steps[1])
+    service.preempt()  # before it is entered, while a state is restored
+    with zj.Preemption() as preemption:
+        assert preemption.reached(steps[0])
     with zj.Preemption() as preemption:
         assert not preemption.reached(steps[0])
         service.preempt()

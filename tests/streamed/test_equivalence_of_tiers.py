@@ -84,10 +84,8 @@ def test_clipping_is_exact_in_every_tier(fields):
 
 
 def host_cases():
-    """Stages, microbatches and places of the update; half of them, with every pair, without `-m exhaustive`."""
-    for places in itertools.product(range(2), repeat=3):
-        values = [axis[place] for axis, place in zip(((1, 3), (1, 4), ("device", "host")), places, strict=True)]
-        yield pytest.param(*values, marks=[pytest.mark.exhaustive] if sum(places) % 2 else [])
+    """Stages, microbatches and places of the update; two of them without `-m exhaustive`."""
+    return itertools.product((1, 3), (1, 4), ("device", "host"))
 
 
 @pytest.mark.by_default("1-4-host", "3-4-device")

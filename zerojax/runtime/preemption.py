@@ -38,6 +38,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self._received: set[int] = set()
+        self._is_over = False  # as the service said
         self._handlers_before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -49,10 +50,12 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("Preemption handles signals, and that is for the main thread alone: enter it there")
         self._received.clear()
+        self._is_over = False
         if self._is_alone():
             numbers = _SIGNALS
         else:
-            multihost_utils.reached_preemption_sync_point(next(_CALLS))  # raises where the service is disabled
+            # Raises where the service is disabled. A signal that came before may have its answer already here.
+            self._is_over = multihost_utils.reached_preemption_sync_point(next(_CALLS))
             numbers = (signal.SIGINT,)  # JAX has a handler of its own for SIGTERM, which one in Python would replace
         self._handlers_before = {number: signal.signal(number, self._note) for number in numbers}
         return self
@@ -86,4 +89,6 @@ class Preemption:
         if self._is_alone():
             # No agreement is needed, and the coordination service of JAX may not be there.
             return bool(self._received)
-        return multihost_utils.reached_preemption_sync_point(next(_CALLS))
+        # The service says so once. All processes hear it at the same call, and none asks again.
+        self._is_over = self._is_over or multihost_utils.reached_preemption_sync_point(next(_CALLS))
+        return self._is_over

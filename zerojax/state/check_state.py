@@ -4,7 +4,7 @@ import jax
 
 from zerojax.state.host_memory import is_away
 from zerojax.state.layout import Layout
-from zerojax.state.train_state import TrainState, check_is_there
+from zerojax.state.train_state import TrainState, check_is_array, check_is_there
 
 
 class StateCheck:
@@ -16,8 +16,6 @@ class StateCheck:
 
     def __call__(self, state: TrainState) -> None:
         """Raise ValueError for a state that was donated, or that another program made, or what is none."""
-        if not isinstance(state, TrainState):
-            raise ValueError(f"a zerojax.TrainState is needed, such as init and step return, not {type(state).__name__}")
         check_is_there(state)
         leaves, structure = jax.tree.flatten(state)
         if structure != self._structure:
@@ -25,6 +23,7 @@ class StateCheck:
                 "this state is of another structure than this program's: it was made by a program of another config"
             )
         for i, (leaf, (shape, away)) in enumerate(zip(leaves, self._expected, strict=True)):
+            check_is_array(leaf)
             if is_away(leaf) != away or leaf.shape != shape:
                 path = jax.tree_util.tree_flatten_with_path(state)[0][i][0]
                 places = ["host memory" if is_host else "device memory" for is_host in (is_away(leaf), away)]

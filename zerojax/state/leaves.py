@@ -50,7 +50,7 @@ class Leaf:
       path: in the parameter tree.
       name: the path as a string, such as "['blocks']['w']".
       shape: of all its records together.
-      dtype: in which it is computed with; its master is float32.
+      dtype: in which it is computed; its master is float32.
       spec: how the mesh splits it, all dims.
       lead: leading dims that number its records.
       group: name of its group of tiles, where `lead` is 2.

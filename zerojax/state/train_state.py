@@ -119,18 +119,25 @@ def numbered_next(state: TrainState) -> TrainState:
 
 
 def check_is_there(state: TrainState) -> None:
-    """Raise ValueError for a state that was donated, or that is no longer on the devices."""
+    """Raise ValueError for a state that was donated, or what is none."""
+    if not isinstance(state, TrainState):
+        raise ValueError(f"a zerojax.TrainState is needed, such as init and step return, not {type(state).__name__}")
     if isinstance(state.step, Tracer):
         raise ValueError(
             "a program's step and eval are compiled already, and move states between tiers: call them outside of jit"
         )
-    if not isinstance(state.step, jax.Array):
-        raise ValueError(
-            f"this state's leaves are {type(state.step).__name__}, such as jax.device_get returns, and not jax.Array: "
-            "go on with the state that step returned, or restore a checkpoint"
-        )
+    check_is_array(state.step)
     if state.step.is_deleted():  # jax 0.10 on CPU crashes the process on some donated arguments
         raise ValueError("this state was donated to an earlier step, and is gone: go on with the state that step returned")
+
+
+def check_is_array(leaf: Any) -> None:
+    """Raise ValueError for a leaf of a state that is no jax.Array: numpy's, or an abstract one."""
+    if not isinstance(leaf, jax.Array):
+        raise ValueError(
+            f"this state holds a {type(leaf).__name__} where a jax.Array is needed: go on with the state that step returned, "
+            "or restore a checkpoint"
+        )
 
 
 def masters(state: TrainState) -> Any:

@@ -139,6 +139,25 @@ def test_a_buffer_is_given_back_when_the_disk_has_done_with_it(folder, monkeypat
     engine.close()
 
 
+def test_a_buffer_that_waits_for_its_turn_is_given_back_after_an_interrupt(folder, monkeypatch):
+    engine = engine_of(HeldIo(), folder)
+    put(engine, 1, 7)
+    engine.flush()
+    (records,) = engine._lanes[RANK].records.values()
+    free = records.buffers.writes.free
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records.buffers.turns, "acquire", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            put(engine, 1, 8)
+    assert records.buffers.writes.free == free
+    assert got(engine, 1) == 7
+    engine.close()
+
+
 def test_a_record_on_its_way_to_the_disk_is_read_from_that_buffer(folder):
     io = HeldIo()
     engine = engine_of(io, folder)
