@@ -41,6 +41,7 @@ def on_disk(program, tmp_path, kinds=("opt_state", "master", "params")):
     return {str(path): path.read_bytes() for path in files}
 
 
+@pytest.mark.usefixtures("default_fusions")
 @pytest.mark.by_default("bf16_in_backward")
 @pytest.mark.parametrize(
     ("fields", "tiers"),
@@ -84,6 +85,7 @@ def opt_leaves(program):
     return jax.tree.leaves(program.layout.abstract_state.opt_state, is_leaf=is_stored)
 
 
+@pytest.mark.usefixtures("default_fusions")
 @pytest.mark.parametrize("name", ["lion", pytest.param("sgd", marks=pytest.mark.exhaustive)])
 def test_any_elementwise_optimizer_runs_there(name, tmp_path):
     tx = {"lion": optax.lion(1e-3), "sgd": optax.sgd(0.05, 0.9)}[name]

@@ -100,6 +100,7 @@ def test_resident_model_with_its_optimizer_state_on_the_host(stage, num_microbat
     assert kinds == {HOST}
 
 
+@pytest.mark.usefixtures("default_fusions")
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
 def test_tiers_agree_bit_for_bit_in_16_bits(precision):
     """Streamed steps; the resident step fuses, and so rounds, differently."""

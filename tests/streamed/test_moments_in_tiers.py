@@ -70,6 +70,7 @@ def test_tiers_agree_bit_for_bit(precision, tiers, tmp_path):
     assert_same(train(build(tmp_path, fields | tiers)), expected, moments=DISK not in tiers.values())
 
 
+@pytest.mark.usefixtures("default_fusions")
 @pytest.mark.parametrize(
     ("fields", "kinds"),
     [
