@@ -160,9 +160,7 @@ def test_floors_folders_are_entered_by_their_doors():
                 # A folder as a whole would give its modules as attributes, past the door.
                 assert f"{module}.{name}" not in offered, f"{path} imports the folder {module}.{name}: import from it by name"
                 is_door = path.name == "__init__.py"
-                assert is_door or module != own or own not in offered, (
-                    f"{path} imports its own folder's door, not a module of it"
-                )
+                assert is_door or module != own or own not in offered, f"{path} imports its own folder's door: name the module"
 
 
 def test_floors_doors_name_what_they_offer():

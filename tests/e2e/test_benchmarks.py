@@ -142,7 +142,7 @@ def run_gpu_check(folder: pathlib.Path, *words: str, env: Mapping[str, str] = Ma
     """Run the script on a CPU with tiny sizes, and return its table and its JSON."""
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--small", *words]
     command += ["--out", str(folder / "table.md"), "--json", str(folder / "rows.json")]
-    env = os.environ | {"JAX_PLATFORMS": "cpu"} | env
+    env = os.environ | {"JAX_PLATFORMS": "cpu", **env}
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=450, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return (folder / "table.md").read_text(), json.loads((folder / "rows.json").read_text())
