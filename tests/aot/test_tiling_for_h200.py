@@ -120,6 +120,7 @@ def init_bytes(program):
         return program._init.jitted.lower(key, order, one, empty, one).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.exhaustive
 def test_the_widest_mlp_that_fits_is_found():
     case = {"gpus": 8, "layers": 2, "tokens": 64}
     width, found = tiling.widest(1, **case, budget=7e9, start=tiling.STEP)

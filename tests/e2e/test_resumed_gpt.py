@@ -88,6 +88,7 @@ def resumed(folder: pathlib.Path, text: str, step: int) -> tuple[dict[str, dict[
     return before, after
 
 
+@pytest.mark.exhaustive  # by default test_kill.py compares the losses bit for bit, and the test below stops a run
 def test_an_interrupted_run_goes_on_to_the_same_losses(tmp_path, whole):
     text, expected = whole
     step = stopped(tmp_path, text, signal.SIGINT)

@@ -36,7 +36,7 @@ def folder(tmp_path: pathlib.Path) -> str:
     return str(text)
 
 
-@pytest.mark.by_default("unrolled")
+@pytest.mark.exhaustive  # by default the test of states on disk reads a folder, and samples
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -265,6 +265,7 @@ program.step(state, toys.batches(1)[0])
 """
 
 
+@pytest.mark.exhaustive  # by default test_kill.py sees the same warning
 def test_a_folder_of_a_killed_process_is_recognised(tmp_path, caplog):
     code = KILLED.format(
         helpers=str(ROOT / "tests" / "helpers"), tests=str(ROOT / "tests"), here=os.path.dirname(__file__), folder=str(tmp_path)

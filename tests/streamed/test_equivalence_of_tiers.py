@@ -84,11 +84,11 @@ def test_clipping_is_exact_in_every_tier(fields):
 
 
 def host_cases():
-    """Stages, microbatches and places of the update; two of them without `-m exhaustive`."""
+    """Stages, microbatches and places of the update; one of them without `-m exhaustive`."""
     return itertools.product((1, 3), (1, 4), ("device", "host"))
 
 
-@pytest.mark.by_default("1-4-host", "3-4-device")
+@pytest.mark.by_default("3-4-device")
 @pytest.mark.parametrize(("stage", "num_microbatches", "update_on"), host_cases())
 def test_resident_model_with_its_optimizer_state_on_the_host(stage, num_microbatches, update_on):
     fields = {"stage": stage, "clip_norm": 0.5, "num_microbatches": num_microbatches}
@@ -100,10 +100,11 @@ def test_resident_model_with_its_optimizer_state_on_the_host(stage, num_microbat
     assert kinds == {HOST}
 
 
-@pytest.mark.usefixtures("default_fusions")
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive)])
-def test_tiers_agree_bit_for_bit_in_16_bits(precision):
+def test_tiers_agree_bit_for_bit_in_16_bits(precision, request):
     """Streamed steps; the resident step fuses, and so rounds, differently."""
+    if precision == "fp16":
+        request.getfixturevalue("default_fusions")
 
     def run(**fields):
         config = zj.ZeroConfig(stage=3, precision=precision, activations="selective", **fields)
