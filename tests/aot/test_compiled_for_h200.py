@@ -90,7 +90,10 @@ def test_collectives_move_2p_2p_3p_elements(capfd, kind, stage):
     moved = c.elements()
     for op, expected in (("all-gather", gathers), ("reduce-scatter", scatters), ("all-reduce", reduces)):
         np.testing.assert_allclose(moved.get(op, 0), expected, rtol=0.02, atol=1e-3, err_msg=op)
-    assert set(moved) <= {"all-gather", "reduce-scatter", "all-reduce"}
+    assert set(moved) <= {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}
+    # The gradient of the look-up: a device's rows, and its shard of the table.
+    rows = CONFIG.seq * CONFIG.hidden + CONFIG.vocab * CONFIG.hidden / GPUS if stage else 0
+    np.testing.assert_allclose(moved.get("all-to-all", 0) * CONFIG.num_params, rows, rtol=1e-3)
     # and the closed form: bytes sent over a ring are those of whole operands times (N - 1) / N
     ring = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
     for name, passes in ring.items():
@@ -168,6 +171,24 @@ def test_hybrid_sharding_reduces_shards_across_replicas(capfd, kind):
     np.testing.assert_allclose(moved["reduce-scatter"], 1, rtol=0.02)
     np.testing.assert_allclose(moved["all-reduce"], 1 / 8, rtol=0.02)  # of each shard, across nodes
     np.testing.assert_allclose(c.stats.argument_size_in_bytes, c.report.argument_bytes, rtol=0.01)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "tensor": 2}, {}], ids=["data8", "data4-tensor2", "fsdp64"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_tied_table_that_fsdp_does_not_divide_is_reduced_once(capfd, kind, axes, stage):
+    c = dataclasses.replace(CONFIG, layers=2, hidden=512, heads=8, seq=128, vocab=4097, tied=True)
+    config = zj.ZeroConfig(stage=stage, precision="bf16")
+    mesh = aot.gpu_mesh("h200", hosts=8, gpus_per_host=8, **axes)
+    program = zj.build_train_step(KINDS[kind](c), optax.adamw(1e-3), config, mesh)
+    tokens = jax.ShapeDtypeStruct((GPUS, c.seq), jnp.int32)
+    text = program.lower({"tokens": tokens, "targets": tokens}).compile().as_text()
+    assert INVOLUNTARY not in capfd.readouterr().err
+    if "tensor" in axes:
+        return  # parameters without annotations are replicated over `tensor`, and XLA reduces them in another way
+    moved = hlo.collective_bytes(text, least_bytes=1024)
+    np.testing.assert_allclose(moved["reduce-scatter"], 2 * c.num_params, rtol=0.005)  # 1.25 if it were reduced twice
 
 
 def test_microbatches_multiply_gathers_and_keep_memory(capfd):

@@ -19,6 +19,7 @@ What the interpreter knows:
   scanned is sliced while sharded and gathered layer by layer;
 - a rematerialised region (`jax.checkpoint`, `nnx.remat`, `nn.remat`) is a layer: its parameters are gathered when its
   input is there, and again in its recomputation, unless it holds more than half of the model: then its equations are units;
+- a look-up in a table sends the gradient of its rows to the table's shards, where these are fewer (`zerojax.gather.look_up`);
 - a custom derivative is one equation: its operands are gathered for it, its rule is kept;
 - neighbouring uses share one unit, hence one barrier and collectives that XLA can combine, while the unit gathers no
   more than `budget_bytes` and repeats no matrix product (`_Walk.group`);
@@ -34,8 +35,9 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zerojax.gather.lazy import HERE, Lazy, Move, Node, Rule, Shard, Whole, gathered, move_spec, tie, total_bytes, union
+from zerojax.gather.look_up import is_look_up, look_up
 from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, REDUCTIONS, Instruction, bind, evaluate, flatten, read, scan_arity
-from zerojax.sharding import Spec
+from zerojax.sharding import Spec, without_axis
 
 Array = jax.Array
 
@@ -220,6 +222,15 @@ class _Walk:
         values = [self.slots.get(slot) for slot in instruction.reads]
         return union([v for v in values if isinstance(v, Lazy)])
 
+    def table_of(self, instruction: Instruction) -> Shard | None:
+        """Return the sharded table of which an equation takes rows, or None."""
+        lazy = self.slots.get(instruction.reads[0]) if instruction.reads else None
+        if not isinstance(lazy, Lazy) or lazy.node is not None or not is_look_up(instruction.eqn):
+            return None
+        source = lazy.sources[0]
+        # Of a replicated table the gradient is reduced whole: no rows go anywhere.
+        return source if without_axis(source.cotangent, self.rule.axis) != source.cotangent else None
+
     def unit(self, group: list[int]) -> None:
         """Run the equations of `group` as one rematerialised unit over the gathered parameters they use."""
         instructions = [self.program.instructions[i] for i in group]
@@ -233,7 +244,13 @@ class _Walk:
 
         def equations(whole: Whole, values: Sequence[Any]) -> list[Any]:
             env = {ref: whole.value(z) for ref, z in lazies.items()} | dict(zip(data, values, strict=True))
-            evaluate(instructions, env)
+            for i in instructions:
+                source = self.table_of(i)
+                if source is None:
+                    evaluate([i], env)
+                else:
+                    table, ids = (read(ref, env) for ref in i.ins)
+                    env[i.outs[0]] = look_up(i.eqn, table, ids, source.cotangent, self.rule.mesh, self.rule.axis)
             return [env[out] for out in results]
 
         sources = union(list(lazies.values()))

@@ -1,7 +1,8 @@
 """Bytes that each device sends in a step of one program, by collective.
 
 A leaf that `fsdp` splits sends what the closed form of its stage says; one that stays replicated is reduced by an all_reduce
-over all replicas. What tensor parallelism adds is inside of the model, and not counted.
+over all replicas. An embedding may send fewer, by rows (`zerojax.gather.look_up`), which the batch decides. What tensor
+parallelism adds is inside of the model, and not counted.
 """
 
 from zerojax.memory.closed_forms import collective_elements
