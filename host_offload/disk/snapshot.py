@@ -2,18 +2,25 @@
 
 A record gets a second name in a folder beside its store (a hard link: no byte is copied), and the next write of it goes to a
 file of its own, whose space is reserved when the link is made (`Store.link`). The file with the second name is never written
-again, so it can be moved away later: by a link once more, where the checkpoint is on the same file system, else by a copy, one
-record at a time, read past the page cache and compared with its checksum.
+again, so it can be moved away later: by a link once more, where the checkpoint is on the same file system, else by a copy.
+
+Either way it is read past the page cache, one record at a time, and compared with its checksum. A record that rotted on the
+disk since it was written must not be confirmed as saved: older checkpoints are removed for it.
 
 Where a file system cannot link, or has no room for a second record, records are copied at once, and the step waits.
 """
 
 import contextlib
 import dataclasses
+import errno
+import logging
 import os
 import shutil
+import stat
 import threading
 from collections.abc import Sequence
+
+import numpy as np
 
 from host_offload.device import allocate
 from host_offload.disk.checksum import checksum_of
@@ -21,7 +28,11 @@ from host_offload.disk.direct_file import read_file, write_file
 from host_offload.disk.errors import ChecksumError, TruncatedError
 from host_offload.disk.store import Store
 
+logger = logging.getLogger(__name__)
 _DESCRIPTION = "zarr.json"
+_UNSYNCED: set[int] = set()
+"""File systems that a warning has named, by their devices."""
+_ROTTEN = "it changed on the disk since it was written: check the disk (dmesg, smartctl), and restore the last checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +95,7 @@ class Snapshot:
         return result
 
     def move(self, kept: LinkedRecord, target: str) -> None:
-        """Put kept records into a folder: by links, or by copies that are on disk when this returns.
+        """Put kept records into a folder, by links or copies, all on disk and compared with their checksums on return.
 
         Raises:
           OSError: they cannot be read or written, or a record is not what was written.
@@ -92,16 +103,19 @@ class Snapshot:
         if kept.folder is None:
             return
         _make(kept.store, target)
-        copies = []
+        size, copies = kept.store.format.padded_bytes, []
+        buffer = allocate(size)
         for record in range(kept.store.num_layers):
             source, wanted = os.path.join(kept.folder, str(record)), os.path.join(target, f"c.{record}.0")
             try:
                 os.link(source, wanted)
-                # O_DIRECT goes past the page cache, but not past the cache of the drive: only fsync makes a checkpoint durable.
-                sync(wanted)
             except OSError:
                 # A link cannot cross file systems (EXDEV), and some file systems have none.
                 copies.append((source, wanted, kept.checksums[record]))
+                continue
+            # O_DIRECT goes past the page cache, but not past the cache of the drive: only fsync makes a checkpoint durable.
+            sync(wanted)
+            _read_checked(wanted, buffer, size, kept.checksums[record], kept.store.record_path(record))
         _copy(copies, kept.store)
 
     def close(self) -> None:
@@ -136,19 +150,45 @@ def _copy(files: Sequence[tuple[str, str, int]], store: Store) -> None:
     size = store.format.padded_bytes
     buffer = allocate(size)
     for source, target, expected in files:
-        if (found := os.stat(source).st_size) != size:
-            raise TruncatedError(f"{source} has {found} bytes, and the record {size}")
-        read_file(source, buffer, size)
-        if expected and (found := checksum_of(buffer)) != expected:
-            raise ChecksumError(f"{source}: its checksum is {found:016x}, and {expected:016x} was written")
+        _read_checked(source, buffer, size, expected, source)
         write_file(target, buffer, size)
         sync(target)
 
 
+def _read_checked(path: str, buffer: np.ndarray, size: int, expected: int, name: str) -> None:
+    """Read a record, and compare it with its size and checksum; `name` is the file in which it was written.
+
+    Raises:
+      OSError: it cannot be read, or is not what was written.
+    """
+    if (found := os.stat(path).st_size) != size:
+        raise TruncatedError(f"{name} has {found} bytes, and the record {size}: {_ROTTEN}")
+    read_file(path, buffer, size)
+    if expected and (found := checksum_of(buffer[:size])) != expected:
+        raise ChecksumError(f"{name}: its checksum is {found:016x}, and {expected:016x} was written: {_ROTTEN}")
+
+
 def sync(path: str) -> None:
-    """Wait until a file's bytes are on disk."""
+    """Wait until a file's bytes, or the names in a folder, are on disk.
+
+    Some file systems refuse to flush a folder. Then a warning says so, once, and it is left to the file system.
+
+    Raises:
+      OSError: they cannot be written.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            status = os.fstat(fd)
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP) or not stat.S_ISDIR(status.st_mode):
+                raise
+            if status.st_dev not in _UNSYNCED:
+                _UNSYNCED.add(status.st_dev)
+                logger.warning(
+                    "%s: its file system does not flush folders (fsync: %s), so what was saved last may not be there after a "
+                    "power failure: save to another file system if that matters", path, error.strerror,
+                )  # fmt: skip
     finally:
         os.close(fd)

@@ -284,8 +284,8 @@ def test_the_newest_whole_step_is_the_first_that_can_be_read(tmp_path, caplog):
 
 def test_a_step_is_set_aside_under_a_name_that_is_free(tmp_path):
     directory = Directory(tmp_path)
-    for name in ("5.set-aside", "5.set-aside1", "5"):
+    for name in ("5.set-aside", "5.set-aside1", "5", "3"):
         (tmp_path / name).mkdir()
-    assert directory.set_aside(5) == "5.set-aside2"
-    assert directory.steps() == []
+    assert directory.settle(3, [5]) == ["5.set-aside2"]
+    assert directory.steps() == [3]
     assert (tmp_path / "5.set-aside2").is_dir()

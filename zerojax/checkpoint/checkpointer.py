@@ -9,20 +9,24 @@
     {directory}/{step}/state       records, and what they hold (`zerojax.checkpoint.manifest`)
     {directory}/{step}/config      config, mesh and versions, as JSON
 
-Orbax's CheckpointManager makes a checkpoint appear whole or not at all, keeps as many as asked for, and lets the processes of a
-run wait for each other. The arrays are not Orbax's: its format is read and written leaf by leaf, so a stack of layers, or a
-tier on disk, would pass through memory whole; here a record of one layer is the unit, which a disk's records are linked as.
-`zerojax.weights` writes weights in Orbax's own format.
+Orbax makes a checkpoint appear whole or not at all, and lets the processes of a run wait for each other. The arrays are not
+Orbax's: its format is read and written leaf by leaf, so a stack of layers, or a tier on disk, would pass through memory whole;
+here a record of one layer is the unit, which a disk's records are linked as. `zerojax.weights` writes weights in Orbax's own
+format.
+
+The promise: `restore` returns the newest state whose save was confirmed, unless its bytes were damaged on disk or the rule of
+retention removed it. A save is confirmed when `wait`, `close`, or a later `save` or `restore`, returns without an error. A save
+that fails removes nothing, renames nothing, and may be tried again.
 
 This module holds the order of events in a save and in a restore. `zerojax.checkpoint.directory` says what lies in the
-directory, and what is renamed and removed there. `zerojax.checkpoint.save` and `zerojax.checkpoint.restore` write and read it.
+directory, and what is renamed and removed there; `zerojax.checkpoint.retention` which steps are kept.
+`zerojax.checkpoint.save` and `zerojax.checkpoint.restore` write and read the state.
 """
 
 import contextlib
+import dataclasses
 import logging
-import math
 import os
-import pathlib
 import threading
 from collections.abc import Mapping
 from types import TracebackType
@@ -30,22 +34,37 @@ from typing import Any, Literal, Self
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from zerojax.checkpoint.directory import CONFIG, DELETED, STATE, Directory
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, explaining
+from zerojax.checkpoint.directory import STATE, Directory
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, explained, explaining
 from zerojax.checkpoint.iterators import check_position, own_position
 from zerojax.checkpoint.manifest import SavedState
-from zerojax.checkpoint.orbax import SAVING, Manager, StateSave
+from zerojax.checkpoint.orbax import SAVING, StateSave, StepWriter
 from zerojax.checkpoint.program_state import describe, restore_state
+from zerojax.checkpoint.retention import Retention
 from zerojax.program import Program
-from zerojax.runtime import AllProcesses, BackgroundBarrier
+from zerojax.runtime import AllProcesses
 from zerojax.state import TrainState
 
 logger = logging.getLogger("zerojax")
-_LONGEST_SECONDS = 24 * 3600
-"""That a process may write for. One that died is noticed before, by JAX's heartbeats."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step that is being saved.
+
+    Attributes:
+      number: of the step.
+      before: the step from which the run went on, saved or restored; None for neither.
+      aside: steps of a run that was rolled back, to be set aside once this one is there.
+      folder: under which it appears.
+    """
+
+    number: int
+    before: int | None
+    aside: tuple[int, ...]
+    folder: str
 
 
 class Checkpointer:
@@ -79,7 +98,7 @@ class Checkpointer:
           max_host_bytes: that a process's copies of what rests in memory may take while they wait to be written; the step waits
             if they would take more. None: all at once, which are the bytes of this process's shards of weights and optimizer
             state that are not on disk.
-          verify: compare checksums of all bytes before a restore; False compares sizes alone.
+          verify: compare checksums of all bytes before a restore, and in `latest_step`; False compares sizes alone.
 
         Raises:
           ValueError: settings out of range.
@@ -91,28 +110,15 @@ class Checkpointer:
         if "://" in os.fspath(directory):
             raise ValueError(f"directory={os.fspath(directory)!r}: records are files of a file system; mount the bucket")
         self._interval, self._max_host_bytes, self._verify = save_interval_steps, max_host_bytes, verify
-        self._best_metric = best_metric
-        stages = ("async_write_complete", "async_commit_complete")  # Orbax's names
-        self._barrier = BackgroundBarrier(SAVING, CheckpointError, stages)
+        self._is_async, self._best_metric = is_async, best_metric
+        self._retention = Retention(max_to_keep, best_metric, best_mode)
         self._directory.make()
-        self._options = ocp.CheckpointManagerOptions(
-            max_to_keep=max_to_keep,
-            best_fn=None if best_metric is None else lambda metrics: _comparable(metrics[best_metric], best_mode),
-            best_mode=best_mode,
-            todelete_subdir=DELETED,
-            enable_async_checkpointing=is_async,
-            # The state's item writes into its folder as soon as it is called, so Orbax must have made it by then.
-            async_options=ocp.AsyncOptions(
-                timeout_secs=_LONGEST_SECONDS, barrier_sync_fn=self._barrier, create_directories_asynchronously=False
-            ),
-        )
-        self._open_manager: ocp.CheckpointManager | None = None
+        self._writer = StepWriter()
         self._mutex = threading.RLock()  # one call at a time; `save` and `restore` call `wait`
+        self._pid = os.getpid()
         self._is_closed = False
-        self._deletion: threading.Thread | None = None  # of old checkpoints
         self._last_step: int | None = None  # that was saved or restored
-        self._step_before: int | None = None  # to which a save that fails goes back
-        self._last_save: StateSave | None = None  # until it is on disk
+        self._saving: _Step | None = None  # until it is settled
 
     # --- saving ------------------------------------------------------------------------------------------------------------
 
@@ -147,88 +153,102 @@ class Checkpointer:
             return self._save(program, state, metrics, data, force)
 
     def _save(self, program: Program, state: TrainState, metrics: Mapping[str, Any] | None, data: Any, force: bool) -> bool:
-        self._check_open()
+        self._check_process()
+        if self._is_closed:
+            raise CheckpointError(f"this Checkpointer of {self.directory} is closed: make another")
         program.check_state(state)
         # Waits for the step that makes this state.
         step = int(state.step)
-        if (not force and step % self._interval) or step == self._last_step:
+        if (not force and step % self._interval) or (step == self._last_step and self._saving is None):
             return False
+        together = AllProcesses(program.mesh, SAVING, CheckpointError)
         # refused before anything is touched, and by all processes
-        AllProcesses(program.mesh, SAVING, CheckpointError).do(lambda: check_position(data))
+        together.do(lambda: check_position(data))
         if self._best_metric is not None and (metrics is None or self._best_metric not in metrics):
             names = sorted(metrics or ())
             raise ValueError(f"best_metric={self._best_metric!r}: metrics with that name are needed, got {names}")
-        # The lock before the manager: once it lists the steps, no other run may add or remove one.
+        # Before the directory is listed: from here on no other run may add or remove a step.
         self._take_lock(program.mesh)
-        self.wait()
-        AllProcesses(program.mesh, SAVING, CheckpointError).do(self._directory.check_writable)
-        manager = self._manager()
+        together.do(self._wait)
+        together.do(self._settle_again)
+        if step == self._last_step:
+            return False
+        together.do(self._directory.check_writable)
+        saving = self._step_to_save(program.mesh, step)
         with explaining(f"saving step {step} in {self.directory}"):
-            # Orbax would count the steps of a rolled-back run among the newest, and remove this run's for them.
-            self._set_newer_aside(program.mesh, manager, step)
-            self._begin_save(manager, program, state, step, metrics, data)
-        if jax.process_index() == 0:
-            # Orbax only renames an old step into the folder of deleted ones. Removing its many files is slow, so a thread does
-            # it.
-            self._deletion = threading.Thread(target=self._delete_old, args=(manager,), name="zerojax-delete")
-            self._deletion.start()
-        # `_give_up` takes this back if what is left of the save fails.
-        self._last_step = step
+            self._begin_save(program, state, saving, metrics, data)
+        if not self._is_async:
+            together.do(self._wait)
         return True
 
     def _begin_save(
-        self,
-        manager: ocp.CheckpointManager,
-        program: Program,
-        state: TrainState,
-        step: int,
-        metrics: Mapping[str, Any] | None,
-        data: Any,
+        self, program: Program, state: TrainState, saving: _Step, metrics: Mapping[str, Any] | None, data: Any
     ) -> None:
         """Let Orbax begin the save, and go on with it beside the next steps; if it fails, all is as it was before."""
-        save = StateSave(program, state, self._max_host_bytes, data, self._barrier)
-        args = ocp.args.Composite(**{STATE: save, CONFIG: ocp.args.JsonSave(describe(program))})
-        # Orbax writes metrics as JSON, which holds no arrays.
+        # JSON holds no arrays.
         numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
-        # Here, in the thread of the steps, all processes number their saves alike.
-        self._barrier.renew()
-        self._last_save, self._step_before = save, self._last_step
+        save = StateSave(program, state, self._max_host_bytes, data, self._writer.barrier)
+        kept = numbers if self._best_metric is not None else None
         # From here on the end of the program has something to wait for.
         _OPEN.add(self)
+        # `_give_up` takes this back if the save fails.
+        self._saving, self._last_step = saving, saving.number
         try:
-            # force: the interval was looked at already, and Orbax must not decide again.
-            manager.save(step, args=args, metrics=numbers if self._best_metric is not None else None, force=True)
-            save.check()  # what failed in another process, or in this one of several
+            self._writer.begin(saving.folder, save, describe(program), kept, lambda: self._settle(saving))
         except BaseException:
+            with contextlib.suppress(Exception):  # of which this error told already
+                self._writer.wait()
             self._give_up()
             raise
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise CheckpointError(f"this Checkpointer of {self.directory} is closed: make another")
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:  # neither the threads nor the lock are here
+            raise CheckpointError(f"this Checkpointer of {self.directory} was made before a fork: make another in this process")
 
-    def _set_newer_aside(self, mesh: Mesh, manager: ocp.CheckpointManager, step: int) -> None:
-        """Set aside checkpoints newer than the one from which this run went on, since it will write its own."""
-        steps, last = manager.all_steps(), self._last_step
-        # A run that restored nothing must not mix its steps with another run's.
-        if steps and (max(steps) >= step if last is None else step < last):
-            raise CheckpointError(
-                f"{self.directory} holds checkpoints of steps up to {max(steps)}, of another run, and this state is at step "
-                f"{step}: restore and go on from there, or give another directory"
-            )
-        newer = [other for other in steps if last is not None and other > last]
-        if not newer:
-            return
+    def _step_to_save(self, mesh: Mesh, step: int) -> _Step:
+        """Return where a step is to appear, and what is newer than the step from which this run went on.
 
-        def set_aside() -> None:
-            for other in newer:
-                if (name := self._directory.set_aside(other)) is not None:
-                    logger.warning(
-                        "%s: step %d is set aside as %s, as this run went on from step %s", self.directory, other, name, last
-                    )
+        Raises:
+          CheckpointError: the directory holds another run's steps.
+        """
+        steps: list[int] = []
+        last = self._last_step
 
-        AllProcesses(mesh, "setting newer checkpoints aside", CheckpointError).do(set_aside)
-        manager.reload()  # it listed them when it was opened
+        def look() -> None:
+            steps.extend(self._directory.steps() if jax.process_index() == 0 else ())
+            # A run that restored nothing must not mix its steps with another run's.
+            if steps and (max(steps) >= step if last is None else step < last):
+                raise CheckpointError(
+                    f"{self.directory} holds checkpoints of steps up to {max(steps)}, of another run, and this state is at "
+                    f"step {step}: restore and go on from there, or give another directory"
+                )
+
+        together = AllProcesses(mesh, SAVING, CheckpointError)
+        together.do(look)
+        aside = tuple(other for other in steps if last is not None and other > last)
+        # Only process 0 has listed the directory, and all write into one folder.
+        replaces = together.least(0 if step in aside else 1) == 0
+        return _Step(step, last, aside, self._directory.new_folder(step, replaces=replaces))
+
+    def _settle(self, saving: _Step) -> None:
+        """Make a step that has appeared the newest one, and then remove those that are no longer kept."""
+        for name in self._directory.settle(saving.number, saving.aside):
+            logger.warning(
+                "%s: step %s is set aside as %s, as this run went on from step %s",
+                self.directory, name.partition(".")[0], name, saving.before,
+            )  # fmt: skip
+        try:
+            self._directory.delete(self._retention.surplus(self._directory))
+        except (OSError, CheckpointError) as error:
+            # The new step is there, so the save did not fail. The next one tries again.
+            logger.warning("%s: old checkpoints were not removed: %s", self.directory, explained(error, "removing them"))
+
+    def _settle_again(self) -> None:
+        """Settle a step that has appeared, if that failed before."""
+        if self._saving is not None and jax.process_index() == 0:
+            with explaining(f"saving step {self._saving.number} in {self.directory}"):
+                self._settle(self._saving)
+        self._saving = None
 
     def wait(self) -> None:
         """Wait until what was saved is on disk.
@@ -236,52 +256,44 @@ class Checkpointer:
         Raises:
           CheckpointError: it could not be written.
         """
+        self._check_process()
         with self._mutex:
             self._wait()
 
     def _wait(self) -> None:
-        if self._open_manager is None:
+        if not self._writer.is_writing:
             return
         with explaining(f"saving in {self.directory}"):
             try:
-                self._open_manager.wait_until_finished()
-                # The next save starts another: only one thread at a time removes what is on its way out.
-                if self._deletion is not None:
-                    self._deletion.join()
-                self._directory.sync()  # the name of the last checkpoint
+                self._writer.wait()
             except BaseException:
-                self._give_up()
+                if not self._writer.is_writing:  # else the wait was interrupted, and the save goes on
+                    self._give_up()
                 raise
-            self._last_save = None
+            self._saving = None
 
     def _give_up(self) -> None:
-        """Drop a manager whose save failed, since it would raise that error again, and remove what the save left."""
-        manager, self._open_manager = self._open_manager, None
-        if manager is not None:
-            with contextlib.suppress(Exception):  # what failed fails in the background too
-                manager.close()
-        # Its threads may still write into the folder that `clean` removes.
-        if self._last_save is not None and self._last_save.saving is not None:  # Orbax may not have come to it
-            self._last_save.saving.abandon()
-        self._last_step = self._step_before
-        self._directory.clean()
-
-    def _delete_old(self, manager: ocp.CheckpointManager) -> None:
-        """Remove the files of old checkpoints, once the new one is there."""
-        with contextlib.suppress(Exception):  # `wait` raises it
-            manager.wait_until_finished()
-        self._directory.empty_deleted()
-
-    def _manager(self) -> ocp.CheckpointManager:
-        if self._open_manager is None:
-            with explaining(f"opening {self.directory}"):
-                self._open_manager = Manager(pathlib.Path(self.directory), options=self._options)
-        return self._open_manager
+        """Go back to the step before a save that failed, and remove what it left; if its step is there, it stays."""
+        assert self._saving is not None
+        # Only where there is one process may the disk be asked: others could see it before or after this one does.
+        has_appeared = self._writer.has_appeared or (
+            jax.process_count() == 1 and os.path.isdir(os.path.join(self._saving.folder, STATE))
+        )
+        if not has_appeared:
+            self._last_step, self._saving = self._saving.before, None
+        with contextlib.suppress(OSError):  # the save's own error is told
+            self._directory.clean()
 
     def _take_lock(self, mesh: Mesh) -> None:
         """Keep other runs from saving here."""
-        if not self._directory.is_locked:
+        if self._directory.is_locked:
+            return
+        try:
             AllProcesses(mesh, "taking the directory of checkpoints", CheckpointError).do(self._directory.lock)
+        except BaseException:
+            # Refused in process 0 alone: all must ask for it again.
+            self._directory.unlock()
+            raise
 
     # --- restoring ---------------------------------------------------------------------------------------------------------
 
@@ -306,7 +318,8 @@ class Checkpointer:
     def _restore(self, program: Program, step: int | None, data: Any) -> TrainState:
         if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer)):
             raise ValueError(f"step={step!r}: None or the number of a step is needed")
-        self.wait()
+        self._check_process()
+        AllProcesses(program.mesh, SAVING, CheckpointError).do(self._wait)
 
         def read(step: int) -> tuple[TrainState, Any, bool]:
             with self._open_step(step, program.mesh) as saved:
@@ -327,7 +340,7 @@ class Checkpointer:
             data.set_state(position)
         elif has_position:
             logger.warning("step %d holds the position of an iterator, which restore(program, data=...) sets", step)
-        self._last_step = step
+        self._last_step, self._saving = step, None
         return state
 
     def _open_step(self, step: int, mesh: Mesh) -> SavedState:
@@ -350,25 +363,38 @@ class Checkpointer:
         return self._directory.steps()
 
     def latest_step(self) -> int | None:
-        """Return the newest step of which all files are there, in the size in which they were saved; None if there is none.
+        """Return the newest step that is whole, which `restore` would take; None if there is none.
 
-        One that is not so is passed over with a warning.
+        One that is not whole is passed over with a warning. With `verify=True` all bytes are read to tell, as in a restore:
+        whether there are checkpoints at all is told by `all_steps`, at no cost. In a run of several processes all call this.
+
+        Raises:
+          CheckpointError: a checkpoint cannot be read now, so that it cannot be told whether it is whole.
         """
         self.wait()
-        newest = self._directory.newest_whole(self._check_sizes, required=False)
+        newest = self._directory.newest_whole(self._check, required=False)
         return None if newest is None else newest[0]
 
-    def _check_sizes(self, step: int) -> None:
-        with SavedState(self._directory.state_folder(step)) as saved:
-            saved.check(checksums=False)
+    def _check(self, step: int) -> None:
+        """Compare a checkpoint with what was saved, as `restore` does: the processes share the reading, and agree."""
+
+        def check() -> None:
+            with SavedState(self._directory.state_folder(step)) as saved:
+                saved.check(checksums=self._verify, part=jax.process_index(), num_parts=jax.process_count())
+
+        mesh = Mesh(np.asarray(jax.devices()), ("devices",))
+        AllProcesses(mesh, f"reading step {step}", CheckpointError, DamagedError).do(check)
 
     def best_step(self) -> int | None:
-        """Return the step of the best metric, with `best_metric`; else the latest."""
+        """Return the step of the best metric, with `best_metric`; else the newest. None if there is none."""
         self.wait()
-        return self._manager().best_step()
+        return self._retention.best(self._directory)
 
     def close(self) -> None:
         """Wait for a save in the background, and unlock the directory. The end of the program does this too."""
+        if os.getpid() != self._pid:  # the threads and the lock are those of the process from which this one was forked
+            _OPEN.discard(self)
+            return
         with self._mutex:
             self._is_closed = True
             _OPEN.discard(self)
@@ -376,10 +402,10 @@ class Checkpointer:
                 self._wait()
             finally:
                 # Also after a save that failed: else this process would keep other runs from the directory.
-                manager, self._open_manager = self._open_manager, None
-                if manager is not None:
-                    manager.close()
-                self._directory.unlock()
+                try:
+                    self._writer.close()
+                finally:
+                    self._directory.unlock()
 
     def __enter__(self) -> Self:
         return self
@@ -415,8 +441,3 @@ def _check_settings(max_to_keep: Any, save_interval_steps: Any, best_metric: Any
         raise ValueError(f"best_metric={best_metric!r}: None or the name of a metric is needed")
     if best_mode not in ("min", "max"):
         raise ValueError(f"best_mode={best_mode!r}: 'min' or 'max' is needed")
-
-
-def _comparable(value: float, mode: str) -> float:
-    """Return a metric for comparing checkpoints: NaN becomes the worst value."""
-    return value if not math.isnan(value) else (math.inf if mode == "min" else -math.inf)

@@ -1,24 +1,35 @@
 """A directory of checkpoints: what lies in it, which step is the newest whole one, and every change that is made in it.
 
-    {step}/state, {step}/config      a checkpoint and its two items; Orbax gives it this name when all of it is on disk
+    {step}/state, {step}/config      a checkpoint and its items; Orbax gives it this name when all of it is on disk
+    {step}/metrics                   of the step, where checkpoints are kept by a metric
+    {step}.next                      one that is whole, and takes the place of {step} of a run that was rolled back
     {step}.orbax-checkpoint-tmp-*    one that is being written, or that a kill ended
     {step}.set-aside                 one of a run that was rolled back; no reader takes it for a step
-    .deleted/                        old ones on their way out
+    .deleted.*/                      old ones on their way out
     .zerojax.lock                    flocked by the process that saves here
 
-A step comes by one rename and goes by one, so that no reader lists a step that is half there or half gone.
+A step comes by one rename and goes by one, so that no reader lists a step that is half there or half gone. Nothing goes before
+what takes its place has come, and its name is on disk:
+
+    a step comes    {step} or {step}.next    ->  the folder's entries are flushed  ->  older and rolled-back steps go
+
+So whenever a process is killed, or a call fails, the newest state whose save was confirmed is there under a name that readers
+take for its step.
 
 Whoever reads only lists and opens. What changes a directory is process 0 of the run that saves there, under the lock: the
 processes of a run share one directory. In its other processes the methods that change something do nothing.
 """
 
+import errno
 import fcntl
 import itertools
 import logging
 import os
+import re
 import shutil
+import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -28,15 +39,20 @@ from zerojax.checkpoint.errors import CheckpointError, DamagedError, explaining
 
 logger = logging.getLogger("zerojax")
 
-STATE, CONFIG = "state", "config"
+STATE, CONFIG, METRICS = "state", "config", "metrics"
 """Items of a checkpoint."""
 LOCK = ".zerojax.lock"
 ASIDE = ".set-aside"
+NEXT = ".next"
 TEMPORARY = ".orbax-checkpoint-tmp"
 """In the name of what Orbax has not finished."""
 DELETED = ".deleted"
 _ELSEWHERE = -1
-"""In place of a file descriptor: process 0 holds the lock."""
+"""In place of a file descriptor: process 0 holds the lock, or the file system has none."""
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
+"""What flock says on file systems that do not lock files."""
+# As int would write it: it also reads digits of other scripts, leading zeros, and numbers of any length.
+_STEP = re.compile(rf"(0|[1-9][0-9]{{0,17}})({re.escape(NEXT)})?")
 
 T = TypeVar("T")
 
@@ -65,7 +81,7 @@ class Directory:
             names = os.listdir(self.path)
         except OSError as error:
             raise CheckpointError(f"the directory of checkpoints {self.path} cannot be read: {error.strerror}") from error
-        steps = (int(name) for name in names if name.isdigit() and os.path.isdir(os.path.join(self.path, name)))
+        steps = {int(m[1]) for name in names if (m := _STEP.fullmatch(name)) and os.path.isdir(os.path.join(self.path, name))}
         return sorted(steps), sorted(name for name in names if TEMPORARY in name)
 
     def steps(self) -> list[int]:
@@ -78,11 +94,17 @@ class Directory:
 
     def step_folder(self, step: int) -> str:
         """Return the folder of a step."""
-        return os.path.join(self.path, str(step))
+        # Both are there only while the one takes the other's place.
+        newer = self.new_folder(step, replaces=True)
+        return newer if os.path.isdir(newer) else self.new_folder(step)
+
+    def new_folder(self, step: int, *, replaces: bool = False) -> str:
+        """Return the folder under which a step is to appear, which may replace one of another run."""
+        return os.path.join(self.path, f"{step}{NEXT if replaces else ''}")
 
     def state_folder(self, step: int) -> str:
         """Return the folder in which the state of a step is saved."""
-        return os.path.join(self.path, str(step), STATE)
+        return os.path.join(self.step_folder(step), STATE)
 
     def newest_whole(
         self, read: Callable[[int], T], *, required: bool = True, label: Callable[[int], str] = "step {}".format
@@ -124,31 +146,71 @@ class Directory:
             with explaining(f"writing to {self.path}"), tempfile.TemporaryFile(dir=self.path):
                 pass
 
-    def set_aside(self, step: int) -> str | None:
-        """Rename a step, so that it is none any more, and return the new name; None in processes that change nothing."""
-        if jax.process_index() != 0:
-            return None
-        # The same step may be set aside by each run that goes back behind it.
+    def settle(self, step: int, aside: Sequence[int]) -> list[str]:
+        """Give a step that has appeared its own name, and set other steps aside; return the new names of these.
+
+        Nothing is renamed before the step's name is on disk, and nothing may be removed before this returns.
+
+        Args:
+          step: that was saved.
+          aside: steps of a run that was rolled back; the same step may be one.
+
+        Raises:
+          OSError: of the file system. The step is there, and may be settled again.
+        """
+        sync(self.step_folder(step))  # the names of its items
+        sync(self.path)
+        new, names = self.new_folder(step, replaces=True), []
+        replaces = os.path.isdir(new)
+        for other in aside:
+            old = self.new_folder(other)
+            # Under this step's own name is the step itself, where a call that failed has come so far.
+            if os.path.isdir(old) and (other != step or replaces):
+                names.append(self._free_name(other))
+                os.rename(old, os.path.join(self.path, names[-1]))
+        if replaces:
+            os.rename(new, self.new_folder(step))
+        if names or replaces:
+            sync(self.path)
+        return names
+
+    def _free_name(self, step: int) -> str:
+        """Return the name under which to set a step aside; each run that goes back behind it may set one aside."""
         names = (f"{step}{ASIDE}{n or ''}" for n in itertools.count())
-        name = next(n for n in names if not os.path.lexists(os.path.join(self.path, n)))
-        os.rename(self.step_folder(step), os.path.join(self.path, name))
-        return name
+        return next(n for n in names if not os.path.lexists(os.path.join(self.path, n)))
 
     def clean(self) -> None:
         """Remove what saves that failed, or that a kill ended, left; to be called while nothing is being saved."""
-        if jax.process_index() == 0:
-            for name in os.listdir(self.path):
-                if TEMPORARY in name or name == DELETED:
-                    shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
+        if jax.process_index() != 0 or not self.is_locked:
+            return
+        for name in os.listdir(self.path):
+            if TEMPORARY in name or name.startswith(DELETED):
+                shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
 
-    def empty_deleted(self) -> None:
-        """Remove the files of old checkpoints."""
-        if jax.process_index() == 0:
-            shutil.rmtree(os.path.join(self.path, DELETED), ignore_errors=True)
+    def finish_replacing(self) -> None:
+        """Give those that were to take another's place their names, where a kill came between.
 
-    def sync(self) -> None:
-        """Make the names of the steps last: a rename is on disk only when its folder is."""
-        sync(self.path)
+        Raises:
+          OSError: of the file system.
+        """
+        for name in os.listdir(self.path):
+            if (found := _STEP.fullmatch(name)) and found[2]:
+                self.settle(int(found[1]), [int(found[1])])
+
+    def delete(self, steps: Sequence[int]) -> None:
+        """Remove steps: from the list of steps at once, from the disk as fast as that is.
+
+        Raises:
+          OSError: of the file system.
+        """
+        if not steps:
+            return
+        # A folder of its own: what an earlier call could not remove may still be there.
+        folder = tempfile.mkdtemp(prefix=f"{DELETED}.", dir=self.path)
+        for step in steps:
+            os.rename(self.new_folder(step), os.path.join(folder, str(step)))
+        sync(self.path)  # or a step could be there again, half removed, after a power failure
+        shutil.rmtree(folder)
 
     # --- the lock ----------------------------------------------------------------------------------------------------------
 
@@ -167,25 +229,67 @@ class Directory:
             self._lock = _ELSEWHERE
             return
         with explaining(f"taking the directory of checkpoints {self.path}"):
-            # O_CLOEXEC: else a program started from this process would hold the lock for as long as it runs.
-            fd = os.open(os.path.join(self.path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = fd = self._locked()
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Only the owner writes its process number, which the error shows to whoever is refused.
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-            except BlockingIOError as error:
-                owner = os.pread(fd, 64, 0).decode(errors="replace").strip() or "?"
-                os.close(fd)
-                raise CheckpointError(
-                    f"process {owner} saves checkpoints in {self.path}: give this run a directory of its own"
-                ) from error
+                # Only now: what lies there unfinished is no other run's.
+                self.finish_replacing()
+                self.clean()
             except BaseException:
-                os.close(fd)
+                self.unlock()
                 raise
-            self.clean()  # only now: what lies there unfinished is no other run's
-        self._lock = fd
-        os.register_at_fork(after_in_child=lambda: self._forget(fd))
+        if fd != _ELSEWHERE:
+            os.register_at_fork(after_in_child=lambda: self._forget(fd))
+
+    def _locked(self) -> int:
+        """Return the descriptor of the lock's file, locked, or _ELSEWHERE where the file system has no locks."""
+        path = os.path.join(self.path, LOCK)
+        # O_CLOEXEC: else a program started from this process would hold the lock for as long as it runs. O_NOFOLLOW and what
+        # is looked at below: whoever may write to the directory could have put another file of this user's in its place.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            fd = os.open(path, flags, 0o600)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise CheckpointError(f"{path} is no file of a lock: remove it", errno=error.errno) from error
+            raise
+        try:
+            status, owners = os.fstat(fd), (os.geteuid(), os.stat(self.path).st_uid)
+            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid in owners and status.st_nlink == 1
+            owner = os.pread(fd, 64, 0) if is_ours else b""
+            if not is_ours or not re.fullmatch(rb"[0-9]*\s*", owner):
+                raise CheckpointError(
+                    f"{path} is no lock that this user's runs made (owner {status.st_uid}, {status.st_nlink} names): remove it"
+                )
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Only the owner writes its process number, which the error shows to whoever is refused.
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        except BlockingIOError as error:
+            os.close(fd)
+            holder = owner.decode().strip() or "?"
+            raise CheckpointError(
+                f"process {holder} saves checkpoints in {self.path}: give this run a directory of its own"
+            ) from error
+        except OSError as error:
+            os.close(fd)
+            if error.errno not in _NO_LOCKS:
+                raise
+            self._without_lock(error)
+            return _ELSEWHERE
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _without_lock(self, error: OSError) -> None:
+        """Go on without a lock where only this process saves, or raise."""
+        lacks = f"the file system of {self.path} does not lock files (flock: {error.strerror})"
+        remedy = "mount it with locks (Lustre: -o flock; NFS: lockd), or give a directory of another file system"
+        if jax.process_count() > 1:
+            raise CheckpointError(
+                f"{lacks}, so a second job in it would not be noticed: {remedy}", errno=error.errno
+            ) from error
+        logger.warning("%s: a second run that saves there is not noticed, so start none; or %s", lacks, remedy)
 
     def _forget(self, fd: int) -> None:
         """Close the lock's file in a forked child, which would keep the lock when this process is gone."""

@@ -16,6 +16,7 @@ from typing import Any
 from zerojax.checkpoint.directory import CONFIG, STATE, TEMPORARY, Directory, is_step
 from zerojax.checkpoint.errors import DamagedError, unreadable
 from zerojax.checkpoint.manifest import SavedState
+from zerojax.checkpoint.retention import read_metrics
 
 _CONFIG_FILE = "metadata"
 """Which Orbax's JsonSave writes."""
@@ -95,8 +96,9 @@ def _status(folder: str, verify: bool) -> _Status:
     with saved:
         try:
             saved.check(checksums=verify)
-            # No restore reads the config, but a step that lost it is not as it was saved.
+            # No restore reads config and metrics, but a step that lost them is not as it was saved.
             _config(folder)
+            read_metrics(folder)
         except DamagedError as error:
             return _Status(saved, str(error))
     return _Status(saved, None)

@@ -74,7 +74,9 @@ class Restoring:
                 swap.open()
                 # From here on what the program has on disk is overwritten, so this comes after all checks of the checkpoint.
                 swap.begin((), (), name="restore")
-            arrays = self._arrays(sources)
+            arrays: list[Any] = []
+            # Its programs let no process wait for another, so that one that fails to read is heard of here.
+            self._together.do(lambda: arrays.extend(self._arrays(sources)))
             if swap is not None:
                 self._together.do(lambda: self._fill_disk(swap, sources))
                 swap.finish()

@@ -1,0 +1,233 @@
+"""What was saved stays: no call that fails, no kill and nothing that lies in a directory takes a whole checkpoint away."""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+from test_directory import BATCH, build, run
+
+import zerojax as zj
+from zerojax.checkpoint.directory import Directory
+
+
+@pytest.fixture(scope="module")
+def program():
+    return build()
+
+
+@contextlib.contextmanager
+def failing_fsync(matches, number=errno.EIO):
+    """Let fsync fail for the files whose path `matches` says so."""
+    real = os.fsync
+
+    def fsync(fd):
+        if matches(os.readlink(f"/proc/self/fd/{fd}")):
+            raise OSError(number, os.strerror(number))
+        real(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        yield
+
+
+def newest(program, folder) -> int:
+    """Return the step that another program would go on from."""
+    return int(zj.Checkpointer(folder).restore(program).step)
+
+
+def test_a_step_that_is_there_is_not_set_aside_for_a_save_that_fails(program, tmp_path):
+    """The directory could not be flushed when it had appeared, so its save failed; and so does the next one."""
+    with zj.Checkpointer(tmp_path, max_to_keep=1, is_async=False) as ckpt:
+        state = run(program, program.init(jax.random.key(0)), ckpt, 1)
+        state, _ = program.step(state, BATCH)
+        with failing_fsync(lambda path: path == str(tmp_path)), pytest.raises(zj.CheckpointError, match=r"EIO \(5\)"):
+            ckpt.save(program, state)
+        state, _ = program.step(state, BATCH)
+        with failing_fsync(lambda path: "orbax-checkpoint-tmp" in path), pytest.raises(zj.CheckpointError, match="EIO"):
+            ckpt.save(program, state)
+        assert newest(program, tmp_path) == 2
+        assert ckpt.save(program, state)
+        assert ckpt.all_steps() == [3]
+    assert not [path.name for path in tmp_path.iterdir() if "set-aside" in path.name]
+
+
+def test_a_save_that_failed_is_tried_again(program, tmp_path):
+    """The first two cannot flush the name of a step that is there, the third cannot write."""
+    with zj.Checkpointer(tmp_path) as ckpt:
+        state = program.init(jax.random.key(0))
+        with failing_fsync(lambda path: path == str(tmp_path)):
+            for _ in range(2):
+                with pytest.raises(zj.CheckpointError, match="EIO"):
+                    ckpt.save(program, state) and ckpt.wait()
+        assert not ckpt.save(program, state)  # it is there, and flushed by now
+        state, _ = program.step(state, BATCH)
+        with failing_fsync(lambda path: "manifest" in path):
+            ckpt.save(program, state)
+            with pytest.raises(zj.CheckpointError, match="EIO"):
+                ckpt.save(program, state)
+        assert ckpt.all_steps() == [0]
+        assert ckpt.save(program, state)
+        assert ckpt.all_steps() == [0, 1]
+
+
+def test_after_a_rollback_nothing_is_set_aside_before_a_save_is_done(program, tmp_path):
+    with zj.Checkpointer(tmp_path) as ckpt:
+        run(program, program.init(jax.random.key(0)), ckpt, 3)
+    kept = os.stat(tmp_path / "2").st_ino
+    with zj.Checkpointer(tmp_path, is_async=False) as ckpt:
+        state, _ = program.step(ckpt.restore(program, 1), {"x": BATCH["x"] + 1})
+        with failing_fsync(lambda path: "orbax-checkpoint-tmp" in path), pytest.raises(zj.CheckpointError, match="EIO"):
+            ckpt.save(program, state)
+        assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["1", "2", "3"]
+        assert newest(program, tmp_path) == 3
+        assert ckpt.save(program, state)  # in place of another step 2
+        assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["1", "2", "2.set-aside", "3.set-aside"]
+        assert os.stat(tmp_path / "2.set-aside").st_ino == kept
+        np.testing.assert_array_equal(ckpt.restore(program).params["w"], state.params["w"])
+
+
+@pytest.mark.parametrize("came_to", ["both", "new"])
+def test_a_kill_while_a_step_replaces_another_leaves_the_new_one(program, tmp_path, came_to):
+    with zj.Checkpointer(tmp_path) as ckpt:
+        run(program, program.init(jax.random.key(0)), ckpt, 1)
+    (tmp_path / "1").rename(tmp_path / "1.next")
+    if came_to == "both":
+        (tmp_path / "1").mkdir()
+    with zj.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.all_steps() == [1]
+        assert ckpt.latest_step() == 1
+        run(program, ckpt.restore(program), ckpt, 1)
+        ckpt.wait()
+        assert ckpt.all_steps() == [1, 2]
+        assert not (tmp_path / "1.next").exists()
+        assert int(ckpt.restore(program, 1).step) == 1
+
+
+def test_metrics_that_cannot_be_read_stop_no_save(program, tmp_path, caplog):
+    with zj.Checkpointer(tmp_path, max_to_keep=1, best_metric="loss") as ckpt:
+        state = run(program, program.init(jax.random.key(0)), ckpt, 1, metrics={"loss": 1.0})
+    (tmp_path / "1" / "metrics" / "metrics").write_text('{"loss": 1.')
+    report = zj.checkpoint.inspect(tmp_path, verify=True)
+    assert not report.is_whole
+    assert "1/metrics/metrics cannot be read" in report.text
+    with zj.Checkpointer(tmp_path, max_to_keep=1, best_metric="loss") as ckpt:
+        state = ckpt.restore(program)
+        for loss in (3.0, 2.0, 4.0):
+            state = run(program, state, ckpt, 1, metrics={"loss": loss})
+        assert ckpt.best_step() == 3
+        assert ckpt.all_steps() == [1, 3]
+    told = [r for r in caplog.records if "1/metrics/metrics cannot be read" in r.getMessage()]
+    assert len(told) == 1
+
+
+def test_a_file_system_without_flushes_of_folders_is_saved_to(program, tmp_path, caplog):
+    with failing_fsync(os.path.isdir, errno.EINVAL), zj.Checkpointer(tmp_path) as ckpt:
+        run(program, program.init(jax.random.key(0)), ckpt, 2)
+    assert newest(program, tmp_path) == 2
+    told = [r.getMessage() for r in caplog.records if "does not flush folders (fsync: Invalid argument)" in r.getMessage()]
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_file_system_without_locks_is_saved_to_by_one_process(program, tmp_path, caplog, monkeypatch, num_processes):
+    def flock(fd, operation):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with zj.Checkpointer(tmp_path) as ckpt:
+        if num_processes == 2:
+            monkeypatch.setattr(jax, "process_count", lambda: 2)
+            directory = Directory(tmp_path)
+            with pytest.raises(zj.CheckpointError, match=r"does not lock files \(flock: .*\), .*: mount it with locks"):
+                directory.lock()
+            assert not directory.is_locked
+            return
+        run(program, program.init(jax.random.key(0)), ckpt, 2)
+    assert newest(program, tmp_path) == 2
+    assert len([r for r in caplog.records if "a second run that saves there is not noticed" in r.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("planted", ["symlink", "hard link", "fifo", "folder", "text"])
+def test_a_planted_lock_overwrites_no_file(program, tmp_path, planted):
+    victim, lock = tmp_path / "thesis", tmp_path / "c" / ".zerojax.lock"
+    victim.write_text("ten years of work")
+    lock.parent.mkdir()
+    match planted:
+        case "symlink":
+            lock.symlink_to(victim)
+        case "hard link":
+            lock.hardlink_to(victim)
+        case "fifo":
+            os.mkfifo(lock)
+        case "folder":
+            lock.mkdir()
+        case "text":
+            lock.write_text("not a number")
+    with zj.Checkpointer(lock.parent) as ckpt:
+        for _ in range(2):
+            with pytest.raises(zj.CheckpointError, match=r"\.zerojax\.lock is no .*remove it"):
+                ckpt.save(program, program.init(jax.random.key(0)))
+    assert victim.read_text() == "ten years of work"
+
+
+def test_folders_that_are_no_steps_are_left_alone(program, tmp_path):
+    with zj.Checkpointer(tmp_path) as ckpt:
+        run(program, program.init(jax.random.key(0)), ckpt, 1)
+    for name in ("²", "٣", "007", "9" * 200, "-4", " 5"):
+        (tmp_path / name).mkdir()
+    with zj.Checkpointer(tmp_path, max_to_keep=1) as ckpt:
+        assert ckpt.all_steps() == [1]
+        run(program, ckpt.restore(program), ckpt, 1)
+        ckpt.wait()
+        assert ckpt.all_steps() == [2]
+    assert (tmp_path / "²").is_dir()
+
+
+def test_a_forked_child_that_unwinds_waits_for_nothing(program, tmp_path):
+    """The threads that save are those of the parent."""
+    with zj.Checkpointer(tmp_path) as ckpt:
+        state = run(program, program.init(jax.random.key(0)), ckpt, 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("warnings.warn", lambda *_, **__: None)  # JAX's, that a child must not use it
+            child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with pytest.raises(zj.CheckpointError, match="made before a fork"):
+                    ckpt.wait()
+                ckpt.close()
+                code = 0
+            finally:
+                os._exit(code)
+        deadline = time.monotonic() + 20
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended[0] == 0:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended == (child, 0)
+        run(program, state, ckpt, 1)
+    assert newest(program, tmp_path) == 2
+
+
+def test_an_interrupted_wait_gives_no_save_up(program, tmp_path, caplog):
+    with zj.Checkpointer(tmp_path) as ckpt:
+        state = run(program, program.init(jax.random.key(0)), ckpt, 1)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def join(self, timeout=None):
+                raise KeyboardInterrupt
+
+            patch.setattr(type(ckpt._writer._thread), "join", join)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.wait()
+        run(program, state, ckpt, 1)
+    assert newest(program, tmp_path) == 2
+    assert not [r for r in caplog.records if r.levelno > logging.WARNING]
