@@ -57,7 +57,7 @@ class Snapshot:
         """Use a folder that is not there yet, on the stores' file system."""
         self._folder = folder
         self._kept: list[LinkedRecord] = []
-        self._closed = threading.Event()
+        self._closed, self._is_removed = threading.Event(), False
         os.mkdir(folder, 0o700)
 
     def keep(self, store: Store, target: str) -> LinkedRecord:
@@ -119,15 +119,27 @@ class Snapshot:
         _copy(copies, kept.store)
 
     def close(self) -> None:
-        """Remove the second names; once closed, do nothing."""
+        """Remove the second names; once closed, remove what could not be removed then."""
         kept, self._kept = self._kept, []
-        for each in kept:
-            if each.folder is not None:
-                for record in range(each.store.num_layers):
-                    with contextlib.suppress(OSError):
-                        each.store.unlink(record, os.path.join(each.folder, str(record)))
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._closed.set()
+        try:
+            for each in kept:
+                if each.folder is not None:
+                    for record in range(each.store.num_layers):
+                        with contextlib.suppress(OSError):
+                            each.store.unlink(record, os.path.join(each.folder, str(record)))
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self._folder)
+            self._is_removed = True
+        except OSError as error:
+            # Their space is taken until the folder of the swap goes, or the next snapshot removes them.
+            logger.info("%s was not removed: %s", self._folder, error)
+        finally:
+            self._closed.set()
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether nothing of it is left on disk."""
+        return self._is_removed
 
     @property
     def is_closed(self) -> bool:

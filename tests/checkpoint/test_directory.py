@@ -251,7 +251,7 @@ def test_wrong_arguments_are_told(program, tmp_path):
                 ckpt.restore(program, step)
     gone = zj.Checkpointer(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    with pytest.raises(CheckpointError, match=r"gone cannot be read: No such file"):
+    with pytest.raises(CheckpointError, match=r"the directory of checkpoints .*gone is not there"):
         gone.latest_step()
 
 

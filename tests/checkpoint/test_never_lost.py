@@ -177,6 +177,24 @@ def test_a_planted_lock_overwrites_no_file(program, tmp_path, planted):
     assert victim.read_text() == "ten years of work"
 
 
+def test_a_step_that_cannot_be_looked_at_is_not_passed_over(program, tmp_path, monkeypatch):
+    """os.path.isdir says no where it cannot tell."""
+    with zj.Checkpointer(tmp_path) as ckpt:
+        run(program, program.init(jax.random.key(0)), ckpt, 2)
+    real = os.stat
+
+    def stat(path, *args, **kwargs):
+        if isinstance(path, str) and path.startswith(str(tmp_path / "2")):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with zj.Checkpointer(tmp_path) as ckpt:
+        for call in (ckpt.latest_step, lambda: ckpt.restore(program), lambda: zj.checkpoint.inspect(tmp_path)):
+            with pytest.raises(zj.CheckpointError, match="ESTALE"):
+                call()
+
+
 def test_folders_that_are_no_steps_are_left_alone(program, tmp_path):
     with zj.Checkpointer(tmp_path) as ckpt:
         run(program, program.init(jax.random.key(0)), ckpt, 1)

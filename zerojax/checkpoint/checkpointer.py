@@ -36,7 +36,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zerojax.checkpoint.directory import STATE, Directory
+from zerojax.checkpoint.directory import STATE, Directory, is_folder
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, explained, explaining
 from zerojax.checkpoint.iterators import check_position, own_position
 from zerojax.checkpoint.manifest import SavedState
@@ -275,10 +275,12 @@ class Checkpointer:
     def _give_up(self) -> None:
         """Go back to the step before a save that failed, and remove what it left; if its step is there, it stays."""
         assert self._saving is not None
-        # Only where there is one process may the disk be asked: others could see it before or after this one does.
-        has_appeared = self._writer.has_appeared or (
-            jax.process_count() == 1 and os.path.isdir(os.path.join(self._saving.folder, STATE))
-        )
+        has_appeared = self._writer.has_appeared
+        if not has_appeared and jax.process_count() == 1:  # of several, others could see the disk before or after this one does
+            try:
+                has_appeared = is_folder(os.path.join(self._saving.folder, STATE))
+            except OSError:
+                has_appeared = True  # it is not known to be absent
         if not has_appeared:
             self._last_step, self._saving = self._saving.before, None
         with contextlib.suppress(OSError):  # the save's own error is told

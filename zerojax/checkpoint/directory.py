@@ -20,6 +20,7 @@ Whoever reads only lists and opens. What changes a directory is process 0 of the
 processes of a run share one directory. In its other processes the methods that change something do nothing.
 """
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -77,11 +78,17 @@ class Directory:
           CheckpointError: the directory cannot be read.
         """
         try:
-            # One listing for both: between two, a step could get its name and be in neither.
-            names = os.listdir(self.path)
-        except OSError as error:
-            raise CheckpointError(f"the directory of checkpoints {self.path} cannot be read: {error.strerror}") from error
-        steps = {int(m[1]) for name in names if (m := _STEP.fullmatch(name)) and os.path.isdir(os.path.join(self.path, name))}
+            # One listing for both: between two, a step could get its name and be in neither. What cannot be told is an error:
+            # os.path.isdir says no of a folder that cannot be looked at now, and its step would be passed over.
+            with explaining(f"reading the directory of checkpoints {self.path}"), os.scandir(self.path) as entries:
+                known = [entry for entry in entries if _STEP.fullmatch(entry.name) or TEMPORARY in entry.name]
+                found = [(entry.name, entry.is_dir()) for entry in known]
+        except CheckpointError as error:
+            if error.errno == errno.ENOENT:
+                raise CheckpointError(f"the directory of checkpoints {self.path} is not there", errno=errno.ENOENT) from error
+            raise
+        steps = {int(m[1]) for name, is_folder in found if is_folder and (m := _STEP.fullmatch(name))}
+        names = [name for name, _ in found]
         return sorted(steps), sorted(name for name in names if TEMPORARY in name)
 
     def steps(self) -> list[int]:
@@ -93,10 +100,15 @@ class Directory:
         return self.listing()[0]
 
     def step_folder(self, step: int) -> str:
-        """Return the folder of a step."""
+        """Return the folder of a step.
+
+        Raises:
+          CheckpointError: the directory cannot be read.
+        """
         # Both are there only while the one takes the other's place.
         newer = self.new_folder(step, replaces=True)
-        return newer if os.path.isdir(newer) else self.new_folder(step)
+        with explaining(f"reading the directory of checkpoints {self.path}"):
+            return newer if is_folder(newer) else self.new_folder(step)
 
     def new_folder(self, step: int, *, replaces: bool = False) -> str:
         """Return the folder under which a step is to appear, which may replace one of another run."""
@@ -161,11 +173,11 @@ class Directory:
         sync(self.step_folder(step))  # the names of its items
         sync(self.path)
         new, names = self.new_folder(step, replaces=True), []
-        replaces = os.path.isdir(new)
+        replaces = is_folder(new)
         for other in aside:
             old = self.new_folder(other)
             # Under this step's own name is the step itself, where a call that failed has come so far.
-            if os.path.isdir(old) and (other != step or replaces):
+            if is_folder(old) and (other != step or replaces):
                 names.append(self._free_name(other))
                 os.rename(old, os.path.join(self.path, names[-1]))
         if replaces:
@@ -185,7 +197,8 @@ class Directory:
             return
         for name in os.listdir(self.path):
             if TEMPORARY in name or name.startswith(DELETED):
-                shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
+                with contextlib.suppress(OSError):  # which ignore_errors does not suppress all
+                    shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
 
     def finish_replacing(self) -> None:
         """Give those that were to take another's place their names, where a kill came between.
@@ -304,6 +317,22 @@ class Directory:
             os.close(fd)
 
 
+def is_folder(path: str) -> bool:
+    """Tell whether there is a folder, or a link to one.
+
+    Raises:
+      OSError: that cannot be told, for want of a right, say.
+    """
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def is_step(folder: str) -> bool:
-    """Tell whether a folder is that of a step, whole or not."""
-    return TEMPORARY in os.path.basename(folder) or any(os.path.isdir(os.path.join(folder, item)) for item in (STATE, CONFIG))
+    """Tell whether a folder is that of a step, whole or not.
+
+    Raises:
+      OSError: as `is_folder` does.
+    """
+    return TEMPORARY in os.path.basename(folder) or any(is_folder(os.path.join(folder, item)) for item in (STATE, CONFIG))

@@ -13,8 +13,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax.checkpoint.directory import CONFIG, STATE, TEMPORARY, Directory, is_step
-from zerojax.checkpoint.errors import DamagedError, unreadable
+from zerojax.checkpoint.directory import CONFIG, STATE, TEMPORARY, Directory, is_folder, is_step
+from zerojax.checkpoint.errors import DamagedError, explaining, unreadable
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.retention import read_metrics
 
@@ -61,13 +61,16 @@ def inspect(folder: str | os.PathLike[str], *, verify: bool = False) -> Report:
     """
     directory = Directory(folder)
     folder = directory.path
-    if not os.path.isdir(folder):
-        raise NoCheckpointError(f"{folder} is no folder")
-    if is_step(folder):
-        return _step_report(folder, verify)
+    with explaining(f"reading {folder}"):
+        if not is_folder(folder):
+            raise NoCheckpointError(f"{folder} is no folder")
+        if is_step(folder):
+            return _step_report(folder, verify)
     steps, unfinished = directory.listing()
     # A folder may have a number for a name and hold something else.
-    if not unfinished and not any(is_step(directory.step_folder(step)) for step in steps):
+    with explaining(f"reading {folder}"):
+        has_steps = any(is_step(directory.step_folder(step)) for step in steps)
+    if not unfinished and not has_steps:
         raise NoCheckpointError(f"{folder} is neither a zerojax.Checkpointer's directory nor a step of one")
     return _directory_report(directory, steps, unfinished, verify)
 

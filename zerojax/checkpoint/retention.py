@@ -14,7 +14,7 @@ import math
 import os
 from typing import Literal
 
-from zerojax.checkpoint.directory import METRICS, Directory
+from zerojax.checkpoint.directory import METRICS, Directory, is_folder
 from zerojax.checkpoint.errors import DamagedError, unreadable
 
 logger = logging.getLogger("zerojax")
@@ -33,9 +33,9 @@ def read_metrics(folder: str) -> dict[str, float] | None:
       CheckpointError: they cannot be read now.
     """
     path = metrics_file(folder)
-    if not os.path.isdir(os.path.dirname(path)):
-        return None
     try:
+        if not is_folder(os.path.dirname(path)):
+            return None
         with open(path) as file:
             metrics = json.load(file)
     except OSError as error:

@@ -382,7 +382,10 @@ class SwapSession:
             self.engine.flush()
         assert self._folder is not None
         snapshot = Snapshot(os.path.join(self._folder.path, f"snapshot-{next(self._snapshot_numbers)}"))
-        self._snapshots = [*(other for other in self._snapshots if not other.is_closed), snapshot]
+        for other in self._snapshots:
+            if other.is_closed and not other.is_removed:
+                other.close()
+        self._snapshots = [*(other for other in self._snapshots if not other.is_removed), snapshot]
         ranks = self.disk.ranks()
         try:
             yield snapshot, [(records, self.engine.store_of(records.kind, rank)) for records in kinds for rank in ranks]
