@@ -15,6 +15,7 @@ from test_directory import BATCH, build, run
 
 import zerojax as zj
 from zerojax.checkpoint.directory import Directory
+from zerojax.checkpoint.inspection import inspect
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,8 @@ def test_a_save_that_failed_is_tried_again(program, tmp_path):
         with failing_fsync(lambda path: path == str(tmp_path)):
             for _ in range(2):
                 with pytest.raises(zj.CheckpointError, match="EIO"):
-                    ckpt.save(program, state) and ckpt.wait()
+                    assert ckpt.save(program, state)
+                    ckpt.wait()
         assert not ckpt.save(program, state)  # it is there, and flushed by now
         state, _ = program.step(state, BATCH)
         with failing_fsync(lambda path: "manifest" in path):
@@ -114,7 +116,7 @@ def test_metrics_that_cannot_be_read_stop_no_save(program, tmp_path, caplog):
     with zj.Checkpointer(tmp_path, max_to_keep=1, best_metric="loss") as ckpt:
         state = run(program, program.init(jax.random.key(0)), ckpt, 1, metrics={"loss": 1.0})
     (tmp_path / "1" / "metrics" / "metrics").write_text('{"loss": 1.')
-    report = zj.checkpoint.inspect(tmp_path, verify=True)
+    report = inspect(tmp_path, verify=True)
     assert not report.is_whole
     assert "1/metrics/metrics cannot be read" in report.text
     with zj.Checkpointer(tmp_path, max_to_keep=1, best_metric="loss") as ckpt:
@@ -190,7 +192,7 @@ def test_a_step_that_cannot_be_looked_at_is_not_passed_over(program, tmp_path, m
 
     monkeypatch.setattr(os, "stat", stat)
     with zj.Checkpointer(tmp_path) as ckpt:
-        for call in (ckpt.latest_step, lambda: ckpt.restore(program), lambda: zj.checkpoint.inspect(tmp_path)):
+        for call in (ckpt.latest_step, lambda: ckpt.restore(program), lambda: inspect(tmp_path)):
             with pytest.raises(zj.CheckpointError, match="ESTALE"):
                 call()
 

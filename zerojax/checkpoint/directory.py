@@ -265,6 +265,7 @@ class Directory:
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 raise CheckpointError(f"{path} is no file of a lock: remove it", errno=error.errno) from error
             raise
+        owner = b""
         try:
             status, owners = os.fstat(fd), (os.geteuid(), os.stat(self.path).st_uid)
             is_ours = stat.S_ISREG(status.st_mode) and status.st_uid in owners and status.st_nlink == 1
