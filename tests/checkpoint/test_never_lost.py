@@ -197,6 +197,26 @@ def test_a_step_that_cannot_be_looked_at_is_not_passed_over(program, tmp_path, m
                 call()
 
 
+def test_a_save_that_failed_while_the_disk_could_not_be_asked_is_tried_again(program, tmp_path, monkeypatch):
+    with zj.Checkpointer(tmp_path, is_async=False) as ckpt:
+        state = run(program, program.init(jax.random.key(0)), ckpt, 1)
+        state, _ = program.step(state, BATCH)
+        real = os.stat
+
+        def stat(path, *args, **kwargs):
+            if path == str(tmp_path / "2" / "state"):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+            return real(path, *args, **kwargs)
+
+        with monkeypatch.context() as patch, failing_fsync(lambda path: "manifest" in path):
+            patch.setattr(os, "stat", stat)
+            for told in ("EIO", "ESTALE"):
+                with pytest.raises(zj.CheckpointError, match=told):
+                    ckpt.save(program, state)
+        assert ckpt.save(program, state)
+        assert ckpt.all_steps() == [1, 2]
+
+
 def test_folders_that_are_no_steps_are_left_alone(program, tmp_path):
     with zj.Checkpointer(tmp_path) as ckpt:
         run(program, program.init(jax.random.key(0)), ckpt, 1)

@@ -245,10 +245,24 @@ class Checkpointer:
 
     def _settle_again(self) -> None:
         """Settle a step that has appeared, if that failed before."""
-        if self._saving is not None and jax.process_index() == 0:
-            with explaining(f"saving step {self._saving.number} in {self.directory}"):
+        if self._saving is None:
+            return
+        with explaining(f"saving step {self._saving.number} in {self.directory}"):
+            if not self._has_appeared(self._saving):
+                self._last_step = self._saving.before
+            elif jax.process_index() == 0:
                 self._settle(self._saving)
         self._saving = None
+
+    def _has_appeared(self, saving: _Step) -> bool:
+        """Tell whether a step whose save failed is there nevertheless.
+
+        Raises:
+          OSError: that cannot be told.
+        """
+        # Of several processes, others could see the disk before or after this one does, and all must find the same.
+        is_alone = jax.process_count() == 1
+        return self._writer.has_appeared or (is_alone and is_folder(os.path.join(saving.folder, STATE)))
 
     def wait(self) -> None:
         """Wait until what was saved is on disk.
@@ -275,14 +289,10 @@ class Checkpointer:
     def _give_up(self) -> None:
         """Go back to the step before a save that failed, and remove what it left; if its step is there, it stays."""
         assert self._saving is not None
-        has_appeared = self._writer.has_appeared
-        if not has_appeared and jax.process_count() == 1:  # of several, others could see the disk before or after this one does
-            try:
-                has_appeared = is_folder(os.path.join(self._saving.folder, STATE))
-            except OSError:
-                has_appeared = True  # it is not known to be absent
-        if not has_appeared:
-            self._last_step, self._saving = self._saving.before, None
+        # Where it cannot be told, the next call asks again.
+        with contextlib.suppress(OSError):
+            if not self._has_appeared(self._saving):
+                self._last_step, self._saving = self._saving.before, None
         with contextlib.suppress(OSError):  # the save's own error is told
             self._directory.clean()
 

@@ -3,7 +3,7 @@
     max_to_keep=3                           the three newest
     max_to_keep=3, best_metric="loss"       the three with the least loss; of equal ones the newest
 
-The metrics are JSON that Orbax writes beside the state. A step whose metrics are not there, or cannot be read, is never removed
+The metrics are JSON that Orbax writes beside the state. A step whose metrics are not there, or are damaged, is never removed
 for another one: it may be the best.
 """
 
@@ -69,14 +69,22 @@ class Retention:
         self._told: set[str] = set()  # files that a warning has named
 
     def best(self, directory: Directory) -> int | None:
-        """Return the step of the best metric, or the newest where there is no metric; None if there is no such step."""
+        """Return the step of the best metric, or the newest where there is no metric; None if there is no such step.
+
+        Raises:
+          CheckpointError: the directory or the metrics cannot be read now.
+        """
         if self.best_metric is None:
             return max(directory.steps(), default=None)
         ranked = self._ranked(directory)
         return ranked[-1] if ranked else None
 
     def surplus(self, directory: Directory) -> list[int]:
-        """Return the steps that are no longer kept."""
+        """Return the steps that are no longer kept.
+
+        Raises:
+          CheckpointError: as `best` does.
+        """
         if self.max_to_keep is None:
             return []
         ranked = directory.steps() if self.best_metric is None else self._ranked(directory)
@@ -91,11 +99,11 @@ class Retention:
         return sorted(known, key=lambda step: (-math.inf if math.isnan(known[step]) else known[step], step))
 
     def _value(self, folder: str) -> float | None:
-        """Return the metric of a step; None if it is not there or cannot be read, which is told once."""
+        """Return the metric of a step; None if it is not there or is damaged, which is told once."""
         assert self.best_metric is not None
         try:
             metrics = read_metrics(folder) or {}
-        except Exception as error:
+        except DamagedError as error:
             if (path := metrics_file(folder)) not in self._told:
                 self._told.add(path)
                 logger.warning("%s; the step counts as one without metrics: it is kept, and never the best", error)
