@@ -21,6 +21,7 @@ from host_offload.device import Ring
 from host_offload.disk.direct_io import DirectIo
 from host_offload.disk.errors import SwapError
 from host_offload.disk.record_format import LeafFormat, RecordFormat
+from host_offload.disk.regular_file import open_regular
 from host_offload.disk.store import Store
 from host_offload.disk.tensorstore_io import TensorstoreIo
 from host_offload.disk.tuning import DEFAULT, IoSettings
@@ -151,17 +152,17 @@ class Bench:
 
 def _open(path: str) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+        return open_regular(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # a file system without it: the page cache is its ceiling
+        return open_regular(path, os.O_RDWR)  # a file system without it: the page cache is its ceiling
 
 
 def drop_caches(paths: Sequence[str]) -> None:
     """Bring files to disk, and their pages out of the page cache."""
     for path in paths:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path, os.O_RDONLY)
         try:
             # Dirty pages do not leave the cache: write them back first.
             os.fsync(fd)

@@ -17,6 +17,7 @@ import numpy as np
 
 from host_offload.disk.errors import TruncatedError
 from host_offload.disk.record_format import BLOCK_BYTES, check_buffer
+from host_offload.disk.regular_file import open_regular
 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -30,7 +31,7 @@ class DirectFile:
     """
 
     def __init__(self, path: str, *, writes: bool, direct: bool = True) -> None:
-        """Open a file, to read it or to write it; one to write is created if it does not exist, for this user alone.
+        """Open a regular file, to read it or to write it; one to write is created if it does not exist, for this user alone.
 
         Args:
           path: of the file.
@@ -38,15 +39,16 @@ class DirectFile:
           direct: try O_DIRECT.
 
         Raises:
+          NotRegularError: something else has that name.
           OSError: as os.open.
         """
-        flags = (os.O_RDWR | os.O_CREAT if writes else os.O_RDONLY) | os.O_CLOEXEC
+        flags = os.O_RDWR if writes else os.O_RDONLY
         # Two descriptors of one file: O_DIRECT refuses what is not aligned, and that goes through the buffered one.
-        self._buffered = os.open(path, flags, 0o600)
+        self._buffered = open_regular(path, flags | (os.O_CREAT if writes else 0))
         self._direct = -1
         if direct and _DIRECT:
             try:
-                self._direct = os.open(path, (flags & ~os.O_CREAT) | _DIRECT)
+                self._direct = open_regular(path, flags | _DIRECT)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
                     os.close(self._buffered)

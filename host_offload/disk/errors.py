@@ -10,7 +10,9 @@ import re
 
 TRUNCATED = "truncated"
 CHECKSUM = "checksum"
+NOT_REGULAR = "not regular"
 STATE_LOST = "the state on the disk is lost: make one by init"
+_LACKS = "that file system does not offer this call: set swap_dir to a folder of a local disk (ext4, xfs)"
 _REMEDIES: dict[int | str, str] = {
     errnos.ENOSPC: "free space, or files if it has none left (df -i), on that file system, or set swap_dir to a folder of a "
     "larger disk",
@@ -24,8 +26,10 @@ _REMEDIES: dict[int | str, str] = {
     errnos.EMFILE: "this process has too many files open: raise the limit (ulimit -n), or look for what leaks descriptors",
     errnos.ENFILE: "the machine has too many files open: raise fs.file-max",
     errnos.ESTALE: "the network file system lost the file: set swap_dir to a local disk",
+    **dict.fromkeys((errnos.ENOSYS, errnos.EOPNOTSUPP, errnos.ENOLCK, errnos.EINVAL), _LACKS),
     TRUNCATED: "something else changed its size: keep other programs off swap_dir",
     CHECKSUM: "bit flipped or overwritten by something else: keep other programs off swap_dir and check the disk",
+    NOT_REGULAR: "something else put it there: remove it, and keep other programs off swap_dir",
 }
 
 
@@ -49,6 +53,10 @@ class TruncatedError(OSError):
 
 class ChecksumError(OSError):
     """A record is not what was written."""
+
+
+class NotRegularError(OSError):
+    """Something else than a regular file has a record's name."""
 
 
 def of_tensorstore(error: ValueError) -> Exception:
@@ -92,4 +100,6 @@ def _remedy(error: BaseException, number: int | None) -> str | None:
         return _REMEDIES[TRUNCATED]
     if isinstance(error, ChecksumError):
         return _REMEDIES[CHECKSUM]
+    if isinstance(error, NotRegularError):
+        return _REMEDIES[NOT_REGULAR]
     return None if number is None else _REMEDIES.get(number)

@@ -15,10 +15,12 @@ import stat
 import weakref
 from types import TracebackType
 
-from host_offload.disk.errors import SwapError, explain
+from host_offload.disk.errors import NotRegularError, SwapError, explain
+from host_offload.disk.regular_file import open_regular
 
 logger = logging.getLogger(__name__)
 _LOCK = "lock"
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class SwapFolder:
@@ -44,6 +46,9 @@ class SwapFolder:
             raise ValueError(f"swap_dir={root!r} {what}: give an existing folder of a fast local disk, or create it (mkdir -p)")
         self.path = os.path.join(os.path.abspath(root), f"zerojax-swap-{process}")
         self._take()
+        this = weakref.ref(self)
+        # A forked child inherits the finalizer and the locked descriptor: it must neither remove the folder nor hold the lock.
+        os.register_at_fork(after_in_child=lambda: None if (folder := this()) is None else folder._forget())
 
     def _take(self) -> None:
         try:
@@ -57,10 +62,7 @@ class SwapFolder:
                     errno=error.errno,
                 ) from error
             raise explain(error, doing="making the swap folder", file=self.path) from error
-        self._close = weakref.finalize(self, _remove, self.path, fd)  # at exit too
-        close = self._close
-        # A forked child inherits the finalizer and the locked descriptor: it must neither remove the folder nor hold the lock.
-        os.register_at_fork(after_in_child=lambda: _forget(close, fd))
+        self._fd, self._close = fd, weakref.finalize(self, _remove, self.path, fd)  # at exit too
         try:
             self._begin(fd)
         except OSError as error:
@@ -95,6 +97,11 @@ class SwapFolder:
         """Remove the folder and all in it; once closed, do nothing. Whatever uses it must be closed before."""
         self._close()
 
+    def _forget(self) -> None:
+        """In a forked child: leave the folder to the parent, and close the descriptor, which would keep the lock."""
+        if self._close.detach() is not None:
+            os.close(self._fd)
+
     def __enter__(self) -> "SwapFolder":
         return self
 
@@ -104,44 +111,73 @@ class SwapFolder:
 
 def _lock(path: str) -> int:
     """Return the descriptor of the folder's lock file, locked; make both if need be."""
-    # Another process may be removing the same folder between any two of these steps: then start again.
     while True:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        # lstat, because a symbolic link of this name could lead the state into the folder of another user.
-        status = os.lstat(path)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
-            if stat.S_ISDIR(status.st_mode):
-                what = f"a folder of another user (uid {status.st_uid}, this one is {os.geteuid()})"
-            raise SwapError(f"{path} is {what}: remove it, or set swap_dir to another folder", file=path)
-        name = os.path.join(path, _LOCK)
-        # A folder is emptied only where a lock file proves that one of our processes made it.
-        if os.listdir(path) and not os.path.lexists(name):
-            raise SwapError(
-                f"{path} holds files, and no lock of a program that made them: move them away if you need them, remove the "
-                "folder, or set swap_dir to another one",
-                file=path,
-            )
         try:
-            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except FileNotFoundError:  # the folder was removed since
+            _check_folder(path)
+            fd = _open_lock(os.path.join(path, _LOCK))
+        except FileNotFoundError:  # another process has removed the folder meanwhile: start again
             continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # flock locks the file, not its name: its owner may have unlinked it since it was opened here.
-            if os.stat(name).st_ino == os.fstat(fd).st_ino:
-                return fd
-        except FileNotFoundError:  # its owner removed it just before it let go of the lock
-            pass
-        except BlockingIOError as error:
-            owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
-            os.close(fd)
-            raise _in_use(path, owner) from error
-        except BaseException:
-            os.close(fd)
-            raise
+        if fd is not None:
+            return fd
+
+
+def _check_folder(path: str) -> None:
+    """Raise SwapError for what is no folder of this program's, FileNotFoundError where there is none."""
+    # lstat, because a symbolic link of this name could lead the state into the folder of another user.
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a folder"
+        if stat.S_ISDIR(status.st_mode):
+            what = f"a folder of another user (uid {status.st_uid}, this one is {os.geteuid()})"
+        raise SwapError(f"{path} is {what}: remove it, or set swap_dir to another folder", file=path)
+    # A folder is emptied only where a lock file proves that one of our processes made it. One listing tells: its owner, which
+    # may be removing it, removes the lock file last.
+    if (names := os.listdir(path)) and _LOCK not in names:
+        raise SwapError(
+            f"{path} holds files, and no lock of a program that made them: move them away if you need them, remove the "
+            "folder, or set swap_dir to another one",
+            file=path,
+        )
+
+
+def _open_lock(name: str) -> int | None:
+    """Return the descriptor of a lock file, made if need be, when it is locked; None if its owner has just removed it."""
+    path = os.path.dirname(name)
+    try:
+        fd = open_regular(name, os.O_RDWR | os.O_CREAT)
+    except NotRegularError as error:
+        raise SwapError(f"{name}: {error}: remove {path}, or set swap_dir to another folder", file=name) from error
+    try:
+        if os.fstat(fd).st_nlink > 1:  # the process id that is written to it would go to a file of the user
+            raise SwapError(f"{name} has another name too: remove {path}, or set swap_dir to another folder", file=name)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # flock locks the file, not its name: its owner may have unlinked it since it was opened here.
+        if os.stat(name).st_ino == os.fstat(fd).st_ino:
+            return fd
+    except BlockingIOError as error:
+        owner = os.pread(fd, 64, 0).decode(errors="replace").strip()
         os.close(fd)
+        raise _in_use(path, owner) from error
+    except FileNotFoundError:  # it was removed just before the lock on it was let go
+        pass
+    except OSError as error:
+        os.close(fd)
+        if error.errno not in _NO_LOCKS:
+            raise
+        # Nothing tells whether another program uses this folder: it is neither used nor removed.
+        raise SwapError(
+            f"locking {name} failed: {errno.errorcode[error.errno]} ({error.errno}), {os.strerror(error.errno)}; without a "
+            "lock two programs could overwrite each other's records: set swap_dir to a folder of a local disk (ext4, xfs)",
+            file=name,
+            errno=error.errno,
+        ) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    os.close(fd)
+    return None
 
 
 def _in_use(path: str, owner: str) -> SwapError:
@@ -172,10 +208,4 @@ def _remove(path: str, fd: int) -> None:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # removed by hand; or taken over since the lock file went
             logger.warning("%s was not removed: %s; remove it by hand", path, error)
     finally:
-        os.close(fd)
-
-
-def _forget(close: weakref.finalize, fd: int) -> None:
-    """In a forked child: leave the folder to the parent, and close the descriptor, which would keep the lock."""
-    if close.detach() is not None:
         os.close(fd)

@@ -23,6 +23,7 @@ import tensorstore as ts
 from host_offload.disk.checksum import checksum_of
 from host_offload.disk.errors import ChecksumError, SwapError, explain, of_tensorstore
 from host_offload.disk.record_format import RecordFormat
+from host_offload.disk.regular_file import check_regular, open_regular
 
 
 class Store:
@@ -113,10 +114,15 @@ class Store:
         Raises:
           SwapError: the array was removed, or is a different one.
         """
+        doing, description = f"opening the records of {self.kind}", os.path.join(self.path, "zarr.json")
+        try:
+            check_regular(description)  # of a FIFO tensorstore waits for the other end
+        except OSError as error:
+            raise explain(error, doing=doing, file=description) from error
         try:
             return ts.open(self._spec(context), open=True).result()
         except ValueError as error:
-            raise explain(of_tensorstore(error), doing=f"opening the records of {self.kind}", file=self.path) from error
+            raise explain(of_tensorstore(error), doing=doing, file=self.path) from error
 
     def preallocate(self) -> None:
         """Reserve disk space for every record, so that no write is refused in the middle of a step.
@@ -132,7 +138,7 @@ class Store:
             raise self._too_small(missing)
         for layer, path in enumerate(paths):
             try:
-                fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fd = open_regular(path, os.O_WRONLY | os.O_CREAT)
                 try:
                     _reserve(fd, size)
                 finally:
@@ -163,7 +169,7 @@ class Store:
                 return
             try:
                 # Space first, name second: when the disk is full, the record must not be left linked without a spare file.
-                fd = os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fd = open_regular(spare, os.O_WRONLY | os.O_CREAT)
                 try:
                     _reserve(fd, self.format.padded_bytes)
                 finally:

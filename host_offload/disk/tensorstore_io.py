@@ -2,6 +2,10 @@
 
 Slower (a read is copied once, a write goes through the page cache and is flushed), but it needs nothing of a file system beyond
 files, and a write is atomic: another file, flushed and renamed, so the disk must have room for one record more.
+
+tensorstore opens files by itself, and waits where a FIFO is in a file's place. So the names that it opens are looked at before.
+Whoever puts a FIFO there between that look and the opening still lets the transfer wait; only this user can, since the folder
+is private.
 """
 
 import concurrent.futures
@@ -19,6 +23,7 @@ import tensorstore as ts
 from host_offload.disk.checksum import checksum_of
 from host_offload.disk.errors import explain, of_tensorstore
 from host_offload.disk.record_format import check_buffer
+from host_offload.disk.regular_file import check_regular
 from host_offload.disk.store import Store
 from host_offload.disk.tuning import IoSettings
 
@@ -46,6 +51,7 @@ class TensorstoreIo:
         def read() -> None:
             if verify:
                 store.require(layer)
+            check_regular(store.record_path(layer))
             np.copyto(record, self._array(store)[layer].read().result())
             if verify:
                 store.verify(layer, record)
@@ -60,6 +66,8 @@ class TensorstoreIo:
             store.begin_write(layer)
             if not os.path.isdir(store.path):  # tensorstore would make it, with everybody's rights
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), store.path)
+            check_regular(path := store.record_path(layer))
+            check_regular(f"{path}.__lock")  # which tensorstore makes, writes and renames
             self._array(store)[layer].write(record).result()
             store.end_write(layer, checksum_of(record) if checksum else 0)
 

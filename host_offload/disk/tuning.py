@@ -2,7 +2,8 @@
 
 One file is written, and read again with each pair of settings in turn until the time is over; the best rate of a pair counts,
 since other work on the machine only slows it down. The result is kept for the process, and in a small file beside the folder
-for later ones, until the disk or the number of cores changes.
+for later ones, until the disk or the number of cores changes. Others may write beside the folder: a file that this user did not
+write, or another can, is not read, and none is ever written through a name that was there before.
 """
 
 import concurrent.futures
@@ -12,6 +13,8 @@ import json
 import logging
 import os
 import pathlib
+import stat
+import tempfile
 import time
 
 import numpy as np
@@ -19,12 +22,13 @@ import numpy as np
 from host_offload.device import allocate
 from host_offload.disk.direct_file import DirectFile
 from host_offload.disk.record_format import BLOCK_BYTES
+from host_offload.disk.regular_file import open_regular
 
 logger = logging.getLogger(__name__)
 _MIB = 1 << 20
 _PROBE_BYTES = 64 * _MIB
 _MOST_THREADS, _MOST_BYTES = 256, 1 << 30
-_CACHE = "zerojax-swap-io.json"
+_CACHE, _MOST_CACHE_BYTES = "zerojax-swap-io.json", 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,21 +96,32 @@ def _identity(path: str) -> tuple[int, ...]:
 
 def _load(path: pathlib.Path, identity: tuple[int, ...]) -> IoSettings | None:
     try:
-        entry = json.loads(path.read_text())
-        if entry["identity"] == list(identity):
-            return IoSettings(entry["num_threads"], entry["block_bytes"])
-    except (OSError, ValueError, KeyError, TypeError):
-        logger.debug("%s has no settings", path)
+        with open(open_regular(str(path), os.O_RDONLY), "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise PermissionError(f"it is not this user's alone to write (uid {status.st_uid}, mode {status.st_mode:o})")
+            entry = json.loads(file.read(_MOST_CACHE_BYTES))
+        settings = IoSettings(entry["num_threads"], entry["block_bytes"])
+        # Numbers that no probe can have found are not taken from a file either.
+        if entry["identity"] == list(identity) and settings in _CANDIDATES:
+            return settings
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        logger.debug("%s has no settings: %s", path, error)
     return None
 
 
 def _save(path: pathlib.Path, identity: tuple[int, ...], settings: IoSettings) -> None:
-    new = path.with_name(f"{path.name}.{os.getpid()}")
+    new = None
     try:
-        new.write_text(json.dumps({"identity": list(identity), **dataclasses.asdict(settings)}))
-        new.replace(path)  # whole, or not at all, for processes that read it meanwhile
+        # A new file of a name that nobody guesses. Renamed, it is there whole or not at all, and a link of that name goes.
+        fd, new = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)
+        with open(fd, "w") as file:
+            json.dump({"identity": list(identity), **dataclasses.asdict(settings)}, file)
+        os.replace(new, path)
     except OSError as error:
         logger.debug("%s was not kept: %s", path, error)
+        if new is not None:
+            pathlib.Path(new).unlink(missing_ok=True)
 
 
 def _probe(path: pathlib.Path, seconds: float) -> tuple[IoSettings, float]:

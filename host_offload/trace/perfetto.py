@@ -20,6 +20,7 @@ import errno
 import gzip
 import json
 import os
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -272,10 +273,10 @@ def check_path(path: str | os.PathLike[str]) -> None:
     try:
         if os.path.lexists(name) and not os.path.isfile(name):
             raise OSError(errno.EINVAL, "no regular file")
-        # Try the very file that will be written to, and leave an older trace alone.
-        with open(_part_of(name), "wb"):
+        # Try a file of the kind that will be written, and leave an older trace alone.
+        with open(part := _part_of(name), "xb"):
             pass
-        os.unlink(_part_of(name))
+        os.unlink(part)
     except OSError as error:
         raise ValueError(
             f"a trace cannot be written to {name} ({error.strerror}): name a file in a folder that exists and may be written to"
@@ -283,8 +284,8 @@ def check_path(path: str | os.PathLike[str]) -> None:
 
 
 def _part_of(name: str) -> str:
-    """Return the file to which a trace is written before it is renamed."""
-    return f"{name}.part"
+    """Return a file to which a trace is written before it is renamed; nobody can have put a link of that name there."""
+    return f"{name}.{secrets.token_hex(8)}.part"
 
 
 def write_trace(trace: Json, path: str | os.PathLike[str]) -> None:
@@ -296,7 +297,7 @@ def write_trace(trace: Json, path: str | os.PathLike[str]) -> None:
     name = os.fspath(path)
     part = _part_of(name)
     try:
-        with gzip.open(part, "wt") if name.endswith(".gz") else open(part, "w") as file:
+        with gzip.open(part, "xt") if name.endswith(".gz") else open(part, "x") as file:
             json.dump(trace, file, separators=(",", ":"))
         os.replace(part, name)
     except BaseException:

@@ -78,9 +78,14 @@ def flip(path):
         file.write(bytes([byte ^ 4]))
 
 
-@pytest.mark.by_default("cut-direct", "remove-tensorstore", "flip-direct")
+def fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.by_default("cut-direct", "remove-tensorstore", "flip-direct", "fifo-direct", "fifo-tensorstore")
 @pytest.mark.parametrize("io", ["direct", "tensorstore"])
-@pytest.mark.parametrize("damage", [cut, remove, flip])
+@pytest.mark.parametrize("damage", [cut, remove, flip, fifo])
 def test_a_damaged_record_is_named_and_the_state_is_lost(opened, damage, io):
     program, expected = opened(io, 0)
     state = program.init(jax.random.key(0))

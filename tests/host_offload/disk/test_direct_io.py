@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import resource
 import signal
 import threading
@@ -352,6 +353,52 @@ def test_a_damaged_record_is_an_error(store, io, fault):
     np.testing.assert_array_equal(found, record)
 
 
+def link_elsewhere(path):
+    os.rename(path, elsewhere := f"{path}.elsewhere")
+    os.symlink(elsewhere, path)
+
+
+PLANTED = {"fifo": (os.mkfifo, "a FIFO"), "folder": (os.mkdir, "a folder"), "link": (link_elsewhere, "a symbolic link")}
+
+
+def error_of(transfer, fifo):
+    try:
+        return str(transfer.exception(10))
+    finally:
+        if not transfer.done():  # let it go
+            os.close(os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_is_put_in_a_records_place_is_neither_followed_nor_waited_for(store, io, planted):
+    plant, what = PLANTED[planted]
+    record = random_record(store)
+    io.write(store, 2, record).result(60)
+    path = store.record_path(2)
+    if planted != "link":
+        os.unlink(path)
+    plant(path)
+    message = rf"layer 2, {path} failed: {what} is in its place.*remove it, and keep other programs off swap_dir"
+    for call in (io.read, io.write):
+        assert re.search(message, error_of(call(store, 2, record), path))
+    with pytest.raises(SwapError, match=rf"reserving .*{what} is in its place"):
+        store.preallocate()
+
+
+def test_a_fifo_in_the_place_of_what_tensorstore_opens_beside_a_record_is_an_error(store):
+    record, description = random_record(store), os.path.join(store.path, "zarr.json")
+    with READERS["tensorstore"]() as io:
+        io.write(store, 2, record).result(60)
+        os.mkfifo(path := store.record_path(2) + ".__lock")
+        assert "a FIFO is in its place" in error_of(io.write(store, 2, record), path)
+    os.unlink(description)
+    os.mkfifo(description)
+    with READERS["tensorstore"]() as io:
+        assert re.search(
+            r"zarr\.json failed: a FIFO is in its place", error_of(io.read(store, 1, record, verify=False), description)
+        )
+
+
 def test_a_flipped_bit_passes_where_it_is_not_asked(store, io):
     io.write(store, 0, random_record(store)).result(60)
     flip_a_bit(store.record_path(0))
@@ -549,6 +596,71 @@ def test_an_answer_that_cannot_be_read_or_is_of_another_disk_is_not_used(folder,
     assert tune(folder.path, seconds=0.05) == tuning.DEFAULT
     assert rates[1], "no probe was made"
     assert json.loads((tmp_path / tuning._CACHE).read_text())["identity"] == identity
+
+
+def of_everyone(path):
+    path.chmod(0o666)
+
+
+def of_another_user(path):
+    os.chown(path, os.geteuid() + 1, -1)
+
+
+def link_to_it(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def fifo(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+NOT_TRUSTED = {
+    "of everyone": of_everyone,
+    "of another user": of_another_user,
+    "link": link_to_it,
+    "fifo": fifo,
+    "no candidate": lambda path: path.write_text(path.read_text().replace("4194304", str(1 << 30))),
+    "deep": lambda path: path.write_text("[" * 4000),
+    "long number": lambda path: path.write_text(path.read_text().replace("4194304", "9" * 4000)),
+}
+
+
+@pytest.mark.parametrize("case", NOT_TRUSTED)
+def test_an_answer_that_others_may_have_written_is_not_used(folder, rates, tmp_path, case):
+    if case == "of another user" and os.geteuid():
+        pytest.skip("a file of another user is made by root")
+    cache, chosen = tmp_path / tuning._CACHE, IoSettings(2, 4 << 20)
+    tuning._save(cache, tuning._identity(folder.path), chosen)
+    assert cache.stat().st_mode & 0o777 == 0o600
+    assert tune(folder.path) == chosen
+    assert not rates[1]
+    tuning._tune.cache_clear()
+    NOT_TRUSTED[case](cache)
+    assert tune(folder.path, seconds=0.05) == tuning.DEFAULT
+    assert rates[1], "no probe was made"
+    assert (cache.is_file(), cache.is_symlink(), cache.stat().st_uid) == (True, False, os.geteuid())
+
+
+def test_an_answer_is_written_through_no_name_that_is_there(folder, rates, tmp_path):
+    victim = tmp_path / "of the user"
+    victim.write_text("kept")
+    cache = tmp_path / tuning._CACHE
+    for name in (cache, tmp_path / f"{cache.name}.{os.getpid()}"):
+        name.symlink_to(victim)
+    assert tune(folder.path, seconds=0.05) == tuning.DEFAULT
+    assert victim.read_text() == "kept"
+    assert json.loads(cache.read_text())["num_threads"] == tuning.DEFAULT.num_threads
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "of the user", "zerojax-swap-0", cache.name, f"{cache.name}.{os.getpid()}"
+    }  # fmt: skip
+
+
+def test_an_answer_that_cannot_be_kept_leaves_no_file(folder, rates, tmp_path):
+    (tmp_path / tuning._CACHE / "in use").mkdir(parents=True)
+    assert tune(folder.path, seconds=0.05) == tuning.DEFAULT
+    assert {path.name for path in tmp_path.iterdir()} == {"zerojax-swap-0", tuning._CACHE}
 
 
 def test_a_probe_that_fails_gives_the_default_and_leaves_no_file(small_disk, caplog, monkeypatch):

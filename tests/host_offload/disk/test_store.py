@@ -8,6 +8,7 @@ import os
 import pathlib
 import resource
 import signal
+import socket
 import subprocess
 import sys
 
@@ -416,13 +417,88 @@ def test_swap_folders_leave_no_descriptors(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def make_fifo(path):
+    os.mkfifo(path)
+
+
+def make_link(path):
+    (path.parent.parent / "of the user").write_text("kept")
+    path.symlink_to(path.parent.parent / "of the user")
+
+
+def make_second_name(path):
+    (path.parent.parent / "of the user").write_text("kept")
+    os.link(path.parent.parent / "of the user", path)
+
+
+def make_socket(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(path))  # a name of at most 107 bytes
+
+
+@pytest.mark.parametrize(
+    ("plant", "what"),
+    [(make_fifo, "a FIFO"), (make_link, "a symbolic link"), (os.mkdir, "a folder"), (make_socket, "a socket"),
+     (make_second_name, "another name too")],
+)  # fmt: skip
+def test_what_is_no_file_of_its_own_in_the_place_of_the_lock_is_refused(tmp_path, plant, what):
+    path = tmp_path / "zerojax-swap-0"
+    path.mkdir(0o700)
+    plant(path / "lock")
+    (path / "kept").write_text("kept")
+    with pytest.raises(SwapError, match=rf"swap-0/lock.*{what}.*remove .*swap_dir to another folder"):
+        SwapFolder(str(tmp_path))
+    assert (path / "kept").read_text() == "kept"
+    assert not (tmp_path / "of the user").exists() or (tmp_path / "of the user").read_text() == "kept"
+
+
+@pytest.mark.parametrize("call", ["lstat", "listdir", "listdir of a folder that goes"])
+def test_a_folder_that_goes_between_two_looks_at_it_is_made_anew(tmp_path, monkeypatch, call):
+    """As its owner removes it: first what is in it, then the lock file, then the folder."""
+    path, real, calls = tmp_path / "zerojax-swap-0", getattr(os, call.split()[0]), []
+    path.mkdir()
+    (path / "lock").touch()
+
+    def race(name, **options):
+        is_first = name == str(path) and not calls
+        found = real(name, **options) if is_first and " " in call else None
+        if is_first:
+            calls.append(name)
+            (path / "lock").unlink()
+            path.rmdir()
+        return found or real(name, **options)
+
+    monkeypatch.setattr(os, call.split()[0], race)
+    with SwapFolder(str(tmp_path)) as folder:
+        assert real(folder.path)
+    assert calls
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_refused_and_left_as_it_was(tmp_path, monkeypatch, number):
+    def refuse(fd, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(
+        SwapError, match=rf"{errno.errorcode[number]} \({number}\).*without a lock.*swap_dir.*local disk"
+    ) as caught:
+        SwapFolder(str(tmp_path))
+    assert caught.value.errno == number
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    monkeypatch.undo()
+    SwapFolder(str(tmp_path)).close()  # what was left is taken over, where there are locks
+    assert os.listdir(tmp_path) == []
+
+
 # --- errors ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [("ENOSPC", "free space"), ("EDQUOT", "quota"), ("EIO", "dmesg"), ("ENOENT", "cleaners"), ("EROFS", "read-only"),
-     ("EACCES", "right to"), ("EMFILE", "ulimit -n"), ("EFBIG", "RLIMIT_FSIZE")],
+     ("EACCES", "right to"), ("EMFILE", "ulimit -n"), ("EFBIG", "RLIMIT_FSIZE"), ("EINVAL", "local disk"), ("ENOLCK", "local")],
 )  # fmt: skip
 def test_an_error_states_file_layer_errno_and_remedy(name, remedy):
     number = getattr(errno, name)

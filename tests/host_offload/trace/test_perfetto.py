@@ -254,3 +254,14 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     assert os.listdir(tmp_path) == []
     write_trace(build_trace([], 1), tmp_path / "trace.json")
     traces.check(json.loads((tmp_path / "trace.json").read_text()))
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_trace_is_written_through_no_name_that_can_be_guessed(tmp_path, name):
+    victim = tmp_path / "of the user"
+    victim.write_text("kept")
+    (tmp_path / f"{name}.part").symlink_to(victim)
+    check_path(tmp_path / name)
+    write_trace({"traceEvents": []}, tmp_path / name)
+    assert victim.read_text() == "kept"
+    assert {path.name for path in tmp_path.iterdir()} == {"of the user", name, f"{name}.part"}
