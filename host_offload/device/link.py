@@ -2,12 +2,13 @@
 
 On a CPU a buffer is host memory, and is used in place. On a GPU a callback runs while the program is being queued: what it
 reads must be computed first, so it copies on the program's own stream and waits for that stream; what it writes is queued
-there too. The copies go through page-locked staging memory, allocated once for each place: a name of the
-caller and its operand.
+there too. The copies go through page-locked staging memory, allocated once for each place, which is a name of the caller and
+its operand, on each device: callbacks of several devices run at once.
 """
 
 import ctypes
 import math
+import threading
 from collections.abc import Hashable
 from typing import Any, Protocol
 
@@ -23,12 +24,12 @@ class Link(Protocol):
         """Return a buffer's contents, valid until the callback returns or the same place is read again."""
         ...
 
-    def room(self, buffer: Any, place: Hashable) -> np.ndarray:
+    def room(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
         """Return host memory in which the caller puts the new contents of a buffer."""
         ...
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
-        """Copy the contents of `room(buffer, place)` to the buffer."""
+        """Copy the contents of `room(context, buffer, place)` to the buffer."""
         ...
 
 
@@ -40,8 +41,8 @@ class HostLink:
         # A view. np.array, which would copy, fails on the buffer of a callback.
         return np.asarray(buffer)
 
-    def room(self, buffer: Any, place: Hashable) -> np.ndarray:
-        del place
+    def room(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
+        del context, place
         return np.asarray(buffer)
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
@@ -53,27 +54,29 @@ class CudaLink:
 
     def __init__(self) -> None:
         self.staging: dict[Hashable, np.ndarray] = {}
+        self._lock = threading.Lock()  # of the staging: devices call back at once
 
     def read(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
-        host, call = self.room(buffer, (place, stream_of(context))), driver()  # a device's stream: devices read at once
+        host, call = self.room(context, buffer, place), driver()
         call.copy(host.ctypes.data, pointer(buffer), host.nbytes, stream_of(context))
         # The callback runs while the program is being queued: the values exist once the stream has come this far.
         call.finish_stream(stream_of(context))
         return host
 
-    def room(self, buffer: Any, place: Hashable) -> np.ndarray:
+    def room(self, context: Any, buffer: Any, place: Hashable) -> np.ndarray:
         dtype = np.dtype(buffer.dtype)
-        key = (place, tuple(buffer.shape), str(dtype))
-        if key not in self.staging:
-            array = np.empty(buffer.shape, dtype)
-            if array.nbytes:
-                # Page-locked, because the driver stages a copy of pageable memory and blocks its caller.
-                driver().register(array)
-            self.staging[key] = array
-        return self.staging[key]
+        key = (place, stream_of(context), tuple(buffer.shape), str(dtype))  # a device's stream: devices have a room each
+        with self._lock:
+            if key not in self.staging:
+                array = np.empty(buffer.shape, dtype)
+                if array.nbytes:
+                    # Page-locked, because the driver stages a copy of pageable memory and blocks its caller.
+                    driver().register(array)
+                self.staging[key] = array
+            return self.staging[key]
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
-        host, call = self.room(buffer, place), driver()
+        host, call = self.room(context, buffer, place), driver()
         call.copy(pointer(buffer), host.ctypes.data, host.nbytes, stream_of(context))
         call.finish_stream(stream_of(context))  # the staging memory is used again
 

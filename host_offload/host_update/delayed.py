@@ -102,7 +102,7 @@ class DelayedStep:
             target = arrays[-1] if leaves.kernels[leaf].casts else arrays[0]
             np.copyto(leaves.record(target, leaf, layer), new)
             return
-        room = leaves.link.room(params, (device, leaf, "params"))
+        room = leaves.link.room(context, params, (device, leaf, "params"))
         np.copyto(room, new)
         leaves.link.write(context, params, (device, leaf, "params"))
         leaves.count(to_device=room.nbytes)

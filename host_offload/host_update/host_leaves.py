@@ -139,7 +139,7 @@ class HostLeaves:
     def finish(self, context: Any, token: Any, number: int) -> None:
         """Write a callback's token: the number of the state on disk, which orders what comes after."""
         try:
-            self.link.room(token, "token")[...] = number
+            self.link.room(context, token, "token")[...] = number
             self.link.write(context, token, "token")
         except BaseException as error:  # a callback must not raise
             self.fail(error)

@@ -140,7 +140,7 @@ class HostStep:
             g = link.read(context, grad, (device, leaf, "grad"))
             leaves.count(to_host=g.nbytes)
         # New parameters of the device are written here and go up the link; others stay in host memory.
-        room = None if params is None else link.room(params, (device, leaf, "params"))
+        room = None if params is None else link.room(context, params, (device, leaf, "params"))
         leaves.run_kernel(device, leaf, layer, g, scalars, weight=w, result=room, views=views)
         if room is not None:
             link.write(context, params, (device, leaf, "params"))
