@@ -44,6 +44,7 @@ class DirectIo:
         self._pool = concurrent.futures.ThreadPoolExecutor(settings.num_threads, thread_name_prefix=f"zerojax-{name}")
         self._buffered: set[str] = set()  # folders without O_DIRECT
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def read(self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True) -> concurrent.futures.Future[float]:
         """Begin to read a record.
@@ -104,7 +105,9 @@ class DirectIo:
         logger.warning("%s has no O_DIRECT: its records go through the page cache, which is slower", folder)
 
     def close(self) -> None:
-        """Wait for all transfers and end the threads; once closed, do nothing."""
+        """Wait for all transfers and end the threads; once closed, or in a forked child, which has none, do nothing."""
+        if os.getpid() != self._process:
+            return
         self._pool.shutdown(wait=True)
 
     def __enter__(self) -> "DirectIo":

@@ -41,6 +41,7 @@ class TensorstoreIo:
         self._pool = concurrent.futures.ThreadPoolExecutor(settings.num_threads, thread_name_prefix="zerojax-tensorstore")
         self._arrays: weakref.WeakKeyDictionary[Store, ts.TensorStore] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def read(self, store: Store, layer: int, buffer: np.ndarray, *, verify: bool = True) -> concurrent.futures.Future[float]:
         """Begin to read a record; arguments, result and errors are those of `DirectIo.read`."""
@@ -81,7 +82,9 @@ class TensorstoreIo:
             return self._arrays[store]
 
     def close(self) -> None:
-        """Wait for all transfers and end the threads; once closed, do nothing."""
+        """Wait for all transfers and end the threads; once closed, or in a forked child, which has none, do nothing."""
+        if os.getpid() != self._process:
+            return
         self._pool.shutdown(wait=True)
         self._arrays.clear()
 

@@ -54,11 +54,13 @@ class BufferSet:
       writes: buffers to write from; the same ring where records are updated in place.
       turns: counts the writes that may still start. Without it writes could take all buffers of a ring that serves both ways,
         and leave none to read ahead into.
+      num_turns: writes that may be in progress at once.
     """
 
     reads: Ring
     writes: Ring
     turns: threading.Semaphore
+    num_turns: int
 
     @classmethod
     def make(cls, count: int, num_bytes: int, distance: int, in_place: bool, pin: Literal["lock", "cuda", "none"]) -> Self:
@@ -66,13 +68,21 @@ class BufferSet:
         reads = Ring(count if in_place else count // 2, num_bytes, pin=pin)
         writes = reads if in_place else Ring(count // 2, num_bytes, pin=pin)
         # As many writes at once as there would be buffers in a ring for writes alone.
-        return cls(reads, writes, threading.Semaphore(distance + 1))
+        return cls(reads, writes, threading.Semaphore(distance + 1), distance + 1)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
         # A set, because both are the same ring where records are updated in place.
         return sum(ring.num_buffers * ring.num_bytes for ring in {self.reads, self.writes})
+
+    def is_whole(self) -> bool:
+        """Tell whether every buffer and every turn has been given back."""
+        # A semaphore does not tell its count: whoever can take all turns finds none missing.
+        taken = sum(self.turns.acquire(blocking=False) for _ in range(self.num_turns))
+        if taken:
+            self.turns.release(taken)
+        return taken == self.num_turns and all(ring.free == ring.num_buffers for ring in (self.reads, self.writes))
 
     def close(self) -> None:
         """Free the memory."""

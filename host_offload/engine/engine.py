@@ -27,6 +27,7 @@ state, and `failed` stays set until `reset`.
 import contextlib
 import dataclasses
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -91,6 +92,7 @@ class Engine:
         self._error: SwapError | None = None
         self._window = Window((), 0)  # at its start
         self._numbers = itertools.count(1)  # of transfers
+        self._process = os.getpid()
 
     # --- what there is -----------------------------------------------------------------------------------------------------
 
@@ -202,6 +204,10 @@ class Engine:
         with self._lock:
             self._error = None
 
+    def has_all_buffers(self) -> bool:
+        """Tell whether no buffer is missing where none should be in use, as after `reset`."""
+        return all(records.buffers.is_whole() for lane in self._lanes.values() for records in lane.records.values())
+
     def flush(self) -> None:
         """Wait for all transfers in progress.
 
@@ -225,7 +231,9 @@ class Engine:
         return self._transfers.recent_events()
 
     def close(self) -> None:
-        """Wait for all transfers, and release buffers and threads."""
+        """Wait for all transfers, and release buffers and threads; in a forked child, which has none, do nothing."""
+        if os.getpid() != self._process:
+            return
         for lane in self._lanes.values():
             self._drain(lane)
         for kind in self.kinds():

@@ -76,27 +76,38 @@ class Recorder:
         if self._traced is not None:
             raise ValueError("this program is traced already: end that trace first")
         self._traced, self._dropped = [], 0
-        has_failed = True
+        has_failed, process = True, os.getpid()
         try:
             yield
             has_failed = False
         finally:
-            runs, self._traced = self._traced, None
-            after = []
-            # The last writes of the last run may still be under way: wait for them, so that they are drawn.
-            if (live := engine()) is not None:
-                with contextlib.suppress(SwapError):  # the program's next run raises it
-                    live.flush()
-                after = live.recent_events()
-            if self._open is not None:  # it failed
-                runs, after = [*runs, dataclasses.replace(self._open, events=after, num_events=len(after))], []
-            before, self._last = self._last, (runs or [self._last])[-1]
-            try:
-                self._write(path, runs, before, after, metadata)
-            except Exception as error:
-                if not has_failed:
-                    raise
-                logger.error("no trace was written to %s: %r", os.fspath(path), error)
+            if os.getpid() == process:  # a forked child has no threads to wait for, and the file is its parent's
+                self._end_trace(path, engine, metadata, has_failed)
+
+    def _end_trace(
+        self,
+        path: str | os.PathLike[str],
+        engine: Callable[[], Engine | None],
+        metadata: Mapping[str, Any],
+        has_failed: bool,
+    ) -> None:
+        runs, self._traced = self._traced, None
+        assert runs is not None
+        after = []
+        # The last writes of the last run may still be under way: wait for them, so that they are drawn.
+        if (live := engine()) is not None:
+            with contextlib.suppress(SwapError):  # the program's next run raises it
+                live.flush()
+            after = live.recent_events()
+        if self._open is not None:  # it failed
+            runs, after = [*runs, dataclasses.replace(self._open, events=after, num_events=len(after))], []
+        before, self._last = self._last, (runs or [self._last])[-1]
+        try:
+            self._write(path, runs, before, after, metadata)
+        except Exception as error:
+            if not has_failed:
+                raise
+            logger.error("no trace was written to %s: %r", os.fspath(path), error)
 
     def _write(
         self, path: str | os.PathLike[str], runs: list[Run], before: Run | None, after: list[Any], metadata: Mapping[str, Any]

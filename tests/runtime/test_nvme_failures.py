@@ -1,5 +1,6 @@
 """What goes wrong on the disk is told by program.step, with file and layer; nothing hangs, and no wrong number is returned."""
 
+import contextlib
 import errno
 import gc
 import os
@@ -317,3 +318,46 @@ def test_many_steps_on_many_devices_grow_nothing(tmp_path, steps):
         assert after[:2] == before[:2]
         assert after[2] - before[2] < 16 << 20
     assert own_threads() == others
+
+
+def wait_for(child, seconds=10):
+    """Return a child's exit status; one that hangs is killed."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "it hangs"
+
+
+@pytest.mark.filterwarnings("ignore:.*os.fork")  # of JAX and Python, which have threads
+def test_a_forked_child_that_unwinds_leaves_the_program_to_its_parent(opened, monkeypatch, tmp_path):
+    program, expected = opened("direct", 1)
+    batches = toys.batches(3)
+    state, metrics = program.step(program.init(jax.random.key(0)), batches[0])
+    losses, engine, read = [float(metrics["loss"])], program.swap.engine, os.preadv
+    engine.flush()
+    monkeypatch.setattr(os, "preadv", lambda *args: (time.sleep(0.2), read(*args))[1])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(program.trace_swaps(tmp_path / "trace.json"))
+        program.swap.begin(state, program._moves[::-1])  # reads ahead, of which the child sees no end
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                with contextlib.suppress(ZeroDivisionError), program, stack, contextlib.closing(engine), engine.io:
+                    raise ZeroDivisionError
+                status = 0
+            finally:
+                os._exit(status)
+        assert wait_for(child) == 0
+        assert not (tmp_path / "trace.json").exists()
+    monkeypatch.undo()
+    assert folder_of(program.config.swap_dir).is_dir()
+    for batch in batches[1:]:
+        state, metrics = program.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses == expected

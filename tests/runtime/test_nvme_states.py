@@ -17,6 +17,8 @@ import pytest
 import toys
 from test_nvme_failures import build, losses_of
 
+from host_offload.disk.errors import SwapError
+from host_offload.disk.folder import SwapFolder
 from zerojax.runtime.interrupts import interrupts_wait
 from zerojax.state.train_state import is_stored
 
@@ -217,6 +219,101 @@ def test_a_second_interrupt_does_not_wait(ctrl_c):
         call()
     assert len(came) == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_where_all_interrupts_wait_a_context_around_sees_both(ctrl_c):
+    came = []
+
+    @interrupts_wait(all_wait=True)
+    def unbroken():
+        for _ in range(3):
+            came.append(signal.raise_signal(signal.SIGINT))
+
+    with pytest.raises(KeyboardInterrupt):
+        unbroken()
+    with pytest.raises(KeyboardInterrupt):
+        interrupts_wait()(lambda: (unbroken(), came.append("after")))()
+    assert came == [None] * 6
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("where", ["the folder is made anew", "the program has just begun"])
+def test_interrupts_in_a_burst_inside_of_init_are_interrupts_and_init_works_again(programs, monkeypatch, ctrl_c, where):
+    program, came, calls = programs("ours"), [], []
+    expected, _ = losses_of(program, program.init(jax.random.key(0)))
+    jitted = program._init.jitted
+
+    def burst():
+        for _ in range(3):
+            came.append(signal.raise_signal(signal.SIGINT))
+
+    if where == "the folder is made anew":
+        program.swap.engine.fail(OSError(5, "of the disk"))
+        rmdir = os.rmdir
+        monkeypatch.setattr(os, "rmdir", lambda *args, **options: (burst(), rmdir(*args, **options)))
+    else:
+        calls = count_calls(program, monkeypatch, at=1, do=lambda: None)
+        # JAX does not know of a program whose call was interrupted before its effects were noted.
+        monkeypatch.setattr(jax, "effects_barrier", lambda: None)
+        monkeypatch.setattr(program._init, "jitted", lambda *args: (jitted(*args), burst())[0])
+    with pytest.raises(KeyboardInterrupt):
+        program.init(jax.random.key(1))
+    assert came
+    monkeypatch.undo() if where == "the folder is made anew" else monkeypatch.setattr(program._init, "jitted", jitted)
+    state = program.init(jax.random.key(0))
+    assert where == "the folder is made anew" or len({number for number in calls if number}) == 2
+    monkeypatch.undo()
+    with pytest.raises(SwapError, match="in use by this process"):
+        SwapFolder(program.config.swap_dir)
+    assert losses_of(program, state)[0] == expected
+
+
+def test_a_buffer_that_an_interrupt_lost_is_there_after_the_next_init(programs):
+    program = programs("ours")
+    expected, _ = losses_of(program, program.init(jax.random.key(0)))
+    lost = program.swap.engine._lanes[0].records["params"].buffers
+    for ring in (lost.reads, lost.writes):
+        while ring.free:
+            ring.take()
+    lost.turns.acquire()
+    state = program.init(jax.random.key(0))
+    assert losses_of(program, state)[0] == expected
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(2))
+def test_bursts_of_interrupts_at_any_moment_of_init(programs, ctrl_c, seed):
+    """Nothing but KeyboardInterrupt comes out, of 200 bursts, and the next init works."""
+    program, random = programs("ours"), np.random.default_rng(seed)
+    start = time.monotonic()
+    expected, _ = losses_of(program, program.init(jax.random.key(0)), 1)
+    seconds, is_over, num_interrupted = time.monotonic() - start, threading.Event(), 0
+
+    def burst(wait, pauses):
+        time.sleep(wait)
+        for pause in pauses:
+            if not is_over.is_set():
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(pause)
+
+    for number in range(200):
+        is_over.clear()
+        if number % 2:
+            program.swap.engine.fail(OSError(5, "of the disk"))
+        thread = threading.Thread(target=burst, args=(random.random() * seconds, random.choice([0, 2e-4, 2e-3], 5)))
+        try:
+            thread.start()
+            program.init(jax.random.key(1))
+            is_over.set()
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        while thread.is_alive():
+            with contextlib.suppress(KeyboardInterrupt):
+                is_over.set()
+                thread.join()
+                time.sleep(0.001)
+        assert losses_of(program, program.init(jax.random.key(0)), 1)[0] == expected
+    assert num_interrupted > 50
 
 
 def test_signals_that_waited_come_in_order_and_once(monkeypatch):

@@ -73,7 +73,12 @@ class Program:
         self.close()
 
     def close(self) -> None:
-        """Release what the program holds between steps: host memory for gradients and activations."""
+        """Release what the program holds between steps: host memory for gradients and activations.
+
+        In a forked child this does nothing: folder, threads and memory are the parent's.
+        """
+        if self._runner.is_forked:
+            return
         with self.calling():
             self._compiler.clear()
             self._scratch.clear()
@@ -183,7 +188,7 @@ class Program:
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)
             addresses = self._runner.begin_step(state, self._moves, compiled.written)
-            results = compiled.step(state, batch, self._compiler.arrays, scratch)
+            results = self._runner.call(compiled.step, state, batch, self._compiler.arrays, scratch)
             (state, scratch), metrics = self._runner.finished(results)
             # Before errors are raised: this memory has come back, whatever happened to the disk.
             self._scratch.keep(compiled.abstract_scratch, scratch)

@@ -4,10 +4,14 @@
     run      the program, to its end: callbacks come while it runs
     end      errors of callbacks are raised here, where the program can no longer hang
 
+An impatient user may leave the wait for a program. Its callbacks run on, and must not come in the next program or find the next
+state: so whatever calls the runner next waits for it first.
+
 A program without callbacks needs none of this. Its call returns before it has ended, as that of any program of JAX.
 """
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -32,6 +36,8 @@ class Runner:
     def __init__(self, swap: SwapSession | None, host: HostUpdate | None) -> None:
         self.swap, self.host = swap, host
         self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._left: Any = None  # results of the program that runs, or that an exception left
 
     @property
     def calls_back(self) -> bool:
@@ -45,7 +51,29 @@ class Runner:
             yield
             return
         with self._lock, interrupts_wait():
+            self._end_last()
             yield
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the runner's: it has none of the threads, and nothing here is its own."""
+        return os.getpid() != self._process
+
+    def call(self, program: Callable[..., Any], *args: Any) -> Any:
+        """Return `program(*args)`, which has begun and may not have ended."""
+        if not self.calls_back:
+            return program(*args)
+        # An interrupt after the program began and before its results are known would leave nothing to wait for.
+        with interrupts_wait(all_wait=True):
+            self._left = program(*args)
+        return self._left
+
+    def _end_last(self) -> None:
+        """Wait for a program that an exception left."""
+        if self._left is not None:
+            with contextlib.suppress(Exception):  # of the program: whoever left it has had an error already
+                _wait_for(self._left)
+            self._left = None
 
     def open(self) -> int:
         """Make files and buffers for a new state; returns the number that it has on disk, or 0."""
@@ -72,7 +100,7 @@ class Runner:
             return program(*args)
         self.swap.begin(reads, moves, name=name)
         # `finish` asks whether a callback failed, so all of them must be over; and none may come in the next program.
-        result = jax.block_until_ready(program(*args))
+        result = self.finished(self.call(program, *args))
         self.swap.finish()
         return result
 
@@ -99,7 +127,10 @@ class Runner:
 
     def finished(self, results: Any) -> Any:
         """Return the results of a step, when it has ended if it calls back."""
-        return jax.block_until_ready(results) if self.calls_back else results
+        if self.calls_back:
+            jax.block_until_ready(results)
+            self._left = None
+        return results
 
     def end_step(self, state: TrainState, addresses: list[int]) -> dict[str, float]:
         """Return the metrics of the disk, after a step that made `state`.
@@ -119,3 +150,8 @@ class Runner:
             self.host.host.release()
         if self.swap is not None:
             self.swap.close()
+
+
+def _wait_for(results: Any) -> None:
+    """Wait for what a program made; what was donated since, or deleted, has come."""
+    jax.block_until_ready([a for a in jax.tree.leaves(results) if not a.is_deleted()])

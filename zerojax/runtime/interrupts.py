@@ -20,11 +20,15 @@ _NUMBERS = tuple(int(number) for number in signal.valid_signals() - _AT_ONCE)
 
 
 @contextlib.contextmanager
-def interrupts_wait() -> Iterator[None]:
+def interrupts_wait(*, all_wait: bool = False) -> Iterator[None]:
     """Hold signals that Python handles back until the context ends; a second SIGINT is handled at once.
 
     Their handlers are then called in the order in which the signals first came, each once. Does nothing outside of the main
     thread, which alone handles signals, and for signals without a handler in Python.
+
+    Args:
+      all_wait: a second SIGINT waits too, around what must not be left half done and does not take long. It is handed on
+        beside the first, so that a context around this one sees both.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -37,10 +41,11 @@ def interrupts_wait() -> Iterator[None]:
     def hold(number: int, frame: FrameType | None) -> None:
         nonlocal is_impatient
         if number == signal.SIGINT and number in pending:
-            del pending[number]
             is_impatient = True
+            if not all_wait:
+                del pending[number]
         # A signal may come while the handlers are being put back: then nothing delivers what is held any more.
-        if has_ended or (is_impatient and number == signal.SIGINT):
+        if has_ended or (is_impatient and not all_wait and number == signal.SIGINT):
             handlers[number](number, frame)
         else:
             pending.setdefault(number, frame)
@@ -51,7 +56,8 @@ def interrupts_wait() -> Iterator[None]:
 
         def deliver() -> None:
             for number, frame in reversed(pending.items()):
-                stack.callback(handlers[number], number, frame)
+                for _ in range(2 if is_impatient and number == signal.SIGINT else 1):
+                    stack.callback(handlers[number], number, frame)
 
         stack.callback(deliver)
         for number, handler in handlers.items():

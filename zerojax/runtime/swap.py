@@ -29,6 +29,10 @@ again ahead of that.
 
 Each process has the records of its own devices, in a folder of its own. What fails in one is raised in all.
 
+What makes or removes folders, files and buffers is not interrupted, also not by a second Ctrl-C: half of it would be left.
+Waits for a program, for a snapshot, or for other processes are. In a forked child closing does nothing: it has none of the
+threads, and the folder is its parent's.
+
 What the user reads when the disk fails is in `host_offload/disk/errors.py`: the operation, file, layer and remedy. A session
 decides where an error is raised, and whether the state on disk is lost with it.
 """
@@ -41,7 +45,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -52,6 +56,7 @@ from host_offload.disk import DirectIo, Snapshot, Store, SwapError, SwapFolder, 
 from host_offload.engine import DiskRecords, Engine
 from host_offload.schedule import Move
 from host_offload.trace import Recorder, check_path
+from zerojax.runtime.interrupts import interrupts_wait
 from zerojax.runtime.processes import AllProcesses
 from zerojax.state import DiskLayout, OnDisk
 
@@ -120,6 +125,7 @@ class SwapSession:
         self._processes = AllProcesses(self.mesh)
         self._snapshot_numbers = itertools.count(1)
         self._snapshots: list[Snapshot] = []
+        self._process = os.getpid()
 
     @property
     def state(self) -> SwapState:
@@ -161,7 +167,7 @@ class SwapSession:
         if self._state not in (SwapState.UNCLAIMED, SwapState.CLOSED):
             return
         try:
-            self._processes.do(self._claim)
+            self._processes.do(_unbroken(self._claim))
         except BaseException:
             self.close()
             raise
@@ -189,7 +195,8 @@ class SwapSession:
         self.swap.generation = self._processes.least(1 + secrets.randbelow(1 << 30))
         # The state that was on disk is gone from here on, even if what follows fails.
         self._state = SwapState.CLAIMED
-        self._processes.do(self._renew)
+        self._wait_for_snapshots()
+        self._processes.do(_unbroken(self._renew))
         self._advance("open")
         logger.info(
             "nvme tier: %.2f GiB in %s, %.1f MiB of buffers", self.disk.num_bytes / 2**30, self.config.swap_dir,
@@ -204,10 +211,10 @@ class SwapSession:
     def _renew(self) -> None:
         """Make ready the files for a new state: those of the last one, unless some may be missing."""
         assert self._folder is not None
-        self._wait_for_snapshots()
         has_failed = self.engine.failed  # perhaps at a write that ended after the last call
         self.engine.reset()
-        if has_failed or not os.path.isdir(self._folder.path):
+        # A buffer is missing where an interrupt came while it was lent, as to a restore.
+        if has_failed or not self.engine.has_all_buffers() or not os.path.isdir(self._folder.path):
             for kind in self.engine.kinds():
                 self.engine.remove(kind)
             self._files_of.clear()
@@ -272,10 +279,10 @@ class SwapSession:
           RuntimeError: the machine has no memory for the buffers.
           SwapError: an earlier step failed, or the disk is too small; or another process failed at this.
         """
-        self._processes.do(lambda: self._begin(reads, moves, scratch, name))
+        self._end_last()
+        self._processes.do(_unbroken(lambda: self._begin(reads, moves, scratch, name)))
 
     def _begin(self, reads: Any, moves: Sequence[Move], scratch: Sequence[DiskRecords], name: str) -> None:
-        self._end_last()
         engine = self.engine
         with self._loss_is_noted():
             engine.check()
@@ -405,9 +412,17 @@ class SwapSession:
         return self._recorder.trace(path, lambda: self.swap.engine, metadata | {"process": jax.process_index()})
 
     def close(self) -> None:
-        """Release threads and buffers, and remove the folder, once what is being saved from there was."""
+        """Release threads and buffers, and remove the folder, once what is being saved from there was.
+
+        In a forked child this does nothing.
+        """
+        if os.getpid() != self._process:
+            return
         self._end_last()
         self._wait_for_snapshots()
+        _unbroken(self._close)()
+
+    def _close(self) -> None:
         self._advance("close")
         engine, self.swap.engine = self.swap.engine, None
         self._files_of.clear()
@@ -420,6 +435,11 @@ class SwapSession:
             folder, self._folder = self._folder, None
             if folder is not None:
                 folder.close()
+
+
+def _unbroken(work: Callable[[], None]) -> Callable[[], None]:
+    """Return `work` as it is done to its end, whatever signals come."""
+    return interrupts_wait(all_wait=True)(work)
 
 
 def _on_disk(tree: Any) -> list[OnDisk]:
