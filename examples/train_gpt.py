@@ -81,6 +81,7 @@ class Options:
       checkpoint_every: steps between checkpoints; the last step has one too.
       keep: newest checkpoints to keep.
       resume: go on from the newest whole checkpoint, with the other options as they were; start anew if there is none.
+      heartbeat_timeout: seconds after which a process of several that gives no sign of life counts as dead, and the others end.
     """
 
     zero: Annotated[zj.ZeroConfig, tyro.conf.arg(name="")] = dataclasses.field(
@@ -110,24 +111,30 @@ class Options:
     checkpoint_every: int = 100
     keep: int = 3
     resume: bool = False
+    heartbeat_timeout: int = 30
 
 
 # --- the machine ---------------------------------------------------------------------------------------------------------
 
 
-def join_cluster() -> None:
+def join_cluster(heartbeat_timeout: int) -> None:
     """Call jax.distributed.initialize where the environment is a cluster's: Slurm, Open MPI, or JAX's own variables."""
+    if heartbeat_timeout < 1:
+        raise ValueError(f"--heartbeat-timeout {heartbeat_timeout}: 1 second or more is needed")
     env = os.environ
+    # JAX's default lets the others of a process that died wait for up to 100 s.
+    options: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat_timeout}
     if "JAX_COORDINATOR_ADDRESS" in env:
-        jax.distributed.initialize(env["JAX_COORDINATOR_ADDRESS"], int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"]))
+        place = env["JAX_COORDINATOR_ADDRESS"], int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"])
+        jax.distributed.initialize(*place, **options)
     elif ("SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1) or int(env.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        jax.distributed.initialize()
+        jax.distributed.initialize(**options)
 
 
 def start(options: Options) -> jax.sharding.Mesh:
     """Join a cluster, simulate devices if there is only a CPU, and lay out the mesh."""
     jax.config.update("jax_num_cpu_devices", options.devices)  # read by the CPU backend alone
-    join_cluster()
+    join_cluster(options.heartbeat_timeout)
     sizes = dict(pair.split("=") for pair in options.mesh.split(","))
     unknown = set(sizes) - {"data", "fsdp", "tensor"}
     if unknown:

@@ -9,10 +9,13 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 
+import jax
 import numpy as np
 import pytest
 import text_data
+import train_gpt
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -121,27 +124,64 @@ def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path):
     assert runs == ["step"] * 3 + ["eval"] * runs.count("eval")
 
 
-@pytest.mark.exhaustive  # by default test_resumed_gpt.py starts two processes
-def test_train_gpt_joins_a_cluster(tmp_path):
-    """Two processes whose environment names a coordinator train one model, and the first alone prints and writes."""
+def start_two(tmp_path: pathlib.Path, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Start the script in two processes of two devices each."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
-    sizes = ["--steps", "8", "--seq", "32", "--batch-size", "16", "--eval-every", "4", "--sample-bytes", "8", "--devices", "2"]
-    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--data", folder(tmp_path), *sizes]
+    sizes = ["--seq", "32", "--batch-size", "16", "--eval-every", "4", "--sample-bytes", "8", "--devices", "2"]
+    command = [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--data", folder(tmp_path), *sizes, *arguments]
     workers = []
     for me in range(2):
         env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
         env |= {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(me)}
-        arguments = [*command, "--mesh", "data=2,fsdp=2", "--logdir", str(tmp_path / f"log{me}")]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        workers.append(subprocess.Popen(arguments, env=env, cwd=tmp_path, **pipes))
+        mine = [*command, "--mesh", "data=2,fsdp=2", "--logdir", str(tmp_path / f"log{me}")]
+        workers.append(subprocess.Popen(mine, env=env, cwd=tmp_path, **pipes))
+    return workers
+
+
+@pytest.mark.exhaustive  # by default test_resumed_gpt.py starts two processes
+def test_train_gpt_joins_a_cluster(tmp_path):
+    """Two processes whose environment names a coordinator train one model, and the first alone prints and writes."""
+    workers = start_two(tmp_path, "--steps", "8")
     outputs = [worker.communicate(timeout=300) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], outputs
     assert "4 x cpu, mesh {'data': 2, 'fsdp': 2" in outputs[0][0]
     assert "validation" in outputs[0][0]
     assert not any(word in outputs[1][0] for word in ("loss", "parameters", "sample"))  # gloo writes lines of its own
     assert not (tmp_path / "log1").exists()
+
+
+@pytest.mark.exhaustive
+def test_train_gpt_ends_soon_after_one_of_its_processes_was_killed(tmp_path):
+    """JAX would wait for up to 100 s."""
+    first, last = start_two(tmp_path, "--steps", "100000", "--heartbeat-timeout", "5")
+    assert first.stdout is not None
+    try:
+        while "(compiled)" not in (line := first.stdout.readline()):
+            assert line, first.communicate()
+        last.kill()
+        start = time.monotonic()
+        first.communicate(timeout=120)
+        assert time.monotonic() - start < 40
+        assert first.returncode != 0
+    finally:
+        for worker in (first, last):
+            worker.kill()
+            worker.communicate()
+
+
+@pytest.mark.parametrize("cluster", [{"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, {"JAX_COORDINATOR_ADDRESS": "here:1"}])
+def test_train_gpt_tells_jax_when_a_process_counts_as_dead(monkeypatch, cluster):
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: calls.append((args, options)))
+    for name, value in ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"} | cluster).items():
+        monkeypatch.setenv(name, value)
+    train_gpt.join_cluster(7)
+    assert calls == [(("here:1", 2, 1) if "JAX_COORDINATOR_ADDRESS" in cluster else (), {"heartbeat_timeout_seconds": 7})]
+    with pytest.raises(ValueError, match=r"--heartbeat-timeout 0: 1 second or more"):
+        train_gpt.join_cluster(0)
 
 
 @pytest.mark.by_default("arguments1-fsdp 3 x tensor 1 = 3, but there are 4 devices", "arguments5-nowhere")
