@@ -71,6 +71,15 @@ def remat_layers(p, batch, key):
     return jnp.mean(x**2)
 
 
+def frozen_remat_saving_everything(p, batch, key):
+    def layer(w, x):
+        return jnp.tanh(x @ jax.lax.stop_gradient(w))
+
+    # All but what is computed on shards: that may be saved, and has the shape of a weight too.
+    layer = jax.checkpoint(layer, policy=lambda prim, *args, **params: prim.name != "stop_gradient")
+    return jnp.mean(layer(p["b"], layer(p["a"], batch["x"] @ p["c"])) @ p["d"])
+
+
 def remat_whole_model_saving_products(p, batch, key):
     def model(p, x):
         for name in "abcd":
@@ -168,6 +177,7 @@ CASES = {
         (scan_reversed_with_outputs, stack(4)),
         (scan_over_time_with_shared_weights, dense),
         (remat_layers, dense),
+        (frozen_remat_saving_everything, dense),
         (remat_whole_model_saving_products, dense),
         (scan_of_remat, stack(4)),
         (cond_branches, dense),
@@ -308,3 +318,14 @@ def test_bf16_parameters_are_gathered_narrow_where_the_model_widens_them():
     text = program.lower(data).as_text()
     constraints = [line for line in text.splitlines() if "sharding_constraint" in line and f"tensor<{H}x{H}x" in line]
     assert any("bf16" in line for line in constraints)
+
+
+def test_one_equations_bytes_are_those_that_are_gathered():
+    """In bfloat16, whatever the equation widens them to: the largest leaf alone is no more than a layer may be."""
+
+    def loss(p, batch, key):
+        return jnp.mean((batch["x"] @ p["w"].astype(jnp.float32)) ** 2)
+
+    program = build(loss, lambda key: {"w": jax.random.normal(key, (H, H))}, precision="bf16")
+    program.lower(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch()))
+    assert not program.gathered_early

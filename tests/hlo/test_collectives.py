@@ -72,6 +72,17 @@ def test_peak_gathered_follows_copies_and_loops():
     assert hlo.peak_gathered_bytes(TEXT.replace("copy(%gather-done)", "dot(%gather-done, %shard)")) == matrix + 128 * 4
 
 
+def test_an_asynchronous_copy_is_one_array():
+    """Its start returns (copy, source, context), and its done the copy."""
+    start = "%copying = (bf16[64,64]{0,1}, bf16[64,64]{1,0}, u32[]) copy-start(%gather-done)"
+    done = "%turned = bf16[64,64]{0,1} copy-done(%copying)"
+    text = TEXT.replace("%turned = bf16[64,64]{0,1} copy(%gather-done)", f"{start}\n  {done}")
+    assert hlo.peak_gathered_bytes(text) == hlo.peak_gathered_bytes(TEXT)
+    # The source is read until the copy is done.
+    between = text.replace(f"  {done}", f"  %held = bf16[8,64]{{1,0}} negate(%shard)\n  {done}")
+    assert hlo.peak_gathered_bytes(between) == hlo.peak_gathered_bytes(TEXT)
+
+
 def test_loop_without_a_trip_count_is_refused():
     with pytest.raises(ValueError, match="trip count"):
         hlo.collectives(TEXT.replace("known_trip_count", "other"))

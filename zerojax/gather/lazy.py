@@ -82,9 +82,21 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole value that a gather makes."""
-        aval: Any = self.moves[-1].eqn.outvars[0].aval if self.moves else self.value
+        """Bytes of the whole value that a gather makes, before the moves that come after it."""
+        aval = self._avals[self._num_moves_before]
         return aval.size * aval.dtype.itemsize
+
+    @property
+    def _avals(self) -> list[Any]:
+        """What there is between two moves, from the shard on."""
+        return [self.value, *(m.eqn.outvars[0].aval for m in self.moves)]
+
+    @property
+    def _num_moves_before(self) -> int:
+        """How many moves come before the gather, which is made where the value is narrowest."""
+        # A narrowing cast comes first, since it halves the bytes sent. Of equal widths the last wins: more work on the shard.
+        avals = self._avals
+        return min(range(len(avals)), key=lambda i: (avals[i].dtype.itemsize, -i))
 
     def moved(self) -> Array:
         """Return the shard after its moves."""
@@ -95,9 +107,7 @@ class Shard:
 
     def gathered(self, mesh: Mesh, axis: str) -> Array:
         """Return the whole value, gathered where it is narrowest between two moves."""
-        avals: list[Any] = [self.value, *(m.eqn.outvars[0].aval for m in self.moves)]
-        # A narrowing cast comes first, since it halves the bytes sent. Of equal widths the last wins: more work on the shard.
-        narrowest = min(range(len(avals)), key=lambda i: (avals[i].dtype.itemsize, -i))
+        narrowest = self._num_moves_before
         before = dataclasses.replace(self, moves=self.moves[:narrowest])
         value = gather(before.moved(), before.stored, without_axis(before.stored, axis), before.cotangent, mesh)
         for move in self.moves[narrowest:]:

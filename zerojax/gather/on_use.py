@@ -378,8 +378,9 @@ def _never_gathered(policy: Callable[..., Any] | None) -> Callable[..., Any] | N
         return None
 
     def wrapped(prim: Any, *args: Any, **params: Any) -> Any:
-        # What a gather looks like to a policy, which would otherwise save the whole parameter.
-        if prim.name in ("sharding_constraint", "custom_vjp_call", "optimization_barrier"):
+        # What a gather looks like to a policy, which would otherwise save the whole parameter: its constraints where it is
+        # differentiated, and one call where it is not, behind a stop_gradient.
+        if prim.name in ("sharding_constraint", "custom_jvp_call", "optimization_barrier"):
             return False
         return policy(prim, *args, **params)
 

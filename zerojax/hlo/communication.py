@@ -14,7 +14,7 @@ from zerojax.hlo.parse import Array, Instruction, bits_of, parse_arrays, parse_m
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all")
 _CALLS = ("call", "conditional", "async-start", "custom-call", "fusion-start")
 _VIEWS = ("bitcast", "get-tuple-element", "tuple", "opt-barrier", "optimization-barrier", "all-gather-done")
-_COPIES = ("fusion", "copy", "transpose", "convert", "reshape", "copy-start", "copy-done")
+_COPIES = ("fusion", "copy", "transpose", "convert", "reshape", "copy-start")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,6 +156,11 @@ def _gathered_buffers(instructions: list[Instruction]) -> list[_Buffer]:
             viewed[i.result] = reads
         elif i.op in ("all-gather", "all-gather-start") or copies:
             arrays = _results(i, len(i.operands)) if i.op == "all-gather-start" else parse_arrays(i.shape)
+            if i.op == "copy-start":
+                arrays = arrays[:1]  # of (copy, source, context)
             buffers.append(_Buffer(sum(a.num_bytes for a in arrays), index, index))
-            viewed[i.result] = [buffers[-1]]
+            # An asynchronous copy reads its source until it is done.
+            viewed[i.result] = [buffers[-1], *reads] if i.op == "copy-start" else [buffers[-1]]
+        elif i.op == "copy-done":
+            viewed[i.result] = reads[:1]
     return buffers
