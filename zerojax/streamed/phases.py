@@ -200,6 +200,8 @@ def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any) -> tu
     program = flatten(closed.jaxpr, closed.consts)
     slots: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
     products = [n for n, i in enumerate(program.instructions) if i.eqn.primitive.name == "dot_general"]
+    # Of a GPT block of hidden 2048, compiled for 8 H200s, fetches run beside 4 products in forward and 10 in backward. Half of
+    # the products gives 3 and 6, all but the last 5 and 14, and either holds 6 % more memory: 373 MB instead of 351.
     last = products[3 * len(products) // 4] if products else None
     for number, i in enumerate(program.instructions):
         if number == last:
