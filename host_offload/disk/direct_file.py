@@ -9,6 +9,7 @@ and all is buffered where no head aligns both the offset and the address. A sign
 A transfer that moved less than was asked for is continued from there.
 """
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -45,7 +46,7 @@ class DirectFile:
         flags = os.O_RDWR if writes else os.O_RDONLY
         # Two descriptors of one file: O_DIRECT refuses what is not aligned, and that goes through the buffered one.
         self._buffered = open_regular(path, flags | (os.O_CREAT if writes else 0))
-        self._direct = -1
+        self._direct, self._writes = -1, writes
         if direct and _DIRECT:
             try:
                 self._direct = open_regular(path, flags | _DIRECT)
@@ -109,9 +110,11 @@ class DirectFile:
     def close(self) -> None:
         """Close the file; once closed, do nothing."""
         fds, self._buffered, self._direct = (self._buffered, self._direct), -1, -1
-        for fd in fds:
-            if fd >= 0:
-                os.close(fd)
+        # Both are closed, also where the first raises. A file that was only read has nothing that a close could lose.
+        with contextlib.suppress(*(() if self._writes else (OSError,))), contextlib.ExitStack() as closing:
+            for fd in fds:
+                if fd >= 0:
+                    closing.callback(os.close, fd)
 
     def __enter__(self) -> "DirectFile":
         return self

@@ -59,8 +59,11 @@ class NotRegularError(OSError):
     """Something else than a regular file has a record's name."""
 
 
-def of_tensorstore(error: ValueError) -> Exception:
-    """Return the OSError that the text of tensorstore's ValueError describes, or the error itself if there is none."""
+def of_tensorstore(error: Exception) -> Exception:
+    """Return the OSError that the text of tensorstore's error describes, or the error itself if there is none.
+
+    It raises NotImplementedError for ENOSYS, and ValueError for all others.
+    """
     text = str(error)
     if match := re.search(r"os_error_code='(\d+)'", text):
         return OSError(int(match.group(1)), text)

@@ -41,8 +41,14 @@ class SwapFolder:
           ValueError: root is no folder.
           SwapError: it cannot be written to, or another process or program uses the folder.
         """
-        if not os.path.isdir(root):
-            what = "is not a folder" if os.path.exists(root) else "does not exist"
+        try:
+            mode = os.stat(root).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            mode = 0
+        except OSError as error:
+            raise explain(error, doing="looking for swap_dir", file=root) from error
+        if not stat.S_ISDIR(mode):
+            what = "is not a folder" if mode else "does not exist"
             raise ValueError(f"swap_dir={root!r} {what}: give an existing folder of a fast local disk, or create it (mkdir -p)")
         self.path = os.path.join(os.path.abspath(root), f"zerojax-swap-{process}")
         self._take()
@@ -208,4 +214,5 @@ def _remove(path: str, fd: int) -> None:
         if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):  # removed by hand; or taken over since the lock file went
             logger.warning("%s was not removed: %s; remove it by hand", path, error)
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):  # the number of this process is all that was written
+            os.close(fd)

@@ -14,7 +14,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,7 @@ class Store:
             raise explain(FileNotFoundError(errno.ENOENT, ""), doing=f"creating the records of {kind}", file=folder_path)
         try:
             ts.open(self._spec(), create=True, open=False).result()
-        except ValueError as error:
+        except (ValueError, NotImplementedError) as error:
             raise explain(of_tensorstore(error), doing=f"creating the records of {kind}", file=self.path) from error
 
     @property
@@ -121,7 +121,7 @@ class Store:
             raise explain(error, doing=doing, file=description) from error
         try:
             return ts.open(self._spec(context), open=True).result()
-        except ValueError as error:
+        except (ValueError, NotImplementedError) as error:
             raise explain(of_tensorstore(error), doing=doing, file=self.path) from error
 
     def preallocate(self) -> None:
@@ -133,7 +133,10 @@ class Store:
           SwapError: the disk is too small, or failed.
         """
         size, paths = self.format.padded_bytes, [self.record_path(layer) for layer in range(self.num_layers)]
-        missing = self.num_bytes - sum(_held_bytes(path) for path in paths) - _free_bytes(self.path)
+        try:
+            missing = self._missing_bytes(paths)
+        except OSError as error:
+            raise explain(error, doing=f"looking for room for {self.kind}", file=self.path) from error
         if missing > 0:
             raise self._too_small(missing)
         for layer, path in enumerate(paths):
@@ -144,11 +147,14 @@ class Store:
                 finally:
                     os.close(fd)
             except OSError as error:
-                left = self.num_bytes - sum(_held_bytes(p) for p in paths) - _free_bytes(self.path)
                 # ENOSPC also means that the file system has no inodes left: only missing bytes get the message about bytes.
-                if error.errno == errno.ENOSPC and left > 0:
-                    raise self._too_small(left, path, layer) from error
+                with contextlib.suppress(OSError):  # the first error is told
+                    if error.errno == errno.ENOSPC and (left := self._missing_bytes(paths)) > 0:
+                        raise self._too_small(left, path, layer) from error
                 raise explain(error, doing=f"reserving {size} bytes for {self.kind}", file=path, layer=layer) from error
+
+    def _missing_bytes(self, paths: Sequence[str]) -> int:
+        return self.num_bytes - sum(_held_bytes(path) for path in paths) - _free_bytes(self.path)
 
     def link(self, layer: int, target: str) -> None:
         """Give a record a second name, under which it stays as it is: the next write of the record goes to another file.

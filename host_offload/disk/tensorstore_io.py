@@ -107,6 +107,6 @@ def _timed(work: Callable[[], None], store: Store, layer: int, doing: str) -> fl
         work()
     except BaseException as error:
         # tensorstore raises ValueError whatever the disk did: the errno is in the text alone.
-        cause: Any = of_tensorstore(error) if isinstance(error, ValueError) else error
+        cause: Any = of_tensorstore(error) if isinstance(error, ValueError | NotImplementedError) else error
         raise explain(cause, doing=doing, file=store.record_path(layer), layer=layer) from error
     return time.monotonic() - start

@@ -3,6 +3,7 @@
 from zerojax.checkpoint.checkpointer import Checkpointer as Checkpointer
 from zerojax.checkpoint.directory import STATE as STATE
 from zerojax.checkpoint.directory import Directory as Directory
+from zerojax.checkpoint.directory import is_folder as is_folder
 from zerojax.checkpoint.errors import CheckpointError as CheckpointError
 from zerojax.checkpoint.errors import DamagedError as DamagedError
 from zerojax.checkpoint.errors import IteratorError as IteratorError

@@ -155,8 +155,10 @@ class Directory:
     def check_writable(self) -> None:
         """Make a file: where Orbax cannot make its folder, the processes that do not make it wait for it."""
         if jax.process_index() == 0:
-            with explaining(f"writing to {self.path}"), tempfile.TemporaryFile(dir=self.path):
-                pass
+            with explaining(f"writing to {self.path}"):
+                self.clean()  # what a save that failed could not remove
+                with tempfile.TemporaryFile(dir=self.path):
+                    pass
 
     def settle(self, step: int, aside: Sequence[int]) -> list[str]:
         """Give a step that has appeared its own name, and set other steps aside; return the new names of these.
@@ -315,7 +317,8 @@ class Directory:
         """Let other runs save here."""
         fd, self._lock = self._lock, None
         if fd is not None and fd != _ELSEWHERE:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # the number of this process is all that was written
+                os.close(fd)
 
 
 def is_folder(path: str) -> bool:
