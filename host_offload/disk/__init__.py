@@ -11,9 +11,14 @@ from host_offload.disk.direct_file import write_file as write_file
 from host_offload.disk.direct_io import DirectIo as DirectIo
 from host_offload.disk.errors import STATE_LOST as STATE_LOST
 from host_offload.disk.errors import ChecksumError as ChecksumError
+from host_offload.disk.errors import NotAFileError as NotAFileError
 from host_offload.disk.errors import SwapError as SwapError
 from host_offload.disk.errors import TruncatedError as TruncatedError
 from host_offload.disk.errors import explain as explain
+from host_offload.disk.fields import Field as Field
+from host_offload.disk.fields import FieldError as FieldError
+from host_offload.disk.fields import is_inner_path as is_inner_path
+from host_offload.disk.fields import parse_json as parse_json
 from host_offload.disk.file_reads import Box as Box
 from host_offload.disk.file_reads import ReadFile as ReadFile
 from host_offload.disk.folder import SwapFolder as SwapFolder
@@ -27,6 +32,7 @@ from host_offload.disk.snapshot import LinkedRecord as LinkedRecord
 from host_offload.disk.snapshot import Snapshot as Snapshot
 from host_offload.disk.snapshot import sync as sync
 from host_offload.disk.store import Store as Store
+from host_offload.disk.store import reserve as reserve
 from host_offload.disk.tensorstore_io import TensorstoreIo as TensorstoreIo
 from host_offload.disk.tuning import IoSettings as IoSettings
 from host_offload.disk.tuning import tune as tune

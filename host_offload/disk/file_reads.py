@@ -12,13 +12,15 @@ whole and cut in memory: what is read in vain are the gaps, and what is held bes
 where they are no larger than the box, or its pieces are small: one call for each piece would cost more.
 """
 
+import errno
 import math
 import os
+import stat
 from collections.abc import Iterator
 
 import numpy as np
 
-from host_offload.disk.errors import TruncatedError
+from host_offload.disk.errors import NotAFileError, TruncatedError
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) in each dim of an array."""
@@ -26,6 +28,13 @@ BLOCK_BYTES = 4 << 20
 """Most bytes held beside a result. Larger blocks are not read faster."""
 PIECE_BYTES = 64 << 10
 """Pieces of at least so many bytes are read one by one, if the gaps between them are larger than they are."""
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 class ReadFile:
@@ -36,10 +45,21 @@ class ReadFile:
 
         Raises:
           OSError: it cannot be opened.
+          NotAFileError: it is a folder, a FIFO, a socket or a device.
         """
         self.path = path
         self._fd = -1
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            # O_NONBLOCK: opening a FIFO would wait until something writes to it.
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno not in (errno.ENXIO, errno.ENODEV):  # of sockets, and of devices that nothing serves
+                raise
+            raise NotAFileError(
+                f"{path} is {_KINDS.get(stat.S_IFMT(os.stat(path).st_mode), 'no file')}, and no file"
+            ) from error
+        if not stat.S_ISREG(mode := os.fstat(self._fd).st_mode):
+            raise NotAFileError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, and no file")
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -67,6 +87,27 @@ class ReadFile:
             if not count:
                 raise TruncatedError(f"{self.path} ends at byte {offset + at}, and {len(view) - at} more are needed")
             at += count
+
+    def read_all(self, most_bytes: int) -> bytes:
+        """Return the bytes of a file that is not large.
+
+        Raises:
+          OSError: they cannot be read.
+          TruncatedError: there are more than `most_bytes`.
+        """
+        if (num_bytes := self.num_bytes) > most_bytes:
+            raise TruncatedError(f"{self.path} has {num_bytes} bytes, and at most {most_bytes} are expected")
+        self.read_bytes(0, out := np.empty(num_bytes, np.uint8))
+        return out.tobytes()
+
+    def read_start(self, most_bytes: int) -> bytes:
+        """Return the first bytes of a file, or all where there are fewer.
+
+        Raises:
+          OSError: they cannot be read.
+        """
+        self.read_bytes(0, out := np.empty(min(self.num_bytes, most_bytes), np.uint8))
+        return out.tobytes()
 
     def blocks(self, num_bytes: int) -> Iterator[np.ndarray]:
         """Yield the first bytes of the file, block by block, in an array that is used again: uint8[BLOCK_BYTES] or fewer.

@@ -88,15 +88,18 @@ class RecordFormat:
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """Return the dtype of that name, those of ml_dtypes included.
+    """Return the dtype of numbers of that name, those of ml_dtypes included.
 
     Raises:
       ValueError: there is none.
     """
-    try:
-        return np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError as error:
-        raise ValueError(f"dtype {name!r} is neither numpy's nor of ml_dtypes") from error
+    # Not np.dtype(name), which also takes text for records, objects and times.
+    scalar = vars(ml_dtypes).get(name) or vars(np).get(name)
+    if isinstance(scalar, type) and issubclass(scalar, np.generic):
+        dtype = np.dtype(scalar)
+        if dtype.name == name and dtype.kind not in "OSUTMm" and dtype.itemsize:
+            return dtype
+    raise ValueError(f"dtype {name!r} is neither numpy's nor of ml_dtypes")
 
 
 def check_buffer(buffer: np.ndarray, num_bytes: int) -> None:

@@ -143,7 +143,7 @@ class Store:
             try:
                 fd = open_regular(path, os.O_WRONLY | os.O_CREAT)
                 try:
-                    _reserve(fd, size)
+                    reserve(fd, size)
                 finally:
                     os.close(fd)
             except OSError as error:
@@ -177,7 +177,7 @@ class Store:
                 # Space first, name second: when the disk is full, the record must not be left linked without a spare file.
                 fd = open_regular(spare, os.O_WRONLY | os.O_CREAT)
                 try:
-                    _reserve(fd, self.format.padded_bytes)
+                    reserve(fd, self.format.padded_bytes)
                 finally:
                     os.close(fd)
                 os.link(path, target)
@@ -277,7 +277,12 @@ def _free_bytes(path: str) -> int:
     return space.f_bavail * space.f_frsize
 
 
-def _reserve(fd: int, size: int) -> None:
+def reserve(fd: int, size: int) -> None:
+    """Take space on the disk for a file; where the file system cannot, give the file its size alone.
+
+    Raises:
+      OSError: the disk is full, or failed.
+    """
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(fd, 0, size)

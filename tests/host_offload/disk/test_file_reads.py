@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from host_offload.disk import file_reads
 from host_offload.disk.checksum import checksum_of, checksum_of_blocks
-from host_offload.disk.errors import TruncatedError
+from host_offload.disk.errors import NotAFileError, TruncatedError
 from host_offload.disk.file_reads import ReadFile
 
 DTYPES = (np.float32, np.uint8, ml_dtypes.bfloat16)
@@ -85,6 +85,22 @@ def test_reads_that_are_cut_short_are_continued(tmp_path, monkeypatch):
     np.testing.assert_array_equal(out, content[10:])
     with pytest.raises(TruncatedError, match="ends at byte 100, and 3 more are needed"):
         ReadFile(str(tmp_path / "file")).read_bytes(13, out)
+
+
+@pytest.mark.parametrize(("path", "kind"), [("fifo", "a FIFO"), (".", "a folder"), ("/dev/zero", "a device")])
+def test_what_is_no_file_is_told_and_not_waited_for(tmp_path, path, kind):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(NotAFileError, match=f"is {kind}, and no file"):
+        ReadFile(str(tmp_path / path))
+
+
+def test_a_whole_file_is_read_up_to_a_bound(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    file = ReadFile(str(tmp_path / "file"))
+    assert file.read_all(3) == file.read_start(7) == b"abc"
+    assert file.read_start(2) == b"ab"
+    with pytest.raises(TruncatedError, match="has 3 bytes, and at most 2 are expected"):
+        file.read_all(2)
 
 
 def test_an_unreadable_sector_is_an_error_with_its_byte(tmp_path):

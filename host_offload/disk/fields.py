@@ -1,0 +1,179 @@
+"""Descriptions in JSON, read field by field: what a file says is held against what it may say, before anything relies on it.
+
+    Field({"shape": [3, -1]})["shape"].integers()     FieldError: shape[1] is -1, and an integer from 0 to 2^63 - 1 is needed
+
+Descriptions come from disks and from other people. Their checksum, where they have one, tells that they are as they were
+written, and not that what was written makes sense: a size may be negative or larger than any file, a name may lead out of its
+folder, a number may be a list. Each method here returns a value of one type and range, or names the field.
+"""
+
+import base64
+import dataclasses
+import json
+import math
+import os
+import reprlib
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from host_offload.disk.record_format import numpy_dtype
+
+MOST = 2**63 - 1
+"""The largest integer of a description: the largest offset in a file."""
+_MOST_DIMS = 32
+_NOTHING = object()
+
+
+class FieldError(ValueError):
+    """A field of a description is missing, or is not what it may be; the text begins with its name."""
+
+
+def parse_json(text: bytes) -> Any:
+    """Return what a JSON text says.
+
+    Raises:
+      ValueError: it is none, or has a name twice in one object, or is nested too deeply.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for n, name in enumerate(names) if name in names[:n])
+        raise FieldError(f"{_shown(twice)} is there twice")
+    return fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A value in a description.
+
+    Attributes:
+      value: as JSON gave it.
+      name: where it is, such as "stores[0].leaves[1].offset"; "" is the description itself.
+    """
+
+    value: Any
+    name: str = ""
+
+    def refuse(self, needed: str) -> NoReturn:
+        """Raise FieldError: this is its value, and something else is needed."""
+        raise FieldError(f"{self.name or 'it'} is {_shown(self.value)}, and {needed} is needed")
+
+    def __getitem__(self, key: str) -> "Field":
+        """Return a field of an object.
+
+        Raises:
+          FieldError: this is no object, or has no such field.
+        """
+        if (field := self.get(key)) is None:
+            raise FieldError(f"{self._child(key)} is missing")
+        return field
+
+    def get(self, key: str) -> "Field | None":
+        """Return a field of an object, or None where it is missing or null."""
+        value = self._object().get(key, _NOTHING)
+        return None if value is _NOTHING or value is None else Field(value, self._child(key))
+
+    def fields(self) -> Iterator[tuple[str, "Field"]]:
+        """Yield (name, field) of an object whose names are free."""
+        for key, value in self._object().items():
+            Field(key, f"a name in {self.name or 'it'}").text()
+            yield key, Field(value, self._child(key))
+
+    def items(self) -> list["Field"]:
+        """Return the items of a list."""
+        if not isinstance(self.value, list):
+            self.refuse("a list")
+        return [Field(value, f"{self.name}[{n}]") for n, value in enumerate(self.value)]
+
+    def integer(self, least: int = 0, most: int = MOST) -> int:
+        """Return an integer in a range."""
+        if type(self.value) is not int or not least <= self.value <= most:
+            span = f"{least}" if least == most else f"from {least} to {'2^63 - 1' if most == MOST else most}"
+            self.refuse(f"an integer, {span},")
+        return self.value
+
+    def integers(self, least: int = 0) -> tuple[int, ...]:
+        """Return a list of integers, one for each dim of an array."""
+        items = self.items()
+        if len(items) > _MOST_DIMS:
+            self.refuse(f"a list of at most {_MOST_DIMS} integers")
+        return tuple(item.integer(least) for item in items)
+
+    def flag(self) -> bool:
+        """Return true or false."""
+        if not isinstance(self.value, bool):
+            self.refuse("true or false")
+        return self.value
+
+    def text(self) -> str:
+        """Return a text that can be a name, and be printed."""
+        if not isinstance(self.value, str):
+            self.refuse("a text")
+        try:
+            self.value.encode()
+        except UnicodeEncodeError:  # of half a surrogate pair
+            self.refuse("a text of UTF-8")
+        return self.value
+
+    def inner_path(self) -> str:
+        """Return a path below the folder of the description."""
+        path = self.text()
+        if not is_inner_path(path):
+            self.refuse("a path below the folder of the description")
+        return path
+
+    def data(self) -> bytes:
+        """Return the bytes of a text in base64."""
+        try:
+            return base64.b64decode(self.text(), validate=True)
+        except FieldError:
+            raise
+        except ValueError:
+            self.refuse("base64")
+
+    def array(self) -> tuple[tuple[int, ...], str, int]:
+        """Return shape, dtype and bytes of an array, from its fields `shape` and `dtype`."""
+        shape, dtype = self["shape"].integers(), self["dtype"].text()
+        try:
+            itemsize = numpy_dtype(dtype).itemsize
+        except ValueError:
+            self["dtype"].refuse("a dtype of numpy or ml_dtypes")
+        return shape, dtype, self["shape"].num_bytes(itemsize)
+
+    def num_bytes(self, itemsize: int) -> int:
+        """Return the bytes of an array of this shape."""
+        shape = self.integers()
+        # Dims of 0 do not count: numpy multiplies the others, too.
+        if math.prod(max(1, n) for n in shape) * itemsize > MOST:
+            self.refuse("a shape of less than 2^63 bytes")
+        return math.prod(shape) * itemsize
+
+    def _object(self) -> dict[str, Any]:
+        if not isinstance(self.value, dict):
+            self.refuse("an object")
+        return self.value
+
+    def _child(self, key: str) -> str:
+        if not key.isidentifier():
+            return f"{self.name}[{_shown(key)}]"
+        return f"{self.name}.{key}" if self.name else key
+
+
+def is_inner_path(path: str) -> bool:
+    """Tell whether a path names something below the folder to which it is relative; what links are there is not looked at."""
+    return not os.path.isabs(path) and "\0" not in path and {"", ".", ".."}.isdisjoint(path.split("/"))
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 80
+
+
+def _shown(value: Any) -> str:
+    return _REPR.repr(value)
