@@ -15,20 +15,23 @@ import collections
 import dataclasses
 import math
 import os
+import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from host_offload.disk.checksum import checksum_of_blocks
 from host_offload.disk.errors import ChecksumError, TruncatedError
+from host_offload.disk.fields import Field, FieldError
 from host_offload.disk.file_reads import Box, ReadFile
 from host_offload.disk.record_format import LeafFormat, RecordFormat, numpy_dtype
 from host_offload.disk.store import Store
 
 MOST_OPEN = 64
 """Files that stay open to be read again."""
+_CHECKSUM = re.compile("[0-9a-f]{16}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,25 +95,46 @@ class SavedStore:
         return metadata | {"checksums": [f"{c:016x}" for c in self.checksums]}
 
     @staticmethod
-    def from_json(metadata: Mapping[str, Any]) -> "SavedStore":
+    def from_json(metadata: Field) -> "SavedStore":
         """Return the store that `to_json` described.
 
         Raises:
-          KeyError, TypeError, ValueError: the metadata have another form.
+          FieldError: a field is missing, of another type, or fits neither the others nor a file.
         """
-        leaves = [
-            SavedShard(leaf["name"], tuple(leaf["shape"]), leaf["dtype"], leaf["offset"], tuple(leaf["start"]))
-            for leaf in metadata["leaves"]
-        ]
+        lead = metadata["lead"].integers(least=1)
+        metadata["lead"].num_bytes(1)
+        first = metadata["first"].integer(most=(total := math.prod(lead)) - 1)
+        num_records = metadata["num_records"].integer(least=1, most=total - first)
+        record_bytes = metadata["record_bytes"].integer(least=1)
+        checksums = metadata["checksums"].items()
+        if len(checksums) != num_records:
+            raise FieldError(f"{metadata.name}.checksums are {len(checksums)}, and num_records is {num_records}")
         return SavedStore(
-            folder=metadata["folder"],
-            lead=tuple(metadata["lead"]),
-            first=metadata["first"],
-            num_records=metadata["num_records"],
-            record_bytes=metadata["record_bytes"],
-            leaves=tuple(leaves),
-            checksums=tuple(int(c, 16) for c in metadata["checksums"]),
+            folder=metadata["folder"].inner_path(),
+            lead=lead,
+            first=first,
+            num_records=num_records,
+            record_bytes=record_bytes,
+            leaves=tuple(_shard(leaf, record_bytes) for leaf in metadata["leaves"].items()),
+            checksums=tuple(_checksum(checksum) for checksum in checksums),
         )
+
+
+def _shard(metadata: Field, record_bytes: int) -> SavedShard:
+    shape, dtype, num_bytes = metadata.array()
+    start = metadata["start"].integers()
+    if len(start) != len(shape):
+        metadata["start"].refuse(f"one integer for each of {len(shape)} dims")
+    if num_bytes > record_bytes:
+        metadata["shape"].refuse(f"a shard of {dtype} in a record of {record_bytes} bytes")
+    offset = metadata["offset"].integer(most=record_bytes - num_bytes)
+    return SavedShard(metadata["name"].text(), shape, dtype, offset, start)
+
+
+def _checksum(digits: Field) -> int:
+    if not _CHECKSUM.fullmatch(digits.text()):
+        digits.refuse("16 hexadecimal digits")
+    return int(digits.value, 16)
 
 
 def format_of(leaves: Sequence[tuple[str, Sequence[int], Any]]) -> RecordFormat:

@@ -7,15 +7,15 @@ Sizes of all files are compared with what was saved, which costs no reading; `--
 """
 
 import dataclasses
-import json
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from host_offload.disk import ReadFile, parse_json
 from zerojax.checkpoint.directory import CONFIG, STATE, TEMPORARY, Directory, is_folder, is_step
 from zerojax.checkpoint.errors import DamagedError, explaining, unreadable
-from zerojax.checkpoint.manifest import SavedState
+from zerojax.checkpoint.manifest import MOST_BYTES, SavedState
 from zerojax.checkpoint.retention import read_metrics
 
 _CONFIG_FILE = "metadata"
@@ -148,8 +148,7 @@ def _config(folder: str) -> Mapping[str, Any]:
     """
     path = os.path.join(folder, CONFIG, _CONFIG_FILE)
     try:
-        with open(path) as file:
-            config = json.load(file)
+        config = parse_json(ReadFile(path).read_all(MOST_BYTES))
     except OSError as error:
         raise unreadable(error, f"reading {path}", f"{path} cannot be read: {error}") from error
     except ValueError as error:
@@ -160,14 +159,25 @@ def _config(folder: str) -> Mapping[str, Any]:
 
 
 def _config_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of config, mesh, devices and versions; long texts go on in rows without a name."""
+    """Return (name, text) of config, mesh, devices and versions; long texts go on in rows without a name.
+
+    Raises:
+      DamagedError: it cannot be told as text.
+    """
+
+    # JSON may hold half a surrogate pair, which no terminal is given.
+    def printed(text: str) -> str:
+        return text.encode(errors="backslashreplace").decode()
 
     def text(value: Any) -> str:
         if isinstance(value, dict):
             return " ".join(f"{name}={field}" for name, field in value.items())
         return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
-    wrapped = {name: textwrap.wrap(text(value), _WIDTH) or [""] for name, value in config.items()}
+    try:
+        wrapped = {printed(name): textwrap.wrap(printed(text(value)), _WIDTH) or [""] for name, value in config.items()}
+    except RecursionError:
+        raise DamagedError("it is nested too deeply") from None
     return [("" if k else name, line) for name, lines in wrapped.items() for k, line in enumerate(lines)]
 
 

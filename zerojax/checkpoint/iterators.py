@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from host_offload.disk import Field
 from zerojax.checkpoint.errors import IteratorError
 
 
@@ -39,9 +40,17 @@ def encoded_position(data: Any) -> dict[str, Any]:
     return {"json": decoded}
 
 
-def decoded_position(entry: Mapping[str, Any]) -> Any:
-    """Return the position that was encoded."""
-    return base64.b64decode(entry["bytes"]) if "bytes" in entry else entry["json"]
+def decoded_position(entry: Field) -> Any:
+    """Return the position that was encoded.
+
+    Raises:
+      FieldError: it is none.
+    """
+    if (data := entry.get("bytes")) is not None:
+        return data.data()
+    if "json" not in entry.value:
+        entry.refuse('{"json": ...} or {"bytes": ...}')
+    return entry.value["json"]  # may be null
 
 
 def check_position(data: Any) -> None:

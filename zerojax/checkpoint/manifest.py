@@ -5,24 +5,43 @@
 
 Each process describes its own files, so that none waits for another to describe them; together they are the checkpoint. A
 description ends with the checksum of what it says.
+
+A checksum tells damage: where it is not right, a description is not what was written, and a restore may pass over to an older
+step. Where it is right and the contents make no sense, something else wrote them. Then each field is told by its name, in a
+CheckpointError, before anything relies on it; `host_offload.disk.fields` holds the types and ranges.
 """
 
 import base64
 import dataclasses
+import itertools
 import json
+import math
 import os
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 
-from host_offload.disk import SavedRecords, SavedStore, checksum_of, numpy_dtype, sync
+from host_offload.disk import (
+    Field,
+    FieldError,
+    ReadFile,
+    SavedRecords,
+    SavedStore,
+    checksum_of,
+    numpy_dtype,
+    parse_json,
+    sync,
+)
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, explained, unreadable
 from zerojax.checkpoint.iterators import decoded_position
 
 FORMAT = 1
-_NAME = re.compile(r"manifest\.(\d+)\.json")
+MOST_BYTES = 1 << 30
+"""Of a description: far more than those of the largest models."""
+_NAME = re.compile(r"manifest\.(0|[1-9][0-9]*)\.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +65,7 @@ class SavedLeaf:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole leaf."""
-        return int(np.prod(self.shape, dtype=np.int64)) * numpy_dtype(self.dtype).itemsize
+        return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
 def write_manifest(
@@ -101,8 +120,79 @@ def _encoded(value: np.ndarray) -> dict[str, Any]:
     return {"dtype": value.dtype.name, "shape": list(value.shape), "data": data, "text": str(value.tolist())}
 
 
-def _decoded(entry: Mapping[str, Any]) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(entry["data"]), numpy_dtype(entry["dtype"])).reshape(entry["shape"])
+@dataclasses.dataclass(frozen=True)
+class _Manifest:
+    """What one process wrote; `data` is None where its iterator has no position."""
+
+    num_processes: int
+    leaves: dict[str, SavedLeaf]
+    values: dict[str, np.ndarray]
+    stores: list[SavedStore]
+    keys: dict[str, str]
+    data: Any
+
+    @staticmethod
+    def of(field: Field, process: int) -> "_Manifest":
+        """Return what a description says.
+
+        Raises:
+          FieldError: a field is missing, of another type, or fits neither the others nor a file.
+        """
+        num_processes = field["num_processes"].integer(least=1)
+        field["process"].integer(least=process, most=process)
+        if process >= num_processes:
+            field["num_processes"].refuse(f"more than process {process}")
+        leaves = {name: _leaf(entry) for name, entry in field["leaves"].fields()}
+        values = {name: _value(entry) for name, entry in field["values"].fields()}
+        if twice := sorted(leaves.keys() & values.keys()):
+            raise FieldError(f"{twice[0]!r} is both in leaves and in values")
+        stores = [_store(entry, leaves) for entry in field["stores"].items()]
+        keys = {name: key.text() for name, key in field["keys"].fields()}
+        if unknown := sorted(keys.keys() - values.keys()):
+            raise FieldError(f"keys[{unknown[0]!r}] is of no leaf in values")
+        data = None if (position := field.get("data")) is None else decoded_position(position)
+        return _Manifest(num_processes, leaves, values, stores, keys, data)
+
+
+def _leaf(field: Field) -> SavedLeaf:
+    shape, dtype, _ = field.array()
+    lead = field["lead"].integer(most=len(shape))
+    return SavedLeaf(shape, dtype, lead, field["is_tiled"].flag(), field["spec"].text())
+
+
+def _value(field: Field) -> np.ndarray:
+    shape, dtype, num_bytes = field.array()
+    if len(data := field["data"].data()) != num_bytes:
+        field["data"].refuse(f"the base64 of {num_bytes} bytes, for {dtype}{list(shape)}")
+    return np.frombuffer(data, numpy_dtype(dtype)).reshape(shape)
+
+
+def _store(field: Field, leaves: Mapping[str, SavedLeaf]) -> SavedStore:
+    """Return a store whose shards lie within the leaves."""
+    store = SavedStore.from_json(field)
+    for shard, entry in zip(store.leaves, field["leaves"].items(), strict=True):
+        if (leaf := leaves.get(shard.name)) is None:
+            entry["name"].refuse("a name in leaves")
+        if store.lead != leaf.shape[: leaf.lead]:
+            field["lead"].refuse(f"{list(leaf.shape[: leaf.lead])} of {shard.name}")
+        rest = leaf.shape[leaf.lead :]
+        if len(shard.shape) != len(rest) or any(a + n > m for a, n, m in zip(shard.start, shard.shape, rest, strict=True)):
+            raise FieldError(
+                f"{entry.name} is the part {list(shard.shape)} from {list(shard.start)} on of {shard.name}, a record of which "
+                f"is {list(rest)}"
+            )
+    return store
+
+
+def _check_whole(leaves: Mapping[str, SavedLeaf], stores: Sequence[SavedStore]) -> None:
+    """Raise FieldError unless the records have as many elements of each leaf as it has, or, of replicas, more."""
+    found = dict.fromkeys(leaves, 0)
+    for store in stores:
+        for shard in store.leaves:
+            found[shard.name] += store.num_records * math.prod(shard.shape)
+    for name, leaf in leaves.items():
+        if found[name] < math.prod(leaf.shape):
+            raise FieldError(f"leaves[{name!r}].shape is {list(leaf.shape)}, and its records hold {found[name]} elements")
 
 
 class SavedState:
@@ -124,7 +214,7 @@ class SavedState:
 
         Raises:
           DamagedError: one is missing or is not what was written.
-          CheckpointError: another version of zerojax wrote them, or they cannot be read now.
+          CheckpointError: another version of zerojax wrote them, or something else, or they cannot be read now.
         """
         self.folder = folder
         try:
@@ -134,39 +224,51 @@ class SavedState:
             raise unreadable(error, action, str(explained(error, action))) from error
         if not names:
             raise DamagedError(f"{folder} is no state of zerojax, or lost its manifest.0.json")
-        manifests = {process: self._read(name) for process, name in sorted(names.items())}
+        manifests = {process: self._read(name, process) for process, name in sorted(names.items())}
         # Leaves and small values are the same in all manifests. Stores and iterator positions are each process's own.
-        first = next(iter(manifests.values()))
-        self.num_processes = first["num_processes"]
+        process, first = next(iter(manifests.items()))
+        self.num_processes, self.leaves, self.values, self.keys = first.num_processes, first.leaves, first.values, first.keys
+        for other, manifest in manifests.items():
+            if (manifest.num_processes, manifest.leaves) != (first.num_processes, first.leaves):
+                raise CheckpointError(
+                    f"{folder}: manifest.{other}.json and manifest.{process}.json are not of one checkpoint: their "
+                    "num_processes or leaves differ"
+                )
         # The shards that a lost manifest describes are described nowhere else.
-        if missing := sorted(set(range(self.num_processes)) - set(manifests)):
-            raise DamagedError(f"{folder} was saved by {self.num_processes} processes, and lost manifest.{missing[0]}.json")
-        self.leaves = {
-            name: SavedLeaf(tuple(leaf["shape"]), leaf["dtype"], leaf["lead"], leaf["is_tiled"], leaf["spec"])
-            for name, leaf in first["leaves"].items()
-        }
-        self.values = {name: _decoded(entry) for name, entry in first["values"].items()}
-        self.keys = dict(first["keys"])
-        self.data = {process: decoded_position(m["data"]) for process, m in manifests.items() if m["data"] is not None}
+        if len(manifests) < self.num_processes:
+            missing = next(number for number in itertools.count() if number not in manifests)
+            raise DamagedError(f"{folder} was saved by {self.num_processes} processes, and lost manifest.{missing}.json")
+        self.data = {process: m.data for process, m in manifests.items() if m.data is not None}
         # One set of records over all processes' stores: a shard of the program that reads may be cut from any of them.
-        self.records = SavedRecords(folder, [SavedStore.from_json(s) for m in manifests.values() for s in m["stores"]])
+        stores = [store for manifest in manifests.values() for store in manifest.stores]
+        try:
+            _check_whole(self.leaves, stores)
+        except FieldError as error:
+            raise _refused(folder, error) from error
+        self.records = SavedRecords(folder, stores)
 
-    def _read(self, name: str) -> dict[str, Any]:
+    def _read(self, name: str, process: int) -> _Manifest:
         path = os.path.join(self.folder, name)
         try:
-            with open(path) as file:
-                manifest = json.load(file)
+            manifest = parse_json(ReadFile(path).read_all(MOST_BYTES))
             expected = manifest.pop("checksum")
+            # Finds a manifest that is still JSON, but was edited or has a flipped bit.
+            actual = _checksum(manifest)
         except OSError as error:
-            raise unreadable(error, f"reading {path}", f"{path} cannot be read: {error}") from error
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+            # Where the error has a number, its text names the file.
+            raise unreadable(error, f"reading the checkpoint {self.folder}", f"{path} cannot be read: {error}") from error
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise DamagedError(f"{path} cannot be read: {error}") from error
-        # Finds a manifest that is still JSON, but was edited or has a flipped bit.
-        if (actual := _checksum(manifest)) != expected:
-            raise DamagedError(f"{path}: its checksum is {actual}, and {expected} was saved: it was changed since")
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{path} is of format {manifest['format']}, and this version of zerojax reads {FORMAT}")
-        return manifest
+        if actual != expected:
+            saved = reprlib.repr(expected).strip("'")
+            raise DamagedError(f"{path}: its checksum is {actual}, and {saved} was saved: it was changed since")
+        # First of all: another format may have other fields.
+        if (found := manifest.get("format")) != FORMAT:
+            raise CheckpointError(f"{path} is of format {reprlib.repr(found)}, and this version of zerojax reads {FORMAT}")
+        try:
+            return _Manifest.of(Field(manifest), process)
+        except FieldError as error:
+            raise _refused(path, error) from error
 
     @property
     def num_bytes(self) -> int:
@@ -209,3 +311,7 @@ class SavedState:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _refused(path: str, error: FieldError) -> CheckpointError:
+    return CheckpointError(f"{path}: {error}. Its checksum is right, so that no damage did this: zerojax did not write it")

@@ -56,7 +56,8 @@ class LeafSource:
         """
         shape = tuple(stop - start for start, stop in box)
         if self.value is not None:
-            out[...] = self.value
+            part = self.value[tuple(slice(*ends) for ends in box)] if self.value.shape else self.value
+            out[...] = part.reshape(out.shape) if part.shape else part
             return
         try:
             if self.tiles is not None:
@@ -73,7 +74,14 @@ class LeafSource:
         """Return the whole leaf where it rests."""
         if jnp.issubdtype(abstract.dtype, jax.dtypes.prng_key):
             assert self.value is not None
-            key = jax.random.wrap_key_data(jnp.asarray(self.value), impl=self.saved.keys.get(self.leaf.name))
+            impl = self.saved.keys.get(self.leaf.name)
+            try:
+                key = jax.random.wrap_key_data(jnp.asarray(self.value), impl=impl)
+            except (ValueError, TypeError) as error:
+                raise CheckpointError(
+                    f"{self.saved.folder}: {self.leaf.name} {self.value.dtype}{list(self.value.shape)} is no random key of "
+                    f"{impl or 'the default implementation'}: {error}"
+                ) from error
             return jax.device_put(key, abstract.sharding)
         return self._array(abstract.shape, abstract.sharding, lambda box: box)
 
@@ -153,6 +161,9 @@ def _source(
         return LeafSource(leaf, saved, value=value)
     if name in saved.leaves:
         shape = saved.leaves[name].shape
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            differences.append(f"{name} {list(shape)} in records, where no random key is")
+            return LeafSource(leaf, saved)
         if shape == leaf.shape:
             return LeafSource(leaf, saved)
         try:
@@ -184,7 +195,7 @@ def _initial_value(name: str, saved: SavedState, loss_scaling: LossScaling) -> n
         return np.asarray(getattr(init_loss_scale(loss_scaling), name.partition(".")[2]))
     if name == ROUNDING_STEP:
         # Moments in float32 are not rounded and have no count of it, so the count starts at the step.
-        return saved.values["step"]
+        return saved.values.get("step")
     if name.startswith("pending.") and not name.startswith("pending.grads"):
         return np.zeros((), np.float32)  # no update is pending
     return None
@@ -213,7 +224,7 @@ def _may_be_left(name: str, saved: SavedState) -> bool:
       CheckpointError: it holds an update that was not done yet.
     """
     if name.startswith("pending."):
-        if saved.values["pending.ready"]:
+        if np.any(saved.values.get("pending.ready", True)):
             raise CheckpointError(
                 f"the checkpoint {saved.folder} holds an update that was not done yet (delayed_update=True): restore it under "
                 "delayed_update=True"

@@ -9,10 +9,12 @@ destination, which is on the same file system, and renamed once it is on disk.
 """
 
 import contextlib
+import itertools
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,9 @@ import numpy as np
 from host_offload.disk import Box, numpy_dtype, sync
 from zerojax.checkpoint import STATE, CheckpointError, DamagedError, Directory, SavedState, explaining, unreadable
 from zerojax.weights.names import DTYPES
+
+PIECE_BYTES = 32 * 2**20
+"""Most bytes of a piece of a weight, in which it is read and written, unless an element is larger."""
 
 
 @contextlib.contextmanager
@@ -100,6 +105,29 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[str]:
             sync(parent)
         finally:
             shutil.rmtree(room, ignore_errors=True)
+
+
+def piece_shape(shape: Sequence[int], lead: int, itemsize: int) -> tuple[int, ...]:
+    """Return the shape of the pieces of an array: one record of a stack, or as many rows of it as `PIECE_BYTES` hold."""
+    pieces = [1] * len(shape)
+    for dim in range(lead, len(shape)):
+        row = math.prod(shape[dim + 1 :]) * itemsize
+        if row <= PIECE_BYTES:
+            pieces[dim:] = shape[dim:]
+            pieces[dim] = min(shape[dim], PIECE_BYTES // max(1, row))
+            break
+    return tuple(max(1, n) for n in pieces)
+
+
+def read_pieces(saved: SavedState, name: str, kind: np.dtype[Any]) -> Iterator[tuple[Box, np.ndarray]]:
+    """Yield a weight in its pieces, as it lies in memory row by row: the box of each, and its numbers in that dtype."""
+    leaf = saved.leaves[name]
+    sizes = piece_shape(leaf.shape, leaf.lead, kind.itemsize)
+    for corner in itertools.product(*(range(0, n, size) for n, size in zip(leaf.shape, sizes, strict=True))):
+        box = tuple((a, min(a + size, n)) for a, size, n in zip(corner, sizes, leaf.shape, strict=True))
+        piece = np.empty([b - a for a, b in box], kind)
+        read_part(saved, name, box, piece)
+        yield box, piece
 
 
 def read_part(saved: SavedState, name: str, box: Box, out: np.ndarray) -> None:
