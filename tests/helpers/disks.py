@@ -1,8 +1,10 @@
 """File systems to fail on: small ones in memory or in a file, which root may mount."""
 
 import contextlib
+import fcntl
 import os
 import pathlib
+import struct
 import subprocess
 from collections.abc import Iterable, Iterator
 
@@ -23,13 +25,13 @@ def mounted(path: pathlib.Path, options: str) -> Iterator[pathlib.Path]:
 
 
 @contextlib.contextmanager
-def ext4(path: pathlib.Path, num_bytes: int) -> Iterator[pathlib.Path]:
+def ext4(path: pathlib.Path, num_bytes: int, options: str = "loop") -> Iterator[pathlib.Path]:
     """Mount an ext4 file system in the file `path`.img, or skip the test."""
     path.mkdir()
     image = path.with_suffix(".img")
     with open(image, "wb") as file:
         file.truncate(num_bytes)
-    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(path)]):
+    for command in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", options, str(image), str(path)]):
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except FileNotFoundError:
@@ -52,6 +54,16 @@ def lose_data(mount: pathlib.Path, files: Iterable[pathlib.Path]) -> None:
         with open(file, "rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     os.truncate(mount.with_suffix(".img"), 4096)
+
+
+def shut_down(mount: pathlib.Path) -> None:
+    """Let a file system of `ext4` fail from now on, as after an error of its disk: what is written ends in EIO."""
+    request = 0x8004587D  # EXT4_IOC_SHUTDOWN
+    fd = os.open(mount, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, request, struct.pack("I", 2))  # without writing its journal
+    finally:
+        os.close(fd)
 
 
 def resize(path: pathlib.Path, size: str) -> None:

@@ -1,11 +1,13 @@
 """Exported weights are those of the checkpoint, as Orbax and safetensors read them, and appear whole or not at all."""
 
+import errno
 import json
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import disks
@@ -81,6 +83,22 @@ def test_others_read_the_tree(original, tmp_path, form):
         assert found[name].shape == expected[own].shape
         np.testing.assert_array_equal(found[name], expected[own])
     assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_orbax_restores_what_it_does_of_its_own(original, tmp_path, dtype):
+    """Without a target: arrays of JAX, on the first device; of what JAX has not, numpy's."""
+    zj.export_orbax(original / "0", tmp_path / "out", dtype=dtype)
+    found = joined(ocp.StandardCheckpointer().restore(tmp_path / "out"))
+    with warnings.catch_warnings(action="ignore"):  # of shardings that are read from a file, as of any checkpoint
+        again = joined(ocp.PyTreeCheckpointer().restore(tmp_path / "out"))
+    expected = numbers(original, 0)
+    for name, own in AWKWARD.items():
+        is_numpy = dtype == "float64" or name == "none"
+        for array in (found[name], again[name]):
+            assert isinstance(array, np.ndarray if is_numpy else jax.Array)
+            assert is_numpy or jnp.asarray(array).devices() == {jax.devices()[0]}
+            np.testing.assert_array_equal(array, expected[own].astype(dtype))
 
 
 def test_orbax_restores_into_shardings(original, tmp_path):
@@ -206,6 +224,41 @@ def test_full_disk_is_told_and_leaves_nothing(original, tmp_path, form):
         assert os.listdir(folder) == ["ballast"]
 
 
+def test_a_disk_that_fails_while_a_file_is_written_is_told(original, tmp_path, monkeypatch):
+    """Over a mapped file it was a SIGBUS, which ended the process, where the file system allocates blocks at once."""
+    with disks.ext4(tmp_path / "disk", 16 << 20, "loop,nodelalloc") as folder:
+        read_part = exporting.read_part
+
+        def failing(*args: Any) -> None:
+            disks.shut_down(folder)
+            read_part(*args)
+
+        monkeypatch.setattr(exporting, "read_part", failing)
+        with pytest.raises(zj.CheckpointError, match=r"writing .*out failed: EIO \(5\), .*; the disk failed"):
+            zj.export_safetensors(original / "0", folder / "out")
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS], ids=errno.errorcode.get)
+def test_file_systems_that_reserve_nothing_are_written_to(original, tmp_path, monkeypatch, number):
+    zj.export_safetensors(original / "0", tmp_path / "expected")
+
+    def refused(*_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    zj.export_safetensors(original / "0", tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
+def test_writes_that_are_cut_short_are_continued(original, tmp_path, monkeypatch):
+    zj.export_safetensors(original / "0", tmp_path / "expected")
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:7], offset))
+    monkeypatch.setattr(exporting, "PIECE_BYTES", 20)
+    zj.export_safetensors(original / "0", tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "expected").read_bytes()
+
+
 @given(st.lists(st.one_of(st.text(max_size=4), st.integers(0, 9)), min_size=1, max_size=4))
 def test_keys_survive_their_names(keys):
     path = tuple(jax.tree_util.SequenceKey(k) if isinstance(k, int) else jax.tree_util.DictKey(k) for k in keys)
@@ -262,7 +315,7 @@ def test_command_line(original, tmp_path, capsys):
 MEMORY = """
 import pathlib, sys, threading, time
 import zerojax as zj
-from zerojax.weights import orbax as export
+from zerojax.weights import exporting as export
 
 def anonymous():
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()

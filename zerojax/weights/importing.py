@@ -196,9 +196,15 @@ def _compare(file: WeightFile, state_leaves: Sequence[StateLeaf]) -> tuple[dict[
     """Return the tensor of each weight, and what it is.
 
     Raises:
-      CheckpointError: tensors that differ.
+      CheckpointError: tensors that differ, or two weights that the file's names do not tell apart.
     """
     weights, leaves, differences = {}, {}, []
+    owners: dict[str, str] = {}
+    for leaf in state_leaves:
+        name = ".".join(path_of(leaf.name))
+        # One tensor would silently be read for both.
+        if (other := owners.setdefault(name, leaf.name)) != leaf.name:
+            raise CheckpointError(f"{other} and {leaf.name} of the model are both {name} in {file.path}: rename one of them")
     here_shapes = {leaf.name: leaf.shape for leaf in state_leaves}
     file_shapes = {name: tensor.shape for name in here_shapes if (tensor := file.tensors.get(".".join(path_of(name))))}
     for leaf in state_leaves:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.disk import numpy_dtype
+from host_offload.disk import Field, FieldError, numpy_dtype, parse_json
 from zerojax.checkpoint import CheckpointError, SavedState
 
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -70,6 +70,21 @@ def weights_of(saved: SavedState) -> dict[tuple[str, ...], str]:
 def tiled_names(saved: SavedState, tensors: Mapping[str, str]) -> list[str]:
     """Return the names of tensors that are stacks of tiles."""
     return [tensor for tensor, name in tensors.items() if saved.leaves[name].is_tiled]
+
+
+def tiled_in(text: str | None) -> frozenset[str]:
+    """Return the names that a file's metadata have under `TILED`.
+
+    Raises:
+      FieldError: they are none.
+    """
+    if text is None:
+        return frozenset()
+    try:
+        names = Field(parse_json(text.encode()), TILED)
+    except ValueError as error:
+        raise FieldError(f"{TILED} is no JSON: {error}") from error
+    return frozenset(name.text() for name in names.items())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,20 @@
 
 Orbax writes a leaf from an array that is there whole. So it is given the same tree with one number for each leaf, and writes
 all of the format but the arrays' sizes; each array is then made anew in its own shape and filled chunk by chunk, a chunk being
-one layer of a stack, or `PIECE_BYTES` of it. For the same reason arrays are read by tensorstore, box by box, not by Orbax.
+one layer of a stack, or a piece of it. For the same reason arrays are read by tensorstore, box by box, not by Orbax.
+
+Orbax is given numbers of numpy, since an export uses no device, and would restore numpy's arrays where no target says what
+else. So the description is then changed to what Orbax writes for `jax.Array`, on a mesh of the first device.
+
+Tensorstore ends the process where it cannot allocate a chunk, so a chunk is held against the bytes that are there before any is
+read: no compression turns them into more than `MOST_RATIO` times as many.
 """
 
-import itertools
+import base64
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,24 +29,29 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from host_offload.disk import Box
-from zerojax.checkpoint import STATE, CheckpointError, SavedState, explained
-from zerojax.weights.exporting import export_dtype, open_checkpoint, read_part, write_atomically
-from zerojax.weights.names import TILED, Tensor, tiled_names, weights_of
+from host_offload.disk import Box, Field, FieldError, NotAFileError, ReadFile, is_inner_path, parse_json
+from zerojax.checkpoint import CheckpointError, SavedState, explained
+from zerojax.weights.exporting import export_dtype, open_checkpoint, piece_shape, read_pieces, write_atomically
+from zerojax.weights.kinds import kind_of_folder
+from zerojax.weights.names import TILED, Tensor, tiled_in, tiled_names, weights_of
 
-PIECE_BYTES = 32 * 2**20
-"""Most bytes of a chunk of an Orbax array, unless a row of its last dim is larger."""
 CACHE_BYTES = 2**28
 """Of chunks of Orbax arrays that hold several layers, kept for the next one."""
+MOST_RATIO = 2**15
+"""Of decoded to stored bytes: a block of zstd, of 128 KiB at most, takes 4 bytes at least. The other codecs that Orbax has had
+reach less."""
+_MOST_METADATA = 1 << 30
+_DESCRIPTION, _SHARDING = "_METADATA", "_sharding"
 _EMPTY_NODES = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple", "Empty"})
 
 
 def export_orbax(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None) -> None:
     """Write the weights of a checkpoint as a checkpoint of Orbax's own format.
 
-    `ocp.StandardCheckpointer().restore(path)` returns the parameter tree as nested dicts of arrays. Lists and tuples become
-    dicts with keys "0", "1", ..., as do other integer keys, and attributes keys of their names. Stacked layers stay stacked.
-    The records' checksums are compared first. To be called by one process; it uses no device.
+    `ocp.StandardCheckpointer().restore(path)` returns the parameter tree as nested dicts of `jax.Array` on the first device, or
+    where its target says. Arrays of float64, and those without elements, which Orbax has no `jax.Array` of, are numpy's. Lists
+    and tuples become dicts with keys "0", "1", ..., as do other integer keys, and attributes keys of their names. Stacked
+    layers stay stacked. The records' checksums are compared first. To be called by one process; it uses no device.
 
     Args:
       checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole step.
@@ -56,14 +68,16 @@ def export_orbax(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str
         weights = weights_of(saved)
         tensors = {".".join(keys): name for keys, name in weights.items()}
         for tensor, name in tensors.items():
-            if not {"", ".", ".."}.isdisjoint(tensor.split("/")) or "\\" in tensor:
+            if not is_inner_path(tensor) or "\\" in tensor:
                 raise CheckpointError(f"{name}: no folder of Orbax's format can be named {tensor}: export it as safetensors")
         try:
             _write_tree(output, weights, kind, tiled_names(saved, tensors))
-            for keys, name in weights.items():
-                _write_array(os.path.join(output, ".".join(keys)), saved, name, kind)
+            for tensor, name in tensors.items():
+                _write_array(os.path.join(output, tensor), saved, name, kind)
         except ValueError as error:  # tensorstore's, of a file too
             raise CheckpointError(f"writing {os.fspath(path)} failed: {error}") from error
+        if kind != np.float64:  # of which there is no jax.Array, unless jax_enable_x64 is set
+            _mark_as_jax(output, {tensor: saved.leaves[name].shape for tensor, name in tensors.items()})
 
 
 def _write_tree(folder: str, weights: Mapping[tuple[str, ...], str], kind: np.dtype[Any], tiled: Sequence[str]) -> None:
@@ -95,26 +109,42 @@ def _write_array(folder: str, saved: SavedState, name: str, kind: np.dtype[Any])
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": folder + "/"}, "store_data_equal_to_fill_value": True}
     # Orbax's own metadata, such as dtype and compressor; only shape and chunks are changed.
     metadata = ts.open(spec).result().spec().to_json()["metadata"]
-    chunks = chunk_shape(leaf.shape, leaf.lead, kind.itemsize)
+    chunks = piece_shape(leaf.shape, leaf.lead, kind.itemsize)
     spec["metadata"] = metadata | {"shape": list(leaf.shape), "chunks": list(chunks)}
     array = ts.open(spec, create=True, delete_existing=True).result()
-    for corner in itertools.product(*(range(0, n, c) for n, c in zip(leaf.shape, chunks, strict=True))):
-        box = tuple((a, min(a + c, n)) for a, c, n in zip(corner, chunks, leaf.shape, strict=True))
-        piece = np.empty([b - a for a, b in box], kind)
-        read_part(saved, name, box, piece)
+    for box, piece in read_pieces(saved, name, kind):
         array[tuple(slice(a, b) for a, b in box)].write(piece).result()
 
 
-def chunk_shape(shape: Sequence[int], lead: int, itemsize: int) -> tuple[int, ...]:
-    """Return the chunks of an array: one record of a stack, or as many rows of it as `PIECE_BYTES` hold."""
-    chunks = [1] * len(shape)
-    for dim in range(lead, len(shape)):
-        row = math.prod(shape[dim + 1 :]) * itemsize
-        if row <= PIECE_BYTES:
-            chunks[dim:] = shape[dim:]
-            chunks[dim] = min(shape[dim], PIECE_BYTES // max(1, row))
-            break
-    return tuple(max(1, n) for n in chunks)
+def _mark_as_jax(folder: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Let Orbax restore arrays as `jax.Array`: change the description, and write the file of shardings that it looks for.
+
+    The mesh is one of the device of number 0, of any platform. A `SingleDeviceSharding` would name the platform.
+    """
+    path = os.path.join(folder, _DESCRIPTION)
+    with open(path) as file:
+        description = json.load(file)
+    shardings = {}
+    for leaf in description["tree_metadata"].values():
+        tensor = ".".join(str(key["key"]) for key in leaf["key_metadata"])
+        if 0 in shapes[tensor]:
+            continue
+        leaf["value_metadata"] |= {"value_type": "jax.Array", "write_shape": list(shapes[tensor])}
+        shardings[base64.b64encode(tensor.encode()).decode()] = _FIRST_DEVICE
+    for name, content in ((_DESCRIPTION, description), (_SHARDING, shardings)):
+        with open(os.path.join(folder, name), "w") as file:
+            json.dump(content, file)
+
+
+_FIRST_DEVICE = json.dumps(
+    {
+        "sharding_type": "NamedSharding",
+        "shape": [1],
+        "axis_names": ["device"],
+        "partition_spec": [],
+        "device_mesh": {"mesh": [{"id": 0}]},
+    }
+)
 
 
 class OrbaxFolder:
@@ -133,57 +163,123 @@ class OrbaxFolder:
           CheckpointError: it is no such checkpoint.
         """
         self.path = path
-        description = os.path.join(path, "_METADATA")
-        if not os.path.exists(description):
-            raise CheckpointError(
-                f"{path} is no checkpoint that holds arrays in Orbax's format: it has no _METADATA{_hint(path)}"
-            )
         try:
-            with open(description) as file:
-                metadata = json.load(file)
-            driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
-            self.tiled = frozenset(json.loads((metadata.get("custom_metadata") or {}).get(TILED, "[]")))
-            names = [
-                ".".join(str(key["key"]) for key in leaf["key_metadata"])
-                for leaf in metadata["tree_metadata"].values()
-                if leaf["value_metadata"]["value_type"] not in _EMPTY_NODES
-            ]
+            description = os.path.join(path, _DESCRIPTION)
+            if not os.path.lexists(description):
+                kind = kind_of_folder(path)
+                it_is = f": it is {kind}" if kind else ""
+                raise CheckpointError(
+                    f"{path} cannot be imported{it_is}; as a checkpoint of Orbax's own it has no {_DESCRIPTION}"
+                )
+            names, driver = self._describe(Field(parse_json(ReadFile(description).read_all(_MOST_METADATA))))
+            self._stored = _stored_bytes(path)
             self._arrays = self._open(driver, names)
+            self.tensors = {n: Tensor(tuple(a.shape), str(a.dtype.name)) for n, a in self._arrays.items()}
+            for name, array in self._arrays.items():
+                self._check_chunks(name, array)
         except OSError as error:
             raise explained(error, f"reading {path}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise CheckpointError(f"{path} cannot be read as a checkpoint of Orbax: {error}") from error
-        self.tensors = {n: Tensor(tuple(a.shape), str(a.dtype.name)) for n, a in self._arrays.items()}
+
+    def _describe(self, metadata: Field) -> tuple[list[str], str]:
+        """Return the names of the arrays, and tensorstore's driver for them.
+
+        Raises:
+          FieldError: a field is missing or wrong, leads out of the folder, or two arrays have one name.
+        """
+        zarr3, custom = metadata.get("use_zarr3"), metadata.get("custom_metadata")
+        tiled = None if custom is None else custom.get(TILED)
+        self.tiled = tiled_in(None if tiled is None else tiled.text())
+        names: dict[str, str] = {}
+        for path, leaf in metadata["tree_metadata"].fields():
+            if leaf["value_metadata"]["value_type"].text() in _EMPTY_NODES:
+                continue
+            keys = leaf["key_metadata"].items()
+            name = ".".join(_key(key["key"]) for key in keys)
+            if not is_inner_path(name):
+                leaf["key_metadata"].refuse("keys that name a folder in this one")
+            # Its files would be those of the other.
+            if (other := names.setdefault(name, path)) != path:
+                raise FieldError(f"{other} and {path} are both stored as {name}: rename one of them, and save them again")
+        return list(names), "zarr3" if zarr3 is not None and zarr3.flag() else "zarr"
 
     def _open(self, driver: str, names: Sequence[str]) -> dict[str, Any]:
         context = ts.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
         files = {"driver": "file", "path": self.path + "/"}
-        is_joined = os.path.exists(os.path.join(self.path, "manifest.ocdbt"))
         # All are opened at once, and then waited for.
         futures = {}
         for name in names:
             store = (
                 {"driver": "ocdbt", "base": files, "path": name + "/"}
-                if is_joined
+                if self._is_joined
                 else files | {"path": f"{self.path}/{name}/"}
             )
             futures[name] = ts.open({"driver": driver, "kvstore": store}, open=True, read=True, context=context)
         return {name: array.result() for name, array in futures.items()}
 
+    @property
+    def _is_joined(self) -> bool:
+        """Whether all arrays are in one database."""
+        return os.path.exists(os.path.join(self.path, "manifest.ocdbt"))
+
+    def _check_chunks(self, name: str, array: Any) -> None:
+        """Raise FieldError where a chunk is larger than its array, or than what the bytes that are there can hold."""
+        chunk, shape = tuple(array.chunk_layout.read_chunk.shape or ()), tuple(array.shape)
+        num_bytes = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
+        if any(c > max(1, n) for c, n in zip(chunk, shape, strict=True)):
+            raise FieldError(f"{name} {list(shape)} has chunks of {list(chunk)}, which are larger than it is")
+        # Of a database it is not known which bytes are whose.
+        stored = self._stored["."] if self._is_joined else self._stored.get(os.path.normpath(name), 0)
+        # 0: chunks that are not there are all of one value, and take no memory of their own.
+        if stored and num_bytes > stored * MOST_RATIO:
+            raise FieldError(
+                f"{name} {list(shape)} has chunks of {list(chunk)}, which take {num_bytes} bytes each, and its files have "
+                f"{stored} bytes: they hold no such chunk"
+            )
+
     def read(self, name: str, box: Box) -> Any:
         """Return a part of a tensor.
 
         Raises:
-          OSError: it cannot be read.
+          CheckpointError: it cannot be read.
         """
         try:
             return self._arrays[name][tuple(slice(a, b) for a, b in box)].read().result()
         except ValueError as error:
-            raise OSError(f"{name} of {self.path}: {error}") from error
+            raise CheckpointError(f"{name} of {self.path} cannot be read: {error}") from error
 
 
-def _hint(path: str) -> str:
-    if os.path.isdir(os.path.join(path, STATE)):
-        return "; it is a zerojax checkpoint, for Checkpointer.restore or zj.export_orbax"
-    inner = sorted(name for name in os.listdir(path) if os.path.exists(os.path.join(path, name, "_METADATA")))
-    return f"; {inner[0]} in it has one" if inner else ""
+def _key(key: Field) -> str:
+    """Return a key of the tree as it is in names; numbers are those of lists."""
+    return str(key.integer()) if isinstance(key.value, int) and not isinstance(key.value, bool) else key.text()
+
+
+def _stored_bytes(path: str) -> dict[str, int]:
+    """Return the bytes of the files in each folder below one, by its path from there on: descriptions of arrays do not count,
+    and what is in inner folders does.
+
+    Raises:
+      OSError: a folder cannot be read.
+      NotAFileError: there is something else than files and folders: tensorstore would wait for a FIFO.
+    """
+    sizes: dict[str, int] = {}
+    for folder, _, names in os.walk(path, onerror=_raise):
+        num_bytes = 0
+        for name in names:
+            found = os.stat(os.path.join(folder, name))
+            if not stat.S_ISREG(found.st_mode):
+                ReadFile(os.path.join(folder, name))  # which tells what it is
+                raise NotAFileError(f"{os.path.join(folder, name)} is no file")
+            num_bytes += found.st_size if name not in (".zarray", "zarr.json") else 0
+        inner = os.path.relpath(folder, path)
+        while True:
+            sizes[inner] = sizes.get(inner, 0) + num_bytes
+            if inner in ("", "."):
+                break
+            inner = os.path.dirname(inner) or "."
+    return sizes
+
+
+def _raise(error: OSError) -> None:
+    raise error

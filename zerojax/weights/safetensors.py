@@ -4,11 +4,12 @@
     N bytes        JSON: {name: {"dtype", "shape", "data_offsets": [start, stop]}, "__metadata__": {text: text}}
     the rest       the tensors, row by row; offsets count from here
 
-The file is mapped into memory both ways. An export reads each record from the checkpoint straight into its place in the file;
-an import copies out the slices that it is asked for. Either touches the pages of one record at a time, and they are the page
-cache's. What the format does not have, which weights are stacks of tiles, is in its metadata.
+It is written by pwrite and read by pread, piece by piece, so that no weight is in memory as a whole. Over a mapping, a disk
+that fails would be a SIGBUS, which ends the process without a word. What the format does not have, which weights are stacks of
+tiles, is in its metadata.
 """
 
+import itertools
 import json
 import math
 import os
@@ -17,13 +18,25 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.disk import Box, ReadFile, numpy_dtype, sync
-from zerojax.checkpoint import CheckpointError, SavedLeaf, SavedState, explained
-from zerojax.weights.exporting import export_dtype, open_checkpoint, read_part, write_atomically
-from zerojax.weights.names import DTYPES, TILED, Tensor, tiled_names, weights_of
+from host_offload.disk import (
+    Box,
+    Field,
+    FieldError,
+    ReadFile,
+    TruncatedError,
+    numpy_dtype,
+    parse_json,
+    reserve,
+)
+from zerojax.checkpoint import CheckpointError, SavedState, explained
+from zerojax.weights.exporting import export_dtype, open_checkpoint, read_pieces, write_atomically
+from zerojax.weights.kinds import kind_of_file
+from zerojax.weights.names import DTYPES, TILED, Tensor, tiled_in, tiled_names, weights_of
 
 ALIGNMENT = 8
 """The header is padded to it, so that the tensors of a mapped file are aligned for their dtypes."""
+MOST_HEADER_BYTES = 100_000_000
+"""As the safetensors library has it."""
 
 
 def export_safetensors(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None) -> None:
@@ -46,19 +59,23 @@ def export_safetensors(checkpoint: str | os.PathLike[str], path: str | os.PathLi
     with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
         tensors = {".".join(keys): name for keys, name in weights_of(saved).items()}
         header, end = _header(saved, tensors, kind)
-        with open(output, "wb") as file:
-            file.write(header)
-            file.flush()
-            os.posix_fallocate(file.fileno(), 0, end)  # a full disk is told now: over mapped memory it would be a signal
-        whole = np.asarray(mapping := np.memmap(output, np.uint8, "r+"))
-        at = len(header)
-        for name in tensors.values():
-            leaf = saved.leaves[name]
-            num_bytes = math.prod(leaf.shape) * kind.itemsize
-            _fill(saved, name, leaf, whole[at : at + num_bytes].view(kind).reshape(leaf.shape))
-            at += num_bytes
-        mapping.flush()
-        sync(output)
+        fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            reserve(fd, end)  # a full disk is told now, and not after half an hour
+            at = _write(fd, np.frombuffer(header, np.uint8), 0)
+            for name in tensors.values():
+                for _, piece in read_pieces(saved, name, kind):
+                    at = _write(fd, piece, at)
+        finally:
+            os.close(fd)
+
+
+def _write(fd: int, piece: np.ndarray, offset: int) -> int:
+    """Write an array, and return where it ends in the file."""
+    view, at = piece.reshape(-1).view(np.uint8).data, 0
+    while at < len(view):
+        at += os.pwrite(fd, view[at:], offset + at)  # which may write less than all
+    return offset + at
 
 
 def _header(saved: SavedState, tensors: Mapping[str, str], kind: np.dtype[Any]) -> tuple[bytes, int]:
@@ -73,13 +90,6 @@ def _header(saved: SavedState, tensors: Mapping[str, str], kind: np.dtype[Any]) 
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(8, "little") + text, 8 + len(text) + at
-
-
-def _fill(saved: SavedState, name: str, leaf: SavedLeaf, out: np.ndarray) -> None:
-    """Fill `out`, a whole weight, one record after the other."""
-    for index in np.ndindex(*leaf.shape[: leaf.lead]):
-        box = (*((i, i + 1) for i in index), *((0, n) for n in leaf.shape[leaf.lead :]))
-        read_part(saved, name, box, out[*(slice(a, b) for a, b in box), ...])
 
 
 class SafetensorsFile:
@@ -98,35 +108,61 @@ class SafetensorsFile:
           CheckpointError: it is no such file, or is cut off.
         """
         self.path = path
-        dtypes = {there: here for here, there in DTYPES.items()}
         try:
             self._file = ReadFile(path)
-            size = self._file.num_bytes
-            length = int.from_bytes(self._bytes(0, min(8, size)), "little")
-            # A file of another kind may begin with any number: so many bytes must not be asked for.
-            if size < 8 or length > size - 8:
-                raise ValueError(f"its header takes {length} bytes, and the file {size}")
-            header = json.loads(self._bytes(8, length))
-            metadata = header.pop("__metadata__", {})
-            self.tiled = frozenset(json.loads(metadata.get(TILED, "[]")))
-            self.tensors = {
-                name: Tensor(tuple(entry["shape"]), dtypes.get(entry["dtype"]) or str(entry["dtype"]))
-                for name, entry in header.items()
-            }
-            self._starts = {}
-            for name, tensor in self.tensors.items():
-                start, stop = header[name]["data_offsets"]
-                num_bytes = (
-                    math.prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize if tensor.dtype in DTYPES else stop - start
-                )
-                # Finds a file that is cut off, and offsets that do not fit the dtype and shape.
-                if not 0 <= start <= stop <= size - 8 - length or stop - start != num_bytes:
-                    raise ValueError(f"{name} {tensor.dtype}{list(tensor.shape)} is told at bytes {start} to {stop}")
-                self._starts[name] = 8 + length + start
+            try:
+                header, start = self._header()
+                self._describe(header, start)
+            except (ValueError, TruncatedError) as error:
+                if (kind := kind_of_file(path)) is not None:
+                    raise CheckpointError(f"{path} is no safetensors file: it is {kind}") from error
+                raise CheckpointError(f"{path} is no safetensors file, or is cut off: {error}") from error
         except OSError as error:
             raise explained(error, f"reading {path}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is no safetensors file, or is cut off: {error}") from error
+
+    def _header(self) -> tuple[Field, int]:
+        """Return what the file begins with, and where the tensors start."""
+        size = self._file.num_bytes
+        length = int.from_bytes(self._bytes(0, min(8, size)), "little")
+        # A file of another kind may begin with any number: so many bytes must not be asked for.
+        if size < 8 or length > size - 8:
+            raise ValueError(f"its header takes {length} bytes, and the file {size}")
+        if length > MOST_HEADER_BYTES:
+            raise ValueError(f"its header takes {length} bytes, and that of a safetensors file at most {MOST_HEADER_BYTES}")
+        return Field(parse_json(self._bytes(8, length))), 8 + length
+
+    def _describe(self, header: Field, data: int) -> None:
+        """Note what the tensors are and where each lies; their bytes start at `data`.
+
+        Raises:
+          FieldError: a field is missing or wrong, tensors overlap, or the file ends before they do.
+        """
+        dtypes = {there: here for here, there in DTYPES.items()}
+        self.tiled = frozenset[str]()
+        self.tensors: dict[str, Tensor] = {}
+        self._starts: dict[str, int] = {}
+        size, extents = self._file.num_bytes - data, []
+        for name, entry in header.fields():
+            if name == "__metadata__":
+                self.tiled = _tiled(entry)
+                continue
+            told = entry["dtype"].text()
+            tensor = self.tensors[name] = Tensor(entry["shape"].integers(), dtypes.get(told) or told)
+            offsets = entry["data_offsets"].integers()
+            # What is not read here may have any size.
+            known = entry["shape"].num_bytes(numpy_dtype(tensor.dtype).itemsize if tensor.dtype in DTYPES else 1)
+            if len(offsets) != 2:
+                entry["data_offsets"].refuse("[start, stop]")
+            start, stop = offsets
+            # Finds a file that is cut off, and offsets that do not fit the dtype and shape.
+            if not 0 <= start <= stop <= size or (tensor.dtype in DTYPES and stop - start != known):
+                raise FieldError(f"{name} {tensor.dtype}{list(tensor.shape)} is told at bytes {start} to {stop} of {size}")
+            self._starts[name] = data + start
+            extents.append((start, stop, name))
+        extents.sort()
+        for (_, end, name), (start, stop, other) in itertools.pairwise(e for e in extents if e[0] < e[1]):
+            if start < end:
+                raise FieldError(f"{name} ends at byte {end}, and {other} is told at bytes {start} to {stop}: they overlap")
 
     def _bytes(self, offset: int, num_bytes: int) -> bytes:
         out = np.empty(num_bytes, np.uint8)
@@ -147,3 +183,9 @@ class SafetensorsFile:
         except OSError as error:
             raise explained(error, f"reading {name}") from error
         return out
+
+
+def _tiled(metadata: Field) -> frozenset[str]:
+    """Return the names of stacks of tiles, of which files of others say nothing."""
+    texts = {name: text.text() for name, text in metadata.fields()}
+    return tiled_in(texts.get(TILED))
