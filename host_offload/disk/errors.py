@@ -51,10 +51,6 @@ class TruncatedError(OSError):
     """A file ends before its record does, or after it."""
 
 
-class NotAFileError(TruncatedError):
-    """What has a file's name is a folder, a FIFO, a socket or a device, which hold no bytes of a record."""
-
-
 class ChecksumError(OSError):
     """A record is not what was written."""
 

@@ -12,15 +12,14 @@ whole and cut in memory: what is read in vain are the gaps, and what is held bes
 where they are no larger than the box, or its pieces are small: one call for each piece would cost more.
 """
 
-import errno
 import math
 import os
-import stat
 from collections.abc import Iterator
 
 import numpy as np
 
-from host_offload.disk.errors import NotAFileError, TruncatedError
+from host_offload.disk.errors import NotRegularError, TruncatedError
+from host_offload.disk.regular_file import open_regular
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) in each dim of an array."""
@@ -28,13 +27,6 @@ BLOCK_BYTES = 4 << 20
 """Most bytes held beside a result. Larger blocks are not read faster."""
 PIECE_BYTES = 64 << 10
 """Pieces of at least so many bytes are read one by one, if the gaps between them are larger than they are."""
-_KINDS = {
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 class ReadFile:
@@ -45,21 +37,14 @@ class ReadFile:
 
         Raises:
           OSError: it cannot be opened.
-          NotAFileError: it is a folder, a FIFO, a socket or a device.
+          NotRegularError: it is a folder, a FIFO, a socket or a device.
         """
         self.path = path
         self._fd = -1
         try:
-            # O_NONBLOCK: opening a FIFO would wait until something writes to it.
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            if error.errno not in (errno.ENXIO, errno.ENODEV):  # of sockets, and of devices that nothing serves
-                raise
-            raise NotAFileError(
-                f"{path} is {_KINDS.get(stat.S_IFMT(os.stat(path).st_mode), 'no file')}, and no file"
-            ) from error
-        if not stat.S_ISREG(mode := os.fstat(self._fd).st_mode):
-            raise NotAFileError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, and no file")
+            self._fd = open_regular(path, os.O_RDONLY, follow=True)
+        except NotRegularError as error:
+            raise NotRegularError(f"{path}: {error}") from error
 
     def __del__(self) -> None:
         if self._fd >= 0:

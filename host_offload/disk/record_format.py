@@ -13,6 +13,8 @@ import math
 import ml_dtypes
 import numpy as np
 
+from host_offload.fields import Field
+
 LEAF_BYTES = 64
 """A leaf starts at a multiple of this: a cache line."""
 BLOCK_BYTES = 4096
@@ -100,6 +102,20 @@ def numpy_dtype(name: str) -> np.dtype:
         if dtype.name == name and dtype.kind not in "OSUTMm" and dtype.itemsize:
             return dtype
     raise ValueError(f"dtype {name!r} is neither numpy's nor of ml_dtypes")
+
+
+def described_array(field: Field) -> tuple[tuple[int, ...], str, int]:
+    """Return shape, dtype and bytes of an array, from the fields `shape` and `dtype` of its description.
+
+    Raises:
+      FieldError: they are missing, or none.
+    """
+    shape, dtype = field["shape"].integers(), field["dtype"].text()
+    try:
+        itemsize = numpy_dtype(dtype).itemsize
+    except ValueError:
+        field["dtype"].refuse("a dtype of numpy or ml_dtypes")
+    return shape, dtype, field["shape"].num_bytes(itemsize)
 
 
 def check_buffer(buffer: np.ndarray, num_bytes: int) -> None:

@@ -2,7 +2,8 @@
 
 Whatever else has a file's name is neither followed nor waited for: a symbolic link leads to any file of the user, `open` of a
 FIFO waits for its other end, and a device does whatever it does. So no link is followed (O_NOFOLLOW), nothing is waited for
-(O_NONBLOCK, which means nothing to a regular file), and what was opened is looked at before it is used.
+(O_NONBLOCK, which means nothing to a regular file), and what was opened is looked at before it is used. Only who reads files of
+others may follow links: a download is often a folder of them.
 """
 
 import errno
@@ -24,18 +25,24 @@ _KINDS = {
 }
 
 
-def open_regular(path: str, flags: int, mode: int = 0o600) -> int:
+def open_regular(path: str, flags: int, mode: int = 0o600, *, follow: bool = False) -> int:
     """Return a descriptor of a regular file, as os.open does; a file that is made is this user's alone.
+
+    Args:
+      path: of the file.
+      flags: of os.open.
+      mode: of a file that is made.
+      follow: a link to a regular file is taken for one.
 
     Raises:
       NotRegularError: something else has that name.
       OSError: as os.open.
     """
     try:
-        fd = os.open(path, flags | _FLAGS, mode)
+        fd = os.open(path, flags | (_FLAGS & ~os.O_NOFOLLOW if follow else _FLAGS), mode)
     except OSError as error:
         if error.errno in _REFUSALS:
-            check_regular(path)
+            check_regular(path, follow=follow)
         raise
     try:
         _check(os.fstat(fd).st_mode)
@@ -45,10 +52,10 @@ def open_regular(path: str, flags: int, mode: int = 0o600) -> int:
     return fd
 
 
-def check_regular(path: str) -> None:
+def check_regular(path: str, *, follow: bool = False) -> None:
     """Raise NotRegularError where something else than a regular file has a name; none at all is left to who opens it."""
     try:
-        mode = os.lstat(path).st_mode
+        mode = os.stat(path, follow_symlinks=follow).st_mode
     except FileNotFoundError:
         return
     _check(mode)

@@ -24,10 +24,10 @@ import numpy as np
 
 from host_offload.disk.checksum import checksum_of_blocks
 from host_offload.disk.errors import ChecksumError, TruncatedError
-from host_offload.disk.fields import Field, FieldError
 from host_offload.disk.file_reads import Box, ReadFile
-from host_offload.disk.record_format import LeafFormat, RecordFormat, numpy_dtype
+from host_offload.disk.record_format import LeafFormat, RecordFormat, described_array, numpy_dtype
 from host_offload.disk.store import Store
+from host_offload.fields import Field, FieldError
 
 MOST_OPEN = 64
 """Files that stay open to be read again."""
@@ -121,7 +121,7 @@ class SavedStore:
 
 
 def _shard(metadata: Field, record_bytes: int) -> SavedShard:
-    shape, dtype, num_bytes = metadata.array()
+    shape, dtype, num_bytes = described_array(metadata)
     start = metadata["start"].integers()
     if len(start) != len(shape):
         metadata["start"].refuse(f"one integer for each of {len(shape)} dims")

@@ -217,7 +217,8 @@ def test_what_is_no_file_is_damage_and_nothing_waits_for_it(step, make, name, tm
     assert str(copy / name) in report.text
     if name.startswith("state"):
         with pytest.raises(
-            DamagedError, match=r"is (a folder|a FIFO|a socket), and no file|has \d+ bytes, and the record 4096"
+            DamagedError,
+            match=r"a (folder|FIFO|socket) is in its place, and no regular|has \d+ bytes, and the record 4096",
         ):
             read_all(copy)
 

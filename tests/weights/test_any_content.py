@@ -158,8 +158,8 @@ def files_of_other_kinds(folder: pathlib.Path) -> dict[str, str]:
         "pointer": "it is the pointer of git-lfs .*`git lfs pull`",
         "page": "it is a page of HTML",
         "empty": "it is an empty file",
-        "fifo": "fifo is a FIFO, and no file",
-        "zero": "zero is a device, and no file",
+        "fifo": "fifo: a FIFO is in its place, and no regular file",
+        "zero": "zero: a device is in its place, and no regular file",
     }
 
 
@@ -285,7 +285,7 @@ def test_nothing_waits_for_a_fifo_in_a_folder_of_orbax(saved, tmp_path, name):
     shutil.copytree(saved / "zarr", tmp_path / "o")
     (tmp_path / "o" / name).unlink()
     os.mkfifo(tmp_path / "o" / name)
-    with pytest.raises(zj.CheckpointError, match=f"{name} is a FIFO, and no file"):
+    with pytest.raises(zj.CheckpointError, match=f"{name}: a FIFO is in its place, and no regular file"):
         read_all(tmp_path / "o")
 
 

@@ -5,7 +5,7 @@ import errno as errnos
 import os
 from collections.abc import Iterator
 
-from host_offload.disk import ChecksumError, SwapError, TruncatedError
+from host_offload.disk import ChecksumError, NotRegularError, SwapError, TruncatedError
 
 _REMEDIES = {
     errnos.ENOSPC: "free space, or files if it has none left (df -i), on that file system, or keep fewer checkpoints; the "
@@ -74,7 +74,7 @@ def unreadable(error: OSError, action: str, damage: str) -> CheckpointError:
       DamagedError where the bytes are lost. Another CheckpointError where they may be there, and only cannot be read now, for
       want of memory or of a right: that is no reason to go back to an older checkpoint.
     """
-    if isinstance(error, ChecksumError | TruncatedError) or error.errno in _DAMAGE:
+    if isinstance(error, ChecksumError | NotRegularError | TruncatedError) or error.errno in _DAMAGE:
         return DamagedError(damage, errno=error.errno)
     return explained(error, action)
 

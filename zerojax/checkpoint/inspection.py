@@ -12,7 +12,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from host_offload.disk import ReadFile, parse_json
+from host_offload.disk import ReadFile
+from host_offload.fields import parse_json
 from zerojax.checkpoint.directory import CONFIG, STATE, TEMPORARY, Directory, is_folder, is_step
 from zerojax.checkpoint.errors import DamagedError, explaining, unreadable
 from zerojax.checkpoint.manifest import MOST_BYTES, SavedState

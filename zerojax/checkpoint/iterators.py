@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from host_offload.disk import Field
+from host_offload.fields import Field
 from zerojax.checkpoint.errors import IteratorError
 
 

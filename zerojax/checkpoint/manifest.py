@@ -8,7 +8,7 @@ description ends with the checksum of what it says.
 
 A checksum tells damage: where it is not right, a description is not what was written, and a restore may pass over to an older
 step. Where it is right and the contents make no sense, something else wrote them. Then each field is told by its name, in a
-CheckpointError, before anything relies on it; `host_offload.disk.fields` holds the types and ranges.
+CheckpointError, before anything relies on it; `host_offload.fields` holds the types and ranges.
 """
 
 import base64
@@ -25,16 +25,15 @@ from typing import Any, Self
 import numpy as np
 
 from host_offload.disk import (
-    Field,
-    FieldError,
     ReadFile,
     SavedRecords,
     SavedStore,
     checksum_of,
+    described_array,
     numpy_dtype,
-    parse_json,
     sync,
 )
+from host_offload.fields import Field, FieldError, parse_json
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, explained, unreadable
 from zerojax.checkpoint.iterators import decoded_position
 
@@ -155,13 +154,13 @@ class _Manifest:
 
 
 def _leaf(field: Field) -> SavedLeaf:
-    shape, dtype, _ = field.array()
+    shape, dtype, _ = described_array(field)
     lead = field["lead"].integer(most=len(shape))
     return SavedLeaf(shape, dtype, lead, field["is_tiled"].flag(), field["spec"].text())
 
 
 def _value(field: Field) -> np.ndarray:
-    shape, dtype, num_bytes = field.array()
+    shape, dtype, num_bytes = described_array(field)
     if len(data := field["data"].data()) != num_bytes:
         field["data"].refuse(f"the base64 of {num_bytes} bytes, for {dtype}{list(shape)}")
     return np.frombuffer(data, numpy_dtype(dtype)).reshape(shape)

@@ -6,7 +6,8 @@ Told by its first bytes, as `file` does, or by the names in a folder. Nothing is
 import os
 import re
 
-from host_offload.disk import Field, ReadFile, parse_json
+from host_offload.disk import ReadFile
+from host_offload.fields import Field, parse_json
 from zerojax.checkpoint import STATE
 
 INDEX = ".safetensors.index.json"

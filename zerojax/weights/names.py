@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.disk import Field, FieldError, numpy_dtype, parse_json
+from host_offload.disk import numpy_dtype
+from host_offload.fields import Field, FieldError, parse_json
 from zerojax.checkpoint import CheckpointError, SavedState
 
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -29,7 +29,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from host_offload.disk import Box, Field, FieldError, NotAFileError, ReadFile, is_inner_path, parse_json
+from host_offload.disk import Box, NotRegularError, ReadFile
+from host_offload.fields import Field, FieldError, is_inner_path, parse_json
 from zerojax.checkpoint import CheckpointError, SavedState, explained
 from zerojax.weights.exporting import export_dtype, open_checkpoint, piece_shape, read_pieces, write_atomically
 from zerojax.weights.kinds import kind_of_folder
@@ -261,7 +262,7 @@ def _stored_bytes(path: str) -> dict[str, int]:
 
     Raises:
       OSError: a folder cannot be read.
-      NotAFileError: there is something else than files and folders: tensorstore would wait for a FIFO.
+      NotRegularError: there is something else than files and folders: tensorstore would wait for a FIFO.
     """
     sizes: dict[str, int] = {}
     for folder, _, names in os.walk(path, onerror=_raise):
@@ -270,7 +271,7 @@ def _stored_bytes(path: str) -> dict[str, int]:
             found = os.stat(os.path.join(folder, name))
             if not stat.S_ISREG(found.st_mode):
                 ReadFile(os.path.join(folder, name))  # which tells what it is
-                raise NotAFileError(f"{os.path.join(folder, name)} is no file")
+                raise NotRegularError(f"{os.path.join(folder, name)} was no regular file")
             num_bytes += found.st_size if name not in (".zarray", "zarr.json") else 0
         inner = os.path.relpath(folder, path)
         while True:

@@ -18,16 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.disk import (
-    Box,
-    Field,
-    FieldError,
-    ReadFile,
-    TruncatedError,
-    numpy_dtype,
-    parse_json,
-    reserve,
-)
+from host_offload.disk import Box, ReadFile, TruncatedError, numpy_dtype, reserve
+from host_offload.fields import Field, FieldError, parse_json
 from zerojax.checkpoint import CheckpointError, SavedState, explained
 from zerojax.weights.exporting import export_dtype, open_checkpoint, read_pieces, write_atomically
 from zerojax.weights.kinds import kind_of_file

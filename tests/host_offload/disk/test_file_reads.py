@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from host_offload.disk import file_reads
 from host_offload.disk.checksum import checksum_of, checksum_of_blocks
-from host_offload.disk.errors import NotAFileError, TruncatedError
+from host_offload.disk.errors import NotRegularError, TruncatedError
 from host_offload.disk.file_reads import ReadFile
 
 DTYPES = (np.float32, np.uint8, ml_dtypes.bfloat16)
@@ -90,7 +90,7 @@ def test_reads_that_are_cut_short_are_continued(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("path", "kind"), [("fifo", "a FIFO"), (".", "a folder"), ("/dev/zero", "a device")])
 def test_what_is_no_file_is_told_and_not_waited_for(tmp_path, path, kind):
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(NotAFileError, match=f"is {kind}, and no file"):
+    with pytest.raises(NotRegularError, match=f": {kind} is in its place, and no regular file"):
         ReadFile(str(tmp_path / path))
 
 

@@ -16,8 +16,6 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from host_offload.disk.record_format import numpy_dtype
-
 MOST = 2**63 - 1
 """The largest integer of a description: the largest offset in a file."""
 _MOST_DIMS = 32
@@ -137,15 +135,6 @@ class Field:
             raise
         except ValueError:
             self.refuse("base64")
-
-    def array(self) -> tuple[tuple[int, ...], str, int]:
-        """Return shape, dtype and bytes of an array, from its fields `shape` and `dtype`."""
-        shape, dtype = self["shape"].integers(), self["dtype"].text()
-        try:
-            itemsize = numpy_dtype(dtype).itemsize
-        except ValueError:
-            self["dtype"].refuse("a dtype of numpy or ml_dtypes")
-        return shape, dtype, self["shape"].num_bytes(itemsize)
 
     def num_bytes(self, itemsize: int) -> int:
         """Return the bytes of an array of this shape."""
