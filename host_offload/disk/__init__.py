@@ -22,6 +22,7 @@ from host_offload.disk.record_format import LeafFormat as LeafFormat
 from host_offload.disk.record_format import RecordFormat as RecordFormat
 from host_offload.disk.record_format import described_array as described_array
 from host_offload.disk.record_format import numpy_dtype as numpy_dtype
+from host_offload.disk.regular_file import open_regular as open_regular
 from host_offload.disk.saved_records import SavedRecords as SavedRecords
 from host_offload.disk.saved_records import SavedStore as SavedStore
 from host_offload.disk.saved_records import format_of as format_of

@@ -12,6 +12,7 @@ whole and cut in memory: what is read in vain are the gaps, and what is held bes
 where they are no larger than the box, or its pieces are small: one call for each piece would cost more.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator
@@ -48,7 +49,8 @@ class ReadFile:
 
     def __del__(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
+            with contextlib.suppress(OSError):  # nothing was written that could be lost
+                os.close(self._fd)
 
     @property
     def num_bytes(self) -> int:

@@ -35,7 +35,7 @@ from typing import TypeVar
 
 import jax
 
-from host_offload.disk import sync
+from host_offload.disk import NotRegularError, open_regular, sync
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, explaining
 
 logger = logging.getLogger("zerojax")
@@ -258,19 +258,16 @@ class Directory:
     def _locked(self) -> int:
         """Return the descriptor of the lock's file, locked, or _ELSEWHERE where the file system has no locks."""
         path = os.path.join(self.path, LOCK)
-        # O_CLOEXEC: else a program started from this process would hold the lock for as long as it runs. O_NOFOLLOW and what
-        # is looked at below: whoever may write to the directory could have put another file of this user's in its place.
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        # Whoever may write to the directory could have put another file of this user's in its place, so no link is followed, and
+        # nothing is written before the file was looked at. A program started from this process does not inherit the lock.
         try:
-            fd = os.open(path, flags, 0o600)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-                raise CheckpointError(f"{path} is no file of a lock: remove it", errno=error.errno) from error
-            raise
+            fd = open_regular(path, os.O_RDWR | os.O_CREAT)
+        except NotRegularError as error:
+            raise CheckpointError(f"{path} is no file of a lock: {error}: remove it") from error
         owner = b""
         try:
             status, owners = os.fstat(fd), (os.geteuid(), os.stat(self.path).st_uid)
-            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid in owners and status.st_nlink == 1
+            is_ours = status.st_uid in owners and status.st_nlink == 1
             owner = os.pread(fd, 64, 0) if is_ours else b""
             if not is_ours or not re.fullmatch(rb"[0-9]*\s*", owner):
                 raise CheckpointError(

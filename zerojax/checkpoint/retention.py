@@ -8,16 +8,19 @@ for another one: it may be the best.
 """
 
 import dataclasses
-import json
 import logging
 import math
 import os
 from typing import Literal
 
+from host_offload.disk import ReadFile
+from host_offload.fields import parse_json
 from zerojax.checkpoint.directory import METRICS, Directory, is_folder
 from zerojax.checkpoint.errors import DamagedError, unreadable
 
 logger = logging.getLogger("zerojax")
+_MOST_BYTES = 1 << 20
+"""Of the file of a step's metrics."""
 
 
 def metrics_file(folder: str) -> str:
@@ -36,11 +39,10 @@ def read_metrics(folder: str) -> dict[str, float] | None:
     try:
         if not is_folder(os.path.dirname(path)):
             return None
-        with open(path) as file:
-            metrics = json.load(file)
+        metrics = parse_json(ReadFile(path).read_all(_MOST_BYTES))
     except OSError as error:
         raise unreadable(error, f"reading {path}", f"{path} cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DamagedError(f"{path} cannot be read: {error}") from error
     if not isinstance(metrics, dict) or not all(_is_number(value) for value in metrics.values()):
         raise DamagedError(f"{path} holds no numbers by name")

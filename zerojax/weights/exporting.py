@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from host_offload.disk import Box, numpy_dtype, sync
-from zerojax.checkpoint import STATE, CheckpointError, DamagedError, Directory, SavedState, explaining, unreadable
+from zerojax.checkpoint import STATE, CheckpointError, DamagedError, Directory, SavedState, explaining, is_folder, unreadable
 from zerojax.weights.names import DTYPES
 
 PIECE_BYTES = 32 * 2**20
@@ -88,7 +88,9 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[str]:
         raise ValueError(f"path={os.fspath(path)!r}: exports are files of a file system; mount the bucket")
     if os.path.lexists(target):
         raise ValueError(f"{target} exists: remove it, or give another path")
-    if not os.path.isdir(parent):
+    with explaining(f"writing {target}"):
+        has_parent = is_folder(parent)
+    if not has_parent:
         raise ValueError(f"{parent} is no folder: make it first")
     with explaining(f"writing {target}"):
         room = tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=parent)

@@ -75,7 +75,7 @@ def export_orbax(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str
             _write_tree(output, weights, kind, tiled_names(saved, tensors))
             for tensor, name in tensors.items():
                 _write_array(os.path.join(output, tensor), saved, name, kind)
-        except ValueError as error:  # tensorstore's, of a file too
+        except (ValueError, NotImplementedError) as error:  # tensorstore's, of a file too
             raise CheckpointError(f"writing {os.fspath(path)} failed: {error}") from error
         if kind != np.float64:  # of which there is no jax.Array, unless jax_enable_x64 is set
             _mark_as_jax(output, {tensor: saved.leaves[name].shape for tensor, name in tensors.items()})
@@ -180,7 +180,7 @@ class OrbaxFolder:
                 self._check_chunks(name, array)
         except OSError as error:
             raise explained(error, f"reading {path}") from error
-        except ValueError as error:
+        except (ValueError, NotImplementedError) as error:
             raise CheckpointError(f"{path} cannot be read as a checkpoint of Orbax: {error}") from error
 
     def _describe(self, metadata: Field) -> tuple[list[str], str]:
@@ -247,7 +247,7 @@ class OrbaxFolder:
         """
         try:
             return self._arrays[name][tuple(slice(a, b) for a, b in box)].read().result()
-        except ValueError as error:
+        except (ValueError, NotImplementedError) as error:
             raise CheckpointError(f"{name} of {self.path} cannot be read: {error}") from error
 
 
