@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
+from zerojax.models import init_params, layered_loss
 
 CONFIG = gpt.GPTConfig(layers=2, hidden=32, heads=4, seq=16, vocab=64)
 
@@ -300,6 +301,103 @@ def test_dropout_is_off_in_eval():
         program = zj.build_train_step(model, optax.sgd(0.0), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
         state, batch = program.init(jax.random.key(0)), tokens(1)[0]
         assert float(program.eval(state, batch)) == float(program.eval(state, batch))
+
+
+class Attention(nnx.Module):
+    """Attention whose constructor leaves open whether it is deterministic."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.attend = nnx.MultiHeadAttention(2, 8, decode=False, dropout_rate=0.5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.attend(x[None])[0]
+
+
+class SwitchedOff(nnx.Module):
+    """Dropout that its constructor switches off."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.dense, self.drop = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.5, deterministic=True, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.drop(self.dense(x))
+
+
+class Jitter(nnx.Module):
+    """A module without random streams that training changes. Takes x, or a batch that holds it."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.dense, self.deterministic = nnx.Linear(8, 8, rngs=rngs), True
+
+    def __call__(self, x: Any) -> jax.Array:
+        return self.dense(x["x"] if isinstance(x, dict) else x) * (1.0 if self.deterministic else 2.0)
+
+
+class Stacked(nnx.Module):
+    """Layers of a kind, stacked by nnx.vmap."""
+
+    def __init__(self, kind: Any, *, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.vmap(lambda rngs: kind(rngs=rngs))(rngs.fork(split=3))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+
+class Projection(nnx.Module):
+    """Takes x, or a batch that holds it."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.dense = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, batch: Any) -> jax.Array:
+        return self.dense(batch["x"] if isinstance(batch, dict) else batch)
+
+
+def layered_of(kind: Any, embed: Any = Projection) -> zj.LayeredModel:
+    return zj.from_flax(
+        embed=lambda rngs: embed(rngs=rngs),
+        block=lambda rngs: kind(rngs=rngs),
+        head=lambda rngs: nnx.LayerNorm(8, rngs=rngs),
+        num_layers=2,
+        loss=lambda head, embed, x, batch: mse(lambda x: head(x) + embed({"x": x}), {"x": x, "y": batch["y"]}),
+    )
+
+
+MODES = {
+    "attention": lambda: zj.from_flax(lambda rngs: Attention(rngs=rngs), mse),
+    "switched_off": lambda: zj.from_flax(lambda rngs: SwitchedOff(rngs=rngs), mse),
+    "stacked": lambda: zj.from_flax(lambda rngs: Stacked(SwitchedOff, rngs=rngs), mse),
+    "no_streams": lambda: zj.from_flax(lambda rngs: Jitter(rngs=rngs), mse),
+    "layered": lambda: layered_of(Attention),
+    "layered_no_streams": lambda: layered_of(Jitter),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_step_trains_and_eval_evaluates_whatever_the_constructor_left(name):
+    model, (batch,) = MODES[name](), regression(1)
+    assert model.stochastic  # a step then gives it a key, and eval none
+    if isinstance(model, zj.Model):
+        params, loss = model.init(jax.random.key(0)), model.loss
+    else:
+        params, loss = init_params(model, jax.random.key(0)), layered_loss(model, remat=False, constrain=lambda x: x)
+    trained, evaluated = jax.jit(loss)(params, batch, jax.random.key(1)), jax.jit(loss)(params, batch, None)
+    assert abs(float(trained) - float(evaluated)) > 1e-3
+
+
+def test_the_embedding_that_a_loss_calls_trains_with_its_head():
+    model, (batch,) = layered_of(Projection, Jitter), regression(1)
+    ends = model.init_head(jax.random.key(0)), model.init_embed(jax.random.key(0))
+    trained, evaluated = (jax.jit(model.head)(*ends, batch["x"], batch, key) for key in (jax.random.key(1), None))
+    assert abs(float(trained) - float(evaluated)) > 1e-3
+
+
+def test_from_flax_leaves_a_module_that_its_function_returns_in_its_mode():
+    module, (batch,) = SwitchedOff(rngs=nnx.Rngs(0)), regression(1)
+    model = zj.from_flax(lambda rngs: module, mse)
+    for key in (jax.random.key(0), None):
+        model.loss(nnx.to_pure_dict(nnx.state(module, nnx.Param)), batch, key)
+        assert module.drop.deterministic is True
 
 
 def test_annotations_of_nnx_modules_become_specs():

@@ -7,9 +7,12 @@ The user's loss is called with the module, holding the parameters: `loss(model, 
 it is called in the same way. Parameters become a plain nested dict. Splits over `tensor` are read from the annotations that
 the modules carry (`nnx.with_partitioning`, `nn.with_partitioning`).
 
-Random numbers: an NNX module with random streams (dropout) gets fresh keys each (step, microbatch, layer), and is put in
-`eval()` mode where there is no key. A Linen module gets the streams named in `rngs`; where there is no key it gets none, which
-`module.has_rng("dropout")` tells.
+Random numbers: an NNX module with random streams (dropout) gets fresh keys each (step, microbatch, layer). A Linen module gets
+the streams named in `rngs`; where there is no key it gets none, which `module.has_rng("dropout")` tells.
+
+Modes: a step gives a key and `program.eval` none. So an NNX module is in `train()` mode where there is a key, and in `eval()`
+mode where there is none, whatever its constructor left. One that these modes change counts as stochastic, also without random
+streams.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +29,9 @@ from zerojax.models.model import LayeredModel, Model
 from zerojax.tiling import find_stacks
 
 Modules = Callable[[nnx.Rngs], nnx.Module] | nn.Module
+
+_EMBED_IN_HEAD = 0x7FFFFFFF
+"""Folded into the head's key for the embedding that the loss reads: modules number their streams from 0."""
 
 
 class _Part(Protocol):
@@ -113,6 +119,12 @@ def _layered(
         return loss(m, first.bind(first.init(jax.random.key(0)), None), x, b)
 
     last = _part("head", head, run_head, (x, batch), rngs)
+
+    def run_loss(p: Any, p_embed: Any, x: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        # The loss may call the embedding, which then trains as the head does. No layer's key is folded from this one.
+        of_embed = None if key is None else jax.random.fold_in(key, _EMBED_IN_HEAD)
+        return loss(last.bind(p, key), first.bind(p_embed, of_embed), x, batch)
+
     return LayeredModel(
         num_layers=num_layers,
         init_embed=first.init,
@@ -120,7 +132,7 @@ def _layered(
         init_block=layer.init,
         block=lambda p, x, key: layer.bind(p, key)(x),
         init_head=last.init,
-        head=lambda p, p_embed, x, batch, key: loss(last.bind(p, key), first.bind(p_embed, None), x, batch),
+        head=run_loss,
         specs={"embed": first.specs, "block": layer.specs, "head": last.specs},
         tiles=layer.tiles,
         stochastic=first.stochastic or layer.stochastic or last.stochastic,
@@ -150,7 +162,7 @@ def _part(name: str, module: Modules, use: Callable[..., Any], args: Sequence[An
 
 
 class _Nnx:
-    """An NNX module: graph definition, parameters, random streams, and constant arrays (masks, tables)."""
+    """An NNX module: graph definitions of both modes, parameters, random streams, and constant arrays (masks, tables)."""
 
     def __init__(self, name: str, make: Callable[[nnx.Rngs], nnx.Module]) -> None:
         self.name, self.make = name, make
@@ -158,20 +170,25 @@ class _Nnx:
 
         def parts() -> Any:
             graph, *states = nnx.split(self._made(nnx.Rngs(0)), nnx.Param, nnx.RngState, ...)
-            # The graph definition is no array, so eval_shape cannot return it.
-            graphs.append(graph)
+            # Graph definitions are no arrays, so eval_shape cannot return them. Modes are set on copies: the module may be one
+            # that the user holds.
+            for mode in ("train", "eval"):
+                copy = nnx.merge(graph, *states)
+                getattr(copy, mode)()
+                graphs.append(nnx.graphdef(copy))
             return states
 
         # With eager sharding NNX constrains each annotated array to the mesh in scope; the step chooses shardings itself.
         with nnx.use_eager_sharding(False):
             self.abstract, self.streams, rest = jax.eval_shape(parts)
-            self.graph = graphs[0]
+            self.train_graph, self.eval_graph = graphs[:2]
             state = [".".join(map(str, path)) for path, v in nnx.to_flat_state(rest) if isinstance(v, nnx.Variable)]
             if state:
                 raise ValueError(f"{name} holds state other than parameters, which a step would not update: {', '.join(state)}")
             # Only what is returned is computed, so the parameters are not made here.
             self.constants = jax.tree.map(np.asarray, jax.jit(lambda: parts()[2])() if jax.tree.leaves(rest) else rest)
-        self.stochastic = bool(jax.tree.leaves(self.streams))
+        # The key is what tells a step from an evaluation, so a module with two modes needs one.
+        self.stochastic = bool(jax.tree.leaves(self.streams)) or self.train_graph != self.eval_graph
         leaves = jax.tree.leaves(nnx.get_partition_spec(self.abstract), is_leaf=lambda s: isinstance(s, PartitionSpec))
         tree = jax.tree.structure(nnx.to_pure_dict(self.abstract))
         self.specs = jax.tree.unflatten(tree, leaves)
@@ -200,10 +217,8 @@ class _Nnx:
     def bind(self, params: Any, key: jax.Array | None) -> nnx.Module:
         # The plain dict has the leaves of NNX's state, in the same order.
         state = jax.tree.unflatten(jax.tree.structure(self.abstract), jax.tree.leaves(params))
-        module = nnx.merge(self.graph, state, self._streams(key), jax.tree.map(jnp.asarray, self.constants))
-        if key is None:
-            module.eval()
-        return module
+        graph = self.eval_graph if key is None else self.train_graph
+        return nnx.merge(graph, state, self._streams(key), jax.tree.map(jnp.asarray, self.constants))
 
     def _streams(self, key: jax.Array | None) -> Any:
         """Return the random streams reset: the i-th stream's key is a function of (key, i), its count is 0."""
