@@ -28,6 +28,7 @@ ELEMENTWISE = {
     ),
     "partitioned": optax.multi_transform({"x": optax.adam(1e-2), "y": optax.sgd(0.1)}, {"a": "x", "b": {"c": "y", "s": "x"}}),
     "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),  # holds a constant that is not a number
     "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
 }  # fmt: skip
 
@@ -51,6 +52,12 @@ REFUSED = {
             {"a": optax.adam(1e-2), "b": optax.sgd(1e-3)}, lambda tree: jax.tree.map(lambda p: "a" if p.size > 8 else "b", tree)
         ),
         "alone fails|depends on the sizes",
+    ),
+    "signs of zero": (
+        optax.stateless(
+            lambda u, p: jax.tree.map(lambda x: x / np.copysign(np.zeros(x.shape), np.arange(x.size).reshape(x.shape) - 1), u)
+        ),
+        "different constants",
     ),
     "centred": (optax.centralize(), "combines elements|different constants"),
 }

@@ -164,8 +164,9 @@ def _equations(program: FlatJaxpr, roles: dict[int, Any], outputs: dict[Any, Any
     def name(ref: Any) -> Any:
         if isinstance(ref, int):
             return names[ref]
+        # As bytes: a constant that is not a number equals itself, and -0 is not 0.
         value = np.asarray(ref.value)
-        return ("constant", str(value.dtype), value.reshape(-1)[:1].tolist())
+        return ("constant", str(value.dtype), value.reshape(-1)[:1].tobytes())
 
     equations = []
     for number, i in enumerate(program.live([outputs[key]])):
@@ -231,5 +232,6 @@ class _Reader:
     def is_uneven(self, ref: Any) -> bool:
         if isinstance(ref, Constant):
             value = np.asarray(ref.value)
-            return value.size > 1 and not (value == value.reshape(-1)[0]).all()
+            elements = np.frombuffer(value.tobytes(), np.uint8).reshape(value.size, value.itemsize)
+            return not (elements == elements[:1]).all()
         return ref in self.uneven
