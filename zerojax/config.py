@@ -58,7 +58,8 @@ class ZeroConfig:
         stochastically and halves their bytes (`zerojax.optim.moments`).
       reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype.
       num_microbatches: gradient accumulation steps inside the train step; divides each device's batch.
-      clip_norm: largest global gradient norm, exact across shards. None: no clipping.
+      clip_norm: largest global gradient norm, exact across shards. None: no clipping. Gradients that the optimizer never uses,
+        those of frozen weights, do not count.
       update: when a layer's optimizer runs. None: after_backward. "in_backward" runs it as soon as the layer's gradient is
         there; after a gradient that is not finite it skips the layers that are left.
       update_on: where the optimizer runs when `opt_state` is off the device.

@@ -12,8 +12,8 @@ def step_metrics(
     """Return the metrics of one step.
 
     Returns:
-      "loss": mean over the batch. "grad_norm": before clipping; not finite where a gradient is not. "grads_finite": 1 if
-      that norm is finite in float32, else 0.
+      "loss": mean over the batch. "grad_norm": before clipping, of the gradients that the optimizer uses; not finite where
+      one of these is not. "grads_finite": 1 if that norm is finite in float32, else 0.
       "skipped_steps": updates skipped so far, this one included. "loss_scale": the scale this step used (fp16 only).
     """
     metrics = {

@@ -87,8 +87,8 @@ def plain_loss(params: Any, batch: Any) -> jax.Array:
     return head(params["head"], params["embed"], x, batch, None)
 
 
-def optimizer() -> optax.GradientTransformation:
-    """AdamW with one frozen leaf."""
+def optimizer(clip: float | None = None) -> optax.GradientTransformation:
+    """AdamW with one frozen leaf; `clip` bounds the norm of the others' gradients."""
 
     def frozen(tree: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, _: "frozen" in jax.tree_util.keystr(path), tree)
@@ -96,7 +96,8 @@ def optimizer() -> optax.GradientTransformation:
     def trained(tree: Any) -> Any:
         return jax.tree.map(lambda f: not f, frozen(tree))
 
-    return optax.chain(optax.masked(optax.adamw(1e-2), trained), optax.masked(optax.set_to_zero(), frozen))
+    tx = optax.adamw(1e-2) if clip is None else optax.chain(optax.clip_by_global_norm(clip), optax.adamw(1e-2))
+    return optax.chain(optax.masked(tx, trained), optax.masked(optax.set_to_zero(), frozen))
 
 
 def batches(count: int, size: int = BATCH) -> list[Any]:
@@ -114,7 +115,7 @@ def batches(count: int, size: int = BATCH) -> list[Any]:
 
 @functools.cache
 def _plain_step(clip: float) -> tuple[Any, Any]:
-    tx = optax.chain(optax.clip_by_global_norm(clip), optimizer())
+    tx = optimizer(clip)
 
     @jax.jit
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:

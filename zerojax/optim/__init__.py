@@ -5,6 +5,8 @@ from zerojax.optim.by_record import update_by_record as update_by_record
 from zerojax.optim.moments import keep_in_bfloat16 as keep_in_bfloat16
 from zerojax.optim.on_host import HostUpdate as HostUpdate
 from zerojax.optim.on_host import update_on_host as update_on_host
+from zerojax.optim.unused import unused_grads as unused_grads
+from zerojax.optim.unused import used as used
 from zerojax.optim.whole_tree import Update as Update
 from zerojax.optim.whole_tree import build_update as build_update
 from zerojax.optim.whole_tree import clip_factor as clip_factor

@@ -17,6 +17,7 @@ import optax
 
 from zerojax.config import reason
 from zerojax.optim.elementwise import elementwise_update
+from zerojax.optim.unused import unused_grads
 from zerojax.optim.whole_tree import Update, finish, scale_grads
 from zerojax.state import FlatState, Index, StateRecords, TrainState, load_leaves, order_read_before_write
 
@@ -29,6 +30,7 @@ class RecordUpdate:
     Attributes:
       records: how the state rests.
       rule: the elementwise optimizer.
+      unused: indices of the leaves whose gradients it never uses.
     """
 
     def __init__(self, tx: optax.GradientTransformation, records: StateRecords) -> None:
@@ -42,6 +44,7 @@ class RecordUpdate:
         self.rule = elementwise_update(
             tx, layout.abstract_params, layout.opt_map.abstract, reason(layout.config), layout.record_parts
         )
+        self.unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
 
     def shared(self, states: FlatState, loss: Array, ok: Array) -> list[Array]:
         """Return the scalars of the optimizer state after the step."""
@@ -152,7 +155,7 @@ def update_by_record(update: RecordUpdate, one: Array) -> Update:
     records, config = update.records, update.layout.config
 
     def step_update(state: TrainState, value: Array, grads: Any) -> tuple[TrainState, dict[str, Array]]:
-        grads, norm, finite = scale_grads(config, state, grads)
+        grads, norm, finite = scale_grads(config, state, grads, update.unused)
         states = records.flat(state)
         states = update.update_ends(states, jax.tree.leaves(grads), records.shared_of(states), value, finite, one)
         states = records.with_shared(states, update.shared(states, value, finite))

@@ -281,7 +281,7 @@ def update_on_host(host: HostUpdate) -> Update:
         config, records = host.config, host.records
         # The kernels divide by the loss scale and clip.
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        _, norm, ok = scale_grads(config, state, grads)
+        _, norm, ok = scale_grads(config, state, grads, host.record_update.unused)
         factor = clip_factor(norm, config.clip_norm)
         states = records.flat(state)
         scalars = host.scalars(records.shared_of(states), value, factor, scale)

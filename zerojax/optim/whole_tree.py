@@ -1,6 +1,6 @@
 """The optimizer on sharded state: where optax's state lives, the global norm, and the update.
 
-    norm   = sqrt(sum over leaves and shards of g^2)        exact: XLA adds a psum of one scalar
+    norm   = sqrt(sum over leaves and shards of g^2)        exact: XLA adds a psum of one scalar; of gradients that are used
     g      = g * min(1, clip_norm / norm)
     master = master + updates(g, opt_state, master)          float32, each device its own shard
     params = all_gather(cast(master))                        stages 1 and 2; stage 3 gathers on use
@@ -19,6 +19,7 @@ import optax
 
 from zerojax.config import ZeroConfig
 from zerojax.metrics import step_metrics
+from zerojax.optim.unused import unused_grads, used
 from zerojax.precision import LossScaling, update_loss_scale
 from zerojax.sharding import STAGES
 from zerojax.state import Layout, TrainState, call_update
@@ -48,10 +49,10 @@ Update = Callable[[TrainState, jax.Array, Any], tuple[TrainState, dict[str, jax.
 def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
     """Return `update(state, loss, grads) -> (state, metrics)`: unscale, norm, clip, optimizer, cast; on whole trees."""
     config, stage = layout.config, STAGES[layout.config.stage]
-    grads_at = layout.param_shardings(stage.opt_state)
+    grads_at, unused = layout.param_shardings(stage.opt_state), unused_grads(layout.update_jaxpr, len(layout.leaves))
 
     def update(state: TrainState, value: jax.Array, grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, norm, finite = scale_grads(config, state, grads)
+        grads, norm, finite = scale_grads(config, state, grads, unused)
         old = state.params if state.master is None else state.master
         # Parameters without masters are whole below stage 3: each device updates its own shard of them.
         old = jax.lax.with_sharding_constraint(old, grads_at)
@@ -68,13 +69,21 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
     return update
 
 
-def scale_grads(config: ZeroConfig, state: TrainState, grads: Any) -> tuple[Any, jax.Array, jax.Array]:
-    """Return gradients without the loss scale and clipped, their norm before clipping, and whether it is finite."""
+def scale_grads(config: ZeroConfig, state: TrainState, grads: Any, unused: frozenset[int]) -> tuple[Any, jax.Array, jax.Array]:
+    """Return gradients without the loss scale and clipped, their norm before clipping, and whether it is finite.
+
+    Args:
+      config: of the program.
+      state: before the step.
+      grads: float32.
+      unused: indices of those that the optimizer never uses, which are no part of the norm.
+    """
     # Unscale, take the norm, clip, in this order: `clip_norm` bounds the true gradient, and the metric shows it unclipped.
     if state.loss_scale is not None:
         scale = state.loss_scale.scale
         grads = jax.tree.map(lambda g: g / scale, grads)
-    norm = global_norm(grads)
+    leaves = jax.tree.leaves(grads)
+    norm = global_norm(used(leaves, range(len(leaves)), unused))
     if config.clip_norm is not None:
         factor = clip_factor(norm, config.clip_norm)
         grads = jax.tree.map(lambda g: g * factor, grads)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
@@ -39,6 +40,7 @@ class Layout:
       leaves: the parameter leaves, in the order of the flattened tree.
       groups: of a streamed step, the groups of leaves whose records are tiles.
       opt_map: how the optimizer state divides over the leaves.
+      update_jaxpr: the optimizer's update of the whole tree, traced: of (grads, state, params, loss).
       abstract_params: the parameter tree in float32 shapes.
       abstract_arrays: TrainState of ShapeDtypeStruct with shardings, as if nothing were on disk.
       abstract_state: the same, as a program takes it: leaves of the nvme tier are OnDisk.
@@ -55,6 +57,7 @@ class Layout:
     leaves: tuple[Leaf, ...]
     groups: tuple[TileGroup, ...]
     opt_map: OptStateMap
+    update_jaxpr: jex.ClosedJaxpr
     abstract_params: Any
     abstract_arrays: TrainState
     abstract_state: TrainState
@@ -155,7 +158,7 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     compute = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(precision.compute_dtype)), params)
     groups = tile_groups(model, params, config)
     leaves = build_leaves(model, compute, specs, groups)
-    opt_state = init_opt_state_shape(tx, master)
+    opt_state, update_jaxpr = init_opt_state_shape(tx, master)
     opt_map = map_opt_state(opt_state, master)
     opt_specs = opt_state_specs(opt_map, [leaf.spec for leaf in leaves], mesh, FSDP, config.min_shard_bytes)
     scalar = named(mesh, ())
@@ -210,8 +213,8 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
         abstract_state = _on_disk(abstract_state, is_shared, config, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     return Layout(
-        mesh, config, specs, leaves, groups, opt_map, master, arrays, abstract_state, shardings, replicated, num_layers,
-        device_layers, disk,
+        mesh, config, specs, leaves, groups, opt_map, update_jaxpr, master, arrays, abstract_state, shardings, replicated,
+        num_layers, device_layers, disk,
     )  # fmt: skip
 
 

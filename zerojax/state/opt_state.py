@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
@@ -99,8 +100,8 @@ def check_optimizer(tx: Any) -> None:
         raise ValueError(f"tx must be an optax.GradientTransformation, got {type(tx).__name__}")
 
 
-def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any) -> Any:
-    """Return the abstract optimizer state.
+def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any) -> tuple[Any, jex.ClosedJaxpr]:
+    """Return the abstract optimizer state, and the traced update, of (grads, state, params, loss).
 
     Raises:
       ValueError: the optimizer's state is not made of arrays, or its update needs what a jitted sharded step cannot give.
@@ -114,9 +115,8 @@ def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any)
         raise ValueError(f"the optimizer cannot be initialised as sharded arrays: {e!r}") from e
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     try:
-        updates, after = jax.eval_shape(
-            lambda g, s, p, value: call_update(tx, g, s, p, value), abstract_master, state, abstract_master, scalar
-        )
+        trace = jax.make_jaxpr(functools.partial(call_update, tx), return_shape=True)
+        jaxpr, (updates, after) = trace(abstract_master, state, abstract_master, scalar)
     except Exception as e:  # the user's code again
         raise ValueError(
             "the optimizer's update cannot run inside a sharded step, which offers (grads, state, params) and value=loss; "
@@ -138,7 +138,7 @@ def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any)
     ]
     if changed:
         raise ValueError(f"the optimizer's state changes shape or dtype when updated, so it cannot be donated: {changed}")
-    return state
+    return state, jaxpr
 
 
 def call_update(tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any]:

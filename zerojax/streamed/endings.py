@@ -70,7 +70,7 @@ class StoredGrads:
 
     def use(self, state: TrainState, carried: GradStacks, record: RecordGrads) -> tuple[GradStacks, Any]:
         # Squares are summed while the gradients are at hand, so no stack is read a second time for the norm.
-        squares = carried.squares + self.plan.squares(record.grads, state)
+        squares = carried.squares + self.plan.squares(record.grads, record.part, state)
         return dataclasses.replace(self.store(carried, record), squares=squares), record.landing
 
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
@@ -87,7 +87,7 @@ class StoredGrads:
     def norm(self, result: BackwardResult[GradStacks]) -> Array:
         """Return the global norm of the unscaled gradients."""
         # The squares of the ends come last: a tied embedding's gradient is complete only when backward is over.
-        return jnp.sqrt(result.carried.squares + self.plan.squares(result.ends, result.state))
+        return jnp.sqrt(result.carried.squares + self.plan.squares(result.ends, self.plan.ends, result.state))
 
 
 class WholeTree(StoredGrads):
@@ -265,7 +265,7 @@ class InBackward:
         # The gathered layer is at hand: its shard is cut out of it, and not fetched again.
         old = plan.on_shards(record.params, part) if states.master is None else []
         arrays = old + records.read_opt(states, part, now.index())
-        squares = carried.squares + plan.squares(record.grads, state)
+        squares = carried.squares + plan.squares(record.grads, record.part, state)
         # Neither clipped nor checked against the layers that are still to come: the norm is known when all are updated.
         # A sum that is not finite stays so: no later layer of this step is updated either.
         shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
@@ -280,7 +280,7 @@ class InBackward:
 
     def norm(self, result: BackwardResult[UpdatedState]) -> Array:
         """Return the global norm of the gradients."""
-        return jnp.sqrt(result.carried.squares + self.plan.squares(result.ends, result.state))
+        return jnp.sqrt(result.carried.squares + self.plan.squares(result.ends, self.plan.ends, result.state))
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         update, states, norm = self.record_update, result.carried.states, self.norm(result)

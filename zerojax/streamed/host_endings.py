@@ -38,7 +38,7 @@ class HostInBackward(InBackward):
 
     def use(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
         assert carried.scalars is not None
-        squares = carried.squares + self.plan.squares(record.grads, state)
+        squares = carried.squares + self.plan.squares(record.grads, record.part, state)
         # The gathered layer is at hand: its shard is cut out of it, and not read again.
         old = self.plan.on_shards(record.params, record.part) if self.host.needs_weights else []
         states, token = self.host.update_layer(

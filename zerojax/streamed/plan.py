@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from host_offload.schedule import Schedule, TiledSchedule, TileLoops, build_schedule, build_tiled_schedule
 from zerojax.models import LayeredModel
-from zerojax.optim import HostUpdate, RecordUpdate
+from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, named, stored_spec, without_axis
 from zerojax.state import Index, OnDisk, RecordSpec, StateRecords, TileGroup, TrainState, pick, read_layer
@@ -31,6 +31,7 @@ class StreamedPlan:
       state_records: how the state rests.
       leaves: the parameter leaves.
       update: the update by records, or None where the whole tree is updated on the device.
+      unused: indices of the leaves whose gradients the optimizer never uses: no part of the norm.
       host: the host's update, or None.
       schedule: of the step.
       blocks: indices of the leaves of which a layer's record holds one layer.
@@ -55,6 +56,7 @@ class StreamedPlan:
         self.num_layers, self.count = model.num_layers, layout.config.num_microbatches
         config = layout.config
         self.update = update
+        self.unused = unused_grads(layout.update_jaxpr, len(layout.leaves)) if update is None else update.unused
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
         self.groups, self.blocks, self.stacked, self.ends = layout.groups, layout.blocks, layout.stacked, layout.ends
@@ -178,8 +180,9 @@ class StreamedPlan:
         grad = self.mean(grad)
         return grad if state.loss_scale is None else grad / state.loss_scale.scale
 
-    def squares(self, grads: Sequence[Array], state: TrainState) -> Array:
-        """Return the sum of squares of unscaled gradients: f32[]."""
+    def squares(self, grads: Sequence[Array], part: Sequence[int], state: TrainState) -> Array:
+        """Return the sum of squares of unscaled gradients of some leaves, of those that the optimizer uses: f32[]."""
+        grads = used(grads, part, self.unused)
         return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
 
 
