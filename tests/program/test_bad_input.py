@@ -1,6 +1,7 @@
 """Bad input is refused when building, with names, numbers and the repair."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -219,7 +220,11 @@ def test_model_config_and_optimizer_of_the_wrong_kind():
 
 
 def test_optimizers_that_a_sharded_step_cannot_run():
-    refused(["value_fn", "value=loss"], tx=optax.lbfgs())
+    refused(["value_fn", "value=loss", "search along a line"], tx=optax.lbfgs())
+    sam = functools.partial(optax.contrib.sam, optax.adam(1e-2), optax.sgd(0.05))
+    refused(["grad_fn", "opaque_mode=False"], tx=sam(opaque_mode=True))
+    refused(["obj_fn", "another batch"], tx=optax.contrib.sophia(1e-3))
+    refused(["takes no value=loss", "needs it"], tx=optax.chain(sam(), optax.contrib.reduce_on_plateau()))
     odd = optax.GradientTransformation(lambda p: {"f": print}, lambda g, s, p=None: (g, s))  # type: ignore[arg-type]
     refused(["initialised as sharded arrays"], tx=odd)
     grows = optax.GradientTransformation(lambda p: jnp.zeros(2), lambda g, s, p=None: (g, jnp.concatenate([s, s])))  # type: ignore[arg-type]

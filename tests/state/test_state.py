@@ -110,17 +110,24 @@ def test_a_fraction_of_the_layers_is_not_lost_to_rounding():
     assert {stack.device.shape[0] for stack in stacks} == {29}
 
 
+def sam(**options):
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    return optax.contrib.sam(optax.adam(1e-2), ascent, sync_period=2, **options)
+
+
 OPTIMIZERS = {
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
     "lion": lambda: optax.lion(1e-3),
     "sgd_schedule": lambda: optax.sgd(optax.linear_schedule(1e-1, 0.0, 5), momentum=0.9),
     "lamb": lambda: optax.lamb(1e-2),
     "plateau": lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
+    "sam": lambda: sam(),  # takes extra arguments, and no `value` among them
+    "sam_in_chain": lambda: optax.chain(optax.clip(1.0), sam()),
     "multisteps": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
 }
 
 
-@pytest.mark.by_default("plateau", "adafactor")
+@pytest.mark.by_default("plateau", "adafactor", "sam_in_chain")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_equals_plain_optax(name):
     tx, data = optax.with_extra_args_support(OPTIMIZERS[name]()), toys.batches(4)
@@ -132,7 +139,8 @@ def test_any_optimizer_equals_plain_optax(name):
     @jax.jit
     def step(params, opt_state, batch):
         loss, grads = jax.value_and_grad(toys.plain_loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        extra = {} if name.startswith("sam") else {"value": loss}
+        updates, opt_state = tx.update(grads, opt_state, params, **extra)
         return optax.apply_updates(params, updates), opt_state, loss
 
     for batch in data:

@@ -70,7 +70,16 @@ def map_opt_state(abstract_opt_state: Any, abstract_params: Any) -> OptStateMap:
 
 
 class OptimizerError(ValueError):
-    """An optimizer that cannot work, told by this package's own wrappers: raised as it is."""
+    """An optimizer that cannot work, told by this package itself: raised as it is."""
+
+
+_NOT_OFFERED = {
+    "grad_fn": "grad_fn would be a second gradient in one step (optax.contrib.sam: opaque_mode=False takes two steps instead)",
+    "value_fn": "value_fn would be the loss at other weights, for a search along a line: choose a fixed or scheduled step size",
+    "obj_fn": "obj_fn would be the loss as a function of the weights, as a Hessian estimate needs it, on another batch: "
+    "choose one that needs gradients alone",
+}
+"""Arguments of updates in optax that a step does not offer, and why."""
 
 
 def fill(abstract: Any, indices: Sequence[int], values: Sequence[Any]) -> Any:
@@ -117,10 +126,13 @@ def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any)
     try:
         trace = jax.make_jaxpr(functools.partial(call_update, tx), return_shape=True)
         jaxpr, (updates, after) = trace(abstract_master, state, abstract_master, scalar)
+    except OptimizerError:
+        raise
     except Exception as e:  # the user's code again
+        reasons = [why for name, why in _NOT_OFFERED.items() if name in str(e)]
         raise ValueError(
             "the optimizer's update cannot run inside a sharded step, which offers (grads, state, params) and value=loss; "
-            f"choose one that needs no more: {e!r}"
+            f"{'; '.join(reasons) or 'choose one that needs no more'}: {e!r}"
         ) from e
     # What a step relies on: updates mirror the parameters, and the state keeps its structure, shapes and dtypes.
     if jax.tree.structure(updates) != jax.tree.structure(abstract_master):
@@ -142,5 +154,26 @@ def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any)
 
 
 def call_update(tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any]:
-    """Call `tx.update`, with `value=loss` for transformations that ask for it (plateau schedules, Polyak steps)."""
-    return optax.with_extra_args_support(tx).update(grads, opt_state, params, value=loss)
+    """Call `tx.update`, with `value=loss` for transformations that take it (plateau schedules, Polyak steps).
+
+    Raises:
+      OptimizerError: one part of the optimizer refuses it, and another needs it.
+    """
+    tx = optax.with_extra_args_support(tx)
+    try:
+        return tx.update(grads, opt_state, params, value=loss)
+    except TypeError as error:
+        # A chain hands extra arguments to its parts, so no signature tells what they take: a call does. It is traced, and what
+        # was traced before the error is used by nothing.
+        if "unexpected keyword argument 'value'" not in str(error):
+            raise
+        refusal = error
+    try:
+        return tx.update(grads, opt_state, params)
+    except TypeError as error:
+        if "'value'" not in str(error):
+            raise
+        raise OptimizerError(
+            f"one part of the optimizer takes no value=loss ({refusal}), and another needs it ({error}): keep these parts out "
+            "of one optax.chain"
+        ) from error
