@@ -8,6 +8,7 @@ import toys
 from matrix_of_checkpoints import DISK, HOST, SAVED, STEPS, TARGETS, TIERS, Place, assert_same, build, numbers, trained
 
 import zerojax as zj
+from zerojax.state import as_arguments
 
 AFTERWARDS = toys.batches(STEPS + 3)[STEPS:]
 ROUNDING = 2e-4
@@ -37,7 +38,7 @@ def restored_alike(checkpoints, source: Place, target: Place, tmp_path: pathlib.
     directory, expected, _ = checkpoints(source)
     with build(target, tmp_path / "swap") as program, zj.Checkpointer(directory) as ckpt:
         state = ckpt.restore(program)
-        flat, shardings = jax.tree.leaves(state), jax.tree.leaves(program.shardings)
+        flat, shardings = jax.tree.leaves(as_arguments(state)), jax.tree.leaves(program.shardings)
         assert all(a.sharding.is_equivalent_to(s, a.ndim) for a, s in zip(flat, shardings, strict=True))
         assert all(
             a.sharding.memory_kind == s.memory_kind for a, s in zip(flat, shardings, strict=True) if s.memory_kind is not None

@@ -4,6 +4,8 @@ import json
 import logging
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import toys
@@ -71,3 +73,40 @@ def test_an_optimizer_with_nothing_to_keep_is_warned_of(tmp_path, caplog, fields
     caplog.clear()
     build(tmp_path, tx=optax.sgd(0.1, momentum=0.9), **fields).close()
     assert "keeps nothing there" not in caplog.text
+
+
+def test_leaves_on_disk_count_as_parameters_and_take_part_in_no_arithmetic(tmp_path):
+    with build(tmp_path) as program:
+        state = program.init(jax.random.key(0))
+        params, expected = program.params(state), program.layout.abstract_params
+        for tree in (params, state.params, program.master_params(state)):
+            assert sum(x.size for x in jax.tree.leaves(tree)) == sum(x.size for x in jax.tree.leaves(expected))
+            assert [(x.shape, x.dtype, x.ndim, x.nbytes) for x in jax.tree.leaves(tree)] == [
+                (x.shape, x.dtype, x.ndim, 4 * x.size) for x in jax.tree.leaves(expected)
+            ]
+        leaf = params["blocks"]["w1"]
+        for compute in (
+            lambda: jax.tree.map(lambda e, p: 0.99 * e + 0.01 * p, params, params),
+            lambda: jax.tree.map(lambda x: x + np.float32(1), params),
+            lambda: jnp.ones(3) * leaf,
+            lambda: -leaf,
+            lambda: leaf.mean(),
+            lambda: leaf[0],
+            lambda: leaf @ leaf,
+            lambda: jnp.sum(leaf),
+            lambda: np.mean(leaf),
+            lambda: jax.jit(lambda x: x * 2)(leaf),
+            lambda: jax.device_put(leaf),
+            lambda: jax.device_get(params),
+            lambda: optax.global_norm(params),
+            lambda: jax.tree.map(jnp.copy, state),
+        ):
+            with pytest.raises((TypeError, ValueError, AttributeError), match=r"rests on disk.*program\.iter_params\(state\)"):
+                compute()
+        copied = jax.tree.map(lambda leaf: leaf.copy(), state)
+        assert float(program.eval(copied, toys.batches(1)[0])) == float(program.eval(state, toys.batches(1)[0]))
+        # and the state is as before
+        state, _ = program.step(jax.block_until_ready(state), toys.batches(1)[0])
+        assert np.isfinite(float(program.eval(state, toys.batches(1)[0])))
+        zeros = jax.tree.map(jnp.zeros_like, program.params(state))
+        assert jax.tree.map(jnp.shape, zeros) == jax.tree.map(lambda x: x.shape, expected)

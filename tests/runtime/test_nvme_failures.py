@@ -94,7 +94,7 @@ def test_a_damaged_record_is_named_and_the_state_is_lost(opened, damage, io):
     record = folder_of(program.config.swap_dir) / "opt_state" / "1" / "c.1.0"
     program.swap.engine.flush()
     damage(record)
-    copy = jax.tree.map(jnp.copy, state)
+    copy = jax.tree.map(lambda leaf: leaf.copy(), state)
     start = time.monotonic()
     with pytest.raises(SwapError) as error:
         program.step(state, toys.batches(1)[0])
@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_step(tmp_path, io):
             program.swap.engine.flush()
             record = folder_of(disk) / "grads" / "0" / "c.1.0"  # is written in the middle, and read only after that
             os.truncate(record, 0)
-            ballast, copy, start = disks.fill(disk), jax.tree.map(jnp.copy, state), time.monotonic()
+            ballast, copy, start = disks.fill(disk), jax.tree.map(lambda leaf: leaf.copy(), state), time.monotonic()
             with pytest.raises(SwapError, match=r"ENOSPC \(28\).*free space.*state on the disk is lost") as error:
                 program.step(state, toys.batches(1)[0])
             assert time.monotonic() - start < 20

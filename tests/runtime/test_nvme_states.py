@@ -11,7 +11,6 @@ import threading
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
@@ -20,7 +19,7 @@ from test_nvme_failures import build, losses_of
 from host_offload.disk.errors import SwapError
 from host_offload.disk.folder import SwapFolder
 from zerojax.runtime.interrupts import interrupts_wait
-from zerojax.state.train_state import is_stored
+from zerojax.state.train_state import as_arguments, as_leaves, is_stored
 
 BATCH = toys.batches(1)[0]
 OTHER = "is not the one on disk .*overwritten by a later init or step, or is of another program"
@@ -52,7 +51,7 @@ def ctrl_c():
 
 
 def copy_of(state):
-    return jax.tree.map(jnp.copy, state)
+    return jax.tree.map(lambda leaf: leaf.copy(), state)
 
 
 def assert_refused(program, state, match=OTHER):
@@ -92,10 +91,10 @@ def test_a_state_of_another_program_is_refused(programs):
 def test_a_restored_state_is_refused(tmp_path):
     """What was on disk is not in it."""
     with build(tmp_path) as before:
-        kept = jax.device_get(before.init(jax.random.key(0)))
+        kept = jax.device_get(as_arguments(before.init(jax.random.key(0))))
     with build(tmp_path) as program:
         state = program.init(jax.random.key(1))
-        restored = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), kept, state)
+        restored = as_leaves(jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), kept, as_arguments(state)))
         assert_refused(program, restored)
         with pytest.raises(ValueError, match=OTHER):  # of every leaf
             program.step(dataclasses.replace(state, opt_state=restored.opt_state), BATCH)

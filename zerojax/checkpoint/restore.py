@@ -27,7 +27,7 @@ from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.source import LeafSource, find_sources
 from zerojax.runtime import AllProcesses, SwapSession
 from zerojax.sharding import explicit, named
-from zerojax.state import Layout, OnDisk, Split, TrainState, allocate_all, is_away
+from zerojax.state import Layout, OnDisk, Split, TrainState, allocate_all, as_leaves, is_away
 
 
 class Restoring:
@@ -83,7 +83,7 @@ class Restoring:
                 # The number says that this state is the one on disk, which is true only now.
                 arrays = [self._numbered(array, swap.generation) for array in arrays]
             tree = jax.tree.structure(self.layout.abstract_state)
-            return jax.block_until_ready(jax.tree.unflatten(tree, jax.tree.leaves(arrays)))
+            return jax.block_until_ready(as_leaves(jax.tree.unflatten(tree, jax.tree.leaves(arrays))))
 
     # --- arrays ------------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from zerojax.models import LayeredModel, Model, init_params
 from zerojax.precision import PRECISIONS, init_loss_scale
 from zerojax.sharding import STAGES, explicit, named
 from zerojax.state import (
+    DiskArgument,
     FlatState,
     Index,
     Layout,
@@ -129,7 +130,7 @@ def _init_by_records(
 
         def room(leaf: Any) -> Any:
             if isinstance(leaf, OnDisk):
-                return OnDisk(jnp.full(leaf.token.shape, number), leaf.shape, leaf.dtype)
+                return DiskArgument(jnp.full(leaf.token.shape, number), leaf.shape, leaf.dtype)
             return next(stacks) if is_away(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
         rooms = jax.tree.map(

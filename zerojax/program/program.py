@@ -29,7 +29,7 @@ from zerojax.program.runner import Runner
 from zerojax.program.step import Metrics, Step
 from zerojax.runtime import SwapSession
 from zerojax.sharding import Replicated, abstract_batch, check_batch, place_batch
-from zerojax.state import StateCheck, StateRecords, TrainState, check_is_there, masters
+from zerojax.state import StateCheck, StateRecords, TrainState, as_arguments, check_is_there, masters
 
 
 class Program:
@@ -202,7 +202,9 @@ class Program:
             self.check_state(state)
             program, args = self._compiler.eval, (state.params, batch, self._compiler.arrays)
             if self.swap is not None:
-                jax.eval_shape(program, *args)  # which loops over tiles it has, and so its moves, are known once it is traced
+                jax.eval_shape(
+                    program, *as_arguments(args)
+                )  # which loops over tiles it has, and so its moves, are known once it is traced
             return self._runner.run("eval", program, *args, reads=state.params, moves=self._eval_moves)
 
     def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:

@@ -22,7 +22,7 @@ from host_offload.engine import DiskRecords
 from host_offload.schedule import Move
 from zerojax.optim import HostUpdate
 from zerojax.runtime import SwapSession, interrupts_wait
-from zerojax.state import TrainState
+from zerojax.state import TrainState, as_arguments, as_leaves
 
 
 class Runner:
@@ -60,13 +60,13 @@ class Runner:
         return os.getpid() != self._process
 
     def call(self, program: Callable[..., Any], *args: Any) -> Any:
-        """Return `program(*args)`, which has begun and may not have ended."""
+        """Return `program(*args)`, which has begun and may not have ended. Both may hold leaves on disk."""
         if not self.calls_back:
             return program(*args)
         # An interrupt after the program began and before its results are known would leave nothing to wait for.
         with interrupts_wait(all_wait=True):
-            self._left = program(*args)
-        return self._left
+            self._left = program(*as_arguments(args))
+        return as_leaves(self._left)
 
     def _end_last(self) -> None:
         """Wait for a program that an exception left."""

@@ -32,10 +32,13 @@ from zerojax.state.records import write_layer as write_layer
 from zerojax.state.state_records import FlatState as FlatState
 from zerojax.state.state_records import StateRecords as StateRecords
 from zerojax.state.tile_groups import tiled_leaves as tiled_leaves
+from zerojax.state.train_state import DiskArgument as DiskArgument
 from zerojax.state.train_state import OnDisk as OnDisk
 from zerojax.state.train_state import Pending as Pending
 from zerojax.state.train_state import Split as Split
 from zerojax.state.train_state import TrainState as TrainState
+from zerojax.state.train_state import as_arguments as as_arguments
+from zerojax.state.train_state import as_leaves as as_leaves
 from zerojax.state.train_state import check_is_there as check_is_there
 from zerojax.state.train_state import is_stored as is_stored
 from zerojax.state.train_state import masters as masters

@@ -4,7 +4,7 @@ import jax
 
 from zerojax.state.host_memory import is_away
 from zerojax.state.layout import Layout
-from zerojax.state.train_state import TrainState, check_is_array, check_is_there
+from zerojax.state.train_state import TrainState, as_arguments, check_is_array, check_is_there
 
 
 class StateCheck:
@@ -17,7 +17,7 @@ class StateCheck:
     def __call__(self, state: TrainState) -> None:
         """Raise ValueError for a state that was donated, or that another program made, or what is none."""
         check_is_there(state)
-        leaves, structure = jax.tree.flatten(state)
+        leaves, structure = jax.tree.flatten(as_arguments(state))
         if structure != self._structure:
             raise ValueError(
                 "this state is of another structure than this program's: it was made by a program of another config"
@@ -25,7 +25,7 @@ class StateCheck:
         for i, (leaf, (shape, away)) in enumerate(zip(leaves, self._expected, strict=True)):
             check_is_array(leaf)
             if is_away(leaf) != away or leaf.shape != shape:
-                path = jax.tree_util.tree_flatten_with_path(state)[0][i][0]
+                path = jax.tree_util.tree_flatten_with_path(as_arguments(state))[0][i][0]
                 places = ["host memory" if is_host else "device memory" for is_host in (is_away(leaf), away)]
                 raise ValueError(
                     f"this state's {jax.tree_util.keystr(path)} is {leaf.shape} in {places[0]}, and this program's is {shape} "

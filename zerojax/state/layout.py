@@ -24,7 +24,7 @@ from zerojax.state.disk_layout import DiskLayout
 from zerojax.state.leaves import Leaf, TileGroup, build_leaves
 from zerojax.state.opt_state import OptStateMap, init_opt_state_shape, map_opt_state, opt_state_specs
 from zerojax.state.tile_groups import tile_groups, tiled_leaves
-from zerojax.state.train_state import OnDisk, Pending, Split, TrainState, is_stored
+from zerojax.state.train_state import DiskArgument, Pending, Split, TrainState, is_stored
 
 logger = logging.getLogger("zerojax")
 
@@ -43,7 +43,7 @@ class Layout:
       update_jaxpr: the optimizer's update of the whole tree, traced: of (grads, state, params, loss).
       abstract_params: the parameter tree in float32 shapes.
       abstract_arrays: TrainState of ShapeDtypeStruct with shardings, as if nothing were on disk.
-      abstract_state: the same, as a program takes it: leaves of the nvme tier are OnDisk.
+      abstract_state: the same, as a program takes it: leaves of the nvme tier are DiskArgument.
       shardings: TrainState of NamedSharding.
       replicated: leaves that the ZeRO axis does not split.
       num_layers: of a LayeredModel, else None.
@@ -233,14 +233,14 @@ def _array_tier(tier: str) -> str:
 
 
 def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) -> TrainState:
-    """Put OnDisk in place of the leaves of the nvme tier; scalars that the whole optimizer state shares are none."""
+    """Put DiskArgument in place of the leaves of the nvme tier; scalars that the whole optimizer state shares are none."""
     # One number a device: each orders its own callbacks, and waits for no other device.
     token: Any = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=named(mesh, (mesh.axis_names,)))
 
     def leaf_on_disk(leaf: Any, shared: bool = False) -> Any:
         if isinstance(leaf, Split):
             return Split(leaf.device, leaf_on_disk(leaf.host))
-        return leaf if shared else OnDisk(token, leaf.shape, leaf.dtype)
+        return leaf if shared else DiskArgument(token, leaf.shape, leaf.dtype)
 
     def weights(tree: Any, tier: str) -> Any:
         return jax.tree.map(leaf_on_disk, tree, is_leaf=is_stored) if tier == "nvme" else tree

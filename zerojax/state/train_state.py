@@ -5,7 +5,9 @@ each device generates its own shard (JAX's counter-based random numbers make the
 """
 
 import dataclasses
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 from jax.core import Tracer
@@ -45,10 +47,11 @@ class Pending:
     ready: jax.Array
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OnDisk:
     """A leaf that rests on disk; `Program.iter_params` reads it.
+
+    To trees it is a leaf, as an array would be: mapped over, it tells its shape and dtype, and refuses to be computed with.
 
     Attributes:
       token: i32[devices], the number of its state: a program has one state on disk, and works on no other.
@@ -57,11 +60,47 @@ class OnDisk:
     """
 
     token: jax.Array
-    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    dtype: Any = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, ...]
+    dtype: Any
 
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        raise TypeError(self._no_numbers("is no array"))
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def block_until_ready(self) -> Self:
+        """Wait for the program that made it, as `jax.block_until_ready` of a tree does for arrays."""
+        self.token.block_until_ready()
+        return self
+
+    def copy(self) -> Self:
+        """Return a leaf of the same records, which outlives a step that donates this one. No step may have changed them."""
+        return dataclasses.replace(self, token=self.token.copy())
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(self._no_numbers("takes part in no computation"))
+
+    # What arrays do. Without these, Python's own errors would name no remedy.
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __matmul__ = __rmatmul__ = __neg__ = __pos__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __iter__ = __float__ = __int__ = _refuse
+    __array__ = _refuse
+
+    @property
+    def __jax_array__(self) -> Any:
+        # A property, so that it is raised where JAX looks for it. And no TypeError: JAX would put its own text in its place.
+        no = "takes part in no computation (a program's step and eval are compiled already: call them outside of jit)"
+        raise ValueError(self._no_numbers(no))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(self._no_numbers(f"has no {name!r}"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(self._no_numbers("cannot be copied or pickled"))
@@ -69,6 +108,30 @@ class OnDisk:
     def _no_numbers(self, what: str) -> str:
         leaf = f"{self.dtype}{list(self.shape)}"
         return f"this leaf {leaf} rests on disk and {what}: program.iter_params(state) reads parameters from there"
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskArgument(OnDisk):
+    """The same inside of a program, and in the shapes of its arguments: a node whose child, the token, is what JAX passes."""
+
+
+jax.tree_util.register_dataclass(DiskArgument, data_fields=["token"], meta_fields=["shape", "dtype"])
+
+
+def as_arguments(tree: Any) -> Any:
+    """Return a tree as a compiled program takes it: its leaves on disk are nodes."""
+    return _map_on_disk(lambda leaf: DiskArgument(leaf.token, leaf.shape, leaf.dtype), tree)
+
+
+def as_leaves(tree: Any) -> Any:
+    """Return what a compiled program has returned, its nodes on disk as leaves."""
+    return _map_on_disk(lambda leaf: OnDisk(leaf.token, leaf.shape, leaf.dtype), tree)
+
+
+def _map_on_disk(function: Callable[[OnDisk], Any], tree: Any) -> Any:
+    """Return a tree with `function` applied to what of it is on disk."""
+    is_on_disk = lambda node: isinstance(node, OnDisk)  # noqa: E731
+    return jax.tree.map(lambda node: function(node) if is_on_disk(node) else node, tree, is_leaf=is_on_disk)
 
 
 def is_stored(node: Any) -> bool:
@@ -111,11 +174,7 @@ def state_key(key: jax.Array) -> jax.Array:
 
 def numbered_next(state: TrainState) -> TrainState:
     """Return a state whose leaves on disk carry the next number."""
-
-    def following(node: Any) -> Any:
-        return dataclasses.replace(node, token=node.token + 1) if isinstance(node, OnDisk) else node
-
-    return jax.tree.map(following, state, is_leaf=lambda node: isinstance(node, OnDisk))
+    return _map_on_disk(lambda leaf: dataclasses.replace(leaf, token=leaf.token + 1), state)
 
 
 def check_is_there(state: TrainState) -> None:

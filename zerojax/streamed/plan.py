@@ -17,7 +17,7 @@ from zerojax.models import LayeredModel
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, named, stored_spec, without_axis
-from zerojax.state import Index, OnDisk, RecordSpec, StateRecords, TileGroup, TrainState, pick, read_layer
+from zerojax.state import DiskArgument, Index, RecordSpec, StateRecords, TileGroup, TrainState, pick, read_layer
 from zerojax.streamed.residuals import MODES
 
 Array = jax.Array
@@ -106,7 +106,7 @@ class StreamedPlan:
         """Return an empty stack [*lead, ...] of a record, on the device or on disk; `lead` is [L] by default."""
         lead = lead or (self.num_layers,)
         if record.disk_records is not None:
-            return OnDisk(record.disk_records.first_token(), (*lead, *a.shape), a.dtype)
+            return DiskArgument(record.disk_records.first_token(), (*lead, *a.shape), a.dtype)
         stack = jnp.zeros((*lead, *a.shape), a.dtype)
         return jax.lax.with_sharding_constraint(stack, named(self.mesh, (*(None,) * len(lead), *record.spec)))
 
