@@ -134,3 +134,11 @@ def test_a_name_that_is_not_there_is_refused_with_those_that_are():
     config = zj.ZeroConfig(stage=3, activations="remat", saved_names=("hiden",))
     with pytest.raises(ValueError, match=r"\['hiden'\].*it marks \['hidden', 'out'\]"):
         zj.build_train_step(named_model(), toys.optimizer(), config, zj.make_mesh(), batch=toys.batches(1)[0])
+
+
+def test_layer_inputs_on_disk_are_counted_there_beside_named_tensors(tmp_path):
+    """What a user's names keep in host memory moves no layer's input from disk to it."""
+    mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    config = zj.ZeroConfig(stage=3, activations="nvme", offloaded_names=("hidden",), swap_dir=str(tmp_path))
+    with zj.build_train_step(named_model(), toys.optimizer(), config, mesh) as program:
+        assert program.schedule.tiers["activations"] == "nvme"

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from zerojax import hlo, tiling
+from zerojax.tiling import marked, parse
 
 D, H, F, S = 12, 24, 8, 6
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
@@ -134,6 +135,26 @@ def test_weights_are_tiled_and_back_again(in_tiles, out_tiles):
 
 
 # --- Flax --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_tiles", [0, -1, True, 2.0])
+def test_tiles_are_not_undone_by_a_number_that_is_none(in_tiles):
+    with pytest.raises(ValueError, match=rf"in_tiles={in_tiles}"):
+        tiling.untile_kernel(jnp.ones((4, 2, 2)), in_tiles=in_tiles)
+
+
+@pytest.mark.parametrize(
+    "name", ["zerojax_tiles", "zerojax_tiles_of_mine", "zerojax_tiles_1", "zerojax_mark", "zerojax_mark_of_mine"]
+)
+def test_a_users_jit_of_a_loops_name_is_no_loop(name):
+    def function(x):
+        return x + 1
+
+    function.__name__ = function.__qualname__ = name
+    (eqn,) = jax.make_jaxpr(jax.jit(function))(1.0).jaxpr.eqns
+    assert eqn.params["name"] == name
+    assert parse(eqn) is None
+    assert marked(eqn) is None
 
 
 def test_nnx_layers_begin_with_the_weights_of_dense_ones():

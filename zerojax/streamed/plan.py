@@ -222,7 +222,8 @@ def plan_schedule(records: StateRecords) -> Schedule:
     assert num_layers is not None
     config = layout.config
     # What a user's names keep in host memory is fetched with its layer, as a layer's input in host memory would be.
-    activations = "pinned_host" if config.offloaded_names else config.activations
+    # Where its input rests off the device anyway, that is the tier, by which bytes are counted.
+    activations = "pinned_host" if config.offloaded_names and config.activations in MODES else config.activations
     on_host = config.update_on == "host"  # then its callbacks read and write the state, and nothing of it is fetched
     tiers = {
         "params": config.params,

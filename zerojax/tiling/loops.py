@@ -14,6 +14,7 @@ scan.
 """
 
 import dataclasses
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -147,11 +148,9 @@ def _mark(name: str, out: Any, operands: list[Any]) -> Any:
 
 def marked(eqn: jex.JaxprEqn) -> tuple[int, bool] | None:
     """Return the number of the loop that an equation stands for, and whether it is its derivative; None of others."""
-    name = str(eqn.params.get("name", ""))
-    if not name.startswith(MARK):
-        return None
-    number, kind = name.removeprefix(f"{MARK}_").split("_")
-    return int(number), kind == "backward"
+    # In full: a user's function may have a name that begins so.
+    match = re.fullmatch(rf"{MARK}_(\d+)_(forward|backward)", str(eqn.params.get("name", "")))
+    return None if match is None else (int(match[1]), match[2] == "backward")
 
 
 def loop_over(
@@ -218,7 +217,9 @@ def _name(loop: TileLoop, operands: Sequence[Any]) -> str:
 def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
     """Return the loop over tiles that an equation is, or None."""
     name = str(eqn.params.get("name", ""))
-    if eqn.primitive.name not in ("jit", "pjit") or not name.startswith(NAME) or len(eqn.outvars) != 1:
+    # In full: a user's function may have a name that begins so.
+    is_named = re.fullmatch(rf"{NAME}(_\d+){{8}}", name) is not None
+    if eqn.primitive.name not in ("jit", "pjit") or not is_named or len(eqn.outvars) != 1:
         return None
     *sizes, num_tiles, num_out, summed, _ = map(int, name.removeprefix(f"{NAME}_").split("_"))
     scans = [e for e in eqn.params["jaxpr"].jaxpr.eqns if e.primitive.name == "scan"]

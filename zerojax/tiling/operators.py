@@ -18,7 +18,6 @@ scan over a stack whose tile dim is not split, so gather-on-use slices the stack
 DeepSpeed's TiledLinear makes a module of each tile, so that its hooks gather it; here the tiles are one leaf.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,7 +28,6 @@ from zerojax.tiling.loops import loop_over
 from zerojax.tiling.weights import check_tiles
 
 Array = jax.Array
-logger = logging.getLogger("zerojax")
 
 
 def tile_sum(function: Callable[[Any, Any, Any], Array], tiles: Any, x: Any, parts: Any = None) -> Array:

@@ -77,11 +77,13 @@ def untile_kernel(tiles: Array, *, in_tiles: int = 1) -> Array:
     """Return tiles as the dense kernel: what `tile_kernel` does, undone.
 
     Raises:
-      ValueError: `in_tiles` does not divide the tiles.
+      ValueError: `in_tiles` does not divide the tiles, or is no positive integer.
     """
-    if tiles.ndim != 3 or tiles.shape[0] % in_tiles:
+    is_number = isinstance(in_tiles, int) and not isinstance(in_tiles, bool) and in_tiles > 0
+    if not is_number or tiles.ndim != 3 or tiles.shape[0] % in_tiles:
         raise ValueError(
-            f"in_tiles={in_tiles}: tiles are [out_tiles * in_tiles, D / in_tiles, F / out_tiles], not {tiles.shape}"
+            f"in_tiles={in_tiles}: tiles are [out_tiles * in_tiles, D / in_tiles, F / out_tiles], both numbers integers of at "
+            f"least 1, not {tiles.shape}"
         )
     count, d, f = tiles.shape
     out_tiles = count // in_tiles
