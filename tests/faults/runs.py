@@ -1,0 +1,127 @@
+"""Saves, restores, trains, imports and exports while system calls fail, and checks after each what was told and what is left.
+
+    LD_PRELOAD=shim.so python runs.py shim.so FOLDER TOYS FIRST_SEED SECONDS RUNS OUT
+
+A run is one operation under one plan of faults. Runs come in episodes: an episode is a training run with a directory of
+checkpoints, in which steps 1 and 2 are saved (`episode.py`). Its toy (`trained.py`), its settings, its operations and their
+faults follow from its seed. After each operation nothing fails, and these are checked:
+
+    wrong number    what was returned without an error is, bit for bit, what it is without faults: state, loss, weights, files
+    lost            each saved step is whole, bit for bit; the newest of them is at least the newest whose save was confirmed;
+                    as many as are to be kept are there; only damage made a reader pass over one
+    bare error      what was raised is a CheckpointError or a SwapError, and threads end without an error
+    stuck           the state, or the directory, does not go on: the same save, or one of the next step, fails once nothing else
+                    does; or a file is left that nobody removes
+    hang            an operation and its checks end within 30 s; else all stacks are printed, and the process ends
+
+OUT is a JSON of what was found, with the seed of its episode.
+"""
+
+import collections
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import pathlib
+import shutil
+import sys
+import time
+import traceback
+from typing import Any
+
+import jax
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 2)
+
+import shim
+from episode import Episode
+from trained import Found, Toy
+
+import zerojax.runtime.swap
+from host_offload.disk import tuning
+
+RUNS_OF_EPISODE = 6
+
+
+def descriptors() -> collections.Counter[str]:
+    """Return the files that are open, and how often each is."""
+    found: collections.Counter[str] = collections.Counter()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing
+            found[os.readlink(f"/proc/self/fd/{name}")] += 1
+    return found
+
+
+def frames(error: BaseException | None) -> list[str]:
+    """Return the innermost frames of an error and of its causes."""
+    lines = []
+    while error is not None:
+        stack = traceback.extract_tb(error.__traceback__)[-7:]
+        lines.append(f"{type(error).__name__}: {str(error)[:300]}")
+        lines += [f"  {os.sep.join(f.filename.split(os.sep)[-3:])}:{f.lineno} {f.name}: {f.line}" for f in stack]
+        error = error.__cause__ or error.__context__
+    return lines
+
+
+def main(library: str, folder: str, names: str, first: int, seconds: float, runs: int, out: str) -> None:
+    """Run episodes, one for each seed from `first`, until there were so many runs or it took so long."""
+    zerojax.runtime.swap.tune = lambda _: tuning.DEFAULT  # a probe takes a second
+    root, began = pathlib.Path(folder), time.monotonic()
+    faults = shim.Faults(library, root)
+    log = (root.parent / f"{root.name}.last").open("w")
+
+    def told(seed: int, text: str) -> None:
+        log.seek(0)
+        log.truncate()
+        log.write(f"seed {seed}: {text}\n")
+        log.flush()
+
+    made = {}
+    for name in names.split(","):
+        made[name] = Toy(name, root)
+        Episode(made[name], faults, made[name].root / "rehearsal", 0, lambda text: told(-1, text)).rehearse()
+    found, counts, seed, ran, hit, slowest = [], {}, first, 0, 0, (0.0, "")
+    before = descriptors()
+    start = time.monotonic()
+    while ran < runs and time.monotonic() - start < seconds:
+        toy = made[names.split(",")[seed % len(made)]]
+        path = toy.root / str(seed)
+        episode = None
+        try:
+            episode = Episode(toy, faults, path, seed, lambda text, seed=seed: told(seed, text))
+            episode.run(min(RUNS_OF_EPISODE, runs - ran))
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and episode is None:
+                raise
+            what = error.what if isinstance(error, Found) else "stuck"
+            cause = error.cause if isinstance(error, Found) else error
+            entry: dict[str, Any] = {"seed": seed, "toy": toy.name, "what": what, "text": str(error), "stack": frames(cause)}
+            if episode is not None:
+                entry |= {
+                    "operation": episode.operation, "settings": episode.settings, "history": episode.history,
+                    "injected": [str(each) for each in episode.injected[:8]], "num_injected": len(episode.injected),
+                }  # fmt: skip
+            found.append(entry)
+            with contextlib.suppress(Exception):
+                episode.ckpt.close()  # type: ignore[union-attr]
+            with contextlib.suppress(Exception):
+                toy.program.swap.close()
+        faulthandler.cancel_dump_traceback_later()
+        if episode is not None:
+            ran, hit, slowest = ran + episode.num_runs, hit + episode.num_hit, max(slowest, episode.slowest)
+        shutil.rmtree(path, ignore_errors=True)
+        seed += 1
+    gc.collect()  # of errors, whose stacks hold what was open
+    leaked = sorted((descriptors() - before).elements())
+    counts = {
+        "runs": ran, "hit": hit, "episodes": seed - first, "slowest": slowest, "leaked": leaked,
+        "seconds": time.monotonic() - start, "seconds_before": start - began,
+    }  # fmt: skip
+    pathlib.Path(out).write_text(json.dumps({"counts": counts, "found": found}, indent=1))
+
+
+if __name__ == "__main__":
+    library, folder, names, first, seconds, runs, out = sys.argv[1:]
+    main(library, folder, names, int(first), float(seconds), int(runs), out)
