@@ -258,7 +258,7 @@ class Directory:
     def _locked(self) -> int:
         """Return the descriptor of the lock's file, locked, or _ELSEWHERE where the file system has no locks."""
         path = os.path.join(self.path, LOCK)
-        # Whoever may write to the directory could have put another file of this user's in its place, so no link is followed, and
+        # Whoever may write to the directory could have put another file of this user's in its place: no link is followed, and
         # nothing is written before the file was looked at. A program started from this process does not inherit the lock.
         try:
             fd = open_regular(path, os.O_RDWR | os.O_CREAT)
