@@ -378,8 +378,8 @@ class Episode:
         """Look at the directory without faults."""
         there, newest = self.on_disk(), max(self.confirmed)
         for step in there:
-            files = (self.folder / "c" / str(step)).rglob("*")
-            seen = sorted((str(file), s.st_ino, s.st_size, s.st_mtime_ns) for file in files for s in [file.stat()])
+            files = [f"{folder}/{name}" for folder, _, names in os.walk(self.folder / "c" / str(step)) for name in names]
+            seen = sorted((file, s.st_ino, s.st_size, s.st_mtime_ns) for file in files for s in [os.stat(file)])
             if self.compared.get(step) == seen:
                 continue
             self.compared[step] = seen
