@@ -1,5 +1,7 @@
 """Flax modules, unedited: NNX and Linen, whole and layered."""
 
+import dataclasses
+import logging
 from typing import Any
 
 import flax.linen as nn
@@ -471,8 +473,61 @@ def test_nnx_scan_over_layers_with_dropout():
     assert float(program.eval(state, batch)) == float(program.eval(state, batch))
 
 
+class LinenTable(nn.Module):
+    """A constant as a variable, which is refused, or as an array, which is what the error tells to do."""
+
+    is_variable: bool = True
+
+    def setup(self) -> None:
+        table = jnp.arange(8.0)
+        self.table = self.variable("constants", "table", lambda: table).value if self.is_variable else jnp.asarray(table)
+        self.dense = nn.Dense(8)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dense(x) + self.table
+
+
+def test_a_linen_constant_is_an_array_made_in_setup():
+    model, (batch,) = zj.from_flax(LinenTable(is_variable=False), mse, example_batch=regression(1)[0]), regression(1)
+    assert set(model.init(jax.random.key(0))) == {"dense"}
+    assert np.isfinite(float(model.loss(model.init(jax.random.key(0)), batch, None)))
+
+
+class WithAxes(nnx.Module):
+    """A kernel whose dims have names that a mesh does not know, in 16 bits."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+        self.dense = nnx.Linear(8, 8, kernel_init=init, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dense(x)
+
+
+def test_logical_axes_are_refused_with_what_translates_them():
+    model, mesh = zj.from_flax(lambda rngs: WithAxes(rngs=rngs), mse), zj.make_mesh(fsdp=4, tensor=2)
+    with pytest.raises(ValueError, match=r"names axis 'embed'.*logical_to_mesh\(model\.specs, rules\)"):
+        zj.build_train_step(model, optax.sgd(0.1), zj.ZeroConfig(stage=3), mesh)
+    rules = [("embed", None), ("mlp", "tensor")]
+    model = dataclasses.replace(model, specs=nn.logical_to_mesh(model.specs, rules))  # pyright: ignore[reportPrivateImportUsage]
+    program = zj.build_train_step(model, optax.sgd(0.1), zj.ZeroConfig(stage=3), mesh)
+    assert program.shardings.params["dense"]["kernel"].spec == P("fsdp", "tensor")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_made_in_16_bits_are_said_to_become_float32_once(caplog, precision):
+    model = zj.from_flax(lambda rngs: nnx.Linear(8, 8, param_dtype=jnp.bfloat16, rngs=rngs), mse)
+    with caplog.at_level(logging.WARNING, "zerojax"):
+        zj.build_train_step(model, optax.sgd(0.1), zj.ZeroConfig(precision=precision), zj.make_mesh())
+    (message,) = [r.getMessage() for r in caplog.records if "bfloat16" in r.getMessage()]
+    for words in ("2 parameter leaves", "['bias']", "made in bfloat16", "float32", f"precision='{precision}'", "param_dtype"):
+        assert words in message
+
+
 def test_what_from_flax_refuses():
     with pytest.raises(ValueError, match=r"norm\.mean.*|state other than parameters"):
+        zj.from_flax(lambda rngs: WithStatistics(rngs=rngs), mse)
+    with pytest.raises(ValueError, match=r"norm\.mean.*LayerNorm.*plain array.*self\.table = jnp\.asarray"):
         zj.from_flax(lambda rngs: WithStatistics(rngs=rngs), mse)
     with pytest.raises(ValueError, match="lambda rngs: Linear"):
         zj.from_flax(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mse)
@@ -480,6 +535,8 @@ def test_what_from_flax_refuses():
         zj.from_flax(nn.Dense(8), mse)
     with pytest.raises(ValueError, match="batch_stats"):
         zj.from_flax(nn.BatchNorm(use_running_average=False), mse, example_batch=regression(1)[0])
+    with pytest.raises(ValueError, match=r"constants.*in setup.*self\.table = jnp\.asarray"):
+        zj.from_flax(LinenTable(), mse, example_batch=regression(1)[0])
     with pytest.raises(ValueError, match="calling it failed"):
         zj.from_flax(nnx.Linear, mse)
     with pytest.raises(ValueError, match="it got \\['embed'\\]"):

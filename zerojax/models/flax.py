@@ -161,6 +161,15 @@ def _part(name: str, module: Modules, use: Callable[..., Any], args: Sequence[An
     return _Nnx(name, module)
 
 
+def _other_state(name: str, state: Sequence[str], constant: str) -> str:
+    """Return why state other than parameters is refused, and what to do; `constant` says what is none."""
+    return (
+        f"{name} holds state other than parameters: {', '.join(state)}. A step updates parameters alone. For statistics that "
+        "training updates, as of BatchNorm, use a norm without any (LayerNorm, RMSNorm, GroupNorm). What never changes (a "
+        f"table, a mask, frozen statistics) may stay as {constant}: self.table = jnp.asarray(...)"
+    )
+
+
 class _Nnx:
     """An NNX module: graph definitions of both modes, parameters, random streams, and constant arrays (masks, tables)."""
 
@@ -184,7 +193,7 @@ class _Nnx:
             self.train_graph, self.eval_graph = graphs[:2]
             state = [".".join(map(str, path)) for path, v in nnx.to_flat_state(rest) if isinstance(v, nnx.Variable)]
             if state:
-                raise ValueError(f"{name} holds state other than parameters, which a step would not update: {', '.join(state)}")
+                raise ValueError(_other_state(name, state, "a plain array of the module and no nnx.Variable"))
             # Only what is returned is computed, so the parameters are not made here.
             self.constants = jax.tree.map(np.asarray, jax.jit(lambda: parts()[2])() if jax.tree.leaves(rest) else rest)
         # The key is what tells a step from an evaluation, so a module with two modes needs one.
@@ -249,7 +258,7 @@ class _Linen:
         variables = jax.eval_shape(self._variables, jax.random.key(0))
         rest = sorted(set(variables) - {"params"})
         if rest:
-            raise ValueError(f"{name} holds state other than parameters, which a step would not update: {', '.join(rest)}")
+            raise ValueError(_other_state(name, rest, "an array made in setup and no variable of a collection"))
         boxed = variables.get("params", {})
         self.specs = nn.get_partition_spec(boxed)
         self.tiles: Any = False

@@ -33,21 +33,29 @@ class LoweredStep:
     mesh: Mesh
     options: Mapping[str, Any] | None = None
     has_callbacks: bool = False
+    step: "CompiledStep | None" = None
 
     def as_text(self) -> str:
         """Return the StableHLO."""
         return self.lowered.as_text()
 
     def compile(self) -> jax.stages.Compiled | CompiledProgram:
-        """Compile; the result offers `as_text()` (scheduled HLO of one device) and `memory_analysis()`."""
+        """Compile; the result offers `as_text()` (scheduled HLO of one device) and `memory_analysis()`.
+
+        Where the devices are there, the program's steps over batches of this shape run what was compiled.
+        """
         # Callbacks of devices that are not there are compiled by the topology's own client.
         if self.has_callbacks and not is_there(self.mesh):
             return compile_with_callbacks(self.lowered, self.mesh, self.options)
         with jax.set_mesh(self.mesh):
-            return self.lowered.compile()
+            compiled = self.lowered.compile()
+        # `jax.jit` keeps no executable that was compiled ahead of time, and would compile the same program again.
+        if self.step is not None and is_there(self.mesh):
+            self.step.run = compiled
+        return compiled
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class CompiledStep:
     """The step for batches of one shape.
 
@@ -56,11 +64,16 @@ class CompiledStep:
       abstract_args: shapes and shardings of its arguments.
       abstract_scratch: those of the last one.
       written: records on disk that it writes before it reads them.
+      run: what a step calls: `step`, or what it was compiled into ahead of time.
     """
 
     step: Any
     abstract_args: tuple[Any, Any, Any, Scratch]
     written: Sequence[DiskRecords] = ()
+    run: Any = None
+
+    def __post_init__(self) -> None:
+        self.run = self.step
 
     @property
     def abstract_scratch(self) -> Scratch:

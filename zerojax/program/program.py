@@ -137,7 +137,7 @@ class Program:
         with jax.set_mesh(self.mesh):
             compiled = self._compiler.step(self.abstract_batch(abstract_batch))
             lowered = compiled.step.lower(*compiled.abstract_args)
-        return LoweredStep(lowered, self.mesh, self._compiler.options, self._runner.calls_back)
+        return LoweredStep(lowered, self.mesh, self._compiler.options, self._runner.calls_back, compiled)
 
     # --- what it does ------------------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Program:
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)
             addresses = self._runner.begin_step(state, self._moves, compiled.written)
-            results = self._runner.call(compiled.step, state, batch, self._compiler.arrays, scratch)
+            results = self._runner.call(compiled.run, state, batch, self._compiler.arrays, scratch)
             (state, scratch), metrics = self._runner.finished(results)
             # Before errors are raised: this memory has come back, whatever happened to the disk.
             self._scratch.keep(compiled.abstract_scratch, scratch)

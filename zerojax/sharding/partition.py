@@ -151,7 +151,10 @@ def check_user_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: 
         split = 1
         for name in axes_of(entry):
             if name not in mesh.shape:
-                raise ValueError(f"{path}: spec {spec} names axis {name!r}; the mesh has {mesh.axis_names}")
+                raise ValueError(
+                    f"{path}: spec {spec} names axis {name!r}; the mesh has {mesh.axis_names}. Logical names are translated by "
+                    "your rules: dataclasses.replace(model, specs=flax.linen.logical_to_mesh(model.specs, rules))"
+                )
             if name == axis:
                 raise ValueError(f"{path}: spec {spec} names {axis!r}, which ZeRO assigns; give tensor axes alone")
             split *= mesh.shape[name]

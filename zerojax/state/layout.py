@@ -149,6 +149,7 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     abstract_key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(lambda key: init_params(model, key), abstract_key)
     check_floating(params)
+    _report_widened(params, config)
     user_specs = model.specs if isinstance(model, Model) else layered_specs(model)
     first_dims = _first_dims(model, params)
     specs = param_specs(params, user_specs, mesh, FSDP, first_dims=first_dims, min_shard_bytes=config.min_shard_bytes)
@@ -295,6 +296,19 @@ def _report(replicated: tuple[Replicated, ...], mesh: Mesh) -> None:
         logger.warning(
             "%d leaves, %d float32 bytes, stay replicated over %s=%d: %s%s",
             len(replicated), total, FSDP, mesh.shape[FSDP], names, more,
+        )  # fmt: skip
+
+
+def _report_widened(params: Any, config: ZeroConfig) -> None:
+    """Log that parameters which the model makes in 16 bits are kept in float32."""
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    narrow = [(jax.tree_util.keystr(path), leaf.dtype.name) for path, leaf in leaves if leaf.dtype.itemsize < 4]
+    if narrow:
+        kept = "float32" if config.precision == "fp32" else f"{PRECISIONS[config.precision].compute_dtype} with float32 masters"
+        logger.warning(
+            "%d parameter leaves, such as %s, are made in %s, and kept in %s: precision=%r chooses the dtype, not the model's "
+            "param_dtype, whose 16 bits do but round the first weights; leave it float32",
+            len(narrow), narrow[0][0], narrow[0][1], kept, config.precision,
         )  # fmt: skip
 
 
