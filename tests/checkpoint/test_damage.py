@@ -407,7 +407,7 @@ def test_interval_keep_and_best(tmp_path):
                 state, _ = made.step(state, DATA[0])
                 ckpt.save(made, state, metrics={"loss": loss})
             assert ckpt.best_step() == 9
-            assert ckpt.all_steps() == [9]
+            assert ckpt.all_steps() == [9, 10]  # the newest, too
             with pytest.raises(ValueError, match="best_metric='loss': metrics with that name are needed"):
                 ckpt.save(made, made.step(state, DATA[0])[0], metrics={"norm": 1.0})
 
@@ -415,7 +415,7 @@ def test_interval_keep_and_best(tmp_path):
 @pytest.mark.parametrize("on_host", [True, False])
 def test_copies_stay_within_the_bound(on_host, tmp_path, monkeypatch):
     """Pieces of arrays that numpy does not read where they are, such as a GPU's, are cut on the device."""
-    monkeypatch.setattr("zerojax.checkpoint.pieces.is_host_memory", lambda _: on_host)
+    monkeypatch.setattr("zerojax.checkpoint.save.is_host_memory", lambda _: on_host)
     found, fields = [], {"stage": 3, "params": HOST, "opt_state": HOST}
     with build(fields, tmp_path, {"fsdp": 2}) as made:
         state = made.init(jax.random.key(0))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -107,7 +108,26 @@ def test_what_is_no_number_is_no_best(program, tmp_path):
         for value in (3.0, float("nan"), 1.0, 2.0, float("nan")):
             state = run(program, state, ckpt, 1, metrics={"loss": value})
         assert ckpt.best_step() == 3
-        assert ckpt.all_steps() == [3, 4]
+        assert ckpt.all_steps() == [3, 4, 5]  # the newest, too
+
+
+def test_metrics_that_are_no_numbers_are_named(program, tmp_path):
+    with zj.Checkpointer(tmp_path, best_metric="loss") as ckpt:
+        state = program.init(jax.random.key(0))
+        for wrong in (None, "low", 1j, 10**400, np.ones(2)):
+            with pytest.raises(ValueError, match=r"metrics\['other'\] is .*: a number is needed"):
+                ckpt.save(program, state, metrics={"loss": 1.0, "other": wrong})
+        assert ckpt.save(program, state, metrics={"loss": float("inf"), "other": np.float32(2)})
+        assert ckpt.best_step() == 0
+
+
+def test_a_directory_that_was_removed_is_told(program, tmp_path):
+    with zj.Checkpointer(tmp_path / "c") as ckpt:
+        state = run(program, program.init(jax.random.key(0)), ckpt, 1)
+        ckpt.wait()
+        shutil.rmtree(tmp_path / "c")
+        with pytest.raises(CheckpointError, match=r"c was removed: make another Checkpointer"):
+            run(program, state, ckpt, 1)
 
 
 def test_readers_leave_what_is_being_written_alone(program, tmp_path):

@@ -14,9 +14,9 @@ Orbax's: its format is read and written leaf by leaf, so a stack of layers, or a
 here a record of one layer is the unit, which a disk's records are linked as. `zerojax.weights` writes weights in Orbax's own
 format.
 
-The promise: `restore` returns the newest state whose save was confirmed, unless its bytes were damaged on disk or the rule of
-retention removed it. A save is confirmed when `wait`, `close`, or a later `save` or `restore`, returns without an error. A save
-that fails removes nothing, renames nothing, and may be tried again.
+The promise: `restore` returns the newest state whose save was confirmed, unless its bytes were damaged on disk. A save is
+confirmed when `wait`, `close`, or a later `save` or `restore`, returns without an error. A save that fails removes nothing,
+renames nothing, and may be tried again.
 
 This module holds the order of events in a save and in a restore. `zerojax.checkpoint.directory` says what lies in the
 directory, and what is renamed and removed there; `zerojax.checkpoint.retention` which steps are kept.
@@ -90,7 +90,7 @@ class Checkpointer:
 
         Args:
           directory: on a file system that all processes share.
-          max_to_keep: newest checkpoints to keep, or best ones; None keeps all.
+          max_to_keep: newest checkpoints to keep, or best ones and the newest; None keeps all.
           save_interval_steps: `save` skips steps that are no multiple of it.
           best_metric: name in `metrics`, by which the checkpoints to keep are chosen.
           best_mode: whether the least or the greatest is best.
@@ -167,6 +167,7 @@ class Checkpointer:
         if self._best_metric is not None and (metrics is None or self._best_metric not in metrics):
             names = sorted(metrics or ())
             raise ValueError(f"best_metric={self._best_metric!r}: metrics with that name are needed, got {names}")
+        kept = None if self._best_metric is None else _numbers(metrics or {})
         # Before the directory is listed: from here on no other run may add or remove a step.
         self._take_lock(program.mesh)
         together.do(self._wait)
@@ -176,25 +177,22 @@ class Checkpointer:
         together.do(self._directory.check_writable)
         saving = self._step_to_save(program.mesh, step)
         with explaining(f"saving step {step} in {self.directory}"):
-            self._begin_save(program, state, saving, metrics, data)
+            self._begin_save(program, state, saving, kept, data)
         if not self._is_async:
             together.do(self._wait)
         return True
 
     def _begin_save(
-        self, program: Program, state: TrainState, saving: _Step, metrics: Mapping[str, Any] | None, data: Any
+        self, program: Program, state: TrainState, saving: _Step, metrics: Mapping[str, float] | None, data: Any
     ) -> None:
         """Let Orbax begin the save, and go on with it beside the next steps; if it fails, all is as it was before."""
-        # JSON holds no arrays.
-        numbers = None if metrics is None else {name: float(value) for name, value in metrics.items()}
         save = StateSave(program, state, self._max_host_bytes, data, self._writer.barrier)
-        kept = numbers if self._best_metric is not None else None
         # From here on the end of the program has something to wait for.
         _OPEN.add(self)
         # `_give_up` takes this back if the save fails.
         self._saving, self._last_step = saving, saving.number
         try:
-            self._writer.begin(saving.folder, save, describe(program), kept, lambda: self._settle(saving))
+            self._writer.begin(saving.folder, save, describe(program), metrics, lambda: self._settle(saving))
         except BaseException:
             with contextlib.suppress(Exception):  # of which this error told already
                 self._writer.wait()
@@ -453,3 +451,18 @@ def _check_settings(max_to_keep: Any, save_interval_steps: Any, best_metric: Any
         raise ValueError(f"best_metric={best_metric!r}: None or the name of a metric is needed")
     if best_mode not in ("min", "max"):
         raise ValueError(f"best_mode={best_mode!r}: 'min' or 'max' is needed")
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as JSON can hold them.
+
+    Raises:
+      ValueError: one is no number.
+    """
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"metrics[{name!r}] is {value!r:.100}: a number is needed") from error
+    return numbers

@@ -156,6 +156,8 @@ class Directory:
         """Make a file: where Orbax cannot make its folder, the processes that do not make it wait for it."""
         if jax.process_index() == 0:
             with explaining(f"writing to {self.path}"):
+                if not is_folder(self.path):
+                    raise CheckpointError(f"{self.path} was removed: make another Checkpointer, which makes it again")
                 self.clean()  # what a save that failed could not remove
                 with tempfile.TemporaryFile(dir=self.path):
                     pass

@@ -15,7 +15,7 @@ _REMEDIES = {
     errnos.EACCES: "give this user the right to read, write and search that folder, or give another directory",
     errnos.EPERM: "give this user the right to read, write and search that folder, or give another directory",
     errnos.EIO: "the disk failed (see dmesg and smartctl)",
-    errnos.ENOENT: "a file of the checkpoint was removed: restore another step",
+    errnos.ENOENT: "it is not there: something removed it, or the path is wrong",
     errnos.EMFILE: "this process has too many files open: raise the limit (ulimit -n), or look for what leaks descriptors",
     errnos.ENFILE: "the machine has too many files open: raise fs.file-max",
     errnos.ENOMEM: "the machine has no memory left: free some, and try again",

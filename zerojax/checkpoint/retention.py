@@ -1,10 +1,10 @@
 """Which checkpoints are kept: the newest, or those whose metric is best.
 
     max_to_keep=3                           the three newest
-    max_to_keep=3, best_metric="loss"       the three with the least loss; of equal ones the newest
+    max_to_keep=3, best_metric="loss"       the three with the least loss, of equal ones the newest; and the newest of all
 
-The metrics are JSON that Orbax writes beside the state. A step whose metrics are not there, or are damaged, is never removed
-for another one: it may be the best.
+The newest is kept whatever its metric is: a run goes on from there. The metrics are JSON that Orbax writes beside the state. A
+step whose metrics are not there, or are damaged, is never removed for another one: it may be the best.
 """
 
 import dataclasses
@@ -89,8 +89,9 @@ class Retention:
         """
         if self.max_to_keep is None:
             return []
-        ranked = directory.steps() if self.best_metric is None else self._ranked(directory)
-        return ranked[: -self.max_to_keep]
+        steps = directory.steps()
+        ranked = steps if self.best_metric is None else self._ranked(directory)
+        return [step for step in ranked[: -self.max_to_keep] if step != steps[-1]]
 
     def _ranked(self, directory: Directory) -> list[int]:
         """Return the steps that have the metric, the best last."""

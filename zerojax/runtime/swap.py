@@ -52,7 +52,7 @@ from typing import Any
 import jax
 
 from host_offload.device import available_bytes
-from host_offload.disk import DirectIo, Snapshot, Store, SwapError, SwapFolder, TensorstoreIo, tune
+from host_offload.disk import DirectIo, Snapshot, Store, SwapError, SwapFolder, TensorstoreIo, explain, tune
 from host_offload.engine import DiskRecords, Engine
 from host_offload.schedule import Move
 from host_offload.trace import Recorder, check_path
@@ -233,7 +233,10 @@ class SwapSession:
             if kind in self.engine.kinds():
                 self.engine.remove(kind)
             if os.path.isdir(path := os.path.join(self._folder.path, kind)):
-                shutil.rmtree(path)
+                try:
+                    shutil.rmtree(path)
+                except OSError as error:
+                    raise explain(error, doing=f"removing the records of {kind}", file=path) from error
         self._check_memory(missing)
         for records in missing:
             metadata = {
