@@ -4,6 +4,7 @@ import errno
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -132,6 +133,28 @@ def test_an_unreadable_sector_is_damage(program, tmp_path, caplog):
         with zj.Checkpointer(tmp_path / "again") as again:
             again.save(program, state)
         assert_same(numbers(tmp_path / "again", 1), expected)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_interrupts_in_a_save_leave_no_snapshot_open(program, tmp_path, monkeypatch, number):
+    """The next `init` or restore would wait for it, for ever."""
+    real = begin_save
+
+    def interrupted(*args, **kwargs):
+        saving = real(*args, **kwargs)
+        for _ in range(number):
+            os.kill(os.getpid(), signal.SIGINT)
+        return saving
+
+    with zj.Checkpointer(tmp_path / "c") as ckpt:
+        state = program.init(jax.random.key(0))
+        with monkeypatch.context() as patch:
+            patch.setattr("zerojax.checkpoint.orbax.begin_save", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(program, state)
+        ckpt.wait()
+        assert all(snapshot.is_closed for snapshot in program.swap._snapshots)
+        assert int(ckpt.restore(program).step) == 0
 
 
 def test_a_record_that_rotted_in_the_swap_folder_fails_the_save(program, tmp_path):

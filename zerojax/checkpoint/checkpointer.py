@@ -44,7 +44,7 @@ from zerojax.checkpoint.orbax import SAVING, StateSave, StepWriter
 from zerojax.checkpoint.program_state import describe, restore_state
 from zerojax.checkpoint.retention import Retention
 from zerojax.program import Program
-from zerojax.runtime import AllProcesses
+from zerojax.runtime import AllProcesses, interrupts_wait
 from zerojax.state import TrainState
 
 logger = logging.getLogger("zerojax")
@@ -189,15 +189,17 @@ class Checkpointer:
         save = StateSave(program, state, self._max_host_bytes, data, self._writer.barrier)
         # From here on the end of the program has something to wait for.
         _OPEN.add(self)
-        # `_give_up` takes this back if the save fails.
-        self._saving, self._last_step = saving, saving.number
-        try:
-            self._writer.begin(saving.folder, save, describe(program), metrics, lambda: self._settle(saving))
-        except BaseException:
-            with contextlib.suppress(Exception):  # of which this error told already
-                self._writer.wait()
-            self._give_up()
-            raise
+        # An interrupt comes when the save has begun, or was given up: in between, nobody would know of what it has opened.
+        with interrupts_wait(all_wait=True):
+            # `_give_up` takes this back if the save fails.
+            self._saving, self._last_step = saving, saving.number
+            try:
+                self._writer.begin(saving.folder, save, describe(program), metrics, lambda: self._settle(saving))
+            except BaseException:
+                with contextlib.suppress(Exception):  # of which this error told already
+                    self._writer.wait()
+                self._give_up()
+                raise
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:  # neither the threads nor the lock are here

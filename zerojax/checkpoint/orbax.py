@@ -25,7 +25,7 @@ from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.program_state import begin_save
 from zerojax.checkpoint.save import Saving
 from zerojax.program import Program
-from zerojax.runtime import AllProcesses, BackgroundBarrier
+from zerojax.runtime import AllProcesses, BackgroundBarrier, interrupts_wait
 from zerojax.state import TrainState
 
 SAVING = "saving the checkpoint"
@@ -185,6 +185,10 @@ class StepWriter:
         """
         if self._thread is not None:
             self._thread.join()
+        with interrupts_wait(all_wait=True):  # half done, a snapshot of the disk would stay open, for which others wait
+            self._collect()
+
+    def _collect(self) -> None:
         thread, save, error = self._thread, self._save, self._error
         self._thread = self._save = self._error = None
         if save is None or (thread is not None and error is None):
