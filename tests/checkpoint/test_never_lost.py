@@ -257,7 +257,8 @@ def test_a_forked_child_that_unwinds_waits_for_nothing(program, tmp_path):
     assert newest(program, tmp_path) == 2
 
 
-def test_an_interrupted_wait_gives_no_save_up(program, tmp_path, caplog):
+@pytest.mark.parametrize("call", ["wait", "close"])
+def test_an_interrupted_wait_gives_no_save_up(program, tmp_path, caplog, call):
     with zj.Checkpointer(tmp_path) as ckpt:
         state = run(program, program.init(jax.random.key(0)), ckpt, 1)
         with pytest.MonkeyPatch.context() as patch:
@@ -267,7 +268,9 @@ def test_an_interrupted_wait_gives_no_save_up(program, tmp_path, caplog):
 
             patch.setattr(type(ckpt._writer._thread), "join", join)
             with pytest.raises(KeyboardInterrupt):
-                ckpt.wait()
+                getattr(ckpt, call)()
+            with pytest.raises(zj.CheckpointError, match="saves checkpoints in"):  # else it would remove what is being written
+                zj.Checkpointer(tmp_path).save(program, state, force=True)
         run(program, state, ckpt, 1)
     assert newest(program, tmp_path) == 2
     assert not [r for r in caplog.records if r.levelno > logging.WARNING]

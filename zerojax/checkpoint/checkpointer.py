@@ -403,21 +403,26 @@ class Checkpointer:
         return self._retention.best(self._directory)
 
     def close(self) -> None:
-        """Wait for a save in the background, and unlock the directory. The end of the program does this too."""
+        """Wait for a save in the background, and unlock the directory. The end of the program does this too.
+
+        An interrupt of the wait leaves both to the next call, or to the end of the program.
+        """
         if os.getpid() != self._pid:  # the threads and the lock are those of the process from which this one was forked
             _OPEN.discard(self)
             return
         with self._mutex:
-            self._is_closed = True
-            _OPEN.discard(self)
             try:
                 self._wait()
             finally:
-                # Also after a save that failed: else this process would keep other runs from the directory.
-                try:
-                    self._writer.close()
-                finally:
-                    self._directory.unlock()
+                # Also after a save that failed: else this process would keep other runs from the directory. But not where the
+                # wait was interrupted: the save goes on, and another run would remove what it writes.
+                if not self._writer.is_writing:
+                    self._is_closed = True
+                    _OPEN.discard(self)
+                    try:
+                        self._writer.close()
+                    finally:
+                        self._directory.unlock()
 
     def __enter__(self) -> Self:
         return self
