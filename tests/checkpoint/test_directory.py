@@ -121,6 +121,19 @@ def test_metrics_that_are_no_numbers_are_named(program, tmp_path):
         assert ckpt.best_step() == 0
 
 
+def test_a_lock_that_was_removed_is_told(program, tmp_path):
+    """Another run can take it then, and the two would set each other's steps aside."""
+    with zj.Checkpointer(tmp_path) as ckpt, zj.Checkpointer(tmp_path) as other:
+        state = run(program, program.init(jax.random.key(0)), ckpt, 1)
+        ckpt.wait()
+        (tmp_path / ".zerojax.lock").unlink()
+        run(program, other.restore(program), other, 1)
+        other.wait()
+        with pytest.raises(CheckpointError, match=r"lock was removed while this run saves there"):
+            run(program, state, ckpt, 1)
+        assert other.all_steps() == [1, 2]
+
+
 def test_a_directory_that_was_removed_is_told(program, tmp_path):
     with zj.Checkpointer(tmp_path / "c") as ckpt:
         state = run(program, program.init(jax.random.key(0)), ckpt, 1)

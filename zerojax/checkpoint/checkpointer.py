@@ -398,7 +398,13 @@ class Checkpointer:
         AllProcesses(mesh, f"reading step {step}", CheckpointError, DamagedError).do(check)
 
     def best_step(self) -> int | None:
-        """Return the step of the best metric, with `best_metric`; else the newest. None if there is none."""
+        """Return the step of the best metric, with `best_metric`; else the newest. None if there is none.
+
+        Whether it is whole is not looked at: `restore` of it raises DamagedError if it is not.
+
+        Raises:
+          CheckpointError: the directory or the metrics cannot be read now.
+        """
         self.wait()
         return self._retention.best(self._directory)
 

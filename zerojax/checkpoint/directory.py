@@ -158,6 +158,7 @@ class Directory:
             with explaining(f"writing to {self.path}"):
                 if not is_folder(self.path):
                     raise CheckpointError(f"{self.path} was removed: make another Checkpointer, which makes it again")
+                self._check_lock()
                 self.clean()  # what a save that failed could not remove
                 with tempfile.TemporaryFile(dir=self.path):
                     pass
@@ -295,6 +296,21 @@ class Directory:
             os.close(fd)
             raise
         return fd
+
+    def _check_lock(self) -> None:
+        """Raise unless the lock that is held is still the one that others look for."""
+        if self._lock in (None, _ELSEWHERE):
+            return
+        path, held = os.path.join(self.path, LOCK), os.fstat(self._lock)
+        try:
+            named = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
+            named = None
+        if named is None or (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
+            raise CheckpointError(
+                f"{path} was removed while this run saves there, so another run may save there too: see that there is none, and "
+                "make another Checkpointer"
+            )
 
     def _without_lock(self, error: OSError) -> None:
         """Go on without a lock where only this process saves, or raise."""
