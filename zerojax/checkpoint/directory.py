@@ -308,8 +308,8 @@ class Directory:
             named = None
         if named is None or (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
             raise CheckpointError(
-                f"{path} was removed while this run saves there, so another run may save there too: see that there is none, and "
-                "make another Checkpointer"
+                f"{path} was removed while this run saves there, so another run may save there too: see that there is none, "
+                "and make another Checkpointer"
             )
 
     def _without_lock(self, error: OSError) -> None:
