@@ -148,10 +148,13 @@ def test_interrupts_in_a_save_leave_no_snapshot_open(program, tmp_path, monkeypa
 
     with zj.Checkpointer(tmp_path / "c") as ckpt:
         state = program.init(jax.random.key(0))
-        with monkeypatch.context() as patch:
-            patch.setattr("zerojax.checkpoint.orbax.begin_save", interrupted)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of xdist ignores it
+        try:
+            monkeypatch.setattr("zerojax.checkpoint.orbax.begin_save", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ckpt.save(program, state)
+        finally:
+            signal.signal(signal.SIGINT, before)
         ckpt.wait()
         assert all(snapshot.is_closed for snapshot in program.swap._snapshots)
         assert int(ckpt.restore(program).step) == 0
