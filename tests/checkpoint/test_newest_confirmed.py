@@ -196,15 +196,12 @@ class Directory(RuleBasedStateMachine):
     def go_back(self, data):
         self.go_on(data.draw(st.sampled_from(sorted(set(self.confirmed) - self.damaged))))
 
-    @precondition(lambda self: self.confirmed and not self.unconfirmed)
+    @precondition(lambda self: set(self.confirmed) - self.damaged and not self.unconfirmed)
     @rule(data=st.data(), way=st.sampled_from(["flip", "cut", "remove", "manifest"]))
     def damage(self, data, way):
-        step = data.draw(st.sampled_from(sorted(self.confirmed)))
+        step = data.draw(st.sampled_from(sorted(set(self.confirmed) - self.damaged)))  # a bit that flips twice is whole
         folder = self.path / str(step) / "state"
         file = folder / "manifest.0.json" if way == "manifest" else sorted(folder.rglob("c.*"))[-1]
-        if not file.exists():
-            assert step in self.damaged
-            return
         held = bytearray(file.read_bytes())
         held[len(held) // 3] ^= 1
         match way:
@@ -238,7 +235,7 @@ class Directory(RuleBasedStateMachine):
         )
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(500, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("examples", [20, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_the_newest_confirmed_state_is_restored(examples, monkeypatch):
     # A process that is killed loses nothing that the kernel has, and waiting for the disk takes most of the time.
     monkeypatch.setattr(os, "fsync", lambda fd: None)
