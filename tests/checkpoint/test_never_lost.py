@@ -112,6 +112,32 @@ def test_a_kill_while_a_step_replaces_another_leaves_the_new_one(program, tmp_pa
         assert int(ckpt.restore(program, 1).step) == 1
 
 
+def test_a_replacement_that_could_not_be_renamed_is_renamed_by_a_later_save(program, tmp_path, monkeypatch):
+    with zj.Checkpointer(tmp_path, max_to_keep=1, is_async=False) as ckpt:
+        run(program, program.init(jax.random.key(0)), ckpt, 2)
+    real = os.rename
+
+    def rename(source, target, **kwargs):
+        if str(source).endswith(".next"):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), source)
+        return real(source, target, **kwargs)
+
+    with zj.Checkpointer(tmp_path, is_async=False) as ckpt:
+        state, _ = program.step(program.init(jax.random.key(1)), BATCH)
+        ckpt._last_step = 1  # as after a restore of step 1
+        state, _ = program.step(state, BATCH)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", rename)
+            with pytest.raises(zj.CheckpointError, match="EACCES"):
+                ckpt.save(program, state)
+        assert (tmp_path / "2.next").is_dir()
+        restored = ckpt.restore(program)
+        np.testing.assert_array_equal(restored.params["w"], state.params["w"])
+        run(program, restored, ckpt, 1)
+        assert ckpt.all_steps() == [2, 3]
+    assert not (tmp_path / "2.next").exists()
+
+
 def test_metrics_that_cannot_be_read_stop_no_save(program, tmp_path, caplog):
     with zj.Checkpointer(tmp_path, max_to_keep=1, best_metric="loss") as ckpt:
         state = run(program, program.init(jax.random.key(0)), ckpt, 1, metrics={"loss": 1.0})

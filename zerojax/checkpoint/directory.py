@@ -87,7 +87,7 @@ class Directory:
             if error.errno == errno.ENOENT:
                 raise CheckpointError(f"the directory of checkpoints {self.path} is not there", errno=errno.ENOENT) from error
             raise
-        steps = {int(m[1]) for name, is_folder in found if is_folder and (m := _STEP.fullmatch(name))}
+        steps = {int(m[1]) for name, is_dir in found if is_dir and (m := _STEP.fullmatch(name))}
         names = [name for name, _ in found]
         return sorted(steps), sorted(name for name in names if TEMPORARY in name)
 
@@ -159,7 +159,9 @@ class Directory:
                 if not is_folder(self.path):
                     raise CheckpointError(f"{self.path} was removed: make another Checkpointer, which makes it again")
                 self._check_lock()
-                self.clean()  # what a save that failed could not remove
+                # What a save that failed could not rename or remove.
+                self.finish_replacing()
+                self.clean()
                 with tempfile.TemporaryFile(dir=self.path):
                     pass
 
@@ -206,7 +208,7 @@ class Directory:
                     shutil.rmtree(os.path.join(self.path, name), ignore_errors=True)
 
     def finish_replacing(self) -> None:
-        """Give those that were to take another's place their names, where a kill came between.
+        """Give those that were to take another's place their names, where a kill or an error came between.
 
         Raises:
           OSError: of the file system.
