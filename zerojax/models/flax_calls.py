@@ -1,0 +1,145 @@
+"""How a user's losses and modules are called: what they take is read from their signatures.
+
+A step gives a key and `program.eval` none, so modules train where there is a key and evaluate where there is none. An NNX module
+knows both modes by itself. A Linen module is told by its arguments and attributes, by the names that Flax and its users gave
+them:
+
+    evaluate    deterministic = use_running_average = True, train = training = is_training = False
+    train       the opposite, for arguments that are left open; what is written stays as it is
+
+Arguments that are written are overruled in evaluation alone: there are no random streams then. A Linen model without random
+streams and state has one mode, and nothing is set.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from zerojax.models.axes import AxisNames
+
+EVALUATES = {"deterministic": True, "use_running_average": True, "train": False, "training": False, "is_training": False}
+"""By name of an argument or attribute, its value in evaluation."""
+
+# Folded into a key for draws that are not those of a module's own streams, which are numbered from 0.
+EMBED_IN_HEAD, LOSS_STREAM, CALL_STREAM = 0x7FFFFFFF, 0x7FFFFFFE, 0x7FFFFFFD
+
+
+def takes_key(loss: Callable[..., Any], *before: str) -> bool:
+    """Return whether a loss takes a key after the arguments named in `before`: one named `key`, or one more without default."""
+    try:
+        parameters = list(inspect.signature(loss).parameters.values())
+    except (TypeError, ValueError):  # a callable without a signature
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    more = positional[len(before) : len(before) + 1]
+    return any(p.name == "key" for p in parameters) or any(p.default is p.empty for p in more)
+
+
+def call_with_key(loss: Callable[..., Any], *before: str) -> Callable[..., Any]:
+    """Return `call(*args, key)`, which gives a loss the key if it takes one."""
+    if not takes_key(loss, *before):
+        return lambda *args: loss(*args[:-1])
+    by_name = "key" in inspect.signature(loss).parameters
+
+    def call(*args: Any) -> Any:
+        *args, key = args
+        # Other numbers than the streams of the modules.
+        key = None if key is None else jax.random.fold_in(key, LOSS_STREAM)
+        return loss(*args, key=key) if by_name else loss(*args, key)
+
+    return call
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """What all parts of a model are called with.
+
+    Attributes:
+      names: of axes.
+      rngs: Linen's random streams in training.
+      mutable: Linen's collections that calls update.
+      sown: Linen's collections that each call makes anew.
+    """
+
+    names: AxisNames
+    rngs: tuple[str, ...] = ()
+    mutable: tuple[str, ...] = ()
+    sown: tuple[str, ...] = ()
+
+    @property
+    def has_modes(self) -> bool:
+        """True where Linen modules differ between training and evaluation."""
+        return bool(self.rngs or self.mutable)
+
+    @contextlib.contextmanager
+    def run(self, is_training: bool) -> Iterator[None]:
+        """Run modules in a mode."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.names.while_run())
+            if self.has_modes:
+                stack.enter_context(nn.intercept_methods(self._train if is_training else _evaluate))
+            yield
+
+    def _train(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        bound = _bound(context, args, kwargs)
+        if bound is None:
+            return call(*args, **kwargs)
+        for name, default in _modes_of(context.orig_method.func).items():
+            is_open = bound.arguments.get(name) is None and not isinstance(getattr(context.module, name, None), bool)
+            # A default that is written stays, where the model draws and updates nothing that the other mode would need.
+            needs = {"deterministic": "dropout" in self.rngs, "use_running_average": "batch_stats" in self.mutable}
+            if is_open and (not isinstance(default, bool) or needs.get(name, True)):
+                bound.arguments[name] = not EVALUATES[name]
+        return call(*bound.args, **bound.kwargs)
+
+
+def _evaluate(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    bound = _bound(context, args, kwargs)
+    attributes = {name: getattr(context.module, name) for name in _fields_of(type(context.module))}
+    attributes = {name: value for name, value in attributes.items() if isinstance(value, bool)}
+    if bound is not None:
+        for name in _modes_of(context.orig_method.func):
+            if name not in attributes:
+                bound.arguments[name] = EVALUATES[name]
+        args, kwargs = bound.args, bound.kwargs
+    # A module's attributes are frozen; these are set back when the call is over.
+    try:
+        for name in attributes:
+            object.__setattr__(context.module, name, EVALUATES[name])
+        return call(*args, **kwargs)
+    finally:
+        for name, value in attributes.items():
+            object.__setattr__(context.module, name, value)
+
+
+def _bound(context: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
+    """Return the arguments of an intercepted call by name, or None where no argument is a mode."""
+    function = context.orig_method.func  # of the partial that holds the module
+    if not _modes_of(function):
+        return None
+    bound = inspect.signature(function).bind_partial(None, *args, **kwargs)
+    del bound.arguments[next(iter(bound.arguments))]  # self
+    return bound
+
+
+@functools.cache
+def _modes_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the arguments of a method that say whether it trains, and their defaults."""
+    parameters = inspect.signature(function).parameters
+    return {name: p.default for name, p in parameters.items() if name in EVALUATES and p.kind is not p.VAR_KEYWORD}
+
+
+@functools.cache
+def _fields_of(module: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(module) if f.name in EVALUATES)  # pyright: ignore[reportArgumentType]
+
+
+def without_key(key: jax.Array | None) -> jax.Array:
+    """Return the key that streams are made of: in evaluation, where there is none, always the same."""
+    return jax.random.key(0) if key is None else key
