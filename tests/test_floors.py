@@ -25,7 +25,7 @@ ROOMS = {
     "zerojax.sharding": (),
     "zerojax.gather": ("jaxprs", "sharding"),
     "zerojax.tiling": ("jaxprs", "sharding"),
-    "zerojax.models": ("tiling",),
+    "zerojax.models": ("tiling", "sharding"),
     "zerojax.state": ("models", "sharding", "config", "precision"),
     "zerojax.runtime": ("state",),
     "zerojax.optim": ("state", "runtime", "sharding", "jaxprs", "config", "precision", "metrics"),

@@ -1,8 +1,8 @@
 """Axes as a model names them, and the mesh axes that they become.
 
-Modules of Flax name the dims of a parameter: `with_partitioning(init, ("embed", "mlp"))`. Rules, as of Flax, are pairs of a name
-and a mesh axis, several axes, or None. For each parameter they are read in order, and the first rule wins whose axes no other
-dim of the parameter has:
+Modules of Flax name the dims of a parameter: `with_partitioning(init, ("embed", "mlp"))`. Rules, as of Flax, are pairs of a
+name and a mesh axis, several axes, or None. For each parameter they are read in order, and the first rule wins whose axes no
+other dim of the parameter has:
 
     rules   (("vocab", "tensor"), ("embed", None), ("mlp", "tensor"))
     names   W["embed", "mlp"]            ->  W[D, F_tensor]
@@ -159,7 +159,7 @@ def _renamed(mesh: AbstractMesh, axes: Mapping[str, str | None] | None) -> Abstr
         return AbstractMesh((), ())
     of_axis = {axis: name for name, axis in axes.items() if axis is not None}
     extra = [name for name, axis in axes.items() if axis is None and name not in mesh.axis_names]
-    names = (*(of_axis.get(axis, axis) for axis in mesh.axis_names), *extra)
+    names: Any = (*(of_axis.get(axis, axis) for axis in mesh.axis_names), *extra)
     types = (*mesh.axis_types, *(AxisType.Auto for _ in extra))
     return AbstractMesh((*mesh.axis_sizes, *(1 for _ in extra)), names, axis_types=types)
 

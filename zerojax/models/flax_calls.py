@@ -1,8 +1,8 @@
 """How a user's losses and modules are called: what they take is read from their signatures.
 
-A step gives a key and `program.eval` none, so modules train where there is a key and evaluate where there is none. An NNX module
-knows both modes by itself. A Linen module is told by its arguments and attributes, by the names that Flax and its users gave
-them:
+A step gives a key and `program.eval` none, so modules train where there is a key and evaluate where there is none. An NNX
+module knows both modes by itself. A Linen module is told by its arguments and attributes, by the names that Flax and its users
+gave them:
 
     evaluate    deterministic = use_running_average = True, train = training = is_training = False
     train       the opposite, for arguments that are left open; what is written stays as it is
@@ -48,10 +48,10 @@ def call_with_key(loss: Callable[..., Any], *before: str) -> Callable[..., Any]:
     by_name = "key" in inspect.signature(loss).parameters
 
     def call(*args: Any) -> Any:
-        *args, key = args
-        # Other numbers than the streams of the modules.
+        *rest, key = args
+        # Other numbers than those of the modules' streams.
         key = None if key is None else jax.random.fold_in(key, LOSS_STREAM)
-        return loss(*args, key=key) if by_name else loss(*args, key)
+        return loss(*rest, key=key) if by_name else loss(*rest, key)
 
     return call
 

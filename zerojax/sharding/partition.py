@@ -152,8 +152,8 @@ def check_user_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: 
         for name in axes_of(entry):
             if name not in mesh.shape:
                 raise ValueError(
-                    f"{path}: spec {spec} names axis {name!r}; the mesh has {mesh.axis_names}. Logical names are translated by "
-                    "your rules: dataclasses.replace(model, specs=flax.linen.logical_to_mesh(model.specs, rules))"
+                    f"{path}: spec {spec} names axis {name!r}; the mesh has {mesh.axis_names}. Names of a model's own are "
+                    f"translated by rules: from_flax(..., axis_rules=(({name!r}, 'tensor'), ...)), with None for a whole dim"
                 )
             if name == axis:
                 raise ValueError(f"{path}: spec {spec} names {axis!r}, which ZeRO assigns; give tensor axes alone")
