@@ -14,6 +14,7 @@ from zerojax.config import ZeroConfig as ZeroConfig
 from zerojax.models import LayeredModel as LayeredModel
 from zerojax.models import Model as Model
 from zerojax.models import from_flax as from_flax
+from zerojax.optim import Ema as Ema
 from zerojax.precision import LossScaling as LossScaling
 from zerojax.program import Program as Program
 from zerojax.program import build_train_step as build_train_step
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "Checkpointer",
+    "Ema",
     "IteratorError",
     "LayeredModel",
     "LossScaling",

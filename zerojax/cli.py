@@ -49,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     weights.add_argument("out", help="what to write; nothing may be there")
     weights.add_argument("--format", choices=list(_EXPORTS), required=True)
     weights.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    weights.add_argument(
+        "--ema", action="store_true", help="the averages that zerojax.Ema keeps of the weights instead of these"
+    )
     weights.add_argument("--step", type=int, help="of a directory; without it, its newest whole step")
     options = parser.parse_args(arguments)
     if options.command == "inspect":
@@ -66,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its processes, which would take memory of GPUs
         folder = options.folder if options.step is None else os.path.join(options.folder, str(options.step))
         try:
-            _EXPORTS[options.format](folder, options.out, dtype=options.dtype)
+            _EXPORTS[options.format](folder, options.out, dtype=options.dtype, ema=options.ema)
         except (ValueError, CheckpointError) as error:
             parser.exit(1, f"zerojax export: {error}\n")
         return

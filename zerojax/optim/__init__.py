@@ -1,10 +1,15 @@
-"""The update: of the whole tree, by record, and on the host; bfloat16 moments."""
+"""The update: of the whole tree, by record, and on the host; bfloat16 moments; averages of the weights, learning rates."""
 
 from zerojax.optim.by_record import RecordUpdate as RecordUpdate
 from zerojax.optim.by_record import update_by_record as update_by_record
+from zerojax.optim.ema import Ema as Ema
+from zerojax.optim.ema import check_ema as check_ema
+from zerojax.optim.ema import ema_of_each as ema_of_each
 from zerojax.optim.moments import keep_in_bfloat16 as keep_in_bfloat16
 from zerojax.optim.on_host import HostUpdate as HostUpdate
 from zerojax.optim.on_host import update_on_host as update_on_host
+from zerojax.optim.rates import LearningRates as LearningRates
+from zerojax.optim.rates import learning_rates as learning_rates
 from zerojax.optim.unused import unused_grads as unused_grads
 from zerojax.optim.unused import used as used
 from zerojax.optim.whole_tree import Update as Update

@@ -20,9 +20,10 @@ from host_offload.engine import DiskRecords
 from zerojax.aot import CompiledProgram, compile_with_callbacks, is_there
 from zerojax.config import streams
 from zerojax.models import LayeredModel, Model
+from zerojax.optim import LearningRates, learning_rates
 from zerojax.program.step import Scratch, Step
 from zerojax.sharding import FSDP, ActivationSpec, explicit, named
-from zerojax.state import Layout, allocate_all, check_host_reads, numbered_next, unit_bytes
+from zerojax.state import Layout, TrainState, allocate_all, check_host_reads, numbered_next, unit_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,7 @@ class StepCompiler:
         self.options = compiler_options(model, layout)
         self.eval = jax.jit(step.eval, compiler_options=self.options)
         self._by_shape: dict[Any, CompiledStep] = {}
+        self._rates = learning_rates(layout)
 
     @cached_property
     def arrays(self) -> Any:
@@ -117,9 +119,10 @@ class StepCompiler:
         whole, state = explicit(scalar), explicit(layout.shardings)
         host = jax.tree.map(lambda a: a.sharding, scratch)
         batches = jax.tree.map(lambda a: ActivationSpec(mesh).batch(len(a.shape)), batch)
+        run = with_learning_rates(step.step, self._rates) if self._rates.names else step.step
         # State and scratch are donated, so that memory of the host, too, is updated in place.
         jitted = jax.jit(
-            step.step if layout.disk is None else with_next_number(step.step),
+            run if layout.disk is None else with_next_number(run),
             donate_argnums=(0, 3),
             in_shardings=(state, explicit(batches), whole, host),
             out_shardings=((state, host), whole),
@@ -182,6 +185,21 @@ def with_next_number(step: Callable[..., Any]) -> Callable[..., Any]:
         return (numbered_next(state), scratch), metrics
 
     return numbered
+
+
+def with_learning_rates(step: Callable[..., Any], rates: LearningRates) -> Callable[..., Any]:
+    """Return a step whose metrics tell the learning rates of its optimizer.
+
+    It raises ValueError where a metric of the step's own has the name of one.
+    """
+
+    def telling(state: TrainState, *args: Any) -> Any:
+        (after, scratch), metrics = step(state, *args)
+        if wrong := sorted(set(metrics) & set(rates.names)):
+            raise ValueError(f"the loss returns metrics {wrong}, which are this optimizer's learning rates: rename them")
+        return (after, scratch), metrics | rates(state.opt_state, after.opt_state)
+
+    return telling
 
 
 def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, Any] | None:

@@ -259,13 +259,31 @@ class Program:
         check_is_there(state)
         return masters(state)
 
-    def iter_params(self, state: TrainState) -> Iterator[tuple[str, Any]]:
+    def ema_params(self, state: TrainState) -> Any:
+        """Return the averages of the weights that `zerojax.Ema` keeps, in the dtype, shardings and tier of `params(state)`.
+
+        They are a copy, which takes as much room again. To evaluate with them, hand them to `eval` in the parameters' place:
+
+            program.eval(dataclasses.replace(state, params=program.ema_params(state)), batch)
+
+        Raises:
+          ValueError: the optimizer has no `zerojax.Ema` last in its chain, the parameters rest on nvme (use `iter_params`), or
+            the state was donated.
+          SwapError: a record cannot be read.
+        """
+        return self._reader.averages(state)
+
+    def iter_params(self, state: TrainState, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """Yield the float32 parameters piece by piece, as (name, tree), on the device.
 
         A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head"; a Model one leaf at a time.
 
+        Args:
+          state: that is read.
+          ema: yield the averages that `zerojax.Ema` keeps of them.
+
         Raises:
-          ValueError: the state was donated, or is not the one on disk.
+          ValueError: the state was donated, or is not the one on disk, or there are no averages.
           SwapError: a record cannot be read.
         """
-        yield from self._reader.pieces(state)
+        yield from self._reader.pieces(state, ema)

@@ -1,6 +1,9 @@
-"""Float32 parameters from any tier, one piece at a time: for export, where the whole tree would not fit."""
+"""Float32 parameters, or averages of them, from any tier, one piece at a time: for export, where the whole tree would not fit.
 
-from collections.abc import Iterator
+The averages of `zerojax.Ema` are also read as a step has the parameters, in their dtype, shardings and tier: to evaluate with.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -8,23 +11,30 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.models import BLOCKS, LayeredModel, Model
+from zerojax.optim import ema_of_each
 from zerojax.program.runner import Runner
 from zerojax.state import (
+    FlatState,
+    Index,
     OnDevice,
     OnDisk,
     StateRecords,
     Tile,
     TileGroup,
     TrainState,
+    allocate_all,
     check_is_there,
+    is_away,
     is_stored,
     load_leaves,
     masters,
+    pick,
+    write_layer,
 )
 
 
 class ParamReader:
-    """Reads the parameters that the optimizer updates, onto the device."""
+    """Reads the parameters that the optimizer updates, or their averages, onto the device."""
 
     def __init__(
         self,
@@ -40,62 +50,171 @@ class ParamReader:
           runner: of the program.
         """
         self.model, self.layout, self.records, self._runner = model, records.layout, records, runner
-        self._ends: dict[int, Any] = {}
+        self._ends: dict[tuple[int, bool], Any] = {}
 
-    def pieces(self, state: TrainState) -> Iterator[tuple[str, Any]]:
-        """Yield (name, tree): "embed", "blocks/0" .. "blocks/L-1" and "head" of a LayeredModel, each leaf of a Model."""
+    def pieces(self, state: TrainState, ema: bool = False) -> Iterator[tuple[str, Any]]:
+        """Yield (name, tree): "embed", "blocks/0" .. "blocks/L-1" and "head" of a LayeredModel, each leaf of a Model.
+
+        Args:
+          state: that is read.
+          ema: yield the averages in the place of the parameters.
+
+        Raises:
+          ValueError: there are no averages.
+        """
+        if ema:
+            _ = self._averages  # told before anything is read
         if not isinstance(self.model, LayeredModel):
             for index, leaf in enumerate(self.layout.leaves):
-                yield leaf.name, self._end(state, index)
+                yield leaf.name, self._end(state, index, ema)
             return
         tree = self.layout.abstract_params
         indices = jax.tree.unflatten(jax.tree.structure(tree), range(len(jax.tree.leaves(tree))))
-        yield "embed", jax.tree.map(lambda i: self._end(state, i), indices["embed"])
+        yield "embed", jax.tree.map(lambda i: self._end(state, i, ema), indices["embed"])
         for layer in range(self.model.num_layers):
             check_is_there(state)
             where, order = layer < self.layout.device_layers, self.layout.order
             # The layer is an argument: one compiled program reads them all, and XLA cannot derive the index.
-            yield f"{BLOCKS}/{layer}", self._read(self._layer, state, jnp.int32(layer), where, order)
-        yield "head", jax.tree.map(lambda i: self._end(state, i), indices["head"])
+            yield f"{BLOCKS}/{layer}", self._read(self._layer, state, jnp.int32(layer), order, where, ema)
+        yield "head", jax.tree.map(lambda i: self._end(state, i, ema), indices["head"])
 
     def _read(self, read: Any, tree: Any, *args: Any) -> Any:
         """Call `read(tree, *args)`, which reads from any tier."""
         with self._runner.calling(), jax.set_mesh(self.layout.mesh):
             return self._runner.run("read", read, tree, *args, reads=tree)
 
-    def _end(self, state: TrainState, index: int) -> jax.Array:
-        """Return a parameter that is no stack of layers."""
+    @cached_property
+    def _averages(self) -> list[int]:
+        """For each parameter leaf the index of the leaf of the optimizer's state that is its average."""
+        return ema_of_each(self.layout)
+
+    def _read_record(self, states: FlatState, part: Sequence[int], index: Index, ema: bool) -> list[jax.Array]:
+        """Return one record's float32 weights, or their averages, on the device."""
+        if not ema:
+            return self.records.read_weights(states, part, index)
+        # Masters and optimizer state are one record: what is not used of it is read from disk alone.
+        read = self.records.read_opt(states, part, index)
+        mirrors = self.layout.opt_map.states_of(part)
+        by_state = dict(zip(mirrors, read[len(read) - len(mirrors) :], strict=True))
+        return [by_state[self._averages[i]] for i in part]
+
+    def _end(self, state: TrainState, index: int, ema: bool) -> jax.Array:
+        """Return a parameter that is no stack of layers, or its average."""
         check_is_there(state)
-        leaf = jax.tree.leaves(masters(state), is_leaf=is_stored)[index]
+        tree, place = (state.opt_state, self._averages[index]) if ema else (masters(state), index)
+        leaf = jax.tree.leaves(tree, is_leaf=is_stored)[place]
         if not isinstance(leaf, OnDisk):
             return jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
-        specs, stacks = self.records.weight_record(self.records.flat(state), index)
+        states = self.records.flat(state)
+        if ema:
+            specs, stacks = self.records.opt_records((index,)), self.records.opt_states(states, (index,))
+            mirrors = self.layout.opt_map.states_of((index,))
+            at = len(specs) - len(mirrors) + mirrors.index(place)
+        else:
+            (specs, stacks), at = self.records.weight_record(states, index), 0
         # Compiled once for each leaf: its records on disk are part of the program.
-        if index not in self._ends:
-            self._ends[index] = jax.jit(lambda stacks: load_leaves(specs, stacks)[0])
-        return self._read(self._ends[index], stacks)
+        if (index, ema) not in self._ends:
+            self._ends[index, ema] = jax.jit(lambda stacks: load_leaves(specs, stacks)[at])
+        return self._read(self._ends[index, ema], stacks)
 
     @cached_property
     def _layer(self) -> Any:
-        """Return `read(state, layer, on_device, order)`: one layer of stacks that rest in any tier."""
+        """Return `read(state, layer, order, on_device, ema)`: one layer of stacks that rest in any tier."""
         tree, records, layout = jax.tree.structure(self.layout.abstract_params[BLOCKS]), self.records, self.layout
 
-        def read(state: TrainState, layer: jax.Array, on_device: bool, order: jax.Array) -> Any:
+        def read(state: TrainState, layer: jax.Array, order: jax.Array, on_device: bool, ema: bool) -> Any:
             states = records.flat(state)
-            leaves = dict(
-                zip(
-                    layout.blocks,
-                    records.read_weights(states, layout.blocks, OnDevice(layer) if on_device else layer),
-                    strict=True,
-                )
-            )
+            whole = OnDevice(layer) if on_device else layer
+            leaves = dict(zip(layout.blocks, self._read_record(states, layout.blocks, whole, ema), strict=True))
             for group in layout.groups:
 
                 def tile(k: jax.Array, group: TileGroup = group) -> list[jax.Array]:
-                    return records.read_weights(states, group.leaves, Tile(layer, k, group.num_tiles))
+                    return self._read_record(states, group.leaves, Tile(layer, k, group.num_tiles), ema)
 
                 # A layer is wanted whole here, so its tiles are stacked again.
                 leaves |= zip(group.leaves, jax.lax.map(tile, order[: group.num_tiles]), strict=True)
             return jax.tree.unflatten(tree, [leaves[i] for i in layout.stacked])
 
-        return jax.jit(read, static_argnums=2)
+        return jax.jit(read, static_argnums=(3, 4))
+
+    # --- averages as a step has the parameters -----------------------------------------------------------------------------
+
+    def averages(self, state: TrainState) -> Any:
+        """Return the averages in the dtype, shardings and tier of the parameters.
+
+        Raises:
+          ValueError: there are none, or the parameters rest on disk.
+        """
+        layout, places = self.layout, self._averages
+        if layout.config.params == "nvme":
+            raise ValueError(
+                "params='nvme': averages of parameters that rest on disk are read piece by piece, by "
+                "program.iter_params(state, ema=True). To evaluate with them, save a checkpoint, export its averages by "
+                "zerojax.export_safetensors(..., ema=True), and import these into a program with another swap_dir"
+            )
+        check_is_there(state)
+        shardings = jax.tree.leaves(layout.shardings.params)
+        tree = jax.tree.structure(layout.abstract_params)
+
+        def cast(indices: Sequence[int]) -> Callable[[list[jax.Array]], list[jax.Array]]:
+            dtypes = [layout.leaves[i].dtype for i in indices]
+            # Copies, also where nothing is cast: these are donated to no step, and may be kept.
+            copies = lambda leaves: [jnp.array(a, dtype) for a, dtype in zip(leaves, dtypes, strict=True)]  # noqa: E731
+            return jax.jit(copies, out_shardings=[shardings[i] for i in indices])
+
+        with jax.set_mesh(layout.mesh):
+            if not layout.updates_by_record:
+                opt = jax.tree.leaves(state.opt_state)
+                return jax.tree.unflatten(tree, cast(range(len(places)))([opt[j] for j in places]))
+            params: list[Any] = [None] * len(places)
+            for i in layout.ends:
+                (params[i],) = cast([i])([self._end(state, i, ema=True)])
+            for i, stack in zip(layout.stacked, self._stacks_of_averages(state), strict=True):
+                params[i] = stack
+            return jax.block_until_ready(jax.tree.unflatten(tree, params))
+
+    def _stacks_of_averages(self, state: TrainState) -> list[jax.Array]:
+        """Return the averages of the stacks of layers, like the parameters, filled layer by layer."""
+        layout = self.layout
+        leaves = jax.tree.leaves(layout.abstract_state.params)
+        stacks = _empty([leaves[i] for i in layout.stacked])
+        for layer in range(layout.num_layers or 0):
+            args = (state, stacks, jnp.int32(layer), layout.order, layer < layout.device_layers)
+            with self._runner.calling():
+                check_is_there(state)
+                stacks = self._runner.run("read", self._put_layer, *args, reads=state)
+            jax.block_until_ready(stacks)  # one layer's float32 averages on the device at a time
+        return stacks
+
+    @cached_property
+    def _put_layer(self) -> Any:
+        """Return `put(state, stacks, layer, order, on_device)`: `stacks`, which are donated, with one layer's averages."""
+        layout, records = self.layout, self.records
+
+        def put(state: TrainState, stacks: list[Any], layer: jax.Array, order: jax.Array, on_device: bool) -> list[Any]:
+            states, after = records.flat(state), dict(zip(layout.stacked, stacks, strict=True))
+
+            def write(after: dict[int, Any], part: Sequence[int], source: Index, target: Index) -> dict[int, Any]:
+                values = self._read_record(states, part, source, ema=True)
+                values = [records.cast(i, value) for i, value in zip(part, values, strict=True)]
+                written = write_layer(pick(records.params, part), [after[i] for i in part], target, values)
+                return after | dict(zip(part, written, strict=True))
+
+            after = write(after, layout.blocks, OnDevice(layer) if on_device else layer, layer)
+            for group in layout.groups:
+
+                def tile(k: jax.Array, after: dict[int, Any], group: TileGroup = group) -> dict[int, Any]:
+                    index = Tile(layer, order[k], group.num_tiles)
+                    return write(after, group.leaves, index, index)
+
+                after = jax.lax.fori_loop(0, group.num_tiles, tile, after)
+            return [after[i] for i in layout.stacked]
+
+        shardings = jax.tree.leaves(layout.shardings.params)
+        return jax.jit(put, static_argnums=4, donate_argnums=1, out_shardings=[shardings[i] for i in layout.stacked])
+
+
+def _empty(abstract: Sequence[Any]) -> list[Any]:
+    """Return zeros where the leaves rest: host memory or the device."""
+    host = iter(allocate_all([a for a in abstract if is_away(a)]))
+    return [next(host) if is_away(a) else jnp.zeros(a.shape, a.dtype, device=a.sharding) for a in abstract]

@@ -27,6 +27,8 @@ TILED = "zerojax.tiled"
 """In the metadata of either format: JSON list of the names of weights that are stacks of tiles, which shapes do not tell."""
 _KEY = re.compile(r"""\.([^\W\d]\w*)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|-?\d+)\]|\[<flat index (\d+)>\]""")
 _WEIGHTS = "weights"
+_EMA = ".ema_params"
+"""The field of `zerojax.Ema`'s state whose leaves are named as the weights are."""
 
 
 def path_of(name: str) -> tuple[str, ...]:
@@ -46,11 +48,11 @@ def path_of(name: str) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def weights_of(saved: SavedState) -> dict[tuple[str, ...], str]:
-    """Return the names of the weights, by their keys, in order.
+def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], str]:
+    """Return the names of the weights, or of their averages, by the weights' keys, in order.
 
     Raises:
-      CheckpointError: there is none, or two that other formats do not tell apart.
+      CheckpointError: there is none, or two that other formats do not tell apart; or not one average of each weight.
     """
     weights: dict[tuple[str, ...], str] = {}
     name_of: dict[str, str] = {}
@@ -62,10 +64,22 @@ def weights_of(saved: SavedState) -> dict[tuple[str, ...], str]:
             raise CheckpointError(f"{saved.folder}: its parameters are one array, which has no name: put it into a dict")
         if (other := name_of.setdefault(".".join(path), name)) != name:
             raise CheckpointError(f"{other} and {name} are both {'.'.join(path)} in other formats: rename one of them")
-        weights[path] = name
+        weights[path] = _average_of(name, saved) if ema else name
     if not weights:
         raise CheckpointError(f"{saved.folder} holds no weights")
     return dict(sorted(weights.items(), key=lambda item: ".".join(item[0])))
+
+
+def _average_of(name: str, saved: SavedState) -> str:
+    """Return the name of the average of a weight."""
+    end = _EMA + name.removeprefix(_WEIGHTS)
+    averages = [other for other in saved.leaves if other.startswith("opt_state") and other.endswith(end)]
+    if len(averages) != 1:
+        raise CheckpointError(
+            f"{saved.folder} holds {len(averages)} averages of {name}, and one is needed: it is kept by an optimizer with "
+            f"zerojax.Ema last, as in optax.chain(tx, zerojax.Ema(0.999))"
+        )
+    return averages[0]
 
 
 def tiled_names(saved: SavedState, tensors: Mapping[str, str]) -> list[str]:

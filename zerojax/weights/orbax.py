@@ -46,7 +46,9 @@ _DESCRIPTION, _SHARDING = "_METADATA", "_sharding"
 _EMPTY_NODES = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple", "Empty"})
 
 
-def export_orbax(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None) -> None:
+def export_orbax(
+    checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None, ema: bool = False
+) -> None:
     """Write the weights of a checkpoint as a checkpoint of Orbax's own format.
 
     `ocp.StandardCheckpointer().restore(path)` returns the parameter tree as nested dicts of `jax.Array` on the first device, or
@@ -58,15 +60,17 @@ def export_orbax(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str
       checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole step.
       path: of the folder; nothing may be there.
       dtype: float64, float32, float16 or bfloat16; None: float32, in which the weights were saved.
+      ema: write the averages that `zerojax.Ema` keeps of the weights, under the weights' names.
 
     Raises:
       ValueError: another dtype, or `path` exists.
-      CheckpointError: there is no checkpoint, the folder cannot be written, or a weight's name or numbers do not fit.
+      CheckpointError: there is no checkpoint, the folder cannot be written, a weight's name or numbers do not fit, or there
+        are no averages.
       DamagedError: the checkpoint is not whole.
     """
     kind = export_dtype(dtype)
     with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
-        weights = weights_of(saved)
+        weights = weights_of(saved, ema)
         tensors = {".".join(keys): name for keys, name in weights.items()}
         for tensor, name in tensors.items():
             if not is_inner_path(tensor) or "\\" in tensor:

@@ -31,7 +31,9 @@ MOST_HEADER_BYTES = 100_000_000
 """As the safetensors library has it."""
 
 
-def export_safetensors(checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None) -> None:
+def export_safetensors(
+    checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None, ema: bool = False
+) -> None:
     """Write the weights of a checkpoint into one safetensors file.
 
     A tensor's name is its path in the parameter tree, joined by ".": "blocks.w1", "layers.0.bias". Stacked layers stay stacked.
@@ -41,15 +43,17 @@ def export_safetensors(checkpoint: str | os.PathLike[str], path: str | os.PathLi
       checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole step.
       path: of the file; nothing may be there.
       dtype: float64, float32, float16 or bfloat16; None: float32, in which the weights were saved.
+      ema: write the averages that `zerojax.Ema` keeps of the weights, under the weights' names.
 
     Raises:
       ValueError: another dtype, or `path` exists.
-      CheckpointError: there is no checkpoint, the file cannot be written, or a weight's name or numbers do not fit.
+      CheckpointError: there is no checkpoint, the file cannot be written, a weight's name or numbers do not fit, or there
+        are no averages.
       DamagedError: the checkpoint is not whole.
     """
     kind = export_dtype(dtype)
     with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
-        tensors = {".".join(keys): name for keys, name in weights_of(saved).items()}
+        tensors = {".".join(keys): name for keys, name in weights_of(saved, ema).items()}
         header, end = _header(saved, tensors, kind)
         fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:

@@ -1,0 +1,150 @@
+"""The learning rate of a step, for its metrics: read from the optimizer's state, or from its traced update.
+
+    optax.inject_hyperparams(optax.adamw)(..)    the state holds it: hyperparams["learning_rate"], as of the last update
+    optax.adamw(schedule)                        the state holds a count, and the update multiplies by -schedule(count)
+
+Of a schedule the state tells no more than the count, and the function is hidden in a closure. But the update is traced: the
+scalar that follows from this count alone, and by whose negative every gradient that meets it is multiplied, is the schedule's
+value. It is computed from the count before the step, so it is the rate of this step. Where the trace does not show one such
+scalar (a sign that is not flipped, a `cond` around the update) nothing is reported.
+
+In `optax.partition` (multi_transform) each group has a rate of its own, "learning_rate/<label>".
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zerojax.jaxprs import Constant, FlatJaxpr, Instruction, Ref, evaluate, flatten
+from zerojax.state import Layout, is_stored
+
+LEARNING_RATE = "learning_rate"
+_SAME = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "copy_p"})
+"""Equations that change a scalar's dtype or shape alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scheduled:
+    """A schedule's value: the equations from a count to it."""
+
+    count: int
+    start: int
+    instructions: tuple[Instruction, ...]
+    value: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRates:
+    """What an optimizer's learning rates are.
+
+    Attributes:
+      held: by the name of a metric, the index of the leaf of the optimizer's state that holds it.
+      scheduled: by the name of a metric, how it follows from a count in that state.
+    """
+
+    held: Mapping[str, int]
+    scheduled: Mapping[str, _Scheduled]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the metrics."""
+        return (*self.held, *self.scheduled)
+
+    def __call__(self, before: Any, after: Any) -> dict[str, jax.Array]:
+        """Return the metrics, f32[] each, from the optimizer's state before and after a step."""
+        old, new = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (before, after))
+        values: dict[str, Any] = {name: new[j] for name, j in self.held.items()}
+        for name, rate in self.scheduled.items():
+            slots = {rate.start: old[rate.count]}
+            evaluate(rate.instructions, slots)
+            values[name] = slots[rate.value]
+        return {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+
+
+def learning_rates(layout: Layout) -> LearningRates:
+    """Find the learning rates of a program's optimizer: those of `optax.inject_hyperparams`, and those of schedules."""
+    tree = jax.tree.structure(layout.opt_map.abstract)
+    indices = jax.tree.unflatten(tree, range(tree.num_leaves))
+    found: dict[str, list[int | _Scheduled | None]] = {}
+    program: FlatJaxpr | None = None
+    nodes: list[tuple[Any, Any]] = jax.tree_util.tree_flatten_with_path(indices, is_leaf=_has_rate)[0]
+    for path, node in nodes:
+        if not _has_rate(node):
+            continue
+        if isinstance(node, optax.ScaleByScheduleState):
+            program = program or flatten(layout.update_jaxpr.jaxpr, layout.update_jaxpr.consts)
+            rate = _scheduled(layout, program, node.count)
+        else:
+            index = node.hyperparams[LEARNING_RATE]
+            rate = index if layout.opt_map.leaves[index].shape == () else None
+        found.setdefault("/".join([LEARNING_RATE, *_labels(path)]), []).append(rate)
+    # A schedule that is no learning rate, such as one of a decay, has None. Of two rates neither is the one.
+    rates = {name: [r for r in of_name if r is not None] for name, of_name in found.items()}
+    one = {name: of_name[0] for name, of_name in rates.items() if len(of_name) == 1}
+    return LearningRates(
+        {name: rate for name, rate in one.items() if isinstance(rate, int)},
+        {name: rate for name, rate in one.items() if isinstance(rate, _Scheduled)},
+    )
+
+
+def _has_rate(node: Any) -> bool:
+    """Tell whether a node of an optimizer's state is one that tells a learning rate."""
+    hyperparams = getattr(node, "hyperparams", None)
+    return isinstance(node, optax.ScaleByScheduleState) or (isinstance(hyperparams, dict) and LEARNING_RATE in hyperparams)
+
+
+def _labels(path: tuple[Any, ...]) -> list[str]:
+    """Return the labels of `optax.partition` on the way to a node of its state."""
+    pairs = itertools.pairwise(path)
+    return [str(label.key) for key, label in pairs if getattr(key, "name", None) == "inner_states" and hasattr(label, "key")]
+
+
+def _scheduled(layout: Layout, program: FlatJaxpr, count: Any) -> _Scheduled | None:
+    """Return the schedule's value that the update multiplies by the negative of, if there is one.
+
+    Args:
+      layout: of the program.
+      program: the traced update, of (grads, state, params, loss).
+      count: index of the schedule's count in the state.
+    """
+    num_params, num_states = len(layout.leaves), len(layout.opt_map.leaves)
+    start = program.inputs[num_params + count]
+    others = program.reached(slot for slot in program.inputs if slot != start)
+    scalars = program.reached([start]) - others
+    maker = {out: i for i in program.instructions for out in i.outs}
+
+    def origin(ref: Ref | None) -> Ref | None:
+        while isinstance(ref, int) and ref in maker and maker[ref].eqn.primitive.name in _SAME:
+            ref = maker[ref].ins[0]
+        return ref
+
+    kept = {ref for ref in program.outputs[num_params : num_params + num_states] if isinstance(ref, int)}
+    values: set[Ref | None] = set()
+    for i in program.instructions:
+        for ref in i.reads:
+            # Where the scalar meets what is not of this count: the gradients.
+            if ref in scalars and not others.isdisjoint(i.outs):
+                values.add(_negated(origin(ref), maker) if i.eqn.primitive.name == "mul" and ref not in kept else None)
+    if len(values) != 1 or not isinstance(value := origin(values.pop()), int) or value not in scalars:
+        return None
+    return _Scheduled(count, start, program.live([value]), value)
+
+
+def _negated(ref: Ref | None, maker: Mapping[int, Instruction]) -> Ref | None:
+    """Return x where a value is -x, else None."""
+    if not isinstance(ref, int) or ref not in maker:
+        return None
+    i = maker[ref]
+    if i.eqn.primitive.name == "neg":
+        return i.ins[0]
+    if i.eqn.primitive.name == "mul":
+        for one, other in (i.ins, i.ins[::-1]):
+            if isinstance(one, Constant) and np.ndim(one.value) == 0 and one.value == -1:
+                return other
+    return None
