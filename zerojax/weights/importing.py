@@ -1,6 +1,7 @@
-"""A fresh state of a program whose weights are those of a file: safetensors, or Orbax's format, by zerojax or others.
+"""A fresh state of a program whose weights are arrays, or those of a file: safetensors or Orbax's format, by zerojax or others.
 
     state = zj.import_params(program, "gpt.safetensors", key=jax.random.key(0))
+    state = zj.import_params(program, {"embed": {"table": array}, ...}, key=jax.random.key(0))
 
 is `program.init(key)` with other weights: step 0, the same key, and the optimizer state that `tx.init` makes of the weights.
 The file is given to a restore as if it were a checkpoint, and so read layer by layer into any stage, mesh and tier.
@@ -36,12 +37,13 @@ from zerojax.checkpoint import (
 from zerojax.config import updates_by_parts
 from zerojax.program import Program
 from zerojax.state import TrainState, masters, state_key
+from zerojax.weights.arrays import ArrayTree
 from zerojax.weights.initial_opt_state import Copy, initial_values
 from zerojax.weights.names import known_dtype, path_of
 from zerojax.weights.orbax import OrbaxFolder
 from zerojax.weights.safetensors import SafetensorsFile
 
-WeightFile = SafetensorsFile | OrbaxFolder
+WeightFile = SafetensorsFile | OrbaxFolder | ArrayTree
 
 
 def open_weights(path: str | os.PathLike[str]) -> WeightFile:
@@ -104,14 +106,16 @@ class _Imported(SavedState):
         """Do nothing: these formats hold no checksums of their own."""
 
 
-def import_params(program: Program, path: str | os.PathLike[str], *, key: jax.Array) -> TrainState:
-    """Return a fresh state whose weights are those of a file; in a run of several processes all call this.
+def import_params(program: Program, path: str | os.PathLike[str] | Any, *, key: jax.Array) -> TrainState:
+    """Return a fresh state whose weights are those of a file, or arrays; in a run of several processes all call this.
 
     Args:
       program: of the model whose weights they are, on any mesh, stage, tier and precision. Weights in another number of tiles
         are cut anew. What the program had on disk is overwritten, once names and shapes were compared.
       path: a safetensors file, or the folder of a checkpoint in Orbax's format that holds the parameter tree. Its names are
-        those that `export_safetensors` and `export_orbax` give; its dtypes are floating, and read as float32.
+        those that `export_safetensors` and `export_orbax` give; its dtypes are floating, and read as float32. Or a tree of
+        arrays, of numpy or JAX, structured or named like the parameters: nested dicts and lists, or a flat dict with names as
+        in safetensors. Arrays stay as they are, and are read a record at a time; each process needs all of them.
       key: from `jax.random.key`, as for `program.init`.
 
     Returns:
@@ -119,15 +123,20 @@ def import_params(program: Program, path: str | os.PathLike[str], *, key: jax.Ar
 
     Raises:
       ValueError: `key` is no random key, or the optimizer's state is neither constant nor a copy of weights and does not all
-        rest on the device.
+        rest on the device. The tree of arrays lacks weights, has others, or has others' shapes; or a leaf is no array.
       CheckpointError: the file is of neither format, or lacks weights, has others, or has others' shapes: the first are named.
       DamagedError: the file cannot be read.
       SwapError: the program's disk is too small, or failed.
     """
     data = _key_data(key, program)
-    file = open_weights(path)
+    file = open_weights(path) if isinstance(path, str | os.PathLike) else ArrayTree(path)
     state_leaves = leaves_of_program(program)
-    weights, leaves = _compare(file, [leaf for leaf in state_leaves if leaf.name.startswith("weights") and not leaf.is_derived])
+    try:
+        weights, leaves = _compare(file, [x for x in state_leaves if x.name.startswith("weights") and not x.is_derived])
+    except CheckpointError as error:
+        if isinstance(file, ArrayTree):
+            raise ValueError(str(error)) from error
+        raise
     constants, others = _add_opt_state(program, state_leaves, weights, leaves)
     # To run tx.init, all weights must be on the device together.
     if others and (updates_by_parts(program.config) or program.layout.disk is not None):

@@ -1,0 +1,91 @@
+"""A tree of arrays in memory, read as a file of weights is: box by box, each process and device its own part.
+
+    state = zj.import_params(program, {"embed": {"table": array}, ...}, key=jax.random.key(0))
+
+An init function that returns such arrays would put them into the program that makes the first state, as constants: each device
+would hold all of them, beside the state. Here a box is sliced where the array is, and crosses to the host by itself.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from host_offload.disk import Box
+from zerojax.checkpoint import CheckpointError
+from zerojax.weights.names import Tensor, path_of
+
+
+class ArrayTree:
+    """Arrays in memory, in the place of a file of weights.
+
+    Attributes:
+      path: what to call it in errors.
+      tensors: by name, as in safetensors.
+      tiled: nothing is known of tiles.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        """Name the leaves of a tree.
+
+        Raises:
+          ValueError: a leaf is no array, or is not here; or two leaves have one name.
+        """
+        self.path = "the tree of arrays"
+        self.tiled = frozenset[str]()
+        self._arrays: dict[str, Any] = {}
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            try:
+                name = ".".join(path_of(f"weights{jax.tree_util.keystr(path)}"))
+            except CheckpointError as error:
+                raise ValueError(f"the tree of arrays: {error}") from error
+            if name in self._arrays:
+                raise ValueError(f"the tree of arrays holds two leaves that are both {name}: rename one of them")
+            self._arrays[name] = _array(name, leaf)
+        self.tensors = {name: Tensor(tuple(a.shape), np.dtype(a.dtype).name) for name, a in self._arrays.items()}
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """Return a part of an array."""
+        array = self._arrays[name]
+        if not isinstance(array, jax.Array):
+            return array[tuple(slice(*ends) for ends in box)]
+        out = np.empty([stop - start for start, stop in box], array.dtype)
+        for shard in array.addressable_shards:
+            if shard.replica_id:
+                continue
+            has = [s.indices(n)[:2] for s, n in zip(shard.index, array.shape, strict=True)]
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, has, strict=True)]
+            if any(start >= stop for start, stop in common):
+                continue
+            # The start is an argument: boxes of one shape share a compiled slice.
+            starts, sizes = [a - c for (a, _), (c, _) in zip(common, has, strict=True)], [b - a for a, b in common]
+            # The program's mesh is set here, and need not have this device.
+            with jax.set_mesh(Mesh(np.asarray([shard.device]), ("device",))):
+                piece = jax.lax.dynamic_slice(shard.data, starts, sizes) if sizes else shard.data
+            out[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(common, box, strict=True))] = np.asarray(piece)
+        return out
+
+
+def _array(name: str, leaf: Any) -> Any:
+    """Return a leaf as an array that can be sliced."""
+    if isinstance(leaf, jax.ShapeDtypeStruct | str | bytes):
+        raise ValueError(f"the tree of arrays: {name} is a {type(leaf).__name__}, and an array is needed")
+    if not isinstance(leaf, jax.Array):
+        array = np.asanyarray(leaf)
+        if array.dtype == object:
+            raise ValueError(f"the tree of arrays: {name} is a {type(leaf).__name__}, and an array is needed")
+        return array
+    if isinstance(leaf, Tracer):
+        raise ValueError(f"the tree of arrays: {name} is traced; import_params runs outside of jit")
+    if leaf.is_deleted():
+        raise ValueError(f"the tree of arrays: {name} was donated or deleted, and is gone")
+    if leaf.is_fully_replicated and not leaf.is_fully_addressable:
+        return leaf.addressable_data(0)
+    if not leaf.is_fully_addressable:
+        raise ValueError(
+            f"the tree of arrays: {name} {list(leaf.shape)} lies on devices of other processes in part: give numpy arrays that "
+            "each process holds, or write the arrays to a file and import that"
+        )
+    return leaf
