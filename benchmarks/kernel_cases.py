@@ -16,10 +16,13 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 from pallas_kernels.linear_cross_entropy import linear_cross_entropy
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul.reference import ACTIVATIONS
+from pallas_kernels.nf4 import Nf4, dequantize_nf4, quantize_nf4
+from pallas_kernels.nf4.reference import LEVELS, MIDPOINTS, pack, quantize_scales
 from pallas_kernels.quantize import Quantized, dequantize, quantize
 
 MOSAIC, XLA, UNFUSED = "mosaic", "xla", "unfused"
 ROWS = 64  # that are compared with float64
+NF4_BYTES = 0.5 + 1 / 64 + 8 / (64 * 256)  # an element, in groups of 256 blocks
 Step = Callable[[tuple[Any, ...], Any], Any]
 """(the case's arrays, what the step before returned, donated) -> the next value. Each is a program of its own."""
 
@@ -48,12 +51,14 @@ class Case:
     accumulates: bool = False
 
     def draw(self) -> tuple[Any, ...]:
-        """Return random arguments: normal numbers, products of which stay of size 1; keys; 8-bit values as quantised."""
+        """Return random arguments: normal numbers, products of which stay of size 1; keys; 8 or 4 bits as quantised."""
 
         def array(n: int, a: Any) -> jax.Array:
             key = jax.random.fold_in(jax.random.key(0), n)
             if a.dtype == jnp.uint32:
                 return jax.random.key_data(key)
+            if a.dtype == jnp.uint8:
+                return jax.random.bits(key, a.shape, jnp.uint8)
             if a.dtype == jnp.int8:
                 return jax.random.randint(key, a.shape, -127, 128, jnp.int8)
             scale = 1.0 if n == 0 else a.shape[0] ** -0.5
@@ -207,6 +212,85 @@ def dequantize_case(rows: int, columns: int, dtype: Any, block_size: int) -> Cas
     )
 
 
+def quantize_nf4_case(size: int, dtype: Any) -> Case:
+    """Return the case of `quantize_nf4` of a vector, its bytes those of x and of what is made of it."""
+    group = (1, 256)
+
+    def op(implementation: Any) -> Step:
+        return lambda arrays, _: quantize_nf4(arrays[0], group, implementation)
+
+    def blocks(arrays: Any) -> Any:
+        return arrays[0].reshape(-1, 64).astype(jnp.float32)
+
+    def packed(_: Any, z: Any) -> Any:
+        codes = jax.lax.bitcast_convert_type(pack(z[0][:, :32], z[0][:, 32:]), jnp.uint8)
+        return Nf4(codes.reshape(-1), *[a[0] for a in quantize_scales(z[1][None], group)])
+
+    steps: list[Step] = [
+        lambda arrays, _: jnp.abs(blocks(arrays)).max(-1),
+        lambda arrays, largest: (blocks(arrays) / largest[:, None], largest),
+        lambda _, z: (jnp.searchsorted(jnp.array(MIDPOINTS, jnp.float32), z[0]).astype(jnp.int32), z[1]),
+        packed,
+    ]
+
+    def error(arrays: Any, q: Nf4) -> float:
+        chosen = 64 * group[1] * min(4, len(q.steps))  # elements: whole groups
+        x = np.asarray(arrays[0][:chosen], np.float64).reshape(-1, group[1], 64)
+        largest = np.abs(x).max(-1)
+        first = jax.tree.map(lambda a: a[: a.size * chosen // size], q)
+        y = np.asarray(dequantize_nf4(first, jnp.float32), np.float64).reshape(x.shape)
+        apart = np.abs(largest - largest.mean(-1, keepdims=True)).max(-1, keepdims=True)
+        bound = np.diff(LEVELS).max() / 2 * largest + apart / 254
+        return float((np.abs(y - x) / (bound[..., None] * (1 + 1e-3))).max())
+
+    return Case(
+        name=f"quantize_nf4 {size}, {jnp.dtype(dtype)} to 4 bits",
+        work=size * (jnp.dtype(dtype).itemsize + NF4_BYTES),
+        unit="bytes",
+        arrays=(jax.ShapeDtypeStruct((size,), dtype),),
+        programs={MOSAIC: [op(MOSAIC)], XLA: [op(XLA)], UNFUSED: steps},
+        error=error,
+    )
+
+
+def dequantize_nf4_case(size: int, dtype: Any) -> Case:
+    """Return the case of `dequantize_nf4` to a vector."""
+    q = jax.eval_shape(lambda x: quantize_nf4(x, (1, 256)), jax.ShapeDtypeStruct((size,), dtype))
+
+    def op(implementation: Any) -> Step:
+        return lambda arrays, _: dequantize_nf4(Nf4(*arrays), dtype, implementation)
+
+    def largest(arrays: Any, _: Any) -> Any:
+        _, scales, steps, means = arrays
+        return jnp.maximum(scales.astype(jnp.float32) * jnp.repeat(steps, 256) + jnp.repeat(means, 256), 0)
+
+    def levels(arrays: Any, z: Any) -> Any:
+        pairs = arrays[0].reshape(-1, 32)
+        return jnp.array(LEVELS, jnp.float32)[jnp.concatenate([pairs & 15, pairs >> 4], 1)], z
+
+    def error(arrays: Any, y: Any) -> float:
+        chosen = 64 * 256 * min(4, len(arrays[2]))
+        codes, scales, steps, means = (np.asarray(a[: a.size * chosen // size]) for a in arrays)
+        pairs = codes.reshape(-1, 32)
+        steps, means = (np.repeat(a.astype(np.float64), 256) for a in (steps, means))
+        # What is drawn has steps of 24 bits: their products are rounded, in one instruction with the sum or by themselves.
+        scale = np.maximum(scales * steps + means, 0)
+        values = np.array(LEVELS)[np.concatenate([pairs & 15, pairs >> 4], 1)]
+        off = np.abs(np.asarray(y[:chosen], np.float64).reshape(values.shape) - values * scale[:, None])
+        rounded = (np.abs(scales * steps) + np.abs(means)) * 2.0**-22
+        return float((off / (2.0**-8 * np.abs(values * scale[:, None]) + rounded[:, None] + 1e-30)).max())
+
+    steps: list[Step] = [largest, levels, lambda _, z: z[0] * z[1][:, None], lambda _, z: z.astype(dtype).reshape(-1)]
+    return Case(
+        name=f"dequantize_nf4 {size}, 4 bits to {jnp.dtype(dtype)}",
+        work=size * (jnp.dtype(dtype).itemsize + NF4_BYTES),
+        unit="bytes",
+        arrays=(q.codes, q.scales, q.steps, q.means),
+        programs={MOSAIC: [op(MOSAIC)], XLA: [op(XLA)], UNFUSED: steps},
+        error=error,
+    )
+
+
 def loss_case(tokens: int, hidden: int, vocab: int) -> Case:
     """Return the case of `linear_cross_entropy` in bfloat16, forward and both gradients; its work is that of three products.
 
@@ -279,4 +363,6 @@ def cases(small: bool) -> list[Case]:
         quantize_case(rows, columns, jnp.bfloat16, jnp.int8, 256, stochastic=True),
         quantize_case(rows, columns, jnp.float32, jnp.float8_e4m3fn, 128),
         dequantize_case(rows, columns, jnp.bfloat16, 256),
+        quantize_nf4_case(rows * columns, jnp.bfloat16),
+        dequantize_nf4_case(rows * columns, jnp.bfloat16),
     ]

@@ -168,11 +168,12 @@ def dequantize(
 
     def run(values: jax.Array, scales: jax.Array) -> jax.Array:
         codes = _in_blocks(jax.lax.bitcast_convert_type(values, jnp.int8), block_size)
-        scales = scales.reshape(-1)
         if chosen == "mosaic":
             assert config is not None
-            y = mosaic.dequantize(form, config, codes, scales, dtype)
+            y = mosaic.dequantize(form, config, codes, scales.reshape(-1), dtype)
         else:
+            # With their dims: the partitioner may split any of them, and would gather what is flattened.
+            codes = codes.reshape(*scales.shape, block_size)
             y = (xla if chosen == "xla" else reference).dequantize(form, codes, scales, dtype)
         return _of_blocks(y, values.shape)
 
@@ -208,9 +209,9 @@ def _in_blocks(array: jax.Array, block_size: int) -> jax.Array:
 
 
 def _of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return the array `[..., K]` of this shape that blocks `[G, block_size]` make."""
-    per_row = -(-shape[-1] // blocks.shape[1])
-    return blocks.reshape(*shape[:-1], per_row * blocks.shape[1])[..., : shape[-1]]
+    """Return the array `[..., K]` of this shape that blocks `[G, block_size]`, or `[..., block_size]`, make."""
+    per_row = -(-shape[-1] // blocks.shape[-1])
+    return blocks.reshape(*shape[:-1], per_row * blocks.shape[-1])[..., : shape[-1]]
 
 
 def _check_block_size(op: str, block_size: Any) -> None:

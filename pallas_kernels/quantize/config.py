@@ -47,7 +47,10 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What sizes depend on: G blocks of B, dtypes of what is read and written, and bytes read and written for each block."""
+    """What sizes depend on: G blocks of B, dtypes of what is read and written, and bytes read and written for each block.
+
+    `packed` is how many elements a number of 8 bits holds.
+    """
 
     num_blocks: int
     block_size: int
@@ -55,11 +58,16 @@ class Problem:
     out_dtype: jnp.dtype
     in_block_bytes: int
     out_block_bytes: int
+    packed: int = 1
+
+    def row_bytes(self, dtype: jnp.dtype) -> int:
+        """Return the bytes of a block's elements."""
+        return self.block_size * dtype.itemsize // (self.packed if dtype.itemsize == 1 else 1)
 
     def shared_bytes(self, num_warpgroups: int, num_stages: int) -> int:
         """Return the shared memory that a thread block takes."""
-        tile_in = ROWS * (self.block_size * self.in_dtype.itemsize + self.in_block_bytes)
-        tile_out = ROWS * (self.block_size * self.out_dtype.itemsize + self.out_block_bytes)
+        tile_in = ROWS * (self.row_bytes(self.in_dtype) + self.in_block_bytes)
+        tile_out = ROWS * (self.row_bytes(self.out_dtype) + self.out_block_bytes)
         return num_warpgroups * (num_stages * tile_in + SLOTS * tile_out)
 
     def check(self, config: Config) -> None:

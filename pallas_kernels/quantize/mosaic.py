@@ -59,26 +59,23 @@ def quantize(form: Format, config: Config, x: jax.Array, words: jax.Array | None
     def compute(x_smem: Any, *refs: Any) -> None:
         *word_smems, code_smem, scale_smem = refs
         # First pass over the tile: the scales of its rows.
-        largest = functools.reduce(jnp.maximum, (reference.magnitudes(_load(x_smem, at)).max(1) for at in chunks))
+        largest = functools.reduce(jnp.maximum, (reference.magnitudes(load(x_smem, at)).max(1) for at in chunks))
         scale, inverse, mask = form.scales(largest)
         scale_smem[...] = scale
         for at in chunks:
             # Second pass: the codes.
-            part = _load(x_smem, at)  # [64, 128], or [64, 64]
-
-            def spread(row: jax.Array, shape: tuple[int, ...] = part.shape) -> jax.Array:
-                return lax.broadcast_in_dim(row, shape, (0,))
-
+            part = load(x_smem, at)  # [64, 128], or [64, 64]
             r = None
             if word_smems:
                 columns = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, part.shape, 1), LAYOUT) + jnp.uint32(at.start)
-                r = reference.random_bits(spread(word_smems[0][...]), columns)
-            code_smem[:, at] = form.encode(reference.normalized(part, spread(inverse), spread(mask)), r)
+                r = reference.random_bits(spread(word_smems[0][...], part.shape), columns)
+            v = reference.normalized(part, spread(inverse, part.shape), spread(mask, part.shape))
+            code_smem[:, at] = form.encode(v, r)
 
     arrays = [x] if words is None else [x, words]
     # The reference tells the types of the results, with the axes of a shard_map over which they vary.
     out_types = jax.eval_shape(functools.partial(reference.quantize, form), x, words)
-    codes, scales = _stream("quantize", config, compute, arrays, out_types)
+    codes, scales = stream("quantize", config, compute, arrays, out_types)
     return codes, scales
 
 
@@ -91,10 +88,10 @@ def dequantize(form: Format, config: Config, codes: jax.Array, scales: jax.Array
         scale = scale_smem[...]
         for at in chunks:
             values = form.decode(plgpu.layout_cast(code_smem[:, at], LAYOUT))
-            y_smem[:, at] = (values * lax.broadcast_in_dim(scale, values.shape, (0,))).astype(dtype)
+            y_smem[:, at] = (values * spread(scale, values.shape)).astype(dtype)
 
     out_type = jax.eval_shape(functools.partial(reference.dequantize, form, dtype=dtype), codes, scales)
-    [y] = _stream("dequantize", config, compute, [codes, scales], [out_type])
+    [y] = stream("dequantize", config, compute, [codes, scales], [out_type])
     return y
 
 
@@ -104,19 +101,33 @@ def _chunks(block_size: int) -> list[slice]:
     return [slice(start, start + width) for start in range(0, block_size, width)]
 
 
-def _load(x_smem: Any, columns: slice) -> jax.Array:
-    return plgpu.layout_cast(x_smem[:, columns], LAYOUT).astype(jnp.float32)
+def load(x_smem: Any, columns: slice, dtype: Any = jnp.float32) -> jax.Array:
+    """Return columns of a tile in registers."""
+    return plgpu.layout_cast(x_smem[:, columns], LAYOUT).astype(dtype)
 
 
-def _stream(
-    name: str, config: Config, compute: Callable[..., None], arrays: Sequence[jax.Array], out_types: Sequence[Any]
+def spread(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return a tile of this shape that has `row[i]` in all of row i."""
+    return lax.broadcast_in_dim(row, shape, (0,))
+
+
+def stream(
+    name: str,
+    config: Config,
+    compute: Callable[..., None],
+    arrays: Sequence[jax.Array],
+    out_types: Sequence[Any],
+    width: int | None = None,
 ) -> list[jax.Array]:
-    """Run `compute(*inputs, *outputs)` on each tile of 64 rows, in shared memory; arrays are [G, B] or [G]."""
+    """Run `compute(*inputs, *outputs)` on each tile of 64 rows, in shared memory; arrays are [G, B] or [G].
+
+    `width` is the number of columns that `compute` reads or writes at a time, where it is less than a swizzled tile's.
+    """
     num_rows = arrays[0].shape[0]
     if more := -num_rows % TILE_ROWS:
         arrays = [jnp.pad(array, [(0, more)] + [(0, 0)] * (array.ndim - 1)) for array in arrays]
         padded = [out.update(shape=(num_rows + more, *out.shape[1:])) for out in out_types]
-        return [result[:num_rows] for result in _stream(name, config, compute, arrays, padded)]
+        return [result[:num_rows] for result in stream(name, config, compute, arrays, padded, width)]
     num_tiles = pl.cdiv(num_rows, ROWS)
     num_blocks = min(config.num_cores, pl.cdiv(num_tiles, config.num_warpgroups))
     stride = num_blocks * config.num_warpgroups
@@ -169,8 +180,8 @@ def _stream(
 
         pl.run_scoped(
             scope,
-            [_shared((config.num_warpgroups, config.num_stages), array) for array in arrays],
-            [_shared((config.num_warpgroups, SLOTS), out) for out in out_types],
+            [_shared((config.num_warpgroups, config.num_stages), array, width) for array in arrays],
+            [_shared((config.num_warpgroups, SLOTS), out, width) for out in out_types],
             plgpu.Barrier(num_arrivals=len(arrays), num_barriers=config.num_warpgroups * config.num_stages),
             collective_axes="warpgroup",
         )
@@ -186,8 +197,8 @@ def _stream(
     return list(call(*arrays))
 
 
-def _shared(slots: tuple[int, int], array: Any) -> Any:
+def _shared(slots: tuple[int, int], array: Any, width: int | None) -> Any:
     """Return shared memory for tiles of an array."""
     if array.ndim == 1:
         return plgpu.SMEM((*slots, ROWS), array.dtype)
-    return swizzled((*slots, ROWS, array.shape[1]), array.dtype)
+    return swizzled((*slots, ROWS, array.shape[1]), array.dtype, width)

@@ -138,8 +138,8 @@ def quantize(form: Format, x: jax.Array, words: jax.Array | None) -> tuple[jax.A
 
 
 def dequantize(form: Format, codes: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Return y[G, B] for codes int8[G, B] and scales float32[G]."""
-    return (form.decode(codes) * scales[:, None]).astype(dtype)
+    """Return y[..., B] for codes int8[..., B] and scales float32[...]."""
+    return (form.decode(codes) * scales[..., None]).astype(dtype)
 
 
 def magnitudes(x: jax.Array) -> jax.Array:

@@ -16,7 +16,9 @@ from typing import Any
 import jax
 
 
-def without_derivative(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
+def without_derivative(
+    name: str, f: Callable[..., Any], there_and_back: str = "dequantize(quantize(x), x.dtype)"
+) -> Callable[..., Any]:
     """Return f of arrays, which raises ValueError where its derivative is taken."""
 
     @jax.custom_vjp
@@ -27,7 +29,7 @@ def without_derivative(name: str, f: Callable[..., Any]) -> Callable[..., Any]:
     def backward(*_: Any) -> Any:
         raise ValueError(
             f"{name} has no derivative: stop it with jax.lax.stop_gradient, or pass the gradient straight through with "
-            "x + jax.lax.stop_gradient(dequantize(quantize(x), x.dtype) - x)"
+            f"x + jax.lax.stop_gradient({there_and_back} - x)"
         )
 
     op.defvjp(lambda *arrays: (f(*arrays), None), backward)

@@ -1,0 +1,173 @@
+"""The specification of `quantize_nf4` and `dequantize_nf4`, on blocks `x[..., 64]`: plain jnp, which is also XLA's form.
+
+    largest[...]    = max |x|                              over a block
+    code[..., 64]   = the n with LEVELS[n] nearest to x / largest, the lower one of two
+    y[..., 64]      = LEVELS[code] * largest'
+
+LEVELS are quantiles of the normal distribution, as many on each side of 0 as 4 bits leave, divided by the largest (QLoRA,
+arXiv:2305.14314, equation 4 and appendix E): with q the inverse of its distribution function and d = 1 - (1/30 + 1/32) / 2,
+
+    q(p) for 8 values p from d to 1/2, its end left out, -q(p) for 7 of them, and 0;  all over q(d)
+
+They stand here as that appendix has them, for what others have quantised has these bits; computed in float64 they are the same
+to 2e-7. largest' is what is left of `largest` when it is kept in 8 bits, by groups of blocks:
+
+    mean  = sum of largest / blocks of the group
+    step  = max |largest - mean| / 127                      in 16 significant bits
+    scale = round((largest - mean) * inverse)               -127 .. 127; -128: the block is not finite
+    largest' = max(0, mean + scale * step)
+
+Every implementation returns the same bits on every device, as `quantize.reference` tells of its own. Here further:
+
+- A sum depends on the order of its terms. So halves are added to halves, which is one order.
+- A product and the sum it goes into become one instruction that rounds once, where a compiler likes to. So steps have 16
+  significant bits: times 8 they are exact, rounded or not.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.quantize.reference import EXPONENT, FORMATS, MAGNITUDE, Format, magnitudes, normalized
+
+Group = tuple[int, int]
+BLOCK = 64  # elements of a block
+GROUP = 256  # blocks of a group at most
+NOT_FINITE = -128  # the scale of a block with NaN or an infinity
+LEVELS = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+MIDPOINTS = tuple(float(np.float32((low + high) / 2)) for low, high in itertools.pairwise(LEVELS))
+# Its inverse takes the largest magnitude to 128 at most: what takes it to 1 may be subnormal, and a zero on some processors.
+UNIT = 128.0
+FORM = Format(jnp.dtype(jnp.int8), UNIT)
+INT8 = FORMATS[jnp.dtype(jnp.int8)]
+
+
+def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (codes int8[..., 32] as bits, largest float32[...], NaN of blocks that are not finite) of x[..., 64]."""
+    x = x.astype(jnp.float32)
+    largest, inverse, mask = scales(magnitudes(x).max(-1))
+    codes = nearest(normalized(x, inverse[..., None], mask[..., None]))
+    return pack(codes[..., : BLOCK // 2], codes[..., BLOCK // 2 :]), largest
+
+
+def dequantize(codes: jax.Array, largest: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return y[..., 64] for codes int8[..., 32], as bits, and largest float32[...]."""
+    # One axis more instead of two halves joined: an elementwise program for XLA.
+    halves = codes.astype(jnp.int32)[..., None, :] >> jnp.array([0, 4])[:, None]  # [..., 2, 32]
+    return (chosen(halves) * largest[..., None, None]).astype(dtype).reshape(*largest.shape, BLOCK)
+
+
+def quantize_scales(largest: jax.Array, group: Group) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (scales int8[..., R, K], steps float32[..., R / r, K / c], means the same) of magnitudes [..., R, K].
+
+    A group is of r rows and c blocks.
+    """
+    is_finite = magnitudes(largest) < EXPONENT
+    value = _grouped(jnp.where(is_finite, largest, 0.0), group)
+    means = _means(value)
+    # Blocks of zeros are told by their codes: their scale may be any.
+    apart = jnp.where(value > 0, value - means[..., None], 0.0)
+    steps, inverse, mask = INT8.scales(magnitudes(apart).max(-1))
+    scales = INT8.encode(normalized(apart, inverse[..., None], mask[..., None]), None)
+    scales = _ungrouped(scales, largest.shape, group)
+    steps = _floats((_integers(steps) + 0x80) & ~0xFF)  # to 16 significant bits
+    return jnp.where(is_finite, scales, jnp.int8(NOT_FINITE)), steps, means
+
+
+def dequantize_scales(scales: jax.Array, steps: jax.Array, means: jax.Array) -> jax.Array:
+    """Return the largest magnitudes, float32[..., R, K]."""
+    if not scales.size:
+        return scales.astype(jnp.float32)
+    group = (scales.shape[-2] // steps.shape[-2], scales.shape[-1] // steps.shape[-1])
+    steps, means = (_ungrouped(a[..., None], scales.shape, group) for a in (steps, means))
+    value = jnp.maximum(scales.astype(jnp.float32) * steps + means, 0.0)
+    return jnp.where(scales == NOT_FINITE, jnp.nan, value)
+
+
+def _grouped(array: jax.Array, group: Group) -> jax.Array:
+    """Return `[..., R / r, K / c, r c]` of `[..., R, K]`."""
+    *outer, rows, blocks = array.shape
+    r, c = group
+    array = array.reshape(*outer, rows // r, r, blocks // c, c)
+    return jnp.swapaxes(array, -3, -2).reshape(*outer, rows // r, blocks // c, r * c)
+
+
+def _ungrouped(array: jax.Array, shape: tuple[int, ...], group: Group) -> jax.Array:
+    """Return an array of this shape `[..., R, K]` of `[..., R / r, K / c, r c]`, or of one value for each group."""
+    *outer, rows, blocks = shape
+    r, c = group
+    inner = (r, c) if array.shape[-1] == r * c else (1, 1)
+    array = jnp.swapaxes(array.reshape(*outer, rows // r, blocks // c, *inner), -3, -2)
+    return jnp.broadcast_to(array, (*outer, rows // r, r, blocks // c, c)).reshape(shape)
+
+
+def scales(largest: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (largest, inverse, mask) of each block as `Format.scales` does, the inverse for `nearest`."""
+    scale, inverse, mask = FORM.scales(largest)
+    return scale * UNIT, inverse, mask
+
+
+def nearest(v: jax.Array) -> jax.Array:
+    """Return the n int32 with LEVELS[n] nearest to v / 128, |v| <= 128."""
+    return sum(((v > middle * UNIT).astype(jnp.int32) for middle in MIDPOINTS), jnp.zeros(v.shape, jnp.int32))
+
+
+def pack(low: jax.Array, high: jax.Array) -> jax.Array:
+    """Return bytes, int8, of two of 4 bits, int32."""
+    return (low | (high << 4)).astype(jnp.int8)
+
+
+def chosen(codes: jax.Array) -> jax.Array:
+    """Return LEVELS[codes & 15], float32: chosen by a bit of the code at a time, without a table in memory.
+
+    A kernel has no lookup in registers, and XLA's, an element at a time from memory, is no faster on a CPU.
+    """
+    values: list[jax.Array | float] = list(LEVELS)
+    for bit in range(4):
+        is_odd = (codes & (1 << bit)) != 0
+        values = [
+            jnp.where(is_odd, jnp.float32(high), jnp.float32(low)) for low, high in zip(values[::2], values[1::2], strict=True)
+        ]
+    [value] = values
+    return jnp.asarray(value)
+
+
+def _means(value: jax.Array) -> jax.Array:
+    """Return the means float32[...] of value[..., group], not negative."""
+    group = value.shape[-1]
+    whole = 1 << (group - 1).bit_length()
+    value = jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, whole - group)])
+    value = value * (1 / whole)  # by a power of 2, which is exact: no sum overflows
+    while value.shape[-1] > 1:
+        half = value.shape[-1] // 2
+        value = value[..., :half] + value[..., half:]
+    # Its magnitude: lest a product and the difference it goes into become one instruction.
+    return _floats(_integers(value[..., 0] * (whole / group)) & MAGNITUDE)
+
+
+def _integers(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _floats(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.float32)
