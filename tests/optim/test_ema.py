@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiled_toys
 
 import zerojax as zj
 
@@ -161,6 +162,21 @@ def test_average_is_that_of_the_weights_in_float64(case, tmp_path):
             state, metrics = program.step(state, batches(1)[0] | {"y": np.full((BATCH, WIDTH), np.nan, np.float32)})
             assert float(metrics["skipped_steps"]) == 1
             jax.tree.map(np.testing.assert_array_equal, whole(program, state, ema=True), ema)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tiers", [{"params": HOST, "opt_state": HOST}, {"params": HOST, "opt_state": DISK}], ids=[HOST, DISK])
+def test_average_of_tiles_is_read_tile_by_tile(tiers, tmp_path):
+    with build(tmp_path, tiled_toys.model(), **tiers) as program:
+        assert program.layout.groups
+        state, batch = program.init(jax.random.key(0)), tiled_toys.batches(1)[0]
+        weights = [whole(program, state)]
+        for _ in range(2):
+            state, _ = jax.block_until_ready(program.step(state, batch))
+            weights.append(whole(program, state))
+        ema = whole(program, state, ema=True)
+        assert_close(ema, averaged(weights), 1e-6)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(program.ema_params(state)), ema)
 
 
 def labels(tree):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import zerojax as zj
 from zerojax.optim import learning_rates
@@ -133,6 +134,27 @@ def test_groups_have_rates_of_their_own_and_tell_them(fields, tmp_path):
             assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-5 if exact else 0.1)
         if exact:
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), weights(), params)
+
+
+def test_groups_by_path_of_an_nnx_module_equal_plain_optax():
+    def label(path, leaf):
+        return "bias" if "bias" in jax.tree_util.keystr(path) else "kernel"
+
+    tx = optax.partition(
+        {"kernel": optax.adamw(SCHEDULE), "bias": optax.sgd(0.1)}, lambda p: jax.tree_util.tree_map_with_path(label, p)
+    )
+    model = zj.from_flax(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs), lambda m, batch: jnp.mean((m(batch) - 1) ** 2))
+    program = zj.build_train_step(model, tx, zj.ZeroConfig(), mesh())
+    state, batch = program.init(jax.random.key(0)), np.ones((8, WIDTH), np.float32)
+    params = jax.device_get(program.params(state))
+    opt_state = tx.init(params)
+    step = jax.jit(lambda p, s: tx.update(jax.grad(lambda p: jnp.mean((batch @ p["kernel"] + p["bias"] - 1) ** 2))(p), s, p))
+    for n in range(8):
+        state, metrics = jax.block_until_ready(program.step(state, batch))
+        assert float(metrics["learning_rate/kernel"]) == pytest.approx(float(SCHEDULE(n)), rel=1e-6)
+        updates, opt_state = step(params, opt_state)
+        params = optax.apply_updates(params, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), program.params(state), params)
 
 
 def test_a_metric_of_the_losss_own_with_the_name_of_a_rate_is_refused():
