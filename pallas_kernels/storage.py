@@ -157,13 +157,14 @@ def decode(encoded: Encoded, dtype: Any = jnp.bfloat16, implementation: Implemen
     """Return the leaf, the shard or the stack that was encoded, in bfloat16, float16 or float32.
 
     The result of XLA's form may be split as the arrays are, without communication; the kernels are opaque to the partitioner
-    and want `jax.shard_map`.
+    and want `jax.shard_map`. What is encoded is a constant to derivatives, where `dequantize` raises: these weights are never
+    trained, and a barrier beside what is differentiated would give them a derivative of zeros.
 
     Raises:
       ValueError: arrays that do not fit each other, or another dtype.
       NotImplementedError: the named implementation cannot serve.
     """
-    q, layout = encoded.q, encoded.layout
+    q, layout = jax.lax.stop_gradient(encoded.q), encoded.layout
     w = dequantize(q, dtype, implementation) if isinstance(q, Quantized) else dequantize_nf4(q, dtype, implementation)
     inner = math.prod(layout.inner)
     w = w.reshape(*w.shape[:-1], w.shape[-1] // inner, *layout.inner)
