@@ -30,7 +30,7 @@ ROOMS = {
     "zerojax.runtime": ("state",),
     "zerojax.optim": ("state", "runtime", "sharding", "jaxprs", "config", "precision", "metrics"),
     "zerojax.resident": ("optim", "state", "models", "sharding", "jaxprs"),
-    "zerojax.streamed": ("optim", "state", "models", "tiling", "sharding", "jaxprs", "precision"),
+    "zerojax.streamed": ("optim", "state", "models", "tiling", "sharding", "jaxprs"),
     "zerojax.memory": ("streamed", "resident", "state", "models", "sharding", "precision"),
     "zerojax.program": (
         "memory", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding", "aot", "config",

@@ -29,8 +29,10 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "update": (None, "after_backward", "in_backward"),
     "update_on": ("device", "host"),
     "io": ("direct", "tensorstore"),
+    "frozen": (None, *TIERS),
+    "frozen_dtype": (None, "int8", "nf4"),
 }
-_BUILT: dict[str, tuple[Any, ...]] = {"partition_activations": (False,)}
+_BUILT: dict[str, tuple[Any, ...]] = {"partition_activations": (False,), "frozen_dtype": (None,)}
 """What this version builds."""
 
 
@@ -73,6 +75,9 @@ class ZeroConfig:
       swap_dir: folder of the nvme tier: a str, or an os.PathLike, which is kept as the str that it stands for.
       io: reader of the nvme tier.
       loss_scaling: dynamic loss scaling, read by precision="fp16" alone.
+      frozen: tier of the weights that the model freezes (`Model.frozen`), which a step reads and never writes. None: that of
+        the parameters. Off the device it needs a LayeredModel and stage 3.
+      frozen_dtype: dtype in which frozen floating weights rest. None: the compute dtype.
 
     Raises:
       ValueError: an unknown field, or a value or combination that cannot work.
@@ -102,6 +107,8 @@ class ZeroConfig:
     swap_dir: str | None = None
     io: Literal["direct", "tensorstore"] = "direct"
     loss_scaling: LossScaling = dataclasses.field(default_factory=LossScaling)
+    frozen: Tier | None = None
+    frozen_dtype: Literal["int8", "nf4"] | None = None
 
     def __new__(cls, *values: Any, **fields: Any) -> "ZeroConfig":
         # A dataclass answers an unknown keyword with a TypeError that names no alternative.
@@ -185,6 +192,8 @@ class ZeroConfig:
             raise ValueError(f"gather_ahead=True needs stage=3, got stage={self.stage}: below it parameters are whole")
         if self.params != "device" and self.stage != 3:
             raise ValueError(f"params={self.params!r} needs stage=3, got stage={self.stage}: below it parameters are whole")
+        if (tier := frozen_tier(self)) != "device" and self.stage != 3:
+            raise ValueError(f"frozen={tier!r} needs stage=3, got stage={self.stage}: below it parameters are whole")
         if self.update_on == "host" and self.opt_state == "device":
             raise ValueError("update_on='host' needs opt_state='pinned_host' or 'nvme', got opt_state='device'")
         if uses_disk(self) and self.swap_dir is None:
@@ -197,9 +206,14 @@ class ZeroConfig:
             )
 
 
+def frozen_tier(config: ZeroConfig) -> Tier:
+    """Return the tier of frozen weights."""
+    return config.params if config.frozen is None else config.frozen
+
+
 def streams(config: ZeroConfig) -> bool:
     """Tell whether a LayeredModel runs as the streamed step: explicit loops over layers, each fetched and released."""
-    off_device = {config.params, config.grads, config.opt_state} != {"device"}
+    off_device = {config.params, config.grads, config.opt_state, frozen_tier(config)} != {"device"}
     # Autodiff of the whole loss can save or recompute by itself. A choice of values, or a tier, needs the explicit loops.
     keeps_by_choice = config.activations not in ("save", "remat") or config.saved_names or config.offloaded_names
     return bool(off_device or keeps_by_choice or config.update == "in_backward" or config.gather_ahead)
@@ -207,7 +221,7 @@ def streams(config: ZeroConfig) -> bool:
 
 def uses_disk(config: ZeroConfig) -> bool:
     """Tell whether anything rests on disk."""
-    return "nvme" in (config.params, config.grads, config.opt_state, config.activations)
+    return "nvme" in (config.params, config.grads, config.opt_state, config.activations, config.frozen)
 
 
 def updates_by_parts(config: ZeroConfig) -> bool:
@@ -222,7 +236,7 @@ def require_built(config: ZeroConfig) -> None:
             supported = ", ".join(map(repr, built))
             raise NotImplementedError(f"{name}={value!r} is not built in this version, which has {supported}")
     if config.delayed_update and uses_disk(config):
-        tiers = {name: getattr(config, name) for name in ("params", "grads", "opt_state", "activations")}
+        tiers = {name: getattr(config, name) for name in ("params", "grads", "opt_state", "activations", "frozen")}
         name = next(name for name, tier in tiers.items() if tier == "nvme")
         raise NotImplementedError(
             f"delayed_update=True is not built in this version with {name}='nvme': use delayed_update=False, or 'pinned_host'"
@@ -265,6 +279,7 @@ def check_unlayered(config: ZeroConfig) -> None:
         "saved_names": ((),),
         "offloaded_names": ((),),
         "opt_state_device_fraction": (0,),
+        "frozen": (None, "device"),
     }
     for name, without in needs.items():
         if (value := getattr(config, name)) not in without:

@@ -137,10 +137,10 @@ def _build_phases(
         )
 
     layers = np.arange(num_layers)
-    forward = phase("forward", layers, "params", "activations")
+    forward = phase("forward", layers, "params frozen", "activations")
     if update == "in_backward":
-        return forward, phase("backward", layers[::-1], "params activations", "opt_state params", "opt_state")
-    backward = phase("backward", layers[::-1], "params activations", "grads")
+        return forward, phase("backward", layers[::-1], "params frozen activations", "opt_state params", "opt_state")
+    backward = phase("backward", layers[::-1], "params frozen activations", "grads")
     reads = "grads opt_state" if master else "grads opt_state params"
     # Rolled: the layers whose state is on the device come last, so that fetches begin with the first tick.
     return forward, backward, phase("update", np.roll(layers, -device_layers), reads, "opt_state params")

@@ -8,8 +8,8 @@ A step over L equal layers is two or three loops, its **phases**, of L **ticks**
 
 With update="in_backward" a backward tick also updates its layer and there is no third phase.
 
-Records (the params, grads, opt_state or activations of one layer) whose tier is not "device" move while the step runs. The
-loops read the arrays of a `Phase`, so an order is data and not code. Tick t of a loop does, in this order:
+Records (the params, frozen params, grads, opt_state or activations of one layer) whose tier is not "device" move while the step
+runs. The loops read the arrays of a `Phase`, so an order is data and not code. Tick t of a loop does, in this order:
 
     take     consume[t], out of ring slot use_slot[t]; forward and backward gather it: W[D_fsdp, F] -> W[D, F]
     fetch    fetch[t], which lands in fetch_slot[t]: that slot has just been emptied, so use_slot[t] = fetch_slot[t]
@@ -31,9 +31,9 @@ fetch waits for no store of its own loop: a loop reads a record before it writes
 What an earlier loop wrote is complete before a later one begins.
 
     phase     reads ahead (`fetches`)       reads in the tick (`reads`)   writes (`writes`)
-    forward   params                                                      activations
-    backward  params, activations                                         grads
-      or      params, activations           opt_state                     opt_state, params (update in backward)
+    forward   params, frozen                                              activations
+    backward  params, frozen, activations                                 grads
+      or      params, frozen, activations   opt_state                     opt_state, params (update in backward)
     update    grads, opt_state, params*                                   opt_state, params
 
 Only kinds off the device count. params*: where parameters have no float32 masters beside them, they are themselves what is
@@ -51,7 +51,7 @@ import numpy as np
 
 from host_offload.schedule.timeline import Box, Lane, Strip, draw_html, draw_svg, draw_text
 
-KINDS = ("params", "grads", "opt_state", "activations")
+KINDS = ("params", "frozen", "grads", "opt_state", "activations")
 UPDATES = ("after_backward", "in_backward")
 SIZES = ("gathered", *KINDS)  # what record_bytes may hold
 

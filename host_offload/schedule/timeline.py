@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 COLOURS = {
     "params": "#9ecae1",
+    "frozen": "#c6dbef",
     "grads": "#fdbe6f",
     "opt_state": "#b5dfa4",
     "activations": "#e7b8d8",

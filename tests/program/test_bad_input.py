@@ -207,8 +207,10 @@ def test_loss_that_is_not_a_scalar():
 
 
 def test_parameters_that_are_not_floating():
-    model = zj.Model(lambda key: {"w": jnp.ones(8), "table": {"ids": jnp.arange(8)}}, lambda p, b, k: jnp.sum(p["w"]))
-    refused(["['table']['ids'] (int32)", "floating"], model=model)
+    model = zj.Model(lambda key: {"w": jnp.ones(8), "table": {"z": 1j * jnp.arange(8)}}, lambda p, b, k: jnp.sum(p["w"]))
+    refused(["['table']['z'] (complex64)", "floating"], model=model)
+    integers = zj.Model(lambda key: {"ids": jnp.arange(8)}, lambda p, b, k: jnp.float32(0))
+    refused(["all 1 parameter leaves are frozen"], model=integers)
     refused(["no parameters"], model=zj.Model(lambda key: {}, lambda p, b, k: jnp.float32(0)))
 
 

@@ -2,6 +2,7 @@
 
     name in a checkpoint            in the state
     weights['blocks']['w']          master, or params where these are their own masters; float32
+                                    of a frozen leaf: frozen, in its own dtype
     opt_state[0].mu['blocks']['w']  opt_state
     step, skipped, key, ...         the field
     pending.grads[0]                pending
@@ -49,6 +50,7 @@ class StateLeaf:
       disk_records: that hold it, or a Split's second part, if any do.
       disk_leaf: its place among their leaves.
       first: layers of a Split's first part.
+      is_frozen: whether it is a weight that is never written.
     """
 
     name: str
@@ -66,6 +68,7 @@ class StateLeaf:
     disk_records: DiskRecords | None = None
     disk_leaf: int = 0
     first: int = 0
+    is_frozen: bool = False
 
     @property
     def is_inline(self) -> bool:
@@ -93,12 +96,13 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
     # Both in the order of the flattened state: its leaves as if none were on disk, and as a program takes them.
     arrays = jax.tree_util.tree_flatten_with_path(layout.abstract_arrays, is_leaf=is_stored)[0]
     nodes = state_arrays(layout.abstract_state)
-    flags = tiled_leaves(model, layout.abstract_params)  # of a LayeredModel the stacks of layers have them, else every leaf
-    indices = layout.stacked if isinstance(model, LayeredModel) else range(len(layout.leaves))
+    flags = tiled_leaves(model, layout.abstract_whole)  # of a LayeredModel the stacks of layers have them, else every leaf
+    is_layered = isinstance(model, LayeredModel)
+    indices = [i for i in layout.in_tree if layout.all_leaves[i].is_stacked or not is_layered]
     tiles = dict(zip(indices, flags, strict=True))
     leaves = []
     for (path, array), value, (owner, record) in zip(arrays, nodes, _mirrored(records), strict=True):
-        param = None if owner is None else layout.leaves[owner]
+        param = None if owner is None else layout.all_leaves[owner]
         on_disk = isinstance(value, OnDisk) or (isinstance(value, Split) and isinstance(value.host, OnDisk))
         disk_records = record.disk_records if record is not None and on_disk else None
         rest = array.host if isinstance(array, Split) else array  # beside a Split's first part, or all of it
@@ -120,6 +124,7 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
             disk_records=disk_records,
             disk_leaf=record.leaf if record is not None and disk_records is not None else 0,
             first=first,
+            is_frozen=field == "frozen",
         )
         leaves.append(leaf)
     return leaves
@@ -138,6 +143,8 @@ def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | 
             yield from zip(every, records.master, strict=True)
         elif field.name == "opt_state":
             yield from zip(layout.opt_map.owners, records.opt, strict=True)
+        elif field.name == "frozen" and value is not None:
+            yield from zip(range(len(layout.leaves), len(layout.all_leaves)), records.frozen, strict=True)
         else:
             grads = [*layout.stacked, *layout.ends] if field.name == "pending" and value is not None else []
             yield from ((i, None) for i in grads)  # the first field of Pending
@@ -147,7 +154,7 @@ def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | 
 def _name(path: tuple[Any, ...], layout: Layout) -> str:
     """Return the name in a checkpoint of the leaf at a path of the state."""
     field = path[0].name
-    if field in ("params", "master"):
+    if field in ("params", "master", "frozen"):
         return f"weights{jax.tree_util.keystr(path[1:])}"
     if field == "opt_state" and layout.config.moments == "bfloat16":  # a wrapper's state: a count, and the optimizer's own
         return f"opt_state{jax.tree_util.keystr(path[2:])}" if path[1].name == "inner" else ROUNDING_STEP

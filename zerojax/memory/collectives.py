@@ -6,7 +6,6 @@ parallelism adds is inside of the model, and not counted.
 """
 
 from zerojax.memory.closed_forms import collective_elements
-from zerojax.memory.leaves import compute_itemsize
 from zerojax.sharding import DATA, FSDP, STAGES, local_elements
 from zerojax.state import Layout
 from zerojax.streamed import StreamedStep
@@ -18,10 +17,10 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
     A streamed step gathers a layer once for all microbatches, and tiles once more where backward runs their loop again.
     """
     gathers_of_tiles = _gathers_again(streamed)
-    mesh, config, itemsize = layout.mesh, layout.config, compute_itemsize(layout)
+    mesh, config = layout.mesh, layout.config
     shards, replicas, count = mesh.shape[FSDP], mesh.shape[DATA], config.num_microbatches
     sent: dict[str, float] = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
-    for leaf in layout.leaves:
+    for leaf in layout.all_leaves:
         elements = local_elements(leaf.shape, leaf.spec.base, mesh)
         split = STAGES[config.stage].opt_state and leaf.spec.sharded != leaf.spec.base
         # What `fsdp` does not split is reduced by an all_reduce over all of its copies.
@@ -30,11 +29,13 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
             elements_sent["all_gather"] = collective_elements(elements, config.stage, shards)["all_gather"] if split else 0.0
             # Once in forward and once in backward; and again where backward runs a loop over tiles once more.
             elements_sent["all_gather"] *= 1 + gathers_of_tiles.get(leaf.group, 0) / 2
+        if leaf.frozen:  # it is gathered where it is split, and has no gradient
+            elements_sent = {"all_gather": elements_sent["all_gather"] if STAGES[config.stage].params else 0.0}
         for name, n in elements_sent.items():
-            sent[name] += n * itemsize
+            sent[name] += n * leaf.dtype.itemsize
         # Hybrid sharding: after the reduce_scatter, shards of gradients are summed over the replicas.
-        if split and replicas > 1:
-            sent["all_reduce"] += 2 * elements / shards * (replicas - 1) / replicas * itemsize * count
+        if split and replicas > 1 and not leaf.frozen:
+            sent["all_reduce"] += 2 * elements / shards * (replicas - 1) / replicas * leaf.dtype.itemsize * count
     return {name: int(n) for name, n in sent.items()}
 
 

@@ -52,8 +52,8 @@ def gathered_bytes(layout: Layout, num_layers: int | None, layers: int = 1, fetc
     num_tiles = {group.name: group.num_tiles for group in layout.groups}
     of_units: dict[Any, int] = {}
     of_tiles: dict[str, int] = {}
-    for leaf in layout.leaves:
-        size = local_elements(leaf.shape, without_axis(leaf.spec.sharded, FSDP), layout.mesh) * compute_itemsize(layout)
+    for leaf in layout.all_leaves:
+        size = local_elements(leaf.shape, without_axis(leaf.spec.sharded, FSDP), layout.mesh) * leaf.dtype.itemsize
         if num_layers is not None and leaf.is_stacked:
             # A stacked leaf counts all layers, but only some are whole at a time: one, or two with gather_ahead.
             size = size // num_layers * layers
@@ -63,7 +63,7 @@ def gathered_bytes(layout: Layout, num_layers: int | None, layers: int = 1, fetc
             unit = leaf.name if num_layers is None else leaf.path[0]
             of_units[unit] = of_units.get(unit, 0) + size
     if of_tiles:  # tiles are gathered one by one, beside what else a layer has
-        blocks = next(leaf.path[0] for leaf in layout.leaves if leaf.is_stacked)
+        blocks = next(leaf.path[0] for leaf in layout.all_leaves if leaf.is_stacked)
         of_units[blocks] = of_units.get(blocks, 0) + max(of_tiles.values())
     return max(of_units.values())
 

@@ -55,6 +55,7 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
         "params": bytes_by_tier(state.params),
         "master": bytes_by_tier(state.master),
         "opt_state": bytes_by_tier(state.opt_state),
+        "frozen": bytes_by_tier(state.frozen),
     }
     device = {kind: tiers["device"] for kind, tiers in kinds.items()} | {
         "batch": bytes_by_tier(abstract_batch)["device"],
@@ -67,7 +68,7 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
         collectives=collectives_of_step(layout, streamed),
         host_link=summed([running.link, running.called]),
         callback_link=running.called,
-        num_params=sum(math.prod(leaf.shape) for leaf in layout.leaves),
+        num_params=sum(math.prod(leaf.shape) for leaf in layout.all_leaves),
     )
 
 

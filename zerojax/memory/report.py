@@ -7,7 +7,7 @@ the step takes beside them while it runs.
 import dataclasses
 from collections.abc import Mapping
 
-STATE_KINDS = ("params", "master", "opt_state")
+STATE_KINDS = ("params", "master", "opt_state", "frozen")
 GRAD_KINDS = ("grads", "pending", "stashed")
 
 
@@ -16,8 +16,8 @@ class MemoryReport:
     """Bytes of one step on each device, and in host memory for it.
 
     Attributes:
-      tiers: {tier: {kind: bytes}}. Kinds "params", "master", "opt_state", "batch" and "scalars" (with the schedule's arrays, of
-        which XLA may drop some) are arguments of the step. While it runs there are also
+      tiers: {tier: {kind: bytes}}. Kinds "params", "master", "opt_state", "frozen", "batch" and "scalars" (with the schedule's
+        arrays, of which XLA may drop some) are arguments of the step. While it runs there are also
 
           - "grads": between backward and update.
           - "activations": between forward and backward; of a streamed step, those of all microbatches.

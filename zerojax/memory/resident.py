@@ -15,7 +15,7 @@ from zerojax.memory.link import both_ways, moved_by_updates, summed, swapped_by_
 from zerojax.memory.report import RunningBytes
 from zerojax.models import LayeredModel, Model
 from zerojax.sharding import num_batch_shards
-from zerojax.state import Layout, StateRecords
+from zerojax.state import Layout, StateRecords, join_frozen
 
 
 def resident_bytes(records: StateRecords, loss: Any, abstract_batch: Any, model: Model | LayeredModel) -> RunningBytes:
@@ -55,12 +55,13 @@ def _residual_bytes(layout: Layout, loss: Any, abstract_batch: Any) -> int:
         lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]) if len(a.shape) else a.shape, a.dtype),
         abstract_batch,
     )
-    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), layout.abstract_arrays.params)
+    state = layout.abstract_arrays
+    params, frozen = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (state.params, state.frozen))
 
-    def residuals(params: Any, batch: Any) -> list[Any]:
-        return jax.tree.leaves(jax.vjp(lambda p: loss(p, batch, None), params)[1])
+    def residuals(params: Any, frozen: Any, batch: Any) -> list[Any]:
+        return jax.tree.leaves(jax.vjp(lambda p: loss(join_frozen(p, frozen), batch, None), params)[1])
 
-    jaxpr = jax.make_jaxpr(residuals)(params, micro).jaxpr
+    jaxpr = jax.make_jaxpr(residuals)(params, frozen, micro).jaxpr
     # A residual that is an argument (a parameter, the batch) takes no bytes of its own, and each other counts once.
     values: Any = {v for v in jaxpr.outvars if isinstance(v, jex.Var)} - set(jaxpr.invars)
     total = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in values)

@@ -23,7 +23,7 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
     """Return what a streamed step takes beside its arguments, and what it moves over the link."""
     plan, num_layers = streamed.plan, streamed.model.num_layers
     residuals = _residual_bytes(layout, streamed, abstract_batch)
-    gathered = gathered_bytes(layout, num_layers, 1 + layout.config.gather_ahead, plan.params_away)
+    gathered = gathered_bytes(layout, num_layers, 1 + layout.config.gather_ahead, any(r.is_away for r in plan.params))
     records = _record_bytes(layout, streamed, residuals, gathered)
     loaded = _loaded_bytes(layout, plan)
     grads, host_grads = _resting_grads(layout, streamed)
@@ -81,7 +81,8 @@ class _RecordBytes:
 
 def _record_bytes(layout: Layout, streamed: StreamedStep, residuals: Mapping[str, int], gathered: int) -> _RecordBytes:
     plan = streamed.plan
-    sizes = [record_bytes(plan.state_records, part) for part in layout.record_parts]
+    parts = zip(layout.record_parts, layout.frozen_parts, strict=True)
+    sizes = [record_bytes(plan.state_records, part, frozen) for part, frozen in parts]
     # Those saved on the device do not move.
     sizes[0] |= {"activations": residuals["pinned_host"] + residuals["nvme"]}
     if not gathered:
@@ -109,11 +110,11 @@ def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[st
     return ends + (layers if tier == "device" else 0), host
 
 
-def _loaded_bytes(layout: Layout, plan: StreamedPlan) -> int:
+def _loaded_bytes(layout: Layout, plan: StreamedPlan, tiers: Sequence[str] = ("pinned_host", "nvme")) -> int:
     """Return the bytes of parameters that are not stacked, where they rest elsewhere: they are loaded once a step."""
-    if not plan.params_away:
-        return 0
-    return sum(local_record_bytes(plan.params[i], layout.leaves[i].shape, layout.leaves[i].dtype) for i in plan.ends)
+    ends = [i for i in (*layout.ends, *layout.frozen_ends) if plan.params[i].tier in tiers]
+    leaves = layout.all_leaves
+    return sum(local_record_bytes(plan.params[i], leaves[i].shape, leaves[i].dtype) for i in ends)
 
 
 def _peak_bytes(streamed: StreamedStep, records: _RecordBytes) -> int:
@@ -155,8 +156,7 @@ def _link_bytes(streamed: StreamedStep, records: _RecordBytes, on_disk: int, loa
     swapped_written = [size | {"params": 0} for size in swapped_read] if records.is_host_update else swapped_read
     swaps = swapped_by_updates(plan.state_records, plan.ends)
     swapped = summed([_schedule_link(streamed, swapped_read, swapped_written), *swaps])
-    if streamed.layout.config.params == "nvme":
-        swapped["to_device"] += loaded
+    swapped["to_device"] += _loaded_bytes(streamed.layout, plan, ("nvme",))
     moved = summed([_schedule_link(streamed, read, records.written), {"to_device": loaded}, *copied])
     # Callbacks move what rests on nvme, so it is no copy of the compiled program.
     link = {way: moved[way] - swapped[way] for way in moved}

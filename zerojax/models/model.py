@@ -21,7 +21,7 @@ Key = jax.Array | None
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Any loss over any pytree of floating parameters.
+    """Any loss over any pytree of parameters. Those that are trained are floating.
 
     Attributes:
       init: `init(key) -> params`.
@@ -32,6 +32,8 @@ class Model:
         how many of T lie along the first dim of the weight (`in_tiles` of `zerojax.tiling.tile_kernel`); else False.
         Checkpoints convert them to other numbers of tiles.
       stochastic: True where the loss draws random numbers, such as dropout.
+      frozen: tree of bool over the parameters, or a prefix of it: True for weights that are read and never trained. The
+        optimizer sees the other leaves alone, None being in the place of these. Leaves of integers or booleans are frozen too.
     """
 
     init: Callable[[jax.Array], Params]
@@ -39,6 +41,7 @@ class Model:
     specs: Any = None
     tiles: Any = False
     stochastic: bool = False
+    frozen: Any = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,8 @@ class LayeredModel:
       tiles: as of a Model, with the structure of one layer's parameters: leaves [T, ...] that `block` uses in one loop of
         `zerojax.tiling.operators` alone. In a streamed step their records are tiles.
       stochastic: True where random numbers are drawn; each of the functions then gets a key of (step, layer).
+      frozen: as of a Model: a bool, or `{"embed": ..., "block": ..., "head": ...}` of trees of bool; "block" describes one
+        layer.
     """
 
     num_layers: int
@@ -69,6 +74,7 @@ class LayeredModel:
     specs: Any = None
     tiles: Any = False
     stochastic: bool = False
+    frozen: Any = False
 
     def __post_init__(self) -> None:
         if isinstance(self.num_layers, bool) or not isinstance(self.num_layers, int) or self.num_layers < 1:
@@ -81,14 +87,22 @@ BLOCKS = "blocks"
 """The key of the stacked layers in the parameter tree of a LayeredModel."""
 
 
-def init_layered(model: LayeredModel, key: jax.Array) -> Params:
-    """Make `{"embed", "blocks", "head"}`, one layer at a time; blocks are stacked on a leading layer dim."""
+def init_layered(
+    model: LayeredModel, key: jax.Array, select: Callable[[str, Params], Params] = lambda part, params: params
+) -> Params:
+    """Make `{"embed", "blocks", "head"}`, one layer at a time; blocks are stacked on a leading layer dim.
+
+    Args:
+      model: the layers.
+      key: random.
+      select: given one of these names, and its parameters or those of one layer, returns what is wanted of them.
+    """
     k_embed, k_blocks, k_head = jax.random.split(key, 3)
     return {
-        "embed": model.init_embed(k_embed),
+        "embed": select("embed", model.init_embed(k_embed)),
         # One layer after the other: a vmap would hold the temporaries of all layers at once.
-        BLOCKS: jax.lax.map(model.init_block, jax.random.split(k_blocks, model.num_layers)),
-        "head": model.init_head(k_head),
+        BLOCKS: jax.lax.map(lambda k: select(BLOCKS, model.init_block(k)), jax.random.split(k_blocks, model.num_layers)),
+        "head": select("head", model.init_head(k_head)),
     }
 
 
@@ -154,18 +168,6 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any) -> None:
             f"a block must return what it takes: x is {before} before and {after} after; "
             "cast x to the compute dtype in embed, or the result in block"
         )
-
-
-def check_floating(abstract_params: Params) -> None:
-    """Raise ValueError unless there are parameters, all of them floating."""
-    leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
-    if not leaves:
-        raise ValueError("the model has no parameters: init returned a tree without arrays")
-    wrong = [
-        f"{jax.tree_util.keystr(path)} ({leaf.dtype})" for path, leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.floating)
-    ]
-    if wrong:
-        raise ValueError(f"parameters must be floating, but {', '.join(wrong)} are not: keep such arrays out of the tree")
 
 
 def init_params(model: Model | LayeredModel, key: jax.Array) -> Any:

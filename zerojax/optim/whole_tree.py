@@ -112,5 +112,6 @@ def finish(
         opt_state=opt_state,
         loss_scale=None if state.loss_scale is None else update_loss_scale(scaling, state.loss_scale, finite),
         pending=pending,
+        frozen=state.frozen,
     )
     return after, step_metrics(value, norm, finite, skipped, state.loss_scale)

@@ -48,7 +48,9 @@ def build_gather(layout: Layout, report: Callable[[str], None]) -> Gather:
         return lambda function, params, *args: function(params, *args)
     rule = build_rule(layout, stage.params, report)
     stored = {path: stored_spec(spec, stage.params) for path, spec in layout.specs.items()}
-    cotangents = {path: spec.sharded for path, spec in layout.specs.items()}
+    # Frozen leaves have no gradient that would be moved.
+    frozen = {leaf.name for leaf in layout.frozen}
+    cotangents = {path: stored[path] if path in frozen else spec.sharded for path, spec in layout.specs.items()}
 
     def gather(function: Callable[..., Any], params: Any, *args: Any) -> Any:
         return gather_on_use(function, params, *args, stored=stored, cotangents=cotangents, rule=rule)

@@ -9,14 +9,14 @@ Host stacks are allocated empty outside of that program and donated to it: what 
 first. Both ways use the same keys in the same order, and give the same numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.models import LayeredModel, Model, init_params
+from zerojax.models import LayeredModel, Model, init_layered, init_params
 from zerojax.precision import PRECISIONS, init_loss_scale
 from zerojax.sharding import STAGES, explicit, named
 from zerojax.state import (
@@ -35,7 +35,11 @@ from zerojax.state import (
     check_host_reads,
     fill,
     is_away,
+    is_stored,
+    pick,
+    split_frozen,
     state_key,
+    write_layer,
 )
 
 Array = jax.Array
@@ -50,7 +54,9 @@ class StateInit:
 
     def __init__(self, model: Model | LayeredModel, tx: optax.GradientTransformation, records: StateRecords) -> None:
         self._layout = layout = records.layout
-        if not layout.updates_by_record:
+        # Frozen weights off the device are made record by record also where the whole tree is updated at once.
+        self._by_records = layout.updates_by_record or any(record.is_away for record in records.frozen)
+        if not self._by_records:
             self.jitted = jax.jit(_whole_init(model, tx, layout), out_shardings=layout.shardings)
             return
         whole = explicit(named(layout.mesh, ()))
@@ -75,13 +81,15 @@ class StateInit:
         Raises:
           RuntimeError: host memory finds no room, or this device and jaxlib read wrong records of it.
         """
-        if not self._layout.updates_by_record:
+        if not self._by_records:
             return (key,)
         check_host_reads(self._layout.mesh)
         return key, self._layout.order, jnp.int32(1), allocate_all(self._stacks()), jnp.int32(number)
 
 
-def _first_state(layout: Layout, key: Array, params: Any, master: Any, opt_state: Any, pending: Any = None) -> TrainState:
+def _first_state(
+    layout: Layout, key: Array, params: Any, master: Any, opt_state: Any, pending: Any = None, frozen: Any = None
+) -> TrainState:
     """Return the state before the first step, of its large parts."""
     config = layout.config
     scales_loss = PRECISIONS[config.precision].scales_loss
@@ -94,6 +102,7 @@ def _first_state(layout: Layout, key: Array, params: Any, master: Any, opt_state
         opt_state=opt_state,
         loss_scale=init_loss_scale(config.loss_scaling) if scales_loss else None,
         pending=pending,
+        frozen=frozen,
     )
 
 
@@ -101,16 +110,25 @@ def _whole_init(
     model: Model | LayeredModel, tx: optax.GradientTransformation, layout: Layout
 ) -> Callable[[jax.Array], TrainState]:
     """Return `init(key) -> state`, to be jitted with `layout.shardings` as its output."""
-    precision, stage = PRECISIONS[layout.config.precision], STAGES[layout.config.stage]
 
     def init(key: jax.Array) -> TrainState:
-        master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), init_params(model, key))
-        # On shards from the start: a device draws only the random numbers of its own elements.
-        master = jax.lax.with_sharding_constraint(master, layout.param_shardings(stage.opt_state))
-        params = jax.tree.map(lambda p: p.astype(precision.compute_dtype), master)
-        return _first_state(layout, key, params, master if precision.has_master else None, tx.init(master))
+        trained, frozen = split_frozen(layout.flags, init_params(model, key))
+        if frozen is not None:
+            frozen = jax.tree.map(lambda p, a: jnp.asarray(p, a.dtype), frozen, layout.abstract_arrays.frozen)
+            frozen = jax.lax.with_sharding_constraint(frozen, layout.shardings.frozen)
+        return _first_state(layout, key, *_whole_trained(tx, layout, trained), frozen=frozen)
 
     return init
+
+
+def _whole_trained(tx: optax.GradientTransformation, layout: Layout, trained: Any) -> tuple[Any, Any, Any]:
+    """Return params, master and opt_state of trained parameters, on the device."""
+    precision, stage = PRECISIONS[layout.config.precision], STAGES[layout.config.stage]
+    master = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), trained)
+    # On shards from the start: a device draws only the random numbers of its own elements.
+    master = jax.lax.with_sharding_constraint(master, layout.param_shardings(stage.opt_state))
+    params = jax.tree.map(lambda p: p.astype(precision.compute_dtype), master)
+    return params, master if precision.has_master else None, tx.init(master)
 
 
 def _init_by_records(
@@ -133,34 +151,51 @@ def _init_by_records(
                 return DiskArgument(jnp.full(leaf.token.shape, number), leaf.shape, leaf.dtype)
             return next(stacks) if is_away(leaf) else jnp.zeros(leaf.shape, leaf.dtype)
 
-        rooms = jax.tree.map(
-            room, (abstract.params, abstract.master, abstract.opt_state), is_leaf=lambda node: isinstance(node, OnDisk)
-        )
-        states = records.flat_of(*rooms)
-        weights = _unstacked(model, key)
-        states = records.with_shared(states, _shared(records, tx))
-        states = _fill_ends(records, tx, states, weights, one)
-        if isinstance(model, LayeredModel):
-            # The keys that `init_params` draws from: where a state rests does not change its numbers.
-            keys = jax.random.split(jax.random.split(key, 3)[1], model.num_layers)
-            states = _fill_blocks(model, records, tx, states, keys, order)
-        params, master, opt_state = records.trees(abstract, states)
+        def rooms(tree: Any) -> Any:
+            return jax.tree.map(room, tree, is_leaf=lambda node: isinstance(node, OnDisk))
+
+        weights = _unstacked(model, layout, key)
+        # The keys that `init_params` draws from: where a state rests does not change its numbers.
+        keys = jax.random.split(jax.random.split(key, 3)[1], model.num_layers if isinstance(model, LayeredModel) else 0)
+        if not layout.updates_by_record:
+            assert isinstance(model, LayeredModel)  # the weights of a Model rest on the device
+            trained = init_layered(model, key, lambda part, tree: split_frozen(layout.flags[part], tree)[0])
+            params, master, opt_state = _whole_trained(tx, layout, trained)
+        else:
+            states = records.flat_of(*rooms((abstract.params, abstract.master, abstract.opt_state)))
+            states = records.with_shared(states, _shared(records, tx))
+            states = _fill_ends(records, tx, states, weights, one)
+            if isinstance(model, LayeredModel):
+                states = _fill_blocks(model, records, tx, states, keys, order)
+            params, master, opt_state = records.trees(abstract, states)
         # Zeros, so `ready` is False: the first step has no update to take over.
         pending = jax.tree.map(room, abstract.pending)
-        return _first_state(layout, key, params, master, opt_state, pending)
+        frozen = rooms(abstract.frozen)
+        if frozen is not None:
+            leaves, tree = jax.tree.flatten(frozen, is_leaf=is_stored)
+            frozen = jax.tree.unflatten(tree, _fill_frozen(model, records, leaves, weights, keys, order, one))
+        return _first_state(layout, key, params, master, opt_state, pending, frozen)
 
     return init
 
 
-def _unstacked(model: Model | LayeredModel, key: Array) -> list[Array]:
-    """Return the float32 parameters that are no stack of layers."""
+def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[int, Array]:
+    """Return the parameters that are no stack of layers by index: float32, or what frozen ones are kept in."""
     if isinstance(model, Model):
         params = model.init(key)
     else:
         # As `init_params` splits it; the second key is that of the layers.
         k_embed, _, k_head = jax.random.split(key, 3)
         params = {"embed": model.init_embed(k_embed), "head": model.init_head(k_head)}
-    return [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(params)]
+    indices = [i for i in layout.in_tree if not layout.all_leaves[i].is_stacked]
+    return _by_index(layout, indices, params)
+
+
+def _by_index(layout: Layout, indices: Sequence[int], params: Any) -> dict[int, Array]:
+    """Return the leaves of a part of the model by index: float32, or what frozen ones are kept in."""
+    dtypes = [layout.all_leaves[i].dtype if layout.all_leaves[i].frozen else jnp.float32 for i in indices]
+    leaves = [jnp.asarray(a, dtype) for a, dtype in zip(jax.tree.leaves(params), dtypes, strict=True)]
+    return dict(zip(indices, leaves, strict=True))
 
 
 def _init(records: StateRecords, tx: optax.GradientTransformation, part: Sequence[int], values: Sequence[Array]) -> list[Array]:
@@ -174,12 +209,12 @@ def _shared(records: StateRecords, tx: optax.GradientTransformation) -> list[Arr
 
 
 def _fill_ends(
-    records: StateRecords, tx: optax.GradientTransformation, states: FlatState, weights: list[Array], one: Array
+    records: StateRecords, tx: optax.GradientTransformation, states: FlatState, weights: Mapping[int, Array], one: Array
 ) -> FlatState:
-    """Put every unstacked leaf, and its state, in place, one after the other."""
-    for index, value in zip(records.layout.ends, weights, strict=True):
+    """Put every unstacked leaf that is trained, and its state, in place, one after the other."""
+    for index in records.layout.ends:
 
-        def new(_: Any, __: Any, index: int = index, value: Array = value) -> tuple[Array, list[Array]]:
+        def new(_: Any, __: Any, index: int = index, value: Array = weights[index]) -> tuple[Array, list[Array]]:
             value = jax.lax.with_sharding_constraint(value, records.grads[index].sharding)
             state = _init(records, tx, (index,), (value,))
             return value, [state[j] for j in records.opt_map.states_of((index,))]
@@ -201,7 +236,6 @@ def _fill_blocks(
     A tile is a slice of a whole layer that is made anew for it: XLA for GPUs, which makes random numbers element by element,
     makes no more than the slice. XLA for CPUs would make all of it each time; there a layer is made once.
     """
-    on_cpu = records.mesh.devices.flat[0].platform == "cpu"
 
     def put(states: FlatState, part: Sequence[int], index: Index, values: list[Array]) -> FlatState:
         # The optimizer is initialised on the record alone, as a stack of one: rules may count dims.
@@ -209,27 +243,18 @@ def _fill_blocks(
         after = [state[j].reshape(values[part.index(records.opt_map.owner(j))].shape) for j in records.opt_map.states_of(part)]
         return records.write_layer(states, part, index, values, after)
 
-    indices = records.layout.stacked
-
-    def block(key: Array) -> dict[int, Array]:
-        """Return one layer's float32 leaves by index."""
-        leaves = [jnp.asarray(a, jnp.float32) for a in jax.tree.leaves(model.init_block(key))]
-        return dict(zip(indices, leaves, strict=True))
-
     def body(on_device: bool) -> Callable[[Array, FlatState], FlatState]:
         def tick(t: Array, states: FlatState) -> FlatState:
             # Read from an argument, and not t itself: see `zerojax.state.records`.
             layer = order[t]
-            leaves = block(keys[layer])
+            leaves = _block_leaves(model, records.layout, keys[layer])
             values = [jax.lax.with_sharding_constraint(leaves[i], records.grads[i].sharding) for i in records.layout.blocks]
             states = put(states, records.layout.blocks, OnDevice(layer) if on_device else layer, values)
             for group in records.layout.groups:
 
                 def tile(k: Array, states: FlatState, group: TileGroup = group) -> FlatState:
                     index = Tile(layer, order[k], group.num_tiles)
-                    # Tied to the tile: else the layer does not depend on the loop, and XLA makes it whole before it.
-                    whole = leaves if on_cpu else block(jax.lax.optimization_barrier((keys[layer], index.tile))[0])
-                    values = [jax.lax.dynamic_index_in_dim(whole[i], index.tile, keepdims=False) for i in group.leaves]
+                    values = _tile_values(model, records, leaves, keys[layer], index, group.leaves)
                     pairs = zip(group.leaves, values, strict=True)
                     values = [jax.lax.with_sharding_constraint(v, records.grads[i].sharding) for i, v in pairs]
                     return put(states, group.leaves, index, values)
@@ -245,3 +270,69 @@ def _fill_blocks(
     on_device = splits[0].device.shape[0] if splits else 0
     states = jax.lax.fori_loop(0, on_device, body(True), states) if on_device else states
     return jax.lax.fori_loop(on_device, model.num_layers, body(False), states)
+
+
+def _block_leaves(model: LayeredModel, layout: Layout, key: Array) -> dict[int, Array]:
+    """Return one layer's leaves by index."""
+    return _by_index(layout, [i for i in layout.in_tree if layout.all_leaves[i].is_stacked], model.init_block(key))
+
+
+def _tile_values(
+    model: LayeredModel, records: StateRecords, leaves: Mapping[int, Array], key: Array, index: Tile, part: Sequence[int]
+) -> list[Array]:
+    """Return a tile of some leaves, given those of its whole layer, which is made of `key`."""
+    on_cpu = records.mesh.devices.flat[0].platform == "cpu"
+    # Tied to the tile: else the layer does not depend on the loop, and XLA makes it whole before it.
+    whole = leaves if on_cpu else _block_leaves(model, records.layout, jax.lax.optimization_barrier((key, index.tile))[0])
+    return [jax.lax.dynamic_index_in_dim(whole[i], index.tile, keepdims=False) for i in part]
+
+
+def _fill_frozen(
+    model: Model | LayeredModel,
+    records: StateRecords,
+    frozen: Sequence[Any],
+    weights: Mapping[int, Array],
+    keys: Array,
+    order: Array,
+    one: Array,
+) -> list[Any]:
+    """Put every frozen leaf in place: the only time that it is written.
+
+    Args:
+      model: whose leaves they are.
+      records: how they rest.
+      frozen: rooms, in the order of `Layout.frozen`.
+      weights: the leaves that are no stack of layers, by index.
+      keys: of the layers.
+      order: i32[n] holding 0, 1, ..
+      one: i32[] holding 1.
+    """
+    layout = records.layout
+    rooms = dict(enumerate(frozen, len(layout.leaves)))
+    for i in layout.frozen_ends:
+        store = lambda _, room, i=i: records.weight(i).store(weights[i], room)  # noqa: E731
+        # One leaf after the other, as `StateRecords.put_leaf` says.
+        rooms[i] = jax.lax.fori_loop(0, one, store, rooms[i]) if records.weight(i).is_away else store(0, rooms[i])
+    if not isinstance(model, LayeredModel):
+        return list(rooms.values())
+
+    def write(rooms: dict[int, Any], part: Sequence[int], index: Index, values: Sequence[Array]) -> dict[int, Any]:
+        stacks = write_layer([records.weight(i) for i in part], pick(rooms, part), index, values)
+        return rooms | dict(zip(part, stacks, strict=True))
+
+    def tick(t: Array, rooms: dict[int, Any]) -> dict[int, Any]:
+        layer = order[t]
+        leaves = _block_leaves(model, layout, keys[layer])
+        rooms = write(rooms, layout.frozen_blocks, layer, pick(leaves, layout.frozen_blocks))
+        for group in layout.groups:
+
+            def tile(k: Array, rooms: dict[int, Any], group: TileGroup = group) -> dict[int, Any]:
+                index = Tile(layer, order[k], group.num_tiles)
+                values = _tile_values(model, records, leaves, keys[layer], index, group.frozen)
+                return write(rooms, group.frozen, index, values)
+
+            rooms = jax.lax.fori_loop(0, group.num_tiles, tile, rooms) if group.frozen else rooms
+        return rooms
+
+    stacked = {i: room for i, room in rooms.items() if layout.all_leaves[i].is_stacked}
+    return list((rooms | jax.lax.fori_loop(0, model.num_layers, tick, stacked)).values())

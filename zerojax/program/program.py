@@ -200,12 +200,13 @@ class Program:
         batch = self.shard_batch(batch, num_microbatches=1)
         with self.calling(), jax.set_mesh(self.mesh):
             self.check_state(state)
-            program, args = self._compiler.eval, (state.params, batch, self._compiler.arrays)
+            params = self.layout.join(state)
+            program, args = self._compiler.eval, (params, batch, self._compiler.arrays)
             if self.swap is not None:
                 jax.eval_shape(
                     program, *as_arguments(args)
                 )  # which loops over tiles it has, and so its moves, are known once it is traced
-            return self._runner.run("eval", program, *args, reads=state.params, moves=self._eval_moves)
+            return self._runner.run("eval", program, *args, reads=params, moves=self._eval_moves)
 
     def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
         """Place a batch on the mesh: dim 0 over `data` and `fsdp`. Leaves already there stay.
@@ -246,11 +247,12 @@ class Program:
           ValueError: the state was donated.
         """
         check_is_there(state)
-        return state.params
+        return self.layout.join(state)
 
     def master_params(self, state: TrainState) -> Any:
         """Return the float32 parameters that the optimizer updates, sharded as its state is, where they rest.
 
+        In the place of frozen ones, which have no master, there is None.
         With a fraction of the optimizer state on the device, stacked leaves are `zerojax.state.Split`; on nvme, `OnDisk`.
 
         Raises:

@@ -29,6 +29,7 @@ from zerojax.state import (
     load_leaves,
     masters,
     pick,
+    read_layer,
     write_layer,
 )
 
@@ -65,11 +66,10 @@ class ParamReader:
         if ema:
             _ = self._averages  # told before anything is read
         if not isinstance(self.model, LayeredModel):
-            for index, leaf in enumerate(self.layout.leaves):
-                yield leaf.name, self._end(state, index, ema)
+            for index in self.layout.in_tree:
+                yield self.layout.all_leaves[index].name, self._end(state, index, ema)
             return
-        tree = self.layout.abstract_params
-        indices = jax.tree.unflatten(jax.tree.structure(tree), range(len(jax.tree.leaves(tree))))
+        indices = jax.tree.unflatten(jax.tree.structure(self.layout.abstract_whole), self.layout.in_tree)
         yield "embed", jax.tree.map(lambda i: self._end(state, i, ema), indices["embed"])
         for layer in range(self.model.num_layers):
             check_is_there(state)
@@ -90,7 +90,7 @@ class ParamReader:
 
     def _read_record(self, states: FlatState, part: Sequence[int], index: Index, ema: bool) -> list[jax.Array]:
         """Return one record's float32 weights, or their averages, on the device."""
-        if not ema:
+        if not ema or not part:
             return self.records.read_weights(states, part, index)
         # Masters and optimizer state are one record: what is not used of it is read from disk alone.
         read = self.records.read_opt(states, part, index)
@@ -101,6 +101,8 @@ class ParamReader:
     def _end(self, state: TrainState, index: int, ema: bool) -> jax.Array:
         """Return a parameter that is no stack of layers, or its average."""
         check_is_there(state)
+        if index >= (first_frozen := len(self.layout.leaves)):
+            return self._frozen_end(state, index, index - first_frozen)
         tree, place = (state.opt_state, self._averages[index]) if ema else (masters(state), index)
         leaf = jax.tree.leaves(tree, is_leaf=is_stored)[place]
         if not isinstance(leaf, OnDisk):
@@ -117,23 +119,41 @@ class ParamReader:
             self._ends[index, ema] = jax.jit(lambda stacks: load_leaves(specs, stacks)[at])
         return self._read(self._ends[index, ema], stacks)
 
+    def _frozen_end(self, state: TrainState, index: int, place: int) -> jax.Array:
+        """Return a frozen parameter that is no stack of layers; its average is itself."""
+        leaf, record = jax.tree.leaves(state.frozen, is_leaf=is_stored)[place], self.records.weight(index)
+        if not isinstance(leaf, OnDisk):
+            return _widened(jax.device_put(leaf, leaf.sharding.with_memory_kind("device")))
+        if (index, False) not in self._ends:
+            self._ends[index, False] = jax.jit(lambda stacks: _widened(load_leaves([record], stacks)[0]))
+        return self._read(self._ends[index, False], [leaf])
+
     @cached_property
     def _layer(self) -> Any:
         """Return `read(state, layer, order, on_device, ema)`: one layer of stacks that rest in any tier."""
-        tree, records, layout = jax.tree.structure(self.layout.abstract_params[BLOCKS]), self.records, self.layout
+        tree, records, layout = jax.tree.structure(self.layout.abstract_whole[BLOCKS]), self.records, self.layout
+        in_tree = [i for i in layout.in_tree if layout.all_leaves[i].is_stacked]
+
+        def read_frozen(state: TrainState, part: Sequence[int], index: Index) -> list[jax.Array]:
+            frozen = jax.tree.leaves(state.frozen, is_leaf=is_stored)
+            stacks = [frozen[i - len(layout.leaves)] for i in part]
+            return [_widened(a) for a in read_layer([records.weight(i) for i in part], stacks, index)]
 
         def read(state: TrainState, layer: jax.Array, order: jax.Array, on_device: bool, ema: bool) -> Any:
             states = records.flat(state)
             whole = OnDevice(layer) if on_device else layer
             leaves = dict(zip(layout.blocks, self._read_record(states, layout.blocks, whole, ema), strict=True))
+            leaves |= zip(layout.frozen_blocks, read_frozen(state, layout.frozen_blocks, layer), strict=True)
             for group in layout.groups:
 
                 def tile(k: jax.Array, group: TileGroup = group) -> list[jax.Array]:
-                    return self._read_record(states, group.leaves, Tile(layer, k, group.num_tiles), ema)
+                    index = Tile(layer, k, group.num_tiles)
+                    trained = self._read_record(states, group.leaves, index, ema) if group.leaves else []
+                    return trained + read_frozen(state, group.frozen, index)
 
                 # A layer is wanted whole here, so its tiles are stacked again.
-                leaves |= zip(group.leaves, jax.lax.map(tile, order[: group.num_tiles]), strict=True)
-            return jax.tree.unflatten(tree, [leaves[i] for i in layout.stacked])
+                leaves |= zip(group.weights, jax.lax.map(tile, order[: group.num_tiles]), strict=True)
+            return jax.tree.unflatten(tree, [leaves[i] for i in in_tree])
 
         return jax.jit(read, static_argnums=(3, 4))
 
@@ -218,3 +238,8 @@ def _empty(abstract: Sequence[Any]) -> list[Any]:
     """Return zeros where the leaves rest: host memory or the device."""
     host = iter(allocate_all([a for a in abstract if is_away(a)]))
     return [next(host) if is_away(a) else jnp.zeros(a.shape, a.dtype, device=a.sharding) for a in abstract]
+
+
+def _widened(value: jax.Array) -> jax.Array:
+    """Return a weight in float32; integers and booleans, which are frozen, as they are."""
+    return value.astype(jnp.float32) if jnp.issubdtype(value.dtype, jnp.floating) else value

@@ -25,7 +25,7 @@ from zerojax.models import LayeredModel, Loss, Model, checked, layered_loss
 from zerojax.optim import HostUpdate, RecordUpdate, Update, build_update, update_by_record, update_on_host
 from zerojax.resident.segments import remat_by_segments
 from zerojax.sharding import STAGES, ActivationSpec, split_microbatches
-from zerojax.state import Layout, StateRecords, TrainState
+from zerojax.state import Layout, StateRecords, TrainState, join_frozen
 
 Array = jax.Array
 
@@ -123,7 +123,7 @@ def build_grads(model: Model | LayeredModel, layout: Layout, loss: Loss) -> Call
 
         # Scaled inside of the derivative: else small float16 cotangents would vanish. The loss is returned unscaled.
         def scaled(params: Any) -> tuple[Array, Array]:
-            value = loss(params, batch, key).astype(jnp.float32)
+            value = loss(join_frozen(params, state.frozen), batch, key).astype(jnp.float32)
             return value * scale, value
 
         grads, value = jax.grad(scaled, has_aux=True)(state.params)

@@ -2,6 +2,8 @@
 
 from zerojax.state.check_state import StateCheck as StateCheck
 from zerojax.state.disk_layout import DiskLayout as DiskLayout
+from zerojax.state.frozen import join_frozen as join_frozen
+from zerojax.state.frozen import split_frozen as split_frozen
 from zerojax.state.host_memory import allocate_all as allocate_all
 from zerojax.state.host_memory import check_host_reads as check_host_reads
 from zerojax.state.host_memory import is_away as is_away

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from zerojax.config import ZeroConfig, updates_by_parts, uses_disk
-from zerojax.models import BLOCKS, LayeredModel, Model, check_floating, init_params, layered_specs
+from zerojax.config import ZeroConfig, frozen_tier, updates_by_parts, uses_disk
+from zerojax.models import BLOCKS, LayeredModel, Model, frozen_flags, init_params, layered_specs
 from zerojax.precision import PRECISIONS, LossScale
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Replicated, named, param_specs, replicated_leaves, stored_spec
 from zerojax.state.disk_layout import DiskLayout
+from zerojax.state.frozen import join_frozen, split_frozen
 from zerojax.state.leaves import Leaf, TileGroup, build_leaves
 from zerojax.state.opt_state import OptStateMap, init_opt_state_shape, map_opt_state, opt_state_specs
 from zerojax.state.tile_groups import tile_groups, tiled_leaves
@@ -37,11 +38,11 @@ class Layout:
       mesh: the device mesh.
       config: as given.
       specs: LeafSpec of each parameter, by path.
-      leaves: the parameter leaves, in the order of the flattened tree.
+      leaves: the parameter leaves that are trained, in the order of the flattened tree.
       groups: of a streamed step, the groups of leaves whose records are tiles.
       opt_map: how the optimizer state divides over the leaves.
       update_jaxpr: the optimizer's update of the whole tree, traced: of (grads, state, params, loss).
-      abstract_params: the parameter tree in float32 shapes.
+      abstract_params: the tree of the trained parameters in float32 shapes; None in the place of frozen ones.
       abstract_arrays: TrainState of ShapeDtypeStruct with shardings, as if nothing were on disk.
       abstract_state: the same, as a program takes it: leaves of the nvme tier are DiskArgument.
       shardings: TrainState of NamedSharding.
@@ -49,6 +50,10 @@ class Layout:
       num_layers: of a LayeredModel, else None.
       device_layers: layers of a LayeredModel whose optimizer state stays on the device while `opt_state` is off it.
       disk: the records of the nvme tier, where there is one.
+      frozen: the parameter leaves that are frozen, in the order of the flattened tree.
+      flags: tree of bool over the parameters: which are frozen; None where none is.
+      abstract_whole: the whole parameter tree in the dtypes of compute.
+      places: of each of `all_leaves`, its place in the flattened whole tree.
     """
 
     mesh: Mesh
@@ -66,6 +71,42 @@ class Layout:
     num_layers: int | None = None
     device_layers: int = 0
     disk: DiskLayout | None = None
+    frozen: tuple[Leaf, ...] = ()
+    flags: Any = None
+    abstract_whole: Any = None
+    places: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def all_leaves(self) -> tuple[Leaf, ...]:
+        """Those that are trained, then those that are frozen: an index of a frozen leaf is one into this."""
+        return self.leaves + self.frozen
+
+    @functools.cached_property
+    def frozen_blocks(self) -> tuple[int, ...]:
+        """Indices of the frozen leaves of which a layer's record holds one layer."""
+        return self._frozen_of("block")
+
+    @functools.cached_property
+    def frozen_ends(self) -> tuple[int, ...]:
+        """Indices of the frozen leaves that are no stack of layers."""
+        return self._frozen_of("end")
+
+    def _frozen_of(self, role: str) -> tuple[int, ...]:
+        return tuple(i for i, leaf in enumerate(self.frozen, len(self.leaves)) if leaf.role == role)
+
+    @functools.cached_property
+    def in_tree(self) -> tuple[int, ...]:
+        """The indices of all leaves in the order of the flattened whole tree."""
+        return tuple(sorted(range(len(self.all_leaves)), key=self.places.__getitem__))
+
+    @property
+    def frozen_tier(self) -> str:
+        """The tier of the frozen leaves."""
+        return frozen_tier(self.config)
+
+    def join(self, state: TrainState) -> Any:
+        """Return the whole parameter tree of a state, or of an abstract one."""
+        return join_frozen(state.params, state.frozen)
 
     @functools.cached_property
     def blocks(self) -> tuple[int, ...]:
@@ -84,8 +125,13 @@ class Layout:
 
     @property
     def record_parts(self) -> list[tuple[int, ...]]:
-        """The stacked leaves by the record that they share: a layer's, then a tile's of each group."""
+        """The trained stacked leaves by the record that they share: a layer's, then a tile's of each group."""
         return [self.blocks, *(group.leaves for group in self.groups)]
+
+    @property
+    def frozen_parts(self) -> list[tuple[int, ...]]:
+        """The frozen stacked leaves, likewise."""
+        return [self.frozen_blocks, *(group.frozen for group in self.groups)]
 
     @property
     def has_master(self) -> bool:
@@ -143,22 +189,36 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     """Choose specs and shardings for the whole state, from shapes alone.
 
     Raises:
-      ValueError: parameters that are not floating, specs that do not fit, an optimizer that cannot run sharded.
+      ValueError: no parameters to train, or such as are no numbers, specs that do not fit, an optimizer that cannot run
+        sharded.
     """
     stage, precision = STAGES[config.stage], PRECISIONS[config.precision]
     abstract_key = jax.eval_shape(lambda: jax.random.key(0))
     params = jax.eval_shape(lambda key: init_params(model, key), abstract_key)
-    check_floating(params)
-    _report_widened(params, config)
+    flags = frozen_flags(model, params)
+    is_frozen = jax.tree.leaves(flags)
+    if not any(is_frozen):
+        flags = None
+        _check_frozen_config(config)
+    _report_widened(split_frozen(flags, params)[0], config)
     user_specs = model.specs if isinstance(model, Model) else layered_specs(model)
     first_dims = _first_dims(model, params)
     specs = param_specs(params, user_specs, mesh, FSDP, first_dims=first_dims, min_shard_bytes=config.min_shard_bytes)
 
     # Shapes: the optimizer's state is over float32 weights, whatever the dtype of compute.
-    master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
-    compute = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(precision.compute_dtype)), params)
+    compute_dtype = jnp.dtype(precision.compute_dtype)
+    whole = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, compute_dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype), params
+    )
     groups = tile_groups(model, params, config)
-    leaves = build_leaves(model, compute, specs, groups)
+    table = build_leaves(model, whole, specs, groups, is_frozen)
+    # Trained leaves come first: whoever updates counts them alone.
+    places = sorted(range(len(table)), key=lambda place: table[place].frozen)  # sorted is stable
+    groups = tuple(_trained_first(group, table, places) for group in groups)
+    leaves, frozen_leaves = tuple(a for a in table if not a.frozen), tuple(a for a in table if a.frozen)
+    params, _ = split_frozen(flags, params)
+    compute, frozen = split_frozen(flags, whole)
+    master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
     opt_state, update_jaxpr = init_opt_state_shape(tx, master)
     opt_map = map_opt_state(opt_state, master)
     opt_specs = opt_state_specs(opt_map, [leaf.spec for leaf in leaves], mesh, FSDP, config.min_shard_bytes)
@@ -200,7 +260,12 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     if device_layers:
         abstract_state = _split_opt_state(abstract_state, leaves, opt_map, device_layers, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
-    replicated = tuple(replicated_leaves(params, specs)) if stage.opt_state else ()
+    if frozen_leaves:
+        tier = _array_tier(frozen_tier(config))
+        at = _param_shardings(frozen, specs, mesh, stage.params, tier)
+        frozen = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), frozen, at)
+        abstract_state, shardings = (dataclasses.replace(t, frozen=f) for t, f in ((abstract_state, frozen), (shardings, at)))
+    replicated = tuple(replicated_leaves(whole, specs)) if stage.opt_state else ()
     _report(replicated, mesh)
     num_layers = model.num_layers if isinstance(model, LayeredModel) else None
     if config.delayed_update and num_layers is not None:
@@ -215,8 +280,26 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     return Layout(
         mesh, config, specs, leaves, groups, opt_map, update_jaxpr, master, arrays, abstract_state, shardings, replicated,
-        num_layers, device_layers, disk,
+        num_layers, device_layers, disk, frozen_leaves, flags, whole, tuple(places),
     )  # fmt: skip
+
+
+def _check_frozen_config(config: ZeroConfig) -> None:
+    """Raise ValueError for settings of frozen weights where there are none."""
+    for name in ("frozen", "frozen_dtype"):
+        if (value := getattr(config, name)) is not None:
+            raise ValueError(
+                f"{name}={value!r}, and the model freezes nothing: say which weights are frozen by `frozen` of the Model or "
+                f"LayeredModel, or leave {name}=None"
+            )
+
+
+def _trained_first(group: TileGroup, table: Sequence[Leaf], places: Sequence[int]) -> TileGroup:
+    """Return a group by the indices of its leaves, given by their places in the tree."""
+    indices = [places.index(place) for place in group.leaves]
+    num_trained = sum(not leaf.frozen for leaf in table)
+    trained, frozen = ([i for i in indices if (i < num_trained) == wanted] for wanted in (True, False))
+    return dataclasses.replace(group, leaves=tuple(trained), frozen=tuple(frozen))
 
 
 def _first_dims(model: Model | LayeredModel, params: Any) -> dict[str, int]:
@@ -250,7 +333,11 @@ def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) 
     if config.opt_state == "nvme":
         opt_state = jax.tree.map(leaf_on_disk, opt_state, is_shared, is_leaf=is_stored)
     return dataclasses.replace(
-        state, params=weights(state.params, config.params), master=weights(state.master, config.opt_state), opt_state=opt_state
+        state,
+        params=weights(state.params, config.params),
+        master=weights(state.master, config.opt_state),
+        opt_state=opt_state,
+        frozen=weights(state.frozen, frozen_tier(config)),
     )
 
 
@@ -319,7 +406,7 @@ def unit_bytes(layout: Layout) -> tuple[list[int], int]:
     the model is the most that may.
     """
     sizes, block = [], 0
-    for leaf in layout.leaves:
+    for leaf in layout.all_leaves:
         num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
         if layout.num_layers is not None and leaf.is_stacked:
             num_bytes //= layout.num_layers

@@ -6,7 +6,8 @@
     end      any other: embedding, head, every leaf of a Model      0       the leaf
 
 `lead` counts the leading dims that number a leaf's records; what follows them is the shape of one record. The table is in the
-order of the flattened parameter tree, so that an index into it is also one into the flattened parameters.
+order of the flattened parameter tree, so that an index into it is also one into the flattened parameters. Frozen leaves are a
+table of their own, and their indices go on where those of the trained ones end: to whoever updates, there are none.
 """
 
 import dataclasses
@@ -29,13 +30,20 @@ class TileGroup:
 
     Attributes:
       name: where they are in a layer, such as "mlp".
-      leaves: their indices among the parameter leaves, in order.
+      leaves: the indices of those that are trained, in order.
       num_tiles: T.
+      frozen: of those that are frozen, likewise (`Layout.all_leaves`).
     """
 
     name: str
     leaves: tuple[int, ...]
     num_tiles: int
+    frozen: tuple[int, ...] = ()
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """All of them: those that are trained, then those that are frozen."""
+        return self.leaves + self.frozen
 
     def kind(self, kind: str) -> str:
         """Return the name of this group's records of a kind."""
@@ -50,10 +58,11 @@ class Leaf:
       path: in the parameter tree.
       name: the path as a string, such as "['blocks']['w']".
       shape: of all its records together.
-      dtype: in which it is computed; its master is float32.
+      dtype: in which it is computed; its master is float32. Of frozen integers and booleans, their own.
       spec: how the mesh splits it, all dims.
       lead: leading dims that number its records.
       group: name of its group of tiles, where `lead` is 2.
+      frozen: whether it is read alone: it has no master, gradient or optimizer state.
     """
 
     path: tuple[Any, ...]
@@ -63,6 +72,7 @@ class Leaf:
     spec: LeafSpec
     lead: int = 0
     group: str = ""
+    frozen: bool = False
 
     @property
     def role(self) -> Role:
@@ -90,20 +100,25 @@ def is_stacked(model: Model | LayeredModel, path: Sequence[Any]) -> bool:
 
 
 def build_leaves(
-    model: Model | LayeredModel, abstract_compute: Any, specs: Mapping[str, LeafSpec], groups: Sequence[TileGroup]
+    model: Model | LayeredModel,
+    abstract_compute: Any,
+    specs: Mapping[str, LeafSpec],
+    groups: Sequence[TileGroup],
+    frozen: Sequence[bool],
 ) -> tuple[Leaf, ...]:
-    """Return the table.
+    """Return the table of all leaves, trained and frozen, in the order of the tree.
 
     Args:
       model: whose parameters they are.
       abstract_compute: the parameter tree, in the compute dtype.
       specs: by path.
-      groups: of leaves whose records are tiles.
+      groups: of leaves whose records are tiles, by their places in the tree.
+      frozen: whether each leaf is.
     """
     group_of = {i: group.name for group in groups for i in group.leaves}
     leaves = []
     arrays = jax.tree_util.tree_flatten_with_path(abstract_compute)[0]
     for i, (path, array) in enumerate(arrays):
         name, lead = jax.tree_util.keystr(path), int(is_stacked(model, path)) + (i in group_of)
-        leaves.append(Leaf(path, name, array.shape, array.dtype, specs[name], lead, group_of.get(i, "")))
+        leaves.append(Leaf(path, name, array.shape, array.dtype, specs[name], lead, group_of.get(i, ""), frozen[i]))
     return tuple(leaves)

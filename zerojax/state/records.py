@@ -14,7 +14,7 @@ fetches from, a write waits for the fetch of its tick: XLA copies a stack whose 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -214,6 +214,6 @@ def _disk_records(record: RecordSpec) -> DiskRecords:
     return record.disk_records
 
 
-def pick(values: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+def pick(values: Sequence[Any] | Mapping[int, Any], indices: Sequence[int]) -> list[Any]:
     """Return `values` at `indices`."""
     return [values[i] for i in indices]

@@ -9,6 +9,7 @@ an update reads and writes them together:
     params.<group> L T           a group's parameters of a tile
     params.<i>     1             parameter leaf i
     opt_state...   likewise      masters, then the leaves of the optimizer state that mirror them
+    frozen...      likewise      the frozen parameters of the same layer, tile or leaf; read alone
 
 Nothing here depends on the optimizer's rule. All that is used of an optimizer is which leaf of its state mirrors which
 parameter (`OptStateMap`), so that checkpoints, init, reading and the counting of bytes need none.
@@ -79,6 +80,7 @@ class StateRecords:
       master: likewise of the float32 weights, which are the parameters where there are no masters.
       grads: the shards on which a leaf is updated, on the device.
       opt: how a record of each leaf of the optimizer state rests; None for those that mirror no parameter.
+      frozen: how a record of each frozen parameter rests, in the order of `Layout.frozen`.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -96,6 +98,10 @@ class StateRecords:
             None if owner is None else RecordSpec(self.mesh, self.grads[owner].spec, config.opt_state)
             for owner in self.opt_map.owners
         ]
+        self.frozen = [
+            RecordSpec(self.mesh, stored_spec(leaf.spec, stage.params)[leaf.lead :], layout.frozen_tier)
+            for leaf in layout.frozen
+        ]
         if config.opt_state != "device" and not layout.has_master and len(self.opt_map.shared) == len(self.opt):
             logger.warning(
                 "opt_state=%r keeps nothing there: this optimizer has no state that mirrors a parameter, and with precision=%r "
@@ -104,6 +110,7 @@ class StateRecords:
         if layout.disk is not None:
             self._declare_params(layout.disk)
             self._declare_opt_state(layout.disk)
+            self._declare_frozen(layout.disk)
 
     # --- on disk -----------------------------------------------------------------------------------------------------------
 
@@ -140,6 +147,24 @@ class StateRecords:
         for i in self.layout.ends:
             declare(f"opt_state.{i}", 1, (i,), in_turn=True)
 
+    def _declare_frozen(self, disk: DiskLayout) -> None:
+        if self.layout.frozen_tier != "nvme":
+            return
+        before = len(self.leaves)
+
+        def declare(kind: str, count: int, part: Sequence[int]) -> None:
+            leaves = [(i - before, self.layout.all_leaves[i]) for i in part]
+            shapes = [jax.ShapeDtypeStruct(leaf.record_shape, leaf.dtype) for _, leaf in leaves]
+            members = [_Member(self.frozen, i, leaf.name, a) for (i, leaf), a in zip(leaves, shapes, strict=True)]
+            self._declare(disk, kind, count, members, updated=False)
+
+        num_layers = self.layout.num_layers or 1
+        declare("frozen", num_layers, self.layout.frozen_blocks)
+        for group in self.layout.groups:
+            declare(group.kind("frozen"), num_layers * group.num_tiles, group.frozen)
+        for i in self.layout.frozen_ends:
+            declare(f"frozen.{i}", 1, (i,))
+
     def _weight(self, specs: list[Any], index: int, dtype: Any) -> _Member:
         leaf = self.leaves[index]
         return _Member(specs, index, leaf.name, jax.ShapeDtypeStruct(leaf.record_shape, dtype))
@@ -172,7 +197,9 @@ class StateRecords:
             return
         on_host = self.layout.config.update_on == "host"
         # Masters and moments are then the host's alone. It also writes the parameters, which programs fetch.
-        used_by = "program" if not on_host else "both" if kind.startswith("params") else "host"
+        # Frozen parameters are never written, so that the host has nothing to do with them.
+        is_frozen = kind.split(".")[0] == "frozen"
+        used_by = "program" if is_frozen or not on_host else "both" if kind.startswith("params") else "host"
         specs = [member.specs[member.index] for member in members]
         disk_records = disk.declare(
             kind, count, [member.name for member in members], [member.shape for member in members], [r.spec for r in specs],
@@ -191,7 +218,12 @@ class StateRecords:
             reads = opt if self.layout.has_master else [self.params[i], *opt]
             first += _moves([self.params[i]], does_write=False)
             last += _moves(reads, does_write=False) + _moves([self.params[i], *opt], does_write=True)
+        first += [move for i in self.layout.frozen_ends for move in _moves([self.weight(i)], does_write=False)]
         return tuple(first), tuple(last)
+
+    def weight(self, index: int) -> RecordSpec:
+        """Return how a parameter leaf rests, trained or frozen, by its index among `Layout.all_leaves`."""
+        return self.params[index] if index < len(self.leaves) else self.frozen[index - len(self.leaves)]
 
     # --- the state as flat lists -------------------------------------------------------------------------------------------
 

@@ -52,6 +52,8 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool
 def tile_groups(model: Model | LayeredModel, abstract_params: Any, config: ZeroConfig) -> tuple[TileGroup, ...]:
     """Return the groups whose records are tiles: none where a step does not stream, or streams whole layers alone.
 
+    Their leaves are given by their places in the tree, whether they are frozen or not.
+
     Raises:
       ValueError: as `tiled_leaves`, or stacks of one module that differ in their number of tiles.
     """

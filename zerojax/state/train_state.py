@@ -148,12 +148,14 @@ class TrainState:
       step: i32[], calls of the step so far.
       skipped: i32[], updates skipped because a gradient was not finite.
       key: base random key; a step's keys are functions of (key, step, microbatch, layer).
-      params: in the compute dtype; whole below stage 3, sharded at stage 3.
+      params: those that are trained, in the compute dtype; whole below stage 3, sharded at stage 3.
       master: float32 weights where the compute dtype is narrower, else None.
       opt_state: optax's state over the float32 weights. With a fraction on the device, stacked leaves are `Split`, as are
         those of `master`. Leaves of the nvme tier are `OnDisk`, here and in params.
       loss_scale: dynamic loss scaling with precision="fp16", else None.
       pending: with `delayed_update`, the update that the next step does, else None.
+      frozen: weights that the model freezes, in the compute dtype (integers in their own), whole below stage 3, sharded at
+        stage 3; None in the place of those that are trained, as params has None in the place of these. None: nothing is frozen.
     """
 
     step: jax.Array
@@ -164,6 +166,7 @@ class TrainState:
     opt_state: Any
     loss_scale: LossScale | None
     pending: Pending | None = None
+    frozen: Any = None
 
 
 def state_key(key: jax.Array) -> jax.Array:

@@ -90,11 +90,11 @@ class BlockTracer:
 
     def _block(self) -> Any:
         """Return the shapes of one layer's parameters, in the compute dtype."""
-        stacks = [self.plan.leaves[i] for i in self.plan.stacked]
+        stacks = [self.plan.leaves[i] for i in self.plan.block_leaves]
         return self.block_tree([jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks])
 
     def block_tree(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(jax.tree.structure(self.layout.abstract_params[BLOCKS]), leaves)
+        return jax.tree.unflatten(jax.tree.structure(self.layout.abstract_whole[BLOCKS]), leaves)
 
     def plan_residuals(self, x: Any, keys: Any, count: int) -> ResidualPlan:
         """Choose what forward saves, from the shapes of the first layer's input, of `count` microbatches."""
@@ -152,12 +152,13 @@ class BlockTracer:
     ) -> tuple[TracedBlock, TiledBlock | None]:
         """Trace the block over abstract arguments; cut it at its loops over tiles if tiles are records."""
         plan = self.plan
-        layer = plan_layer(self.model.block, params, x, key, mode, saved, offloaded, tiled=bool(plan.groups))
+        frozen = [plan.leaves[i].frozen for i in plan.block_leaves]
+        layer = plan_layer(self.model.block, params, x, key, mode, saved, offloaded, tiled=bool(plan.groups), frozen=frozen)
         if not plan.groups:
             return layer, None
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
         # A group's indices count the leaves of the whole model; the block's trace knows those of one layer.
-        groups = [[plan.stacked.index(i) for i in group.leaves] for group in plan.groups]
+        groups = [[plan.block_leaves.index(i) for i in group.weights] for group in plan.groups]
         tiled = TiledBlock(layer, groups, names, count, (params, x, key))
         return layer, tiled
 

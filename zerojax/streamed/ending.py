@@ -45,7 +45,7 @@ class RecordGrads:
       now: the tick; `now.layer` and `now.write` are the record's index.
       part: indices of the record's leaves.
       grads: summed over microbatches, on their shards.
-      params: gathered.
+      params: of these leaves, gathered.
       landing: what this tick fetches.
     """
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from zerojax.models import BLOCKS, LayeredModel, checked
 from zerojax.sharding import ActivationSpec
-from zerojax.state import is_stored
+from zerojax.state import is_stored, join_frozen, split_frozen
 from zerojax.streamed.microbatches import Microbatches, key_of
 from zerojax.streamed.plan import StreamedPlan
 
@@ -31,9 +31,13 @@ class Ends:
         """Return the leaves, sharded, on the device."""
         # OnDisk leaves are leaves here: `RecordSpec.load` reads them.
         leaves, tree = jax.tree.flatten(_without_blocks(params), is_leaf=is_stored)
-        return jax.tree.unflatten(
-            tree, [self.plan.params[i].load(leaf) for i, leaf in zip(self.plan.ends, leaves, strict=True)]
-        )
+        in_tree = [i for i in self.plan.layout.in_tree if not self.plan.leaves[i].is_stacked]
+        return jax.tree.unflatten(tree, [self.plan.params[i].load(leaf) for i, leaf in zip(in_tree, leaves, strict=True)])
+
+    def _split(self, ends: Any) -> tuple[Any, Any]:
+        """Return the trained and the frozen leaves, each as a tree with None in the place of the others."""
+        flags = self.plan.layout.flags
+        return split_frozen(None if flags is None else _without_blocks(flags), ends)
 
     def embed(self, ends: Any, batch: Any, key: Any) -> Any:
         """Return the first layer's input, of one microbatch."""
@@ -65,13 +69,14 @@ class Ends:
 
     def head_and_grads(self, ends: Any, y: Any, batch: Any, keys: Any, scale: Array) -> tuple[Array, Any, list[Array]]:
         """Return the mean loss, dloss/dy, and the summed gradients of `ends`; the derivative is that of scale * loss."""
+        ends, frozen = self._split(ends)
 
         def one(y: Any, batch: Any, key: Any) -> tuple[list[Array], tuple[Array, Any]]:
             batch = self.activations.constrain(batch)
 
             # Scaled inside of the derivative: else small float16 cotangents would vanish. The loss is returned unscaled.
             def scaled(ends: Any, y: Any) -> tuple[Array, Array]:
-                value = self.head(ends, y, batch, key)
+                value = self.head(join_frozen(ends, frozen), y, batch, key)
                 return value * scale, value
 
             (g, dy), value = jax.grad(scaled, argnums=(0, 1), has_aux=True)(ends, y)
@@ -86,9 +91,10 @@ class Ends:
 
         The embedding is computed again rather than its residuals held through the whole step: it is a look-up.
         """
+        ends, frozen = self._split(ends)
 
         def one(dx: Any, batch: Any, key: Any) -> tuple[list[Array], None]:
-            (g,) = jax.vjp(lambda p: self.embed(p, batch, key), ends)[1](dx)
+            (g,) = jax.vjp(lambda p: self.embed(join_frozen(p, frozen), batch, key), ends)[1](dx)
             return self._reduced(g), None
 
         # Several microbatches are added to the head's gradients one by one, in float32; a single one in its own dtype.

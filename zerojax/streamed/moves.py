@@ -42,4 +42,4 @@ def eval_moves(plan: StreamedPlan, loops: Loops) -> tuple[Move, ...]:
     # Forward of a step also writes activations. An evaluation keeps none.
     forward = moves_of(plan.schedule, plan.layout.disk.kinds.keys(), ("forward",), loops=loops)
     # Tiles and ends have kinds of their own, "params.tiles.<group>" and "params.<i>".
-    return (*first, *(move for move in forward if move.kind.split(".")[0] == "params"))
+    return (*first, *(move for move in forward if move.kind.split(".")[0] in ("params", "frozen")))

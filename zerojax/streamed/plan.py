@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from host_offload.schedule import Schedule, TiledSchedule, TileLoops, build_schedule, build_tiled_schedule
 from zerojax.models import LayeredModel
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
-from zerojax.precision import PRECISIONS
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, named, stored_spec, without_axis
-from zerojax.state import DiskArgument, Index, RecordSpec, StateRecords, TileGroup, TrainState, pick, read_layer
+from zerojax.state import DiskArgument, Index, RecordSpec, StateRecords, TileGroup, TrainState, is_stored, pick, read_layer
 from zerojax.streamed.residuals import MODES
 
 Array = jax.Array
@@ -29,18 +28,20 @@ class StreamedPlan:
     Attributes:
       count: microbatches.
       state_records: how the state rests.
-      leaves: the parameter leaves.
+      leaves: the parameter leaves, those that are trained before those that are frozen (`Layout.all_leaves`).
       update: the update by records, or None where the whole tree is updated on the device.
       unused: indices of the leaves whose gradients the optimizer never uses: no part of the norm.
       host: the host's update, or None.
       schedule: of the step.
       blocks: indices of the leaves of which a layer's record holds one layer.
       groups: those of stacks of tiles, whose records are tiles.
-      stacked: the leaves of `blocks` and `groups`, in order.
-      ends: the other indices.
+      stacked: the trained leaves of `blocks` and `groups`, in order.
+      ends: the other trained ones.
+      layer: the leaves whose parameters are fetched together: `blocks`, and the frozen ones beside them.
+      stacks: all stacks of parameters: `stacked`, then those that are frozen.
       params: how each parameter rests.
       grads: how each gradient rests from backward to update.
-      params_away: whether parameters rest off the device.
+      params_away: whether trained parameters rest off the device.
       grads_away: whether gradients rest off the device.
       grads_in_memory: whether they rest in stacks in host memory, which XLA writes and reads.
     """
@@ -52,7 +53,7 @@ class StreamedPlan:
           ValueError: the schedule exceeds `device_budget_bytes`.
         """
         self.state_records, layout = state_records, state_records.layout
-        self.layout, self.config, self.mesh, self.leaves = layout, layout.config, layout.mesh, layout.leaves
+        self.layout, self.config, self.mesh, self.leaves = layout, layout.config, layout.mesh, layout.all_leaves
         self.num_layers, self.count = model.num_layers, layout.config.num_microbatches
         config = layout.config
         self.update = update
@@ -62,8 +63,10 @@ class StreamedPlan:
         self.groups, self.blocks, self.stacked, self.ends = layout.groups, layout.blocks, layout.stacked, layout.ends
         self.schedule = plan_schedule(state_records)
         grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
-        self.params = state_records.params
-        pairs = zip(state_records.grads, self.leaves, strict=True)
+        self.layer = (*layout.blocks, *layout.frozen_blocks)
+        self.stacks = (*layout.stacked, *(i for part in layout.frozen_parts for i in part))
+        self.params = [state_records.weight(i) for i in range(len(self.leaves))]
+        pairs = zip(state_records.grads, layout.leaves, strict=True)
         # The ends' gradients stay on the device: head and embedding both add to them.
         self.grads = [dataclasses.replace(r, tier=grads_tier if leaf.is_stacked else "device") for r, leaf in pairs]
         self.params_away = config.params != "device"
@@ -128,15 +131,42 @@ class StreamedPlan:
         """Return one layer's, or tile's, shards, on the device.
 
         Args:
-          stacks: of `stacked`.
-          part: indices of the leaves of the record.
+          stacks: of `stacks`.
+          part: indices of the leaves of the record; those that are frozen come last.
           index: of the record.
         """
-        return read_layer(pick(self.params, part), self.pick(stacks, part), index)
+        # Two kinds of records: each is one fetch from disk.
+        kinds = ([i for i in part if not self.leaves[i].frozen], [i for i in part if self.leaves[i].frozen])
+        return [a for some in kinds for a in read_layer(pick(self.params, some), self.pick(stacks, some), index)]
+
+    def away(self, part: Sequence[int]) -> tuple[int, ...]:
+        """Return those of some leaves whose parameters rest off the device: what is fetched of a record."""
+        return tuple(i for i in part if self.params[i].is_away)
+
+    def take_params(self, stacks: Sequence[Any], part: Sequence[int], fetched: Sequence[Array], index: Index) -> list[Array]:
+        """Return what `read_params` does, given what was fetched of the record: its leaves of `away`."""
+        if not (away := self.away(part)):
+            return self.read_params(stacks, part, index)
+        arrays = dict(zip(away, fetched, strict=True))
+        here = [i for i in part if i not in arrays]
+        arrays |= zip(here, self.read_params(stacks, here, index), strict=True)
+        return [arrays[i] for i in part]
+
+    def weight_stacks(self, blocks: Any) -> list[Any]:
+        """Return the stacks of parameters in the order of `stacks`, of the tree of all layers' parameters."""
+        by_index = dict(zip(self.block_leaves, jax.tree.leaves(blocks, is_leaf=is_stored), strict=True))
+        return [by_index[i] for i in self.stacks]
+
+    def frozen_stacks(self, state: TrainState) -> list[Any]:
+        """Return those of `stacks` that are frozen."""
+        if state.frozen is None:
+            return []
+        leaves = jax.tree.leaves(state.frozen, is_leaf=is_stored)
+        return [leaves[i - len(self.layout.leaves)] for i in self.stacks[len(self.stacked) :]]
 
     def pick(self, stacks: Sequence[Any], part: Sequence[int]) -> list[Any]:
-        """Return those of `stacks`, which are of `stacked`, that belong to a part of it."""
-        return [stacks[self.stacked.index(i)] for i in part]
+        """Return those of `stacks`, which are of `stacks` or of `stacked`, that belong to a part of it."""
+        return [stacks[self.stacks.index(i)] for i in part]
 
     def put(self, stacks: Sequence[Any], part: Sequence[int], values: Sequence[Any]) -> list[Any]:
         """Return `stacks` with `values` in place of a part."""
@@ -144,13 +174,18 @@ class StreamedPlan:
         return [by_index.get(i, stack) for i, stack in zip(self.stacked, stacks, strict=True)]
 
     def without_tiles(self, leaves: Sequence[Array]) -> list[Any]:
-        """Return leaves of `stacked` where those of `blocks` are given: None for stacks of tiles."""
-        by_index = dict(zip(self.blocks, leaves, strict=True))
-        return [by_index.get(i) for i in self.stacked]
+        """Return a block's leaves in the order of its tree where those of `layer` are given: None for stacks of tiles."""
+        by_index = dict(zip(self.layer, leaves, strict=True))
+        return [by_index.get(i) for i in self.block_leaves]
+
+    @property
+    def block_leaves(self) -> tuple[int, ...]:
+        """The stacked leaves, trained and frozen, in the order of the tree."""
+        return tuple(i for i in self.layout.in_tree if self.leaves[i].is_stacked)
 
     def gather(self, shards: Sequence[Array], part: Sequence[int] | None = None) -> list[Array]:
         """All_gather a record, by default a layer's: W[D_fsdp, F] -> W[D, F]."""
-        part = self.blocks if part is None else part
+        part = self.layer if part is None else part
         return [self._gather(shard, self.params[i].spec) for i, shard in zip(part, shards, strict=True)]
 
     def _gather(self, shard: Array, spec: Spec) -> Array:
@@ -186,30 +221,33 @@ class StreamedPlan:
         return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
 
 
-def record_bytes(records: StateRecords, part: Sequence[int]) -> dict[str, int]:
+def record_bytes(records: StateRecords, part: Sequence[int], frozen: Sequence[int] = ()) -> dict[str, int]:
     """Return the bytes of the records of some stacked leaves on each device, as `host_offload.build_schedule` takes them.
+
+    `part` are those that are trained, `frozen` those that are not.
 
     "grads" is the record's whole gradient, which is there before it is reduced to its shards. Activations are not counted:
     their shapes are known once there is a batch.
     """
     layout, mesh, stage = records.layout, records.mesh, STAGES[records.layout.config.stage]
-    itemsize = jnp.dtype(PRECISIONS[layout.config.precision].compute_dtype).itemsize
-    leaves = [layout.leaves[i] for i in part]
 
-    def elements(spec_of: Callable[[LeafSpec], Spec]) -> int:
-        return sum(local_elements(leaf.record_shape, spec_of(leaf.spec)[leaf.lead :], mesh) for leaf in leaves)
+    def num_bytes(part: Sequence[int], spec_of: Callable[[LeafSpec], Spec], itemsize: int | None = None) -> int:
+        leaves = [layout.all_leaves[i] for i in part]
+        elements = [local_elements(leaf.record_shape, spec_of(leaf.spec)[leaf.lead :], mesh) for leaf in leaves]
+        return sum(n * (itemsize or leaf.dtype.itemsize) for n, leaf in zip(elements, leaves, strict=True))
 
     # Masters are float32, and rest beside the optimizer state in one record.
-    opt_state = elements(lambda s: stored_spec(s, stage.opt_state)) * 4 if layout.has_master else 0
+    opt_state = num_bytes(part, lambda s: stored_spec(s, stage.opt_state), 4) if layout.has_master else 0
     if layout.updates_by_record:
         opt_map = layout.opt_map
         for j in opt_map.states_of(part):
             # The shape of one record: a state leaf has the leading dims of the parameter that it mirrors.
             shape = opt_map.leaves[j].shape[layout.leaves[opt_map.owner(j)].lead :]
             opt_state += local_elements(shape, records.opt_record(j).spec, mesh) * opt_map.leaves[j].dtype.itemsize
-    whole = elements(lambda s: s.base) * itemsize
-    params = elements(lambda s: stored_spec(s, stage.params)) * itemsize
-    return {"params": params, "gathered": whole, "grads": whole, "opt_state": opt_state}
+    whole, whole_frozen = (num_bytes(some, lambda s: s.base) for some in (part, frozen))
+    shards, frozen_shards = (num_bytes(some, lambda s: stored_spec(s, stage.params)) for some in (part, frozen))
+    sizes = {"params": shards, "gathered": whole + whole_frozen, "grads": whole, "opt_state": opt_state}
+    return sizes | ({"frozen": frozen_shards} if layout.frozen else {})
 
 
 def plan_schedule(records: StateRecords) -> Schedule:
@@ -231,17 +269,21 @@ def plan_schedule(records: StateRecords) -> Schedule:
         "opt_state": "device" if on_host else config.opt_state,
         "activations": "device" if activations in MODES else activations,
     }
+    if layout.frozen:
+        # A kind of which no layer has anything is fetched by nobody.
+        tiers["frozen"] = layout.frozen_tier if any(layout.frozen_parts) else "device"
+        tiers["params"] = config.params if any(layout.record_parts) else "device"
     options: dict[str, Any] = {
         "tiers": tiers,
         "update": config.update or "after_backward",
         # Without masters the device's update fetches the parameters; an update on the host reads them by itself.
         "master": layout.has_master or on_host,
-        "record_bytes": record_bytes(records, layout.blocks),
+        "record_bytes": record_bytes(records, layout.blocks, layout.frozen_blocks),
         "budget_bytes": config.device_budget_bytes,
     }
     if layout.groups:
         groups = {group.name: group.num_tiles for group in layout.groups}
-        sizes = [record_bytes(records, group.leaves) for group in layout.groups]
+        sizes = [record_bytes(records, group.leaves, group.frozen) for group in layout.groups]
         return build_tiled_schedule(num_layers, config.prefetch_distance, groups=groups, group_bytes=sizes, **options)
     return build_schedule(
         num_layers, config.prefetch_distance, gather_ahead=config.gather_ahead, device_layers=layout.device_layers, **options

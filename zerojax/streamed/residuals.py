@@ -64,6 +64,7 @@ class TracedBlock:
       offloaded: for each of them, whether the user asked for host memory.
       shapes: ShapeDtypeStruct of each of them.
       loops: the loops over tiles that are equations of the program, by the slot of their result, in order.
+      frozen: whether each leaf of params is: it has no gradient.
     """
 
     program: FlatJaxpr
@@ -72,6 +73,7 @@ class TracedBlock:
     offloaded: tuple[bool, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     loops: Mapping[int, TileLoop]
+    frozen: tuple[bool, ...]
 
     def forward(self, params: Any, x: Any, key: Any) -> tuple[Any, list[jax.Array]]:
         """Return y and the residuals."""
@@ -79,11 +81,18 @@ class TracedBlock:
         return self._outputs(slots), [slots[slot] for slot in self.residuals]
 
     def backward(self, params: Any, x: Any, key: Any, residuals: Sequence[jax.Array], dy: Any) -> tuple[Any, Any]:
-        """Return the gradients of the parameters and of x."""
+        """Return the gradients of the parameters, None in the place of those that are frozen, and of x."""
         by_slot = dict(zip(self.residuals, residuals, strict=True))
+        leaves, tree = jax.tree.flatten(params)
+        trained = [None if frozen else leaf for leaf, frozen in zip(leaves, self.frozen, strict=True)]
+
+        def outputs(trained: list[Any], x: Any) -> Any:
+            whole = [leaf if t is None else t for leaf, t in zip(leaves, trained, strict=True)]
+            return self._outputs(self._run(whole, x, key, by_slot))
+
         # Residuals are constants here: `put` hands their cotangents to the values that they replace.
-        _, derivative = jax.vjp(lambda p, x: self._outputs(self._run(p, x, key, by_slot)), params, x)
-        return derivative(dy)
+        grads, dx = jax.vjp(outputs, trained, x)[1](dy)
+        return jax.tree.unflatten(tree, grads), dx
 
     def _outputs(self, slots: dict[int, Any]) -> Any:
         return jax.tree.unflatten(self.structures[1], [read(ref, slots) for ref in self.program.outputs])
@@ -115,6 +124,7 @@ def plan_layer(
     saved: Sequence[str],
     offloaded: Sequence[str],
     tiled: bool = False,
+    frozen: Sequence[bool] = (),
 ) -> TracedBlock:
     """Trace a block and choose its residuals.
 
@@ -127,6 +137,7 @@ def plan_layer(
       saved: names to keep on the device.
       offloaded: names to keep in host memory.
       tiled: whether loops over tiles stay equations (`zerojax.tiling.loops`).
+      frozen: whether each leaf of the parameters is; empty: none.
 
     Raises:
       ValueError: a name that the block does not mark.
@@ -153,11 +164,12 @@ def plan_layer(
     shapes = {slot: jax.ShapeDtypeStruct(aval.shape, aval.dtype) for slot, aval in chosen.items()}
 
     loops = find_loops(program) if tiled else {}
+    is_frozen = tuple(frozen) or (False,) * structures[0].num_leaves
 
     def layer(slots: Sequence[int]) -> TracedBlock:
         chosen = tuple(sorted(slots))
         offloaded = tuple(s in to_host for s in chosen)
-        return TracedBlock(program, structures, chosen, offloaded, tuple(shapes[s] for s in chosen), loops)
+        return TracedBlock(program, structures, chosen, offloaded, tuple(shapes[s] for s in chosen), loops, is_frozen)
 
     # With all candidates in place the derivative is traced once; those that it does not read are not saved.
     every = layer(list(shapes))

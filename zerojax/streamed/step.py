@@ -35,7 +35,7 @@ from host_offload.schedule import Move
 from zerojax.models import BLOCKS, LayeredModel
 from zerojax.optim import RecordUpdate
 from zerojax.sharding import ActivationSpec
-from zerojax.state import StateRecords, TrainState, is_stored, write_layer
+from zerojax.state import StateRecords, TrainState, write_layer
 from zerojax.streamed.activations import BlockTracer, ResidualPlan, Scratch
 from zerojax.streamed.ending import BackwardResult, Ending, RecordGrads, loss_scale
 from zerojax.streamed.endings import ByLayers, InBackward, WholeTree
@@ -98,7 +98,7 @@ class StreamedStep:
 
     def abstract_residuals(self, abstract_batch: Any) -> ResidualPlan:
         """Return what forward saves of a batch."""
-        x, keys = self.ends.abstract_input(self.layout.abstract_arrays.params, abstract_batch)
+        x, keys = self.ends.abstract_input(self.layout.join(self.layout.abstract_arrays), abstract_batch)
         return self.tracer.plan_residuals(x, keys, self.microbatches.count)
 
     def abstract_scratch(self, abstract_batch: Any) -> Scratch:
@@ -142,11 +142,12 @@ class StreamedStep:
         batch, keys = self.microbatches.split(batch, key)
         token = self._first_token(state)
         # Before the layers, as the disk was told (`step_moves`).
-        ends = self.ends.load(state.params)
+        params = self.layout.join(state)
+        ends = self.ends.load(params)
         x = self.microbatches.each(lambda b, k: self.ends.embed(ends, b, k), batch, keys)
         residuals = self.tracer.plan_residuals(x, keys, self.microbatches.count)
         stacks = self.tracer.stacks(residuals, scratch)
-        y, stacks = self.forward(state.params[BLOCKS], x, keys, arrays, residuals, stacks)
+        y, stacks = self.forward(params[BLOCKS], x, keys, arrays, residuals, stacks)
         # What backward fetches first may overlap the head, and not the layers.
         arrays, y = arrays.after(y, self.mesh)
         loss, dy, g_ends = self.ends.head_and_grads(ends, y, batch, keys, loss_scale(state))
@@ -188,7 +189,7 @@ class StreamedStep:
         """Run the layers, first layer first.
 
         Args:
-          blocks: the model's stacked parameters.
+          blocks: the model's stacked parameters, trained and frozen.
           x: the first layer's input.
           keys: of the microbatches.
           arrays: of the schedule.
@@ -202,18 +203,16 @@ class StreamedStep:
         microbatches = Microbatches(self.mesh, 1) if residuals is None else self.microbatches
         tiled = self.tracer.without_residuals(x) if residuals is None else residuals.tiled
         block = self._plain_block if residuals is None else residuals.block.forward
-        params = jax.tree.leaves(blocks, is_leaf=is_stored)
-
-        def read(layer: Array) -> list[Array]:
-            return plan.read_params(params, plan.blocks, layer)
+        params = plan.weight_stacks(blocks)
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
             del carry
-            return read(layer)
+            return plan.read_params(params, plan.away(plan.layer), layer)
 
         def tick(carry: Any, now: Tick) -> Any:
             x, full, stacks = carry
-            full, next_full = self._turn(full, now, lambda: now.record if plan.params_away else read(now.consume))
+            take = lambda: plan.take_params(params, plan.layer, now.record or [], now.consume)  # noqa: E731
+            full, next_full = self._turn(full, now, take)
             if tiled is None:
                 y, values, next_full, landing = self._run_block(block, full, x, keys, now, next_full, microbatches)
             else:
@@ -227,7 +226,9 @@ class StreamedStep:
             return (y, next_full, stacks), landing
 
         # With gather_ahead a tick is handed its layer gathered: the first one has no tick before it that does so.
-        first = plan.gather(read(phase.columns["first"][0])) if self.config.gather_ahead else None
+        first = None
+        if self.config.gather_ahead:
+            first = plan.gather(plan.read_params(params, plan.layer, phase.columns["first"][0]))
         y, _, stacks = run_phase(self.schedule.phase("forward"), phase, (x, first, stacks), tick, fetch=fetch)
         return y, stacks
 
@@ -235,7 +236,7 @@ class StreamedStep:
         self, block: Block, full: list[Array], x: Any, keys: Any, now: Tick, next_full: Any, microbatches: Microbatches
     ) -> tuple[Any, list[Array], Any, Any]:
         """Return a layer's output and residuals, the next layer, gathered, and the record on its way."""
-        params = self.tracer.block_tree(full)
+        params = self.tracer.block_tree(self.plan.without_tiles(full))
         # Several microbatches are a loop inside of the tick: in its body this work would be done for each of them.
         work = (next_full if now.takes_record else None, now.landing) if microbatches.count == 1 else None
 
@@ -276,20 +277,20 @@ class StreamedStep:
           The cotangent of the first layer's input, and `carried`.
         """
         plan, ending, phase, ahead = self.plan, self.ending, arrays.phase("backward"), self.config.gather_ahead
-        num_params = len(plan.blocks) if plan.params_away else 0  # a fetched record: parameters, then residuals
+        num_params = len(plan.away(plan.layer))  # a fetched record: parameters, then residuals
+        frozen = plan.frozen_stacks(state)
 
-        def read(carried: Any, layer: Array) -> list[Array]:
-            return plan.read_params(ending.params(state, carried), plan.blocks, layer)
+        def params(carried: Any) -> list[Any]:
+            return [*ending.params(state, carried), *frozen]
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
             # The stacks of residuals are only read in this phase, so the loop does not carry them.
-            shards = read(carry[3], layer) if plan.params_away else []
-            return shards + residuals.fetch(stacks, layer)
+            return plan.read_params(params(carry[3]), plan.away(plan.layer), layer) + residuals.fetch(stacks, layer)
 
         def tick(carry: Any, now: Tick) -> Any:
             dx, full, fetched, carried = carry
             record = now.record or []
-            take = lambda: record[:num_params] if plan.params_away else read(carried, now.consume)  # noqa: E731
+            take = lambda: plan.take_params(params(carried), plan.layer, record[:num_params], now.consume)  # noqa: E731
             full, next_full = self._turn(full, now, take)
             # With gather_ahead the record taken is the next layer's, and so are its residuals.
             arrived = record[num_params:]
@@ -298,18 +299,18 @@ class StreamedStep:
             if residuals.tiled is None:
                 grads, dx, next_full, landing = self._derive_block(residuals, full, values, keys, dx, now, next_full)
             else:
-                params = partial(ending.params, state)
                 tiles = TileRunner(plan, self.microbatches, arrays, now, params, carried)
                 grads, dx = self._derive_tiles(residuals, full, values, keys, dx, tiles, partial(ending.use, state))
                 landing, carried = now.landing, tiles.carried
-            carried, landing = ending.use(state, carried, RecordGrads(now, plan.blocks, grads, full, landing))
+            trained = full[: len(plan.blocks)]
+            carried, landing = ending.use(state, carried, RecordGrads(now, plan.blocks, grads, trained, landing))
             return (dx, next_full, next_fetched, carried), landing
 
         first = fetched = None
         if ahead:
             # The layer of the first tick is gathered before the loop, and its residuals come with it.
             record = fetch((None, None, None, carried), phase.columns["first"][0])
-            shards = record[:num_params] if plan.params_away else read(carried, phase.columns["first"][0])
+            shards = plan.take_params(params(carried), plan.layer, record[:num_params], phase.columns["first"][0])
             first, fetched = plan.gather(shards), record[num_params:]
         # Backward reads optimizer state only if it updates.
         on_device = self.layout.device_layers if self.config.update == "in_backward" else 0
@@ -323,7 +324,8 @@ class StreamedStep:
         self, residuals: ResidualPlan, full: list[Array], values: list[Array], keys: Any, dx: Any, now: Tick, next_full: Any
     ) -> tuple[list[Array], Any, Any, Any]:
         """Return a layer's gradients, its input's, the next layer, gathered, and the record on its way."""
-        plan, count, params = self.plan, self.microbatches.count, self.tracer.block_tree(full)
+        plan, count = self.plan, self.microbatches.count
+        params = self.tracer.block_tree(plan.without_tiles(full))
         work = (next_full if now.takes_record else None, now.landing) if count == 1 else None
 
         def derive(dx: Any, values: list[Array], key: Any) -> tuple[list[Array], Any]:

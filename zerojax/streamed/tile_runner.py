@@ -109,16 +109,17 @@ class TileRunner:
         def tick(carry: Any, now: Tick) -> tuple[Any, Any]:
             (sums, slices), carried = carry
             full = self._gather(group, now)
+            trained = [p for p, i in zip(loop.tiles, self._in_tree(group), strict=True) if not self.plan.leaves[i].frozen]
 
             def one(total: list[Array], inputs: Any) -> tuple[list[Array], Any]:
                 sums, slices, dy, each = inputs
                 operands = _operands(call, full, each, now.layer)
 
                 def unit(tiles: list[Array], xs: list[Array], of_tile: list[Array]) -> Array:
-                    values = dict(zip((*loop.tiles, *shared_x, *parts), (*tiles, *xs, *of_tile), strict=True))
+                    values = dict(zip((*trained, *shared_x, *parts), (*tiles, *xs, *of_tile), strict=True))
                     return loop.run([values.get(p, a) for p, a in enumerate(operands)])
 
-                primals = ([operands[p] for p in at] for at in (loop.tiles, shared_x, parts))
+                primals = ([operands[p] for p in at] for at in (trained, shared_x, parts))
                 dw, dx, d_slices = jax.vjp(unit, *primals)[1](loop.cotangent(dy, now.layer))
                 sums = [s + d.astype(jnp.float32) for s, d in zip(sums, dx, strict=True)]
                 put = lambda s, d: jax.lax.dynamic_update_index_in_dim(s, d, now.layer, 0)  # noqa: E731
@@ -138,7 +139,10 @@ class TileRunner:
             # An ending reads and writes records, and this one is a tile: its index is that of the layer and that of the tile.
             here, there = (Tile(self.now.layer, k, group.num_tiles) for k in (now.layer, now.write))
             now = dataclasses.replace(now, layer=here, write=there)
-            carried, landing = use(carried, RecordGrads(now, group.leaves, grads, full, landing))
+            if group.leaves:  # else all of the group is frozen, and there is nothing to use
+                by_index = dict(zip(self._in_tree(group), full, strict=True))
+                record = RecordGrads(now, group.leaves, grads, [by_index[i] for i in group.leaves], landing)
+                carried, landing = use(carried, record)
             return (cotangents, carried), landing
 
         carry = ((sums, slices), self.carried)
@@ -159,11 +163,12 @@ class TileRunner:
 
         def read(carry: Any, tile: Array) -> list[Array]:
             index = Tile(self.now.layer, tile, group.num_tiles)
-            return self.plan.read_params(self.stacks(carried(carry)), group.leaves, index)
+            return self.plan.read_params(self.stacks(carried(carry)), self.plan.away(group.weights), index)
 
         def take(carry: Any, now: Tick) -> tuple[Any, Any]:
             # Parameters that rest on the device pass through no ring: the tile is sliced here.
-            shards = now.record if self.plan.params_away else read(carry, now.consume)
+            index = Tile(self.now.layer, now.consume, group.num_tiles)
+            shards = self.plan.take_params(self.stacks(carried(carry)), group.weights, now.record or [], index)
             return tick(carry, dataclasses.replace(now, record=shards))
 
         arrays = self.arrays.phase(loops.plan(phase))
@@ -175,8 +180,13 @@ class TileRunner:
         return after
 
     def _gather(self, group: TileGroup, now: Tick) -> list[Array]:
+        """Return a tile's leaves, gathered, in the order of the tree: that of the loop's operands."""
         assert now.record is not None
-        return self.plan.gather(now.record, group.leaves)
+        by_index = dict(zip(group.weights, self.plan.gather(now.record, group.weights), strict=True))
+        return [by_index[i] for i in self._in_tree(group)]
+
+    def _in_tree(self, group: TileGroup) -> list[int]:
+        return sorted(group.weights, key=self.plan.layout.places.__getitem__)
 
 
 def _dtype(call: TileLoopCall, position: int) -> Any:

@@ -113,8 +113,12 @@ class TiledBlock:
             params, x, key, list(layer.shapes), x
         )
         backward = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
+        # Frozen leaves have no gradient: the outputs are those of the others, then that of x.
+        trained = [leaf for leaf in range(self.num_params) if not layer.frozen[leaf]]
+        self.output_of = {leaf: place for place, leaf in enumerate(trained)}
+        self.num_grads, of_tiles = len(trained), {self.output_of.get(leaf) for leaf in self.tiled}
         # The gradients of stacks of tiles are no outputs: the loops that make them also use them.
-        grad_refs = [ref for i, ref in enumerate(backward.outputs) if i not in self.tiled and isinstance(ref, int)]
+        grad_refs = [ref for i, ref in enumerate(backward.outputs) if i not in of_tiles and isinstance(ref, int)]
         self._check_gradients(backward, names)
         self._backward = _cut(backward, grad_refs, lambda i: marked(i.eqn))
         self.forward_loops = [self.group_of[mark[0]] for mark in self._forward.marks if mark is not None]
@@ -123,8 +127,8 @@ class TiledBlock:
     def _check_gradients(self, program: FlatJaxpr, names: Sequence[str]) -> None:
         marks = ((i, marked(i.eqn)) for i in program.instructions)
         of_loops = {out for i, mark in marks if mark is not None and mark[1] for out in i.outs}
-        for leaf in self.tiled:
-            if program.outputs[leaf] not in of_loops:
+        for leaf in self.tiled & self.output_of.keys():
+            if program.outputs[self.output_of[leaf]] not in of_loops:
                 raise ValueError(f"{names[leaf]}: its gradient is not that of one loop over tiles alone")
 
     def forward(self, params: Sequence[Any], x: Any, key: Any, run: RunLoop) -> tuple[Any, list[Array]]:
@@ -166,14 +170,14 @@ class TiledBlock:
         # In the order of the arguments with which backward was traced.
         data = [*jax.tree.leaves(x), *jax.tree.leaves(key), *residuals, *jax.tree.leaves(dy)]
         outputs = self._backward.program.outputs
-        rest = [i for i in range(self.num_params) if i not in self.tiled]
+        rest = [place for leaf, place in self.output_of.items() if leaf not in self.tiled]
         sums: Slots = {}
         if self.count > 1:
-            of_x = outputs[self.num_params :]  # what is a gradient of x too is needed of each microbatch
+            of_x = outputs[self.num_grads :]  # what is a gradient of x too is needed of each microbatch
             pairs = [(outputs[i], total) for i, total in zip(rest, totals, strict=True)]
             sums = {ref: total for ref, total in pairs if isinstance(ref, int) and ref not in of_x}
         shared, each, sums = self._run(self._backward, params, data, run, sums)
-        dx = [self._value(ref, shared, each) for ref in outputs[self.num_params :]]
+        dx = [self._value(ref, shared, each) for ref in outputs[self.num_grads :]]
         grads = [self._total(outputs[i], shared, each, sums) for i in rest]
         return grads, jax.tree.unflatten(self.layer.structures[1], dx)
 

@@ -47,10 +47,10 @@ def order_of(s, name):
 
 def expected_kinds(s, master, name):
     """Fetches, reads and writes of a phase, from the definition and before tiers are looked at."""
-    in_backward = ({"params", "activations"}, {"opt_state"}, {"opt_state", "params"})
-    after = ({"params", "activations"}, set(), {"grads"})
+    in_backward = ({"params", "frozen", "activations"}, {"opt_state"}, {"opt_state", "params"})
+    after = ({"params", "frozen", "activations"}, set(), {"grads"})
     return {
-        "forward": ({"params"}, set(), {"activations"}),
+        "forward": ({"params", "frozen"}, set(), {"activations"}),
         "backward": in_backward if s.update == "in_backward" else after,
         "update": ({"grads", "opt_state"} | (set() if master else {"params"}), set(), {"opt_state", "params"}),
     }[name]
@@ -407,7 +407,7 @@ def test_schedule_with_the_device_alone_moves_nothing():
         ({"distance": -1}, "distance=-1: 0 or more"),
         ({"distance": False}, "distance=False: an int"),
         ({"tiers": {"params": "disk"}}, r"tiers\['params'\]='disk': known tiers are device, pinned_host, nvme"),
-        ({"tiers": {"weights": "nvme"}}, "tiers has 'weights': known are params, grads, opt_state, activations"),
+        ({"tiers": {"weights": "nvme"}}, "tiers has 'weights': known are params, frozen, grads, opt_state, activations"),
         ({"update": "in_forward"}, "update='in_forward': 'after_backward' or 'in_backward'"),
         ({"device_layers": 4}, "device_layers=4: 0 to 3"),
         ({"device_layers": -1}, "device_layers=-1: 0 to 3"),
