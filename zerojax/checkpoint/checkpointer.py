@@ -186,7 +186,9 @@ class Checkpointer:
         self, program: Program, state: TrainState, saving: _Step, metrics: Mapping[str, float] | None, data: Any
     ) -> None:
         """Let Orbax begin the save, and go on with it beside the next steps; if it fails, all is as it was before."""
-        save = StateSave(program, state, self._max_host_bytes, data, self._writer.barrier)
+        # Of frozen weights alone: what trains is another thing at each step.
+        last = self._directory.state_folder(saving.before) if program.layout.frozen and saving.before is not None else None
+        save = StateSave(program, state, self._max_host_bytes, data, self._writer.barrier, last)
         # From here on the end of the program has something to wait for.
         _OPEN.add(self)
         # An interrupt comes when the save has begun, or was given up: in between, nobody would know of what it has opened.

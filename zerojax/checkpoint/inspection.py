@@ -186,9 +186,11 @@ def _leaves(saved: SavedState) -> list[str]:
     """Return a table of all leaves, those in the description with their text, and the totals."""
     rows = [("name", "shape", "dtype", "spec", "bytes")]
     totals: dict[str, int] = {}
+    frozen = saved.frozen
     for name, leaf in saved.leaves.items():
         rows.append((name, str(list(leaf.shape)), leaf.dtype, leaf.spec, f"{leaf.num_bytes:,}"))
         kind = "weights" if name.startswith("weights") else "opt_state" if name.startswith("opt_state") else "other"
+        kind = "frozen" if name in frozen else kind
         totals[kind] = totals.get(kind, 0) + leaf.num_bytes
     for name, value in saved.values.items():
         rows.append((name, str(list(value.shape)), value.dtype.name, f"= {value.tolist()}", f"{value.nbytes:,}"))

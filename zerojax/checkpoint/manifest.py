@@ -270,6 +270,12 @@ class SavedState:
             raise _refused(path, error) from error
 
     @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the weights that were frozen: they are in records of their own, whose folders say so."""
+        stores = [store for store in self.records.stores if store.folder.startswith(("frozen.", "disk.frozen"))]
+        return frozenset(leaf.name for store in stores for leaf in store.leaves)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all records on disk."""
         return sum(store.num_records * store.record_bytes for store in self.records.stores)

@@ -67,6 +67,7 @@ class StateSave(ocp.args.CheckpointArgs):
     max_host_bytes: int | None
     data: Any
     barrier: BackgroundBarrier
+    last: str | None = None
     saving: Saving | None = None
     error: BaseException | None = None
 
@@ -75,7 +76,9 @@ class StateSave(ocp.args.CheckpointArgs):
         self.barrier.begin()
         try:
             assert self.state is not None
-            self.saving = begin_save(self.program, self.state, folder, max_host_bytes=self.max_host_bytes, data=self.data)
+            self.saving = begin_save(
+                self.program, self.state, folder, max_host_bytes=self.max_host_bytes, data=self.data, last=self.last
+            )
         except BaseException as error:
             # A single process keeps no other waiting, so its error may leave at once.
             if jax.process_count() == 1:

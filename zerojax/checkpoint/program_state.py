@@ -25,7 +25,13 @@ def leaves_of_program(program: Program) -> list[StateLeaf]:
 
 
 def begin_save(
-    program: Program, state: TrainState, root: str, *, max_host_bytes: int | None = None, data: Any = None
+    program: Program,
+    state: TrainState,
+    root: str,
+    *,
+    max_host_bytes: int | None = None,
+    data: Any = None,
+    last: str | None = None,
 ) -> Saving:
     """Begin to save a state into a folder; see `zerojax.Checkpointer`, which makes it a checkpoint.
 
@@ -38,7 +44,7 @@ def begin_save(
     with program.calling(), jax.set_mesh(program.mesh):
         leaves = leaves_of_program(program)
         # The step must be over: its callbacks write the records on disk that are about to be linked.
-        return Saving(program.layout, program.swap, leaves, jax.block_until_ready(state), root, max_host_bytes, data)
+        return Saving(program.layout, program.swap, leaves, jax.block_until_ready(state), root, max_host_bytes, data, last)
 
 
 def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -> TrainState:

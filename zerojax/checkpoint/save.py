@@ -3,18 +3,26 @@
     while the step waits     arrays -> host memory, a piece at a time, within `max_host_bytes`
                              records on disk -> second names beside them (`host_offload.disk.snapshot`)
     beside the next steps    pieces -> records (aligned, O_DIRECT where it can be), their checksums; second names -> the folder
+                             frozen weights -> second names of the records of the last checkpoint, where these hold the same
 
 A `Piece` is one leaf's shard on one device, and is copied a run of layers at a time. Of replicas only the first is saved.
 Without a bound, the copies may take as many bytes as this process's shards. With a bound, the copies that are not yet written
 take no more than it (`Room`), and the step waits until the disk has caught up. A single record is always let through.
+
+Frozen weights are the same bytes in each checkpoint of a run, in records of their own. A record is told by the leaves and the
+part of them that it holds, and by its checksum: that of the weights in memory now. Only where both are those of a record of the
+last checkpoint, and its file has that checksum still, is it hard-linked; else it is written. So another base, another mesh, a
+damaged file, or a file system without links costs a write, and never a wrong weight.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import logging
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -25,13 +33,14 @@ from jax.sharding import Mesh
 from host_offload.device import allocate
 from host_offload.disk import LinkedRecord, RecordFormat, SavedStore, Snapshot, Store, checksum_of, format_of, sync, write_file
 from host_offload.engine import DiskRecords
-from zerojax.checkpoint.errors import explaining
+from zerojax.checkpoint.errors import CheckpointError, explaining
 from zerojax.checkpoint.iterators import encoded_position
 from zerojax.checkpoint.leaves import StateLeaf, arrays_in_memory, state_arrays
-from zerojax.checkpoint.manifest import SavedLeaf, write_manifest
+from zerojax.checkpoint.manifest import SavedLeaf, SavedState, write_manifest
 from zerojax.runtime import SwapSession
 from zerojax.state import Layout, TrainState
 
+logger = logging.getLogger("zerojax")
 NUM_THREADS = 2
 PIECE_BYTES = 1 << 30
 """Records that are copied at once, if one is not larger: the whole shards of a model's layers would be there twice."""
@@ -88,6 +97,56 @@ class Room:
             self._changed.notify_all()
 
 
+class SavedBase:
+    """Records of frozen leaves in one earlier checkpoint, or in none. Several threads may link at once."""
+
+    def __init__(self, folder: str | None, names: Collection[str]) -> None:
+        """Look at the checkpoint whose state is in `folder`, if any, for records of leaves with these names alone."""
+        self._saved: SavedState | None = None
+        self._records: dict[tuple[object, ...], tuple[SavedStore, int]] = {}
+        if folder is None or not names:
+            return
+        try:
+            self._saved = SavedState(folder)
+        except (CheckpointError, OSError) as error:
+            logger.info("frozen weights are written anew, as the last checkpoint cannot be read: %s", error)
+            return
+        for store in self._saved.records.stores:
+            if {leaf.name for leaf in store.leaves} <= set(names):
+                self._records |= {_key(store, number): (store, number) for number in range(store.num_records)}
+
+    def link(self, store: SavedStore, number: int, checksum: int, target: str) -> bool:
+        """Give an earlier record a second name, if it is this one; returns whether it did.
+
+        Args:
+          store: that the record is of, in the new checkpoint.
+          number: of the record in it.
+          checksum: of what it holds now.
+          target: the second name.
+        """
+        if self._saved is None or (found := self._records.get(_key(store, number))) is None:
+            return False
+        saved_store, saved_number = found
+        if saved_store.checksums[saved_number] != checksum:
+            return False
+        # What the file system refuses, or has lost, is written instead; that write tells of its own errors.
+        with contextlib.suppress(OSError):
+            self._saved.records.check(saved_store, saved_number)
+            os.link(os.path.join(self._saved.folder, saved_store.record_file(saved_number)), target)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Close the earlier checkpoint's files."""
+        if self._saved is not None:
+            self._saved.close()
+
+
+def _key(store: SavedStore, number: int) -> tuple[object, ...]:
+    """Return what a record holds: which part of which leaves, and where in the file."""
+    return store.leaves, store.lead, store.first + number, store.record_bytes
+
+
 class Saving:
     """One state on its way into a folder.
 
@@ -106,6 +165,7 @@ class Saving:
         root: str,
         max_host_bytes: int | None,
         data: Any = None,
+        last: str | None = None,
     ) -> None:
         """Copy what rests in memory, and keep what rests on disk.
 
@@ -117,6 +177,7 @@ class Saving:
           root: folder to write into; it is there and empty.
           max_host_bytes: that copies which are not written may take; None: as much as there is.
           data: this process's iterator, whose `get_state()` is kept; or None.
+          last: folder of the state that this run saved or restored last, whose records of frozen weights are linked; or None.
 
         Raises:
           ValueError: the state is not the one on disk.
@@ -133,6 +194,7 @@ class Saving:
         self._values: dict[str, np.ndarray] = {}
         self._keys: dict[str, str] = {}
         self._data = None if data is None else encoded_position(data)
+        self._base = SavedBase(last, {leaf.name for leaf in leaves if leaf.is_frozen})
         try:
             with explaining(f"writing the checkpoint {root}", root):
                 self._copy(state_arrays(state))
@@ -159,6 +221,8 @@ class Saving:
                 continue
             for array, first in arrays_in_memory(leaf, value):
                 label = {0: f"leaf.{number}", 1: "layers", 2: f"tiles.{leaf.group}"}[leaf.lead]
+                # Apart from what trains, so that a record is the base's alone.
+                label = f"frozen.{label}" if leaf.is_frozen else label
                 # A part of a Split has a store of its own.
                 if leaf.lead and array.shape[0] < leaf.shape[0]:
                     label += f".{first}"
@@ -187,7 +251,9 @@ class Saving:
         scale = math.prod(dims[1:])  # records of a layer
         store = Store(self.root, label, rank, math.prod(dims), form)
         folder, names, starts = os.path.join(label, str(rank)), [p.leaf.name for p in pieces], [p.start for p in pieces]
-        self._stores.append((store, SavedStore.of(store, folder, names, starts, pieces[0].leaf.shape[:lead], first * scale)))
+        saved_store = SavedStore.of(store, folder, names, starts, pieces[0].leaf.shape[:lead], first * scale)
+        self._stores.append((store, saved_store))
+        base = saved_store if pieces[0].leaf.is_frozen else None
         num_layers = dims[0] if lead else 1
         layer_bytes = form.padded_bytes * scale
         # half of the room, so that one run of layers is copied while the one before is written
@@ -199,7 +265,7 @@ class Saving:
             # A write that failed ends the save here, before more is copied.
             self._check()
             copies = copied(pieces, low, high, form)
-            self._writes.append(self._pool.submit(self._write, store, low * scale, copies))
+            self._writes.append(self._pool.submit(self._write, store, low * scale, copies, base))
             del copies  # or they stay in memory while the loop waits for room
 
     def _check(self) -> None:
@@ -244,13 +310,14 @@ class Saving:
 
     # --- beside the next steps ---------------------------------------------------------------------------------------------
 
-    def _write(self, store: Store, first: int, records: np.ndarray) -> None:
-        """Write records, uint8[n, padded_bytes], from number `first` on."""
+    def _write(self, store: Store, first: int, records: np.ndarray, base: SavedStore | None = None) -> None:
+        """Write records, uint8[n, padded_bytes], from number `first` on; of frozen weights, `base` says what they hold."""
         try:
             for number, record in enumerate(records, first):
-                path = store.record_path(number)
-                write_file(path, record, record.nbytes)
-                store.end_write(number, checksum_of(record))
+                path, checksum = store.record_path(number), checksum_of(record)
+                if base is None or not self._base.link(base, number, checksum, path):
+                    write_file(path, record, record.nbytes)
+                store.end_write(number, checksum)
                 sync(path)
         finally:
             self._room.give(records.nbytes)
@@ -292,6 +359,7 @@ class Saving:
     def abandon(self) -> None:
         """Wait for writes in progress, and release the snapshot of the disk. A second call does nothing."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._base.close()
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None

@@ -56,6 +56,7 @@ def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], st
     """
     weights: dict[tuple[str, ...], str] = {}
     name_of: dict[str, str] = {}
+    frozen = saved.frozen
     for name in saved.leaves:
         if not name.startswith(_WEIGHTS):
             continue
@@ -64,7 +65,8 @@ def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], st
             raise CheckpointError(f"{saved.folder}: its parameters are one array, which has no name: put it into a dict")
         if (other := name_of.setdefault(".".join(path), name)) != name:
             raise CheckpointError(f"{other} and {name} are both {'.'.join(path)} in other formats: rename one of them")
-        weights[path] = _average_of(name, saved) if ema else name
+        # A frozen weight is its own average.
+        weights[path] = _average_of(name, saved) if ema and name not in frozen else name
     if not weights:
         raise CheckpointError(f"{saved.folder} holds no weights")
     return dict(sorted(weights.items(), key=lambda item: ".".join(item[0])))
