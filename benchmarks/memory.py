@@ -31,7 +31,7 @@ import optax
 import zerojax as zj
 from zerojax import aot, hlo
 from zerojax.optim import build_update
-from zerojax.resident import build_grads, plain_loss
+from zerojax.resident import build_grads, plain_objective
 
 FORMS = {"scan": gpt.layered_gpt, "separate blocks": gpt.unrolled_gpt}
 
@@ -46,10 +46,10 @@ def compile_case(c: gpt.GPTConfig, form: str, gpus: int, *, plain: bool = False,
     start = time.monotonic()
     if plain:
         layout = program.layout
-        grads = build_grads(program.model, layout, plain_loss(program.model, layout))
+        grads = build_grads(program.model, layout, plain_objective(program.model, layout))
         update = build_update(tx, layout)
         step = jax.jit(
-            lambda state, batch: update(state, *grads(state, batch)),
+            lambda state, batch: update(state, *grads(state, batch)[:2]),
             donate_argnums=0,
             out_shardings=(layout.shardings, None),
         )

@@ -12,6 +12,7 @@ from zerojax.checkpoint import CheckpointError as CheckpointError
 from zerojax.checkpoint import IteratorError as IteratorError
 from zerojax.config import ZeroConfig as ZeroConfig
 from zerojax.models import LayeredModel as LayeredModel
+from zerojax.models import Loss as Loss
 from zerojax.models import Model as Model
 from zerojax.models import from_flax as from_flax
 from zerojax.optim import Ema as Ema
@@ -36,6 +37,7 @@ __all__ = [
     "Ema",
     "IteratorError",
     "LayeredModel",
+    "Loss",
     "LossScaling",
     "Model",
     "Preemption",

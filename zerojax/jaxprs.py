@@ -197,6 +197,19 @@ def evaluate(instructions: Sequence[Instruction], slots: dict[int, Any]) -> None
         slots.update(zip(i.outs, outs, strict=True))
 
 
+def only_live(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` without the equations on which its results do not depend; inside of loops they stay."""
+
+    def run(*args: Any) -> Any:
+        closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
+        program = flatten(closed.jaxpr, closed.consts)
+        slots: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
+        evaluate(program.live(program.outputs), slots)
+        return jax.tree.unflatten(jax.tree.structure(out), [read(ref, slots) for ref in program.outputs])
+
+    return run
+
+
 def scan_arity(params: dict[str, Any], num_operands: int) -> tuple[int, int]:
     """Return how many of a scan's operands are constants, and how many are carried; the rest are scanned over."""
     if "num_consts" in params:

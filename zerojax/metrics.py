@@ -1,4 +1,7 @@
-"""What a step reports: float32 scalars, replicated, by name."""
+"""What a step reports: float32 scalars, replicated, by name; and beside them what the model's loss reports."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,3 +28,26 @@ def step_metrics(
     if loss_scale is not None:
         metrics["loss_scale"] = loss_scale.scale
     return metrics
+
+
+_PREFIX = "swap_"  # of the metrics of the disk
+OURS = ("loss", "grad_norm", "grads_finite", "skipped_steps", "loss_scale")
+
+
+def with_own(metrics: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics of a step or an evaluation, and those of the model's own beside them.
+
+    Raises:
+      ValueError: the model takes a name that is used.
+    """
+    if wrong := sorted(name for name in own if name in OURS or name.startswith(_PREFIX)):
+        raise ValueError(
+            f"the loss returns metrics {wrong}, whose names are those of the step itself ({', '.join(OURS)}, {_PREFIX}...): "
+            "give them other names"
+        )
+    return {**metrics, **own}
+
+
+def evaluation(loss: jax.Array, own: Mapping[str, Any]) -> Any:
+    """Return what an evaluation returns: the loss, f32[], or a dict of it and the model's own metrics if there are any."""
+    return with_own({"loss": loss}, own) if own else loss

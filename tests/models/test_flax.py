@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
-from zerojax.models import init_params, layered_loss
+from zerojax.models import build_objective, init_params
 
 CONFIG = gpt.GPTConfig(layers=2, hidden=32, heads=4, seq=16, vocab=64)
 
@@ -381,7 +381,8 @@ def test_a_step_trains_and_eval_evaluates_whatever_the_constructor_left(name):
     if isinstance(model, zj.Model):
         params, loss = model.init(jax.random.key(0)), model.loss
     else:
-        params, loss = init_params(model, jax.random.key(0)), layered_loss(model, remat=False, constrain=lambda x: x)
+        params, objective = init_params(model, jax.random.key(0)), build_objective(model)
+        loss = lambda params, batch, key: objective(params, batch, key, None)[0].total  # noqa: E731
     trained, evaluated = jax.jit(loss)(params, batch, jax.random.key(1)), jax.jit(loss)(params, batch, None)
     assert abs(float(trained) - float(evaluated)) > 1e-3
 

@@ -10,6 +10,7 @@ import toys
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax as zj
+from zerojax.models import Given
 from zerojax.streamed.residuals import MODES, plan_layer
 
 HOST = "pinned_host"
@@ -51,7 +52,8 @@ def traced(mode, saved=(), offloaded=(), block=None):
     key = jax.random.key(2)
     params = model.init_block(jax.random.key(0))
     block = block or model.block
-    return plan_layer(block, params, x, key, mode, saved, offloaded), block, (params, x, key)
+    layer = plan_layer(lambda p, x, key, given: (block(p, x, key), None), params, x, key, Given(), mode, saved, offloaded)
+    return layer, block, (params, x, key)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -63,15 +65,15 @@ def test_a_layers_derivative_given_what_it_keeps(mode):
         y, derivative = jax.vjp(lambda p, x: block(p, x, key), params, x)
         return y, derivative(dy)
 
-    y, kept = jax.jit(layer.forward)(params, x, key)
+    y, _, kept = jax.jit(layer.forward)(params, x, key, Given())
     expected_y, expected = jax.jit(plain)(params, x, dy)
     np.testing.assert_allclose(y, expected_y, rtol=1e-6, atol=1e-6)
     backward = jax.jit(layer.backward)
-    actual = backward(params, x, key, kept, dy)
+    actual = backward(params, x, key, Given(), kept, dy, None)
     toys.assert_trees_close(actual, expected, atol=2e-5)
     # what was kept is used, not computed again: another value gives another derivative
     if kept:
-        wrong = backward(params, x, key, [a + 1 if a.dtype == jnp.float32 else ~a for a in kept], dy)
+        wrong = backward(params, x, key, Given(), [a + 1 if a.dtype == jnp.float32 else ~a for a in kept], dy, None)
         assert (
             max(float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(wrong), jax.tree.leaves(actual), strict=True))
             > 1e-2
@@ -100,7 +102,7 @@ def test_nothing_of_the_parameters_is_kept():
 
     params, x = {"w": jnp.ones((16, 16))}, jnp.ones((64, 16))
     for mode in MODES:
-        layer = plan_layer(block, params, x, None, mode, (), ())
+        layer = plan_layer(lambda p, x, key, given: (block(p, x, key), None), params, x, None, Given(), mode, (), ())
         assert all(a.shape == (64, 16) for a in layer.shapes), mode
 
 

@@ -40,13 +40,14 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
     layout, state = records.layout, records.layout.abstract_state
     pending = bytes_by_tier(state.pending)
     scalars = bytes_by_tier((state.step, state.skipped, state.key, state.loss_scale))["device"] + pending["device"]
+    model_state = {} if state.model_state is None else {"model_state": bytes_by_tier(state.model_state)["device"]}
     streamed = step if isinstance(step, StreamedStep) else None
     if streamed is not None:
         running = streamed_bytes(layout, streamed, abstract_batch)
         # Arguments of the program too: the schedule's i32 arrays, and the 1 that bounds loops of one trip.
         scalars += 4 + 4 * sum(a.size for arrays in streamed.schedule.arrays().values() for a in arrays.values())
     elif isinstance(step, ResidentStep):
-        running = resident_bytes(records, step.plain_loss, abstract_batch, step.model)
+        running = resident_bytes(records, step.objective, abstract_batch, step.model)
         # The 1 that bounds loops of one trip: i32[].
         scalars += 4 if layout.updates_by_record else 0
     else:
@@ -57,10 +58,14 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
         "opt_state": bytes_by_tier(state.opt_state),
         "frozen": bytes_by_tier(state.frozen),
     }
-    device = {kind: tiers["device"] for kind, tiers in kinds.items()} | {
-        "batch": bytes_by_tier(abstract_batch)["device"],
-        "scalars": scalars,
-    }
+    device = (
+        {kind: tiers["device"] for kind, tiers in kinds.items()}
+        | {
+            "batch": bytes_by_tier(abstract_batch)["device"],
+            "scalars": scalars,
+        }
+        | model_state
+    )
     host = {kind: tiers["pinned_host"] for kind, tiers in kinds.items()} | {"pending": pending["pinned_host"]}
     on_disk, buffers, slots = ({}, {}, {}) if layout.disk is None else _disk_bytes(layout.disk)
     return MemoryReport(

@@ -23,7 +23,7 @@ def resident_bytes(records: StateRecords, loss: Any, abstract_batch: Any, model:
 
     Args:
       records: how the states of the program rest.
-      loss: the plain loss.
+      loss: the objective over whole parameters.
       abstract_batch: tree of ShapeDtypeStruct with shardings.
       model: of the program.
     """
@@ -58,10 +58,13 @@ def _residual_bytes(layout: Layout, loss: Any, abstract_batch: Any) -> int:
     state = layout.abstract_arrays
     params, frozen = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (state.params, state.frozen))
 
-    def residuals(params: Any, frozen: Any, batch: Any) -> list[Any]:
-        return jax.tree.leaves(jax.vjp(lambda p: loss(join_frozen(p, frozen), batch, None), params)[1])
+    model_state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), layout.abstract_arrays.model_state)
 
-    jaxpr = jax.make_jaxpr(residuals)(params, frozen, micro).jaxpr
+    def residuals(params: Any, frozen: Any, batch: Any, model_state: Any) -> list[Any]:
+        value = lambda p: loss(join_frozen(p, frozen), batch, None, model_state)[0].value()  # noqa: E731
+        return jax.tree.leaves(jax.vjp(value, params)[1])
+
+    jaxpr = jax.make_jaxpr(residuals)(params, frozen, micro, model_state).jaxpr
     # A residual that is an argument (a parameter, the batch) takes no bytes of its own, and each other counts once.
     values: Any = {v for v in jaxpr.outvars if isinstance(v, jex.Var)} - set(jaxpr.invars)
     total = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in values)

@@ -8,7 +8,7 @@ A `Model` is any traced loss. A `LayeredModel` names its layers. Streaming, per-
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,8 +25,9 @@ class Model:
 
     Attributes:
       init: `init(key) -> params`.
-      loss: `loss(params, batch, key) -> scalar`, the mean over the examples of the batch. Parameters arrive in the
-        compute dtype. `key` is None unless `stochastic`, and always None in `program.eval`.
+      loss: `loss(params, batch, key)`, the mean over the examples of the batch: a scalar, `(scalar, aux)`, or a
+        `zerojax.Loss`. Parameters arrive in the compute dtype. `key` is None unless `stochastic`, and always None in
+        `program.eval`.
       specs: tensor parallelism: None, or a tree (or prefix of one) of PartitionSpec over the parameters.
       tiles: tree over the parameters, or a prefix of it: True for leaves [T, ...] that are stacks of tiles, or as an integer
         how many of T lie along the first dim of the weight (`in_tiles` of `zerojax.tiling.tile_kernel`); else False.
@@ -34,14 +35,18 @@ class Model:
       stochastic: True where the loss draws random numbers, such as dropout.
       frozen: tree of bool over the parameters, or a prefix of it: True for weights that are read and never trained. The
         optimizer sees the other leaves alone, None being in the place of these. Leaves of integers or booleans are frozen too.
+      init_state: None, or `init_state(key) -> state`, a tree of any dtypes that is not trained, such as running statistics; of
+        the key that `init` gets. The loss is then `loss(params, batch, key, state) -> (loss, new state)`. Microbatches pass it
+        on in order; `program.eval` reads it and drops what is new.
     """
 
     init: Callable[[jax.Array], Params]
-    loss: Callable[[Params, Batch, Key], jax.Array]
+    loss: Callable[..., Any]
     specs: Any = None
     tiles: Any = False
     stochastic: bool = False
     frozen: Any = False
+    init_state: Callable[[jax.Array], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,34 +58,55 @@ class LayeredModel:
       init_embed: `init_embed(key) -> p_embed`.
       embed: `embed(p_embed, batch, key) -> x`.
       init_block: `init_block(key) -> p`, the parameters of ONE layer.
-      block: `block(p, x, key) -> x`, of the same structure, shapes and dtypes as its input.
+      block: `block(p, x, key) -> x`, of the same structure, shapes and dtypes as its input; with `context` or `per_layer`
+        `block(p, x, key, context, layer) -> x`. It may return `(x, zerojax.Loss)`: the total is added to the loss, and metrics
+        are averaged over layers.
       init_head: `init_head(key) -> p_head`.
-      head: `head(p_head, p_embed, x, batch, key) -> scalar`, the mean loss; `p_embed` is there for tied embeddings.
+      head: `head(p_head, p_embed, x, batch, key)`, the mean loss, in the forms of a Model's; `p_embed` is there for tied
+        embeddings.
       specs: None, or `{"embed": ..., "block": ..., "head": ...}` of PartitionSpec trees; "block" describes one layer.
       tiles: as of a Model, with the structure of one layer's parameters: leaves [T, ...] that `block` uses in one loop of
         `zerojax.tiling.operators` alone. In a streamed step their records are tiles.
       stochastic: True where random numbers are drawn; each of the functions then gets a key of (step, layer).
       frozen: as of a Model: a bool, or `{"embed": ..., "block": ..., "head": ...}` of trees of bool; "block" describes one
         layer.
+      context: None, or `context(batch) -> tree` of any dtypes, dim 0 the batch: what every block reads and none changes, such
+        as segment ids and positions. It is computed once, and kept once.
+      per_layer: None, or a tree of arrays [L, ...], such as window sizes; `layer` is the slice of a block's own layer.
+      init_state: None, or init functions by "embed", "block" (of ONE layer) and "head", of state that is not trained; of the
+        keys that `init_embed`, `init_block` and `init_head` get. A function whose part has state takes it last and returns it:
+        `embed(.., state) -> (x, state)`, `block(.., state) -> (x, state)`; `head(.., state) -> (loss, state)` is given
+        `{"head": .., "embed": ..}` and returns its own. A streamed step refuses blocks that change theirs.
     """
 
     num_layers: int
     init_embed: Callable[[jax.Array], Params]
-    embed: Callable[[Params, Batch, Key], Any]
+    embed: Callable[..., Any]
     init_block: Callable[[jax.Array], Params]
-    block: Callable[[Params, Any, Key], Any]
+    block: Callable[..., Any]
     init_head: Callable[[jax.Array], Params]
-    head: Callable[[Params, Params, Any, Batch, Key], jax.Array]
+    head: Callable[..., Any]
     specs: Any = None
     tiles: Any = False
     stochastic: bool = False
     frozen: Any = False
+    context: Callable[[Batch], Any] | None = None
+    per_layer: Any = None
+    init_state: Mapping[str, Callable[[jax.Array], Any]] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.num_layers, bool) or not isinstance(self.num_layers, int) or self.num_layers < 1:
             raise ValueError(f"num_layers={self.num_layers!r}: an integer of at least 1 is needed")
         if self.specs is not None and set(self.specs) - {"embed", "block", "head"}:
             raise ValueError(f"specs has keys {sorted(self.specs)}: they may be 'embed', 'block' and 'head'")
+        if self.init_state is not None and set(self.init_state) - {"embed", "block", "head"}:
+            raise ValueError(f"init_state has keys {sorted(self.init_state)}: they may be 'embed', 'block' and 'head'")
+        for path, a in jax.tree_util.tree_flatten_with_path(self.per_layer)[0]:
+            if jnp.shape(a)[:1] != (self.num_layers,):
+                raise ValueError(
+                    f"per_layer{jax.tree_util.keystr(path)} has shape {jnp.shape(a)}: dim 0 counts the layers, of which there "
+                    f"are {self.num_layers}"
+                )
 
 
 BLOCKS = "blocks"
@@ -120,54 +146,6 @@ def layered_specs(model: LayeredModel) -> Any:
     return {"embed": specs.get("embed"), BLOCKS: stacked, "head": specs.get("head")}
 
 
-def layered_loss(
-    model: LayeredModel, *, remat: bool, constrain: Callable[[Any], Any]
-) -> Callable[[Params, Batch, Key], jax.Array]:
-    """Return `loss(params, batch, key)`: embed, a scan over the blocks, head.
-
-    Args:
-      model: the layers.
-      remat: keep each layer's input alone, and recompute the layer in backward.
-      constrain: applied to the activations at layer boundaries.
-    """
-
-    def loss(params: Params, batch: Batch, key: Key) -> jax.Array:
-        # Layers have the numbers 0 .. L-1, the embedding L and the head L + 1: no two functions share a key.
-        def key_of(layer: int | jax.Array) -> Key:
-            return None if key is None else jax.random.fold_in(key, layer)
-
-        def body(x: Any, layer: tuple[Params, jax.Array]) -> tuple[Any, None]:
-            p, index = layer
-            return constrain(model.block(p, x, key_of(index))), None
-
-        x = constrain(model.embed(params["embed"], batch, key_of(model.num_layers)))
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[BLOCKS])
-        check_block(model, one, x, key)
-        layers = (params[BLOCKS], jnp.arange(model.num_layers))
-        # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to merge, and no barrier is needed.
-        x, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, layers)
-        return model.head(params["head"], params["embed"], x, batch, key_of(model.num_layers + 1))
-
-    return loss
-
-
-def check_block(model: LayeredModel, params: Params, x: Any, key: Any) -> None:
-    """Raise ValueError unless a block returns what it takes.
-
-    Args:
-      model: the layers.
-      params: abstract parameters of one layer.
-      x: its input, abstract or not.
-      key: its random key, abstract or not; or None.
-    """
-    # Checked before the scan, whose own error would speak of its carry. The usual cause is a promotion to float32.
-    out = jax.eval_shape(model.block, params, x, key)
-    before, after = (jax.tree.map(lambda a: (a.shape, a.dtype.name), t) for t in (x, out))
-    if before != after:
-        raise ValueError(
-            f"a block must return what it takes: x is {before} before and {after} after; "
-            "cast x to the compute dtype in embed, or the result in block"
-        )
 
 
 def init_params(model: Model | LayeredModel, key: jax.Array) -> Any:
@@ -175,21 +153,15 @@ def init_params(model: Model | LayeredModel, key: jax.Array) -> Any:
     return model.init(key) if isinstance(model, Model) else init_layered(model, key)
 
 
-Loss = Callable[[Any, Any, Any], jax.Array]
-
-
-def checked(loss: Loss) -> Loss:
-    """Return `loss` with a check that its result is one floating scalar."""
-
-    def checked_loss(params: Any, batch: Any, key: Any) -> jax.Array:
-        out = loss(params, batch, key)
-        leaves = jax.tree.leaves(out)
-        if len(leaves) != 1 or leaves[0] is not out:
-            raise ValueError(f"the loss must be one scalar, got {jax.tree.structure(out)}; return the mean loss alone")
-        if not hasattr(out, "shape"):
-            raise ValueError(f"the loss must be an array computed from the parameters, got {type(out).__name__} {out!r}")
-        if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
-            raise ValueError(f"the loss must be a floating scalar, got shape {out.shape} {out.dtype}; take its mean")
-        return out
-
-    return checked_loss
+def init_state(model: Model | LayeredModel, key: jax.Array) -> Any:
+    """Make the state that is not trained, from the keys that the parameters are made of; None where there is none."""
+    if isinstance(model, Model):
+        return None if model.init_state is None else model.init_state(key)
+    if not model.init_state:
+        return None
+    k_embed, k_blocks, k_head = jax.random.split(key, 3)
+    inits = dict(model.init_state)
+    state = {name: inits[name](k) for name, k in (("embed", k_embed), ("head", k_head)) if name in inits}
+    if "block" in inits:
+        state[BLOCKS] = jax.lax.map(inits["block"], jax.random.split(k_blocks, model.num_layers))
+    return state

@@ -113,5 +113,6 @@ def finish(
         loss_scale=None if state.loss_scale is None else update_loss_scale(scaling, state.loss_scale, finite),
         pending=pending,
         frozen=state.frozen,
+        model_state=state.model_state,
     )
     return after, step_metrics(value, norm, finite, skipped, state.loss_scale)

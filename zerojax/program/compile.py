@@ -1,7 +1,7 @@
 """The compiled forms of a step: one for each shape of batch, and the host memory that they share.
 
     step     (state, batch, arrays, scratch) -> ((state, scratch), metrics)        state and scratch donated
-    eval     (params, batch, arrays) -> loss
+    eval     (params, model_state, batch, arrays) -> loss, or a dict of it and metrics
 
 A step is jitted when the first batch of a shape comes. The shardings of all that it takes and returns are stated, memory kinds
 included: JAX then pairs a donated argument with a result in the same memory.
@@ -87,7 +87,7 @@ class StepCompiler:
 
     Attributes:
       options: for XLA, or None.
-      eval: `eval(params, batch, arrays)`, jitted, for batches of any shape.
+      eval: `eval(params, model_state, batch, arrays)`, jitted, for batches of any shape.
     """
 
     def __init__(self, model: Model | LayeredModel, layout: Layout, step: Step) -> None:

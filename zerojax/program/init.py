@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.models import LayeredModel, Model, init_layered, init_params
+from zerojax.models import LayeredModel, Model, init_layered, init_params, init_state
 from zerojax.precision import PRECISIONS, init_loss_scale
 from zerojax.sharding import STAGES, explicit, named
 from zerojax.state import (
@@ -88,7 +88,14 @@ class StateInit:
 
 
 def _first_state(
-    layout: Layout, key: Array, params: Any, master: Any, opt_state: Any, pending: Any = None, frozen: Any = None
+    model: Model | LayeredModel,
+    layout: Layout,
+    key: Array,
+    params: Any,
+    master: Any,
+    opt_state: Any,
+    pending: Any = None,
+    frozen: Any = None,
 ) -> TrainState:
     """Return the state before the first step, of its large parts."""
     config = layout.config
@@ -103,6 +110,7 @@ def _first_state(
         loss_scale=init_loss_scale(config.loss_scaling) if scales_loss else None,
         pending=pending,
         frozen=frozen,
+        model_state=init_state(model, key),
     )
 
 
@@ -116,7 +124,7 @@ def _whole_init(
         if frozen is not None:
             frozen = jax.tree.map(lambda p, a: jnp.asarray(p, a.dtype), frozen, layout.abstract_arrays.frozen)
             frozen = jax.lax.with_sharding_constraint(frozen, layout.shardings.frozen)
-        return _first_state(layout, key, *_whole_trained(tx, layout, trained), frozen=frozen)
+        return _first_state(model, layout, key, *_whole_trained(tx, layout, trained), frozen=frozen)
 
     return init
 
@@ -174,7 +182,7 @@ def _init_by_records(
         if frozen is not None:
             leaves, tree = jax.tree.flatten(frozen, is_leaf=is_stored)
             frozen = jax.tree.unflatten(tree, _fill_frozen(model, records, leaves, weights, keys, order, one))
-        return _first_state(layout, key, params, master, opt_state, pending, frozen)
+        return _first_state(model, layout, key, params, master, opt_state, pending, frozen)
 
     return init
 

@@ -174,7 +174,7 @@ class Program:
             process's part of it.
 
         Returns:
-          The new state, and metrics as described in `zerojax.metrics.step_metrics`.
+          The new state, and metrics as described in `zerojax.metrics.step_metrics`, with those of the model's loss beside them.
 
         Raises:
           ValueError: the state was donated before, the batch does not divide, or the loss is not a scalar; before anything
@@ -194,14 +194,17 @@ class Program:
             self._scratch.keep(compiled.abstract_scratch, scratch)
             return state, metrics | self._runner.end_step(state, addresses)
 
-    def eval(self, state: TrainState, batch: Any) -> jax.Array:
-        """Return the loss of a batch, f32[], with key=None: deterministic, and without an update."""
+    def eval(self, state: TrainState, batch: Any) -> Any:
+        """Return the loss of a batch, f32[], with key=None: deterministic, and without an update.
+
+        Where the model's loss has metrics: a dict of them by name, and of "loss". The model's own state is only read.
+        """
         check_is_there(state)
         batch = self.shard_batch(batch, num_microbatches=1)
         with self.calling(), jax.set_mesh(self.mesh):
             self.check_state(state)
             params = self.layout.join(state)
-            program, args = self._compiler.eval, (params, batch, self._compiler.arrays)
+            program, args = self._compiler.eval, (params, state.model_state, batch, self._compiler.arrays)
             if self.swap is not None:
                 jax.eval_shape(
                     program, *as_arguments(args)

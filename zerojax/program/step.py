@@ -55,8 +55,8 @@ class Step(Protocol):
         """
         ...
 
-    def eval(self, params: Any, batch: Any, arrays: Any) -> jax.Array:
-        """Return the loss of a batch without keys, f32[]; to be jitted."""
+    def eval(self, params: Any, model_state: Any, batch: Any, arrays: Any) -> Any:
+        """Return the loss of a batch without keys, f32[]; where the model has metrics, a dict of both. To be jitted."""
         ...
 
     def abstract_scratch(self, abstract_batch: Any) -> Scratch:

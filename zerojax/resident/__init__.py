@@ -2,4 +2,4 @@
 
 from zerojax.resident.step import ResidentStep as ResidentStep
 from zerojax.resident.step import build_grads as build_grads
-from zerojax.resident.step import plain_loss as plain_loss
+from zerojax.resident.step import plain_objective as plain_objective

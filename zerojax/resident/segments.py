@@ -22,13 +22,13 @@ SLACK = 1.25
 _OWN = ("scan", "remat", "remat2", "checkpoint")
 
 
-def remat_by_segments(loss: Callable[[Any, Any, Any], jax.Array]) -> Callable[[Any, Any, Any], jax.Array]:
-    """Return `loss(params, batch, key)`, keeping from forward to backward only what crosses the cuts between segments."""
+def remat_by_segments(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `loss(params, *data)`, keeping from forward to backward only what crosses the cuts between segments."""
 
-    def segmented(params: Any, batch: Any, key: Any) -> jax.Array:
-        closed, out_shape = jax.make_jaxpr(loss, return_shape=True)(params, batch, key)
+    def segmented(params: Any, *data: Any) -> Any:
+        closed, out_shape = jax.make_jaxpr(loss, return_shape=True)(params, *data)
         program = flatten(closed.jaxpr, closed.consts)
-        values = jax.tree.leaves((params, batch, key))
+        values = jax.tree.leaves((params, *data))
         slots = dict(zip(program.inputs, values, strict=True))
         _run(program, slots, len(jax.tree.leaves(params)))
         outs = [slots[ref] if isinstance(ref, int) else ref.value for ref in program.outputs]

@@ -12,7 +12,7 @@ and nowhere else.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,23 @@ import optax
 
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, build_schedule
-from zerojax.models import LayeredModel, Loss, Model, checked, layered_loss
+from zerojax.metrics import evaluation, with_own
+from zerojax.models import (
+    OVERWRITTEN,
+    LayeredModel,
+    Metrics,
+    Model,
+    Objective,
+    Terms,
+    build_objective,
+    divided,
+    summed,
+    whole_weight,
+)
 from zerojax.optim import HostUpdate, RecordUpdate, Update, build_update, update_by_record, update_on_host
 from zerojax.resident.segments import remat_by_segments
 from zerojax.sharding import STAGES, ActivationSpec, split_microbatches
-from zerojax.state import Layout, StateRecords, TrainState, join_frozen
+from zerojax.state import Layout, StateRecords, TrainState, join_frozen, with_model_state
 
 Array = jax.Array
 
@@ -38,7 +50,7 @@ class ResidentStep:
       update: the update leaf by leaf, where the optimizer's state rests off the device, else None.
       host: the update on the host, or None.
       schedule: the order in which layers are computed; a Model counts as one layer.
-      plain_loss: `loss(params, batch, key)` over whole parameters.
+      objective: the loss over whole parameters, before any gather is inserted.
     """
 
     def __init__(
@@ -56,7 +68,7 @@ class ResidentStep:
         if update is not None and layout.config.update_on == "host":
             # `build_grads` returns means, so the kernels have nothing to divide by.
             self.host = HostUpdate(update, stashes=False, summed=1)
-        self.plain_loss = plain_loss(model, layout)
+        self.objective = plain_objective(model, layout)
         self.schedule = build_schedule(model.num_layers if isinstance(model, LayeredModel) else 1)
 
     def arrays(self) -> np.ndarray:
@@ -67,23 +79,24 @@ class ResidentStep:
         self, state: TrainState, batch: Any, arrays: Array, scratch: dict[str, list[Any]]
     ) -> tuple[tuple[TrainState, dict[str, list[Any]]], dict[str, Array]]:
         """Run one step; `arrays` is i32[] holding 1, and there is no scratch."""
-        value, grads = build_grads(self.model, self.layout, self.loss)(state, batch)
-        after, metrics = self._update(arrays)(state, value, grads)
-        return (after, scratch), metrics
+        result = build_grads(self.model, self.layout, self.evaluated)(state, batch)
+        after, metrics = self._update(arrays)(state, result.loss, result.grads)
+        return (with_model_state(state, after, result.model_state), scratch), with_own(metrics, divided(result.metrics))
 
     def _update(self, one: Array) -> Update:
         if self.host is not None:
             return update_on_host(self.host)
         return build_update(self.tx, self.layout) if self.update is None else update_by_record(self.update, one)
 
-    def loss(self, params: Any, batch: Any, key: Any) -> Array:
-        """Return the loss over parameters as stored, their gradients reduced to where the stage keeps them."""
-        return self._gather(checked(self.plain_loss), params, batch, key)
+    def evaluated(self, params: Any, batch: Any, key: Any, model_state: Any) -> tuple[Terms, Any]:
+        """Return the objective over parameters as stored, their gradients reduced to where the stage keeps them."""
+        return self._gather(self.objective, params, batch, key, model_state)
 
-    def eval(self, params: Any, batch: Any, arrays: Array) -> Array:
-        """Return the loss of a batch, without keys."""
+    def eval(self, params: Any, model_state: Any, batch: Any, arrays: Array) -> Array | dict[str, Array]:
+        """Return the loss of a batch, without keys; where there are metrics, a dict of both."""
         del arrays
-        return self.loss(params, batch, None).astype(jnp.float32)
+        terms, _ = self.evaluated(params, batch, None, model_state)
+        return evaluation(terms.value(), divided(terms.metrics))
 
     def abstract_scratch(self, abstract_batch: Any) -> dict[str, list[Any]]:
         """Return no stacks: gradients and activations stay on the device."""
@@ -105,53 +118,85 @@ class ResidentStep:
         return self.records.end_moves()[0]
 
 
-def plain_loss(model: Model | LayeredModel, layout: Layout) -> Loss:
-    """Return the loss over whole parameters, before any gather is inserted."""
+def plain_objective(model: Model | LayeredModel, layout: Layout) -> Objective:
+    """Return the objective over whole parameters, before any gather is inserted."""
     remat = layout.config.activations == "remat"
-    if isinstance(model, LayeredModel):
-        return layered_loss(model, remat=remat, constrain=ActivationSpec(layout.mesh).constrain)
-    return remat_by_segments(model.loss) if remat else model.loss
+    objective = build_objective(model, remat=remat, constrain=ActivationSpec(layout.mesh).constrain)
+    return remat_by_segments(objective) if remat and isinstance(model, Model) else objective
 
 
-def build_grads(model: Model | LayeredModel, layout: Layout, loss: Loss) -> Callable[[TrainState, Any], tuple[Array, Any]]:
-    """Return `grads(state, batch) -> (loss, gradients)`: the mean over microbatches, in float32, on the update's shards."""
-    config, stage = layout.config, STAGES[layout.config.stage]
-    grads_at = layout.param_shardings(stage.opt_state)
+class Gradients(NamedTuple):
+    """What a step knows before its update.
 
-    def of_microbatch(state: TrainState, batch: Any, key: Any) -> tuple[Array, Any]:
+    Attributes:
+      loss: f32[], of the whole batch.
+      grads: its gradients, float32, on the update's shards.
+      metrics: of the model's own, not divided yet.
+      model_state: after the step.
+    """
+
+    loss: Array
+    grads: Any
+    metrics: Metrics
+    model_state: Any
+
+
+def build_grads(model: Model | LayeredModel, layout: Layout, objective: Objective) -> Callable[[TrainState, Any], Gradients]:
+    """Return `grads(state, batch)`, the gradients of a step."""
+    stage = STAGES[layout.config.stage]
+    grads_at, count = layout.param_shardings(stage.opt_state), layout.config.num_microbatches
+
+    def of_microbatch(state: TrainState, model_state: Any, batch: Any, key: Any, whole: Array | None = None) -> Gradients:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
+        trained, rest = _overwritten(model_state)
 
         # Scaled inside of the derivative: else small float16 cotangents would vanish. The loss is returned unscaled.
-        def scaled(params: Any) -> tuple[Array, Array]:
-            value = loss(join_frozen(params, state.frozen), batch, key).astype(jnp.float32)
-            return value * scale, value
+        def scaled(params: Any, overwritten: Any) -> tuple[Array, tuple[Array, Metrics, Any]]:
+            before = rest if overwritten is None else {**rest, OVERWRITTEN: overwritten}
+            terms, after = objective(join_frozen(params, state.frozen), batch, key, before)
+            value = terms.value(whole, count)
+            return value * scale, (value, terms.metrics, after)
 
-        grads, value = jax.grad(scaled, has_aux=True)(state.params)
+        (grads, replaced), (value, metrics, after) = jax.grad(scaled, argnums=(0, 1), has_aux=True)(state.params, trained)
+        after = after if replaced is None else {**after, OVERWRITTEN: replaced}
         # On the shards of the update: XLA can then reduce by reduce_scatter, and keeps no whole gradients.
-        return value, jax.lax.with_sharding_constraint(grads, grads_at)
+        return Gradients(value, jax.lax.with_sharding_constraint(grads, grads_at), metrics, after)
 
-    def grads(state: TrainState, batch: Any) -> tuple[Array, Any]:
+    def grads(state: TrainState, batch: Any) -> Gradients:
         # Of (key, step) alone: a restored run draws the masks that it would have drawn.
         key = jax.random.fold_in(state.key, state.step) if model.stochastic else None
-        if config.num_microbatches > 1:
-            return accumulated(state, batch, key, config.num_microbatches)
-        value, grads = of_microbatch(state, batch, key)
-        return value, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        if count > 1:
+            return accumulated(state, batch, key)
+        one = of_microbatch(state, state.model_state, batch, key)
+        return one._replace(grads=jax.tree.map(lambda g: g.astype(jnp.float32), one.grads))
 
-    def accumulated(state: TrainState, batch: Any, key: Any, count: int) -> tuple[Array, Any]:
-        def body(total: tuple[Array, Any], one: tuple[Any, Array]) -> tuple[tuple[Array, Any], None]:
-            microbatch, index = one
-            microbatch = ActivationSpec(layout.mesh).constrain(microbatch)
+    def accumulated(state: TrainState, batch: Any, key: Any) -> Gradients:
+        pieces = (split_microbatches(batch, count), jnp.arange(count))
+
+        def inputs(piece: tuple[Any, Array]) -> tuple[Any, Any]:
+            microbatch, index = piece
             # The numbers that the streamed step folds in, so that both draw the same masks.
-            value, grads = of_microbatch(state, microbatch, None if key is None else jax.random.fold_in(key, index))
-            sums = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[1], grads)
-            return (total[0] + value, jax.lax.with_sharding_constraint(sums, grads_at)), None
+            return ActivationSpec(layout.mesh).constrain(microbatch), None if key is None else jax.random.fold_in(key, index)
+
+        params = join_frozen(state.params, state.frozen)
+        whole = whole_weight(lambda piece, s: objective(params, *inputs(piece), s)[0].weight, pieces, state.model_state)
+
+        def body(total: tuple[Array, Any, Any], piece: tuple[Any, Array]) -> tuple[tuple[Array, Any, Any], Metrics]:
+            one = of_microbatch(state, total[2], *inputs(piece), whole)
+            sums = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[1], one.grads)
+            return (total[0] + one.loss, jax.lax.with_sharding_constraint(sums, grads_at), one.model_state), one.metrics
 
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), layout.abstract_params)
         # What a scan carries has one sharding: unless its start is on shards, the sums may be held whole.
         zeros = jax.lax.with_sharding_constraint(zeros, grads_at)
-        pieces = (split_microbatches(batch, count), jnp.arange(count))
-        (value, grads), _ = jax.lax.scan(body, (jnp.float32(0), zeros), pieces)
-        return value / count, jax.tree.map(lambda g: g / count, grads)
+        (value, grads, after), metrics = jax.lax.scan(body, (jnp.float32(0), zeros, state.model_state), pieces)
+        return Gradients(value / count, jax.tree.map(lambda g: g / count, grads), summed(metrics), after)
 
     return grads
+
+
+def _overwritten(model_state: Any) -> tuple[Any, Any]:
+    """Return the part of a model's state that its gradient replaces, or None, and the rest."""
+    if not isinstance(model_state, dict) or OVERWRITTEN not in model_state:
+        return None, model_state
+    return model_state[OVERWRITTEN], {name: tree for name, tree in model_state.items() if name != OVERWRITTEN}

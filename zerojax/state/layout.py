@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax.config import ZeroConfig, frozen_tier, updates_by_parts, uses_disk
-from zerojax.models import BLOCKS, LayeredModel, Model, frozen_flags, init_params, layered_specs
+from zerojax.models import BLOCKS, LayeredModel, Model, frozen_flags, init_params, init_state, layered_specs
 from zerojax.precision import PRECISIONS, LossScale
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Replicated, named, param_specs, replicated_leaves, stored_spec
 from zerojax.state.disk_layout import DiskLayout
@@ -253,6 +253,13 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     f32, i32 = jax.ShapeDtypeStruct((), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     shapes = state_of(f32, abstract_key, compute, master, opt_state, i32)
     abstract_state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    model_state = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=scalar),
+        jax.eval_shape(lambda key: init_state(model, key), abstract_key),
+    )
+    if model_state is not None:
+        abstract_state = dataclasses.replace(abstract_state, model_state=model_state)
+        shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     # Then what a config adds: layers of the optimizer state that stay on the device, and an update that is pending.
     # Rounded twice, since 0.29 * 100 is 28.999999999999996.
     share = config.opt_state_device_fraction

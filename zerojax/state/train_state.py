@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from zerojax.precision import LossScale
@@ -156,6 +157,8 @@ class TrainState:
       pending: with `delayed_update`, the update that the next step does, else None.
       frozen: weights that the model freezes, in the compute dtype (integers in their own), whole below stage 3, sharded at
         stage 3; None in the place of those that are trained, as params has None in the place of these. None: nothing is frozen.
+      model_state: what the model keeps beside its parameters and updates by itself, replicated; `{"embed", "blocks", "head"}`,
+        of those that there are, for a LayeredModel. None where the model has no `init_state`.
     """
 
     step: jax.Array
@@ -167,6 +170,7 @@ class TrainState:
     loss_scale: LossScale | None
     pending: Pending | None = None
     frozen: Any = None
+    model_state: Any = None
 
 
 def state_key(key: jax.Array) -> jax.Array:
@@ -200,6 +204,15 @@ def check_is_array(leaf: Any) -> None:
             f"this state holds a {type(leaf).__name__} where a jax.Array is needed: go on with the state that step returned, "
             "or restore a checkpoint"
         )
+
+
+def with_model_state(before: TrainState, after: TrainState, model_state: Any) -> TrainState:
+    """Return the state after a step with the model's own state; with that of before the step, where its update was skipped."""
+    if model_state is None:
+        return after
+    is_done = after.skipped == before.skipped
+    kept = jax.tree.map(lambda new, old: jnp.where(is_done, new, old), model_state, before.model_state)
+    return dataclasses.replace(after, model_state=kept)
 
 
 def masters(state: TrainState) -> Any:

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from host_offload.schedule import TileLoops
-from zerojax.models import BLOCKS, LayeredModel, check_block
+from zerojax.models import BLOCKS, Given, LayeredModel, Loss, call_block, check_block
 from zerojax.sharding import ActivationSpec
 from zerojax.state import RecordSpec, pick, read_layer
+from zerojax.streamed.inputs import LayerInputs
 from zerojax.streamed.plan import StreamedPlan
 from zerojax.streamed.residuals import MODES, TracedBlock, plan_layer
 from zerojax.streamed.tiled_block import TiledBlock
@@ -96,28 +96,47 @@ class BlockTracer:
     def block_tree(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(self.layout.abstract_whole[BLOCKS]), leaves)
 
-    def plan_residuals(self, x: Any, keys: Any, count: int) -> ResidualPlan:
-        """Choose what forward saves, from the shapes of the first layer's input, of `count` microbatches."""
+    def abstract_call(self, x: Any, inputs: LayerInputs, count: int) -> tuple[Any, Any, Any, Given]:
+        """Return the shapes of a block's arguments, from those of the first layer's input, of `count` microbatches."""
         # The block is traced for one microbatch, whose arrays have no dim of microbatches.
-        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:] if count > 1 else a.shape, a.dtype), (x, keys))
-        params = self._block()
-        x_one, key_one = one
-        # Backward hands a cotangent from layer to layer, and integers have none.
-        wrong = [
-            f"{jax.tree_util.keystr(path) or 'x'} is {a.dtype}"
-            for path, a in jax.tree_util.tree_flatten_with_path(x_one)[0]
-            if not jnp.issubdtype(a.dtype, jnp.floating)
-        ]
-        if wrong:
+        lead = int(count > 1)
+        one = lambda tree, lead: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[lead:], a.dtype), tree)  # noqa: E731
+        given = Given(one(inputs.context, lead), one(inputs.per_layer, 1), one(inputs.state, 1))
+        return self._block(), one(x, lead), one(inputs.keys, lead), given
+
+    def abstract_added(self, x: Any, inputs: LayerInputs, count: int) -> Loss | None:
+        """Return the shapes of what a block adds to the loss of one microbatch."""
+        return check_block(self.model, *self.abstract_call(x, inputs, count)).loss
+
+    def _run_block(self, params: Any, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None]:
+        out = call_block(self.model, params, x, key, given)
+        return out.x, out.loss
+
+    def _check_state(self, params: Any, x: Any, key: Any, given: Given) -> None:
+        """Raise ValueError if the block changes its state."""
+        if given.state is None:
+            return
+        closed = jax.make_jaxpr(lambda *args: call_block(self.model, *args).state)(params, x, key, given)
+        paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(given.state)[0]]
+        # The state is the last that is given, and one that is returned as it came is the same variable.
+        pairs = zip(paths, closed.jaxpr.outvars, closed.jaxpr.invars[-len(paths) :] if paths else [], strict=True)
+        if changed := [jax.tree_util.keystr(path) for path, after, before in pairs if after is not before]:
             raise ValueError(
-                f"a streamed step hands floating activations from layer to layer, but {', '.join(wrong)}: cast them in embed, "
-                "or read them from the batch in head"
+                f"the block changes its state {', '.join(changed)}, and a streamed step runs blocks that only read theirs: use "
+                "a layer without running statistics (LayerNorm, RMSNorm, GroupNorm), or keep all of the model on the device, "
+                "with activations='save' or 'remat'"
             )
-        check_block(self.model, params, x_one, key_one)
+
+    def plan_residuals(self, x: Any, inputs: LayerInputs, count: int) -> ResidualPlan:
+        """Choose what forward saves, from the shapes of the first layer's input, of `count` microbatches."""
+        args = self.abstract_call(x, inputs, count)
+        x_one = args[1]
+        check_block(self.model, *args)
+        self._check_state(*args)
         config = self.config
         # `activations` names a mode of recomputation, or a tier. A tier moves the layer's input, and all else is recomputed.
         mode = config.activations if config.activations in MODES else "remat"
-        layer, tiled = self._cut(params, x_one, key_one, count, mode, config.saved_names, config.offloaded_names)
+        layer, tiled = self._cut(args, count, mode, config.saved_names, config.offloaded_names)
         # The leaves of the input come first, then the residuals: `ResidualPlan.split` takes them apart in this order.
         leaves, x_tree = jax.tree.flatten(x_one)
         tier = config.activations if config.activations not in MODES else "device"
@@ -132,19 +151,17 @@ class BlockTracer:
         # The leaves of x are one record: they are written together and read together, and no step reads those of another.
         if tier == "nvme" and self.layout.disk is not None:
             names = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]]
-            inputs, num = records[: len(leaves)], self.model.num_layers
-            specs = [r.spec for r in inputs]
+            of_x, num = records[: len(leaves)], self.model.num_layers
+            specs = [r.spec for r in of_x]
             disk_records = self.layout.disk.declare("activations", num, names, shapes[: len(leaves)], specs, lifetime="step")
-            records[: len(leaves)] = [dataclasses.replace(r, disk_records=disk_records) for r in inputs]
+            records[: len(leaves)] = [dataclasses.replace(r, disk_records=disk_records) for r in of_x]
         # `tile_loops` reads it: what the disk is told to read ahead follows from the loops that the block really has.
         self.traced = tiled
         return ResidualPlan(layer, tuple(records), shapes, x_tree, tiled)
 
     def _cut(
         self,
-        params: Any,
-        x: Any,
-        key: Any,
+        args: tuple[Any, Any, Any, Given],
         count: int,
         mode: str = "remat",
         saved: Sequence[str] = (),
@@ -153,13 +170,13 @@ class BlockTracer:
         """Trace the block over abstract arguments; cut it at its loops over tiles if tiles are records."""
         plan = self.plan
         frozen = [plan.leaves[i].frozen for i in plan.block_leaves]
-        layer = plan_layer(self.model.block, params, x, key, mode, saved, offloaded, tiled=bool(plan.groups), frozen=frozen)
+        layer = plan_layer(self._run_block, *args, mode, saved, offloaded, tiled=bool(plan.groups), frozen=frozen)
         if not plan.groups:
             return layer, None
-        names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+        names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(args[0])[0]]
         # A group's indices count the leaves of the whole model; the block's trace knows those of one layer.
         groups = [[plan.block_leaves.index(i) for i in group.weights] for group in plan.groups]
-        tiled = TiledBlock(layer, groups, names, count, (params, x, key))
+        tiled = TiledBlock(layer, groups, names, count, args)
         return layer, tiled
 
     def stacks(self, residuals: ResidualPlan, scratch: Scratch) -> list[Array]:
@@ -169,13 +186,11 @@ class BlockTracer:
         pairs = enumerate(zip(residuals.records, residuals.shapes, strict=True))
         return [in_memory[i] if i in in_memory else self.plan.empty(r, a) for i, (r, a) in pairs]
 
-    def without_residuals(self, x: Any) -> TiledBlock | None:
-        """Return the block of a pass that saves nothing and has no keys, cut at its loops over tiles, if tiles are records."""
+    def without_residuals(self, x: Any, inputs: LayerInputs) -> TiledBlock | None:
+        """Return the block of a pass that saves nothing, of one microbatch, cut at its loops, if tiles are records."""
         if not self.plan.groups:
             return None
-        params = self._block()
-        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
-        self.traced_eval = self._cut(params, one, None, 1)[1]
+        self.traced_eval = self._cut(self.abstract_call(x, inputs, 1), 1)[1]
         return self.traced_eval
 
     def eval_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:

@@ -5,18 +5,49 @@ where it is used, as in the resident step. The gradients of head and embedding a
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.models import BLOCKS, LayeredModel, checked
+from zerojax.models import (
+    BLOCKS,
+    LayeredModel,
+    Loss,
+    call_embed,
+    call_head,
+    floating,
+    merged,
+    per_layer_arrays,
+    summed,
+    whole_weight,
+    with_blocks,
+)
 from zerojax.sharding import ActivationSpec
 from zerojax.state import is_stored, join_frozen, split_frozen
+from zerojax.streamed.inputs import LayerInputs
 from zerojax.streamed.microbatches import Microbatches, key_of
 from zerojax.streamed.plan import StreamedPlan
 
 Array = jax.Array
+
+
+class HeadResult(NamedTuple):
+    """What the head makes of all microbatches.
+
+    Attributes:
+      loss: f32[], of all of them.
+      dy: cotangent of its input; None for leaves that are not floating.
+      grads: summed gradients of the leaves of the ends.
+      metrics: of the head, summed and not divided yet.
+      state: of the ends, after the step.
+    """
+
+    loss: Array
+    dy: Any
+    grads: list[Array]
+    metrics: Any
+    state: Any
 
 
 class Ends:
@@ -39,68 +70,134 @@ class Ends:
         flags = self.plan.layout.flags
         return split_frozen(None if flags is None else _without_blocks(flags), ends)
 
-    def embed(self, ends: Any, batch: Any, key: Any) -> Any:
-        """Return the first layer's input, of one microbatch."""
+    def context(self, batch: Any) -> Any:
+        """Return what all blocks read of all microbatches, or None."""
+        if self.model.context is None:
+            return None
+        read = self.model.context
+        return self.microbatches.each(lambda b: self.activations.constrain(read(self.activations.constrain(b))), batch)
+
+    def embed(self, ends: Any, batch: Any, key: Any, state: Any) -> tuple[Any, Any]:
+        """Return the first layer's input, of one microbatch, and the state of the ends."""
         batch = self.activations.constrain(batch)
         # Keys 0 .. L-1 are those of the layers, L is the embedding's, L+1 the head's.
         key = key_of(key, self.model.num_layers)
-        x = self._gather(lambda p, b, k: self.model.embed(p["embed"], b, k), ends, batch, key)
-        return self.activations.constrain(x)
+        x, state = self._gather(lambda p, b, k, s: call_embed(self.model, p["embed"], b, k, s), ends, batch, key, state)
+        return self.activations.constrain(x), state
 
-    def abstract_input(self, abstract_params: Any, abstract_batch: Any) -> tuple[Any, Any]:
-        """Return the shapes of the first layer's input, and of the keys, of all microbatches."""
+    def embed_all(self, ends: Any, batch: Any, keys: Any, state: Any) -> tuple[Any, Any, Any]:
+        """Return the first layer's input, of all microbatches, and the state of the ends before and after each of them.
 
-        def first(params: Any, batch: Any) -> Any:
+        The head of a microbatch reads the embedding's state as its own embedding left it, and backward runs the embedding again
+        with what it read: so both are kept for each.
+        """
+
+        def one(state: Any, piece: Any) -> tuple[Any, Any]:
+            batch, key = piece
+            x, after = self.embed(ends, batch, key, state)
+            return after, (x, state, after)
+
+        _, results = self._in_order(one, state, (batch, keys))
+        return results
+
+    def _in_order(self, function: Callable[[Any, Any], tuple[Any, Any]], carry: Any, pieces: Any) -> tuple[Any, Any]:
+        """Apply `function(carry, piece)` to one microbatch after the other; returns what is carried, and their results."""
+        return function(carry, pieces) if self.microbatches.count == 1 else jax.lax.scan(function, carry, pieces)
+
+    def abstract_input(self, abstract_params: Any, abstract_state: Any, abstract_batch: Any) -> tuple[Any, LayerInputs]:
+        """Return the shapes of the first layer's input of all microbatches, and of what all layers read."""
+
+        def first(params: Any, model_state: Any, batch: Any) -> Any:
             batch, keys = self.microbatches.split(batch, jax.random.key(0) if self.model.stochastic else None)
             ends = _without_blocks(params)
-            return self.microbatches.each(lambda b, k: self.embed(ends, b, k), batch, keys), keys
+            x, _, _ = self.embed_all(ends, batch, keys, ends_state(model_state))
+            return x, self.inputs(batch, keys, model_state)
 
-        on_device = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_params)
-        return jax.eval_shape(first, on_device, abstract_batch)
+        args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (abstract_params, abstract_state))
+        return jax.eval_shape(first, *args, abstract_batch)
 
-    def head(self, ends: Any, x: Any, batch: Any, key: Any) -> Array:
-        """Return the loss of one microbatch: f32[]."""
+    def inputs(self, batch: Any, keys: Any, model_state: Any) -> LayerInputs:
+        """Return what the layers read of all microbatches."""
+        of_blocks = None if model_state is None else model_state.get(BLOCKS)
+        return LayerInputs(keys, self.context(batch), per_layer_arrays(self.model), of_blocks)
+
+    def head(self, ends: Any, x: Any, batch: Any, key: Any, state: Any) -> tuple[Loss, Any]:
+        """Return the loss of one microbatch, and the state of the ends."""
         key = key_of(key, self.model.num_layers + 1)
 
-        def loss(p: Any, x: Any, b: Any, k: Any) -> Array:
-            return checked(lambda p, b, k: self.model.head(p["head"], p["embed"], x, b, k))(p, b, k)
+        def loss(p: Any, x: Any, b: Any, k: Any, s: Any) -> tuple[Loss, Any]:
+            return call_head(self.model, p["head"], p["embed"], x, b, k, s)
 
-        return self._gather(loss, ends, x, batch, key).astype(jnp.float32)
+        return self._gather(loss, ends, x, batch, key, state)
 
-    def head_and_grads(self, ends: Any, y: Any, batch: Any, keys: Any, scale: Array) -> tuple[Array, Any, list[Array]]:
-        """Return the mean loss, dloss/dy, and the summed gradients of `ends`; the derivative is that of scale * loss."""
-        ends, frozen = self._split(ends)
+    def head_and_grads(self, ends: Any, y: Any, batch: Any, keys: Any, scale: Array, states: Any) -> HeadResult:
+        """Return the loss of all microbatches, its derivative, that of scale * loss, and what the head returned besides.
 
-        def one(y: Any, batch: Any, key: Any) -> tuple[list[Array], tuple[Array, Any]]:
+        Args:
+          ends: sharded.
+          y: the last layer's output, of all microbatches.
+          batch: of all microbatches.
+          keys: likewise.
+          scale: of the loss, f32[].
+          states: of the ends after each embedding; the head's own is passed on from one microbatch to the next.
+        """
+        count = self.microbatches.count
+        trained, frozen = self._split(ends)
+        whole = None
+        if count > 1:
+            first = jax.tree.map(lambda a: a[0], states)
+
+            def weight_of(piece: Any, state: Any) -> Any:
+                y, batch, key = piece
+                return self.head(ends, y, self.activations.constrain(batch), key, state)[0].weight
+
+            whole = whole_weight(weight_of, (y, batch, keys), first)
+
+        def one(carry: tuple[list[Array], Any], piece: Any) -> tuple[tuple[list[Array], Any], Any]:
+            total, own = carry
+            y, batch, key, state = piece
             batch = self.activations.constrain(batch)
+            if own is not None:
+                state = {**state, "head": own}
 
             # Scaled inside of the derivative: else small float16 cotangents would vanish. The loss is returned unscaled.
-            def scaled(ends: Any, y: Any) -> tuple[Array, Array]:
-                value = self.head(join_frozen(ends, frozen), y, batch, key)
-                return value * scale, value
+            def scaled(trained: Any, floats: Any) -> tuple[Array, tuple[Array, Any, Any]]:
+                loss, after = self.head(join_frozen(trained, frozen), merged(floats, y), batch, key, state)
+                value = with_blocks(loss, None).value(whole, count)
+                return value * scale, (value, loss.metrics, after)
 
-            (g, dy), value = jax.grad(scaled, argnums=(0, 1), has_aux=True)(ends, y)
-            return self._reduced(g), (value, self.activations.constrain(dy))
+            (g, dy), (value, metrics, after) = jax.grad(scaled, argnums=(0, 1), has_aux=True)(trained, floating(y))
+            g = self._reduced(g)
+            if count > 1:
+                g = [t + a.astype(jnp.float32) for t, a in zip(total, g, strict=True)]
+            return (g, _part(after, "head")), (value, self.activations.constrain(dy), metrics, after)
 
-        count = self.microbatches.count
-        g, (value, dy) = self.microbatches.fold(one, self.plan.zero_grads(self.plan.ends), y, batch, keys)
-        return (value if count == 1 else jnp.sum(value) / count), dy, g
+        zeros = self.plan.zero_grads(self.plan.ends) if count > 1 else []
+        own = _part(states, "head")
+        own = own if count == 1 else jax.tree.map(lambda a: a[0], own)
+        (g, own), (value, dy, metrics, after) = self._in_order(one, (zeros, own), (y, batch, keys, states))
+        if count == 1:
+            return HeadResult(value, dy, g, metrics, after)
+        # Of the ends' states the last is that of after the step.
+        return HeadResult(jnp.sum(value) / count, dy, g, summed(metrics), jax.tree.map(lambda a: a[-1], after))
 
-    def embed_grads(self, ends: Any, batch: Any, keys: Any, dx: Any, g_ends: list[Array]) -> list[Array]:
+    def embed_grads(self, ends: Any, batch: Any, keys: Any, dx: Any, states: Any, g_ends: list[Array]) -> list[Array]:
         """Add the embedding's gradients to those of the head.
 
-        The embedding is computed again rather than its residuals held through the whole step: it is a look-up.
+        The embedding is computed again rather than its residuals held through the whole step: it is a look-up. `states` are
+        those of before each microbatch.
         """
-        ends, frozen = self._split(ends)
+        trained, frozen = self._split(ends)
 
-        def one(dx: Any, batch: Any, key: Any) -> tuple[list[Array], None]:
-            (g,) = jax.vjp(lambda p: self.embed(join_frozen(p, frozen), batch, key), ends)[1](dx)
+        def one(dx: Any, batch: Any, key: Any, state: Any) -> tuple[list[Array], None]:
+            embed = lambda p: floating(self.embed(join_frozen(p, frozen), batch, key, state)[0])  # noqa: E731
+            (g,) = jax.vjp(embed, trained)[1](dx)
             return self._reduced(g), None
 
         # Several microbatches are added to the head's gradients one by one, in float32; a single one in its own dtype.
         if self.microbatches.count > 1:
-            return self.microbatches.fold(one, g_ends, dx, batch, keys)[0]
-        return [a + b for a, b in zip(g_ends, one(dx, batch, keys)[0], strict=True)]
+            return self.microbatches.fold(one, g_ends, dx, batch, keys, states)[0]
+        return [a + b for a, b in zip(g_ends, one(dx, batch, keys, states)[0], strict=True)]
 
     def _reduced(self, grads: Any) -> list[Array]:
         """Return gradients of the leaves, on their shards."""
@@ -109,3 +206,13 @@ class Ends:
 
 def _without_blocks(params: Any) -> Any:
     return {name: tree for name, tree in params.items() if name != BLOCKS}
+
+
+def ends_state(model_state: Any) -> Any:
+    """Return the part of a model's state that is of its ends, or None."""
+    return None if model_state is None else _without_blocks(model_state)
+
+
+def _part(state: Any, name: str) -> Any:
+    """Return a part of the ends' state, or None."""
+    return None if state is None else state.get(name)

@@ -56,6 +56,10 @@ class Microbatches:
         keys = None if key is None else jax.vmap(lambda m: jax.random.fold_in(key, m))(jnp.arange(self.count))
         return split_microbatches(batch, self.count), keys
 
+    def repeated(self, tree: Any) -> Any:
+        """Return what is the same for all microbatches with a dim of them in front, where there are several."""
+        return tree if self.count == 1 else jax.tree.map(lambda a: jnp.broadcast_to(a, (self.count, *a.shape)), tree)
+
     def keys_of(self, keys: Any, layer: Array) -> Any:
         """Return the key of one layer for each microbatch."""
         return key_of(keys, layer) if self.count == 1 or keys is None else jax.vmap(lambda key: key_of(key, layer))(keys)

@@ -27,9 +27,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten, read
+from zerojax.models import Given, Loss, floating, merged
 from zerojax.tiling import TileLoop, find_loops, marked, parse
 
 MODES = ("save", "selective", "remat")
@@ -58,8 +60,8 @@ class TracedBlock:
     """One layer, traced: its forward, which returns its residuals too, and its backward.
 
     Attributes:
-      program: the block over (params, x, key), flattened.
-      structures: tree structures of params, x and key.
+      program: the block over (params, x, key, given), flattened.
+      structures: tree structures of what it returns: activations, and what it adds to the loss or None.
       residuals: the slots of the values that forward returns for backward, in order.
       offloaded: for each of them, whether the user asked for host memory.
       shapes: ShapeDtypeStruct of each of them.
@@ -68,37 +70,59 @@ class TracedBlock:
     """
 
     program: FlatJaxpr
-    structures: tuple[Any, Any, Any]
+    structures: tuple[Any, Any]
     residuals: tuple[int, ...]
     offloaded: tuple[bool, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     loops: Mapping[int, TileLoop]
     frozen: tuple[bool, ...]
 
-    def forward(self, params: Any, x: Any, key: Any) -> tuple[Any, list[jax.Array]]:
-        """Return y and the residuals."""
-        slots = self._run(params, x, key, {})
-        return self._outputs(slots), [slots[slot] for slot in self.residuals]
+    @property
+    def adds(self) -> bool:
+        """Whether it adds to the loss."""
+        return self.structures[1].num_leaves > 0
 
-    def backward(self, params: Any, x: Any, key: Any, residuals: Sequence[jax.Array], dy: Any) -> tuple[Any, Any]:
-        """Return the gradients of the parameters, None in the place of those that are frozen, and of x."""
+    def forward(self, params: Any, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None, list[jax.Array]]:
+        """Return y, what is added to the loss, and the residuals."""
+        slots = self._run(params, x, key, given, {})
+        return *self.outputs([read(ref, slots) for ref in self.program.outputs]), [slots[slot] for slot in self.residuals]
+
+    def backward(
+        self, params: Any, x: Any, key: Any, given: Given, residuals: Sequence[jax.Array], dy: Any, d_added: Any
+    ) -> tuple[Any, Any]:
+        """Return the gradients of the trained parameters and of the floating leaves of x; None in the place of others.
+
+        Args:
+          params: gathered.
+          x: the layer's input.
+          key: of the layer, or None.
+          given: of the layer.
+          residuals: of forward.
+          dy: cotangent of y; None for leaves that are not floating.
+          d_added: f32[], that of what is added to the loss; None where nothing is.
+        """
         by_slot = dict(zip(self.residuals, residuals, strict=True))
         leaves, tree = jax.tree.flatten(params)
         trained = [None if frozen else leaf for leaf, frozen in zip(leaves, self.frozen, strict=True)]
 
-        def outputs(trained: list[Any], x: Any) -> Any:
+        def run(trained: list[Any], floats: Any) -> Any:
             whole = [leaf if t is None else t for leaf, t in zip(leaves, trained, strict=True)]
-            return self._outputs(self._run(whole, x, key, by_slot))
+            slots = self._run(whole, merged(floats, x), key, given, by_slot)
+            y, added = self.outputs([read(ref, slots) for ref in self.program.outputs])
+            return floating(y), None if added is None else added.total.astype(jnp.float32)
 
         # Residuals are constants here: `put` hands their cotangents to the values that they replace.
-        grads, dx = jax.vjp(outputs, trained, x)[1](dy)
+        grads, dx = jax.vjp(run, trained, floating(x))[1]((dy, d_added))
         return jax.tree.unflatten(tree, grads), dx
 
-    def _outputs(self, slots: dict[int, Any]) -> Any:
-        return jax.tree.unflatten(self.structures[1], [read(ref, slots) for ref in self.program.outputs])
+    def outputs(self, leaves: Sequence[Any]) -> tuple[Any, Loss | None]:
+        """Return the results of a program over the block, as the block returns them."""
+        y_tree, added_tree = self.structures
+        count = y_tree.num_leaves
+        return jax.tree.unflatten(y_tree, leaves[:count]), jax.tree.unflatten(added_tree, leaves[count:])
 
-    def _run(self, params: Any, x: Any, key: Any, residuals: dict[int, jax.Array]) -> dict[int, Any]:
-        slots: dict[int, Any] = dict(zip(self.program.inputs, jax.tree.leaves((params, x, key)), strict=True))
+    def _run(self, params: Any, x: Any, key: Any, given: Given, residuals: dict[int, jax.Array]) -> dict[int, Any]:
+        slots: dict[int, Any] = dict(zip(self.program.inputs, jax.tree.leaves((params, x, key, given)), strict=True))
         numbers = {slot: number for number, slot in enumerate(self.loops)}
         for i in self.program.instructions:
             values = [read(ref, slots) for ref in i.ins]
@@ -116,10 +140,11 @@ class TracedBlock:
 
 
 def plan_layer(
-    block: Callable[[Any, Any, Any], Any],
+    block: Callable[[Any, Any, Any, Given], tuple[Any, Loss | None]],
     params: Any,
     x: Any,
     key: Any,
+    given: Given,
     mode: str,
     saved: Sequence[str],
     offloaded: Sequence[str],
@@ -129,10 +154,11 @@ def plan_layer(
     """Trace a block and choose its residuals.
 
     Args:
-      block: `block(params, x, key) -> x`.
+      block: `block(params, x, key, given) -> (x, what it adds to the loss, or None)`.
       params: abstract parameters of one layer.
       x: abstract activations.
       key: abstract key, or None.
+      given: what it reads besides, abstract.
       mode: one of MODES.
       saved: names to keep on the device.
       offloaded: names to keep in host memory.
@@ -142,9 +168,9 @@ def plan_layer(
     Raises:
       ValueError: a name that the block does not mark.
     """
-    closed = jax.make_jaxpr(block)(params, x, key)
+    closed, out = jax.make_jaxpr(block, return_shape=True)(params, x, key, given)
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None)
-    structures = tuple(jax.tree.structure(t) for t in (params, x, key))
+    structures = (jax.tree.structure(out[0]), jax.tree.structure(out[1]))
     names = _names(program)
     user_names = {*saved, *offloaded}
     if missing := sorted(user_names - {n for n, _ in names.values()}):
@@ -164,7 +190,7 @@ def plan_layer(
     shapes = {slot: jax.ShapeDtypeStruct(aval.shape, aval.dtype) for slot, aval in chosen.items()}
 
     loops = find_loops(program) if tiled else {}
-    is_frozen = tuple(frozen) or (False,) * structures[0].num_leaves
+    is_frozen = tuple(frozen) or (False,) * len(jax.tree.leaves(params))
 
     def layer(slots: Sequence[int]) -> TracedBlock:
         chosen = tuple(sorted(slots))
@@ -173,19 +199,26 @@ def plan_layer(
 
     # With all candidates in place the derivative is traced once; those that it does not read are not saved.
     every = layer(list(shapes))
-    return layer([slot for slot, read in zip(every.residuals, _read_by_backward(every, params, x, key), strict=True) if read])
-
-
-def _read_by_backward(layer: TracedBlock, params: Any, x: Any, key: Any) -> list[bool]:
-    """Return, for each residual, whether the derivative reads it."""
-    # x stands for dy too: a block returns what it takes.
-    closed = jax.make_jaxpr(lambda residuals, p, x, key, dy: layer.backward(p, x, key, residuals, dy))(
-        list(layer.shapes), params, x, key, x
+    return layer(
+        [slot for slot, read in zip(every.residuals, _read_by_backward(every, params, x, key, given), strict=True) if read]
     )
+
+
+def derivative_jaxpr(layer: TracedBlock, params: Any, x: Any, key: Any, given: Given) -> jex.ClosedJaxpr:
+    """Return `layer.backward` traced over abstract arguments, of (params, x, key, given, residuals, dy, d_added)."""
+    # x stands for dy too: a block returns what it takes.
+    d_added = jax.ShapeDtypeStruct((), jnp.float32) if layer.adds else None
+    return jax.make_jaxpr(layer.backward)(params, x, key, given, list(layer.shapes), floating(x), d_added)
+
+
+def _read_by_backward(layer: TracedBlock, params: Any, x: Any, key: Any, given: Given) -> list[bool]:
+    """Return, for each residual, whether the derivative reads it."""
+    closed = derivative_jaxpr(layer, params, x, key, given)
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
     live = program.live(program.outputs, is_root=lambda i: bool(i.eqn.effects))
     read_slots = {ref for ref in program.outputs if isinstance(ref, int)} | {slot for i in live for slot in i.reads}
-    return [slot in read_slots for slot in program.inputs[: len(layer.residuals)]]
+    first = len(jax.tree.leaves((params, x, key, given)))
+    return [slot in read_slots for slot in program.inputs[first : first + len(layer.residuals)]]
 
 
 def _names(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:

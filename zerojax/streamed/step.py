@@ -32,15 +32,17 @@ import optax
 
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move
-from zerojax.models import BLOCKS, LayeredModel
+from zerojax.metrics import evaluation, with_own
+from zerojax.models import BLOCKS, Given, LayeredModel, Loss, call_block, divided, joined, summed, with_blocks
 from zerojax.optim import RecordUpdate
 from zerojax.sharding import ActivationSpec
-from zerojax.state import StateRecords, TrainState, write_layer
+from zerojax.state import StateRecords, TrainState, with_model_state, write_layer
 from zerojax.streamed.activations import BlockTracer, ResidualPlan, Scratch
 from zerojax.streamed.ending import BackwardResult, Ending, RecordGrads, loss_scale
 from zerojax.streamed.endings import ByLayers, InBackward, WholeTree
-from zerojax.streamed.ends import Ends
+from zerojax.streamed.ends import Ends, ends_state
 from zerojax.streamed.host_endings import Delayed, HostInBackward, OnHost
+from zerojax.streamed.inputs import LayerInputs
 from zerojax.streamed.microbatches import Microbatches, key_of
 from zerojax.streamed.moves import eval_moves, step_moves
 from zerojax.streamed.phases import ScheduleArrays, Tick, beside, run_phase
@@ -48,8 +50,8 @@ from zerojax.streamed.plan import StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
 
 Array = jax.Array
-Block = Callable[[Any, Any, Any], tuple[Any, list[Array]]]
-"""One layer of one microbatch: (params, x, key) -> (y, residuals)."""
+Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None, list[Array]]]
+"""One layer of one microbatch: (params, x, key, given) -> (y, what it adds to the loss, residuals)."""
 
 
 class StreamedStep:
@@ -87,6 +89,7 @@ class StreamedStep:
         self.host, self.schedule = self.plan.host, self.plan.schedule
         self.microbatches = Microbatches(self.mesh, self.config.num_microbatches)
         self.ends = Ends(model, self.plan, self.microbatches, gather)
+        self.ends_of_eval = Ends(model, self.plan, Microbatches(self.mesh, 1), gather)
         self.ending: Ending[Any] = ending_of(self.plan, tx)
         self.tracer = BlockTracer(model, self.plan)
 
@@ -98,8 +101,9 @@ class StreamedStep:
 
     def abstract_residuals(self, abstract_batch: Any) -> ResidualPlan:
         """Return what forward saves of a batch."""
-        x, keys = self.ends.abstract_input(self.layout.join(self.layout.abstract_arrays), abstract_batch)
-        return self.tracer.plan_residuals(x, keys, self.microbatches.count)
+        state = self.layout.abstract_arrays
+        x, inputs = self.ends.abstract_input(self.layout.join(state), state.model_state, abstract_batch)
+        return self.tracer.plan_residuals(x, inputs, self.microbatches.count)
 
     def abstract_scratch(self, abstract_batch: Any) -> Scratch:
         """Return shapes and shardings of the stacks in host memory that live inside a step."""
@@ -144,27 +148,36 @@ class StreamedStep:
         # Before the layers, as the disk was told (`step_moves`).
         params = self.layout.join(state)
         ends = self.ends.load(params)
-        x = self.microbatches.each(lambda b, k: self.ends.embed(ends, b, k), batch, keys)
-        residuals = self.tracer.plan_residuals(x, keys, self.microbatches.count)
+        before = ends_state(state.model_state)
+        x, states, read_by_head = self.ends.embed_all(ends, batch, keys, before)
+        inputs = self.ends.inputs(batch, keys, state.model_state)
+        residuals = self.tracer.plan_residuals(x, inputs, self.microbatches.count)
         stacks = self.tracer.stacks(residuals, scratch)
-        y, stacks = self.forward(params[BLOCKS], x, keys, arrays, residuals, stacks)
+        y, stacks, added = self.forward(params[BLOCKS], x, inputs, arrays, residuals, stacks)
         # What backward fetches first may overlap the head, and not the layers.
         arrays, y = arrays.after(y, self.mesh)
-        loss, dy, g_ends = self.ends.head_and_grads(ends, y, batch, keys, loss_scale(state))
+        head = self.ends.head_and_grads(ends, y, batch, keys, loss_scale(state), read_by_head)
+        loss, own = _with_added(head.loss, head.metrics, added)
         carried = self.ending.begin(state, loss, scratch["grads"], token)
-        dx, carried = self.backward(state, keys, arrays, residuals, stacks, dy, carried)
-        g_ends = self.ends.embed_grads(ends, batch, keys, dx, g_ends)
+        dx, carried = self.backward(state, inputs, arrays, residuals, stacks, head.dy, carried)
+        g_ends = self.ends.embed_grads(ends, batch, keys, dx, states, head.grads)
         after, metrics = self.ending.end(BackwardResult(state, loss, carried, g_ends, arrays))
+        if state.model_state is not None:
+            after = with_model_state(state, after, {**state.model_state, **head.state})
+        metrics = with_own(metrics, divided(own))
         # Scratch goes out as it came in, so that the next step is given the same host memory.
         return (after, {"grads": self.ending.grads(carried), "residuals": [stacks[i] for i in residuals.in_memory]}), metrics
 
-    def eval(self, params: Any, batch: Any, arrays: ScheduleArrays) -> Array:
-        """Return the loss of a batch, without keys, as one microbatch."""
+    def eval(self, params: Any, model_state: Any, batch: Any, arrays: ScheduleArrays) -> Any:
+        """Return the loss of a batch, without keys, as one microbatch; where there are metrics, a dict of both."""
         ends = self.ends.load(params)
-        x = self.ends.embed(ends, batch, None)
+        x, state = self.ends_of_eval.embed(ends, batch, None, ends_state(model_state))
+        inputs = self.ends_of_eval.inputs(batch, None, model_state)
         # Nothing is saved, so there are no stacks to fill.
-        y, _ = self.forward(params[BLOCKS], x, None, arrays, None, [])
-        return self.ends.head(ends, y, batch, None)
+        y, _, added = self.forward(params[BLOCKS], x, inputs, arrays, None, [])
+        loss, _ = self.ends_of_eval.head(ends, y, batch, None, state)
+        value, own = _with_added(with_blocks(loss, None).value(), dict(loss.metrics), added)
+        return evaluation(value, divided(own))
 
     def _first_token(self, state: TrainState) -> Array:
         """Return what orders the callbacks of the host's update; starts the one that the step before left, if any."""
@@ -181,27 +194,27 @@ class StreamedStep:
         self,
         blocks: Any,
         x: Any,
-        keys: Any,
+        inputs: LayerInputs,
         arrays: ScheduleArrays,
         residuals: ResidualPlan | None,
         stacks: list[Array],
-    ) -> tuple[Any, list[Array]]:
+    ) -> tuple[Any, list[Array], Loss | None]:
         """Run the layers, first layer first.
 
         Args:
           blocks: the model's stacked parameters, trained and frozen.
           x: the first layer's input.
-          keys: of the microbatches.
+          inputs: what all layers read.
           arrays: of the schedule.
           residuals: what to save, and how; None in an evaluation, which has one microbatch.
           stacks: of it, empty.
 
         Returns:
-          The last layer's output, and `stacks`, filled.
+          The last layer's output, `stacks`, filled, and what the layers add to the loss, a mean over microbatches, or None.
         """
         plan, phase = self.plan, arrays.phase("forward")
         microbatches = Microbatches(self.mesh, 1) if residuals is None else self.microbatches
-        tiled = self.tracer.without_residuals(x) if residuals is None else residuals.tiled
+        tiled = self.tracer.without_residuals(x, inputs) if residuals is None else residuals.tiled
         block = self._plain_block if residuals is None else residuals.block.forward
         params = plan.weight_stacks(blocks)
 
@@ -210,52 +223,65 @@ class StreamedStep:
             return plan.read_params(params, plan.away(plan.layer), layer)
 
         def tick(carry: Any, now: Tick) -> Any:
-            x, full, stacks = carry
+            x, full, stacks, total = carry
             take = lambda: plan.take_params(params, plan.layer, now.record or [], now.consume)  # noqa: E731
             full, next_full = self._turn(full, now, take)
             if tiled is None:
-                y, values, next_full, landing = self._run_block(block, full, x, keys, now, next_full, microbatches)
+                y, added, values, next_full, landing = self._run_block(block, full, x, inputs, now, next_full, microbatches)
             else:
                 x = microbatches.constrain(x)
                 tiles = TileRunner(plan, microbatches, arrays, now, lambda carried: params)
-                y, values = tiled.forward(plan.without_tiles(full), x, microbatches.keys_of(keys, now.layer), tiles.run)
+                keys, given = microbatches.keys_of(inputs.keys, now.layer), inputs.given_all(now.layer, microbatches)
+                y, added, values = tiled.forward(plan.without_tiles(full), x, keys, given, tiles.run)
                 y, landing = microbatches.constrain(y), now.landing
             if residuals is not None:
                 # x is the input of this layer. `ResidualPlan.split` takes them apart in this order.
                 stacks = write_layer(residuals.records, stacks, now.write, [*jax.tree.leaves(x), *values])
-            return (y, next_full, stacks), landing
+            return (y, next_full, stacks, _accumulated(total, added, microbatches.count)), landing
 
         # With gather_ahead a tick is handed its layer gathered: the first one has no tick before it that does so.
         first = None
         if self.config.gather_ahead:
             first = plan.gather(plan.read_params(params, plan.layer, phase.columns["first"][0]))
-        y, _, stacks = run_phase(self.schedule.phase("forward"), phase, (x, first, stacks), tick, fetch=fetch)
-        return y, stacks
+        adds = self.tracer.abstract_added(x, inputs, microbatches.count)
+        none = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), adds)
+        carry = (x, first, stacks, none)
+        y, _, stacks, total = run_phase(self.schedule.phase("forward"), phase, carry, tick, fetch=fetch)
+        return y, stacks, total
 
     def _run_block(
-        self, block: Block, full: list[Array], x: Any, keys: Any, now: Tick, next_full: Any, microbatches: Microbatches
-    ) -> tuple[Any, list[Array], Any, Any]:
-        """Return a layer's output and residuals, the next layer, gathered, and the record on its way."""
+        self,
+        block: Block,
+        full: list[Array],
+        x: Any,
+        inputs: LayerInputs,
+        now: Tick,
+        next_full: Any,
+        microbatches: Microbatches,
+    ) -> tuple[Any, Loss | None, list[Array], Any, Any]:
+        """Return a layer's output, what it adds to the loss, residuals, the next layer, gathered, and the record on its way."""
         params = self.tracer.block_tree(self.plan.without_tiles(full))
         # Several microbatches are a loop inside of the tick: in its body this work would be done for each of them.
         work = (next_full if now.takes_record else None, now.landing) if microbatches.count == 1 else None
 
-        def run(x: Any, key: Any) -> tuple[Any, list[Array], Any]:
-            (y, values), done = beside(block, (params, x, key_of(key, now.layer)), work)
-            return ActivationSpec(self.mesh).constrain(y), values, done
+        def run(x: Any, key: Any, context: Any) -> tuple[Any, Loss | None, list[Array], Any]:
+            args = (params, x, key_of(key, now.layer), inputs.given(context, now.layer))
+            (y, added, values), done = beside(block, args, work)
+            return ActivationSpec(self.mesh).constrain(y), added, values, done
 
-        y, values, done = microbatches.each(run, x, keys)
-        return y, values, *_after(work, done, next_full, now)
+        y, added, values, done = microbatches.each(run, x, inputs.keys, inputs.context)
+        return y, added, values, *_after(work, done, next_full, now)
 
-    def _plain_block(self, params: Any, x: Any, key: Any) -> tuple[Any, list[Array]]:
-        return self.model.block(params, x, key), []
+    def _plain_block(self, params: Any, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None, list[Array]]:
+        out = call_block(self.model, params, x, key, given)
+        return out.x, out.loss, []
 
     # --- backward ----------------------------------------------------------------------------------------------------------
 
     def backward(
         self,
         state: TrainState,
-        keys: Any,
+        inputs: LayerInputs,
         arrays: ScheduleArrays,
         residuals: ResidualPlan,
         stacks: list[Array],
@@ -266,7 +292,7 @@ class StreamedStep:
 
         Args:
           state: before the step.
-          keys: of the microbatches.
+          inputs: what all layers read.
           arrays: of the schedule.
           residuals: what forward saved, and how.
           stacks: of it.
@@ -297,15 +323,17 @@ class StreamedStep:
             fetched, next_fetched = (fetched, arrived if now.takes_record else fetched) if ahead else (arrived, None)
             values = residuals.read(stacks, fetched, now.layer)
             if residuals.tiled is None:
-                grads, dx, next_full, landing = self._derive_block(residuals, full, values, keys, dx, now, next_full)
+                grads, dx, next_full, landing = self._derive_block(residuals, full, values, inputs, dx, d_added, now, next_full)
             else:
                 tiles = TileRunner(plan, self.microbatches, arrays, now, params, carried)
-                grads, dx = self._derive_tiles(residuals, full, values, keys, dx, tiles, partial(ending.use, state))
+                grads, dx = self._derive_tiles(residuals, full, values, inputs, dx, d_added, tiles, partial(ending.use, state))
                 landing, carried = now.landing, tiles.carried
             trained = full[: len(plan.blocks)]
             carried, landing = ending.use(state, carried, RecordGrads(now, plan.blocks, grads, trained, landing))
             return (dx, next_full, next_fetched, carried), landing
 
+        # What the layers add is part of the loss as it is: its derivative is the scale.
+        d_added = loss_scale(state) if residuals.block.adds else None
         first = fetched = None
         if ahead:
             # The layer of the first tick is gathered before the loop, and its residuals come with it.
@@ -321,21 +349,30 @@ class StreamedStep:
         return dx, carried
 
     def _derive_block(
-        self, residuals: ResidualPlan, full: list[Array], values: list[Array], keys: Any, dx: Any, now: Tick, next_full: Any
+        self,
+        residuals: ResidualPlan,
+        full: list[Array],
+        values: list[Array],
+        inputs: LayerInputs,
+        dx: Any,
+        d_added: Any,
+        now: Tick,
+        next_full: Any,
     ) -> tuple[list[Array], Any, Any, Any]:
         """Return a layer's gradients, its input's, the next layer, gathered, and the record on its way."""
         plan, count = self.plan, self.microbatches.count
         params = self.tracer.block_tree(plan.without_tiles(full))
         work = (next_full if now.takes_record else None, now.landing) if count == 1 else None
 
-        def derive(dx: Any, values: list[Array], key: Any) -> tuple[list[Array], Any]:
+        def derive(dx: Any, values: list[Array], key: Any, context: Any) -> tuple[list[Array], Any]:
             x, saved = residuals.split(values)
-            args = (params, ActivationSpec(self.mesh).constrain(x), key_of(key, now.layer), saved, dx)
+            given = inputs.given(context, now.layer)
+            args = (params, ActivationSpec(self.mesh).constrain(x), key_of(key, now.layer), given, saved, dx, d_added)
             (g, dx), done = beside(residuals.block.backward, args, work)
             return plan.on_shards(jax.tree.leaves(g), plan.blocks), (ActivationSpec(self.mesh).constrain(dx), done)
 
         total = plan.zero_grads(plan.blocks) if count > 1 else []
-        grads, (dx, done) = self.microbatches.fold(derive, total, dx, values, keys)
+        grads, (dx, done) = self.microbatches.fold(derive, total, dx, values, inputs.keys, inputs.context)
         next_full, landing = _after(work, done, next_full, now)
         # What uses the gradients waits for dx, so that they are reduced beside the products that are left.
         grads, dx = jax.lax.optimization_barrier((grads, dx))
@@ -344,14 +381,24 @@ class StreamedStep:
         return grads, dx, next_full, landing
 
     def _derive_tiles(
-        self, residuals: ResidualPlan, full: list[Array], values: list[Array], keys: Any, dx: Any, tiles: TileRunner, use: Any
+        self,
+        residuals: ResidualPlan,
+        full: list[Array],
+        values: list[Array],
+        inputs: LayerInputs,
+        dx: Any,
+        d_added: Any,
+        tiles: TileRunner,
+        use: Any,
     ) -> tuple[list[Array], Any]:
         """Return the gradients of a layer's leaves that are no tiles, and its input's; `use` takes those of each tile."""
         plan, microbatches = self.plan, self.microbatches
         assert residuals.tiled is not None
         x, saved = residuals.split(values)
+        layer = tiles.now.layer
+        keys, given = microbatches.keys_of(inputs.keys, layer), inputs.given_all(layer, microbatches)
         grads, dx = residuals.tiled.backward(
-            plan.without_tiles(full), microbatches.constrain(x), microbatches.keys_of(keys, tiles.now.layer), saved, dx,
+            plan.without_tiles(full), microbatches.constrain(x), keys, given, saved, dx, microbatches.repeated(d_added),
             partial(tiles.run, use=use), plan.zero_grads(plan.blocks) if microbatches.count > 1 else [],
         )  # fmt: skip
         # What uses the gradients waits for dx, as in `_derive_block`.
@@ -371,6 +418,22 @@ def _after(work: Any, done: Any, next_full: Any, now: Tick) -> tuple[Any, Any]:
         return next_full, now.landing
     # A tick that takes no record had no gather to run beside its products: it hands on what it has.
     return (done[0] if work[0] is not None else next_full), done[1]
+
+
+def _accumulated(total: Loss | None, added: Loss | None, count: int) -> Loss | None:
+    """Return what the layers so far add to the loss, with one layer's, of `count` microbatches: a mean, and sums of metrics."""
+    if total is None or added is None:
+        return None
+    if count > 1:
+        added = Loss(jnp.mean(added.total.astype(jnp.float32)), None, summed(added.metrics))
+    return jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, added)
+
+
+def _with_added(loss: Array, metrics: Any, added: Loss | None) -> tuple[Array, Any]:
+    """Return the loss and the metrics of a head with those of the layers."""
+    if added is None:
+        return loss, metrics
+    return loss + added.total, joined(metrics, dict(added.metrics))
 
 
 def ending_of(plan: StreamedPlan, tx: optax.GradientTransformation) -> Ending[Any]:

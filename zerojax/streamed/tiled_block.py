@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.jaxprs import FlatJaxpr, Instruction, evaluate, flatten
-from zerojax.streamed.residuals import TracedBlock
+from zerojax.models import Given, Loss, floating
+from zerojax.streamed.residuals import TracedBlock, derivative_jaxpr
 from zerojax.tiling import TileLoop, marked
 
 Array = jax.Array
@@ -79,7 +80,12 @@ class TiledBlock:
     """
 
     def __init__(
-        self, layer: TracedBlock, groups: Sequence[Sequence[int]], names: Sequence[str], count: int, args: tuple[Any, Any, Any]
+        self,
+        layer: TracedBlock,
+        groups: Sequence[Sequence[int]],
+        names: Sequence[str],
+        count: int,
+        args: tuple[Any, Any, Any, Given],
     ) -> None:
         """Cut a block's forward and backward.
 
@@ -88,14 +94,14 @@ class TiledBlock:
           groups: for each group its leaves among those of the block's parameters.
           names: of the block's leaves, for errors.
           count: microbatches.
-          args: abstract (params, x, key) of one microbatch.
+          args: abstract (params, x, key, given) of one microbatch.
 
         Raises:
           ValueError: a stack of tiles that is not used in one loop over tiles of its group alone.
         """
         self.layer, self.groups, self.count = layer, tuple(map(tuple, groups)), count
         self.tiled = {leaf for group in self.groups for leaf in group}
-        self.num_params, self.num_x = len(jax.tree.leaves(args[0])), len(jax.tree.leaves(args[1]))
+        self.num_params, self.dx_tree = len(jax.tree.leaves(args[0])), jax.tree.structure(floating(args[1]))
         program = layer.program
         numbers = {slot: number for number, slot in enumerate(layer.loops)}
         self.loops = list(layer.loops.values())
@@ -107,11 +113,7 @@ class TiledBlock:
         self.group_of = _check_uses(program, self.loops, forward_loop, self.groups, names)
         outputs = [ref for ref in (*program.outputs, *layer.residuals) if isinstance(ref, int)]
         self._forward = _cut(program, outputs, forward_loop)
-        params, x, key = args
-        # The last x stands for dy: a block returns what it takes.
-        closed = jax.make_jaxpr(lambda p, x, key, residuals, dy: layer.backward(p, x, key, residuals, dy))(
-            params, x, key, list(layer.shapes), x
-        )
+        closed = derivative_jaxpr(layer, *args)
         backward = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
         # Frozen leaves have no gradient: the outputs are those of the others, then that of x.
         trained = [leaf for leaf in range(self.num_params) if not layer.frozen[leaf]]
@@ -131,28 +133,32 @@ class TiledBlock:
             if program.outputs[self.output_of[leaf]] not in of_loops:
                 raise ValueError(f"{names[leaf]}: its gradient is not that of one loop over tiles alone")
 
-    def forward(self, params: Sequence[Any], x: Any, key: Any, run: RunLoop) -> tuple[Any, list[Array]]:
-        """Return y and the residuals.
+    def forward(
+        self, params: Sequence[Any], x: Any, key: Any, given: Given, run: RunLoop
+    ) -> tuple[Any, Loss | None, list[Array]]:
+        """Return y, what is added to the loss, and the residuals.
 
         Args:
           params: the block's leaves, gathered; stacks of tiles are None.
           x: the layer's input; microbatches are dim 0 where there are several.
           key: of the layer, likewise, or None.
+          given: of the layer, likewise.
           run: runs loops.
         """
-        data = [*jax.tree.leaves(x), *jax.tree.leaves(key)]
-        shared, each = self._run(self._forward, params, data, run, {})[:2]
+        shared, each = self._run(self._forward, params, jax.tree.leaves((x, key, given)), run, {})[:2]
         program = self.layer.program
         outs = [self._value(ref, shared, each) for ref in program.outputs]
-        return jax.tree.unflatten(self.layer.structures[1], outs), [self._value(s, shared, each) for s in self.layer.residuals]
+        return *self.layer.outputs(outs), [self._value(s, shared, each) for s in self.layer.residuals]
 
     def backward(
         self,
         params: Sequence[Any],
         x: Any,
         key: Any,
+        given: Given,
         residuals: Sequence[Array],
         dy: Any,
+        d_added: Any,
         run: RunLoop,
         totals: Sequence[Array],
     ) -> tuple[list[Array], Any]:
@@ -162,13 +168,15 @@ class TiledBlock:
           params: as in `forward`.
           x: likewise.
           key: likewise.
+          given: likewise.
           residuals: likewise.
           dy: likewise.
+          d_added: likewise.
           run: likewise.
           totals: float32 zeros for these gradients, where there are several microbatches.
         """
         # In the order of the arguments with which backward was traced.
-        data = [*jax.tree.leaves(x), *jax.tree.leaves(key), *residuals, *jax.tree.leaves(dy)]
+        data = jax.tree.leaves((x, key, given, list(residuals), dy, d_added))
         outputs = self._backward.program.outputs
         rest = [place for leaf, place in self.output_of.items() if leaf not in self.tiled]
         sums: Slots = {}
@@ -179,7 +187,7 @@ class TiledBlock:
         shared, each, sums = self._run(self._backward, params, data, run, sums)
         dx = [self._value(ref, shared, each) for ref in outputs[self.num_grads :]]
         grads = [self._total(outputs[i], shared, each, sums) for i in rest]
-        return grads, jax.tree.unflatten(self.layer.structures[1], dx)
+        return grads, jax.tree.unflatten(self.dx_tree, dx)
 
     def _total(self, ref: Any, shared: Slots, each: Slots, sums: Slots) -> Array:
         """Return the sum over microbatches of a gradient: of a segment, of a loop, or the same for each. Several in float32."""

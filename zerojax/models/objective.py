@@ -1,0 +1,247 @@
+"""A model as one function of parameters, batch, key and state, whichever form it has.
+
+    objective(params, batch, key, state) -> (terms of the loss, new state)
+
+Users' functions return a scalar, (scalar, aux) or a `Loss`, and take a state only where the model has one. The functions
+`call_...` here hide that from the steps. A block's `Given` is what it reads besides parameters, activations and key:
+
+    context    of the batch, the same for every layer
+    layer      this layer's slice of `per_layer`
+    state      this layer's slice of the blocks' state
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.jaxprs import flatten, only_live
+from zerojax.models.loss import Loss, Terms, as_loss, joined, summed
+from zerojax.models.model import BLOCKS, Batch, Key, LayeredModel, Model, Params
+
+Array = jax.Array
+State = Any
+"""State that is not trained, of a model or of one of its parts; None where there is none."""
+Objective = Callable[[Params, Batch, Key, State], tuple[Terms, State]]
+OVERWRITTEN = "_overwrite_with_gradient"
+"""The key, in a model's state, of what is replaced by its gradient: scales of 8-bit floats, as Flax names them."""
+
+
+class Given(NamedTuple):
+    """What a block reads besides its parameters, its input and its key.
+
+    Attributes:
+      context: `model.context(batch)`, or None.
+      layer: the slice of `model.per_layer`, or None.
+      state: the slice of the blocks' state, or None.
+    """
+
+    context: Any = None
+    layer: Any = None
+    state: Any = None
+
+
+class BlockOutput(NamedTuple):
+    """What a block returned.
+
+    Attributes:
+      x: activations.
+      loss: what it adds to the loss, and its metrics; or None.
+      state: of the blocks, or None.
+    """
+
+    x: Any
+    loss: Loss | None
+    state: Any
+
+
+def call_block(model: LayeredModel, p: Params, x: Any, key: Key, given: Given) -> BlockOutput:
+    """Run one block."""
+    args = (given.context, given.layer) if model.context is not None or model.per_layer is not None else ()
+    has_state = "block" in (model.init_state or {})
+    out = model.block(p, x, key, *args, *((given.state,) if has_state else ()))
+    out, state = _with_state(out, given.state, "a block") if has_state else (out, None)
+    # A tuple of two may also be x itself: a Loss is never part of that.
+    if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], Loss)):
+        return BlockOutput(out, None, state)
+    if out[1].weight is not None:
+        raise ValueError(
+            "a block's zj.Loss has a weight: what a block adds to the loss is a mean, and is averaged over microbatches; "
+            "leave weight=None, and divide the total by it"
+        )
+    return BlockOutput(out[0], as_loss(out[1], "what a block adds to the loss"), state)
+
+
+def call_embed(model: LayeredModel, p: Params, batch: Batch, key: Key, state: State) -> tuple[Any, State]:
+    """Run the embedding; `state` is that of the ends, by name, and so is the one returned."""
+    if "embed" not in (model.init_state or {}):
+        return model.embed(p, batch, key), state
+    x, after = _with_state(model.embed(p, batch, key, state["embed"]), state["embed"], "embed")
+    return x, {**state, "embed": after}
+
+
+def call_head(
+    model: LayeredModel, p: Params, p_embed: Params, x: Any, batch: Batch, key: Key, state: State
+) -> tuple[Loss, State]:
+    """Run the head; likewise."""
+    if "head" not in (model.init_state or {}):
+        return as_loss(model.head(p, p_embed, x, batch, key)), state
+    loss, after = _with_state(model.head(p, p_embed, x, batch, key, state), state["head"], "head")
+    return as_loss(loss), {**state, "head": after}
+
+
+def _with_state(out: Any, before: State, what: str) -> tuple[Any, State]:
+    """Return a result and the new state."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise ValueError(f"{what} must return (result, new state), since the model has init_state; got {type(out).__name__}")
+    check_state(before, out[1], what)
+    return out
+
+
+def check_state(before: State, after: State, what: str) -> None:
+    """Raise ValueError unless a state keeps its structure, shapes and dtypes."""
+    old, new = (
+        {
+            jax.tree_util.keystr(path): (jnp.shape(a), jnp.result_type(a))
+            for path, a in jax.tree_util.tree_flatten_with_path(t)[0]
+        }
+        for t in (before, after)
+    )
+    if old != new:
+        names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        changes = "; ".join(
+            f"{name}: {old.get(name, 'not there')} before, {new.get(name, 'not there')} after" for name in names
+        )
+        raise ValueError(f"{what} must return its state in the structure, shapes and dtypes in which it came, but {changes}")
+
+
+def build_objective(
+    model: Model | LayeredModel, *, remat: bool = False, constrain: Callable[[Any], Any] = lambda x: x
+) -> Objective:
+    """Return the objective over whole parameters.
+
+    Args:
+      model: the model.
+      remat: of a LayeredModel: keep each layer's input alone, and recompute the layer in backward.
+      constrain: applied to the activations at layer boundaries.
+    """
+    return _layered(model, remat, constrain) if isinstance(model, LayeredModel) else _unlayered(model)
+
+
+def _unlayered(model: Model) -> Objective:
+    def objective(params: Params, batch: Batch, key: Key, state: State) -> tuple[Terms, State]:
+        if model.init_state is None:
+            return with_blocks(as_loss(model.loss(params, batch, key)), None), None
+        loss, state = _with_state(model.loss(params, batch, key, state), state, "the loss")
+        return with_blocks(as_loss(loss), None), state
+
+    return objective
+
+
+def _layered(model: LayeredModel, remat: bool, constrain: Callable[[Any], Any]) -> Objective:
+    """Return the objective of embed, a scan over the blocks, and head."""
+
+    def objective(params: Params, batch: Batch, key: Key, state: State) -> tuple[Terms, State]:
+        # Layers have the numbers 0 .. L-1, the embedding L and the head L + 1: no two functions share a key.
+        def key_of(layer: int | Array) -> Key:
+            return None if key is None else jax.random.fold_in(key, layer)
+
+        context = None if model.context is None else constrain(model.context(batch))
+
+        def body(x: Any, layer: tuple[Params, Array, Any, State]) -> tuple[Any, tuple[Loss | None, State]]:
+            p, index, per_layer, of_block = layer
+            out = call_block(model, p, x, key_of(index), Given(context, per_layer, of_block))
+            return constrain(out.x), (out.loss, out.state)
+
+        ends = None if state is None else {name: tree for name, tree in state.items() if name != BLOCKS}
+        of_blocks = None if state is None else state.get(BLOCKS)
+        x, ends = call_embed(model, params["embed"], batch, key_of(model.num_layers), ends)
+        x = constrain(x)
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (params[BLOCKS], of_blocks))
+        check_block(model, one[0], x, key, abstract_given(model, context, one[1]))
+        layers = (params[BLOCKS], jnp.arange(model.num_layers), per_layer_arrays(model), of_blocks)
+        # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to merge, and no barrier is needed.
+        x, (losses, of_blocks) = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, layers)
+        loss, ends = call_head(model, params["head"], params["embed"], x, batch, key_of(model.num_layers + 1), ends)
+        after = None if state is None else {**ends, **({} if of_blocks is None else {BLOCKS: of_blocks})}
+        blocks = None if losses is None else summed(losses)
+        return with_blocks(loss, blocks), after
+
+    return objective
+
+
+def with_blocks(loss: Loss, blocks: Loss | None) -> Terms:
+    """Return the terms of a loss, of what a head returned and of what the blocks add, summed over layers."""
+    if blocks is None:
+        return Terms(loss.total, loss.weight, None, dict(loss.metrics))
+    return Terms(loss.total, loss.weight, blocks.total, joined(dict(loss.metrics), dict(blocks.metrics)))
+
+
+def per_layer_arrays(model: LayeredModel) -> Any:
+    """Return `model.per_layer` as arrays [L, ...], or None."""
+    return None if model.per_layer is None else jax.tree.map(jnp.asarray, model.per_layer)
+
+
+def abstract_given(model: LayeredModel, context: Any, state: Any) -> Given:
+    """Return the shapes of what one block is given.
+
+    Args:
+      model: the layers.
+      context: abstract or not.
+      state: abstract, of one layer.
+    """
+
+    def shape(a: Any, lead: int = 0) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(jnp.shape(a)[lead:], jnp.result_type(a))
+
+    return Given(jax.tree.map(shape, context), jax.tree.map(lambda a: shape(a, 1), model.per_layer), state)
+
+
+def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Given) -> BlockOutput:
+    """Return the shapes that a block returns.
+
+    Args:
+      model: the layers.
+      params: abstract parameters of one layer.
+      x: its input, abstract or not.
+      key: its random key, abstract or not; or None.
+      given: abstract.
+
+    Raises:
+      ValueError: a block does not return what it takes.
+    """
+    # Checked before the scan, whose own error would speak of its carry. The usual cause is a promotion to float32.
+    out = jax.eval_shape(lambda *args: call_block(model, *args), params, x, key, given)
+    before, after = (jax.tree.map(lambda a: (a.shape, a.dtype.name), t) for t in (x, out.x))
+    if before != after:
+        raise ValueError(
+            f"a block must return what it takes: x is {before} before and {after} after; "
+            "cast x to the compute dtype in embed, or the result in block"
+        )
+    return out
+
+
+def whole_weight(weight_of: Callable[[Any, Any], Array | None], pieces: Any, model_state: Any) -> Array | None:
+    """Return the weight of all microbatches together, f32[]; None where the loss is a mean.
+
+    It is known before the first derivative, so that cotangents have the size of a mean's: sums over a batch would overflow in
+    float16. Equations that the weights do not read are not run; a weight that counts tokens reads the batch alone.
+
+    Args:
+      weight_of: (microbatch, state of the model) -> weight.
+      pieces: all microbatches, dim 0.
+      model_state: before the step.
+
+    Raises:
+      ValueError: the weight depends on the model's state, which each microbatch changes.
+    """
+    first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), pieces)
+    closed, weight = jax.make_jaxpr(weight_of, return_shape=True)(first, model_state)
+    if weight is None:
+        return None
+    program = flatten(closed.jaxpr, closed.consts)
+    used = {slot for i in program.live(program.outputs) for slot in i.reads} | set(program.outputs)
+    if used & set(program.inputs[len(jax.tree.leaves(first)) :]):
+        raise ValueError("the weight of the loss depends on the model's state: with num_microbatches > 1 it must not")
+    return jnp.sum(jax.lax.map(only_live(lambda piece: weight_of(piece, model_state)), pieces))
