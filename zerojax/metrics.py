@@ -31,7 +31,7 @@ def step_metrics(
 
 
 _PREFIX = "swap_"  # of the metrics of the disk
-OURS = ("loss", "grad_norm", "grads_finite", "skipped_steps", "loss_scale")
+OURS = ("loss", "grad_norm", "grads_finite", "skipped_steps", "loss_scale", "learning_rate")
 
 
 def with_own(metrics: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

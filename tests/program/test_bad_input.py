@@ -198,7 +198,7 @@ def test_loss_that_is_not_a_scalar():
 
     batch = {"x": np.ones((8, 8), np.float32)}
     refused(["scalar", "(8, 8)", "mean"], model=model(lambda p, b, k: b["x"] @ p["w"]), batch=batch)
-    refused(["one scalar"], model=model(lambda p, b, k: (jnp.sum(p["w"]), {})), batch=batch)
+    refused(["one scalar", "zj.Loss"], model=model(lambda p, b, k: [jnp.sum(p["w"]), {}]), batch=batch)
     refused(["computed from the parameters", "1.0"], model=model(lambda p, b, k: 1.0), batch=batch)
     refused(["floating scalar", "int32"], model=model(lambda p, b, k: jnp.int32(3)), batch=batch)
     program = build(model=model(lambda p, b, k: b["x"] @ p["w"]))
