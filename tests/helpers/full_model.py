@@ -52,6 +52,11 @@ def head(p: Tree, p_embed: Tree, x: Tree, batch: Tree, key: Any, state: Tree) ->
     return loss, {"tokens": state["head"]["tokens"] + num.astype(jnp.int32)}
 
 
+def context(batch: Tree) -> Tree:
+    position = jnp.broadcast_to(jnp.arange(SEQ, dtype=jnp.float32), batch["tokens"].shape)
+    return {"position": position, "counts": batch["counts"]}
+
+
 def model() -> zj.LayeredModel:
     return zj.LayeredModel(
         LAYERS,
@@ -61,10 +66,7 @@ def model() -> zj.LayeredModel:
         block,
         lambda key: {"out": 0.3 * jax.random.normal(key, (HIDDEN, VOCAB))},
         head,
-        context=lambda batch: {
-            "position": jnp.broadcast_to(jnp.arange(SEQ, dtype=jnp.float32), batch["tokens"].shape),
-            "counts": batch["counts"],
-        },
+        context=context,
         per_layer={"scale": np.arange(LAYERS, dtype=np.float32) / 10},
         init_state={
             "embed": lambda key: {"mean": jnp.zeros(HIDDEN)},
@@ -102,7 +104,7 @@ def _forward(layered: zj.LayeredModel, params: Tree, batch: Tree, state: Tree) -
     x, of_embed = embed(params["embed"], batch, None, state["embed"])
     added = []
     for number in range(LAYERS):
-        args = (layered.context(batch), pick(layered.per_layer, number), pick(state["blocks"], number))
+        args = (context(batch), pick(layered.per_layer, number), pick(state["blocks"], number))
         (x, one), _ = block(pick(params["blocks"], number), x, None, *args)
         added.append(one)
     loss, of_head = head(params["head"], params["embed"], x, batch, None, {"head": state["head"], "embed": of_embed})
@@ -133,7 +135,9 @@ def plain_run(data: list[Tree], count: int, tx: optax.GradientTransformation) ->
         for number in range(count):
             piece = jax.tree.map(lambda a, number=number: jnp.asarray(a[number::count]), batch)
             (loss, (state, metrics)), grad = of_microbatch(params, state, piece, batch["counts"].sum())
-            losses.append(loss), grads.append(grad), sums.append(metrics)
+            losses.append(loss)
+            grads.append(grad)
+            sums.append(metrics)
         updates, opt_state = tx.update(jax.tree.map(lambda *g: sum(g), *grads), opt_state, params)
         params = optax.apply_updates(params, updates)
         accuracy, others = jax.tree.map(lambda *m: sum(m), *sums)

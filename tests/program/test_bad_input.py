@@ -304,12 +304,3 @@ def test_a_state_of_another_program_is_refused():
     one = build(params="pinned_host")
     with pytest.raises(ValueError, match=r"host memory, and this program's is .* in device memory"):
         build().step(one.init(jax.random.key(0)), toys.batches(1)[0])
-
-
-def test_activations_that_are_not_floating_are_refused_when_streamed():
-    m = toys.layered()
-    embed = lambda p, batch, key: {"h": m.embed(p, batch, key), "i": batch["tokens"]}  # noqa: E731
-    block = lambda p, x, key: {"h": m.block(p, x["h"], key), "i": x["i"]}  # noqa: E731
-    head = lambda p, e, x, batch, key: m.head(p, e, x["h"], batch, key)  # noqa: E731
-    model = zj.LayeredModel(2, m.init_embed, embed, m.init_block, block, m.init_head, head)
-    refused([r"['i'] is int32", "floating activations"], model=model, params="pinned_host", batch=toys.batches(1)[0])
