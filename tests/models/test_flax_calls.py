@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import zerojax as zj
-from zerojax.models import init_params, layered_loss
+from zerojax.models import build_objective, init_params
 from zerojax.models.flax_calls import takes_key
 
 KEY = jax.random.key(1)
@@ -70,7 +70,8 @@ def test_layers_that_take_rngs_at_the_call_draw_anew_in_each_layer(kind):
     )
     assert model.stochastic
     batch = {"x": jnp.ones((4, 8))}
-    params, loss = init_params(model, KEY), jax.jit(layered_loss(model, remat=False, constrain=lambda x: x))
+    params, objective = init_params(model, KEY), build_objective(model)
+    loss = jax.jit(lambda params, batch, key: objective(params, batch, key, None)[0].total)
     first, again, other, evaluated = (float(loss(params, batch, k)) for k in (KEY, KEY, jax.random.key(2), None))
     assert first == again != other != evaluated
     p, x, block = model.init_block(KEY), jnp.ones((4, 8)), jax.jit(model.block)

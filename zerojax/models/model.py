@@ -146,8 +146,6 @@ def layered_specs(model: LayeredModel) -> Any:
     return {"embed": specs.get("embed"), BLOCKS: stacked, "head": specs.get("head")}
 
 
-
-
 def init_params(model: Model | LayeredModel, key: jax.Array) -> Any:
     """Make the parameter tree."""
     return model.init(key) if isinstance(model, Model) else init_layered(model, key)
