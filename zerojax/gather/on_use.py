@@ -195,7 +195,7 @@ class _Walk:
         after_product = instructions[first].eqn.primitive.name in PRODUCTS
         # Nothing is known of such an equation (a custom derivative, a kernel), so it shares its recomputation with no other.
         if not after_product and instructions[first].eqn.primitive.name not in CHEAP:
-            return group
+            return self.derivatives(first)
         for index in range(first + 1, len(instructions)):
             instruction = instructions[index]
             name = instruction.eqn.primitive.name
@@ -217,6 +217,35 @@ class _Walk:
                 sources.update(dict.fromkeys(new_sources))
                 last_use = len(group)
         return group[:last_use]
+
+    def derivatives(self, first: int) -> list[int]:
+        """Return the index of a custom derivative, and those up to another one that reads its result and its parameter.
+
+        That is how weights are quantized to 8-bit floats (flax.linen.fp8_ops): the product reads the quantized weight, and in
+        backward the weight. No cotangent reaches the quantized one, and the rule that made it returns the new scale as a
+        gradient all the same. JAX runs no rule of a checkpoint to whose results no cotangent comes, so both share one.
+        """
+        instructions = self.program.instructions
+        if not instructions[first].eqn.primitive.name.startswith("custom_vjp"):
+            return [first]
+        group, made = [first], set(instructions[first].outs)
+        paths = {s.path for s in self.sources_of(instructions[first])}
+        for index in range(first + 1, len(instructions)):
+            instruction = instructions[index]
+            is_derivative = instruction.eqn.primitive.name.startswith("custom_vjp")
+            if instruction.eqn.effects or not (is_derivative or instruction.eqn.primitive.name in CHEAP):
+                break
+            if self.is_param_only(instruction):
+                self.defer(instruction)
+                self.done.add(index)
+                continue
+            group.append(index)
+            used = {s.path for s in self.sources_of(instruction)}
+            if is_derivative and made.intersection(instruction.reads) and used and used <= paths:
+                return group
+            if used:  # another parameter: left to its own unit
+                break
+        return [first]
 
     def sources_of(self, instruction: Instruction) -> tuple[Shard, ...]:
         values = [self.slots.get(slot) for slot in instruction.reads]
