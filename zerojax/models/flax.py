@@ -17,14 +17,14 @@ streams. How Linen modules are told is in `zerojax.models.flax_calls`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
 from flax import nnx
 
 from zerojax.models.axes import AxisNames, Rules
-from zerojax.models.flax_calls import EMBED_IN_HEAD, Calls, call_with_key, takes_key
+from zerojax.models.flax_calls import EMBED_IN_HEAD, Calls, call_with_key, takes_key, without_variables
 from zerojax.models.flax_linen import LinenPart
 from zerojax.models.flax_nnx import NnxPart
 from zerojax.models.model import LayeredModel, Model
@@ -32,9 +32,43 @@ from zerojax.models.model import LayeredModel, Model
 Modules = Callable[[nnx.Rngs], nnx.Module] | nn.Module
 
 
+class Part(Protocol):
+    """A module taken apart.
+
+    Attributes:
+      init_state: `init_state(key) -> state` that is not trained, or None where there is none.
+      stochastic: True where it draws random numbers, or differs between training and evaluation.
+      specs, tiles, frozen: of its parameters, as a Model has them.
+      collections: Linen's collections that are state.
+    """
+
+    init_state: Callable[[jax.Array], Any] | None
+    stochastic: bool
+    specs: Any
+    tiles: Any
+    frozen: Any
+    collections: tuple[str, ...]
+
+    def init(self, key: jax.Array) -> Any:
+        """Make its parameters, a nested dict."""
+        ...
+
+    def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> Any:
+        """Put the module together; it trains if there is a key."""
+        ...
+
+    def arguments(self, key: jax.Array | None) -> dict[str, Any]:
+        """Return what the module is called with beside its input."""
+        ...
+
+    def state_of(self, module: Any) -> Any:
+        """Return the state of a bound module after its calls."""
+        ...
+
+
 def from_flax(
     module: Modules | None = None,
-    loss: Callable[..., jax.Array] | None = None,
+    loss: Callable[..., Any] | None = None,
     *,
     embed: Modules | None = None,
     block: Modules | None = None,
@@ -44,6 +78,10 @@ def from_flax(
     rngs: Sequence[str] = (),
     axis_rules: Rules | None = None,
     mesh_axes: Mapping[str, str | None] | None = None,
+    trainable: Any = None,
+    mutable: Sequence[str] = (),
+    sown: Sequence[str] = (),
+    predict: Callable[..., Any] | None = None,
 ) -> Any:
     """Make a Model, or a LayeredModel, from Flax modules.
 
@@ -52,11 +90,12 @@ def from_flax(
         model = zj.from_flax(GPT(config), loss, example_batch=batch)                # Linen
 
     Args:
-      module: the whole model. Its loss is `loss(model, batch) -> scalar`.
-      loss: for the layered form `loss(head, embed, x, batch) -> scalar`; `embed` is there for tied embeddings. A loss may take
-        one argument more, `key`: the random key of (step, microbatch), and None in `program.eval`.
+      module: the whole model. Its loss is `loss(model, batch)`.
+      loss: for the layered form `loss(head, embed, x, batch)`; `embed` is there for tied embeddings. It returns a scalar,
+        `(scalar, aux)` or a `zerojax.Loss`. It may take one argument more, `key`: the random key of (step, microbatch), and
+        None in `program.eval`.
       embed: module called as `embed(batch) -> x`, with `rngs=` if it takes random streams at the call.
-      block: module of ONE layer, called as `block(x) -> x`, with `rngs=` as `embed`.
+      block: module of ONE layer, called as `block(x) -> x`, with `rngs=` as `embed`. It may return `(x, zerojax.Loss)`.
       head: module that `loss` calls.
       num_layers: number of blocks.
       example_batch: tree of arrays or ShapeDtypeStruct; needed for Linen.
@@ -68,21 +107,28 @@ def from_flax(
       mesh_axes: for modules that constrain activations by axes of a mesh of their own: these axes, and those of the program's
         mesh that they are, as {"dp": "fsdp", "tp": "tensor"}; {} hides the mesh from the modules. Parameters are split by
         these names, too.
+      trainable: which parameters are trained; the others are frozen. A filter of NNX, such as `nnx.LoRAParam`, or a function
+        `(path, value) -> bool` of a parameter's names and its abstract value. All by default.
+      mutable: Linen's collections that calls update, such as ("batch_stats",); they are part of `state.model_state`, and so
+        are collections that calls only read. NNX modules need none: each Variable that is no parameter is part of it.
+      sown: Linen's collections that calls sow and the loss reads, as `model.variables["losses"]`; they are not kept.
+      predict: what the model gives: `predict(model, batch) -> outputs`, or `predict(head, embed, x, batch) -> outputs`. The
+        modules evaluate.
 
     Returns:
       A `zerojax.Model` if `module` is given, else a `zerojax.LayeredModel`.
 
     Raises:
-      ValueError: neither form is complete, a module instance where a function is needed, state other than parameters, or a
-        name that `axis_rules` refuses.
+      ValueError: neither form is complete, a module instance where a function is needed, a name that `axis_rules` refuses, a
+        collection that no module has, or `trainable` that matches nothing.
     """
     if loss is None:
         raise ValueError("from_flax needs a loss: loss(model, batch), or loss(head, embed, x, batch) for the layered form")
-    calls = Calls(AxisNames(axis_rules, mesh_axes), tuple(rngs))
+    calls = Calls(AxisNames(axis_rules, mesh_axes), tuple(rngs), tuple(mutable), tuple(sown), trainable)
     if module is not None and embed is None and block is None and head is None and num_layers is None:
-        model = _whole(module, loss, example_batch, calls)
+        model = _whole(module, loss, predict, example_batch, calls)
     elif module is None and embed is not None and block is not None and head is not None and num_layers is not None:
-        model = _layered(embed, block, head, num_layers, loss, example_batch, calls)
+        model = _layered(embed, block, head, num_layers, loss, predict, example_batch, calls)
     else:
         parts = {"module": module, "embed": embed, "block": block, "head": head, "num_layers": num_layers}
         names = [name for name, value in parts.items() if value is not None]
@@ -91,13 +137,21 @@ def from_flax(
     return model
 
 
-def _whole(module: Modules, loss: Callable[..., jax.Array], batch: Any, calls: Calls) -> Model:
+def _whole(module: Modules, loss: Callable[..., Any], predict: Callable[..., Any] | None, batch: Any, calls: Calls) -> Model:
     call = call_with_key(loss, "model", "batch")
     part = _part("module", module, lambda m, b: call(m, b, None), (batch,), calls)
+    _check((part,), calls)
 
-    def run(params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+    def run(params: Any, batch: Any, key: jax.Array | None, *state: Any) -> Any:
         with calls.run(key is not None):
-            return call(part.bind(params, key), batch, key)
+            bound = part.bind(params, key, *state)
+            out = without_variables(call(bound, batch, key))
+            return (out, part.state_of(bound)) if state else out
+
+    def run_predict(params: Any, batch: Any, *state: Any) -> Any:
+        assert predict is not None
+        with calls.run(is_training=False):
+            return without_variables(predict(part.bind(params, None, *state), batch))
 
     return Model(
         init=part.init,
@@ -105,6 +159,9 @@ def _whole(module: Modules, loss: Callable[..., jax.Array], batch: Any, calls: C
         specs=part.specs,
         tiles=part.tiles,
         stochastic=part.stochastic or takes_key(loss, "model", "batch"),
+        init_state=part.init_state,
+        frozen=part.frozen,
+        predict=None if predict is None else run_predict,
     )
 
 
@@ -113,52 +170,92 @@ def _layered(
     block: Modules,
     head: Modules,
     num_layers: int,
-    loss: Callable[..., jax.Array],
+    loss: Callable[..., Any],
+    predict: Callable[..., Any] | None,
     batch: Any,
     calls: Calls,
 ) -> LayeredModel:
     call = call_with_key(loss, *(of_loss := ("head", "embed", "x", "batch")))
     first = _part("embed", embed, lambda m, b: m(b), (batch,), calls)
 
-    def run_embed(p: Any, batch: Any, key: jax.Array | None) -> Any:
-        with calls.run(key is not None):
-            return first.bind(p, key)(batch, **first.arguments(key))
+    def called(part: Part) -> Callable[..., Any]:
+        """Return `run(params, x, key[, state])`, which calls a module with its one input."""
+
+        def run(p: Any, x: Any, key: jax.Array | None, *state: Any) -> Any:
+            with calls.run(key is not None):
+                bound = part.bind(p, key, *state)
+                out = without_variables(bound(x, **part.arguments(key)))
+                return (out, part.state_of(bound)) if state else out
+
+        return run
+
+    def made(part: Part) -> tuple[Any, ...]:
+        key = jax.random.key(0)
+        return part.init(key), None, *(() if part.init_state is None else (part.init_state(key),))
+
+    def abstract_x(batch: Any) -> Any:
+        params, key, *state = made(first)
+        out = called(first)(params, batch, key, *state)
+        return out[0] if state else out
 
     # The shapes that the embedding hands to the first block, or None without an example batch.
-    x = None if batch is None else jax.eval_shape(lambda b: run_embed(first.init(jax.random.key(0)), b, None), batch)
+    x = None if batch is None else jax.eval_shape(abstract_x, batch)
     layer = _part("block", block, lambda m, x: m(x), (x,), calls)
 
-    def run_block(p: Any, x: Any, key: jax.Array | None) -> Any:
-        with calls.run(key is not None):
-            return layer.bind(p, key)(x, **layer.arguments(key))
-
-    def shape_head(m: Any, x: Any, b: Any) -> jax.Array:
+    def shape_head(m: Any, x: Any, b: Any) -> Any:
         # Called for Linen alone, to shape the head's parameters. The loss may read a tied embedding, so it is given one.
-        return call(m, first.bind(first.init(jax.random.key(0)), None), x, b, None)
+        return call(m, first.bind(*made(first)), x, b, None)
 
     last = _part("head", head, shape_head, (x, batch), calls)
+    parts = {"embed": first, "block": layer, "head": last}
+    _check(tuple(parts.values()), calls)
 
-    def run_head(p: Any, p_embed: Any, x: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+    def run_head(p: Any, p_embed: Any, x: Any, batch: Any, key: jax.Array | None, *state: Any) -> Any:
         # The loss may call the embedding, which then trains as the head does. No layer's key is folded from this one.
         of_embed = None if key is None else jax.random.fold_in(key, EMBED_IN_HEAD)
+        of = state[0] if state else {}
         with calls.run(key is not None):
-            return call(last.bind(p, key), first.bind(p_embed, of_embed), x, batch, key)
+            bound = last.bind(p, key, of.get("head"))
+            out = without_variables(call(bound, first.bind(p_embed, of_embed, of.get("embed")), x, batch, key))
+            return (out, last.state_of(bound)) if state else out
 
+    def run_predict(p: Any, p_embed: Any, x: Any, batch: Any, *state: Any) -> Any:
+        assert predict is not None
+        of = state[0] if state else {}
+        with calls.run(is_training=False):
+            ends = last.bind(p, None, of.get("head")), first.bind(p_embed, None, of.get("embed"))
+            return without_variables(predict(*ends, x, batch))
+
+    init_state = {name: part.init_state for name, part in parts.items() if part.init_state is not None}
+    if "embed" in init_state:  # the loss may call it, and only a head with state of its own is given any
+        init_state.setdefault("head", lambda key: {})
     return LayeredModel(
         num_layers=num_layers,
         init_embed=first.init,
-        embed=run_embed,
+        embed=called(first),
         init_block=layer.init,
-        block=run_block,
+        block=called(layer),
         init_head=last.init,
         head=run_head,
-        specs={"embed": first.specs, "block": layer.specs, "head": last.specs},
+        specs={name: part.specs for name, part in parts.items()},
         tiles=layer.tiles,
-        stochastic=first.stochastic or layer.stochastic or last.stochastic or takes_key(loss, *of_loss),
+        stochastic=any(part.stochastic for part in parts.values()) or takes_key(loss, *of_loss),
+        init_state=init_state or None,
+        frozen=False if calls.trainable is None else {name: part.frozen for name, part in parts.items()},
+        predict=None if predict is None else run_predict,
     )
 
 
-def _part(name: str, module: Modules, use: Callable[..., Any], args: Sequence[Any], calls: Calls) -> NnxPart | LinenPart:
+def _check(parts: Sequence[Part], calls: Calls) -> None:
+    """Raise ValueError unless `mutable` names collections, and `trainable` matches a parameter."""
+    collections = sorted({c for part in parts for c in part.collections})
+    if missing := sorted(set(calls.mutable) - set(collections)):
+        raise ValueError(f"mutable names {missing}, but the collections of the Linen modules are {collections}")
+    if calls.trainable is not None and all(jax.tree.leaves([part.frozen for part in parts])):
+        raise ValueError(f"trainable={calls.trainable!r} matches no parameter, so there is nothing to train")
+
+
+def _part(name: str, module: Modules, use: Callable[..., Any], args: Sequence[Any], calls: Calls) -> Part:
     if isinstance(module, nn.Module):
         if any(a is None for a in args):
             raise ValueError(f"{name} is a Linen module, whose parameters are shaped by use: give example_batch")
@@ -170,4 +267,4 @@ def _part(name: str, module: Modules, use: Callable[..., Any], args: Sequence[An
         )
     if not callable(module):
         raise ValueError(f"{name} must be a Linen module or a function rngs -> NNX module, got {type(module).__name__}")
-    return NnxPart(name, module, calls.names)
+    return NnxPart(name, module, calls)

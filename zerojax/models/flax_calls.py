@@ -18,8 +18,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import flax.errors
 import flax.linen as nn
 import jax
+from flax import nnx
 
 from zerojax.models.axes import AxisNames
 
@@ -65,12 +67,14 @@ class Calls:
       rngs: Linen's random streams in training.
       mutable: Linen's collections that calls update.
       sown: Linen's collections that each call makes anew.
+      trainable: a filter of NNX, or a function (path, value) -> bool, of the parameters that are trained; None for all.
     """
 
     names: AxisNames
     rngs: tuple[str, ...] = ()
     mutable: tuple[str, ...] = ()
     sown: tuple[str, ...] = ()
+    trainable: Any = None
 
     @property
     def has_modes(self) -> bool:
@@ -84,7 +88,13 @@ class Calls:
             stack.enter_context(self.names.while_run())
             if self.has_modes:
                 stack.enter_context(nn.intercept_methods(self._train if is_training else _evaluate))
-            yield
+            try:
+                yield
+            except flax.errors.ModifyScopeVariableError as e:
+                raise ValueError(
+                    "a Linen module updates a collection in its calls, which is then state: list it in from_flax(..., mutable="
+                    f"('batch_stats',)); it is {self.mutable}. {e}"
+                ) from e
 
     def _train(self, call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         bound = _bound(context, args, kwargs)
@@ -143,3 +153,15 @@ def _fields_of(module: type[nn.Module]) -> tuple[str, ...]:
 def without_key(key: jax.Array | None) -> jax.Array:
     """Return the key that streams are made of: in evaluation, where there is none, always the same."""
     return jax.random.key(0) if key is None else key
+
+
+def without_variables(out: Any) -> Any:
+    """Return what a loss or a module returned, with plain dicts instead of NNX's states and arrays instead of Variables."""
+
+    def is_nnx(node: Any) -> bool:
+        return isinstance(node, nnx.State | nnx.Variable)
+
+    def plain(node: Any) -> Any:
+        return nnx.to_pure_dict(node) if isinstance(node, nnx.State) else node[...] if isinstance(node, nnx.Variable) else node
+
+    return jax.tree.map(plain, out, is_leaf=is_nnx)

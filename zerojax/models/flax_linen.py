@@ -1,11 +1,16 @@
 """A Linen module taken apart: its variables, and the module that they are bound to.
 
+    params       the collection "params"
+    state        every other collection that `init` makes; calls update those listed in `mutable`, the rest rides along
+    sown         collections listed in `sown`: each call makes them anew, the loss may read them, and then they are gone
+
 Linen shapes parameters by a call, so an example batch is needed. It may be abstract: zeros of its shapes are traced.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.core
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,36 +18,53 @@ from flax.core import meta
 from jax.sharding import PartitionSpec
 
 from zerojax.models.flax_calls import Calls
-from zerojax.models.flax_nnx import other_state
+from zerojax.models.objective import OVERWRITTEN
 from zerojax.tiling import find_stacks
 
 
 class LinenPart:
     """A Linen module and the function that uses it."""
 
-    takes_rngs = False
-
     def __init__(self, name: str, module: nn.Module, use: Callable[..., Any], args: Sequence[Any], calls: Calls) -> None:
         self.name, self.module, self.use, self.args, self.calls = name, module, use, args, calls
         self.stochastic = calls.has_modes
         with calls.names.while_made():
             variables = jax.eval_shape(self._variables, jax.random.key(0))
-        rest = sorted(set(variables) - {"params"})
-        if rest:
-            raise ValueError(other_state(name, rest, "an array made in setup and no variable of a collection"))
+        self.collections = tuple(sorted(set(variables) - {"params", *calls.sown}))
+        if OVERWRITTEN in self.collections and name != "module":
+            raise ValueError(
+                f"{name} holds {OVERWRITTEN!r}, which is replaced by its gradient: that is done for a whole model, "
+                "from_flax(module, loss), and not for the layered form"
+            )
+        self.init_state = self._init_state if self.collections else None
         boxed = variables.get("params", {})
         self.specs = jax.tree_util.tree_map_with_path(self._spec, boxed, is_leaf=_is_box)
+        self.frozen: Any = False
+        if calls.trainable is not None:
+            self.frozen = jax.tree_util.tree_map_with_path(self._is_frozen, nn.unbox(boxed))
         self.tiles: Any = False
         # Linen parameters carry no mark like that of NNX's tiled layers, so the stacks are found by tracing.
         if name in ("block", "module"):
             args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(self.args))
             key = jax.random.key(0) if calls.rngs else None
+            state = nn.unbox({c: variables[c] for c in self.collections})
 
             def used(p: Any, *args: Any) -> Any:
                 with calls.run(is_training=True):
-                    return use(self.bind(p, key), *args)
+                    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state)
+                    return jax.tree.leaves(use(self.bind(p, key, zeros), *args))
 
             self.tiles = find_stacks(used, nn.unbox(boxed), *args)
+
+    def _is_frozen(self, path: Any, leaf: Any) -> bool:
+        names = tuple(entry.key for entry in path)
+        try:
+            return not self.calls.trainable(names, leaf)
+        except TypeError as e:
+            raise ValueError(
+                f"{self.name} is a Linen module, whose parameters are of one kind: trainable must be a function of "
+                f"(path, value), got {self.calls.trainable!r}, which failed for {names}: {e}"
+            ) from e
 
     def _spec(self, path: Any, boxed: Any) -> PartitionSpec:
         if not _is_box(boxed) or not hasattr(boxed, "get_partition_spec"):
@@ -60,10 +82,20 @@ class LinenPart:
         with self.calls.names.while_made():
             return nn.unbox(self._variables(key).get("params", {}))
 
-    def bind(self, params: Any, key: jax.Array | None) -> nn.Module:
-        rngs = self.calls.rngs
-        keys = None if key is None else {stream: jax.random.fold_in(key, i) for i, stream in enumerate(rngs)}
-        return self.module.bind({"params": params}, rngs=keys or {})
+    def _init_state(self, key: jax.Array) -> Any:
+        with self.calls.names.while_made():
+            variables = self._variables(key)
+        return nn.unbox({c: variables[c] for c in self.collections})
+
+    def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> nn.Module:
+        calls = self.calls
+        keys = None if key is None else {stream: jax.random.fold_in(key, i) for i, stream in enumerate(calls.rngs)}
+        mutable = [*calls.mutable, *calls.sown] or False
+        return self.module.bind({"params": params, **(state or {})}, rngs=keys or {}, mutable=mutable)
+
+    def state_of(self, module: nn.Module) -> Any:
+        """Return the state of a module after its calls."""
+        return flax.core.unfreeze({c: module.variables[c] for c in self.collections})
 
     def arguments(self, key: jax.Array | None) -> dict[str, Any]:
         """Return what the module is called with beside its input: nothing."""

@@ -1,9 +1,14 @@
-"""An NNX module taken apart: parameters, random streams, constants, and the graph that puts them together.
+"""An NNX module taken apart: parameters, state, random streams, constants, and the graph that puts them together.
 
-    module  ->  graph of either mode, params {nnx.Param}, streams {nnx.RngState}, constants {plain arrays}
+    graph        of either mode
+    params       floating nnx.Param, and the kinds of Variable that `trainable` names
+    streams      nnx.RngState
+    state        every other Variable: statistics, counters, tables, integer parameters
+    constants    plain arrays
 
 The module is made while tracing, so nothing of it is held; `init` makes its parameters where they rest. A call puts a module
-together from the parameters that it is given, with streams made of the key of its step.
+together from the parameters and the state that it is given, with streams made of the key of its step. Variables that the call
+makes, such as those of `sow`, are no state: the loss may read them, and then they are gone.
 """
 
 import inspect
@@ -16,21 +21,26 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from zerojax.models.axes import AxisNames
-from zerojax.models.flax_calls import CALL_STREAM, without_key
+from zerojax.models.flax_calls import CALL_STREAM, Calls, without_key
 
 
 class NnxPart:
-    """An NNX module: graph definitions of both modes, parameters, random streams, and constant arrays (masks, tables)."""
+    """An NNX module and what it is made of."""
 
-    def __init__(self, name: str, make: Callable[[nnx.Rngs], nnx.Module], names: AxisNames) -> None:
-        self.name, self.make, self.names = name, make, names
-        graphs, calls = [], []
+    collections = ()
+
+    def __init__(self, name: str, make: Callable[[nnx.Rngs], nnx.Module], calls: Calls) -> None:
+        self.name, self.make, self.names = name, make, calls.names
+        self._is_trained = None if calls.trainable is None else nnx.filterlib.to_predicate(calls.trainable)
+        # A kind of Variable that the user asks to train is one of parameters.
+        filters = calls.trainable if isinstance(calls.trainable, tuple | list) else (calls.trainable,)
+        self._kinds = (nnx.Param, *(kind for kind in filters if isinstance(kind, type)))
+        graphs, methods = [], []
 
         def parts() -> Any:
             module = self._made(nnx.Rngs(0))
-            calls.append(type(module).__call__ if callable(module) else None)
-            graph, *states = nnx.split(module, nnx.Param, nnx.RngState, ...)
+            methods.append(type(module).__call__ if callable(module) else None)
+            graph, *states = nnx.split(module, self._is_param, nnx.RngState, _is_variable, ...)
             # Graph definitions are no arrays, so eval_shape cannot return them. Modes are set on copies: the module may be one
             # that the user holds.
             for mode in ("train", "eval"):
@@ -40,22 +50,28 @@ class NnxPart:
             return states
 
         # With eager sharding NNX constrains each annotated array to the mesh in scope; the step chooses shardings itself.
-        with nnx.use_eager_sharding(False), names.while_made():
-            self.abstract, self.streams, rest = jax.eval_shape(parts)
+        with nnx.use_eager_sharding(False), self.names.while_made():
+            self.abstract, self.streams, self.abstract_state, rest = jax.eval_shape(parts)
             self.train_graph, self.eval_graph = graphs[:2]
-            state = [".".join(map(str, path)) for path, v in nnx.to_flat_state(rest) if isinstance(v, nnx.Variable)]
-            if state:
-                raise ValueError(other_state(name, state, "a plain array of the module and no nnx.Variable"))
             # Only what is returned is computed, so the parameters are not made here.
-            self.constants = jax.tree.map(np.asarray, jax.jit(lambda: parts()[2])() if jax.tree.leaves(rest) else rest)
+            self.constants = jax.tree.map(np.asarray, jax.jit(lambda: parts()[3])() if jax.tree.leaves(rest) else rest)
+        self._state_paths = frozenset(path for path, _ in nnx.to_flat_state(self.abstract_state))
+        self.init_state = self._init_state if self._state_paths else None
         has_streams, has_modes = bool(jax.tree.leaves(self.streams)), self.train_graph != self.eval_graph
-        self.takes_rngs = calls[0] is not None and _takes_rngs(calls[0], has_modes and not has_streams)
+        self._takes_rngs = methods[0] is not None and _takes_rngs(methods[0], has_modes and not has_streams)
         # The key is what tells a step from an evaluation, so a module with two modes needs one.
-        self.stochastic = has_streams or has_modes or self.takes_rngs
+        self.stochastic = has_streams or has_modes or self._takes_rngs
         tree = jax.tree.structure(nnx.to_pure_dict(self.abstract))
         flat = nnx.to_flat_state(self.abstract)
         self.specs = jax.tree.unflatten(tree, [self._spec(path, variable) for path, variable in flat])
         self.tiles = jax.tree.unflatten(tree, [_tiles_of(v) for _, v in flat])
+        trained = self._is_trained
+        self.frozen = False if trained is None else jax.tree.unflatten(tree, [not trained(path, v) for path, v in flat])
+
+    def _is_param(self, path: Any, value: Any) -> bool:
+        del path
+        is_floating = jnp.issubdtype(getattr(value, "dtype", jnp.float32), jnp.floating)
+        return isinstance(value, self._kinds) and is_floating
 
     def _spec(self, path: Any, variable: Any) -> PartitionSpec:
         metadata = variable.get_metadata()
@@ -80,18 +96,32 @@ class NnxPart:
         return module
 
     def init(self, key: jax.Array) -> Any:
-        with nnx.use_eager_sharding(False), self.names.while_made():
-            return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(key)), nnx.Param))
+        return self._make_part(key, self._is_param)
 
-    def bind(self, params: Any, key: jax.Array | None) -> nnx.Module:
-        # The plain dict has the leaves of NNX's state, in the same order.
-        state = jax.tree.unflatten(jax.tree.structure(self.abstract), jax.tree.leaves(params))
+    def _init_state(self, key: jax.Array) -> Any:
+        return self._make_part(key, lambda path, _: path in self._state_paths)
+
+    def _make_part(self, key: jax.Array, part: Any) -> Any:
+        with nnx.use_eager_sharding(False), self.names.while_made():
+            return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(key)), part))
+
+    def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> nnx.Module:
+        # A plain dict has the leaves of NNX's state, in the same order.
+        filled = (
+            jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(leaves))
+            for abstract, leaves in ((self.abstract, params), (self.abstract_state, state))
+        )
+        params, state = filled
         graph = self.eval_graph if key is None else self.train_graph
-        return nnx.merge(graph, state, self._streams(key), jax.tree.map(jnp.asarray, self.constants))
+        return nnx.merge(graph, params, self._streams(key), state, jax.tree.map(jnp.asarray, self.constants))
+
+    def state_of(self, module: nnx.Module) -> Any:
+        """Return the state of a module after its calls."""
+        return nnx.to_pure_dict(nnx.state(module, lambda path, _: path in self._state_paths))
 
     def arguments(self, key: jax.Array | None) -> dict[str, Any]:
         """Return what the module is called with beside its input: random streams, if it takes some."""
-        return {"rngs": nnx.Rngs(jax.random.fold_in(without_key(key), CALL_STREAM))} if self.takes_rngs else {}
+        return {"rngs": nnx.Rngs(jax.random.fold_in(without_key(key), CALL_STREAM))} if self._takes_rngs else {}
 
     def _streams(self, key: jax.Array | None) -> Any:
         """Return the random streams reset: the i-th stream's key is a function of (key, i), its count is 0."""
@@ -119,10 +149,6 @@ def _tiles_of(variable: Any) -> bool | int:
     return in_tiles if len(variable.shape) == ndim else False
 
 
-def other_state(name: str, state: Any, constant: str) -> str:
-    """Return why state other than parameters is refused, and what to do; `constant` says what is none."""
-    return (
-        f"{name} holds state other than parameters: {', '.join(state)}. A step updates parameters alone. For statistics that "
-        "training updates, as of BatchNorm, use a norm without any (LayerNorm, RMSNorm, GroupNorm). What never changes (a "
-        f"table, a mask, frozen statistics) may stay as {constant}: self.table = jnp.asarray(...)"
-    )
+def _is_variable(path: Any, value: Any) -> bool:
+    del path
+    return isinstance(value, nnx.Variable)

@@ -38,6 +38,8 @@ class Model:
       init_state: None, or `init_state(key) -> state`, a tree of any dtypes that is not trained, such as running statistics; of
         the key that `init` gets. The loss is then `loss(params, batch, key, state) -> (loss, new state)`. Microbatches pass it
         on in order; `program.eval` reads it and drops what is new.
+      predict: None, or `predict(params, batch) -> outputs`, what the model gives without a loss; with `init_state`
+        `predict(params, batch, state)`.
     """
 
     init: Callable[[jax.Array], Params]
@@ -47,6 +49,7 @@ class Model:
     stochastic: bool = False
     frozen: Any = False
     init_state: Callable[[jax.Array], Any] | None = None
+    predict: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,8 @@ class LayeredModel:
         keys that `init_embed`, `init_block` and `init_head` get. A function whose part has state takes it last and returns it:
         `embed(.., state) -> (x, state)`, `block(.., state) -> (x, state)`; `head(.., state) -> (loss, state)` is given
         `{"head": .., "embed": ..}` and returns its own. A streamed step refuses blocks that change theirs.
+      predict: None, or `predict(p_head, p_embed, x, batch) -> outputs`, what the head gives without a loss; where the head has
+        state, `predict(p_head, p_embed, x, batch, state)`, given what the head is given.
     """
 
     num_layers: int
@@ -93,6 +98,7 @@ class LayeredModel:
     context: Callable[[Batch], Any] | None = None
     per_layer: Any = None
     init_state: Mapping[str, Callable[[jax.Array], Any]] | None = None
+    predict: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.num_layers, bool) or not isinstance(self.num_layers, int) or self.num_layers < 1:
