@@ -303,6 +303,47 @@ def stacked(batch: Any) -> Any:
     return zj.from_flax(lambda rngs: Stacked(rngs), of_vectors, axis_rules=(("mlp", "tensor"), ("embed", "data")))
 
 
+# layered
+
+
+class Embedded(nn.Module):
+    """Linen, under blocks and a head of NNX."""
+
+    @nn.compact
+    def __call__(self, batch: Any) -> jax.Array:
+        named = nn.with_logical_partitioning
+        return nn.Embed(VOCAB, WIDTH, embedding_init=named(nn.initializers.normal(0.3), ("vocab", "embed")))(batch["tokens"])
+
+
+class DroppedLayer(nnx.Module):
+    """Takes its random streams at the call."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layer, self.drop = StackedLayer(rngs), nnx.Dropout(0.1)
+
+    def __call__(self, x: jax.Array, rngs: nnx.Rngs) -> jax.Array:
+        return x + self.drop(self.layer(x) - x, rngs=rngs)
+
+
+def masked(head: Any, embed: Any, x: jax.Array, batch: Any, key: jax.Array | None) -> jax.Array:
+    """Of a part of the tokens, which is drawn; of all of them in evaluation."""
+    del embed
+    losses = optax.softmax_cross_entropy_with_integer_labels(head(x).astype(jnp.float32), batch["targets"])
+    return jnp.mean(losses if key is None else losses * jax.random.bernoulli(key, 0.7, losses.shape))
+
+
+def layered(batch: Any) -> Any:
+    return zj.from_flax(
+        embed=Embedded(),
+        block=lambda rngs: DroppedLayer(rngs),
+        head=lambda rngs: nnx.Linear(WIDTH, VOCAB, rngs=rngs),
+        num_layers=3,
+        loss=masked,
+        example_batch=batch,
+        axis_rules=(("vocab", "tensor"), ("mlp", "tensor"), ("embed", "fsdp")),
+    )
+
+
 MODELS: dict[str, tuple[Callable[[Any], Any], Callable[[int], list[Any]]]] = {
     "lm1b": (lm1b, tokens),
     "gemma": (gemma, tokens),
@@ -310,5 +351,6 @@ MODELS: dict[str, tuple[Callable[[Any], Any], Callable[[int], list[Any]]]] = {
     "maxtext": (maxtext, tokens),
     "diffusion": (diffusion, vectors),
     "recurrent": (recurrent, vectors),
+    "layered": (layered, tokens),
     "stacked": (stacked, vectors),
 }
