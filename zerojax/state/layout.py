@@ -263,7 +263,9 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     # Then what a config adds: layers of the optimizer state that stay on the device, and an update that is pending.
     # Rounded twice, since 0.29 * 100 is 28.999999999999996.
     share = config.opt_state_device_fraction
-    device_layers = int(round(share * model.num_layers, 9)) if isinstance(model, LayeredModel) else 0
+    # Where no layer is trained, none has state.
+    has_layers = isinstance(model, LayeredModel) and any(leaf.is_stacked for leaf in leaves)
+    device_layers = int(round(share * model.num_layers, 9)) if isinstance(model, LayeredModel) and has_layers else 0
     if device_layers:
         abstract_state = _split_opt_state(abstract_state, leaves, opt_map, device_layers, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)

@@ -77,7 +77,7 @@ class StreamedPlan:
             # Not part of the state: they live from backward to the update of the same step.
             kinds = [("grads", model.num_layers, self.blocks)]
             kinds += [(group.kind("grads"), model.num_layers * group.num_tiles, group.leaves) for group in self.groups]
-            for kind, count, part in kinds:
+            for kind, count, part in (kind for kind in kinds if kind[2]):  # of what is frozen there is none
                 names, shapes = [self.leaves[i].name for i in part], [self.grad_shape(i) for i in part]
                 disk_records = layout.disk.declare(
                     kind, count, names, shapes, [self.grads[i].spec for i in part], lifetime="step",
