@@ -37,7 +37,7 @@ ROOMS = {
         "precision",
     ),
     "zerojax.checkpoint": ("program", "runtime", "state", "models", "sharding", "precision"),
-    "zerojax.weights": ("checkpoint", "program", "state", "jaxprs", "config"),
+    "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config"),
     "zerojax.planner": ("memory",),
     "zerojax.hlo": (),
     "zerojax.cli": ("checkpoint", "weights", "memory", "planner", "sharding", "precision"),

@@ -183,17 +183,23 @@ def test_per_layer_and_init_state_are_checked_when_the_model_is_made():
         dataclasses.replace(full_model.model(), init_state={"blocks": lambda key: {}})
 
 
-def test_a_checkpoint_holds_the_state(tmp_path):
-    count = lambda key: {"n": jnp.int32(0), "mean": jnp.zeros((5, 3))}  # noqa: E731
-    model = simple(lambda p, b, k, s: (mean(p, b), {"n": s["n"] + 1, "mean": s["mean"] + 0.5}), init_state=count)
-    program, batch = build(model)
-    state, _ = program.step(program.init(jax.random.key(0)), batch)
+def test_a_checkpoint_holds_the_state_and_an_import_makes_it_anew(tmp_path):
+    first = lambda key: {"n": jnp.int32(0), "mean": jnp.zeros((5, 3)), "key": key}  # noqa: E731
+    after = lambda s: {"n": s["n"] + 1, "mean": s["mean"] + 0.5, "key": jax.random.fold_in(s["key"], 1)}  # noqa: E731
+    model = simple(lambda p, b, k, s: (mean(p, b), after(s)), init_state=first)
+    (program, batch), (other, _) = build(model), build(model, opt_state=HOST)
+    key = jax.random.key(2)
+    state, _ = program.step(program.init(key), batch)
     with zj.Checkpointer(tmp_path / "run") as checkpoint:
         checkpoint.save(program, state)
         checkpoint.wait()
-        other = checkpoint.restore(build(model, opt_state=HOST)[0])
-    assert int(other.model_state["n"]) == 1
-    np.testing.assert_array_equal(other.model_state["mean"], np.full((5, 3), 0.5))
+        restored = checkpoint.restore(other)
+    imported = zj.import_params(other, {"w": np.ones(8)}, key=key)
+    for found, want in ((restored, after(first(key))), (imported, first(key))):
+        numbers = [jax.tree.map(jax.random.key_data, s["key"]) for s in (found.model_state, want)]
+        np.testing.assert_array_equal(*numbers)
+        assert int(found.model_state["n"]) == int(want["n"])
+        np.testing.assert_array_equal(found.model_state["mean"], want["mean"])
 
 
 def test_a_skipped_step_leaves_the_state_as_it_was():

@@ -3,7 +3,8 @@
     state = zj.import_params(program, "gpt.safetensors", key=jax.random.key(0))
     state = zj.import_params(program, {"embed": {"table": array}, ...}, key=jax.random.key(0))
 
-is `program.init(key)` with other weights: step 0, the same key, and the optimizer state that `tx.init` makes of the weights.
+is `program.init(key)` with other weights: step 0, the same key, the optimizer state that `tx.init` makes of the weights, and
+the same state that is not trained.
 The file is given to a restore as if it were a checkpoint, and so read layer by layer into any stage, mesh and tier.
 
 No such file holds the optimizer's leaves. `zerojax.weights.initial_opt_state` finds what each of them is:
@@ -35,6 +36,7 @@ from zerojax.checkpoint import (
     retiled,
 )
 from zerojax.config import updates_by_parts
+from zerojax.models import init_state
 from zerojax.program import Program
 from zerojax.state import TrainState, masters, state_key
 from zerojax.weights.arrays import ArrayTree
@@ -85,7 +87,7 @@ class _Imported(SavedState):
         leaves: Mapping[str, SavedLeaf],
         weights: Mapping[str, str],
         constants: Mapping[str, np.ndarray],
-        key: np.ndarray,
+        values: Mapping[str, np.ndarray],
     ) -> None:
         """Take the place of a checkpoint.
 
@@ -94,12 +96,12 @@ class _Imported(SavedState):
           leaves: all but the small ones.
           weights: the tensors of the file, by leaf.
           constants: the numbers of the others.
-          key: key data of the state.
+          values: of the small leaves, random keys as their data.
         """
         self.folder, self.num_processes, self.data = file.path, 1, {}
         self.leaves = dict(leaves)
         self.keys: dict[str, str] = {}  # of the default implementation
-        self.values = {"step": np.zeros((), np.int32), "skipped": np.zeros((), np.int32), "key": key}
+        self.values = {"step": np.zeros((), np.int32), "skipped": np.zeros((), np.int32), **values}
         self.records = StoredRecords(file, weights, constants)
 
     def check(self, *, checksums: bool, part: int = 0, num_parts: int = 1) -> None:
@@ -119,7 +121,7 @@ def import_params(program: Program, path: str | os.PathLike[str] | Any, *, key: 
       key: from `jax.random.key`, as for `program.init`.
 
     Returns:
-      The state at step 0; its optimizer state is that of `tx.init`.
+      The state at step 0; its optimizer state is that of `tx.init`, and its `model_state` that of `program.init(key)`.
 
     Raises:
       ValueError: `key` is no random key, or the optimizer's state is neither constant nor a copy of weights and does not all
@@ -128,7 +130,7 @@ def import_params(program: Program, path: str | os.PathLike[str] | Any, *, key: 
       DamagedError: the file cannot be read.
       SwapError: the program's disk is too small, or failed.
     """
-    data = _key_data(key, program)
+    key = _checked_key(key, program)
     file = open_weights(path) if isinstance(path, str | os.PathLike) else ArrayTree(path)
     state_leaves = leaves_of_program(program)
     try:
@@ -144,7 +146,8 @@ def import_params(program: Program, path: str | os.PathLike[str] | Any, *, key: 
             f"tx.init makes {others[0]} of the weights, as neither a constant nor a copy: import into a program whose params, "
             "grads and opt_state are on the device with update='after_backward', save it, and restore it here"
         )
-    state = restore_state(program, _Imported(file, leaves, weights, constants, data))
+    values = {"key": _data(state_key(key)), **_model_state(program, state_leaves, key)}
+    state = restore_state(program, _Imported(file, leaves, weights, constants, values))
     return _initialised(program, state) if others else state
 
 
@@ -189,8 +192,22 @@ def _add_opt_state(
     return constants, others
 
 
-def _key_data(key: Any, program: Program) -> np.ndarray:
-    """Return the data of the key that `program.init(key)` puts into a state."""
+def _model_state(program: Program, state_leaves: Sequence[StateLeaf], key: jax.Array) -> dict[str, np.ndarray]:
+    """Return what `program.init(key)` makes of the model's state that is not trained, by leaf: files of weights hold none."""
+    names = [leaf.name for leaf in state_leaves if leaf.path.startswith(".model_state")]
+    if not names:
+        return {}
+    state = jax.jit(lambda key: init_state(program.model, key))(key)
+    return {name: _data(leaf) for name, leaf in zip(names, jax.tree.leaves(state), strict=True)}
+
+
+def _data(leaf: jax.Array) -> np.ndarray:
+    """Return an array as numpy has it; of random keys their data."""
+    return np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+
+
+def _checked_key(key: Any, program: Program) -> jax.Array:
+    """Return the key as `program.init(key)` takes it."""
     if not isinstance(key, jax.Array):
         raise ValueError(f"import_params takes a random key, such as jax.random.key(0), got {key!r}")
     # A key of jax.random.PRNGKey is plain numbers.
@@ -198,7 +215,7 @@ def _key_data(key: Any, program: Program) -> np.ndarray:
     expected = program.layout.abstract_state.key.dtype
     if key.shape or key.dtype != expected:
         raise ValueError(f"import_params takes one random key of {expected}, got {key.dtype}{list(key.shape)}")
-    return np.asarray(jax.random.key_data(state_key(key)))
+    return key
 
 
 def _compare(file: WeightFile, state_leaves: Sequence[StateLeaf]) -> tuple[dict[str, str], dict[str, SavedLeaf]]:
