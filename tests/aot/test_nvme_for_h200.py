@@ -37,7 +37,7 @@ def compiled(name: str) -> tuple[zj.Program, Any, Any]:
     return program, program.lower(batch).compile(), program.memory(batch)
 
 
-@pytest.mark.by_default("8 GPUs, 96 layers", "8 GPUs")
+@pytest.mark.by_default("8 GPUs, 96 layers")
 @pytest.mark.parametrize("name", CASES)
 def test_nvme_step_holds_a_few_layers_and_no_state(name, capfd):
     program, result, report = compiled(name)

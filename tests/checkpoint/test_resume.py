@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-@pytest.mark.by_default("disk", "delayed", "rounded_moments")
+@pytest.mark.by_default("disk", "delayed")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_losses_are_those_of_the_run_that_went_on(name, tmp_path):
     """With saves in the background, after which the run goes on at once: what is saved is the state of that step."""
@@ -60,7 +60,7 @@ def losses_after(ckpt, fields, swap, **where):
         return toys.run(program, ckpt.restore(program), DATA[3:])[0]
 
 
-@pytest.mark.by_default("host", "moments")
+@pytest.mark.by_default("host")
 @pytest.mark.parametrize(
     ("fields", "axes", "rtol"),
     [

@@ -49,6 +49,7 @@ def test_quantize_kernel_for_h200_reads_and_writes_once_without_spills(compile_f
         assert report.count("FFMA") < block_size // 2
 
 
+@pytest.mark.by_default("int8-256", "float8_e4m3fn-128")
 @pytest.mark.parametrize("block_size", [128, 256])
 @pytest.mark.parametrize("dtype", [I8, E4M3])
 def test_quantize_kernel_for_h200_rounds_stochastically_without_spills(compile_for_h200, dtype, block_size):

@@ -244,6 +244,7 @@ def test_an_update_on_the_host_moves_gradients_down_and_parameters_up(config):
 DISK = "nvme"
 
 
+@pytest.mark.by_default("all", "in_backward")
 @pytest.mark.parametrize(
     "config",
     [

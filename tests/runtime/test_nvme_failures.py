@@ -84,7 +84,7 @@ def fifo(path):
     os.mkfifo(path)
 
 
-@pytest.mark.by_default("cut-direct", "remove-tensorstore", "flip-direct", "fifo-direct", "fifo-tensorstore")
+@pytest.mark.by_default("remove-tensorstore", "flip-direct", "fifo-direct", "fifo-tensorstore")
 @pytest.mark.parametrize("io", ["direct", "tensorstore"])
 @pytest.mark.parametrize("damage", [cut, remove, flip, fifo])
 def test_a_damaged_record_is_named_and_the_state_is_lost(opened, damage, io):

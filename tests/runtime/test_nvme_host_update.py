@@ -102,7 +102,7 @@ def files_bytes(program, kinds):
     return 4 * sum(r.num_layers * r.num_bytes for r in shelves if r.kind.split(".")[0] in kinds)
 
 
-@pytest.mark.by_default("fields1-2-2-read1-written1", "fields4-8-4-read4-written4")
+@pytest.mark.by_default("fields1-2-2-read1-written1")
 @pytest.mark.parametrize(
     ("fields", "down", "up", "read", "written"),
     [
@@ -141,7 +141,7 @@ def settle(engine):
         threading.Event().wait(0.001)
 
 
-@pytest.mark.by_default("after_backward-1", "in_backward-2")
+@pytest.mark.by_default("in_backward-2")
 @pytest.mark.parametrize(
     ("update", "distance"),
     [
@@ -164,7 +164,7 @@ def test_reads_run_ahead_of_the_kernels(update, distance, tmp_path):
             assert (late == 0 or step == 0) if distance else late > 0
 
 
-@pytest.mark.by_default("bf16", "in_backward")
+@pytest.mark.by_default("bf16")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -222,7 +222,7 @@ def breakable(tmp_path_factory):
         program.close()
 
 
-@pytest.mark.by_default("read-opt_state", "write-params")
+@pytest.mark.by_default("write-params")
 @pytest.mark.parametrize(
     ("name", "kind"), [("read", "opt_state"), ("write", "opt_state"), ("write", "grads"), ("write", "params")]
 )

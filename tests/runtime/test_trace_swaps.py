@@ -20,7 +20,10 @@ def build(swap_dir, **fields):
     return zj.build_train_step(toys.layered(), toys.optimizer(), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4]))
 
 
-@pytest.mark.parametrize("fields", [{}, {"update": "in_backward", "update_on": "host", "prefetch_distance": 0}])
+@pytest.mark.by_default("host")
+@pytest.mark.parametrize(
+    "fields", [{}, {"update": "in_backward", "update_on": "host", "prefetch_distance": 0}], ids=["device", "host"]
+)
 def test_a_trace_has_the_plan_once_a_step_and_sums_to_the_metrics(tmp_path, fields):
     path, batches = tmp_path / "trace.json.gz", toys.batches(4)
     (tmp_path / "swap").mkdir()

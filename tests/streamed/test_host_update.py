@@ -17,7 +17,7 @@ def build(fields, model=None, tx=None):
     return zj.build_train_step(model or toys.layered(), tx or toys.optimizer(), config, mesh)
 
 
-@pytest.mark.by_default("fields3-4-2", "fields2-2-0")
+@pytest.mark.by_default("fields3-4-2")
 @pytest.mark.parametrize(
     ("fields", "down", "up"),
     [
@@ -75,7 +75,7 @@ def test_delayed_update_is_one_step_late(fields):
     toys.assert_trees_close(program.params(state), jax.device_get(after), atol=1e-5)
 
 
-@pytest.mark.by_default("in_backward", "bf16")
+@pytest.mark.by_default("in_backward")
 @pytest.mark.parametrize(
     "fields",
     [{}, {"grads": HOST}, {"params": HOST, "update": "in_backward"}, {"precision": "bf16"}],

@@ -66,7 +66,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.by_default("tensor", "disk_in_backward")
+@pytest.mark.by_default("disk_in_backward")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive if n == "device" else ()) for n in CASES])
 def test_tiles_as_records_train_as_whole_layers_do(name, tmp_path):
     fields, axes = CASES[name]
