@@ -45,7 +45,7 @@ class StateLeaf:
       lead: leading dims that number its records: 0, 1 for layers, or 2 for tiles of layers.
       tiles: whether it is known to be a stack of tiles; an integer says how many lie along the first dim of the weight.
       group: name of the group of tiles, where `lead` is 2.
-      mirrors: whether it is a weight, or mirrors one, as a moment or a pending gradient does.
+      mirrors: whether it is a weight, or belongs to one, as a moment or a pending gradient does.
       is_derived: whether it is cast from the leaf of the same name, and so not saved.
       disk_records: that hold it, or a Split's second part, if any do.
       disk_leaf: its place among their leaves.
@@ -107,17 +107,19 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
         disk_records = record.disk_records if record is not None and on_disk else None
         rest = array.host if isinstance(array, Split) else array  # beside a Split's first part, or all of it
         first = array.device.shape[0] if isinstance(array, Split) else 0
+        shape = (first + rest.shape[0], *rest.shape[1:]) if isinstance(array, Split) else tuple(rest.shape)
         field = path[0].name
         leaf = StateLeaf(
             name=_name(path, layout),
             path=jax.tree_util.keystr(path),
-            shape=(first + rest.shape[0], *rest.shape[1:]) if isinstance(array, Split) else tuple(rest.shape),
+            shape=shape,
             dtype=rest.dtype,
             saved_dtype=jnp.dtype("float32") if field in ("params", "master") else rest.dtype,
             spec=pad_spec(rest.sharding.spec, len(rest.shape)),
             tier="nvme" if on_disk else _tier(rest),
             lead=0 if param is None else param.lead,
-            tiles=owner is not None and tiles.get(owner, False),
+            # A state of another shape than its weight's, such as a sum of rows, is no stack of tiles.
+            tiles=tiles.get(owner, False) if owner is not None and shape == tuple(layout.leaves[owner].shape) else False,
             group="" if param is None else param.group,
             mirrors=owner is not None,
             is_derived=field == "params" and layout.has_master,

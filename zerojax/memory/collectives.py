@@ -3,11 +3,17 @@
 A leaf that `fsdp` splits sends what the closed form of its stage says; one that stays replicated is reduced by an all_reduce
 over all replicas. An embedding may send fewer, by rows (`zerojax.gather.look_up`), which the batch decides. What tensor
 parallelism adds is inside of the model, and not counted.
+
+An optimizer that needs whole leaves of a layer (`zerojax.optim.leaf_rule`) moves them besides, in float32: of stacks that are
+updated together by an all_to_all there and one back, of a record on its own by an all_gather. Sums over a leaf, such as a norm,
+are not counted, nor what XLA sends to partition the products of leaves that are no stack.
 """
 
+import math
+
 from zerojax.memory.closed_forms import collective_elements
-from zerojax.sharding import DATA, FSDP, STAGES, local_elements
-from zerojax.state import Layout
+from zerojax.sharding import DATA, FSDP, STAGES, axes_of, local_elements
+from zerojax.state import Layout, OwnedTransformation
 from zerojax.streamed import StreamedStep
 
 
@@ -36,7 +42,26 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
         # Hybrid sharding: after the reduce_scatter, shards of gradients are summed over the replicas.
         if split and replicas > 1 and not leaf.frozen:
             sent["all_reduce"] += 2 * elements / shards * (replicas - 1) / replicas * leaf.dtype.itemsize * count
+    if isinstance(layout.tx, OwnedTransformation) and STAGES[config.stage].opt_state:
+        for name, n in _of_whole_leaves(layout, layout.tx).items():
+            sent[name] = sent.get(name, 0.0) + n
     return {name: int(n) for name, n in sent.items()}
+
+
+def _of_whole_leaves(layout: Layout, tx: OwnedTransformation) -> dict[str, float]:
+    """Return the bytes that an optimizer which needs whole leaves of a layer sends besides."""
+    sent = {"all_to_all": 0.0, "all_gather": 0.0}
+    for leaf, (there, back) in zip(layout.leaves, tx.moved, strict=True):
+        axes = [layout.mesh.shape[axis] for entry in leaf.spec.sharded for axis in axes_of(entry)]
+        devices = math.prod(axes)
+        layers = leaf.shape[0] if leaf.is_stacked else 1
+        if layout.updates_by_record:
+            sent["all_gather"] += 4 * there * layers * (devices - 1) / devices
+        elif leaf.is_stacked:
+            # One axis after the other: each all_to_all keeps a part of what the device has, and sends the others.
+            rows = -(-layers // devices) * devices
+            sent["all_to_all"] += 4 * (there + back) * rows / devices * sum((n - 1) / n for n in axes)
+    return {name: n for name, n in sent.items() if n}
 
 
 def _gathers_again(streamed: StreamedStep | None) -> dict[str, int]:

@@ -6,7 +6,7 @@ parameters rest on the device. Copies are operations of the compiled program. Ca
 tier, move their bytes beside it, and are counted apart.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -43,8 +43,8 @@ def _device_update(records: StateRecords, index: int, on_disk: bool = False) -> 
     layout, leaf = records.layout, records.leaves[index]
     moved = {"to_device": 0, "to_host": 0}
 
-    def add(record: RecordSpec, dtype: Any, read: bool = True) -> None:
-        size = local_record_bytes(record, leaf.record_shape, dtype) if record.is_away else 0
+    def add(record: RecordSpec, dtype: Any, shape: Sequence[int] = leaf.record_shape, read: bool = True) -> None:
+        size = local_record_bytes(record, shape, dtype) if record.is_away else 0
         size = 0 if on_disk and record.disk_records is None else size
         moved["to_device"] += size if read else 0
         moved["to_host"] += size
@@ -53,7 +53,8 @@ def _device_update(records: StateRecords, index: int, on_disk: bool = False) -> 
     if layout.has_master:
         add(records.master[index], jnp.float32)
     for j in layout.opt_map.states_of((index,)):
-        add(records.opt_record(j), layout.opt_map.leaves[j].dtype)
+        state = layout.opt_map.leaves[j]
+        add(records.opt_record(j), state.dtype, state.shape[leaf.lead :])
     return moved
 
 

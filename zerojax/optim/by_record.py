@@ -1,7 +1,7 @@
 """The optimizer run record by record: state comes to the device for one layer, or one leaf, is updated and goes back in place.
 
     for each layer l:   w, s = read(masters, l), read(opt_state, l)
-                        w, s = update(g[l], w, s)                      elementwise: equal to updating the whole tree
+                        w, s = update(g[l], w, s)                      elementwise, or by leaf of a layer (`leaf_rule`)
                         write(masters, l, w); write(opt_state, l, s); write(params, l, cast(w))
 
 Leaves that are not stacked (the embedding, the head, every leaf of a Model) are updated one at a time, each when the one before
@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.config import reason
-from zerojax.optim.elementwise import elementwise_update
+from zerojax.optim.elementwise import ElementwiseUpdate, elementwise_update
+from zerojax.optim.layer_wise import Gathered, LayerTransformation, check_whole_leaves, why_not_by_leaf
+from zerojax.optim.leaf_rule import LeafRule
 from zerojax.optim.unused import unused_grads
 from zerojax.optim.whole_tree import Update, finish, scale_grads
 from zerojax.state import FlatState, Index, StateRecords, TrainState, load_leaves, order_read_before_write
@@ -29,28 +31,43 @@ class RecordUpdate:
 
     Attributes:
       records: how the state rests.
-      rule: the elementwise optimizer.
+      rule: the optimizer: elementwise, or a rule for each leaf of a layer.
       unused: indices of the leaves whose gradients it never uses.
     """
 
     def __init__(self, tx: optax.GradientTransformation, records: StateRecords) -> None:
-        """Check that the optimizer is elementwise.
+        """Check that the optimizer may be applied to a record on its own.
 
         Raises:
-          ValueError: it is not; names the setting that needs it.
+          ValueError: it may not; names the setting that needs it.
         """
         layout = records.layout
         self.records, self.layout, self.mesh = records, layout, layout.mesh
-        self.rule = elementwise_update(
-            tx, layout.abstract_params, layout.opt_map.abstract, reason(layout.config), layout.record_parts
-        )
+        self.rule: ElementwiseUpdate | LeafRule
+        if isinstance(tx, LayerTransformation):
+            check_whole_leaves(layout)
+            self.rule, self._gathered = tx.rule, Gathered(layout)
+        else:
+            stacked = [leaf.is_stacked for leaf in layout.leaves]
+            self.rule = elementwise_update(
+                tx, layout.abstract_params, layout.opt_map.abstract, reason(layout.config), layout.record_parts,
+                lambda: why_not_by_leaf(tx, layout.abstract_params, stacked),
+            )  # fmt: skip
         self.unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
+
+    @property
+    def elementwise(self) -> ElementwiseUpdate:
+        """The elementwise optimizer; of an update on the host it always is one."""
+        assert isinstance(self.rule, ElementwiseUpdate)
+        return self.rule
 
     def shared(self, states: FlatState, loss: Array, ok: Array) -> list[Array]:
         """Return the scalars of the optimizer state after the step."""
         before = self.records.shared_of(states)
-        # A part of no leaves moves the shared scalars alone.
-        *_, after = self.rule((), (), (), (), before, loss)
+        if isinstance(self.rule, LeafRule):
+            after = self.rule.shared_after(before, loss)
+        else:  # a part of no leaves moves the shared scalars alone
+            *_, after = self.elementwise((), (), (), (), before, loss)
         # A skipped step is no step to the optimizer: its count, and with it bias corrections and schedules, stays.
         return [jnp.where(ok, a, b) for a, b in zip(after, before, strict=True)]
 
@@ -100,18 +117,28 @@ class RecordUpdate:
     def _move(
         self, part: Sequence[int], grads: Any, old: Any, opt: Any, shared: Any, loss: Array, ok: Array
     ) -> tuple[list[Array], list[Array]]:
-        """Update one record of the leaves in `part`. A stacked leaf's gets dims of 1 in front: rules may count dims."""
+        """Update one record of the leaves in `part`."""
+        if isinstance(self.rule, LeafRule):
+            weights, after = self.rule.update_part(part, grads, old, opt, shared, loss, self._gathered)
+        else:
+            weights, after = self._move_elements(part, grads, old, opt, shared, loss)
+        keep = lambda a, b: [jnp.where(ok, x, y) for x, y in zip(a, b, strict=True)]  # noqa: E731
+        return keep(weights, old), keep(after, opt)
+
+    def _move_elements(
+        self, part: Sequence[int], grads: Any, old: Any, opt: Any, shared: Any, loss: Array
+    ) -> tuple[list[Array], list[Array]]:
+        """Update a record by an elementwise optimizer. A stacked leaf's gets dims of 1 in front: rules may count dims."""
 
         def as_stacks(values: Sequence[Array], indices: Sequence[int]) -> list[Array]:
             return [self.records.as_stack(i, v) for v, i in zip(values, indices, strict=True)]
 
         opt_map = self.layout.opt_map
         owners = [opt_map.owner(j) for j in opt_map.states_of(part)]
-        weights, after, _ = self.rule(part, as_stacks(grads, part), as_stacks(old, part), as_stacks(opt, owners), shared, loss)
+        grads, weights, states = as_stacks(grads, part), as_stacks(old, part), as_stacks(opt, owners)
+        weights, after, _ = self.elementwise(part, grads, weights, states, shared, loss)
         weights = [v.reshape(o.shape) for v, o in zip(weights, old, strict=True)]
-        after = [v.reshape(o.shape) for v, o in zip(after, opt, strict=True)]
-        keep = lambda a, b: [jnp.where(ok, x, y) for x, y in zip(a, b, strict=True)]  # noqa: E731
-        return keep(weights, old), keep(after, opt)
+        return weights, [v.reshape(o.shape) for v, o in zip(after, opt, strict=True)]
 
     def update_ends(
         self, states: FlatState, grads: Sequence[Array], shared: Sequence[Array], loss: Array, ok: Array, one: Array

@@ -12,10 +12,11 @@ scaled by a leaf's size) would see others: so the update of each part is traced 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -70,7 +71,12 @@ class ElementwiseUpdate:
 
 
 def elementwise_update(
-    tx: optax.GradientTransformation, params: Any, opt_state: Any, why: str, stacked: Sequence[Sequence[int]] = ()
+    tx: optax.GradientTransformation,
+    params: Any,
+    opt_state: Any,
+    why: str,
+    stacked: Sequence[Sequence[int]] = (),
+    beyond: Callable[[], str | None] = lambda: None,
 ) -> ElementwiseUpdate:
     """Return the optimizer as one that may be applied to parts: one layer of stacked leaves, or one other leaf.
 
@@ -80,32 +86,41 @@ def elementwise_update(
       opt_state: its abstract state over them.
       why: the setting that needs it, for the error.
       stacked: indices of the parameter leaves that are stacks of layers, in the parts that are updated together.
+      beyond: tells what in the optimizer combines layers or leaves, for the error.
 
     Raises:
       ValueError: the optimizer is not elementwise; names the equation and the leaves.
     """
     update = ElementwiseUpdate(tx, params, map_opt_state(opt_state, params))
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    fault = _fault(update, names) or _fault_of_parts(update, names, stacked)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    trace = jax.make_jaxpr(lambda g, s, p, value: call_update(tx, g, s, p, value))
+    fault = fault_of_update(trace(params, opt_state, params, scalar), update.opt_map, params)
+    fault = fault or _fault_of_parts(update, names, stacked)
     if fault is not None:
+        # Of an optimizer that combines leaves, that is the fault: elements of one leaf might be combined.
+        fault = beyond() or fault
         raise ValueError(
-            f"{why} updates layer by layer, which needs an optimizer whose every element is updated by itself, but {fault}; "
-            "use an elementwise optimizer such as optax.adamw (what optax.clip_by_global_norm does is config.clip_norm, what "
-            "optax.MultiSteps does num_microbatches), or keep params, grads and opt_state on the device with "
-            "update='after_backward'"
+            f"{why} updates layer by layer, which needs an optimizer whose every element, or every leaf of a layer, is updated "
+            f"by itself, but {fault}; use an elementwise optimizer such as optax.adamw (what optax.clip_by_global_norm does is "
+            "config.clip_norm, what optax.MultiSteps does num_microbatches), or keep params, grads and opt_state on the device "
+            "with update='after_backward'"
         )
     return update
 
 
-def _fault(update: ElementwiseUpdate, names: Sequence[str]) -> str | None:
-    """Return what is not elementwise, or None."""
-    opt_map = update.opt_map
+def fault_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, params: Any) -> str | None:
+    """Return what in an update is not elementwise, or None.
+
+    Args:
+      closed: the update, traced: of (grads, state, params, loss).
+      opt_map: how the state divides over the parameters.
+      params: abstract parameters.
+    """
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
     for name, leaf, owner in zip(opt_map.names, opt_map.leaves, opt_map.owners, strict=True):
         if owner is None and leaf.shape:
             return f"its state {name} of shape {leaf.shape} mirrors no parameter"
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    trace = jax.make_jaxpr(lambda g, s, p, value: call_update(update.tx, g, s, p, value))
-    closed = trace(update.params, opt_map.abstract, update.params, scalar)
     program = flatten(closed.jaxpr, closed.consts)
     # The leaf that each input is of, and the only one that each output may depend on; None is no leaf.
     every = range(len(names))

@@ -48,7 +48,7 @@ class HostRule:
             grad = grad / summed if summed > 1 else grad
             grad = grad / scale if layout.abstract_state.loss_scale is not None else grad
             grad = grad * factor if config.clip_norm is not None else grad
-            (new,), after, _ = update.rule((index,), (grad,), (old,), before, shared, loss)
+            (new,), after, _ = update.elementwise((index,), (grad,), (old,), before, shared, loss)
             return [new, *after, *([new.astype(leaf.dtype)] if casts else [])]
 
         closed = jax.make_jaxpr(rule)(arrays, scalars)

@@ -7,7 +7,7 @@
 
 Every leaf of the optimizer state that mirrors a parameter (same path, same shape) gets that parameter's spec; a factored or
 extra leaf is split by its own shape. Any optax transformation works, since each sees whole arrays and XLA moves what crosses
-shards.
+shards. One that combines elements of a leaf sees a stack of layers layer by layer, its work shared out (`layer_wise`).
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ import optax
 
 from zerojax.config import ZeroConfig
 from zerojax.metrics import step_metrics
+from zerojax.optim.layer_wise import shared_out
 from zerojax.optim.unused import unused_grads, used
 from zerojax.precision import LossScaling, update_loss_scale
 from zerojax.sharding import STAGES
@@ -48,7 +49,7 @@ Update = Callable[[TrainState, jax.Array, Any], tuple[TrainState, dict[str, jax.
 
 def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
     """Return `update(state, loss, grads) -> (state, metrics)`: unscale, norm, clip, optimizer, cast; on whole trees."""
-    config, stage = layout.config, STAGES[layout.config.stage]
+    config, stage, tx = layout.config, STAGES[layout.config.stage], shared_out(tx, layout)
     grads_at, unused = layout.param_shardings(stage.opt_state), unused_grads(layout.update_jaxpr, len(layout.leaves))
 
     def update(state: TrainState, value: jax.Array, grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:

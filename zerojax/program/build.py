@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from zerojax.aot import is_there
 from zerojax.config import ZeroConfig, check_unlayered, require_built, streams
 from zerojax.models import LayeredModel, Model
-from zerojax.optim import RecordUpdate, check_ema, keep_in_bfloat16
+from zerojax.optim import RecordUpdate, by_layer, check_ema, keep_in_bfloat16
 from zerojax.program.gathering import Gather, GatheredEarly, build_gather
 from zerojax.program.program import Program
 from zerojax.program.step import Step
@@ -58,7 +58,8 @@ def build_train_step(
     if config.moments == "bfloat16":
         tx = keep_in_bfloat16(tx)
     with jax.set_mesh(mesh):
-        records, gathered_early = StateRecords(build_layout(model, tx, config, mesh)), GatheredEarly()
+        records, gathered_early = StateRecords(build_layout(model, tx, config, mesh, by_layer)), GatheredEarly()
+        tx = records.layout.tx  # of a rule that combines elements of a leaf: applied to each layer
         check_ema(records.layout)
         step = build_step(model, tx, records, build_gather(records.layout, gathered_early))
         program = Program(model, tx, records, step, gathered_early)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.models import LayeredModel, Model, init_layered, init_params, init_state
+from zerojax.optim import LayerTransformation
 from zerojax.precision import PRECISIONS, init_loss_scale
 from zerojax.sharding import STAGES, explicit, named
 from zerojax.state import (
@@ -211,7 +212,21 @@ def _init(records: StateRecords, tx: optax.GradientTransformation, part: Sequenc
     return jax.tree.leaves(tx.init(fill(records.layout.abstract_params, part, values)))
 
 
+def _first_states(
+    records: StateRecords, tx: optax.GradientTransformation, part: Sequence[int], values: Sequence[Array]
+) -> list[Array]:
+    """Return the first optimizer state of one record: of the state leaves that belong to `part`."""
+    if isinstance(tx, LayerTransformation):
+        return tx.rule.init_part(part, values)
+    # The optimizer is initialised on the record alone, as a stack of one: rules may count dims.
+    state = _init(records, tx, part, [records.as_stack(i, v) for i, v in zip(part, values, strict=True)])
+    opt_map = records.opt_map
+    return [state[j].reshape(values[part.index(opt_map.owner(j))].shape) for j in opt_map.states_of(part)]
+
+
 def _shared(records: StateRecords, tx: optax.GradientTransformation) -> list[Array]:
+    if isinstance(tx, LayerTransformation):
+        return tx.rule.first_shared()
     leaves = _init(records, tx, (), ())
     return [leaves[j] for j in records.opt_map.shared]
 
@@ -224,8 +239,7 @@ def _fill_ends(
 
         def new(_: Any, __: Any, index: int = index, value: Array = weights[index]) -> tuple[Array, list[Array]]:
             value = jax.lax.with_sharding_constraint(value, records.grads[index].sharding)
-            state = _init(records, tx, (index,), (value,))
-            return value, [state[j] for j in records.opt_map.states_of((index,))]
+            return value, _first_states(records, tx, (index,), (value,))
 
         states, one = records.put_leaf(states, index, new, one)
     return states
@@ -246,10 +260,7 @@ def _fill_blocks(
     """
 
     def put(states: FlatState, part: Sequence[int], index: Index, values: list[Array]) -> FlatState:
-        # The optimizer is initialised on the record alone, as a stack of one: rules may count dims.
-        state = _init(records, tx, part, [records.as_stack(i, v) for i, v in zip(part, values, strict=True)])
-        after = [state[j].reshape(values[part.index(records.opt_map.owner(j))].shape) for j in records.opt_map.states_of(part)]
-        return records.write_layer(states, part, index, values, after)
+        return records.write_layer(states, part, index, values, _first_states(records, tx, part, values))
 
     def body(on_device: bool) -> Callable[[Array, FlatState], FlatState]:
         def tick(t: Array, states: FlatState) -> FlatState:

@@ -14,6 +14,7 @@ from zerojax.state.leaves import Leaf as Leaf
 from zerojax.state.leaves import TileGroup as TileGroup
 from zerojax.state.opt_state import OptimizerError as OptimizerError
 from zerojax.state.opt_state import OptStateMap as OptStateMap
+from zerojax.state.opt_state import OwnedTransformation as OwnedTransformation
 from zerojax.state.opt_state import call_update as call_update
 from zerojax.state.opt_state import check_optimizer as check_optimizer
 from zerojax.state.opt_state import fill as fill

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from zerojax.sharding import FSDP, STAGES, LeafSpec, Replicated, named, param_sp
 from zerojax.state.disk_layout import DiskLayout
 from zerojax.state.frozen import join_frozen, split_frozen
 from zerojax.state.leaves import Leaf, TileGroup, build_leaves
-from zerojax.state.opt_state import OptStateMap, init_opt_state_shape, map_opt_state, opt_state_specs
+from zerojax.state.opt_state import OptStateMap, OwnedTransformation, init_opt_state_shape, map_opt_state, opt_state_specs
 from zerojax.state.tile_groups import tile_groups, tiled_leaves
 from zerojax.state.train_state import DiskArgument, Pending, Split, TrainState, is_stored
 
@@ -40,7 +40,9 @@ class Layout:
       specs: LeafSpec of each parameter, by path.
       leaves: the parameter leaves that are trained, in the order of the flattened tree.
       groups: of a streamed step, the groups of leaves whose records are tiles.
+      tx: the optimizer, as it is applied to the whole tree.
       opt_map: how the optimizer state divides over the leaves.
+      opt_specs: of the optimizer state's leaves.
       update_jaxpr: the optimizer's update of the whole tree, traced: of (grads, state, params, loss).
       abstract_params: the tree of the trained parameters in float32 shapes; None in the place of frozen ones.
       abstract_arrays: TrainState of ShapeDtypeStruct with shardings, as if nothing were on disk.
@@ -61,7 +63,9 @@ class Layout:
     specs: dict[str, LeafSpec]
     leaves: tuple[Leaf, ...]
     groups: tuple[TileGroup, ...]
+    tx: optax.GradientTransformation
     opt_map: OptStateMap
+    opt_specs: tuple[LeafSpec, ...]
     update_jaxpr: jex.ClosedJaxpr
     abstract_params: Any
     abstract_arrays: TrainState
@@ -185,8 +189,25 @@ def _split(tree: Any, is_stacked: Any, layers: int, num_layers: int, mesh: Mesh)
     return jax.tree.map(split, tree, is_stacked)
 
 
-def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, config: ZeroConfig, mesh: Mesh) -> Layout:
+ByLayer = Callable[[optax.GradientTransformation, Any, Any, jex.ClosedJaxpr, Sequence[bool]], optax.GradientTransformation]
+"""(tx, abstract params, abstract state, traced update, which leaves are stacks of layers) -> the optimizer to apply."""
+
+
+def build_layout(
+    model: Model | LayeredModel,
+    tx: optax.GradientTransformation,
+    config: ZeroConfig,
+    mesh: Mesh,
+    by_layer: ByLayer = lambda tx, *_: tx,
+) -> Layout:
     """Choose specs and shardings for the whole state, from shapes alone.
+
+    Args:
+      model: whose state it is.
+      tx: the optimizer.
+      config: of the program.
+      mesh: the device mesh.
+      by_layer: chooses how the optimizer is applied to stacks of layers.
 
     Raises:
       ValueError: no parameters to train, or such as are no numbers, specs that do not fit, an optimizer that cannot run
@@ -220,8 +241,15 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
     compute, frozen = split_frozen(flags, whole)
     master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
     opt_state, update_jaxpr = init_opt_state_shape(tx, master)
-    opt_map = map_opt_state(opt_state, master)
-    opt_specs = opt_state_specs(opt_map, [leaf.spec for leaf in leaves], mesh, FSDP, config.min_shard_bytes)
+    if isinstance(model, LayeredModel) or updates_by_parts(config):  # a Model's whole tree any optimizer updates
+        applied = by_layer(tx, master, opt_state, update_jaxpr, [leaf.is_stacked for leaf in leaves])
+        if applied is not tx:
+            tx = applied
+            opt_state, update_jaxpr = init_opt_state_shape(tx, master)
+    owned = isinstance(tx, OwnedTransformation)
+    opt_map = OptStateMap(opt_state, tx.owners) if owned else map_opt_state(opt_state, master)
+    specs_of_state = opt_state_specs(opt_map, leaves, mesh, FSDP, config.min_shard_bytes)
+    opt_specs = jax.tree.unflatten(jax.tree.structure(opt_state), specs_of_state)
     scalar = named(mesh, ())
     is_shared = jax.tree.unflatten(jax.tree.structure(opt_state), [owner is None for owner in opt_map.owners])
 
@@ -288,8 +316,8 @@ def build_layout(model: Model | LayeredModel, tx: optax.GradientTransformation, 
         abstract_state = _on_disk(abstract_state, is_shared, config, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     return Layout(
-        mesh, config, specs, leaves, groups, opt_map, update_jaxpr, master, arrays, abstract_state, shardings, replicated,
-        num_layers, device_layers, disk, frozen_leaves, flags, whole, tuple(places),
+        mesh, config, specs, leaves, groups, tx, opt_map, specs_of_state, update_jaxpr, master, arrays, abstract_state,
+        shardings, replicated, num_layers, device_layers, disk, frozen_leaves, flags, whole, tuple(places),
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax.sharding import LeafSpec, leaf_spec
+from zerojax.state.leaves import Leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,7 +21,8 @@ class OptStateMap:
 
     Attributes:
       abstract: the abstract optimizer state.
-      owners: for each leaf of the state the index of the parameter leaf that it mirrors; None: it mirrors none.
+      owners: for each leaf of the state the index of the parameter leaf that it mirrors, or, of an `OwnedTransformation`,
+        belongs to; None: all parameters share it.
     """
 
     abstract: Any
@@ -38,16 +40,16 @@ class OptStateMap:
 
     @functools.cached_property
     def shared(self) -> tuple[int, ...]:
-        """Indices of the leaves that mirror no parameter: of an elementwise optimizer, scalars that all parameters share."""
+        """Indices of the leaves that belong to no parameter: of an elementwise optimizer, scalars that all parameters share."""
         return tuple(j for j, owner in enumerate(self.owners) if owner is None)
 
     def states_of(self, part: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the state leaves that mirror the parameter leaves in `part`, in the order of the state."""
+        """Return the indices of the state leaves that belong to the parameter leaves in `part`, in the order of the state."""
         params = set(part)
         return tuple(j for j, owner in enumerate(self.owners) if owner in params)
 
     def owner(self, index: int) -> int:
-        """Return the index of the parameter leaf that a leaf of the state mirrors."""
+        """Return the index of the parameter leaf that a leaf of the state belongs to."""
         owner = self.owners[index]
         assert owner is not None
         return owner
@@ -67,6 +69,18 @@ def map_opt_state(abstract_opt_state: Any, abstract_params: Any) -> OptStateMap:
 
     leaves = jax.tree_util.tree_flatten_with_path(abstract_opt_state)[0]
     return OptStateMap(abstract_opt_state, tuple(owner(path, leaf.shape) for path, leaf in leaves))
+
+
+class OwnedTransformation(optax.GradientTransformationExtraArgs):
+    """An optimizer that tells which parameter leaf each leaf of its state belongs to, whatever its shape.
+
+    Attributes:
+      owners: for each leaf of the state; None: all parameters share it.
+      moved: for each parameter leaf the float32 elements of one layer that move to where the leaf is whole, and back.
+    """
+
+    owners: tuple[int | None, ...]
+    moved: tuple[tuple[int, int], ...]
 
 
 class OptimizerError(ValueError):
@@ -91,16 +105,22 @@ def fill(abstract: Any, indices: Sequence[int], values: Sequence[Any]) -> Any:
     return jax.tree.unflatten(tree, arrays)
 
 
-def opt_state_specs(opt_map: OptStateMap, specs: Sequence[LeafSpec], mesh: Mesh, axis: str, min_shard_bytes: int) -> Any:
-    """Return a LeafSpec for each leaf of the optimizer state, as a tree of its structure.
+def opt_state_specs(
+    opt_map: OptStateMap, params: Sequence[Leaf], mesh: Mesh, axis: str, min_shard_bytes: int
+) -> tuple[LeafSpec, ...]:
+    """Return a LeafSpec for each leaf of the optimizer state.
 
-    A leaf that mirrors a parameter has the parameter's, of `specs`; a factored or extra leaf is split by its own shape.
+    A leaf that mirrors a parameter, one of `params`, has its spec. A factored or extra leaf is split by its own shape, behind
+    the dims that number the records of the parameter that it belongs to.
     """
-    of_leaves = [
-        leaf_spec(leaf.shape, mesh, axis, min_shard_bytes=min_shard_bytes) if owner is None else specs[owner]
-        for leaf, owner in zip(opt_map.leaves, opt_map.owners, strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(opt_map.abstract), of_leaves)
+
+    def spec(shape: tuple[int, ...], owner: int | None) -> LeafSpec:
+        if owner is not None and shape == params[owner].shape:
+            return params[owner].spec
+        lead = 0 if owner is None else params[owner].lead
+        return leaf_spec(shape, mesh, axis, first_dim=lead, min_shard_bytes=min_shard_bytes)
+
+    return tuple(spec(tuple(leaf.shape), owner) for leaf, owner in zip(opt_map.leaves, opt_map.owners, strict=True))
 
 
 def check_optimizer(tx: Any) -> None:

@@ -79,7 +79,7 @@ class StateRecords:
       params: how a record of each parameter leaf rests, by its index.
       master: likewise of the float32 weights, which are the parameters where there are no masters.
       grads: the shards on which a leaf is updated, on the device.
-      opt: how a record of each leaf of the optimizer state rests; None for those that mirror no parameter.
+      opt: how a record of each leaf of the optimizer state rests; None for those that belong to no parameter.
       frozen: how a record of each frozen parameter rests, in the order of `Layout.frozen`.
     """
 
@@ -94,9 +94,10 @@ class StateRecords:
         self.params = records(stage.params, config.params)
         self.master = records(stage.opt_state, config.opt_state if layout.has_master else config.params)
         self.grads = records(stage.opt_state, "device")
+        specs = [stored_spec(spec, stage.opt_state) for spec in layout.opt_specs]
         self.opt = [
-            None if owner is None else RecordSpec(self.mesh, self.grads[owner].spec, config.opt_state)
-            for owner in self.opt_map.owners
+            None if owner is None else RecordSpec(self.mesh, spec[self.leaves[owner].lead :], config.opt_state)
+            for spec, owner in zip(specs, self.opt_map.owners, strict=True)
         ]
         self.frozen = [
             RecordSpec(self.mesh, stored_spec(leaf.spec, stage.params)[leaf.lead :], layout.frozen_tier)

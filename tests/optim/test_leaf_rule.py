@@ -1,0 +1,272 @@
+"""Optimizers that combine elements of one leaf of one layer: applied to each layer, as optax on separate layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiled_toys
+from jax.sharding import PartitionSpec as P
+
+import zerojax as zj
+from zerojax.optim import LayerTransformation, by_layer
+from zerojax.state import init_opt_state_shape
+
+HOST, NVME = "pinned_host", "nvme"
+LAYERS, HIDDEN, INNER = 3, 8, 12  # 3 layers over 2 or 4 devices: they do not divide
+
+
+def init_block(key):
+    k1, k2 = jax.random.split(key)
+    up, down = jax.random.normal(k1, (HIDDEN, INNER)) / 3, jax.random.normal(k2, (INNER, HIDDEN)) / 4
+    return {"b": jnp.zeros(INNER), "down": down, "gate": jnp.ones(()), "up": up}
+
+
+def block(p, x, key):
+    del key
+    return x + p["gate"] * jnp.tanh(x @ p["up"] + p["b"]) @ p["down"]
+
+
+def head(p, p_embed, x, batch, key):
+    del p_embed, key
+    return jnp.mean((x @ p["out"] - batch["y"]) ** 2)
+
+
+def layered(specs=None):
+    ends = [
+        lambda key: {"table": jax.random.normal(key, (6, HIDDEN))},
+        lambda key: {"out": jax.random.normal(key, (HIDDEN, 4))},
+    ]
+    embed = lambda p, batch, key: p["table"][batch["x"]]  # noqa: E731
+    return zj.LayeredModel(LAYERS, ends[0], embed, init_block, block, ends[1], head, specs=specs)
+
+
+def batches(count):
+    random = np.random.default_rng(0)
+    return [{"x": random.integers(0, 6, 8), "y": random.standard_normal((8, 4), dtype=np.float32)} for _ in range(count)]
+
+
+def separate(params):
+    """Return parameters with their layers in a list."""
+    layers = [jax.tree.map(lambda a, i=i: np.asarray(a)[i], params["blocks"]) for i in range(LAYERS)]
+    return {"embed": params["embed"], "layers": layers, "head": params["head"]}
+
+
+TX = {
+    "muon": lambda: optax.contrib.muon(0.02, weight_decay=0.1),
+    "adafactor": lambda: optax.adafactor(0.02, min_dim_size_to_factor=8, momentum=0.9),
+    "lamb": lambda: optax.lamb(0.02, weight_decay=0.1),
+    "lars": lambda: optax.lars(0.1, weight_decay=0.1),
+    "novograd": lambda: optax.novograd(0.02),  # branches over the whole tree, of its first step and the others
+    "adaptive_grad_clip": lambda: optax.chain(optax.adaptive_grad_clip(0.05), optax.sgd(0.1, 0.9)),
+    "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.01), optax.adam(0.02)),
+}
+
+
+def plain(tx, params, data):
+    """Train separate layers on one device with optax alone."""
+    model = layered()
+
+    def loss_of(params, batch):
+        x = model.embed(params["embed"], batch, None)
+        for p in params["layers"]:
+            x = block(p, x, None)
+        return head(params["head"], params["embed"], x, batch, None)
+
+    @jax.jit
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(loss_of)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = separate(params)
+    state, losses = tx.init(params), []
+    for batch in data:
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    return losses, jax.device_get(params)
+
+
+def final(program, state):
+    pieces = {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
+    return {"embed": pieces["embed"], "layers": [pieces[f"blocks/{i}"] for i in range(LAYERS)], "head": pieces["head"]}
+
+
+def build(name, tmp_path=None, model=None, mesh=None, **fields):
+    mesh = mesh or zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    config = zj.ZeroConfig(swap_dir=tmp_path, **fields)
+    return zj.build_train_step(model or layered(), TX[name](), config, mesh)
+
+
+def first_params():
+    keys = jax.random.split(jax.random.key(0), 3)
+    blocks = [init_block(key) for key in jax.random.split(keys[1], LAYERS)]
+    return jax.device_get({
+        "embed": layered().init_embed(keys[0]),
+        "blocks": jax.tree.map(lambda *a: jnp.stack(a), *blocks),
+        "head": layered().init_head(keys[2]),
+    })  # fmt: skip
+
+
+def run(program, data, state=None):
+    state, losses = state or program.init(jax.random.key(0)), []
+    for batch in data:
+        state, metrics = jax.block_until_ready(program.step(state, batch))
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+TIERS = {
+    "stage_0": {"stage": 0},
+    "stage_1": {"stage": 1},
+    "stage_2": {"stage": 2, "num_microbatches": 2},
+    "stage_3": {"stage": 3},
+    "host": {"params": HOST, "grads": HOST, "opt_state": HOST, "prefetch_distance": 0},
+    "host_in_backward": {"params": HOST, "opt_state": HOST, "update": "in_backward"},
+    "host_in_part": {"opt_state": HOST, "opt_state_device_fraction": 0.4},
+    "device_in_backward": {"update": "in_backward"},
+    "whole_tree": {"activations": HOST},
+    "nvme": {"params": NVME, "grads": NVME, "opt_state": NVME},
+    "nvme_in_backward": {"params": NVME, "opt_state": NVME, "update": "in_backward"},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", TX)
+def test_every_stage_and_tier_equals_optax_on_separate_layers(name, tier, tmp_path):
+    with build(name, tmp_path, **TIERS[tier]) as program:
+        losses, state = run(program, batches(8))
+        found = final(program, state)
+    assert_equals_plain(name, losses, found)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tier", ["stage_1", "stage_3", "host", "nvme_in_backward"])
+def test_leaves_that_tensor_splits_are_whole_too(tier, tmp_path):
+    mesh = zj.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    model = layered({"block": {"b": P("tensor"), "down": P("tensor", None), "gate": P(), "up": P(None, "tensor")}})
+    with build("muon", tmp_path, model, mesh, **TIERS[tier]) as program:
+        losses, state = run(program, batches(8))
+        found = final(program, state)
+    assert_equals_plain("muon", losses, found)
+
+
+def assert_equals_plain(name, losses, found):
+    expected, after = plain(TX[name](), first_params(), batches(len(losses)))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), found, after)
+
+
+@pytest.mark.by_default("muon", "adafactor")
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        pytest.param("muon", "stage_3", "nvme_in_backward", id="muon"),
+        pytest.param("adafactor", "stage_1", "host", id="adafactor"),
+        pytest.param("muon", "nvme", "stage_0", id="muon_from_nvme"),
+        pytest.param("adafactor", "host", "nvme", id="adafactor_to_nvme"),
+        pytest.param("novograd", "nvme", "host_in_part", id="novograd"),
+    ],
+)
+def test_a_run_that_goes_on_in_another_tier_equals_optax_on_separate_layers(name, before, after, tmp_path):
+    """Resident or streamed, 4 steps; a checkpoint; 4 more steps elsewhere."""
+    data = batches(8)
+    with zj.Checkpointer(tmp_path / "c") as ckpt:
+        with build(name, tmp_path, **TIERS[before]) as program:
+            losses, state = run(program, data[:4])
+            ckpt.save(program, state)
+        with build(name, tmp_path, mesh=zj.make_mesh(fsdp=4, devices=jax.devices()[:4]), **TIERS[after]) as program:
+            more, state = run(program, data[4:], ckpt.restore(program))
+            found = final(program, state)
+    assert_equals_plain(name, losses + more, found)
+
+
+@pytest.mark.parametrize("name", TX)
+def test_one_step_of_stacks_equals_that_of_layers(name):
+    """Two steps, the second with a state that the first made."""
+    tx, params = TX[name](), first_params()
+    layered_tx = applied(tx)
+    assert isinstance(layered_tx, LayerTransformation)
+    layers = separate(params)
+    state, expected_state = layered_tx.init(params), tx.init(layers)
+    step, expected_step = jax.jit(layered_tx.update), jax.jit(tx.update)
+    for scale in (1.0, -0.5):
+        grads = jax.tree.map(
+            lambda p, scale=scale: np.cos(scale * np.arange(p.size, dtype=np.float32)).reshape(p.shape), params
+        )
+        updates, state = step(grads, state, params, value=jnp.float32(1))
+        expected, expected_state = expected_step(separate(grads), expected_state, layers)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), separate(updates), expected)
+
+
+def applied(tx, params=None):
+    """Return the optimizer as it is applied to the whole tree."""
+    shapes = jax.eval_shape(lambda: params or first_params())
+    stacked = ["blocks" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
+    state, update = init_opt_state_shape(tx, shapes)
+    return by_layer(tx, shapes, state, update, stacked)
+
+
+UNCHANGED = {
+    "elementwise": lambda: optax.adamw(1e-2, mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree)),
+    "combines leaves": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.contrib.muon(0.02)),
+    "accumulation": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+    "plateau": lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
+}
+
+
+@pytest.mark.parametrize("name", UNCHANGED)
+def test_what_is_elementwise_or_combines_leaves_is_applied_to_stacks_as_it_is(name):
+    tx = UNCHANGED[name]()
+    assert applied(tx) is tx
+
+
+def test_the_rule_of_a_leaf_is_found_and_its_state_with_it():
+    tx = applied(optax.contrib.muon(0.02))
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(first_params())[0]]
+    # Matrices of a layer, and of the ends, are multiplied; a layer's vector is not, though its stack is a matrix.
+    whole = {names[i] for i in tx.rule.whole}
+    assert whole == {"['blocks']['down']", "['blocks']['up']", "['embed']['table']", "['head']['out']"}
+    # One matrix moves there, and one back; neither gradient nor weight nor moment.
+    assert tx.moved[names.index("['blocks']['up']")] == (HIDDEN * INNER, HIDDEN * INNER)
+    program = build("adafactor", opt_state=HOST)
+    layout, state = program.layout, program.layout.abstract_state.opt_state[0]
+    assert state.v_row["blocks"]["up"].shape == (LAYERS, HIDDEN)
+    assert state.v["blocks"]["up"].shape == (LAYERS, 1)
+    assert state.v_row["blocks"]["up"].sharding.memory_kind == HOST
+    assert state.v_row["blocks"]["up"].sharding.spec == P(None, "fsdp")
+    assert state.count.sharding.memory_kind != HOST
+    assert applied(TX["adafactor"]()).rule.whole == frozenset()  # sums of rows and columns are partial sums of shards
+    assert layout.opt_map.owners == applied(TX["adafactor"]()).owners
+
+
+def noise():
+    """Adds random numbers of its own to each leaf."""
+    return optax.chain(optax.lamb(1e-2), optax.add_noise(0.1, 0.5, 0))
+
+
+REFUSED = {
+    "leaves": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.contrib.muon(0.02)),
+        {},
+        "add combines .*clip_norm",
+    ),
+    "random": (noise(), {}, "draws random numbers for .*, which would be the same in all layers"),
+    "on_host": (optax.contrib.muon(0.02), {"update_on": "host"}, "and update_on='host': .* use update_on='device'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_record_can_be_updated_with_alone_is_refused(name):
+    tx, fields, why = REFUSED[name]
+    mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match=why):
+        zj.build_train_step(layered(), tx, zj.ZeroConfig(opt_state=HOST, **fields), mesh)
+
+
+def test_a_leaf_that_moves_tile_by_tile_is_refused_by_name():
+    mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"\['blocks'\].* is moved tile by tile, . tiles a layer.*use gather_ahead=True"):
+        zj.build_train_step(tiled_toys.model(), optax.contrib.muon(0.02), zj.ZeroConfig(opt_state=HOST), mesh)
+    zj.build_train_step(tiled_toys.model(), optax.contrib.muon(0.02), zj.ZeroConfig(opt_state=HOST, gather_ahead=True), mesh)

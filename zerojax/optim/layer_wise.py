@@ -1,0 +1,241 @@
+"""A rule for each leaf of a layer, applied to stacks of layers, and to one record.
+
+Of a LayeredModel such a rule sees what optax would see on separate layers, [D, F] and not [L, D, F], in every stage and tier.
+Where all layers are on the device they are updated together, and at stages 1 to 3 the part that needs whole leaves is shared
+out over the devices that hold the shards, layer by layer:
+
+    x[L, D_fsdp, F] -> x[L_fsdp, D, F]      an all_to_all
+    y[L_fsdp, D, F] = vmap(middle)(x)       each device the whole leaves of L / N layers
+    y[L_fsdp, D, F] -> y[L, D_fsdp, F]      an all_to_all
+
+An L that N does not divide is filled up with copies of layers, whose results are dropped: a device then works on ceil(L / N).
+Of one layer on its own, as a streamed step has it, the value is gathered, and each device makes the result and keeps its shard:
+what is streamed is one layer, so there is nothing to share out by layers. Leaves that are no stack are left to XLA, which
+partitions products by itself.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from zerojax.config import reason
+from zerojax.optim.elementwise import fault_of_update
+from zerojax.optim.leaf_rule import LeafRule, Move, Stay, leaf_rule, one_layer, without_branches
+from zerojax.sharding import STAGES, Spec, axes_of, named
+from zerojax.state import Layout, OwnedTransformation, init_opt_state_shape, map_opt_state
+
+Array = jax.Array
+
+
+class LayerTransformation(OwnedTransformation):
+    """An optimizer over stacks of layers that does to each layer what optax would do to it alone.
+
+    Attributes:
+      rule: the rule for each leaf.
+    """
+
+    rule: LeafRule
+
+
+def layer_transformation(rule: LeafRule, move: Move | None = None) -> LayerTransformation:
+    """Return a rule for each leaf as an optimizer of the whole tree."""
+    there = Stay() if move is None else move
+
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any) -> tuple[Any, Any]:
+        return rule.update_tree(updates, state, params, jnp.float32(0) if value is None else value, there)
+
+    tx = LayerTransformation(rule.init_tree, update)
+    tx.owners, tx.rule = rule.owners, rule
+    tx.moved = tuple(rule.moved(i) for i in range(len(rule.stacked)))
+    return tx
+
+
+def by_layer(
+    tx: optax.GradientTransformation, params: Any, opt_state: Any, update: jex.ClosedJaxpr, stacked: Sequence[bool]
+) -> optax.GradientTransformation:
+    """Return an optimizer whose rule needs whole leaves of a layer as a `LayerTransformation`, and any other as it is.
+
+    An elementwise optimizer stays as it is, as does one that combines layers or leaves.
+
+    Args:
+      tx: the optimizer.
+      params: abstract float32 parameters.
+      opt_state: its abstract state over them.
+      update: its update of them, traced: of (grads, state, params, loss).
+      stacked: for each parameter leaf whether it is a stack of layers.
+    """
+    is_elementwise = _is_elementwise(update, opt_state, params)
+    if is_elementwise and not any(stacked):
+        return tx
+    layer = one_layer(params, stacked)
+    try:
+        layer_state, of_layer = init_opt_state_shape(tx, layer)
+    except ValueError:  # it takes stacks alone
+        return tx
+    of_layer = without_branches(of_layer)
+    # Of stacks, and of layers too: a rule may tell one from the other by the number of dims, as Muon does.
+    if is_elementwise and _is_elementwise(of_layer, layer_state, layer):
+        return tx
+    rule = leaf_rule(tx, params, stacked, layer_state, of_layer)
+    return tx if isinstance(rule, str) else layer_transformation(rule)
+
+
+def _is_elementwise(update: jex.ClosedJaxpr, opt_state: Any, params: Any) -> bool:
+    opt_map = map_opt_state(opt_state, params)
+    if fault_of_update(update, opt_map, params) is None:
+        return True
+    divided = without_branches(update)
+    return divided is not update and fault_of_update(divided, opt_map, params) is None
+
+
+def shared_out(tx: optax.GradientTransformation, layout: Layout) -> optax.GradientTransformation:
+    """Return an optimizer with its work on whole leaves shared out over the devices that hold their shards."""
+    if not isinstance(tx, LayerTransformation) or not STAGES[layout.config.stage].opt_state:
+        return tx
+    return layer_transformation(tx.rule, _ByLayers(layout))
+
+
+def why_not_by_leaf(tx: optax.GradientTransformation, params: Any, stacked: Sequence[bool]) -> str | None:
+    """Return why an optimizer cannot be applied to each leaf of a layer on its own, or None; arguments as `by_layer`."""
+    layer = one_layer(params, stacked)
+    try:
+        layer_state, of_layer = init_opt_state_shape(tx, layer)
+    except ValueError as error:
+        return f"on one layer it fails: {error}"
+    rule = leaf_rule(tx, params, stacked, layer_state, without_branches(of_layer))
+    return rule if isinstance(rule, str) else None
+
+
+def check_whole_leaves(layout: Layout) -> None:
+    """Raise ValueError where a program that updates record by record never has a whole leaf of a layer on the device."""
+    what = f"{reason(layout.config)} with an optimizer that combines elements of a leaf (Muon, Adafactor, LAMB, ..)"
+    if layout.config.update_on == "host":
+        raise ValueError(
+            f"{what} and update_on='host': the host updates each device's shard where it rests, element by element; use "
+            "update_on='device', or an elementwise optimizer such as optax.adamw"
+        )
+    if layout.groups:
+        group = layout.groups[0]
+        raise ValueError(
+            f"{what}: {layout.leaves[group.leaves[0]].name} is moved tile by tile, {group.num_tiles} tiles a layer, and never "
+            "whole; use gather_ahead=True, with which layers move whole, or an elementwise optimizer such as optax.adamw"
+        )
+
+
+class _ByLayers:
+    """Values of stacks move to whole leaves of some layers on each device."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.mesh = layout, layout.mesh
+
+    def whole(self, index: int, value: Array) -> Array:
+        """x[L, D_fsdp, F] -> x[L_fsdp, D, F], filled up to a multiple of the devices."""
+        spec, leaf = self._spec(index), self.layout.leaves[index]
+        if not leaf.is_stacked or not any(spec):
+            return value
+        axes = _axes(spec)
+        layers, devices = value.shape[0], math.prod(self.mesh.shape[a] for a in axes)
+        rows = -(-layers // devices) * devices
+        # Copies and not zeros, of which a rule might make NaN.
+        copies = [value] * (rows // layers) + ([value[: rows % layers]] if rows % layers else [])
+        value = jnp.concatenate(copies) if rows > layers else value
+        at = _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
+        return _turned(value, self.mesh, _path((None, *at), axes) if at else [_front(axes, value.ndim)])
+
+    def shard(self, index: int, value: Array, like: Any) -> Array:
+        """y[L_fsdp, D, F] -> y[L, D_fsdp, F], without what it was filled up with."""
+        spec, leaf = self._spec(index), self.layout.leaves[index]
+        if not leaf.is_stacked or not any(spec):
+            return value
+        axes, at = _axes(spec), _spec_like(spec[1:], leaf.record_shape, value.shape[1:])
+        value = _turned(value, self.mesh, _path((None, *at), axes)[::-1] if at else [(None,) * value.ndim])
+        return value[: like.shape[0]]
+
+    def _spec(self, index: int) -> Spec:
+        return self.layout.leaves[index].spec.sharded
+
+
+class Gathered:
+    """Values of one layer, or of a leaf that is no stack, are gathered, and cut into shards again."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, self.mesh = layout, layout.mesh
+
+    def whole(self, index: int, value: Array) -> Array:
+        """x[D_fsdp, F] -> x[D, F]."""
+        spec, leaf = self._spec(index), self.layout.leaves[index]
+        if not any(spec):
+            return value
+        at = _spec_like(spec, leaf.record_shape, value.shape)
+        # Both ends are stated: else XLA might gather what the value is made of, which is more.
+        return _turned(value, self.mesh, [*([at] if at else []), (None,) * value.ndim])
+
+    def shard(self, index: int, value: Array, like: Any) -> Array:
+        """y[D, F] -> y[D_fsdp, F]."""
+        del like
+        spec, leaf = self._spec(index), self.layout.leaves[index]
+        at = _spec_like(spec, leaf.record_shape, value.shape) if any(spec) else None
+        return _turned(value, self.mesh, [(None,) * value.ndim, *([at] if at else [])])
+
+    def _spec(self, index: int) -> Spec:
+        leaf = self.layout.leaves[index]
+        spec = leaf.spec.sharded if STAGES[self.layout.config.stage].opt_state else leaf.spec.base
+        return spec[leaf.lead :]
+
+
+def _axes(spec: Spec) -> list[str]:
+    """Return the mesh axes of a spec, in order."""
+    return [axis for entry in spec for axis in axes_of(entry)]
+
+
+def _spec_like(spec: Spec, shape: Sequence[int], value: Sequence[int]) -> Spec | None:
+    """Return the spec of a value that has a leaf's elements in the leaf's order, but for dims of 1; None of any other.
+
+    Args:
+      spec: of the leaf.
+      shape: of the leaf.
+      value: shape of the value.
+    """
+    entries = [entry for entry, n in zip(spec, shape, strict=True) if n != 1]
+    places = [d for d, n in enumerate(value) if n != 1]
+    if [value[d] for d in places] != [n for n in shape if n != 1]:
+        return None
+    at: list[Any] = [None] * len(value)
+    for d, entry in zip(places, entries, strict=True):
+        at[d] = entry
+    return tuple(at)
+
+
+def _front(axes: Sequence[str], ndim: int) -> Spec:
+    return (tuple(axes) if len(axes) > 1 else axes[0], *(None,) * (ndim - 1))
+
+
+def _path(spec: Spec, axes: Sequence[str]) -> list[Spec]:
+    """Return specs from a stack's shards to its first dim split by all of `axes`, one mesh axis moved at a time.
+
+    XLA turns the move of one axis into an all_to_all. Several at once it may not, and gather the stack.
+    """
+    path, here = [spec], list(spec)
+    moved: list[str] = []
+    # The last axis of a dim first: what is left of it is still a split of that dim.
+    for axis in reversed(axes):
+        moved = [*moved, axis]
+        for d, entry in enumerate(here[1:], 1):
+            rest = tuple(a for a in axes_of(entry) if a != axis)
+            here[d] = rest[0] if len(rest) == 1 else (rest or None)
+        here[0] = tuple(moved) if len(moved) > 1 else moved[0]
+        path.append(tuple(here))
+    return path
+
+
+def _turned(value: Array, mesh: Mesh, path: Sequence[Spec]) -> Array:
+    """Move a value from shards to shards."""
+    for spec in path:
+        value = jax.lax.with_sharding_constraint(value, named(mesh, spec))
+    return value
