@@ -270,3 +270,22 @@ def test_a_leaf_that_moves_tile_by_tile_is_refused_by_name():
     with pytest.raises(ValueError, match=r"\['blocks'\].* is moved tile by tile, . tiles a layer.*use gather_ahead=True"):
         zj.build_train_step(tiled_toys.model(), optax.contrib.muon(0.02), zj.ZeroConfig(opt_state=HOST), mesh)
     zj.build_train_step(tiled_toys.model(), optax.contrib.muon(0.02), zj.ZeroConfig(opt_state=HOST, gather_ahead=True), mesh)
+
+
+@pytest.mark.exhaustive
+def test_averages_bfloat16_moments_and_injected_rates_go_along(tmp_path):
+    def make(_=None):
+        return optax.chain(optax.inject_hyperparams(optax.contrib.muon)(learning_rate=0.02), zj.Ema(0.9))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TX, "ema", make)
+        found = []
+        for tier in ("stage_3", "host", "nvme_in_backward"):
+            with build("ema", tmp_path, **TIERS[tier], moments="bfloat16") as program:
+                losses, state = run(program, batches(4))
+                pieces = {name: jax.device_get(tree) for name, tree in program.iter_params(state, ema=True)}
+                found.append((losses, final(program, state), pieces))
+    assert found[0][2]["embed"]["table"].shape == (6, HIDDEN)
+    for other in found[1:]:  # a moment may be rounded to the other side
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-3), other, found[0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found[1], found[2])
