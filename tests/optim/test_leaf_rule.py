@@ -1,5 +1,7 @@
 """Optimizers that combine elements of one leaf of one layer: applied to each layer, as optax on separate layers."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -200,7 +202,7 @@ def test_one_step_of_stacks_equals_that_of_layers(name):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), separate(updates), expected)
 
 
-def applied(tx, params=None):
+def applied(tx: Any, params: Any = None) -> Any:
     """Return the optimizer as it is applied to the whole tree."""
     shapes = jax.eval_shape(lambda: params or first_params())
     stacked = ["blocks" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
