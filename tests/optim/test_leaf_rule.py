@@ -1,5 +1,6 @@
 """Optimizers that combine elements of one leaf of one layer: applied to each layer, as optax on separate layers."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -154,8 +155,24 @@ def test_leaves_that_tensor_splits_are_whole_too(tier, tmp_path):
     assert_equals_plain("muon", losses, found)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tier", ["stage_2", "stage_3", "host", "nvme_in_backward"])
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_beside_frozen_leaves_the_others_are_updated_as_without(name, tier, tmp_path):
+    frozen = {"embed": True, "block": {"b": True, "down": False, "gate": False, "up": True}, "head": False}
+    model = dataclasses.replace(layered(), frozen=frozen)
+    with build(name, tmp_path, model, **TIERS[tier]) as program:
+        losses, state = run(program, batches(8))
+        found = final(program, state)
+    labels = separate({"embed": {"table": "no"}, "blocks": {}, "head": {"out": "yes"}})
+    labels["layers"] = [{"b": "no", "down": "yes", "gate": "yes", "up": "no"}] * LAYERS
+    tx = optax.multi_transform({"yes": TX[name](), "no": optax.set_to_zero()}, labels)
+    assert_equals_plain(tx, losses, found)
+
+
 def assert_equals_plain(name, losses, found):
-    expected, after = plain(TX[name](), first_params(), batches(len(losses)))
+    tx = TX[name]() if isinstance(name, str) else name
+    expected, after = plain(tx, first_params(), batches(len(losses)))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), found, after)
 
