@@ -42,9 +42,14 @@ def block(p: Tree, x: Tree, key: Any, context: Tree, layer: Tree, state: Tree) -
     return ({"x": h, "count": (x["count"] + 1) % VOCAB}, added), state
 
 
+def predict(p: Tree, p_embed: Tree, x: Tree, batch: Tree, state: Tree) -> jax.Array:
+    del p_embed, batch
+    return x["x"] @ p["out"] + 0.01 * state["embed"]["mean"].sum() + 0.01 * x["count"][..., None] * jnp.arange(VOCAB)
+
+
 def head(p: Tree, p_embed: Tree, x: Tree, batch: Tree, key: Any, state: Tree) -> tuple[zj.Loss, Tree]:
-    del p_embed, key
-    logits = x["x"] @ p["out"] + 0.01 * state["embed"]["mean"].sum() + 0.01 * x["count"][..., None] * jnp.arange(VOCAB)
+    del key
+    logits = predict(p, p_embed, x, batch, state)
     counts, right = batch["counts"], logits.argmax(-1) == batch["targets"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     num = counts.sum()
@@ -73,6 +78,7 @@ def model() -> zj.LayeredModel:
             "block": lambda key: {"shift": jax.random.normal(key, (HIDDEN,))},
             "head": lambda key: {"tokens": jnp.int32(0)},
         },
+        predict=predict,
     )
 
 
@@ -81,37 +87,57 @@ def unlayered() -> zj.Model:
     layered = model()
 
     def loss(params: Tree, batch: Tree, key: Any, state: Tree) -> tuple[zj.Loss, Tree]:
-        total, after, metrics = _forward(layered, params, batch, state)
+        total, after, metrics = forward(params, batch, state)
         del key
         return zj.Loss(total.total + total.weight * metrics.total, total.weight, {**total.metrics, **metrics.metrics}), after
 
-    return zj.Model(lambda key: init_params(layered, key), loss, init_state=lambda key: init_state(layered, key))
+    return zj.Model(
+        lambda key: init_params(layered, key), loss, init_state=lambda key: init_state(layered, key), predict=plain_outputs
+    )
 
 
-def batches(steps: int) -> list[Tree]:
+def batches(steps: int, size: int = BATCH) -> list[Tree]:
     def batch(seed: int) -> Tree:
         rng = np.random.default_rng(seed)
-        tokens, targets = (rng.integers(0, VOCAB, (BATCH, SEQ)) for _ in range(2))
-        counts = (rng.random((BATCH, SEQ)) < rng.random((BATCH, 1))).astype(np.float32)
+        tokens, targets = (rng.integers(0, VOCAB, (size, SEQ)) for _ in range(2))
+        counts = (rng.random((size, SEQ)) < rng.random((size, 1))).astype(np.float32)
         return {"tokens": tokens, "targets": targets, "counts": counts}
 
     return [batch(seed) for seed in range(steps)]
 
 
-def _forward(layered: zj.LayeredModel, params: Tree, batch: Tree, state: Tree) -> tuple[zj.Loss, Tree, zj.Loss]:
-    """Return the head's loss, the state, and what the layers add: a sum, and means of their metrics."""
-    pick = lambda tree, number: jax.tree.map(lambda a: a[number], tree)  # noqa: E731
+def _layers(params: Tree, batch: Tree, state: Tree) -> tuple[Tree, Tree, list[zj.Loss]]:
+    """Return what the head reads, its state, and what each layer adds to the loss."""
+    layered, pick = model(), lambda tree, number: jax.tree.map(lambda a: a[number], tree)
     x, of_embed = embed(params["embed"], batch, None, state["embed"])
     added = []
     for number in range(LAYERS):
         args = (context(batch), pick(layered.per_layer, number), pick(state["blocks"], number))
         (x, one), _ = block(pick(params["blocks"], number), x, None, *args)
         added.append(one)
-    loss, of_head = head(params["head"], params["embed"], x, batch, None, {"head": state["head"], "embed": of_embed})
+    return x, {"head": state["head"], "embed": of_embed}, added
+
+
+def plain_outputs(params: Tree, batch: Tree, state: Tree) -> jax.Array:
+    """Return what `predict` gives."""
+    x, of_ends, _ = _layers(params, batch, state)
+    return predict(params["head"], params["embed"], x, batch, of_ends)
+
+
+def plain_loss(params: Tree, batch: Tree, state: Tree) -> jax.Array:
+    """Return the loss of one microbatch."""
+    loss, _, added = forward(params, batch, state)
+    return loss.total / loss.weight + added.total
+
+
+def forward(params: Tree, batch: Tree, state: Tree) -> tuple[zj.Loss, Tree, zj.Loss]:
+    """Return the head's loss, the state, and what the layers add: a sum, and means of their metrics."""
+    x, of_ends, added = _layers(params, batch, state)
+    loss, of_head = head(params["head"], params["embed"], x, batch, None, of_ends)
     use = jnp.mean(jnp.stack([one.metrics["use"] for one in added]))
     first = [one.metrics["first"] for one in added]
     metrics = {"use": use, "first": zj.Loss(sum(m.total for m in first), sum(m.weight for m in first))}
-    after = {"embed": of_embed, "head": of_head, "blocks": state["blocks"]}
+    after = {"embed": of_ends["embed"], "head": of_head, "blocks": state["blocks"]}
     return loss, after, zj.Loss(sum(one.total for one in added), None, metrics)
 
 
@@ -124,7 +150,7 @@ def plain_run(data: list[Tree], count: int, tx: optax.GradientTransformation) ->
     @jax.jit
     def of_microbatch(params: Tree, state: Tree, batch: Tree, whole: jax.Array) -> Tree:
         def value(params: Tree) -> tuple[jax.Array, Tree]:
-            loss, after, added = _forward(layered, params, batch, state)
+            loss, after, added = forward(params, batch, state)
             accuracy = loss.metrics["accuracy"]
             return loss.total / whole + added.total / count, (after, (accuracy, added.metrics))
 

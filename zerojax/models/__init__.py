@@ -22,9 +22,11 @@ from zerojax.models.objective import Given as Given
 from zerojax.models.objective import Objective as Objective
 from zerojax.models.objective import abstract_given as abstract_given
 from zerojax.models.objective import build_objective as build_objective
+from zerojax.models.objective import build_predict as build_predict
 from zerojax.models.objective import call_block as call_block
 from zerojax.models.objective import call_embed as call_embed
 from zerojax.models.objective import call_head as call_head
+from zerojax.models.objective import call_predict as call_predict
 from zerojax.models.objective import check_block as check_block
 from zerojax.models.objective import per_layer_arrays as per_layer_arrays
 from zerojax.models.objective import whole_weight as whole_weight

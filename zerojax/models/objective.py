@@ -91,6 +91,12 @@ def call_head(
     return as_loss(loss), {**state, "head": after}
 
 
+def call_predict(model: LayeredModel, p: Params, p_embed: Params, x: Any, batch: Batch, state: State) -> Any:
+    """Return what the head gives without a loss; `state` is that of the ends, by name."""
+    assert model.predict is not None
+    return model.predict(p, p_embed, x, batch, *((state,) if "head" in (model.init_state or {}) else ()))
+
+
 def _with_state(out: Any, before: State, what: str) -> tuple[Any, State]:
     """Return a result and the new state."""
     if not isinstance(out, tuple) or len(out) != 2:
@@ -141,34 +147,72 @@ def _unlayered(model: Model) -> Objective:
 
 def _layered(model: LayeredModel, remat: bool, constrain: Callable[[Any], Any]) -> Objective:
     """Return the objective of embed, a scan over the blocks, and head."""
+    layers = _layers(model, remat, constrain)
 
     def objective(params: Params, batch: Batch, key: Key, state: State) -> tuple[Terms, State]:
-        # Layers have the numbers 0 .. L-1, the embedding L and the head L + 1: no two functions share a key.
-        def key_of(layer: int | Array) -> Key:
-            return None if key is None else jax.random.fold_in(key, layer)
-
-        context = None if model.context is None else constrain(model.context(batch))
-
-        def body(x: Any, layer: tuple[Params, Array, Any, State]) -> tuple[Any, tuple[Loss | None, State]]:
-            p, index, per_layer, of_block = layer
-            out = call_block(model, p, x, key_of(index), Given(context, per_layer, of_block))
-            return constrain(out.x), (out.loss, out.state)
-
-        ends = None if state is None else {name: tree for name, tree in state.items() if name != BLOCKS}
-        of_blocks = None if state is None else state.get(BLOCKS)
-        x, ends = call_embed(model, params["embed"], batch, key_of(model.num_layers), ends)
-        x = constrain(x)
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (params[BLOCKS], of_blocks))
-        check_block(model, one[0], x, key, abstract_given(model, context, one[1]))
-        layers = (params[BLOCKS], jnp.arange(model.num_layers), per_layer_arrays(model), of_blocks)
-        # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to merge, and no barrier is needed.
-        x, (losses, of_blocks) = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, layers)
-        loss, ends = call_head(model, params["head"], params["embed"], x, batch, key_of(model.num_layers + 1), ends)
+        x, losses, ends, of_blocks = layers(params, batch, key, state)
+        of_head = _key_of(key, model.num_layers + 1)
+        loss, ends = call_head(model, params["head"], params["embed"], x, batch, of_head, ends)
         after = None if state is None else {**ends, **({} if of_blocks is None else {BLOCKS: of_blocks})}
         blocks = None if losses is None else summed(losses)
         return with_blocks(loss, blocks), after
 
     return objective
+
+
+def _key_of(key: Key, layer: int | Array) -> Key:
+    """Return a layer's key. Layers have the numbers 0 .. L-1, the embedding L and the head L + 1: no two share a key."""
+    return None if key is None else jax.random.fold_in(key, layer)
+
+
+def _layers(model: LayeredModel, remat: bool, constrain: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, State, State]]:
+    """Return `layers(params, batch, key, state)`: embed and a scan over the blocks.
+
+    It returns the last layer's output, what each layer adds to the loss, and the new states of the ends and of the blocks.
+    """
+
+    def layers(params: Params, batch: Batch, key: Key, state: State) -> tuple[Any, Any, State, State]:
+        context = None if model.context is None else constrain(model.context(batch))
+
+        def body(x: Any, layer: tuple[Params, Array, Any, State]) -> tuple[Any, tuple[Loss | None, State]]:
+            p, index, per_layer, of_block = layer
+            out = call_block(model, p, x, _key_of(key, index), Given(context, per_layer, of_block))
+            return constrain(out.x), (out.loss, out.state)
+
+        ends = None if state is None else {name: tree for name, tree in state.items() if name != BLOCKS}
+        of_blocks = None if state is None else state.get(BLOCKS)
+        x, ends = call_embed(model, params["embed"], batch, _key_of(key, model.num_layers), ends)
+        x = constrain(x)
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (params[BLOCKS], of_blocks))
+        check_block(model, one[0], x, key, abstract_given(model, context, one[1]))
+        stacks = (params[BLOCKS], jnp.arange(model.num_layers), per_layer_arrays(model), of_blocks)
+        # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to merge, and no barrier is needed.
+        x, (losses, of_blocks) = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, stacks)
+        return x, losses, ends, of_blocks
+
+    return layers
+
+
+def build_predict(
+    model: Model | LayeredModel, constrain: Callable[[Any], Any] = lambda x: x
+) -> Callable[[Params, Batch, State], Any]:
+    """Return `predict(params, batch, state) -> outputs` over whole parameters, without keys; the model's state is only read.
+
+    Args:
+      model: with a `predict`.
+      constrain: applied to the activations at layer boundaries.
+    """
+    if isinstance(model, Model):
+        function = model.predict
+        assert function is not None
+        return lambda params, batch, state: function(params, batch, *(() if model.init_state is None else (state,)))
+    layers = _layers(model, False, constrain)
+
+    def predict(params: Params, batch: Batch, state: State) -> Any:
+        x, _, ends, _ = layers(params, batch, None, state)
+        return call_predict(model, params["head"], params["embed"], x, batch, ends)
+
+    return predict
 
 
 def with_blocks(loss: Loss, blocks: Loss | None) -> Terms:

@@ -2,6 +2,8 @@
 
     step     (state, batch, arrays, scratch) -> ((state, scratch), metrics)        state and scratch donated
     eval     (params, model_state, batch, arrays) -> loss, or a dict of it and metrics
+    apply    (params, model_state, batch, arrays) -> outputs of the model
+    grads    (state, batch, arrays, scratch) -> ((loss, gradients), scratch)       scratch donated
 
 A step is jitted when the first batch of a shape comes. The shardings of all that it takes and returns are stated, memory kinds
 included: JAX then pairs a donated argument with a result in the same memory.
@@ -22,7 +24,7 @@ from zerojax.config import streams
 from zerojax.models import LayeredModel, Model
 from zerojax.optim import LearningRates, learning_rates
 from zerojax.program.step import Scratch, Step
-from zerojax.sharding import FSDP, ActivationSpec, explicit, named
+from zerojax.sharding import FSDP, STAGES, ActivationSpec, Rows, batch_size, explicit, named
 from zerojax.state import Layout, TrainState, allocate_all, check_host_reads, numbered_next, unit_bytes
 
 
@@ -87,14 +89,15 @@ class StepCompiler:
 
     Attributes:
       options: for XLA, or None.
-      eval: `eval(params, model_state, batch, arrays)`, jitted, for batches of any shape.
     """
 
     def __init__(self, model: Model | LayeredModel, layout: Layout, step: Step) -> None:
         self._layout, self._step = layout, step
         self.options = compiler_options(model, layout)
-        self.eval = jax.jit(step.eval, compiler_options=self.options)
         self._by_shape: dict[Any, CompiledStep] = {}
+        self._grads_by_shape: dict[Any, Any] = {}
+        self._evals: dict[Rows | None, Any] = {}
+        self._applies: dict[Any, Any] = {}
         self._rates = learning_rates(layout)
 
     @cached_property
@@ -104,11 +107,60 @@ class StepCompiler:
 
     def step(self, batch: Any) -> CompiledStep:
         """Return the step for batches of this shape, abstract or not. To be called under the mesh."""
-        leaves, tree = jax.tree.flatten(batch)
-        key = (tree, tuple((a.shape, jnp.dtype(a.dtype)) for a in leaves))
+        key = _shape_of(batch)
         if key not in self._by_shape:
             self._by_shape[key] = self._jit(batch)
         return self._by_shape[key]
+
+    def eval(self, rows: Rows | None) -> Any:
+        """Return `eval(params, model_state, batch, arrays)`, jitted, for batches of any shape.
+
+        Args:
+          rows: those of a padded batch that count; None: all.
+        """
+        if rows not in self._evals:
+            self._evals[rows] = jax.jit(self._of_rows(self._step.eval, rows), compiler_options=self.options)
+        return self._evals[rows]
+
+    def apply(self, rows: Rows | None, *args: Any) -> Any:
+        """Return `apply(params, model_state, batch, arrays)`, jitted for a batch of the shape in `args`.
+
+        Outputs whose dim 0 is the batch's are split as the batch is, where it divides; the others are on every device.
+        """
+        batch = args[2]
+        key = (rows, _shape_of(batch))
+        if key not in self._applies:
+            mesh, function = self._layout.mesh, self._of_rows(self._step.apply, rows)
+            size = batch_size(batch) if rows is None else None
+
+            def sharding(a: Any) -> Any:
+                return ActivationSpec(mesh).batch(len(a.shape)) if a.shape[:1] == (size,) else named(mesh, ())
+
+            at = jax.tree.map(sharding, jax.eval_shape(function, *args))
+            self._applies[key] = jax.jit(function, out_shardings=at, compiler_options=self.options)
+        return self._applies[key]
+
+    def _of_rows(self, function: Callable[..., Any], rows: Rows | None) -> Callable[..., Any]:
+        """Return a function of padded batches that sees those rows alone."""
+        if rows is None:
+            return function
+        mesh = self._layout.mesh
+        return lambda params, model_state, batch, arrays: function(params, model_state, rows.cut(batch, mesh), arrays)
+
+    def grads(self, batch: Any) -> Any:
+        """Return `grads(state, batch, arrays, scratch)`, jitted, for batches of this shape. To be called under the mesh."""
+        key = _shape_of(batch)
+        if key not in self._grads_by_shape:
+            layout, scalar = self._layout, named(self._layout.mesh, ())
+            at = layout.param_shardings(STAGES[layout.config.stage].params)
+            host = jax.tree.map(lambda a: a.sharding, self.step(batch).abstract_scratch)
+            self._grads_by_shape[key] = jax.jit(
+                self._step.grads,
+                donate_argnums=3,
+                out_shardings=((explicit(scalar), at), host),
+                compiler_options=self.options,
+            )
+        return self._grads_by_shape[key]
 
     def _jit(self, batch: Any) -> CompiledStep:
         layout, mesh, step = self._layout, self._layout.mesh, self._step
@@ -138,7 +190,14 @@ class StepCompiler:
 
     def clear(self) -> None:
         """Forget what was compiled."""
-        self._by_shape.clear()
+        for compiled in (self._by_shape, self._grads_by_shape, self._evals, self._applies):
+            compiled.clear()
+
+
+def _shape_of(batch: Any) -> Any:
+    """Return what tells the shapes of batches apart."""
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple((a.shape, jnp.dtype(a.dtype)) for a in leaves)
 
 
 class ScratchMemory:

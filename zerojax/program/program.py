@@ -7,8 +7,9 @@ allocated, so it can be lowered and accounted for on a mesh that is not there. A
     check the state, place the batch  ->  compile, once a shape  ->  begin the disk  ->  run  ->  raise what went wrong
 """
 
+import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
 from types import TracebackType
@@ -28,7 +29,7 @@ from zerojax.program.read_params import ParamReader
 from zerojax.program.runner import Runner
 from zerojax.program.step import Metrics, Step
 from zerojax.runtime import SwapSession
-from zerojax.sharding import Replicated, abstract_batch, check_batch, place_batch
+from zerojax.sharding import Replicated, Rows, abstract_batch, check_batch, place_any_batch, place_batch
 from zerojax.state import StateCheck, StateRecords, TrainState, as_arguments, check_is_there, masters
 
 
@@ -114,6 +115,10 @@ class Program:
     def _eval_moves(self) -> tuple[Move, ...]:
         return self._step.eval_moves()
 
+    @cached_property
+    def _grads_moves(self) -> tuple[Move, ...]:
+        return self._step.grads_moves()
+
     def memory(self, batch: Any) -> MemoryReport:
         """Return the bytes of a step on each device, per tier, and those that its collectives and its host link move."""
         check_batch(batch, self.mesh, self.config.num_microbatches)
@@ -198,18 +203,88 @@ class Program:
         """Return the loss of a batch, f32[], with key=None: deterministic, and without an update.
 
         Where the model's loss has metrics: a dict of them by name, and of "loss". The model's own state is only read.
+
+        Args:
+          state: that is read.
+          batch: of any number of rows. One that does not divide by the devices of `data` x `fsdp` is padded on its way to them,
+            and its loss is that of its own rows. A program is compiled for each number.
         """
+        batch, rows = self._any_batch(state, batch)
+        return self._evaluate("eval", state, batch, lambda *args: self._compiler.eval(rows))
+
+    def apply(self, state: TrainState, batch: Any) -> Any:
+        """Return the outputs of the model's `predict`, with the state where it rests; without keys, and without an update.
+
+        Args:
+          state: that is read.
+          batch: of any number of rows, as in `eval`.
+
+        Returns:
+          The tree that `predict` returns. Leaves whose dim 0 counts the rows of the batch are split as it is: over `data` and
+          `fsdp`; the others are on every device, and so are all of them where the batch does not divide.
+
+        Raises:
+          ValueError: the model has no `predict`, or the state was donated.
+        """
+        if self.model.predict is None:
+            kind = type(self.model).__name__
+            raise ValueError(
+                f"program.apply runs the model's own function from a batch to outputs, and this {kind} has none: give it "
+                f"predict=, as {kind}(..., predict=...) or from_flax(..., predict=...)"
+            )
+        batch, rows = self._any_batch(state, batch)
+        return self._evaluate("apply", state, batch, lambda *args: self._compiler.apply(rows, *args))
+
+    def _any_batch(self, state: TrainState, batch: Any) -> tuple[Any, Rows | None]:
         check_is_there(state)
-        batch = self.shard_batch(batch, num_microbatches=1)
+        return place_any_batch(batch, self.mesh)
+
+    def _evaluate(self, name: str, state: TrainState, batch: Any, compiled: Callable[..., Any]) -> Any:
+        """Run `compiled(*args)`, a jitted function of args that reads a state's parameters and the model's own state."""
         with self.calling(), jax.set_mesh(self.mesh):
             self.check_state(state)
             params = self.layout.join(state)
-            program, args = self._compiler.eval, (params, state.model_state, batch, self._compiler.arrays)
+            args = (params, state.model_state, batch, self._compiler.arrays)
+            program = compiled(*as_arguments(args))
             if self.swap is not None:
                 jax.eval_shape(
                     program, *as_arguments(args)
                 )  # which loops over tiles it has, and so its moves, are known once it is traced
-            return self._runner.run("eval", program, *args, reads=params, moves=self._eval_moves)
+            return self._runner.run(name, program, *args, reads=params, moves=self._eval_moves)
+
+    def grads(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+        """Return the loss of a step over a batch, and the gradients that it would have; nothing is updated or donated.
+
+        A step's loss: the mean over microbatches, with the random keys that the next step draws. Gradients are as the loss
+        gives them: the loss scale is divided out, nothing is clipped, and what is not finite stays so.
+
+        Args:
+          state: that is read.
+          batch: as of `step`.
+
+        Returns:
+          (loss, as `eval` returns it; gradients), the latter float32, like `params(state)`, sharded as these are and on the
+          device; None in the place of frozen ones.
+
+        Raises:
+          ValueError: the state was donated, or the batch does not divide.
+          NotImplementedError: a streamed step that does not store its gradients on the device.
+        """
+        self._step.check_grads()
+        check_is_there(state)
+        batch = self.shard_batch(batch)
+        with self.calling(), jax.set_mesh(self.mesh):
+            self.check_state(state)
+            step, program = self._compiler.step(batch), self._compiler.grads(batch)
+            scratch = self._scratch.take(step.abstract_scratch, self.mesh)
+            # What is not read stays where it rests.
+            reads = dataclasses.replace(state, master=None, opt_state=None, pending=None)
+            args = (reads, batch, self._compiler.arrays, scratch)
+            result, scratch = self._runner.run(
+                "grads", program, *args, reads=reads, moves=self._grads_moves, written=step.written
+            )
+            self._scratch.keep(step.abstract_scratch, scratch)
+            return result
 
     def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
         """Place a batch on the mesh: dim 0 over `data` and `fsdp`. Leaves already there stay.

@@ -82,7 +82,15 @@ class Runner:
         self.swap.open()
         return self.swap.generation
 
-    def run(self, name: str, program: Callable[..., Any], *args: Any, reads: Any = (), moves: Sequence[Move] = ()) -> Any:
+    def run(
+        self,
+        name: str,
+        program: Callable[..., Any],
+        *args: Any,
+        reads: Any = (),
+        moves: Sequence[Move] = (),
+        written: Sequence[DiskRecords] = (),
+    ) -> Any:
         """Return `program(*args)`, which makes no new state on disk, or the first one.
 
         Args:
@@ -91,6 +99,7 @@ class Runner:
           *args: its arguments.
           reads: the state that it reads, or part of one.
           moves: what it reads from disk and writes to it, in order.
+          written: records that it writes before it reads them.
 
         Raises:
           ValueError: the state is not the one on disk.
@@ -98,7 +107,7 @@ class Runner:
         """
         if self.swap is None:
             return program(*args)
-        self.swap.begin(reads, moves, name=name)
+        self.swap.begin(reads, moves, written, name=name)
         # `finish` asks whether a callback failed, so all of them must be over; and none may come in the next program.
         result = self.finished(self.call(program, *args))
         self.swap.finish()

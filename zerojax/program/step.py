@@ -59,6 +59,28 @@ class Step(Protocol):
         """Return the loss of a batch without keys, f32[]; where the model has metrics, a dict of both. To be jitted."""
         ...
 
+    def apply(self, params: Any, model_state: Any, batch: Any, arrays: Any) -> Any:
+        """Return what the model's `predict` gives of a batch, without keys. To be jitted."""
+        ...
+
+    def grads(self, state: TrainState, batch: Any, arrays: Any, scratch: Scratch) -> tuple[tuple[Any, Any], Scratch]:
+        """Differentiate the loss as `step` does, with its keys; to be jitted with `scratch` donated.
+
+        Args:
+          state: without masters, optimizer state and what is pending.
+          batch: global batch.
+          arrays: as of `step`.
+          scratch: likewise.
+
+        Returns:
+          (loss, as `eval` returns it, and gradients), and the scratch. Gradients are float32, like the trained parameters.
+        """
+        ...
+
+    def check_grads(self) -> None:
+        """Raise NotImplementedError where the step has no gradients on the device."""
+        ...
+
     def abstract_scratch(self, abstract_batch: Any) -> Scratch:
         """Return shapes and shardings of `scratch` for batches of one shape."""
         ...
@@ -72,5 +94,9 @@ class Step(Protocol):
         ...
 
     def eval_moves(self) -> tuple[Move, ...]:
-        """Return the same of an evaluation."""
+        """Return the same of an evaluation, which are those of `apply`, too."""
+        ...
+
+    def grads_moves(self) -> tuple[Move, ...]:
+        """Return the same of `grads`."""
         ...

@@ -30,6 +30,7 @@ from zerojax.models import (
     Objective,
     Terms,
     build_objective,
+    build_predict,
     divided,
     summed,
     whole_weight,
@@ -98,6 +99,25 @@ class ResidentStep:
         terms, _ = self.evaluated(params, batch, None, model_state)
         return evaluation(terms.value(), divided(terms.metrics))
 
+    def apply(self, params: Any, model_state: Any, batch: Any, arrays: Array) -> Any:
+        """Return what the model's `predict` does, without keys."""
+        del arrays
+        predict = build_predict(self.model, ActivationSpec(self.layout.mesh).constrain)
+        return self._gather(predict, params, batch, model_state)
+
+    def grads(
+        self, state: TrainState, batch: Any, arrays: Array, scratch: dict[str, list[Any]]
+    ) -> tuple[tuple[Any, Any], dict[str, list[Any]]]:
+        """Return (what `eval` returns, of a step) and the unscaled gradients, float32; and the scratch."""
+        del arrays
+        result = build_grads(self.model, self.layout, self.evaluated)(state, batch)
+        scale = None if state.loss_scale is None else state.loss_scale.scale
+        grads = result.grads if scale is None else jax.tree.map(lambda g: g / scale, result.grads)
+        return (evaluation(result.loss, divided(result.metrics)), grads), scratch
+
+    def check_grads(self) -> None:
+        """Do nothing: every resident step has its gradients on the device."""
+
     def abstract_scratch(self, abstract_batch: Any) -> dict[str, list[Any]]:
         """Return no stacks: gradients and activations stay on the device."""
         del abstract_batch
@@ -116,6 +136,10 @@ class ResidentStep:
     def eval_moves(self) -> tuple[Move, ...]:
         """Return the same of an evaluation."""
         return self.records.end_moves()[0]
+
+    def grads_moves(self) -> tuple[Move, ...]:
+        """Return no moves: parameters are on the device, and the optimizer's state is not read."""
+        return ()
 
 
 def plain_objective(model: Model | LayeredModel, layout: Layout) -> Objective:

@@ -2,8 +2,11 @@
 
 from zerojax.sharding.activations import ActivationSpec as ActivationSpec
 from zerojax.sharding.activations import batch_axes as batch_axes
+from zerojax.sharding.batches import Rows as Rows
 from zerojax.sharding.batches import abstract_batch as abstract_batch
+from zerojax.sharding.batches import batch_size as batch_size
 from zerojax.sharding.batches import check_batch as check_batch
+from zerojax.sharding.batches import place_any_batch as place_any_batch
 from zerojax.sharding.batches import place_batch as place_batch
 from zerojax.sharding.batches import split_microbatches as split_microbatches
 from zerojax.sharding.mesh import BATCH_AXES as BATCH_AXES

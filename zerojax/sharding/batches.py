@@ -1,13 +1,51 @@
-"""Batches on a mesh: dim 0 is split over `data` and `fsdp`, and each process may bring a part of it."""
+"""Batches on a mesh: dim 0 is split over `data` and `fsdp`, and each process may bring a part of it.
 
+A batch that does not divide comes to the devices padded: its last row is repeated. A program takes the padding off again before
+anything reads it. What it computes with then has as many rows as the batch, and XLA splits these unevenly:
+
+    [B, ...]  ->  [B', ...], B' a multiple of the shards  ->  on the devices  ->  [B, ...]
+
+So every loss is that of the batch, also a mean over rows: nothing of the padding has to be taken out of a result.
+"""
+
+import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from zerojax.sharding.activations import ActivationSpec
 from zerojax.sharding.mesh import BATCH_AXES, num_batch_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which rows of a padded batch are those of the batch.
+
+    Attributes:
+      size: rows of the batch.
+      parts: of each leaf, how many processes gave a part of it; each part is padded by itself.
+    """
+
+    size: int
+    parts: tuple[int, ...]
+
+    def cut(self, batch: Any, mesh: Mesh) -> Any:
+        """Return a padded batch without its padding; to be called inside of a program."""
+        leaves, tree = jax.tree.flatten(batch)
+        return jax.tree.unflatten(tree, [self._cut(a, n, mesh) for a, n in zip(leaves, self.parts, strict=True)])
+
+    def _cut(self, a: jax.Array, parts: int, mesh: Mesh) -> jax.Array:
+        if a.ndim == 0:
+            return a
+        rest = a.shape[1:]
+        # [parts B' / parts, ...] -> [parts, B / parts, ...] -> [B, ...]
+        rows = a.reshape(parts, -1, *rest)[:, : self.size // parts].reshape(self.size, *rest) if parts > 1 else a[: self.size]
+        # Uneven: the last devices have fewer rows, or none.
+        return jax.lax.with_sharding_constraint(rows, ActivationSpec(mesh).batch(a.ndim))
 
 
 def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
@@ -21,27 +59,69 @@ def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
     Raises:
       ValueError: the batch does not divide.
     """
-    processes = len({d.process_index for d in mesh.devices.flat})
-    batch = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, batch)
+    batch = _with_arrays(batch)
+    check_batch(_whole(batch, mesh), mesh, num_microbatches)
+    return _place(batch, mesh)
 
-    def parts(leaf: Any) -> int:
-        """Return how many processes hold a part of dim 0 each: 1 if the leaf is the whole batch already."""
-        # An array that this process holds only in part is a global one.
-        is_whole = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        return 1 if is_whole or leaf.ndim == 0 else processes
+
+def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
+    """Return a batch of any size on the mesh, padded where it does not divide, and then its own rows.
+
+    Args:
+      batch: as of `place_batch`; the parts of several processes have as many rows each.
+      mesh: the device mesh.
+
+    Raises:
+      ValueError: no rows, or leaves of different sizes.
+    """
+    batch = _with_arrays(batch)
+    size, shards = batch_size(_whole(batch, mesh)), num_batch_shards(mesh)
+    if size % shards == 0:
+        return _place(batch, mesh), None
+    rows = Rows(size, tuple(_parts(leaf, mesh) for leaf in jax.tree.leaves(batch)))
+    padded = math.lcm(shards, *rows.parts)
+    padded *= -(-size // padded)
+
+    def pad(leaf: Any) -> Any:
+        if leaf.ndim == 0:
+            return leaf
+        return leaf[np.minimum(np.arange(padded // _parts(leaf, mesh)), leaf.shape[0] - 1)]
+
+    return _place(jax.tree.map(pad, batch), mesh), rows
+
+
+def _with_arrays(batch: Any) -> Any:
+    """Return a batch whose numbers are arrays."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, batch)
+
+
+def _parts(leaf: Any, mesh: Mesh) -> int:
+    """Return how many processes hold a part of dim 0 of a leaf each: 1 if it is the whole batch already."""
+    # An array that this process holds only in part is a global one.
+    is_whole = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    return 1 if is_whole or leaf.ndim == 0 else len({d.process_index for d in mesh.devices.flat})
+
+
+def _whole(batch: Any, mesh: Mesh) -> Any:
+    """Return the shapes of a global batch."""
 
     def whole(leaf: Any) -> Any:
         if not hasattr(leaf, "shape"):
             return leaf
-        return jax.ShapeDtypeStruct((leaf.shape[0] * parts(leaf), *leaf.shape[1:]) if leaf.ndim else (), leaf.dtype)
+        rows = (leaf.shape[0] * _parts(leaf, mesh), *leaf.shape[1:]) if leaf.ndim else ()
+        return jax.ShapeDtypeStruct(rows, leaf.dtype)
 
-    check_batch(jax.tree.map(whole, batch), mesh, num_microbatches)
+    return jax.tree.map(whole, batch)
+
+
+def _place(batch: Any, mesh: Mesh) -> Any:
+    """Return a batch that divides on the mesh."""
 
     def place(leaf: Any) -> jax.Array:
         sharding = ActivationSpec(mesh).batch(leaf.ndim)
         if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
-        if parts(leaf) > 1:
+        if _parts(leaf, mesh) > 1:
             return jax.make_array_from_process_local_data(sharding, leaf)
         return jax.device_put(leaf, sharding)
 
@@ -59,6 +139,26 @@ def abstract_batch(batch: Any, mesh: Mesh) -> Any:
     return jax.tree.map(abstract, batch)
 
 
+def batch_size(batch: Any) -> int:
+    """Return the rows of a batch, dim 0 of every leaf that has dims.
+
+    Raises:
+      ValueError: no arrays, no rows, or unequal sizes.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    odd = [f"{jax.tree_util.keystr(path)} is {type(leaf).__name__}" for path, leaf in leaves if not hasattr(leaf, "shape")]
+    if odd:
+        raise ValueError(f"a batch is a tree of arrays, but {', '.join(odd)}")
+    sizes = {jax.tree_util.keystr(path) or "batch": leaf.shape[0] for path, leaf in leaves if len(leaf.shape)}
+    if not sizes:
+        raise ValueError("the batch holds no array with a batch dim")
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"dim 0 of every leaf of a batch is the batch, but they differ: {sizes}")
+    if not (size := next(iter(sizes.values()))):
+        raise ValueError("a batch of 0: dim 0 of its leaves counts the rows, and there are none")
+    return size
+
+
 def check_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> int:
     """Return the global batch size.
 
@@ -70,18 +170,9 @@ def check_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> int:
     Raises:
       ValueError: no arrays, unequal batch sizes, or a batch that does not divide.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    odd = [f"{jax.tree_util.keystr(path)} is {type(leaf).__name__}" for path, leaf in leaves if not hasattr(leaf, "shape")]
-    if odd:
-        raise ValueError(f"a batch is a tree of arrays, but {', '.join(odd)}")
-    sizes = {jax.tree_util.keystr(path) or "batch": leaf.shape[0] for path, leaf in leaves if len(leaf.shape)}
-    if not sizes:
-        raise ValueError("the batch holds no array with a batch dim")
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"dim 0 of every leaf of a batch is the batch, but they differ: {sizes}")
-    size = next(iter(sizes.values()))
+    size = batch_size(batch)
     shards = num_batch_shards(mesh)
-    if not size or size % (shards * num_microbatches):
+    if size % (shards * num_microbatches):
         axes = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in BATCH_AXES)
         least = shards * num_microbatches
         raise ValueError(

@@ -56,11 +56,8 @@ class RecordGrads:
     landing: Any
 
 
-class Ending(Protocol[Carried]):
-    """How a step uses gradients."""
-
-    ends_first: bool
-    """Whether the leaves that are no stack of layers are updated before the layers."""
+class GradsTaker(Protocol[Carried]):
+    """What takes the gradients as backward makes them."""
 
     def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> Carried:
         """Return what backward carries; `grads` are the stacks in host memory, if any."""
@@ -77,6 +74,13 @@ class Ending(Protocol[Carried]):
     def grads(self, carried: Carried) -> list[Array]:
         """Return the stacks in host memory that `begin` took, as backward left them."""
         ...
+
+
+class Ending(GradsTaker[Carried], Protocol[Carried]):
+    """How a step uses gradients."""
+
+    ends_first: bool
+    """Whether the leaves that are no stack of layers are updated before the layers."""
 
     def end(self, result: BackwardResult[Carried]) -> Result:
         """Finish the step."""

@@ -90,6 +90,21 @@ class StoredGrads:
         return jnp.sqrt(result.carried.squares + self.plan.squares(result.ends, self.plan.ends, result.state))
 
 
+class GradsAlone(StoredGrads):
+    """Nothing is updated: the stored gradients are what is wanted. They are on the device."""
+
+    def use(self, state: TrainState, carried: GradStacks, record: RecordGrads) -> tuple[GradStacks, Any]:
+        del state
+        return self.store(carried, record), record.landing
+
+    def tree(self, result: BackwardResult[GradStacks]) -> Any:
+        """Return the unscaled mean gradients, float32, like the trained parameters."""
+        plan = self.plan
+        grads = dict(zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True))
+        mean = [plan.unscaled(grads[i], result.state) for i in range(len(grads))]
+        return jax.tree.unflatten(jax.tree.structure(plan.layout.abstract_params), mean)
+
+
 class WholeTree(StoredGrads):
     """Everything that the optimizer reads is on the device: any optimizer runs, once, on whole trees."""
 

@@ -16,6 +16,7 @@ from zerojax.models import (
     Loss,
     call_embed,
     call_head,
+    call_predict,
     floating,
     merged,
     per_layer_arrays,
@@ -129,6 +130,14 @@ class Ends:
             return call_head(self.model, p["head"], p["embed"], x, b, k, s)
 
         return self._gather(loss, ends, x, batch, key, state)
+
+    def predict(self, ends: Any, x: Any, batch: Any, state: Any) -> Any:
+        """Return the outputs of one microbatch."""
+
+        def outputs(p: Any, x: Any, b: Any, s: Any) -> Any:
+            return call_predict(self.model, p["head"], p["embed"], x, b, s)
+
+        return self._gather(outputs, ends, x, batch, state)
 
     def head_and_grads(self, ends: Any, y: Any, batch: Any, keys: Any, scale: Array, states: Any) -> HeadResult:
         """Return the loss of all microbatches, its derivative, that of scale * loss, and what the head returned besides.

@@ -43,3 +43,11 @@ def eval_moves(plan: StreamedPlan, loops: Loops) -> tuple[Move, ...]:
     forward = moves_of(plan.schedule, plan.layout.disk.kinds.keys(), ("forward",), loops=loops)
     # Tiles and ends have kinds of their own, "params.tiles.<group>" and "params.<i>".
     return (*first, *(move for move in forward if move.kind.split(".")[0] in ("params", "frozen")))
+
+
+def grads_moves(plan: StreamedPlan, loops: Loops) -> tuple[Move, ...]:
+    """Return the moves of forward and backward alone, of a step that keeps gradients on the device."""
+    if plan.layout.disk is None:
+        return ()
+    first, kinds = plan.state_records.end_moves()[0], plan.layout.disk.kinds.keys()
+    return (*first, *moves_of(plan.schedule, kinds, ("forward", "backward"), loops=loops))

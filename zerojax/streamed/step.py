@@ -23,7 +23,7 @@ With `gather_ahead` a tick gathers the layer of the next one while it computes i
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +38,13 @@ from zerojax.optim import RecordUpdate
 from zerojax.sharding import ActivationSpec
 from zerojax.state import StateRecords, TrainState, with_model_state, write_layer
 from zerojax.streamed.activations import BlockTracer, ResidualPlan, Scratch
-from zerojax.streamed.ending import BackwardResult, Ending, RecordGrads, loss_scale
-from zerojax.streamed.endings import ByLayers, InBackward, WholeTree
+from zerojax.streamed.ending import BackwardResult, Ending, GradsTaker, RecordGrads, loss_scale
+from zerojax.streamed.endings import ByLayers, GradsAlone, InBackward, WholeTree
 from zerojax.streamed.ends import Ends, ends_state
 from zerojax.streamed.host_endings import Delayed, HostInBackward, OnHost
 from zerojax.streamed.inputs import LayerInputs
 from zerojax.streamed.microbatches import Microbatches, key_of
-from zerojax.streamed.moves import eval_moves, step_moves
+from zerojax.streamed.moves import eval_moves, grads_moves, step_moves
 from zerojax.streamed.phases import ScheduleArrays, Tick, beside, run_phase
 from zerojax.streamed.plan import StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
@@ -52,6 +52,22 @@ from zerojax.streamed.tile_runner import TileRunner
 Array = jax.Array
 Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None, list[Array]]]
 """One layer of one microbatch: (params, x, key, given) -> (y, what it adds to the loss, residuals)."""
+
+
+class _Derived(NamedTuple):
+    """What forward and backward of a step make.
+
+    Attributes:
+      backward: for the ending.
+      own: the model's metrics, not divided yet.
+      ends_state: of the model's ends, after the step.
+      scratch: as it goes out.
+    """
+
+    backward: BackwardResult[Any]
+    own: Any
+    ends_state: Any
+    scratch: Scratch
 
 
 class StreamedStep:
@@ -128,6 +144,10 @@ class StreamedStep:
         """Return the same of an evaluation."""
         return eval_moves(self.plan, self.tracer.eval_loops())
 
+    def grads_moves(self) -> tuple[Move, ...]:
+        """Return the same of `grads`."""
+        return grads_moves(self.plan, self.tracer.tile_loops())
+
     # --- the step ----------------------------------------------------------------------------------------------------------
 
     def step(
@@ -141,10 +161,46 @@ class StreamedStep:
           arrays: of the schedule.
           scratch: stacks in host memory that live from forward to update; donated and returned.
         """
+        batch, keys = self._split(state, batch)
+        run = self._derive(state, batch, keys, arrays, scratch, self.ending, self._first_token(state))
+        after, metrics = self.ending.end(run.backward)
+        if state.model_state is not None:
+            after = with_model_state(state, after, {**state.model_state, **run.ends_state})
+        return (after, run.scratch), with_own(metrics, divided(run.own))
+
+    def grads(self, state: TrainState, batch: Any, arrays: ScheduleArrays, scratch: Scratch) -> tuple[tuple[Any, Any], Scratch]:
+        """Return (what `eval` returns, of a step) and the unscaled gradients, float32; and the scratch."""
+        ending = GradsAlone(self.plan)
+        batch, keys = self._split(state, batch)
+        run = self._derive(state, batch, keys, arrays, scratch, ending, jnp.int32(0))
+        return (evaluation(run.backward.loss, divided(run.own)), ending.tree(run.backward)), run.scratch
+
+    def check_grads(self) -> None:
+        """Raise NotImplementedError where gradients are not stored on the device."""
+        for name, needed in (("update", "after_backward"), ("update_on", "device"), ("grads", "device")):
+            if (value := getattr(self.config, name) or needed) != needed:
+                raise NotImplementedError(
+                    f"program.grads is not built in this version with {name}={value!r}: it returns the gradients that a step "
+                    f"stores on the device; build a program with {name}={needed!r}, where they fit"
+                )
+
+    def _split(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
+        """Return the microbatches of a step and their keys."""
         # Of (key, step) alone: a restored run draws the masks that it would have drawn.
         key = jax.random.fold_in(state.key, state.step) if self.model.stochastic else None
-        batch, keys = self.microbatches.split(batch, key)
-        token = self._first_token(state)
+        return self.microbatches.split(batch, key)
+
+    def _derive(
+        self,
+        state: TrainState,
+        batch: Any,
+        keys: Any,
+        arrays: ScheduleArrays,
+        scratch: Scratch,
+        taker: GradsTaker[Any],
+        token: Array,
+    ) -> "_Derived":
+        """Run forward, head and backward, whose gradients go to `taker`; `token` is what its callbacks wait for."""
         # Before the layers, as the disk was told (`step_moves`).
         params = self.layout.join(state)
         ends = self.ends.load(params)
@@ -158,26 +214,35 @@ class StreamedStep:
         arrays, y = arrays.after(y, self.mesh)
         head = self.ends.head_and_grads(ends, y, batch, keys, loss_scale(state), read_by_head)
         loss, own = _with_added(head.loss, head.metrics, added)
-        carried = self.ending.begin(state, loss, scratch["grads"], token)
-        dx, carried = self.backward(state, inputs, arrays, residuals, stacks, head.dy, carried)
+        carried = taker.begin(state, loss, scratch["grads"], token)
+        dx, carried = self.backward(taker, state, inputs, arrays, residuals, stacks, head.dy, carried)
         g_ends = self.ends.embed_grads(ends, batch, keys, dx, states, head.grads)
-        after, metrics = self.ending.end(BackwardResult(state, loss, carried, g_ends, arrays))
-        if state.model_state is not None:
-            after = with_model_state(state, after, {**state.model_state, **head.state})
-        metrics = with_own(metrics, divided(own))
         # Scratch goes out as it came in, so that the next step is given the same host memory.
-        return (after, {"grads": self.ending.grads(carried), "residuals": [stacks[i] for i in residuals.in_memory]}), metrics
+        scratch = {"grads": taker.grads(carried), "residuals": [stacks[i] for i in residuals.in_memory]}
+        return _Derived(BackwardResult(state, loss, carried, g_ends, arrays), own, head.state, scratch)
 
     def eval(self, params: Any, model_state: Any, batch: Any, arrays: ScheduleArrays) -> Any:
         """Return the loss of a batch, without keys, as one microbatch; where there are metrics, a dict of both."""
+        ends, y, added, state = self._eval_layers(params, model_state, batch, arrays)
+        loss, _ = self.ends_of_eval.head(ends, y, batch, None, state)
+        value, own = _with_added(with_blocks(loss, None).value(), dict(loss.metrics), added)
+        return evaluation(value, divided(own))
+
+    def apply(self, params: Any, model_state: Any, batch: Any, arrays: ScheduleArrays) -> Any:
+        """Return what the model's `predict` does, without keys, as one microbatch."""
+        ends, y, _, state = self._eval_layers(params, model_state, batch, arrays)
+        return self.ends_of_eval.predict(ends, y, batch, state)
+
+    def _eval_layers(
+        self, params: Any, model_state: Any, batch: Any, arrays: ScheduleArrays
+    ) -> tuple[Any, Any, Loss | None, Any]:
+        """Return the leaves of the ends, the last layer's output, what the layers add to the loss, and the ends' state."""
         ends = self.ends.load(params)
         x, state = self.ends_of_eval.embed(ends, batch, None, ends_state(model_state))
         inputs = self.ends_of_eval.inputs(batch, None, model_state)
         # Nothing is saved, so there are no stacks to fill.
         y, _, added = self.forward(params[BLOCKS], x, inputs, arrays, None, [])
-        loss, _ = self.ends_of_eval.head(ends, y, batch, None, state)
-        value, own = _with_added(with_blocks(loss, None).value(), dict(loss.metrics), added)
-        return evaluation(value, divided(own))
+        return ends, y, added, state
 
     def _first_token(self, state: TrainState) -> Array:
         """Return what orders the callbacks of the host's update; starts the one that the step before left, if any."""
@@ -280,6 +345,7 @@ class StreamedStep:
 
     def backward(
         self,
+        taker: GradsTaker[Any],
         state: TrainState,
         inputs: LayerInputs,
         arrays: ScheduleArrays,
@@ -291,23 +357,24 @@ class StreamedStep:
         """Run the layers' derivatives, last layer first.
 
         Args:
+          taker: of the gradients.
           state: before the step.
           inputs: what all layers read.
           arrays: of the schedule.
           residuals: what forward saved, and how.
           stacks: of it.
           dy: cotangent of the last output.
-          carried: by the ending.
+          carried: by the taker.
 
         Returns:
           The cotangent of the first layer's input, and `carried`.
         """
-        plan, ending, phase, ahead = self.plan, self.ending, arrays.phase("backward"), self.config.gather_ahead
+        plan, phase, ahead = self.plan, arrays.phase("backward"), self.config.gather_ahead
         num_params = len(plan.away(plan.layer))  # a fetched record: parameters, then residuals
         frozen = plan.frozen_stacks(state)
 
         def params(carried: Any) -> list[Any]:
-            return [*ending.params(state, carried), *frozen]
+            return [*taker.params(state, carried), *frozen]
 
         def fetch(carry: Any, layer: Array) -> list[Array]:
             # The stacks of residuals are only read in this phase, so the loop does not carry them.
@@ -326,10 +393,10 @@ class StreamedStep:
                 grads, dx, next_full, landing = self._derive_block(residuals, full, values, inputs, dx, d_added, now, next_full)
             else:
                 tiles = TileRunner(plan, self.microbatches, arrays, now, params, carried)
-                grads, dx = self._derive_tiles(residuals, full, values, inputs, dx, d_added, tiles, partial(ending.use, state))
+                grads, dx = self._derive_tiles(residuals, full, values, inputs, dx, d_added, tiles, partial(taker.use, state))
                 landing, carried = now.landing, tiles.carried
             trained = full[: len(plan.blocks)]
-            carried, landing = ending.use(state, carried, RecordGrads(now, plan.blocks, grads, trained, landing))
+            carried, landing = taker.use(state, carried, RecordGrads(now, plan.blocks, grads, trained, landing))
             return (dx, next_full, next_fetched, carried), landing
 
         # What the layers add is part of the loss as it is: its derivative is the scale.
