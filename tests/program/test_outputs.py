@@ -56,10 +56,10 @@ def plain_gradients(params, batch, state, count, layered):
     return total, grads
 
 
-@pytest.mark.by_default("layered-nvme-2")
+@pytest.mark.by_default("layered-stage3-2")
 @pytest.mark.parametrize(
     ("kind", "name", "count"),
-    [(k, n, c) for k in KINDS for n in CASES for c in (1, 2) if k == "layered" or n not in (*STREAMED, "opt_on_disk")],
+    [(k, n, c) for k in KINDS for n in CASES for c in (1, 2) if n not in (STREAMED if k == "model" else ("on_host",))],
 )
 def test_outputs_losses_and_gradients_equal_the_plain_models(kind, name, count, tmp_path):
     model, key = KINDS[kind](), jax.random.key(0)
