@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiled_toys
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from zerojax.models import init_params, init_state
+from zerojax.sharding import Rows
 
 HOST = "pinned_host"
 TX = optax.adam(1e-2)
@@ -185,3 +187,56 @@ def test_gradients_that_are_not_on_the_device_are_refused(name, value):
     program = zj.build_train_step(dense(), TX, config, zj.make_mesh(fsdp=8))
     with pytest.raises(NotImplementedError, match=rf"program.grads is not built.*{name}='{value}'.*build a program with"):
         program.grads(program.init(jax.random.key(0)), {})
+
+
+def test_a_loss_without_logits_takes_odd_rows_whose_tokens_divide():
+    """linear_cross_entropy splits tokens itself, in a shard_map: 5 rows of 4 tokens divide by 4 devices, and 5 of 3 do not."""
+
+    def init(key):
+        return {"table": jax.random.normal(key, (16, 8))}
+
+    def loss(p, batch, key):
+        return zj.linear_cross_entropy(jnp.tanh(p["table"][batch["tokens"]]), p["table"].T, batch["targets"])
+
+    program = zj.build_train_step(
+        zj.Model(init, loss), TX, zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    )
+    state, rng = program.init(jax.random.key(0)), np.random.default_rng(0)
+    batch = {name: rng.integers(0, 16, (5, 4)) for name in ("tokens", "targets")}
+    table = init(jax.random.key(0))["table"]
+    logits = jnp.tanh(table[batch["tokens"]]) @ table.T
+    want = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+    np.testing.assert_allclose(program.eval(state, batch), want, rtol=1e-5)
+    with pytest.raises(ValueError, match="T=15 does not divide by 4"):
+        program.eval(state, jax.tree.map(lambda a: a[:, :3], batch))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tier", [HOST, "nvme"])
+def test_blocks_whose_tiles_are_records(tier, tmp_path):
+    predict = lambda p, p_embed, x, batch: x @ p["out"]  # noqa: E731
+    model = dataclasses.replace(tiled_toys.model(stochastic=False), predict=predict)
+    (batch,), results = tiled_toys.batches(1), []
+    odd = jax.tree.map(lambda a: a[:5], batch)
+    for fields in ({}, {"params": tier, "opt_state": tier, "activations": tier}):
+        config = zj.ZeroConfig(stage=3, num_microbatches=2, swap_dir=tmp_path, **fields)
+        with tiled_toys.build(config, {"fsdp": 2}, model) as program:
+            state = program.init(jax.random.key(0))
+            found = [program.eval(state, odd), program.apply(state, odd), program.apply(state, batch)]
+            results.append(jax.device_get([*found, program.grads(state, batch)]))
+            if fields:
+                state, metrics = jax.block_until_ready(program.step(state, batch))
+                np.testing.assert_allclose(metrics["loss"], results[0][3][0], rtol=1e-5)
+    assert_trees_close(results[1], results[0], atol=1e-6)
+
+
+def test_rows_that_each_process_padded_are_cut_part_by_part():
+    mesh, padded = zj.make_mesh(fsdp=4, devices=jax.devices()[:4]), jnp.asarray([0, 1, 2, 2, 3, 4, 5, 5])
+    batch = {"rows": padded, "weight": jnp.float32(2), "whole": jnp.asarray([0, 1, 2, 3, 4, 5, 5, 5])}
+    with jax.set_mesh(mesh):
+        cut = jax.jit(lambda batch: jax.tree.map(lambda a: 1 * a, Rows(6, (2, 1, 1)).cut(batch, mesh)), out_shardings=P())(
+            batch
+        )
+    np.testing.assert_array_equal(cut["rows"], np.arange(6))
+    np.testing.assert_array_equal(cut["whole"], np.arange(6))
+    assert float(cut["weight"]) == 2
