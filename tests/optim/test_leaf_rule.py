@@ -177,7 +177,7 @@ def assert_equals_plain(name, losses, found):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), found, after)
 
 
-@pytest.mark.by_default("muon", "adafactor")
+@pytest.mark.by_default("muon")
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
