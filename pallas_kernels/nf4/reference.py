@@ -25,6 +25,7 @@ Every implementation returns the same bits on every device, as `quantize.referen
 """
 
 import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,7 @@ def dequantize(codes: jax.Array, largest: jax.Array, dtype: jnp.dtype) -> jax.Ar
     """Return y[..., 64] for codes int8[..., 32], as bits, and largest float32[...]."""
     # One axis more instead of two halves joined: an elementwise program for XLA.
     halves = codes.astype(jnp.int32)[..., None, :] >> jnp.array([0, 4])[:, None]  # [..., 2, 32]
-    return (chosen(halves) * largest[..., None, None]).astype(dtype).reshape(*largest.shape, BLOCK)
+    return (chosen(halves, _pairs(halves)) * largest[..., None, None]).astype(dtype).reshape(*largest.shape, BLOCK)
 
 
 def quantize_scales(largest: jax.Array, group: Group) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -137,13 +138,25 @@ def pack(low: jax.Array, high: jax.Array) -> jax.Array:
     return (low | (high << 4)).astype(jnp.int8)
 
 
-def chosen(codes: jax.Array) -> jax.Array:
+def _pairs(codes: jax.Array) -> list[jax.Array]:
+    """Return LEVELS[2 k + (codes & 1)] for k = 0 .. 7, float32, by bits.
+
+    A select wants its numbers as arrays, 16 of them as large as the result. XLA never makes these; but JAX takes what depends
+    on no argument out of a scan that is differentiated, and hands it in.
+    """
+    mask = -(codes & 1)
+    bits = [int(n) for n in np.asarray(LEVELS, np.float32).view(np.int32)]
+    return [_floats((mask & (low ^ high)) ^ low) for low, high in zip(bits[::2], bits[1::2], strict=True)]
+
+
+def chosen(codes: jax.Array, pairs: Sequence[jax.Array] = ()) -> jax.Array:
     """Return LEVELS[codes & 15], float32: chosen by a bit of the code at a time, without a table in memory.
 
-    A kernel has no lookup in registers, and XLA's, an element at a time from memory, is no faster on a CPU.
+    A kernel has no lookup in registers, and XLA's, an element at a time from memory, is no faster on a CPU. `pairs` are what
+    the first bit has chosen, if that is known.
     """
-    values: list[jax.Array | float] = list(LEVELS)
-    for bit in range(4):
+    values: list[jax.Array | float] = list(pairs or LEVELS)
+    for bit in range(1 if pairs else 0, 4):
         is_odd = (codes & (1 << bit)) != 0
         values = [
             jnp.where(is_odd, jnp.float32(high), jnp.float32(low)) for low, high in zip(values[::2], values[1::2], strict=True)

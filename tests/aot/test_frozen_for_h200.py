@@ -63,8 +63,8 @@ MODEL = zj.LayeredModel(
 
 
 @functools.cache
-def compiled(name: str) -> Any:
-    config = zj.ZeroConfig(**{"stage": 3, "precision": "bf16", **CASES[name]})
+def compiled(name: str, format: Any = None) -> Any:
+    config = zj.ZeroConfig(**{"stage": 3, "precision": "bf16", "frozen_dtype": format, **CASES[name]})
     program = zj.build_train_step(MODEL, optax.adamw(1e-3), config, aot.gpu_mesh("h200", gpus_per_host=GPUS))
     tokens = jax.ShapeDtypeStruct((2 * GPUS * config.num_microbatches, SEQ), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens}
@@ -113,3 +113,27 @@ def test_the_base_takes_2_bytes_a_parameter_and_is_read_twice(name):
     np.testing.assert_allclose(
         gathered * (GPUS - 1) / GPUS, report.collectives["all_gather"], rtol=0.05, atol=4 * LAYERS * ADAPTERS
     )
+
+
+@pytest.mark.by_default("nf4-stage_3")
+@pytest.mark.parametrize("name", ["stage_0", "stage_2", "stage_3", "remat", "base_on_host", "all_on_host"])
+@pytest.mark.parametrize("format", ["int8", "nf4"])
+def test_a_base_in_8_or_4_bits_is_gathered_encoded_and_no_decoded_copy_is_kept(format, name):
+    program, text, stats, report = compiled(name, format)
+    _, _, plain, _ = compiled(name)
+    ends, shards = 2 * VOCAB * HIDDEN, GPUS if program.config.stage == 3 else 1
+    held = sum(kinds.get("frozen", 0) for kinds in report.tiers.values()) * shards / (LAYERS * BASE + ends)
+    assert {"int8": 1.015, "nf4": 0.515}[format] < held < {"int8": 1.02, "nf4": 0.52}[format]
+    # Copies of all layers would be LAYERS times as much as this one layer.
+    assert stats.temp_size_in_bytes < plain.temp_size_in_bytes + 2 * BASE
+    assert stats.host_temp_size_in_bytes == 0
+    assert report.host_argument_bytes == stats.host_argument_size_in_bytes
+    loaded = hlo.host_link_bytes(text, unknown_trips=1)
+    assert loaded["to_device"] == report.host_link["to_device"]
+    assert loaded["to_host"] == report.host_link["to_host"] <= 1.2 * 16 * (LAYERS * ADAPTERS + 8 * HIDDEN)
+    if name == "base_on_host":  # forward and backward; what is no layer is loaded once
+        read = (loaded["to_device"] * shards / held - ends) / (LAYERS * BASE)
+        assert 2 <= read <= 2.02
+    gathered = hlo.collective_bytes(text, unknown_trips=1, least_bytes=1024).get("all-gather", 0)
+    count = program.config.num_microbatches if name == "remat" else 1
+    assert gathered <= (2 * held * count * (LAYERS * BASE + 2 * ends) + 8 * count * LAYERS * ADAPTERS) * (shards > 1)

@@ -269,7 +269,8 @@ def test_tiles_of_the_base_are_records(case, tmp_path):
         (None, {}, ValueError, "a dict with some of the keys"),
         (FROZEN, {"stage": 2, "frozen": HOST}, ValueError, "frozen='pinned_host' needs stage=3"),
         (FROZEN, {"frozen": "disk"}, ValueError, "frozen='disk' is unknown"),
-        (FROZEN, {"frozen_dtype": "int8"}, NotImplementedError, "frozen_dtype='int8' is not built"),
+        (FROZEN, {"frozen_dtype": "int4"}, ValueError, "frozen_dtype='int4' is unknown"),
+        (False, {"frozen_dtype": "int8"}, ValueError, "frozen_dtype='int8', and the model freezes nothing"),
         (False, {"frozen": HOST}, ValueError, "the model freezes nothing"),
     ],
 )

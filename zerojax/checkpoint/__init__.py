@@ -12,6 +12,7 @@ from zerojax.checkpoint.errors import explaining as explaining
 from zerojax.checkpoint.errors import unreadable as unreadable
 from zerojax.checkpoint.inspection import NoCheckpointError as NoCheckpointError
 from zerojax.checkpoint.inspection import inspect as inspect
+from zerojax.checkpoint.leaves import ENCODED as ENCODED
 from zerojax.checkpoint.leaves import INLINE_ELEMENTS as INLINE_ELEMENTS
 from zerojax.checkpoint.leaves import StateLeaf as StateLeaf
 from zerojax.checkpoint.manifest import SavedLeaf as SavedLeaf

@@ -3,6 +3,8 @@
     name in a checkpoint            in the state
     weights['blocks']['w']          master, or params where these are their own masters; float32
                                     of a frozen leaf: frozen, in its own dtype
+    weights['blocks']['w']#nf4.codes    one array of a frozen leaf that rests in 4 bits; `.dim-2` before `.codes`: with that
+                                    dim moved to the end
     opt_state[0].mu['blocks']['w']  opt_state
     step, skipped, key, ...         the field
     pending.grads[0]                pending
@@ -26,6 +28,8 @@ from zerojax.state import Layout, OnDisk, RecordSpec, Split, StateRecords, Train
 
 ROUNDING_STEP = "rounding_step"
 """The count by which moments in bfloat16 are rounded."""
+ENCODED = "#"
+"""In the name of an array of a weight in 8 or 4 bits, between the weight's name and the array's. No path has it."""
 INLINE_ELEMENTS = 64
 """A leaf that mirrors no parameter, and has no more elements than this, is saved in the manifest."""
 
@@ -51,6 +55,7 @@ class StateLeaf:
       disk_leaf: its place among their leaves.
       first: layers of a Split's first part.
       is_frozen: whether it is a weight that is never written.
+      encodes: of an array of a weight in 8 or 4 bits, the weight's path.
     """
 
     name: str
@@ -69,6 +74,7 @@ class StateLeaf:
     disk_leaf: int = 0
     first: int = 0
     is_frozen: bool = False
+    encodes: str = ""
 
     @property
     def is_inline(self) -> bool:
@@ -127,6 +133,7 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
             disk_leaf=record.leaf if record is not None and disk_records is not None else 0,
             first=first,
             is_frozen=field == "frozen",
+            encodes=_encoded_path(path, layout),
         )
         leaves.append(leaf)
     return leaves
@@ -153,9 +160,22 @@ def _mirrored(records: StateRecords) -> Iterator[tuple[int | None, RecordSpec | 
             yield from [(None, None)] * (len(jax.tree.leaves(value)) - len(grads))
 
 
+def _encoded_path(path: tuple[Any, ...], layout: Layout) -> str:
+    """Return the path of the weight of which the leaf at a path of the state is one encoded array, or nothing."""
+    if path[0].name != "frozen" or not layout.encodings:
+        return ""
+    prefixes = (jax.tree_util.keystr(path[1:end]) for end in range(1, len(path)))
+    return next((prefix for prefix in prefixes if prefix in layout.encodings), "")
+
+
 def _name(path: tuple[Any, ...], layout: Layout) -> str:
     """Return the name in a checkpoint of the leaf at a path of the state."""
     field = path[0].name
+    if weight := _encoded_path(path, layout):
+        how = layout.encodings[weight].layout
+        # Two layouts may have arrays of one shape, as those of a square matrix: what tells them apart is in the name.
+        moved = "" if how.moved is None else f".dim{how.moved}"
+        return f"weights{weight}{ENCODED}{how.format}{moved}{jax.tree_util.keystr(path[-1:])}"
     if field in ("params", "master", "frozen"):
         return f"weights{jax.tree_util.keystr(path[1:])}"
     if field == "opt_state" and layout.config.moments == "bfloat16":  # a wrapper's state: a count, and the optimizer's own

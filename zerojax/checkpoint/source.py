@@ -22,7 +22,7 @@ import numpy as np
 
 from host_offload.disk import Box
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, unreadable
-from zerojax.checkpoint.leaves import ROUNDING_STEP, StateLeaf
+from zerojax.checkpoint.leaves import ENCODED, ROUNDING_STEP, StateLeaf
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.retile import Retiled, of_mlp, retiled
 from zerojax.precision import LossScaling, init_loss_scale
@@ -135,8 +135,20 @@ def find_sources(leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: L
     if differences:
         raise CheckpointError(
             f"the checkpoint {saved.folder} is of another model, optimizer or setting. It holds: {first_few(differences)}"
+            f"{_why_encoded(differences)}"
         )
     return sources
+
+
+def _why_encoded(differences: Sequence[str]) -> str:
+    """Return what to do where weights in 8 or 4 bits differ."""
+    if not any(ENCODED in difference for difference in differences):
+        return ""
+    return (
+        ". Frozen weights in 8 or 4 bits are restored bit for bit or not at all: under the frozen_dtype that they were saved "
+        "with, at a stage and on a mesh whose shards hold the same blocks. Restore them there, or import the base anew by "
+        "zerojax.import_params"
+    )
 
 
 def first_few(differences: Sequence[str]) -> str:

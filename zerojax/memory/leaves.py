@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import FSDP, STAGES, local_elements, stored_spec, without_axis
-from zerojax.state import Layout, RecordSpec, is_away
+from zerojax.state import Layout, Leaf, RecordSpec, is_away
 
 
 def compute_itemsize(layout: Layout) -> int:
@@ -46,14 +46,16 @@ def gathered_bytes(layout: Layout, num_layers: int | None, layers: int = 1, fetc
       layers: layers held at once.
       fetched: parameters come from another tier, so that a layer takes its bytes even where nothing is split.
     """
-    if not STAGES[layout.config.stage].params or (layout.mesh.shape[FSDP] == 1 and not fetched):
-        # Parameters rest whole on the device: nothing is gathered.
+    # Else parameters rest whole on the device: nothing is gathered, and what rests encoded is decoded all the same.
+    is_gathered = STAGES[layout.config.stage].params and (layout.mesh.shape[FSDP] > 1 or fetched)
+    if not is_gathered and not layout.encodings:
         return 0
     num_tiles = {group.name: group.num_tiles for group in layout.groups}
     of_units: dict[Any, int] = {}
     of_tiles: dict[str, int] = {}
     for leaf in layout.all_leaves:
-        size = local_elements(leaf.shape, without_axis(leaf.spec.sharded, FSDP), layout.mesh) * leaf.dtype.itemsize
+        whole = local_elements(leaf.shape, without_axis(leaf.spec.sharded, FSDP), layout.mesh) * leaf.dtype.itemsize
+        size = (whole if is_gathered else 0) + decoded_bytes(leaf, layout)
         if num_layers is not None and leaf.is_stacked:
             # A stacked leaf counts all layers, but only some are whole at a time: one, or two with gather_ahead.
             size = size // num_layers * layers
@@ -66,6 +68,12 @@ def gathered_bytes(layout: Layout, num_layers: int | None, layers: int = 1, fetc
         blocks = next(leaf.path[0] for leaf in layout.all_leaves if leaf.is_stacked)
         of_units[blocks] = of_units.get(blocks, 0) + max(of_tiles.values())
     return max(of_units.values())
+
+
+def decoded_bytes(leaf: Leaf, layout: Layout) -> int:
+    """Return the bytes of all layers of the weight that an encoded array, and those beside it, are decoded to."""
+    of = leaf.decodes
+    return 0 if of is None else local_elements(of.shape, of.spec.base, layout.mesh) * of.dtype.itemsize
 
 
 def local_record_bytes(record: RecordSpec, shape: Sequence[int], dtype: Any) -> int:

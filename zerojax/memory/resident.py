@@ -57,6 +57,7 @@ def _residual_bytes(layout: Layout, loss: Any, abstract_batch: Any) -> int:
     )
     state = layout.abstract_arrays
     params, frozen = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (state.params, state.frozen))
+    frozen = jax.eval_shape(layout.decode, frozen)  # backward decodes again, so that what is decoded is no residual
 
     model_state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), layout.abstract_arrays.model_state)
 

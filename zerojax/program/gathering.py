@@ -44,13 +44,17 @@ def build_gather(layout: Layout, report: Callable[[str], None]) -> Gather:
     """
     stage = STAGES[layout.config.stage]
     # Nothing is split: the function is evaluated as it is, and no rewriting of its trace can get in its way.
-    if not stage.opt_state or all(spec.sharded == spec.base for spec in layout.specs.values()):
+    # What rests encoded is walked all the same: it is decoded where it is used, and backward decodes again.
+    if not layout.encodings and (not stage.opt_state or all(spec.sharded == spec.base for spec in layout.specs.values())):
         return lambda function, params, *args: function(params, *args)
-    rule = build_rule(layout, stage.params, report)
+    rule = build_rule(layout, stage.params or bool(layout.encodings), report)
     stored = {path: stored_spec(spec, stage.params) for path, spec in layout.specs.items()}
     # Frozen leaves have no gradient that would be moved.
     frozen = {leaf.name for leaf in layout.frozen}
-    cotangents = {path: stored[path] if path in frozen else spec.sharded for path, spec in layout.specs.items()}
+    # Below stage 1 gradients are whole, as the updates are; this function is walked there for what rests encoded alone.
+    cotangents = {
+        path: stored[path] if path in frozen else stored_spec(spec, stage.opt_state) for path, spec in layout.specs.items()
+    }
 
     def gather(function: Callable[..., Any], params: Any, *args: Any) -> Any:
         return gather_on_use(function, params, *args, stored=stored, cotangents=cotangents, rule=rule)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.models import LayeredModel, Model, init_layered, init_params, init_state
+from zerojax.models import BLOCKS, LayeredModel, Model, init_layered, init_state
 from zerojax.optim import LayerTransformation
 from zerojax.precision import PRECISIONS, init_loss_scale
 from zerojax.sharding import STAGES, explicit, named
@@ -121,7 +121,12 @@ def _whole_init(
     """Return `init(key) -> state`, to be jitted with `layout.shardings` as its output."""
 
     def init(key: jax.Array) -> TrainState:
-        trained, frozen = split_frozen(layout.flags, init_params(model, key))
+        if isinstance(model, LayeredModel):
+            # Encoded a layer at a time: all layers' float32 weights are never there together.
+            params = init_layered(model, key, lambda part, tree: layout.encode(tree, part))
+        else:
+            params = layout.encode(model.init(key))
+        trained, frozen = split_frozen(layout.flags, params)
         if frozen is not None:
             frozen = jax.tree.map(lambda p, a: jnp.asarray(p, a.dtype), frozen, layout.abstract_arrays.frozen)
             frozen = jax.lax.with_sharding_constraint(frozen, layout.shardings.frozen)
@@ -191,11 +196,12 @@ def _init_by_records(
 def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[int, Array]:
     """Return the parameters that are no stack of layers by index: float32, or what frozen ones are kept in."""
     if isinstance(model, Model):
-        params = model.init(key)
+        params = layout.encode(model.init(key))
     else:
         # As `init_params` splits it; the second key is that of the layers.
         k_embed, _, k_head = jax.random.split(key, 3)
         params = {"embed": model.init_embed(k_embed), "head": model.init_head(k_head)}
+        params = {part: layout.encode(tree, part) for part, tree in params.items()}
     indices = [i for i in layout.in_tree if not layout.all_leaves[i].is_stacked]
     return _by_index(layout, indices, params)
 
@@ -293,7 +299,8 @@ def _fill_blocks(
 
 def _block_leaves(model: LayeredModel, layout: Layout, key: Array) -> dict[int, Array]:
     """Return one layer's leaves by index."""
-    return _by_index(layout, [i for i in layout.in_tree if layout.all_leaves[i].is_stacked], model.init_block(key))
+    stacked = [i for i in layout.in_tree if layout.all_leaves[i].is_stacked]
+    return _by_index(layout, stacked, layout.encode(model.init_block(key), BLOCKS))
 
 
 def _tile_values(

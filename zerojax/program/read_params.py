@@ -4,7 +4,7 @@ The averages of `zerojax.Ema` are also read as a step has the parameters, in the
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -24,7 +24,9 @@ from zerojax.state import (
     TrainState,
     allocate_all,
     check_is_there,
+    decoded,
     is_away,
+    is_encoded,
     is_stored,
     load_leaves,
     masters,
@@ -66,17 +68,17 @@ class ParamReader:
         if ema:
             _ = self._averages  # told before anything is read
         if not isinstance(self.model, LayeredModel):
-            for index in self.layout.in_tree:
-                yield self.layout.all_leaves[index].name, self._end(state, index, ema)
+            for path, index in jax.tree_util.tree_flatten_with_path(self._indices, is_leaf=is_encoded)[0]:
+                yield jax.tree_util.keystr(path), self._leaf(state, index, ema)
             return
-        indices = jax.tree.unflatten(jax.tree.structure(self.layout.abstract_whole), self.layout.in_tree)
-        yield "embed", jax.tree.map(lambda i: self._end(state, i, ema), indices["embed"])
+        ends = self._indices
+        yield "embed", jax.tree.map(lambda i: self._leaf(state, i, ema), ends["embed"], is_leaf=is_encoded)
         for layer in range(self.model.num_layers):
             check_is_there(state)
             where, order = layer < self.layout.device_layers, self.layout.order
             # The layer is an argument: one compiled program reads them all, and XLA cannot derive the index.
             yield f"{BLOCKS}/{layer}", self._read(self._layer, state, jnp.int32(layer), order, where, ema)
-        yield "head", jax.tree.map(lambda i: self._end(state, i, ema), indices["head"])
+        yield "head", jax.tree.map(lambda i: self._leaf(state, i, ema), ends["head"], is_leaf=is_encoded)
 
     def _read(self, read: Any, tree: Any, *args: Any) -> Any:
         """Call `read(tree, *args)`, which reads from any tier."""
@@ -97,6 +99,22 @@ class ParamReader:
         mirrors = self.layout.opt_map.states_of(part)
         by_state = dict(zip(mirrors, read[len(read) - len(mirrors) :], strict=True))
         return [by_state[self._averages[i]] for i in part]
+
+    @cached_property
+    def _indices(self) -> Any:
+        """The whole tree with the index of each leaf in its place."""
+        return jax.tree.unflatten(jax.tree.structure(self.layout.abstract_whole), self.layout.in_tree)
+
+    def _leaf(self, state: TrainState, index: Any, ema: bool) -> jax.Array:
+        """Return a parameter that is no stack of layers, given its index, or those of the arrays that encode it."""
+        if not is_encoded(index):
+            return self._end(state, index, ema)
+        arrays = [self._end(state, i, ema) for i in jax.tree.leaves(index)]
+        return _widened(self._decode(jax.tree.unflatten(jax.tree.structure(index), arrays)))
+
+    @cached_property
+    def _decode(self) -> Any:
+        return jax.jit(partial(decoded, dtype=self.layout.compute_dtype))
 
     def _end(self, state: TrainState, index: int, ema: bool) -> jax.Array:
         """Return a parameter that is no stack of layers, or its average."""
@@ -153,7 +171,8 @@ class ParamReader:
 
                 # A layer is wanted whole here, so its tiles are stacked again.
                 leaves |= zip(group.weights, jax.lax.map(tile, order[: group.num_tiles]), strict=True)
-            return jax.tree.unflatten(tree, [leaves[i] for i in in_tree])
+            decode = lambda leaf: _widened(self._decode(leaf)) if is_encoded(leaf) else leaf  # noqa: E731
+            return jax.tree.map(decode, jax.tree.unflatten(tree, [leaves[i] for i in in_tree]), is_leaf=is_encoded)
 
         return jax.jit(read, static_argnums=(3, 4))
 

@@ -70,6 +70,7 @@ class ResidentStep:
             # `build_grads` returns means, so the kernels have nothing to divide by.
             self.host = HostUpdate(update, stashes=False, summed=1)
         self.objective = plain_objective(model, layout)
+        self._stored_objective = stored_objective(model, layout) if layout.encodings else self.objective
         self.schedule = build_schedule(model.num_layers if isinstance(model, LayeredModel) else 1)
 
     def arrays(self) -> np.ndarray:
@@ -91,7 +92,7 @@ class ResidentStep:
 
     def evaluated(self, params: Any, batch: Any, key: Any, model_state: Any) -> tuple[Terms, Any]:
         """Return the objective over parameters as stored, their gradients reduced to where the stage keeps them."""
-        return self._gather(self.objective, params, batch, key, model_state)
+        return self._gather(self._stored_objective, params, batch, key, model_state)
 
     def eval(self, params: Any, model_state: Any, batch: Any, arrays: Array) -> Array | dict[str, Array]:
         """Return the loss of a batch, without keys; where there are metrics, a dict of both."""
@@ -147,6 +148,15 @@ def plain_objective(model: Model | LayeredModel, layout: Layout) -> Objective:
     remat = layout.config.activations == "remat"
     objective = build_objective(model, remat=remat, constrain=ActivationSpec(layout.mesh).constrain)
     return remat_by_segments(objective) if remat and isinstance(model, Model) else objective
+
+
+def stored_objective(model: Model | LayeredModel, layout: Layout) -> Objective:
+    """Return the objective over parameters as they rest, some of them in 8 or 4 bits; before any gather, likewise."""
+    if isinstance(model, LayeredModel):
+        return plain_objective(layout.decoding(model), layout)  # each layer decodes its own
+    objective = plain_objective(model, layout)
+    # Outside of all that is rematerialised: a region takes postponed weights as it takes shards.
+    return lambda params, *args: objective(layout.decode(params), *args)
 
 
 class Gradients(NamedTuple):

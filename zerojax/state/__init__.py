@@ -2,6 +2,9 @@
 
 from zerojax.state.check_state import StateCheck as StateCheck
 from zerojax.state.disk_layout import DiskLayout as DiskLayout
+from zerojax.state.encodings import Encoding as Encoding
+from zerojax.state.encodings import decoded as decoded
+from zerojax.state.encodings import is_encoded as is_encoded
 from zerojax.state.frozen import join_frozen as join_frozen
 from zerojax.state.frozen import split_frozen as split_frozen
 from zerojax.state.host_memory import allocate_all as allocate_all

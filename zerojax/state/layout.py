@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +21,9 @@ from zerojax.models import BLOCKS, LayeredModel, Model, frozen_flags, init_param
 from zerojax.precision import PRECISIONS, LossScale
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Replicated, named, param_specs, replicated_leaves, stored_spec
 from zerojax.state.disk_layout import DiskLayout
+from zerojax.state.encodings import Encoding, check_tiles, choose_encodings, decoded, decoding_model, encode_tree
 from zerojax.state.frozen import join_frozen, split_frozen
-from zerojax.state.leaves import Leaf, TileGroup, build_leaves
+from zerojax.state.leaves import Leaf, TileGroup, build_leaves, is_stacked
 from zerojax.state.opt_state import OptStateMap, OwnedTransformation, init_opt_state_shape, map_opt_state, opt_state_specs
 from zerojax.state.tile_groups import tile_groups, tiled_leaves
 from zerojax.state.train_state import DiskArgument, Pending, Split, TrainState, is_stored
@@ -56,6 +57,8 @@ class Layout:
       flags: tree of bool over the parameters: which are frozen; None where none is.
       abstract_whole: the whole parameter tree in the dtypes of compute.
       places: of each of `all_leaves`, its place in the flattened whole tree.
+      encodings: by path, the frozen leaves that rest in 8 or 4 bits. Each of their arrays is a leaf here, and in `frozen` and
+        `abstract_whole` they are `Encoded` nodes; `flags` counts each as one.
     """
 
     mesh: Mesh
@@ -79,6 +82,7 @@ class Layout:
     flags: Any = None
     abstract_whole: Any = None
     places: tuple[int, ...] = ()
+    encodings: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def all_leaves(self) -> tuple[Leaf, ...]:
@@ -107,6 +111,23 @@ class Layout:
     def frozen_tier(self) -> str:
         """The tier of the frozen leaves."""
         return frozen_tier(self.config)
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The dtype of the parameters that a model is given."""
+        return jnp.dtype(PRECISIONS[self.config.precision].compute_dtype)
+
+    def encode(self, params: Any, *part: str) -> Any:
+        """Return parameters as they rest: of a Model all, of a LayeredModel those of a part, of one layer or an end."""
+        return encode_tree(self.encodings, params, *part)
+
+    def decode(self, params: Any) -> Any:
+        """Return parameters as a model is given them, from gathered ones that may be encoded."""
+        return decoded(params, self.compute_dtype) if self.encodings else params
+
+    def decoding(self, model: LayeredModel) -> LayeredModel:
+        """Return a model whose functions take parameters that may be encoded."""
+        return decoding_model(model, self.compute_dtype) if self.encodings else model
 
     def join(self, state: TrainState) -> Any:
         """Return the whole parameter tree of a state, or of an abstract one."""
@@ -232,7 +253,13 @@ def build_layout(
         lambda a: jax.ShapeDtypeStruct(a.shape, compute_dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype), params
     )
     groups = tile_groups(model, params, config)
-    table = build_leaves(model, whole, specs, groups, is_frozen)
+    as_given, given_specs, encodings = whole, specs, _encodings(model, config, whole, specs, is_frozen, mesh)
+    if encodings:
+        given = build_leaves(model, whole, specs, (), is_frozen)
+        whole, specs, is_frozen, groups = _as_they_rest(encodings, given, whole, groups, stage.params)
+        table = _with_decoded(build_leaves(model, whole, specs, groups, is_frozen), given, encodings)
+    else:
+        table = build_leaves(model, whole, specs, groups, is_frozen)
     # Trained leaves come first: whoever updates counts them alone.
     places = sorted(range(len(table)), key=lambda place: table[place].frozen)  # sorted is stable
     groups = tuple(_trained_first(group, table, places) for group in groups)
@@ -302,7 +329,7 @@ def build_layout(
         at = _param_shardings(frozen, specs, mesh, stage.params, tier)
         frozen = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), frozen, at)
         abstract_state, shardings = (dataclasses.replace(t, frozen=f) for t, f in ((abstract_state, frozen), (shardings, at)))
-    replicated = tuple(replicated_leaves(whole, specs)) if stage.opt_state else ()
+    replicated = tuple(replicated_leaves(as_given, given_specs)) if stage.opt_state else ()
     _report(replicated, mesh)
     num_layers = model.num_layers if isinstance(model, LayeredModel) else None
     if config.delayed_update and num_layers is not None:
@@ -317,7 +344,7 @@ def build_layout(
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     return Layout(
         mesh, config, specs, leaves, groups, tx, opt_map, specs_of_state, update_jaxpr, master, arrays, abstract_state,
-        shardings, replicated, num_layers, device_layers, disk, frozen_leaves, flags, whole, tuple(places),
+        shardings, replicated, num_layers, device_layers, disk, frozen_leaves, flags, whole, tuple(places), encodings,
     )  # fmt: skip
 
 
@@ -329,6 +356,64 @@ def _check_frozen_config(config: ZeroConfig) -> None:
                 f"{name}={value!r}, and the model freezes nothing: say which weights are frozen by `frozen` of the Model or "
                 f"LayeredModel, or leave {name}=None"
             )
+
+
+def _encodings(
+    model: Model | LayeredModel,
+    config: ZeroConfig,
+    whole: Any,
+    specs: Mapping[str, LeafSpec],
+    is_frozen: Sequence[bool],
+    mesh: Mesh,
+) -> dict[str, Encoding]:
+    """Return by path the frozen leaves that are to rest in 8 or 4 bits."""
+    if config.frozen_dtype is None:
+        return {}
+    arrays = jax.tree_util.tree_flatten_with_path(whole)[0]
+    chosen = [(path, a) for (path, a), frozen in zip(arrays, is_frozen, strict=True) if frozen and _is_floating(a)]
+    leaves = {jax.tree_util.keystr(path): a for path, a in chosen}
+    stacked = [jax.tree_util.keystr(path) for path, _ in chosen if is_stacked(model, path)]
+    at = {path: stored_spec(specs[path], STAGES[config.stage].params) for path in leaves}
+    encodings = choose_encodings(config.frozen_dtype, leaves, at, stacked, mesh)
+    of_tiles = [(path, a) for path, a in arrays if is_stacked(model, path) or isinstance(model, Model)]
+    pairs = zip(of_tiles, tiled_leaves(model, whole), strict=True)
+    check_tiles(model, config.frozen_dtype, list(encodings), [jax.tree_util.keystr(p) for (p, _), flag in pairs if flag])
+    return encodings
+
+
+def _is_floating(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.floating)
+
+
+def _as_they_rest(
+    encodings: Mapping[str, Encoding], given: Sequence[Leaf], whole: Any, groups: Sequence[TileGroup], sharded: bool
+) -> tuple[Any, dict[str, LeafSpec], list[bool], tuple[TileGroup, ...]]:
+    """Return the tree with `Encoded` nodes, its specs and flags, and groups by places in it."""
+    arrays, tree = jax.tree.flatten(whole)
+    nodes, specs, flags, places = [], {}, [], []
+    for leaf, array in zip(given, arrays, strict=True):
+        encoding = encodings.get(leaf.name)
+        node = array if encoding is None else encoding.abstract
+        spec = leaf.spec if encoding is None else encoding.leaf_spec(leaf.spec, sharded)
+        places.append(len(flags))
+        for below, _ in jax.tree_util.tree_flatten_with_path(node)[0]:
+            specs[jax.tree_util.keystr((*leaf.path, *below))] = spec
+            flags.append(leaf.frozen)
+        nodes.append(node)
+    groups = [dataclasses.replace(group, leaves=tuple(places[i] for i in group.leaves)) for group in groups]
+    return jax.tree.unflatten(tree, nodes), specs, flags, tuple(groups)
+
+
+def _with_decoded(table: Sequence[Leaf], given: Sequence[Leaf], encodings: Mapping[str, Encoding]) -> tuple[Leaf, ...]:
+    """Return the leaves where the first array of each that rests encoded says what it is decoded to."""
+    waiting = {leaf.path: leaf for leaf in given if leaf.name in encodings}
+    leaves = []
+    for leaf in table:
+        of = (
+            next((waiting.pop(path) for path in list(waiting) if leaf.path[: len(path)] == path), None) if leaf.frozen else None
+        )
+        leaves.append(leaf if of is None else dataclasses.replace(leaf, decodes=of))
+    return tuple(leaves)
 
 
 def _trained_first(group: TileGroup, table: Sequence[Leaf], places: Sequence[int]) -> TileGroup:

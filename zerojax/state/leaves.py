@@ -63,6 +63,7 @@ class Leaf:
       lead: leading dims that number its records.
       group: name of its group of tiles, where `lead` is 2.
       frozen: whether it is read alone: it has no master, gradient or optimizer state.
+      decodes: of the first array of a leaf in 8 or 4 bits, that leaf, which is made of it where it is used: all its records.
     """
 
     path: tuple[Any, ...]
@@ -73,6 +74,7 @@ class Leaf:
     lead: int = 0
     group: str = ""
     frozen: bool = False
+    decodes: "Leaf | None" = None
 
     @property
     def role(self) -> Role:

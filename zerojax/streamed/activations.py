@@ -91,10 +91,16 @@ class BlockTracer:
     def _block(self) -> Any:
         """Return the shapes of one layer's parameters, in the compute dtype."""
         stacks = [self.plan.leaves[i] for i in self.plan.block_leaves]
-        return self.block_tree([jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks])
+        return jax.eval_shape(self.block_tree, [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks])
 
     def block_tree(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(jax.tree.structure(self.layout.abstract_whole[BLOCKS]), leaves)
+        """Return a block's parameters, decoded, of its leaves gathered."""
+        return self.layout.decode(jax.tree.unflatten(jax.tree.structure(self.layout.abstract_whole[BLOCKS]), leaves))
+
+    def operands(self, full: Sequence[Array]) -> list[Any]:
+        """Return a block's leaves as it is called with, in the order of its tree: None for stacks of tiles."""
+        leaves = self.plan.without_tiles(full)
+        return jax.tree.leaves(self.block_tree(leaves), is_leaf=lambda node: node is None) if self.layout.encodings else leaves
 
     def abstract_call(self, x: Any, inputs: LayerInputs, count: int) -> tuple[Any, Any, Any, Given]:
         """Return the shapes of a block's arguments, from those of the first layer's input, of `count` microbatches."""
@@ -169,13 +175,13 @@ class BlockTracer:
     ) -> tuple[TracedBlock, TiledBlock | None]:
         """Trace the block over abstract arguments; cut it at its loops over tiles if tiles are records."""
         plan = self.plan
-        frozen = [plan.leaves[i].frozen for i in plan.block_leaves]
+        frozen = [plan.leaves[i].frozen for i in plan.block_operands]
         layer = plan_layer(self._run_block, *args, mode, saved, offloaded, tiled=bool(plan.groups), frozen=frozen)
         if not plan.groups:
             return layer, None
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(args[0])[0]]
         # A group's indices count the leaves of the whole model; the block's trace knows those of one layer.
-        groups = [[plan.block_leaves.index(i) for i in group.weights] for group in plan.groups]
+        groups = [[plan.block_operands.index(i) for i in group.weights] for group in plan.groups]
         tiled = TiledBlock(layer, groups, names, count, args)
         return layer, tiled
 

@@ -6,6 +6,7 @@ gradients.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +14,21 @@ import jax
 import jax.numpy as jnp
 
 from host_offload.schedule import Schedule, TiledSchedule, TileLoops, build_schedule, build_tiled_schedule
-from zerojax.models import LayeredModel
+from zerojax.models import BLOCKS, LayeredModel
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, named, stored_spec, without_axis
-from zerojax.state import DiskArgument, Index, RecordSpec, StateRecords, TileGroup, TrainState, is_stored, pick, read_layer
+from zerojax.state import (
+    DiskArgument,
+    Index,
+    RecordSpec,
+    StateRecords,
+    TileGroup,
+    TrainState,
+    is_encoded,
+    is_stored,
+    pick,
+    read_layer,
+)
 from zerojax.streamed.residuals import MODES
 
 Array = jax.Array
@@ -178,6 +190,13 @@ class StreamedPlan:
         by_index = dict(zip(self.layer, leaves, strict=True))
         return [by_index.get(i) for i in self.block_leaves]
 
+    @functools.cached_property
+    def block_operands(self) -> tuple[int, ...]:
+        """The leaves of a block as it is called, in the order of its tree; of one that rests encoded, its first array."""
+        tree = jax.tree.structure(self.layout.abstract_whole[BLOCKS])
+        nodes = jax.tree.leaves(jax.tree.unflatten(tree, self.block_leaves), is_leaf=is_encoded)
+        return tuple(jax.tree.leaves(node)[0] for node in nodes)
+
     @property
     def block_leaves(self) -> tuple[int, ...]:
         """The stacked leaves, trained and frozen, in the order of the tree."""
@@ -245,6 +264,11 @@ def record_bytes(records: StateRecords, part: Sequence[int], frozen: Sequence[in
             shape = opt_map.leaves[j].shape[layout.leaves[opt_map.owner(j)].lead :]
             opt_state += local_elements(shape, records.opt_record(j).spec, mesh) * opt_map.leaves[j].dtype.itemsize
     whole, whole_frozen = (num_bytes(some, lambda s: s.base) for some in (part, frozen))
+    # What rests encoded is whole twice: as it was gathered, and decoded.
+    for leaf in (layout.all_leaves[i].decodes for i in frozen):
+        if leaf is not None:
+            elements = local_elements(leaf.record_shape, leaf.spec.base[leaf.lead :], mesh)
+            whole_frozen += elements * leaf.dtype.itemsize
     shards, frozen_shards = (num_bytes(some, lambda s: stored_spec(s, stage.params)) for some in (part, frozen))
     sizes = {"params": shards, "gathered": whole + whole_frozen, "grads": whole, "opt_state": opt_state}
     return sizes | ({"frozen": frozen_shards} if layout.frozen else {})

@@ -104,8 +104,8 @@ class StreamedStep:
         self.plan = StreamedPlan(model, state_records, update)
         self.host, self.schedule = self.plan.host, self.plan.schedule
         self.microbatches = Microbatches(self.mesh, self.config.num_microbatches)
-        self.ends = Ends(model, self.plan, self.microbatches, gather)
-        self.ends_of_eval = Ends(model, self.plan, Microbatches(self.mesh, 1), gather)
+        self.ends = Ends(self.plan.layout.decoding(model), self.plan, self.microbatches, gather)
+        self.ends_of_eval = Ends(self.plan.layout.decoding(model), self.plan, Microbatches(self.mesh, 1), gather)
         self.ending: Ending[Any] = ending_of(self.plan, tx)
         self.tracer = BlockTracer(model, self.plan)
 
@@ -297,7 +297,7 @@ class StreamedStep:
                 x = microbatches.constrain(x)
                 tiles = TileRunner(plan, microbatches, arrays, now, lambda carried: params)
                 keys, given = microbatches.keys_of(inputs.keys, now.layer), inputs.given_all(now.layer, microbatches)
-                y, added, values = tiled.forward(plan.without_tiles(full), x, keys, given, tiles.run)
+                y, added, values = tiled.forward(self.tracer.operands(full), x, keys, given, tiles.run)
                 y, landing = microbatches.constrain(y), now.landing
             if residuals is not None:
                 # x is the input of this layer. `ResidualPlan.split` takes them apart in this order.
@@ -465,7 +465,7 @@ class StreamedStep:
         layer = tiles.now.layer
         keys, given = microbatches.keys_of(inputs.keys, layer), inputs.given_all(layer, microbatches)
         grads, dx = residuals.tiled.backward(
-            plan.without_tiles(full), microbatches.constrain(x), keys, given, saved, dx, microbatches.repeated(d_added),
+            self.tracer.operands(full), microbatches.constrain(x), keys, given, saved, dx, microbatches.repeated(d_added),
             partial(tiles.run, use=use), plan.zero_grads(plan.blocks) if microbatches.count > 1 else [],
         )  # fmt: skip
         # What uses the gradients waits for dx, as in `_derive_block`.

@@ -16,6 +16,7 @@ No such file holds the optimizer's leaves. `zerojax.weights.initial_opt_state` f
 
 import dataclasses
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ from zerojax.checkpoint import (
 from zerojax.config import updates_by_parts
 from zerojax.models import init_state
 from zerojax.program import Program
-from zerojax.state import TrainState, masters, state_key
+from zerojax.state import Encoding, TrainState, masters, state_key
 from zerojax.weights.arrays import ArrayTree
 from zerojax.weights.initial_opt_state import Copy, initial_values
 from zerojax.weights.names import known_dtype, path_of
@@ -63,17 +64,55 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
 class StoredRecords(SavedRecords):
     """Records of a state that was never saved: weights from a file, and the optimizer state that follows from them."""
 
-    def __init__(self, file: WeightFile, weights: Mapping[str, str], constants: Mapping[str, np.ndarray]) -> None:
-        """Read the tensors `weights` of a file, by names in a checkpoint; the other leaves are numbers."""
+    def __init__(
+        self,
+        file: WeightFile,
+        weights: Mapping[str, str],
+        constants: Mapping[str, np.ndarray],
+        encoded: Mapping[str, "EncodedArray"],
+    ) -> None:
+        """Read the tensors `weights` of a file, by names in a checkpoint; those `encoded`; the other leaves are numbers."""
         super().__init__(file.path, ())
-        self._file, self._weights, self._constants = file, weights, constants
+        self._file, self._weights, self._constants, self._encoded = file, weights, constants, encoded
+        # The arrays of one record of one weight: they are asked for one after the other, and by each device.
+        self._last: tuple[Any, list[np.ndarray]] = (None, [])
+        self._lock = threading.Lock()
 
     def read(self, name: str, box: Box, out: np.ndarray) -> None:
+        if name in self._encoded:
+            out[...] = self._encode(self._encoded[name], box)
+            return
         if name in self._weights:
             out[...] = self._file.read(self._weights[name], box)
             return
         value = self._constants[name]
         out[...] = value[tuple(slice(a, b) for a, b in box)] if value.shape else value
+
+    def _encode(self, array: "EncodedArray", box: Box) -> np.ndarray:
+        """Return a part of an encoded weight's array; of a record encoded as a whole, which has the bits of its shards."""
+        encoding, front = array.encoding, box[: array.encoding.lead]
+        with self._lock:
+            if self._last[0] != (array.tensor, front):
+                weight = self._file.read(array.tensor, front + tuple((0, n) for n in encoding.shape))
+                self._last = (array.tensor, front), encoding.encode_here(np.asarray(weight, np.float32))
+            record = self._last[1][array.index]
+        starts = [*(start for start, _ in front), *(0,) * (len(box) - len(front))]
+        return record[tuple(slice(a - start, b - start) for (a, b), start in zip(box, starts, strict=True))]
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedArray:
+    """One array of a weight that is encoded as it is imported.
+
+    Attributes:
+      tensor: of the file.
+      encoding: of the weight.
+      index: of the array among those of the weight.
+    """
+
+    tensor: str
+    encoding: Encoding
+    index: int
 
 
 class _Imported(SavedState):
@@ -88,6 +127,7 @@ class _Imported(SavedState):
         weights: Mapping[str, str],
         constants: Mapping[str, np.ndarray],
         values: Mapping[str, np.ndarray],
+        encoded: Mapping[str, EncodedArray],
     ) -> None:
         """Take the place of a checkpoint.
 
@@ -97,12 +137,13 @@ class _Imported(SavedState):
           weights: the tensors of the file, by leaf.
           constants: the numbers of the others.
           values: of the small leaves, random keys as their data.
+          encoded: the arrays of weights that the program keeps in 8 or 4 bits.
         """
         self.folder, self.num_processes, self.data = file.path, 1, {}
         self.leaves = dict(leaves)
         self.keys: dict[str, str] = {}  # of the default implementation
         self.values = {"step": np.zeros((), np.int32), "skipped": np.zeros((), np.int32), **values}
-        self.records = StoredRecords(file, weights, constants)
+        self.records = StoredRecords(file, weights, constants, encoded)
 
     def check(self, *, checksums: bool, part: int = 0, num_parts: int = 1) -> None:
         """Do nothing: these formats hold no checksums of their own."""
@@ -134,7 +175,9 @@ def import_params(program: Program, path: str | os.PathLike[str] | Any, *, key: 
     file = open_weights(path) if isinstance(path, str | os.PathLike) else ArrayTree(path)
     state_leaves = leaves_of_program(program)
     try:
-        weights, leaves = _compare(file, [x for x in state_leaves if x.name.startswith("weights") and not x.is_derived])
+        here = [x for x in state_leaves if x.name.startswith("weights") and not x.is_derived]
+        weights, leaves = _compare(file, _as_given(here, program.layout.encodings))
+        encoded = _add_encoded(file, here, program.layout.encodings, weights, leaves)
     except CheckpointError as error:
         if isinstance(file, ArrayTree):
             raise ValueError(str(error)) from error
@@ -147,7 +190,7 @@ def import_params(program: Program, path: str | os.PathLike[str] | Any, *, key: 
             "grads and opt_state are on the device with update='after_backward', save it, and restore it here"
         )
     values = {"key": _data(state_key(key)), **_model_state(program, state_leaves, key)}
-    state = restore_state(program, _Imported(file, leaves, weights, constants, values))
+    state = restore_state(program, _Imported(file, leaves, weights, constants, values, encoded))
     return _initialised(program, state) if others else state
 
 
@@ -190,6 +233,47 @@ def _add_opt_state(
         constants[leaf.name] = np.zeros((), np.float32) if value is None else np.asarray(value)
         leaves[leaf.name] = SavedLeaf(leaf.shape, dtype, leaf.lead, bool(leaf.tiles), "")
     return constants, others
+
+
+def _as_given(state_leaves: Sequence[StateLeaf], encodings: Mapping[str, Encoding]) -> list[StateLeaf]:
+    """Return the leaves with each weight that rests encoded in the place of its arrays."""
+    given: dict[str, StateLeaf] = {}
+    for leaf in state_leaves:
+        if leaf.encodes:
+            shape = leaf.shape[: leaf.lead] + encodings[leaf.encodes].shape
+            leaf = dataclasses.replace(leaf, name=f"weights{leaf.encodes}", shape=shape)
+        given.setdefault(leaf.name, leaf)
+    return list(given.values())
+
+
+def _add_encoded(
+    file: WeightFile,
+    state_leaves: Sequence[StateLeaf],
+    encodings: Mapping[str, Encoding],
+    weights: Mapping[str, str],
+    leaves: dict[str, SavedLeaf],
+) -> dict[str, EncodedArray]:
+    """Say what the arrays of weights that rest encoded are made of; they replace these weights in `leaves`.
+
+    Raises:
+      CheckpointError: such a weight is in tiles.
+    """
+    encoded: dict[str, EncodedArray] = {}
+    counts: dict[str, int] = {}
+    for leaf in state_leaves:
+        if not leaf.encodes:
+            continue
+        name, encoding = f"weights{leaf.encodes}", encodings[leaf.encodes]
+        saved = leaves.pop(name, None)
+        if saved is not None and saved.shape != leaf.shape[: leaf.lead] + encoding.shape:
+            raise CheckpointError(
+                f"{file.path}: {weights[name]} is in tiles {list(saved.shape)}, and frozen_dtype={encoding.layout.format!r} "
+                "encodes whole weights: join its tiles first, or use frozen_dtype=None"
+            )
+        index = counts[name] = counts.get(name, -1) + 1
+        encoded[leaf.name] = EncodedArray(weights[name], encoding, index)
+        leaves[leaf.name] = SavedLeaf(leaf.shape, np.dtype(leaf.dtype).name, leaf.lead, False, "")
+    return encoded
 
 
 def _model_state(program: Program, state_leaves: Sequence[StateLeaf], key: jax.Array) -> dict[str, np.ndarray]:

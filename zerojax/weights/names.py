@@ -19,7 +19,7 @@ import numpy as np
 
 from host_offload.disk import numpy_dtype
 from host_offload.fields import Field, FieldError, parse_json
-from zerojax.checkpoint import CheckpointError, SavedState
+from zerojax.checkpoint import ENCODED, CheckpointError, SavedState
 
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """What weights may be written in, and its name in safetensors."""
@@ -60,6 +60,12 @@ def weights_of(saved: SavedState, ema: bool = False) -> dict[tuple[str, ...], st
     for name in saved.leaves:
         if not name.startswith(_WEIGHTS):
             continue
+        if ENCODED in name and name in frozen:
+            weight, _, array = name.partition(ENCODED)
+            raise CheckpointError(
+                f"{saved.folder}: {weight} is frozen, and rests in {array.split('.')[0]}, "
+                "which other formats do not hold: program.iter_params(state) gives it decoded, piece by piece"
+            )
         path = path_of(name)
         if not path:
             raise CheckpointError(f"{saved.folder}: its parameters are one array, which has no name: put it into a dict")

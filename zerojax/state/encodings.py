@@ -1,0 +1,171 @@
+"""Frozen weights that rest in 8 or 4 bits: which leaves do, how each is split, and how it is made and read.
+
+    rest      Encoded(codes[A, (B C)_fsdp], scales[..], ..)       in the place of the leaf W[A, B_fsdp, C]
+    use       decode(all_gather(codes, scales, ..))               W[A, B, C] in the compute dtype, a layer at a time
+
+Each encoded array is a frozen leaf of its own to whatever stores, moves, gathers, saves or counts it. What knows of the weight
+is where one is made (`Encodings.encode`, of a layer's float32 leaves, on each device's shard) and where it is used (`decoded`,
+of gathered arrays). `pallas_kernels.storage` is the codec.
+"""
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from pallas_kernels import storage
+from pallas_kernels.storage import Encoded
+from zerojax.models import LayeredModel, Model
+from zerojax.sharding import LeafSpec, Spec, axes_of, named
+
+logger = logging.getLogger("zerojax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoding:
+    """How one leaf is encoded.
+
+    Attributes:
+      layout: how it lies in its arrays.
+      shape: of the leaf: of one layer, where layers are stacked.
+      spec: of the same as it rests.
+      mesh: the device mesh.
+      lead: 1 for a stack of layers, else 0.
+      num_layers: of a stack.
+    """
+
+    layout: storage.Layout
+    shape: tuple[int, ...]
+    spec: Spec
+    mesh: Mesh
+    lead: int
+    num_layers: int
+
+    def encode(self, w: Any) -> Encoded:
+        """Return one layer's leaf, or one that is no stack, encoded: each device its own shard."""
+        w = jax.lax.with_sharding_constraint(jnp.asarray(w, jnp.float32), named(self.mesh, self.spec))
+        # XLA's form on shards by hand: the partitioner need not see through the reshapes.
+        encode = functools.partial(storage.encode, layout=self.layout, implementation="xla")
+        out_specs = PartitionSpec(*storage.encoded_spec(self.layout, self.spec))
+        specs: dict[str, Any] = {"in_specs": PartitionSpec(*self.spec), "out_specs": out_specs}
+        return jax.shard_map(encode, mesh=self.mesh, check_vma=False, **specs)(w)
+
+    def encode_here(self, w: np.ndarray) -> list[np.ndarray]:
+        """Return the arrays of a weight, whole, or of some of its layers; on one device of this process."""
+        device = jax.local_devices()[0]
+        # The program's mesh may be set here, and need not have this device.
+        with jax.set_mesh(Mesh(np.asarray([device]), ("device",))):
+            return [np.asarray(a) for a in jax.tree.leaves(_encode_jit(jax.device_put(w, device), layout=self.layout))]
+
+    @property
+    def abstract(self) -> Encoded:
+        """The shapes of its arrays, all layers'."""
+        return storage.abstract_encoded(self.layout, ((self.num_layers,) if self.lead else ()) + self.shape)
+
+    def leaf_spec(self, spec: LeafSpec, sharded: bool) -> LeafSpec:
+        """Return how the mesh splits each array, given how it would split the leaf, and whether it does."""
+        base, stored = (storage.encoded_spec(self.layout, s) for s in (spec.base, spec.sharded if sharded else spec.base))
+        return LeafSpec(base, stored, spec.replicated)
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _encode_jit(w: jax.Array, layout: storage.Layout) -> Encoded:
+    return storage.encode(w, layout, "xla")
+
+
+def choose_encodings(
+    format: storage.Format,
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    specs: Mapping[str, Spec],
+    stacked: Sequence[str],
+    mesh: Mesh,
+) -> dict[str, Encoding]:
+    """Return how frozen leaves are encoded, by path. Those that no layout serves keep their dtype, which is logged once.
+
+    Args:
+      format: "int8" or "nf4".
+      leaves: the floating frozen ones.
+      specs: as they rest, all dims.
+      stacked: the paths of stacks of layers.
+      mesh: the device mesh.
+    """
+    encodings, kept = {}, []
+    for path, leaf in leaves.items():
+        lead = int(path in stacked)
+        shape, spec = tuple(leaf.shape[lead:]), tuple(specs[path][lead:])
+        shards = tuple(math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec)
+        if (why := storage.refusal(format, shape, shards)) is not None:
+            kept.append((path, leaf, why))
+            continue
+        layout = storage.choose_layout(format, shape, shards)
+        encodings[path] = Encoding(layout, shape, spec, mesh, lead, leaf.shape[0] if lead else 1)
+    if kept:
+        path, leaf, why = max(kept, key=lambda item: item[1].size)
+        logger.info(
+            "frozen_dtype=%r: %d of %d frozen leaves, %d of %d elements, stay in %s: such as %s: %s",
+            format, len(kept), len(leaves), sum(leaf.size for _, leaf, _ in kept), sum(a.size for a in leaves.values()),
+            leaf.dtype, path, why,
+        )  # fmt: skip
+    return encodings
+
+
+def encode_tree(encodings: Mapping[str, Encoding], params: Any, *part: str) -> Any:
+    """Return parameters with `Encoded` in the place of leaves that rest encoded.
+
+    Args:
+      encodings: by path.
+      params: the whole tree of a Model; of a LayeredModel a part, such as one layer's.
+      part: the key of that part.
+    """
+    if not encodings:
+        return params
+    before = tuple(jax.tree_util.DictKey(key) for key in part)
+
+    def one(path: Any, leaf: Any) -> Any:
+        encoding = encodings.get(jax.tree_util.keystr((*before, *path)))
+        return leaf if encoding is None else encoding.encode(leaf)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def is_encoded(node: Any) -> bool:
+    """Tell whether a node of a parameter tree is a weight in 8 or 4 bits."""
+    return isinstance(node, Encoded)
+
+
+def decoded(params: Any, dtype: Any) -> Any:
+    """Return parameters whose encoded leaves are decoded."""
+    # XLA's form keeps the dims as they are, so that what is split stays so, without communication.
+    decode = lambda leaf: storage.decode(leaf, dtype, "xla") if is_encoded(leaf) else leaf  # noqa: E731
+    return jax.tree.map(decode, params, is_leaf=is_encoded)
+
+
+def decoding_model(model: LayeredModel, dtype: Any) -> LayeredModel:
+    """Return a model whose functions take encoded leaves, and decode them."""
+
+    def embed(p: Any, *args: Any) -> Any:
+        return model.embed(decoded(p, dtype), *args)
+
+    def block(p: Any, *args: Any) -> Any:
+        return model.block(decoded(p, dtype), *args)
+
+    def head(p: Any, p_embed: Any, *args: Any) -> Any:
+        return model.head(decoded(p, dtype), decoded(p_embed, dtype), *args)
+
+    return dataclasses.replace(model, embed=embed, block=block, head=head)
+
+
+def check_tiles(model: Model | LayeredModel, format: str, encoded: Sequence[str], tiled: Sequence[str]) -> None:
+    """Raise NotImplementedError for stacks of tiles that would be encoded."""
+    if both := [path for path in encoded if path in tiled]:
+        raise NotImplementedError(
+            f"frozen_dtype={format!r} is not built for frozen stacks of tiles, and {both[0]} is one: leave frozen_dtype=None, "
+            f"or give the {type(model).__name__} no `tiles` for it"
+        )
