@@ -68,7 +68,11 @@ def init_embed(key):
     return {"table": jax.random.normal(key, (VOCAB, HIDDEN))}
 
 
-MODEL = zj.LayeredModel(LAYERS, init_embed, embed, init_block, block, init_head, head, frozen=FROZEN)
+def predict(p, p_embed, x, batch):
+    return x @ p["out"].T + p["bias"]
+
+
+MODEL = zj.LayeredModel(LAYERS, init_embed, embed, init_block, block, init_head, head, frozen=FROZEN, predict=predict)
 
 
 def unrolled():
@@ -83,7 +87,10 @@ def unrolled():
             x = block(p, x, key)
         return head(params["head"], params["embed"], x, batch, key)
 
-    return zj.Model(init, loss, frozen={"embed": True, "blocks": [FROZEN["block"]] * LAYERS, "head": FROZEN["head"]})
+    predict = lambda params, batch: embed(params["embed"], batch, None)  # noqa: E731
+    return zj.Model(
+        init, loss, predict=predict, frozen={"embed": True, "blocks": [FROZEN["block"]] * LAYERS, "head": FROZEN["head"]}
+    )
 
 
 @functools.cache
@@ -159,6 +166,10 @@ def test_training_equals_that_of_the_decoded_weights(format, case, tmp_path):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), pieces[f"blocks/{layer}"], of_layer)
         for part in ("embed", "head"):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), pieces[part], plain[part])
+        x = np.asarray(plain["embed"]["table"])[batches()[0]["tokens"]]
+        for layer in range(LAYERS):
+            x = block(jax.tree.map(lambda a, layer=layer: a[layer], plain["blocks"]), x, None)
+        np.testing.assert_allclose(program.apply(state, batches()[0]), predict(plain["head"], None, x, None), atol=1e-3)
         if program.layout.disk is not None:
             moves, kinds = program._moves, program.layout.disk.kinds
             assert not [m for m in moves if m.writes and m.kind.startswith("frozen")]
@@ -212,5 +223,7 @@ def test_a_model_without_layers_decodes_each_weight_where_it_is_used(case, tmp_p
             losses.append(float(metrics["loss"]))
         np.testing.assert_allclose(losses, expected("nf4", program.config.stage == 3)[0], rtol=1e-5)
         assert program.gathered_early == ()
-        names = [name for name, _ in program.iter_params(state)]
-        assert names[0] == "['blocks'][0]['down']"
+        pieces = dict(program.iter_params(state))
+        assert next(iter(pieces)) == "['blocks'][0]['down']"
+        table = pieces["['embed']['table']"]
+        np.testing.assert_allclose(program.apply(state, batches()[0]), table[batches()[0]["tokens"]], rtol=1e-6)

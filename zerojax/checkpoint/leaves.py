@@ -125,7 +125,7 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
             tier="nvme" if on_disk else _tier(rest),
             lead=0 if param is None else param.lead,
             # A state of another shape than its weight's, such as a sum of rows, is no stack of tiles.
-            tiles=tiles.get(owner, False) if owner is not None and shape == tuple(layout.leaves[owner].shape) else False,
+            tiles=tiles.get(owner, False) if param is not None and owner is not None and shape == tuple(param.shape) else False,
             group="" if param is None else param.group,
             mirrors=owner is not None,
             is_derived=field == "params" and layout.has_master,

@@ -103,7 +103,11 @@ class ResidentStep:
     def apply(self, params: Any, model_state: Any, batch: Any, arrays: Array) -> Any:
         """Return what the model's `predict` does, without keys."""
         del arrays
-        predict = build_predict(self.model, ActivationSpec(self.layout.mesh).constrain)
+        layout, model = self.layout, self.model
+        model = layout.decoding(model) if isinstance(model, LayeredModel) else model
+        predict = build_predict(model, ActivationSpec(layout.mesh).constrain)
+        if layout.encodings and isinstance(model, Model):
+            return self._gather(lambda p, *args: predict(layout.decode(p), *args), params, batch, model_state)
         return self._gather(predict, params, batch, model_state)
 
     def grads(

@@ -159,7 +159,12 @@ def decoding_model(model: LayeredModel, dtype: Any) -> LayeredModel:
     def head(p: Any, p_embed: Any, *args: Any) -> Any:
         return model.head(decoded(p, dtype), decoded(p_embed, dtype), *args)
 
-    return dataclasses.replace(model, embed=embed, block=block, head=head)
+    def predict(p: Any, p_embed: Any, *args: Any) -> Any:
+        assert model.predict is not None
+        return model.predict(decoded(p, dtype), decoded(p_embed, dtype), *args)
+
+    outputs = None if model.predict is None else predict
+    return dataclasses.replace(model, embed=embed, block=block, head=head, predict=outputs)
 
 
 def check_tiles(model: Model | LayeredModel, format: str, encoded: Sequence[str], tiled: Sequence[str]) -> None:
