@@ -136,4 +136,5 @@ def test_a_base_in_8_or_4_bits_is_gathered_encoded_and_no_decoded_copy_is_kept(f
         assert 2 <= read <= 2.02
     gathered = hlo.collective_bytes(text, unknown_trips=1, least_bytes=1024).get("all-gather", 0)
     count = program.config.num_microbatches if name == "remat" else 1
-    assert gathered <= (2 * held * count * (LAYERS * BASE + 2 * ends) + 8 * count * LAYERS * ADAPTERS) * (shards > 1)
+    codes = 2 * held * count * (LAYERS * BASE + 2 * ends) if shards > 1 else 0
+    assert gathered <= codes + 8 * count * LAYERS * ADAPTERS  # stages 1 and 2 gather the updated adapters
