@@ -6,6 +6,7 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -143,3 +144,21 @@ def test_averages_are_exported_beside_the_base_that_needs_none(tmp_path):
         zj.export_safetensors(directory, path, ema=True)
         imported = zj.import_params(program, path, key=jax.random.key(0))
         assert_same(weights(program, imported), averages)
+
+
+def test_a_checkpoint_of_other_frozen_weights_names_them_and_the_repair(tmp_path):
+    def build(frozen):
+        init = lambda key: {"a": jnp.ones(8), "b": jnp.ones(8)}  # noqa: E731
+        loss = lambda p, batch, key: jnp.mean(batch["x"] @ (p["a"] * p["b"]))  # noqa: E731
+        model = zj.Model(init, loss, frozen=frozen)
+        return zj.build_train_step(model, optax.adam(0.1), zj.ZeroConfig(stage=1), zj.make_mesh(fsdp=8))
+
+    program = build({"a": True, "b": False})
+    with zj.Checkpointer(tmp_path / "run") as checkpoint:
+        checkpoint.save(program, program.init(jax.random.key(0)))
+        checkpoint.wait()
+        words = r"frozen here alone: weights\['b'\]; frozen in the checkpoint alone: weights\['a'\]. Restore it with the same"
+        with pytest.raises(zj.CheckpointError, match=words):
+            checkpoint.restore(build({"a": False, "b": True}))
+        with pytest.raises(zj.CheckpointError, match="frozen in the checkpoint alone"):
+            checkpoint.restore(build(None))

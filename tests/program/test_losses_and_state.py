@@ -139,7 +139,7 @@ def test_a_state_keeps_its_form_and_a_weight_does_not_read_it():
     count = lambda key: {"n": jnp.int32(0)}  # noqa: E731
     with pytest.raises(ValueError, match=r"the loss must return its state in the structure.*\['n'\].*int32.*float32"):
         build(simple(lambda p, b, k, s: (mean(p, b), {"n": s["n"] + 0.5}), init_state=count))
-    with pytest.raises(ValueError, match=r"the loss must return \(result, new state\)"):
+    with pytest.raises(ValueError, match=r"the loss must return \(result, new state\), such as \(\(loss, aux\), new state\)"):
         build(simple(lambda p, b, k, s: mean(p, b), init_state=count))
     batch, config = {"x": np.ones((16, 8), np.float32)}, zj.ZeroConfig(stage=1, num_microbatches=2)
     model = simple(lambda p, b, k, s: (zj.Loss(mean(p, b), 1.0 + s["n"]), {"n": s["n"] + 1}), init_state=count)
@@ -176,7 +176,29 @@ def test_a_blocks_loss_has_no_weight_and_names_of_its_own():
         zj.build_train_step(block_with(metrics={"accuracy": 1.0}), TX, zj.ZeroConfig(), zj.make_mesh(fsdp=8), batch=batch)
 
 
+def test_what_no_weight_counts_is_nothing():
+    model = simple(lambda p, b, k: zj.Loss(mean(p, b), b["x"].sum() - 64, {"of_none": zj.Loss(mean(p, b), 0.0)}))
+    program, batch = build(model)
+    _, metrics = program.step(program.init(jax.random.key(0)), batch)
+    assert float(metrics["loss"]) == float(metrics["grad_norm"]) == float(metrics["of_none"]) == 0
+    assert float(metrics["grads_finite"]) == 1
+
+
+def test_a_block_that_returns_a_scalar_or_takes_too_little_is_told_so():
+    (batch,) = toys.batches(1)
+    scalar = dataclasses.replace(toys.layered(), block=lambda p, x, key: (toys.block(p, x, key), x.mean()))
+    with pytest.raises(ValueError, match=r"returns \(x, zerojax.Loss"):
+        zj.build_train_step(scalar, TX, zj.ZeroConfig(stage=0), zj.make_mesh(fsdp=8), batch=batch)
+    with pytest.raises(ValueError, match=r"called as block\(p, x, key, context, layer\) .* it is block\(p: .*, x: .*, key"):
+        dataclasses.replace(toys.layered(), context=lambda batch: batch)
+    with pytest.raises(ValueError, match="context must be a function of the batch, got dict"):
+        dataclasses.replace(full_model.model(), context={})
+
+
 def test_per_layer_and_init_state_are_checked_when_the_model_is_made():
+    for wrong in (lambda key: {}, {"embed": {"n": 0}}):
+        with pytest.raises(ValueError, match="init_state must be a dict of functions"):
+            dataclasses.replace(full_model.model(), init_state=wrong)
     with pytest.raises(ValueError, match=r"per_layer\['scale'\] has shape \(2,\): dim 0 counts the layers.*are 3"):
         dataclasses.replace(full_model.model(), per_layer={"scale": np.ones(2)})
     with pytest.raises(ValueError, match=r"init_state has keys \['blocks'\]"):

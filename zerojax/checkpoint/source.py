@@ -135,7 +135,7 @@ def find_sources(leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: L
     if differences:
         raise CheckpointError(
             f"the checkpoint {saved.folder} is of another model, optimizer or setting. It holds: {first_few(differences)}"
-            f"{_why_encoded(differences)}"
+            f"{_why_encoded(differences) or (_frozen_differences(leaves, saved) if saved.has_opt_state else '')}"
         )
     return sources
 
@@ -148,6 +148,22 @@ def _why_encoded(differences: Sequence[str]) -> str:
         ". Frozen weights in 8 or 4 bits are restored bit for bit or not at all: under the frozen_dtype that they were saved "
         "with, at a stage and on a mesh whose shards hold the same blocks. Restore them there, or import the base anew by "
         "zerojax.import_params"
+    )
+
+
+def _frozen_differences(leaves: Sequence[StateLeaf], saved: SavedState) -> str:
+    """Return what to say where other weights are frozen here than in a checkpoint, or nothing."""
+    here, there = {leaf.name for leaf in leaves if leaf.is_frozen}, saved.frozen
+    if here == there:
+        return ""
+    parts = [
+        f"frozen {where} alone: {first_few(sorted(names))}"
+        for where, names in (("here", here - there), ("in the checkpoint", there - here))
+        if names
+    ]
+    return (
+        f". Other weights are frozen: {'; '.join(parts)}. Restore it with the same `frozen`; or export its weights "
+        "(zerojax.export_safetensors) and import them, for a fresh optimizer state"
     )
 
 
@@ -188,7 +204,9 @@ def _source(
     # Without a pending update its gradients are never read, so zeros will do.
     if value is None and not name.startswith("pending.grads"):
         differences.append(f"no {name} {list(leaf.shape)}")
-    return LeafSource(leaf, saved, value=np.zeros((), leaf.dtype) if value is None else value)
+    # Zeros stand in until all differences are raised; numpy has no dtype of random keys.
+    dtype = np.uint32 if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else leaf.dtype
+    return LeafSource(leaf, saved, value=np.zeros((), dtype) if value is None else value)
 
 
 def _retiled(leaf: StateLeaf, shapes: Mapping[str, tuple[int, ...]], saved: SavedState) -> Retiled:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zerojax.models.model import BLOCKS, LayeredModel, Model, Params
 
@@ -39,9 +40,9 @@ def frozen_flags(model: Model | LayeredModel, abstract_params: Params) -> Any:
         )
     flags = _named(model, abstract_params)
     for name, flag in zip(names, flags, strict=True):
-        if not isinstance(flag, bool):
+        if not isinstance(flag, bool | np.bool_):
             raise ValueError(f"frozen holds {flag!r} for {name}: True or False is needed")
-    flags = [flag or kind is not jnp.floating for flag, kind in zip(flags, kinds, strict=True)]
+    flags = [bool(flag) or kind is not jnp.floating for flag, kind in zip(flags, kinds, strict=True)]
     if all(flags):
         raise ValueError(
             f"all {len(flags)} parameter leaves are frozen, so that nothing is left to train: `frozen` of the model is True, "
@@ -52,7 +53,7 @@ def frozen_flags(model: Model | LayeredModel, abstract_params: Params) -> Any:
 
 def _named(model: Model | LayeredModel, params: Params) -> list[Any]:
     """Return what `model.frozen` says of each leaf."""
-    frozen = model.frozen
+    frozen = False if model.frozen is None else model.frozen
     if isinstance(model, LayeredModel) and isinstance(frozen, Mapping):
         if unknown := sorted(set(frozen) - set(_PARTS), key=str):
             raise ValueError(f"frozen has keys {unknown}: they may be 'embed', 'block' and 'head'")
@@ -64,6 +65,7 @@ def _named(model: Model | LayeredModel, params: Params) -> list[Any]:
         flags = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), frozen, params)
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(
-            f"frozen must mirror the parameters (those of one layer for 'block'), or be a prefix of them: {e}"
+            "frozen must mirror the parameters (those of one layer for 'block', which are 'blocks' here), or be a prefix of "
+            f"them: {e}"
         ) from e
     return jax.tree.leaves(flags)

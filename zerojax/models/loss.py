@@ -28,7 +28,8 @@ class Loss:
     Attributes:
       total: f[], summed over whatever the weight counts. Of a block: what it adds to the loss, a mean.
       weight: f[], not negative, such as the number of tokens that count; a constant to the derivative. None: `total` is a mean,
-        and microbatches count alike. Where all weights are 0 the loss is `total`, which is 0 if nothing was summed.
+        and microbatches count alike. Where all weights are 0 the loss is 0, and so is its gradient: the optimizer still makes
+        a step, with what it decays.
       metrics: by name, a tree of arrays, averaged over microbatches (and layers, of a block), each a `Loss` of its own where
         another weight applies.
     """
@@ -83,7 +84,7 @@ def as_loss(out: Any, what: str = "the loss") -> Loss:
     if isinstance(out, tuple) and len(out) == 2 and not isinstance(out[0], tuple | list | Mapping):
         if isinstance(out[0], Loss):
             raise ValueError(f"{what} returned (zj.Loss, aux): metrics of a zj.Loss are its third field")
-        aux = out[1]
+        aux = {} if out[1] is None else out[1]
         is_named = isinstance(aux, Mapping) and all(isinstance(name, str) for name in aux)
         out = Loss(out[0], None, aux if is_named else {"aux": aux})
     if not isinstance(out, Loss):
@@ -131,8 +132,8 @@ def _weighed(a: Any, name: str) -> Loss:
 
 
 def quotient(total: Array, weight: Array) -> Array:
-    """Return total / weight; `total` where the weight is 0, so that a sum of nothing is 0 and not NaN."""
-    return total / jnp.where(weight == 0, 1, weight)
+    """Return total / weight; 0 where the weight is 0, and so is the derivative: what has no weight counts for nothing."""
+    return jnp.where(weight == 0, 0, total) / jnp.where(weight == 0, 1, weight)
 
 
 def summed(stacked: Any) -> Any:

@@ -8,6 +8,7 @@ A `Model` is any traced loss. A `LayeredModel` names its layers. Streaming, per-
 """
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -105,14 +106,42 @@ class LayeredModel:
             raise ValueError(f"num_layers={self.num_layers!r}: an integer of at least 1 is needed")
         if self.specs is not None and set(self.specs) - {"embed", "block", "head"}:
             raise ValueError(f"specs has keys {sorted(self.specs)}: they may be 'embed', 'block' and 'head'")
+        if self.init_state is not None and not (
+            isinstance(self.init_state, Mapping) and all(callable(init) for init in self.init_state.values())
+        ):
+            raise ValueError(
+                'init_state must be a dict of functions, {"embed": init, "block": init, "head": init}, of the parts that have '
+                f"state: each is init(key) -> state; got {self.init_state!r}"
+            )
         if self.init_state is not None and set(self.init_state) - {"embed", "block", "head"}:
             raise ValueError(f"init_state has keys {sorted(self.init_state)}: they may be 'embed', 'block' and 'head'")
+        if self.context is not None and not callable(self.context):
+            raise ValueError(f"context must be a function of the batch, got {type(self.context).__name__}")
+        self._check_block_call()
         for path, a in jax.tree_util.tree_flatten_with_path(self.per_layer)[0]:
             if jnp.shape(a)[:1] != (self.num_layers,):
                 raise ValueError(
                     f"per_layer{jax.tree_util.keystr(path)} has shape {jnp.shape(a)}: dim 0 counts the layers, of which there "
                     f"are {self.num_layers}"
                 )
+
+    def _check_block_call(self) -> None:
+        """Raise ValueError for a block that does not take what blocks of this model are given."""
+        names = ["p", "x", "key"]
+        if self.context is not None or self.per_layer is not None:
+            names += ["context", "layer"]
+        names += ["state"] if "block" in (self.init_state or {}) else []
+        try:
+            signature = inspect.signature(self.block)
+        except (TypeError, ValueError):  # a callable that tells none
+            return
+        try:
+            signature.bind(*names)
+        except TypeError as error:
+            raise ValueError(
+                f"block is called as block({', '.join(names)}) in a model with this context, per_layer and init_state, and it "
+                f"is block{signature}"
+            ) from error
 
 
 BLOCKS = "blocks"

@@ -10,6 +10,7 @@ Users' functions return a scalar, (scalar, aux) or a `Loss`, and take a state on
     state      this layer's slice of the blocks' state
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -70,7 +71,10 @@ def call_block(model: LayeredModel, p: Params, x: Any, key: Key, given: Given) -
             "a block's zj.Loss has a weight: what a block adds to the loss is a mean, and is averaged over microbatches; "
             "leave weight=None, and divide the total by it"
         )
-    return BlockOutput(out[0], as_loss(out[1], "what a block adds to the loss"), state)
+    total = out[1].total
+    # A block that has metrics alone adds a plain 0.
+    added = dataclasses.replace(out[1], total=jnp.float32(total)) if isinstance(total, int | float) else out[1]
+    return BlockOutput(out[0], as_loss(added, "what a block adds to the loss"), state)
 
 
 def call_embed(model: LayeredModel, p: Params, batch: Batch, key: Key, state: State) -> tuple[Any, State]:
@@ -100,7 +104,9 @@ def call_predict(model: LayeredModel, p: Params, p_embed: Params, x: Any, batch:
 def _with_state(out: Any, before: State, what: str) -> tuple[Any, State]:
     """Return a result and the new state."""
     if not isinstance(out, tuple) or len(out) != 2:
-        raise ValueError(f"{what} must return (result, new state), since the model has init_state; got {type(out).__name__}")
+        form = "((loss, aux), new state)" if what == "the loss" else "(result, new state)"
+        got = f"a tuple of {len(out)}" if isinstance(out, tuple) else "something else"
+        raise ValueError(f"{what} must return (result, new state), such as {form}, since the model has init_state; got {got}")
     check_state(before, out[1], what)
     return out
 
@@ -259,6 +265,11 @@ def check_block(model: LayeredModel, params: Params, x: Any, key: Any, given: Gi
     out = jax.eval_shape(lambda *args: call_block(model, *args), params, x, key, given)
     before, after = (jax.tree.map(lambda a: (a.shape, a.dtype.name), t) for t in (x, out.x))
     if before != after:
+        if isinstance(out.x, tuple) and len(out.x) == 2 and jax.tree.structure(out.x[0]) == jax.tree.structure(x):
+            raise ValueError(
+                "a block that returns more than it takes returns (x, zerojax.Loss(total, metrics={...})): what it adds to the "
+                f"loss, and its metrics; it returned {after} for {before}"
+            )
         raise ValueError(
             f"a block must return what it takes: x is {before} before and {after} after; "
             "cast x to the compute dtype in embed, or the result in block"
