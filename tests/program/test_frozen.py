@@ -266,7 +266,7 @@ def test_tiles_of_the_base_are_records(case, tmp_path):
         ({"block": {"w9": True}}, {}, ValueError, "must mirror the parameters"),
         ({"block": {"w1": 1}}, {}, ValueError, "must mirror the parameters"),
         ({"head": 1}, {}, ValueError, "frozen holds 1 for .*True or False"),
-        (None, {}, ValueError, "a dict with some of the keys"),
+        ("head", {}, ValueError, "a dict with some of the keys"),
         (FROZEN, {"stage": 2, "frozen": HOST}, ValueError, "frozen='pinned_host' needs stage=3"),
         (FROZEN, {"frozen": "disk"}, ValueError, "frozen='disk' is unknown"),
         (FROZEN, {"frozen_dtype": "int4"}, ValueError, "frozen_dtype='int4' is unknown"),
