@@ -208,9 +208,9 @@ def batch(size: int = 8) -> Any:
 
 
 def cases():
-    """Every model at stage 3; without `-m exhaustive` in turn saved or recomputed, and every fourth at stage 1 too."""
+    """Every model at stage 3; without `-m exhaustive` in turn saved or recomputed, and every eighth at stage 1 too."""
     for number, name in enumerate(CASES):
-        yield pytest.param(name, 1, "save", marks=[pytest.mark.exhaustive] if number % 4 else [])
+        yield pytest.param(name, 1, "save", marks=[pytest.mark.exhaustive] if number % 8 else [])
         yield pytest.param(name, 3, "remat", marks=[] if number % 2 else [pytest.mark.exhaustive])
         yield pytest.param(name, 3, "save", marks=[pytest.mark.exhaustive] if number % 2 else [])
 

@@ -266,7 +266,7 @@ def dropout_models() -> dict[str, Any]:
     return {"nnx_model": gpt.unrolled_gpt(c), "nnx_layered": gpt.layered_gpt(c), "linen_layered": linen_layered(0.5)}
 
 
-@pytest.mark.by_default("nnx_layered-remat", "linen_layered-remat")
+@pytest.mark.by_default("nnx_layered-remat")
 @pytest.mark.parametrize(
     ("name", "activations"),
     [

@@ -84,7 +84,7 @@ def fifo(path):
     os.mkfifo(path)
 
 
-@pytest.mark.by_default("remove-tensorstore", "flip-direct", "fifo-direct", "fifo-tensorstore")
+@pytest.mark.by_default("flip-direct", "fifo-direct", "fifo-tensorstore")
 @pytest.mark.parametrize("io", ["direct", "tensorstore"])
 @pytest.mark.parametrize("damage", [cut, remove, flip, fifo])
 def test_a_damaged_record_is_named_and_the_state_is_lost(opened, damage, io):
@@ -306,15 +306,15 @@ def steps_of(program, state, batch, steps):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
-@pytest.mark.parametrize("steps", [40, pytest.param(300, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("steps", [24, pytest.param(300, marks=pytest.mark.exhaustive)])
 def test_many_steps_on_many_devices_grow_nothing(tmp_path, steps):
     """On 8 devices: no hang, and no growth of threads, descriptors or memory."""
     batch = toys.batches(1)[0]
     others = own_threads()
     with build(tmp_path, devices=8, update="in_backward") as program:
         state = program.init(jax.random.key(0))
-        state, before = steps_of(program, state, batch, 15)
-        state, after = steps_of(program, state, batch, steps - 15)
+        state, before = steps_of(program, state, batch, 9)
+        state, after = steps_of(program, state, batch, steps - 9)
         assert after[:2] == before[:2]
         assert after[2] - before[2] < 16 << 20
     assert own_threads() == others
