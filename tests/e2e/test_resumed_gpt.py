@@ -1,6 +1,9 @@
 """The example, stopped by a signal, goes on from its last step to the losses of a run that was not stopped."""
 
+import gzip
+import json
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -12,13 +15,14 @@ import pytest
 import test_train_gpt as t
 
 pytestmark = pytest.mark.xdist_group("resumed_gpt")
-STEPS = 40
+STEPS = 24
 NAMES = ("train/loss", "validation/loss")
 
 
-def arguments(folder: pathlib.Path, text: str) -> list[str]:
-    """Return what all runs share; a line of progress comes at each step."""
-    sizes = ["--steps", str(STEPS), "--seq", "32", "--batch-size", "8", "--eval-every", "3", "--sample-bytes", "0"]
+def arguments(folder: pathlib.Path, text: str, sample_bytes: int = 0) -> list[str]:
+    """Return what all runs share; at the default learning rate so short a run would be unstable, and magnify rounding."""
+    sizes = ["--steps", str(STEPS), "--seq", "32", "--batch-size", "8", "--eval-every", "3", "--learning-rate", "3e-4"]
+    sizes += ["--sample-bytes", str(sample_bytes)]
     return ["--data", text, *sizes, "--logdir", str(folder / "log")]
 
 
@@ -67,12 +71,12 @@ def stopped(folder: pathlib.Path, text: str, number: int, processes: int = 1) ->
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The text, and the figures of a run that is not stopped."""
+    """The text, the figures of a run that is not stopped, and what it printed."""
     folder = tmp_path_factory.mktemp("whole")
     text = t.folder(folder)
-    done = t.run(folder, *arguments(folder, text), "--devices", "2")
+    done = t.run(folder, *arguments(folder, text, sample_bytes=20), "--devices", "2")
     assert done.returncode == 0, done.stderr
-    return text, figures(folder)[0]
+    return text, figures(folder)[0], done.stdout
 
 
 def resumed(folder: pathlib.Path, text: str, step: int) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
@@ -90,7 +94,7 @@ def resumed(folder: pathlib.Path, text: str, step: int) -> tuple[dict[str, dict[
 
 @pytest.mark.exhaustive  # by default test_kill.py compares the losses bit for bit, and the test below stops a run
 def test_an_interrupted_run_goes_on_to_the_same_losses(tmp_path, whole):
-    text, expected = whole
+    text, expected, _ = whole
     step = stopped(tmp_path, text, signal.SIGINT)
     assert 4 <= step < STEPS
     refused = t.run(tmp_path, *arguments(tmp_path, text), *saving(tmp_path))
@@ -104,7 +108,7 @@ def test_an_interrupted_run_goes_on_to_the_same_losses(tmp_path, whole):
 
 def test_processes_stop_at_one_step_and_one_process_goes_on(tmp_path, whole):
     """The signal comes to one of two; the iterator of one is put where theirs were."""
-    text, expected = whole
+    text, expected, _ = whole
     step = stopped(tmp_path, text, signal.SIGTERM, processes=2)
     assert 4 <= step < STEPS
     for found in resumed(tmp_path, text, step):
@@ -112,6 +116,33 @@ def test_processes_stop_at_one_step_and_one_process_goes_on(tmp_path, whole):
             np.testing.assert_allclose(
                 list(found[name].values()), [expected[name][s] for s in found[name]], rtol=1e-4, err_msg=name
             )
+
+
+def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path, whole):
+    """Losses, validation and the sampled text are the same; the lines tell of the disk, and nothing stays on it."""
+    text, expected, in_memory = whole
+    (swap := tmp_path / "swap").mkdir()
+    trace = tmp_path / "trace.json.gz"
+    tiers = ["--params", "nvme", "--opt-state", "nvme", "--swap-dir", str(swap), "--swap-trace", str(trace)]
+    done = t.run(tmp_path, *arguments(tmp_path, text, sample_bytes=20), *tiers, "--devices", "2")
+    assert done.returncode == 0, done.stderr
+    (found,) = figures(tmp_path)
+    for name, count in zip(NAMES, (STEPS, STEPS // 3), strict=True):
+        assert found[name].keys() == expected[name].keys()
+        assert len(found[name]) == count
+        np.testing.assert_allclose(list(found[name].values()), list(expected[name].values()), rtol=0, atol=1e-5)
+    assert done.stdout.split("--- sample ---")[1] == in_memory.split("--- sample ---")[1]
+    assert "stall" not in in_memory
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step")]
+    for line in lines[1:]:
+        told = re.search(r"stall (\d+) %  (\d+\.\d\d) GB/s swapped", line)
+        assert told, line
+        assert int(told[1]) <= 100
+        assert float(told[2]) > 0
+    assert not [path for path in swap.iterdir() if path.is_dir()]
+    drawn = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    runs = [event["name"].split()[0] for event in drawn if event.get("cat") == "steps"]
+    assert runs == ["step"] * 3 + ["eval"] * runs.count("eval")
 
 
 def test_resume_needs_a_directory(tmp_path):

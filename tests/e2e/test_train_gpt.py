@@ -1,10 +1,7 @@
 """The example trains, reports and samples; its text is deterministic and its iterator can be resumed."""
 
-import gzip
-import json
 import os
 import pathlib
-import re
 import socket
 import struct
 import subprocess
@@ -39,7 +36,7 @@ def folder(tmp_path: pathlib.Path) -> str:
     return str(text)
 
 
-@pytest.mark.exhaustive  # by default the test of states on disk reads a folder, and samples
+@pytest.mark.exhaustive  # by default the runs of test_resumed_gpt.py read a folder, and sample
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -86,42 +83,6 @@ def events(path: pathlib.Path, name: str) -> dict[int, float]:
                 found[event.step] = value.simple_value
         start += size + 16
     return found
-
-
-def scalars(log: pathlib.Path, name: str) -> list[float]:
-    """Return the values of a figure from the folder's only event file."""
-    (path,) = log.glob("events.out.tfevents.*")
-    return list(events(path, name).values())
-
-
-def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path):
-    """Losses, validation and the sampled text are the same; the line tells of the disk, and nothing stays on it."""
-    text, swap = folder(tmp_path), tmp_path / "swap"
-    swap.mkdir()
-    sizes = ["--data", text, "--devices", "2", "--steps", "8", "--seq", "32", "--batch-size", "8", "--eval-every", "4"]
-    lines, figures, samples = [], [], []
-    trace = tmp_path / "trace.json.gz"
-    for flags in ([], ["--params", "nvme", "--opt-state", "nvme", "--swap-dir", str(swap), "--swap-trace", str(trace)]):
-        log = tmp_path / f"log{len(figures)}"
-        done = run(tmp_path, *sizes, "--sample-bytes", "20", *flags, "--logdir", str(log))
-        assert done.returncode == 0, done.stderr
-        lines.append([line for line in done.stdout.splitlines() if line.startswith("step")])
-        figures.append({name: scalars(log, name) for name in ("train/loss", "validation/loss")})
-        samples.append(done.stdout.split("--- sample ---")[1])
-    assert [len(figures[1][name]) for name in figures[1]] == [8, 2]
-    for name in figures[0]:
-        np.testing.assert_allclose(figures[1][name], figures[0][name], rtol=0, atol=1e-5)
-    assert samples[1] == samples[0]
-    assert "stall" not in "".join(lines[0])
-    for line in lines[1][1:]:
-        found = re.search(r"stall (\d+) %  (\d+\.\d\d) GB/s swapped", line)
-        assert found, line
-        assert int(found[1]) <= 100
-        assert float(found[2]) > 0
-    assert not [path for path in swap.iterdir() if path.is_dir()]
-    drawn = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    runs = [event["name"].split()[0] for event in drawn if event.get("cat") == "steps"]
-    assert runs == ["step"] * 3 + ["eval"] * runs.count("eval")
 
 
 def start_two(tmp_path: pathlib.Path, *arguments: str) -> list[subprocess.Popen[str]]:

@@ -25,9 +25,7 @@ def cases():
     """Every combination; a sixth of them, with every pair of values but those of stage and mesh, without `-m exhaustive`."""
     for places in itertools.product(*(range(len(axis)) for axis in AXES)):
         values = [axis[place] for axis, place in zip(AXES, places, strict=True)]
-        kind, stage, mesh, count = places
-        quick = places in QUICK
-        yield pytest.param(*values, marks=[] if quick else [pytest.mark.exhaustive])
+        yield pytest.param(*values, marks=[] if places in QUICK else [pytest.mark.exhaustive])
 
 
 def test_quick_cases_have_every_pair():
