@@ -52,7 +52,8 @@ def restored_alike(checkpoints, source: Place, target: Place, tmp_path: pathlib.
 
 
 SOURCES = [place for place in SAVED if (place.stage + TIERS.index(place.tier)) % 2 == 0]
-THINNED = [(SOURCES[(2 * i + i // 2) % len(SOURCES)], target) for i, target in enumerate(TARGETS) if i % 5 == (i // 12) % 5]
+PAIRS = [(SOURCES[(2 * i + i // 2) % len(SOURCES)], target) for i, target in enumerate(TARGETS) if i % 5 == (i // 12) % 5]
+THINNED = [pair for i, pair in enumerate(PAIRS) if i not in (5, 9, 10)]  # whose values others have
 
 
 def test_thinned_pairs_meet_all_values():

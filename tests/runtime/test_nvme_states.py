@@ -81,7 +81,7 @@ def test_a_copy_of_an_earlier_state_is_refused(programs):
 
 def test_a_state_of_another_program_is_refused(programs):
     """Both have made as many states, with as many steps."""
-    program, other = programs("one"), programs("another")
+    program, other = programs("ours"), programs("another")
     mine, theirs = program.init(jax.random.key(0)), other.init(jax.random.key(1))
     for _ in range(2):
         assert_refused(program, theirs)

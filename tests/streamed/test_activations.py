@@ -56,6 +56,7 @@ def traced(mode, saved=(), offloaded=(), block=None):
     return layer, block, (params, x, key)
 
 
+@pytest.mark.by_default("selective")  # which keeps some and makes the others again
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layers_derivative_given_what_it_keeps(mode):
     layer, block, (params, x, key) = traced(mode)

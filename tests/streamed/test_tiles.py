@@ -125,8 +125,9 @@ def test_tiles_in_float16_skip_the_update_where_gradients_overflow(tier, tmp_pat
     data[1] = data[1] | {"y": data[1]["y"] + np.float32(1e6)}
     fields = {"stage": 3, "precision": "fp16", "loss_scaling": LossScaling(initial=2.0**4, growth_interval=3)}
     for tiles in (TILED, False):
-        on_disk = {"params": DISK, "opt_state": DISK, "swap_dir": str(tmp_path)} if tier == DISK and tiles else {}
-        config = zj.ZeroConfig(**fields, **({"params": HOST, "opt_state": HOST, "grads": HOST} | on_disk))
+        on_disk = {"params": DISK, "opt_state": DISK, "swap_dir": str(tmp_path)} if tier == DISK else {}
+        streamed = {"params": HOST, "opt_state": HOST, "grads": HOST} | on_disk
+        config = zj.ZeroConfig(**fields, **(streamed if tiles else {}))
         with build(config, {"fsdp": 2}, model(tiles)) as program:
             state, rows = program.init(jax.random.key(0)), []
             for index, batch in enumerate(data):
