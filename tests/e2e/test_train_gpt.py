@@ -145,7 +145,7 @@ def test_train_gpt_tells_jax_when_a_process_counts_as_dead(monkeypatch, cluster)
         train_gpt.join_cluster(0)
 
 
-@pytest.mark.by_default("arguments5-nowhere")
+@pytest.mark.exhaustive  # by default test_resumed_gpt.py sees a refusal
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -53,7 +53,7 @@ def test_step_equals_plain_program(capfd, kind, stage, mesh, num_microbatches):
     assert "nvoluntary full rematerialization" not in capfd.readouterr().err
 
 
-@pytest.mark.by_default("3-model", "3-layered")
+@pytest.mark.by_default("3-model")
 @pytest.mark.parametrize(
     ("stage", "kind"),
     [

@@ -127,7 +127,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.by_default("adafactor", "sam_in_chain")
+@pytest.mark.by_default("adafactor")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_equals_plain_optax(name):
     tx, data = optax.with_extra_args_support(OPTIMIZERS[name]()), toys.batches(4)

@@ -108,8 +108,8 @@ def test_odd_blocks_train_as_whole_layers_do(precision):
     built = dataclasses.replace(model(ODD_TILES, stochastic=False, block=odd), init_block=odd_init)
     fields = {"stage": 3, "precision": precision, "num_microbatches": 2, "activations": "remat"}
     found = []
-    for one in (built, dataclasses.replace(built, tiles=False)):
-        with build(zj.ZeroConfig(**fields, params=HOST, grads=HOST), {"fsdp": 2}, one) as program:
+    for one, tiers in ((built, {"params": HOST, "grads": HOST}), (dataclasses.replace(built, tiles=False), {})):
+        with build(zj.ZeroConfig(**fields, **tiers), {"fsdp": 2}, one) as program:
             state = program.init(jax.random.key(0))
             before = float(program.eval(state, batches(1)[0]))
             losses, state = toys.run(program, state, batches(3))

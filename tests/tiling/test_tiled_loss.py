@@ -55,7 +55,7 @@ def test_steps_with_tiled_loss_equal_those_of_whole_logits(name):
     np.testing.assert_allclose(tiled, whole, rtol=2e-5)
 
 
-@pytest.mark.by_default("bf16")
+@pytest.mark.exhaustive  # by default test_linear_cross_entropy.py compares tiles of each dtype with float64
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_16_bits_they_agree_to_its_rounding(precision):
     c = dataclasses.replace(C, dtype={"bf16": jnp.bfloat16, "fp16": jnp.float16}[precision])
