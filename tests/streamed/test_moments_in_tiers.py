@@ -116,7 +116,7 @@ def test_sharding_and_place_move_few_moments_in_a_step(fields, axes, tmp_path):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(np.abs(b).max(), 1))
 
 
-@pytest.mark.exhaustive  # by default lion runs there: `test_nvme_host_update.py`
+@pytest.mark.exhaustive  # by default lion runs on the host in `test_host_update.py`
 @pytest.mark.parametrize("name", ["lion", "momentum"])
 def test_other_optimizers_on_the_host_with_disk(name, tmp_path):
     tx = {"lion": optax.lion(1e-3), "momentum": optax.sgd(0.05, 0.9)}[name]

@@ -294,6 +294,7 @@ def test_a_gpt_with_tiled_mlps_trains_as_a_dense_one_in_every_tier(fields, axes,
     np.testing.assert_allclose(losses, dense_gpt_losses(gpt.layered_gpt), rtol=3e-5)
 
 
+@pytest.mark.exhaustive  # by default a model of separate tiled layers trains above
 def test_an_unrolled_gpt_with_tiled_mlps_trains_as_a_dense_one():
     losses = gpt_losses(gpt.unrolled_gpt, 4, {"stage": 3}, {"fsdp": 4})
     np.testing.assert_allclose(losses, dense_gpt_losses(gpt.unrolled_gpt), rtol=3e-5)
