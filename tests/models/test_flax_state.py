@@ -274,6 +274,11 @@ def test_trainable_is_a_filter_or_a_function_of_path_and_value():
     assert zj.from_flax(lambda rngs: LoRA(rngs), mse).frozen is False
     with pytest.raises(ValueError, match="matches no parameter"):
         zj.from_flax(lambda rngs: Normed(rngs), mse, trainable=nnx.LoRAParam)
+    with pytest.raises(ValueError, match=r"'bias' matches no parameter.*a string is a tag of NNX variables"):
+        zj.from_flax(lambda rngs: LoRA(rngs), mse, trainable="bias")
+    for wrong in (lambda path: True, 5):
+        with pytest.raises(ValueError, match=r"trainable must be a filter of NNX, .*or a function \(path, value\) -> bool; '"):
+            zj.from_flax(lambda rngs: LoRA(rngs), mse, trainable=wrong)
     with pytest.raises(ValueError, match=r"module is a Linen module.*function of \(path, value\)"):
         zj.from_flax(nn.Dense(8), mse, example_batch=batch, trainable=nnx.LoRAParam)
 

@@ -252,7 +252,9 @@ def _check(parts: Sequence[Part], calls: Calls) -> None:
     if missing := sorted(set(calls.mutable) - set(collections)):
         raise ValueError(f"mutable names {missing}, but the collections of the Linen modules are {collections}")
     if calls.trainable is not None and all(jax.tree.leaves([part.frozen for part in parts])):
-        raise ValueError(f"trainable={calls.trainable!r} matches no parameter, so there is nothing to train")
+        of_text = " (a string is a tag of NNX variables; names take a function of (path, value))"
+        text = of_text if isinstance(calls.trainable, str) else ""
+        raise ValueError(f"trainable={calls.trainable!r} matches no parameter, so there is nothing to train{text}")
 
 
 def _part(name: str, module: Modules, use: Callable[..., Any], args: Sequence[Any], calls: Calls) -> Part:

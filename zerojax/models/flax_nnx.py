@@ -31,7 +31,6 @@ class NnxPart:
 
     def __init__(self, name: str, make: Callable[[nnx.Rngs], nnx.Module], calls: Calls) -> None:
         self.name, self.make, self.names = name, make, calls.names
-        self._is_trained = None if calls.trainable is None else nnx.filterlib.to_predicate(calls.trainable)
         # A kind of Variable that the user asks to train is one of parameters.
         filters = calls.trainable if isinstance(calls.trainable, tuple | list) else (calls.trainable,)
         self._kinds = (nnx.Param, *(kind for kind in filters if isinstance(kind, type)))
@@ -65,8 +64,19 @@ class NnxPart:
         flat = nnx.to_flat_state(self.abstract)
         self.specs = jax.tree.unflatten(tree, [self._spec(path, variable) for path, variable in flat])
         self.tiles = jax.tree.unflatten(tree, [_tiles_of(v) for _, v in flat])
-        trained = self._is_trained
-        self.frozen = False if trained is None else jax.tree.unflatten(tree, [not trained(path, v) for path, v in flat])
+        self.frozen = False if calls.trainable is None else jax.tree.unflatten(tree, self._frozen(flat, calls.trainable))
+
+    def _frozen(self, flat: Any, trainable: Any) -> list[bool]:
+        """Return what is not trained of parameters with their paths."""
+        try:
+            is_trained = nnx.filterlib.to_predicate(trainable)
+            return [not is_trained(path, variable) for path, variable in flat]
+        except Exception as e:  # the user's function: whatever it raises
+            what = getattr(trainable, "__name__", type(trainable).__name__)  # NNX cannot print what is no filter
+            raise ValueError(
+                f"trainable must be a filter of NNX, such as nnx.LoRAParam, or a function (path, value) -> bool; {what!r} "
+                f"failed for the parameters of {self.name}: {e}"
+            ) from e
 
     def _is_param(self, path: Any, value: Any) -> bool:
         del path
