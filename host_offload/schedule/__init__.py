@@ -7,6 +7,9 @@ from host_offload.schedule.moves import horizon_of as horizon_of
 from host_offload.schedule.moves import moves_of as moves_of
 from host_offload.schedule.schedule import Phase as Phase
 from host_offload.schedule.schedule import Schedule as Schedule
+from host_offload.schedule.stacks import StackedSchedule as StackedSchedule
+from host_offload.schedule.stacks import layers_kind as layers_kind
+from host_offload.schedule.stacks import stacked_schedule as stacked_schedule
 from host_offload.schedule.tiles import TiledSchedule as TiledSchedule
 from host_offload.schedule.tiles import TileLoops as TileLoops
 from host_offload.schedule.tiles import build_tiled_schedule as build_tiled_schedule

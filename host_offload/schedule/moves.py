@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from host_offload.schedule.schedule import Phase, Schedule
+from host_offload.schedule.stacks import layers_kind
 from host_offload.schedule.tiles import TiledSchedule, TileLoops
 
 
@@ -48,18 +49,21 @@ def moves_of(
     phases: Collection[str] | None = None,
     besides: Mapping[str, tuple[Kinds, Kinds]] | None = None,
     loops: Mapping[str, Sequence[tuple[TileLoops, str]]] | None = None,
+    stack: str = "",
 ) -> tuple[Move, ...]:
-    """Return the moves of a step.
+    """Return the moves of a step, or of some phases of it.
 
     Args:
-      schedule: of the step.
+      schedule: of the step; where there are several stacks of layers, of one.
       kinds: those that rest on disk. Records of "opt_state" are counted from the first layer that is not on the device.
       phases: names of the phases wanted; all by default.
       besides: phase -> kinds that a tick reads, and kinds that it writes, of its own layer. The schedule lacks them because the
         device never has them: an update on the host uses them.
       loops: phase -> the loops over tiles that each of its ticks runs, in order, and which of their phases each is.
+      stack: name of the stack of layers, by which its records are called (`layers_kind`).
     """
     moves: list[Move] = []
+    name_of = partial(layers_kind, stack=stack)
     for phase in schedule.phases:
         if phases is not None and phase.name not in phases:
             continue
@@ -73,7 +77,7 @@ def moves_of(
             return tile_moves
 
         inside = (loops or {}).get(phase.name, ())
-        moves += _moves_of_phase(phase, str, (besides or {}).get(phase.name, ((), ())), partial(tiles, inside=inside))
+        moves += _moves_of_phase(phase, name_of, (besides or {}).get(phase.name, ((), ())), partial(tiles, inside=inside))
         if phase.name == "update" and isinstance(schedule, TiledSchedule):
             for group in schedule.tiles:
                 moves += _moves_of_phase(group.phase("update"), group.kind)

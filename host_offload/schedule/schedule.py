@@ -272,6 +272,9 @@ class Schedule:
         names = f"{'phase':<8} {'tick':>6} {'fetch':>7} {'slot':>7} {'take':>7} {'compute':>7} {'store':>7}"
         return "\n".join([self._title(), *notes, names, *(row for phase in self.phases for row in phase._rows())])
 
+    def _strips(self) -> list[Strip]:
+        return [phase._strip() for phase in self.phases]
+
     def timeline(self, width: int = 80) -> str:
         """Return the phases as text: one row a lane (fetch, read, gather, compute, store, ring slots), one column a tick.
 
@@ -281,18 +284,18 @@ class Schedule:
         Args:
           width: characters of a line.
         """
-        return draw_text(self._title(), [phase._strip() for phase in self.phases], width)
+        return draw_text(self._title(), self._strips(), width)
 
     def timeline_svg(self) -> str:
         """Return the lanes of `timeline`, complete, as an SVG document: a box for each layer, coloured by kind.
 
         Every tick is drawn equally long, however long it takes.
         """
-        return draw_svg(self._title(), [phase._strip() for phase in self.phases])
+        return draw_svg(self._title(), self._strips())
 
     def timeline_html(self) -> str:
         """Return an HTML file that holds the SVG and the table."""
-        return draw_html(self._title(), [phase._strip() for phase in self.phases], str(self))
+        return draw_html(self._title(), self._strips(), str(self))
 
 
 def moved(kinds: tuple[str, ...], layer, device_layers: int):
