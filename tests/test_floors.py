@@ -31,7 +31,7 @@ ROOMS = {
     "zerojax.optim": ("state", "runtime", "sharding", "jaxprs", "config", "precision", "metrics"),
     "zerojax.resident": ("optim", "state", "models", "sharding", "jaxprs", "metrics"),
     "zerojax.streamed": ("optim", "state", "models", "tiling", "sharding", "jaxprs", "metrics"),
-    "zerojax.memory": ("streamed", "resident", "state", "models", "sharding", "precision"),
+    "zerojax.memory": ("streamed", "resident", "state", "sharding", "precision"),
     "zerojax.program": (
         "memory", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding", "aot", "config",
         "precision",

@@ -14,6 +14,7 @@ from zerojax.config import ZeroConfig as ZeroConfig
 from zerojax.models import LayeredModel as LayeredModel
 from zerojax.models import Loss as Loss
 from zerojax.models import Model as Model
+from zerojax.models import Stack as Stack
 from zerojax.models import from_flax as from_flax
 from zerojax.optim import Ema as Ema
 from zerojax.precision import LossScaling as LossScaling
@@ -42,6 +43,7 @@ __all__ = [
     "Model",
     "Preemption",
     "Program",
+    "Stack",
     "SwapError",
     "TiledDense",
     "TiledMLP",

@@ -49,6 +49,7 @@ class StateLeaf:
       lead: leading dims that number its records: 0, 1 for layers, or 2 for tiles of layers.
       tiles: whether it is known to be a stack of tiles; an integer says how many lie along the first dim of the weight.
       group: name of the group of tiles, where `lead` is 2.
+      stack: name of the stack of layers that it is of; "" where there is one, or none.
       mirrors: whether it is a weight, or belongs to one, as a moment or a pending gradient does.
       is_derived: whether it is cast from the leaf of the same name, and so not saved.
       disk_records: that hold it, or a Split's second part, if any do.
@@ -68,6 +69,7 @@ class StateLeaf:
     lead: int = 0
     tiles: bool | int = False
     group: str = ""
+    stack: str = ""
     mirrors: bool = False
     is_derived: bool = False
     disk_records: DiskRecords | None = None
@@ -127,6 +129,7 @@ def state_leaves(model: Model | LayeredModel, records: StateRecords) -> list[Sta
             # A state of another shape than its weight's, such as a sum of rows, is no stack of tiles.
             tiles=tiles.get(owner, False) if param is not None and owner is not None and shape == tuple(param.shape) else False,
             group="" if param is None else param.group,
+            stack="" if param is None else param.stack,
             mirrors=owner is not None,
             is_derived=field == "params" and layout.has_master,
             disk_records=disk_records,

@@ -99,9 +99,10 @@ class Restoring:
         empty = self._empty([abstract[i] for i in stacked])
         for i, array in zip(stacked, empty, strict=True):
             arrays[i] = array
-        alike: dict[tuple[int, ...], list[int]] = {}  # stacks whose records are numbered alike
+        alike: dict[tuple[Any, ...], list[int]] = {}  # leaves of one stack of layers, whose records are numbered alike
         for i in stacked:
-            alike.setdefault((sources[i].leaf.first, *_dims(sources[i].leaf)), []).append(i)
+            leaf = sources[i].leaf
+            alike.setdefault((leaf.stack, leaf.first, *_dims(leaf)), []).append(i)
         for members in alike.values():
             stacks = self._fill([sources[i] for i in members], [arrays[i] for i in members])
             for i, array in zip(members, stacks, strict=True):

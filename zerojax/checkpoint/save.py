@@ -33,6 +33,7 @@ from jax.sharding import Mesh
 from host_offload.device import allocate
 from host_offload.disk import LinkedRecord, RecordFormat, SavedStore, Snapshot, Store, checksum_of, format_of, sync, write_file
 from host_offload.engine import DiskRecords
+from host_offload.schedule import layers_kind
 from zerojax.checkpoint.errors import CheckpointError, explaining
 from zerojax.checkpoint.iterators import encoded_position
 from zerojax.checkpoint.leaves import StateLeaf, arrays_in_memory, state_arrays
@@ -220,7 +221,7 @@ class Saving:
                 self._copy_inline(leaf, value)
                 continue
             for array, first in arrays_in_memory(leaf, value):
-                label = {0: f"leaf.{number}", 1: "layers", 2: f"tiles.{leaf.group}"}[leaf.lead]
+                label = {0: f"leaf.{number}", 1: layers_kind("layers", leaf.stack), 2: f"tiles.{leaf.group}"}[leaf.lead]
                 # Apart from what trains, so that a record is the base's alone.
                 label = f"frozen.{label}" if leaf.is_frozen else label
                 # A part of a Split has a store of its own.

@@ -68,5 +68,10 @@ def _gathers_again(streamed: StreamedStep | None) -> dict[str, int]:
     """Return how often backward runs a group's forward loop, by the group's name."""
     if streamed is None:
         return {}
-    inside = streamed.tracer.tile_loops()["backward"]
-    return {group.name: sum(g is loops and phase == "forward" for g, phase in inside) for group, loops in streamed.plan.loops}
+    again = {}
+    for loops in streamed.loops:
+        inside = loops.tracer.tile_loops()["backward"]
+        again |= {
+            group.name: sum(g is tiles and phase == "forward" for g, phase in inside) for group, tiles in loops.stack.loops
+        }
+    return again

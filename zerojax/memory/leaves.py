@@ -37,13 +37,12 @@ def grad_elements(layout: Layout, blocks: bool | None = None) -> int:
     )
 
 
-def gathered_bytes(layout: Layout, num_layers: int | None, layers: int = 1, fetched: bool = False) -> int:
+def gathered_bytes(layout: Layout, layers: int = 1, fetched: bool = False) -> int:
     """Return the bytes of the largest unit held whole beside its shards.
 
     Args:
-      layout: of the program.
-      num_layers: None for a Model, whose units are its leaves; else they are the embedding, the head and `layers` layers.
-      layers: layers held at once.
+      layout: of the program. The units of a Model are its leaves; else they are embedding, head, and layers of each stack.
+      layers: layers of a stack held at once.
       fetched: parameters come from another tier, so that a layer takes its bytes even where nothing is split.
     """
     # Else parameters rest whole on the device: nothing is gathered, and what rests encoded is decoded all the same.
@@ -56,18 +55,24 @@ def gathered_bytes(layout: Layout, num_layers: int | None, layers: int = 1, fetc
     for leaf in layout.all_leaves:
         whole = local_elements(leaf.shape, without_axis(leaf.spec.sharded, FSDP), layout.mesh) * leaf.dtype.itemsize
         size = (whole if is_gathered else 0) + decoded_bytes(leaf, layout)
-        if num_layers is not None and leaf.is_stacked:
+        if leaf.is_stacked:
             # A stacked leaf counts all layers, but only some are whole at a time: one, or two with gather_ahead.
-            size = size // num_layers * layers
+            size = size // leaf.shape[0] * layers
         if leaf.role == "tile":
             of_tiles[leaf.group] = of_tiles.get(leaf.group, 0) + size // num_tiles[leaf.group]
         else:
-            unit = leaf.name if num_layers is None else leaf.path[0]
+            unit = leaf.name if layout.num_layers is None else _unit(leaf)
             of_units[unit] = of_units.get(unit, 0) + size
-    if of_tiles:  # tiles are gathered one by one, beside what else a layer has
-        blocks = next(leaf.path[0] for leaf in layout.all_leaves if leaf.is_stacked)
-        of_units[blocks] = of_units.get(blocks, 0) + max(of_tiles.values())
+    for stack in layout.stacks:  # tiles are gathered one by one, beside what else a layer has
+        units = [_unit(layout.all_leaves[i]) for i in stack.in_tree[:1]]
+        most = max((of_tiles.get(group.name, 0) for group in stack.groups), default=0)
+        of_units |= {unit: of_units.get(unit, 0) + most for unit in units}
     return max(of_units.values())
+
+
+def _unit(leaf: Leaf) -> tuple[Any, str]:
+    """Return what is gathered at once of which a leaf of a LayeredModel is: embedding, head, or a layer of a stack."""
+    return leaf.path[0], leaf.stack
 
 
 def decoded_bytes(leaf: Leaf, layout: Layout) -> int:

@@ -47,7 +47,7 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
         # Arguments of the program too: the schedule's i32 arrays, and the 1 that bounds loops of one trip.
         scalars += 4 + 4 * sum(a.size for arrays in streamed.schedule.arrays().values() for a in arrays.values())
     elif isinstance(step, ResidentStep):
-        running = resident_bytes(records, step.objective, abstract_batch, step.model)
+        running = resident_bytes(records, step.objective, abstract_batch)
         # The 1 that bounds loops of one trip: i32[].
         scalars += 4 if layout.updates_by_record else 0
     else:

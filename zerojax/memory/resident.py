@@ -13,26 +13,23 @@ import jax.extend.core as jex
 from zerojax.memory.leaves import gathered_bytes, grad_elements, grad_itemsize
 from zerojax.memory.link import both_ways, moved_by_updates, summed, swapped_by_updates
 from zerojax.memory.report import RunningBytes
-from zerojax.models import LayeredModel, Model
 from zerojax.sharding import num_batch_shards
 from zerojax.state import Layout, StateRecords, join_frozen
 
 
-def resident_bytes(records: StateRecords, loss: Any, abstract_batch: Any, model: Model | LayeredModel) -> RunningBytes:
+def resident_bytes(records: StateRecords, loss: Any, abstract_batch: Any) -> RunningBytes:
     """Return what a resident step takes beside its arguments, and moves over the link.
 
     Args:
       records: how the states of the program rest.
       loss: the objective over whole parameters.
       abstract_batch: tree of ShapeDtypeStruct with shardings.
-      model: of the program.
     """
     layout = records.layout
-    num_layers = model.num_layers if isinstance(model, LayeredModel) else None
     copied, called = moved_by_updates(records, layout.ends)
     device = {
         "grads": grad_elements(layout) * grad_itemsize(layout),
-        "gathered": gathered_bytes(layout, num_layers),
+        "gathered": gathered_bytes(layout),
         "activations": _residual_bytes(layout, loss, abstract_batch),
         # The device updates one leaf at a time, so the largest counts. Callbacks bring all leaves at once.
         "in_flight": max(max(map(both_ways, copied), default=0), summed(called)["to_device"]),

@@ -15,34 +15,36 @@ from host_offload.schedule import Phase, Schedule, TiledSchedule
 from zerojax.memory.leaves import compute_itemsize, gathered_bytes, grad_elements, grad_itemsize, local_record_bytes
 from zerojax.memory.link import LinkBytes, both_ways, moved_by_updates, summed, swapped_by_updates
 from zerojax.memory.report import RunningBytes
-from zerojax.state import Layout
-from zerojax.streamed import StreamedPlan, StreamedStep, record_bytes
+from zerojax.sharding import ActivationSpec
+from zerojax.state import Layout, RecordSpec
+from zerojax.streamed import ResidualPlan, StackLoops, StreamedPlan, StreamedStep, record_bytes
 
 
 def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> RunningBytes:
     """Return what a streamed step takes beside its arguments, and what it moves over the link."""
-    plan, num_layers = streamed.plan, streamed.model.num_layers
-    residuals = _residual_bytes(layout, streamed, abstract_batch)
-    gathered = gathered_bytes(layout, num_layers, 1 + layout.config.gather_ahead, any(r.is_away for r in plan.params))
-    records = _record_bytes(layout, streamed, residuals, gathered)
+    plan = streamed.plan
+    gathered = gathered_bytes(layout, 1 + layout.config.gather_ahead, any(r.is_away for r in plan.params))
+    stacks, between = _stack_bytes(layout, streamed, abstract_batch, gathered)
     loaded = _loaded_bytes(layout, plan)
     grads, host_grads = _resting_grads(layout, streamed)
+
+    def saved(tier: str) -> int:
+        return sum(stack.saved[tier] * stack.loops.stack.num_layers for stack in stacks)
+
     device = {
         "grads": grads,
         "gathered": gathered,
-        "activations": residuals["device"] * num_layers,
+        "activations": saved("device") + between,
         # The schedule's peak includes what is gathered, which has a line of its own here.
-        "in_flight": loaded + max(0, _peak_bytes(streamed, records) - gathered),
+        "in_flight": loaded + max(0, _peak_bytes(streamed, stacks) - gathered),
     }
-    host = {"grads": 0, "activations": residuals["pinned_host"] * num_layers} | host_grads
-    link, called = _link_bytes(streamed, records, residuals["nvme"], loaded)
+    host = {"grads": 0, "activations": saved("pinned_host")} | host_grads
+    link, called = _link_bytes(streamed, stacks, loaded)
     return RunningBytes(device, host, link, called)
 
 
-def _residual_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) -> dict[str, int]:
+def _saved_bytes(residuals: ResidualPlan) -> dict[str, int]:
     """Return the bytes that one layer keeps from forward to backward, by tier."""
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
-    residuals = streamed.abstract_residuals(shapes)
     tiers = {"device": 0, "pinned_host": 0, "nvme": 0}
     for record, a in zip(residuals.records, residuals.shapes, strict=True):
         tiers[record.tier] += local_record_bytes(record, a.shape, a.dtype)
@@ -50,15 +52,19 @@ def _residual_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any)
 
 
 @dataclasses.dataclass(frozen=True)
-class _RecordBytes:
-    """Bytes by kind of a layer's record, and after it of a tile of each group, on one device.
+class _StackBytes:
+    """Bytes by kind of a layer's record of one stack, and after it of a tile of each group, on one device.
 
     Attributes:
+      loops: over the stack.
+      saved: what one layer keeps from forward to backward, by tier.
       sizes: as the schedule counts them; "gathered" is what backward and forward hold whole.
       shards: bytes of the gradient of each, at rest.
       is_host_update: whether kernels on the host write the new parameters where they rest.
     """
 
+    loops: StackLoops
+    saved: dict[str, int]
     sizes: list[dict[str, int]]
     shards: list[int]
     is_host_update: bool
@@ -79,15 +85,33 @@ class _RecordBytes:
         return [size | {"grads": size["grads"] + shard} for size, shard in zip(self.sizes, self.shards, strict=True)]
 
 
-def _record_bytes(layout: Layout, streamed: StreamedStep, residuals: Mapping[str, int], gathered: int) -> _RecordBytes:
+def _stack_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any, gathered: int) -> tuple[list[_StackBytes], int]:
+    """Return the bytes of each stack, and those of activations that are kept between stacks until backward."""
     plan = streamed.plan
-    parts = zip(layout.record_parts, layout.frozen_parts, strict=True)
-    sizes = [record_bytes(plan.state_records, part, frozen) for part, frozen in parts]
-    # Those saved on the device do not move.
-    sizes[0] |= {"activations": residuals["pinned_host"] + residuals["nvme"]}
-    if not gathered:
-        sizes = [size | {"gathered": 0} for size in sizes]
-    return _RecordBytes(sizes, [_grad_shard_bytes(plan, part) for part in layout.record_parts], streamed.host is not None)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
+    stacks: list[_StackBytes] = []
+    for loops, residuals in zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True):
+        leaves, saved = loops.stack.leaves, _saved_bytes(residuals)
+        parts = zip(leaves.parts, leaves.frozen_parts, strict=True)
+        sizes = [record_bytes(plan.state_records, part, frozen) for part, frozen in parts]
+        # Those saved on the device do not move.
+        sizes[0] |= {"activations": saved["pinned_host"] + saved["nvme"]}
+        if not gathered:
+            sizes = [size | {"gathered": 0} for size in sizes]
+        shards = [_grad_shard_bytes(plan, part) for part in leaves.parts]
+        stacks.append(_StackBytes(loops, saved, sizes, shards, streamed.host is not None))
+    return stacks, _entered_bytes(streamed, shapes)
+
+
+def _entered_bytes(streamed: StreamedStep, abstract_batch: Any) -> int:
+    """Return the bytes of what the `enter` of stacks is given, and of the contexts that it makes, kept for backward."""
+    spec, lead = ActivationSpec(streamed.mesh, streamed.microbatches.count), int(streamed.microbatches.count > 1)
+    total = 0
+    for a in jax.tree.leaves(streamed.abstract_entered(abstract_batch)):
+        of_one = a.shape[lead:]
+        record = RecordSpec(streamed.mesh, spec.saved(of_one, of_one[0] if of_one else 0, "device"), "device")
+        total += local_record_bytes(record, a.shape, a.dtype)
+    return total
 
 
 def _grad_shard_bytes(plan: StreamedPlan, part: Iterable[int]) -> int:
@@ -103,7 +127,7 @@ def _resting_grads(layout: Layout, streamed: StreamedStep) -> tuple[int, dict[st
     layers = 0 if config.update == "in_backward" else grad_elements(layout, blocks=True) * grad_itemsize(layout)
     tier = config.grads
     if streamed.host is not None:  # callbacks keep what waits off the device
-        tier = "device" if not streamed.host.stashes else "nvme" if streamed.host.on_disk is not None else "stashed"
+        tier = "device" if not streamed.host.stashes else "nvme" if streamed.host.on_disk else "stashed"
     host: dict[str, int] = {"grads": layers} if tier == "pinned_host" else {"stashed": layers} if tier == "stashed" else {}
     if config.delayed_update:  # of every leaf, and the new parameters beside the old ones
         host |= {"stashed": layers + ends, "made": grad_elements(layout) * compute_itemsize(layout)}
@@ -117,57 +141,62 @@ def _loaded_bytes(layout: Layout, plan: StreamedPlan, tiers: Sequence[str] = ("p
     return sum(local_record_bytes(plan.params[i], leaves[i].shape, leaves[i].dtype) for i in ends)
 
 
-def _peak_bytes(streamed: StreamedStep, records: _RecordBytes) -> int:
+def _peak_bytes(streamed: StreamedStep, stacks: Sequence[_StackBytes]) -> int:
     """Return the most bytes that are on their way at once, with those gathered.
 
     Leaves that are not stacked are updated after all layers: one at a time by the device, all at once by callbacks.
     """
-    copied, called = moved_by_updates(streamed.plan.state_records, streamed.plan.ends)
-    _, layer_called = moved_by_updates(streamed.plan.state_records, streamed.plan.blocks)
-    # The loops, and what their ticks do not count: updates by callbacks, and of leaves that are no stack of layers.
-    peaks = [
-        _peak(streamed.schedule, records.sizes, "forward"),
-        _peak(streamed.schedule, records.in_backward, "backward"),
-        both_ways(summed(layer_called)),
-        max(map(both_ways, copied), default=0),
-        summed(called)["to_device"],
-    ]
-    if streamed.layout.config.update != "in_backward":
-        peaks.append(_peak(streamed.schedule, records.written, "update"))
+    records = streamed.plan.state_records
+    copied, called = moved_by_updates(records, streamed.plan.ends)
+    peaks = [max(map(both_ways, copied), default=0), summed(called)["to_device"]]
+    for stack in stacks:
+        schedule, blocks = stack.loops.stack.schedule, stack.loops.stack.blocks
+        _, layer_called = moved_by_updates(records, blocks)
+        # The loops, and what their ticks do not count: updates by callbacks, and of leaves that are no stack of layers.
+        peaks += [
+            _peak(schedule, stack.sizes, "forward"),
+            _peak(schedule, stack.in_backward, "backward"),
+            both_ways(summed(layer_called)),
+        ]
+        if streamed.layout.config.update != "in_backward":
+            peaks.append(_peak(schedule, stack.written, "update"))
     return max(peaks)
 
 
-def _link_bytes(streamed: StreamedStep, records: _RecordBytes, on_disk: int, loaded: int) -> tuple[LinkBytes, LinkBytes]:
+def _link_bytes(streamed: StreamedStep, stacks: Sequence[_StackBytes], loaded: int) -> tuple[LinkBytes, LinkBytes]:
     """Return what the compiled program copies over the link in a step, and what its callbacks move.
 
     Args:
       streamed: the step.
-      records: bytes of its records.
-      on_disk: bytes that a layer keeps on nvme from forward to backward.
+      stacks: bytes of the records of each.
       loaded: bytes of parameters that are not stacked.
     """
-    plan, tiers = streamed.plan, streamed.schedule.tiers
+    plan = streamed.plan
     copied, called = moved_by_updates(plan.state_records, plan.ends)
-    _, layer_called = moved_by_updates(plan.state_records, plan.blocks)
-    read = records.read
-    swapped_read = [{kind: n if tiers[kind] == "nvme" else 0 for kind, n in size.items() if kind in tiers} for size in read]
-    # Activations on nvme move with callbacks; those in host memory are copies of the program.
-    swapped_read[0]["activations"] = on_disk
-    swapped_written = [size | {"params": 0} for size in swapped_read] if records.is_host_update else swapped_read
-    swaps = swapped_by_updates(plan.state_records, plan.ends)
-    swapped = summed([_schedule_link(streamed, swapped_read, swapped_written), *swaps])
-    swapped["to_device"] += _loaded_bytes(streamed.layout, plan, ("nvme",))
-    moved = summed([_schedule_link(streamed, read, records.written), {"to_device": loaded}, *copied])
+    swapped, moved = swapped_by_updates(plan.state_records, plan.ends), [{"to_device": loaded}, *copied]
+    for stack in stacks:
+        of_stack, tiers = stack.loops.stack, stack.loops.stack.schedule.tiers
+        _, layer_called = moved_by_updates(plan.state_records, of_stack.blocks)
+        called += layer_called * of_stack.num_layers
+        read = stack.read
+        on_disk = [{kind: n if tiers[kind] == "nvme" else 0 for kind, n in size.items() if kind in tiers} for size in read]
+        # Activations on nvme move with callbacks; those in host memory are copies of the program.
+        on_disk[0]["activations"] = stack.saved["nvme"]
+        written = [size | {"params": 0} for size in on_disk] if stack.is_host_update else on_disk
+        swapped.append(_schedule_link(stack.loops, on_disk, written))
+        moved.append(_schedule_link(stack.loops, read, stack.written))
+    by_callbacks, both = summed(swapped), summed(moved)
+    by_callbacks["to_device"] += _loaded_bytes(streamed.layout, plan, ("nvme",))
     # Callbacks move what rests on nvme, so it is no copy of the compiled program.
-    link = {way: moved[way] - swapped[way] for way in moved}
-    return link, summed([*called, *layer_called * streamed.model.num_layers, swapped])
+    link = {way: both[way] - by_callbacks[way] for way in both}
+    return link, summed([*called, by_callbacks])
 
 
 def _peak(schedule: Schedule, sizes: Sequence[Mapping[str, int]], phase: str) -> int:
     """Return the most bytes in flight in a tick of a phase, with other sizes than the schedule was built with.
 
     Args:
-      schedule: of the step.
+      schedule: of the stack.
       sizes: of a layer's record, and of a tile of each group.
       phase: its name.
     """
@@ -178,23 +207,20 @@ def _peak(schedule: Schedule, sizes: Sequence[Mapping[str, int]], phase: str) ->
     return max(int(total.max()) for name, total in schedule.in_flight().items() if name.split("/")[0] == phase)
 
 
-def _schedule_link(
-    streamed: StreamedStep, read: Sequence[Mapping[str, int]], written: Sequence[Mapping[str, int]]
-) -> LinkBytes:
-    """Return what the phases of a schedule move, given the bytes by kind of a layer's record, and of a tile of each group."""
-    schedule, runs = streamed.schedule, streamed.tracer.tile_loops()
-    groups = {loops.name: n for n, (_, loops) in enumerate(streamed.plan.loops, 1)}
+def _schedule_link(loops: StackLoops, read: Sequence[Mapping[str, int]], written: Sequence[Mapping[str, int]]) -> LinkBytes:
+    """Return what the phases of a stack move, given the bytes by kind of a layer's record, and of a tile of each group."""
+    schedule, runs, of_groups = loops.stack.schedule, loops.tracer.tile_loops(), loops.stack.loops
+    groups = {tiles.name: n for n, (_, tiles) in enumerate(of_groups, 1)}
     moved: list[LinkBytes] = []
     for phase in schedule.phases:
         moved.append(_phase_link(phase, read[0], written[0]))
         # Forward and backward run their loops over tiles in each tick.
-        for loops, name in runs.get(phase.name, ()):
-            n = groups[loops.name]
-            moved += [_phase_link(loops.phase(name), read[n], written[n])] * schedule.num_layers
+        for tiles, name in runs.get(phase.name, ()):
+            n = groups[tiles.name]
+            moved += [_phase_link(tiles.phase(name), read[n], written[n])] * schedule.num_layers
         # After the layers, update runs one loop over the tiles of all of them.
         if phase.name == "update":
-            moved += [_phase_link(loops.phase("update"), read[n], written[n]) for n, (_, loops) in
-                      enumerate(streamed.plan.loops, 1)]  # fmt: skip
+            moved += [_phase_link(tiles.phase("update"), read[n], written[n]) for n, (_, tiles) in enumerate(of_groups, 1)]
     return summed(moved)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.models.model import BLOCKS, LayeredModel, Model, Params
+from zerojax.models.model import BLOCKS, LayeredModel, Model, Params, of_every_stack
 
 _PARTS = {"embed": "embed", "block": BLOCKS, "head": "head"}
 """The keys of `LayeredModel.frozen`, and those of its parameter tree."""
@@ -58,6 +58,7 @@ def _named(model: Model | LayeredModel, params: Params) -> list[Any]:
         if unknown := sorted(set(frozen) - set(_PARTS), key=str):
             raise ValueError(f"frozen has keys {unknown}: they may be 'embed', 'block' and 'head'")
         frozen = {key: frozen.get(part, False) for part, key in _PARTS.items()}
+        frozen[BLOCKS] = of_every_stack(model, frozen[BLOCKS], False)
     elif isinstance(model, LayeredModel) and not isinstance(frozen, bool):
         raise ValueError(f"frozen={frozen!r}: a dict with some of the keys 'embed', 'block' and 'head' is needed, or one bool")
     try:

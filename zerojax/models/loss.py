@@ -8,7 +8,7 @@ are a `Loss` each, and are divided by a weight of their own.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -150,6 +150,27 @@ def joined(first: Metrics, second: Metrics) -> Metrics:
     if both := sorted(set(first) & set(second)):
         raise ValueError(f"the loss and the blocks both give metrics {both}: choose other names for one of them")
     return {**first, **second}
+
+
+def together(added: Sequence["Loss | None"]) -> "Loss | None":
+    """Return what several stacks of blocks add to a loss: a metric that more than one has is averaged over the layers of all.
+
+    Raises:
+      ValueError: such a metric is another tree, or has other shapes, in each.
+    """
+    given = [loss for loss in added if loss is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+    metrics: Metrics = {}
+    for loss in given:
+        for name, value in loss.metrics.items():
+            shapes = [jax.tree.map(jnp.shape, tree) for tree in (metrics.get(name, value), value)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"stacks give metric {name!r} in different shapes, {shapes}: choose other names for one of them"
+                )
+            metrics[name] = jax.tree.map(jnp.add, metrics[name], value) if name in metrics else value
+    return Loss(sum(loss.total.astype(jnp.float32) for loss in given), None, metrics)
 
 
 def divided(metrics: Metrics) -> dict[str, Any]:

@@ -1,15 +1,19 @@
-"""What zerojax trains: a loss over a parameter tree, or a stack of equal layers between an embedding and a head.
+"""What zerojax trains: a loss over a parameter tree, or stacks of equal layers between an embedding and a head.
 
 A `Model` is any traced loss. A `LayeredModel` names its layers. Streaming, per-layer gathers and rematerialisation need that:
 
     x[0]   = embed(p_embed, batch)            x: tree of activations, batch first
     x[l+1] = block(p_blocks[l], x[l])         l = 0 .. L-1, a scan over the leading dim of p_blocks
     loss   = head(p_head, p_embed, x[L], batch)
+
+An encoder and a decoder, or blocks of two kinds in turn, are several stacks, one after the other. What a stack reads besides
+the output of the one before it is made by its `enter`.
 """
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,8 +58,40 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stack:
+    """One of several stacks of equal blocks of a LayeredModel, such as an encoder or a decoder.
+
+    Attributes:
+      name: its key in the parameter tree, an identifier.
+      num_layers: L, at least 1.
+      init_block: `init_block(key) -> p`, the parameters of ONE layer.
+      block: as of a LayeredModel.
+      enter: None, or `enter(p_embed, x, batch, key) -> (x, context)`. It is given the output of the stack before this one (that
+        of `embed`, for the first), and makes the input of the first block, and the context of all blocks, which then are called
+        `block(p, x, key, context, layer)`. The context is a tree of arrays, dim 0 the batch, in the place of the model's; its
+        floating leaves, such as an encoder's output, are differentiated.
+    """
+
+    name: str
+    num_layers: int
+    init_block: Callable[[jax.Array], Params]
+    block: Callable[..., Any]
+    enter: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise ValueError(f"the name of a stack must be an identifier, such as 'encoder', got {self.name!r}")
+        _check_num_layers(self.num_layers, f"num_layers of stack {self.name!r}")
+
+
+def _check_num_layers(num_layers: Any, what: str = "num_layers") -> None:
+    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
+        raise ValueError(f"{what}={num_layers!r}: an integer of at least 1 is needed")
+
+
+@dataclasses.dataclass(frozen=True)
 class LayeredModel:
-    """A stack of `num_layers` equal blocks between an embedding and a head.
+    """A stack of `num_layers` equal blocks between an embedding and a head; or several stacks, one after the other.
 
     Attributes:
       num_layers: L, at least 1.
@@ -83,15 +119,19 @@ class LayeredModel:
         `{"head": .., "embed": ..}` and returns its own. A streamed step refuses blocks that change theirs.
       predict: None, or `predict(p_head, p_embed, x, batch) -> outputs`, what the head gives without a loss; where the head has
         state, `predict(p_head, p_embed, x, batch, state)`, given what the head is given.
+      stacks: several stacks, in order, in the place of `num_layers`, `init_block` and `block`; `num_layers` is then that of all
+        together. What "block" has in `specs`, `frozen` and `init_state`, and `tiles` and `per_layer`, are then dicts by the
+        names of the stacks; stacks may be left out of them.
+      enter: as of a `Stack`, of a model without `stacks`.
     """
 
-    num_layers: int
-    init_embed: Callable[[jax.Array], Params]
-    embed: Callable[..., Any]
-    init_block: Callable[[jax.Array], Params]
-    block: Callable[..., Any]
-    init_head: Callable[[jax.Array], Params]
-    head: Callable[..., Any]
+    num_layers: int = None  # pyright: ignore[reportAssignmentType]  # required without `stacks`, as are all functions
+    init_embed: Callable[[jax.Array], Params] = None  # pyright: ignore[reportAssignmentType]
+    embed: Callable[..., Any] = None  # pyright: ignore[reportAssignmentType]
+    init_block: Callable[[jax.Array], Params] = None  # pyright: ignore[reportAssignmentType]
+    block: Callable[..., Any] = None  # pyright: ignore[reportAssignmentType]
+    init_head: Callable[[jax.Array], Params] = None  # pyright: ignore[reportAssignmentType]
+    head: Callable[..., Any] = None  # pyright: ignore[reportAssignmentType]
     specs: Any = None
     tiles: Any = False
     stochastic: bool = False
@@ -100,15 +140,19 @@ class LayeredModel:
     per_layer: Any = None
     init_state: Mapping[str, Callable[[jax.Array], Any]] | None = None
     predict: Callable[..., Any] | None = None
+    stacks: Sequence[Stack] = ()
+    enter: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.num_layers, bool) or not isinstance(self.num_layers, int) or self.num_layers < 1:
-            raise ValueError(f"num_layers={self.num_layers!r}: an integer of at least 1 is needed")
+        self._check_parts()
         if self.specs is not None and set(self.specs) - {"embed", "block", "head"}:
             raise ValueError(f"specs has keys {sorted(self.specs)}: they may be 'embed', 'block' and 'head'")
-        if self.init_state is not None and not (
-            isinstance(self.init_state, Mapping) and all(callable(init) for init in self.init_state.values())
-        ):
+        inits: list[Any] = list(self.init_state.values()) if isinstance(self.init_state, Mapping) else []
+        if self.stacks and isinstance(self.init_state, Mapping) and "block" in self.init_state:
+            self._check_by_stack("init_state['block']", self.init_state["block"], is_dict=True)
+            of_blocks: Any = self.init_state["block"]
+            inits = [init for part, init in self.init_state.items() if part != "block"] + [*of_blocks.values()]
+        if self.init_state is not None and not (isinstance(self.init_state, Mapping) and all(map(callable, inits))):
             raise ValueError(
                 'init_state must be a dict of functions, {"embed": init, "block": init, "head": init}, of the parts that have '
                 f"state: each is init(key) -> state; got {self.init_state!r}"
@@ -117,6 +161,18 @@ class LayeredModel:
             raise ValueError(f"init_state has keys {sorted(self.init_state)}: they may be 'embed', 'block' and 'head'")
         if self.context is not None and not callable(self.context):
             raise ValueError(f"context must be a function of the batch, got {type(self.context).__name__}")
+        if self.stacks:
+            # The specs and flags of blocks are prefixes of their tree, which is a dict by stack.
+            self._check_by_stack("specs['block']", (self.specs or {}).get("block"))
+            frozen = self.frozen.get("block") if isinstance(self.frozen, Mapping) else None
+            for what, value in (("per_layer", self.per_layer), ("tiles", self.tiles), ("frozen['block']", frozen)):
+                self._check_by_stack(what, value)
+            for stack in self.stacks:
+                try:
+                    one_stack(self, stack)  # which checks what is below
+                except ValueError as error:
+                    raise ValueError(f"stack {stack.name!r}: {error}") from error
+            return
         self._check_block_call()
         for path, a in jax.tree_util.tree_flatten_with_path(self.per_layer)[0]:
             if jnp.shape(a)[:1] != (self.num_layers,):
@@ -125,10 +181,39 @@ class LayeredModel:
                     f"are {self.num_layers}"
                 )
 
+    def _check_parts(self) -> None:
+        """Raise ValueError unless the functions of one stack are given, or several stacks; count the layers of these."""
+        of_one = ("num_layers", "init_block", "block")
+        needed = ("init_embed", "embed", "init_head", "head", *(() if self.stacks else of_one))
+        if missing := [name for name in needed if getattr(self, name) is None]:
+            raise ValueError(f"a LayeredModel needs {', '.join(missing)}{'' if self.stacks else ', or `stacks` for blocks'}")
+        if not self.stacks:
+            return _check_num_layers(self.num_layers)
+        if not isinstance(self.stacks, Sequence) or not all(isinstance(stack, Stack) for stack in self.stacks):
+            raise ValueError(f"stacks must be a sequence of zerojax.Stack, got {self.stacks!r}")
+        object.__setattr__(self, "stacks", tuple(self.stacks))
+        names, count = [stack.name for stack in self.stacks], sum(stack.num_layers for stack in self.stacks)
+        if len(set(names)) < len(names):
+            raise ValueError(f"the stacks have the names {names}: each needs its own")
+        # A copy with other fields, as `dataclasses.replace` makes it, has the count already.
+        given = {"init_block": self.init_block, "block": self.block, "enter": self.enter}
+        given |= {"num_layers": None if self.num_layers == count else self.num_layers}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"a LayeredModel with stacks is given {', '.join(wrong)}: each Stack has its own")
+        object.__setattr__(self, "num_layers", count)
+
+    def _check_by_stack(self, what: str, value: Any, is_dict: bool = False) -> None:
+        """Raise ValueError for what names stacks that are not there, or is neither a dict by stack nor the same for all."""
+        names = [stack.name for stack in self.stacks]
+        if isinstance(value, Mapping) and (unknown := sorted(set(value) - set(names), key=str)):
+            raise ValueError(f"{what} has keys {unknown}: a dict by the names of the stacks is needed, {names}")
+        if not isinstance(value, Mapping) and (is_dict or not (value is None or isinstance(value, bool))):
+            raise ValueError(f"{what}={value!r}: a dict by the names of the stacks is needed, {names}")
+
     def _check_block_call(self) -> None:
         """Raise ValueError for a block that does not take what blocks of this model are given."""
         names = ["p", "x", "key"]
-        if self.context is not None or self.per_layer is not None:
+        if takes_context(self):
             names += ["context", "layer"]
         names += ["state"] if "block" in (self.init_state or {}) else []
         try:
@@ -148,23 +233,109 @@ BLOCKS = "blocks"
 """The key of the stacked layers in the parameter tree of a LayeredModel."""
 
 
+def takes_context(model: LayeredModel) -> bool:
+    """Tell whether the blocks of a model of one stack are given a context and a slice of `per_layer`."""
+    return model.context is not None or model.per_layer is not None or model.enter is not None
+
+
+def one_stack(model: LayeredModel, stack: Stack) -> LayeredModel:
+    """Return a model with one of its stacks alone: between the same embedding and head, what is said of that stack."""
+    inits: dict[str, Any] = dict(model.init_state or {})
+    if (init := (inits.pop("block", None) or {}).get(stack.name)) is not None:
+        inits["block"] = init
+    return dataclasses.replace(
+        model,
+        num_layers=stack.num_layers,
+        init_block=stack.init_block,
+        block=stack.block,
+        enter=stack.enter,
+        stacks=(),
+        specs=None,
+        frozen=False,
+        tiles=False,  # these three are read of the whole tree
+        per_layer=(model.per_layer or {}).get(stack.name),
+        init_state=inits or None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StackModel:
+    """One stack of a model.
+
+    Attributes:
+      name: its name; "" where it is the only one.
+      model: with this stack alone.
+      first: layers of the stacks before it: its layers have the numbers `first` .. `first + L - 1`.
+      number: of the stack.
+    """
+
+    name: str
+    model: LayeredModel
+    first: int = 0
+    number: int = 0
+
+    def of(self, tree: Any) -> Any:
+        """Return the part of what there is of all blocks, such as their parameters, that is this stack's."""
+        return tree if not self.name or tree is None else tree.get(self.name)
+
+
+def stacks_of(model: LayeredModel) -> tuple[StackModel, ...]:
+    """Return the stacks of a model, in order."""
+    if not model.stacks:
+        return (StackModel("", model),)
+    firsts = itertools.accumulate((stack.num_layers for stack in model.stacks), initial=0)
+    pairs = enumerate(zip(model.stacks, firsts, strict=False))
+    return tuple(StackModel(stack.name, one_stack(model, stack), first, number) for number, (stack, first) in pairs)
+
+
+def by_stack(model: LayeredModel, of_each: Callable[[StackModel], Any]) -> Any:
+    """Return what there is of each stack: a dict by name, or that of the only one."""
+    parts = {stack.name: of_each(stack) for stack in stacks_of(model)}
+    return parts if model.stacks else parts[""]
+
+
+def of_every_stack(model: LayeredModel, value: Any, missing: Any) -> Any:
+    """Return a dict by stack with `missing` for those that are left out; whatever is no dict by stack as it is."""
+    if not model.stacks or not isinstance(value, Mapping):
+        return value
+    return {stack.name: value.get(stack.name, missing) for stack in model.stacks}
+
+
+def layer_keys(model: LayeredModel, key: jax.Array) -> jax.Array:
+    """Return the keys of which the layers are made, of all stacks, key[L]."""
+    return jax.random.split(jax.random.split(key, 3)[1], model.num_layers)
+
+
 def init_layered(
-    model: LayeredModel, key: jax.Array, select: Callable[[str, Params], Params] = lambda part, params: params
+    model: LayeredModel, key: jax.Array, select: Callable[[Sequence[str], Params], Params] = lambda part, params: params
 ) -> Params:
     """Make `{"embed", "blocks", "head"}`, one layer at a time; blocks are stacked on a leading layer dim.
 
     Args:
       model: the layers.
       key: random.
-      select: given one of these names, and its parameters or those of one layer, returns what is wanted of them.
+      select: given the keys of one of these, or of one stack, and its parameters or those of one layer, returns what is wanted
+        of them.
     """
-    k_embed, k_blocks, k_head = jax.random.split(key, 3)
-    return {
-        "embed": select("embed", model.init_embed(k_embed)),
+    k_embed, _, k_head = jax.random.split(key, 3)
+    keys = layer_keys(model, key)
+
+    def stacked(stack: StackModel) -> Params:
+        part = block_path(stack.name)
+        mine = keys[stack.first : stack.first + stack.model.num_layers]
         # One layer after the other: a vmap would hold the temporaries of all layers at once.
-        BLOCKS: jax.lax.map(lambda k: select(BLOCKS, model.init_block(k)), jax.random.split(k_blocks, model.num_layers)),
-        "head": select("head", model.init_head(k_head)),
+        return jax.lax.map(lambda k: select(part, stack.model.init_block(k)), mine)
+
+    return {
+        "embed": select(("embed",), model.init_embed(k_embed)),
+        BLOCKS: by_stack(model, stacked),
+        "head": select(("head",), model.init_head(k_head)),
     }
+
+
+def block_path(stack: str) -> tuple[str, ...]:
+    """Return the keys of a stack's layers in the parameter tree, given its name, "" of the only one."""
+    return (BLOCKS, stack) if stack else (BLOCKS,)
 
 
 def layered_specs(model: LayeredModel) -> Any:
@@ -177,6 +348,7 @@ def layered_specs(model: LayeredModel) -> Any:
 
     specs = dict(model.specs)
     block = specs.get("block")
+    block = of_every_stack(model, block, None)
     stacked = jax.tree.map(stack, block, is_leaf=lambda s: s is None or isinstance(s, jax.sharding.PartitionSpec))
     return {"embed": specs.get("embed"), BLOCKS: stacked, "head": specs.get("head")}
 
@@ -192,9 +364,15 @@ def init_state(model: Model | LayeredModel, key: jax.Array) -> Any:
         return None if model.init_state is None else model.init_state(key)
     if not model.init_state:
         return None
-    k_embed, k_blocks, k_head = jax.random.split(key, 3)
-    inits = dict(model.init_state)
+    k_embed, _, k_head = jax.random.split(key, 3)
+    inits, keys = dict(model.init_state), layer_keys(model, key)
     state = {name: inits[name](k) for name, k in (("embed", k_embed), ("head", k_head)) if name in inits}
+
+    def stacked(stack: StackModel) -> Any:
+        init = (stack.model.init_state or {}).get("block")
+        mine = keys[stack.first : stack.first + stack.model.num_layers]
+        return None if init is None else jax.lax.map(init, mine)
+
     if "block" in inits:
-        state[BLOCKS] = jax.lax.map(inits["block"], jax.random.split(k_blocks, model.num_layers))
+        state[BLOCKS] = by_stack(model, stacked)
     return state

@@ -18,8 +18,18 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.jaxprs import flatten, only_live
-from zerojax.models.loss import Loss, Terms, as_loss, joined, summed
-from zerojax.models.model import BLOCKS, Batch, Key, LayeredModel, Model, Params
+from zerojax.models.loss import Loss, Terms, as_loss, joined, summed, together
+from zerojax.models.model import (
+    BLOCKS,
+    Batch,
+    Key,
+    LayeredModel,
+    Model,
+    Params,
+    StackModel,
+    stacks_of,
+    takes_context,
+)
 
 Array = jax.Array
 State = Any
@@ -59,7 +69,7 @@ class BlockOutput(NamedTuple):
 
 def call_block(model: LayeredModel, p: Params, x: Any, key: Key, given: Given) -> BlockOutput:
     """Run one block."""
-    args = (given.context, given.layer) if model.context is not None or model.per_layer is not None else ()
+    args = (given.context, given.layer) if takes_context(model) else ()
     has_state = "block" in (model.init_state or {})
     out = model.block(p, x, key, *args, *((given.state,) if has_state else ()))
     out, state = _with_state(out, given.state, "a block") if has_state else (out, None)
@@ -83,6 +93,16 @@ def call_embed(model: LayeredModel, p: Params, batch: Batch, key: Key, state: St
         return model.embed(p, batch, key), state
     x, after = _with_state(model.embed(p, batch, key, state["embed"]), state["embed"], "embed")
     return x, {**state, "embed": after}
+
+
+def call_enter(model: LayeredModel, p_embed: Params, x: Any, batch: Batch, key: Key) -> tuple[Any, Any]:
+    """Return the input of a stack's first block, and the context of its blocks; of a stack that has an `enter`."""
+    assert model.enter is not None
+    out = model.enter(p_embed, x, batch, key)
+    if not isinstance(out, tuple) or len(out) != 2:
+        got = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+        raise ValueError(f"the enter of a stack must return (x, context), where context may be None; got {got}")
+    return out
 
 
 def call_head(
@@ -156,45 +176,76 @@ def _layered(model: LayeredModel, remat: bool, constrain: Callable[[Any], Any]) 
     layers = _layers(model, remat, constrain)
 
     def objective(params: Params, batch: Batch, key: Key, state: State) -> tuple[Terms, State]:
-        x, losses, ends, of_blocks = layers(params, batch, key, state)
-        of_head = _key_of(key, model.num_layers + 1)
+        x, added, ends, of_blocks = layers(params, batch, key, state)
+        of_head = _key_of(key, head_number(model))
         loss, ends = call_head(model, params["head"], params["embed"], x, batch, of_head, ends)
         after = None if state is None else {**ends, **({} if of_blocks is None else {BLOCKS: of_blocks})}
-        blocks = None if losses is None else summed(losses)
-        return with_blocks(loss, blocks), after
+        return with_blocks(loss, added), after
 
     return objective
 
 
+def embed_number(model: LayeredModel) -> int:
+    """Return the number of which the embedding's key is made. Layers have 0 .. L-1, so that no two share a key."""
+    return model.num_layers
+
+
+def head_number(model: LayeredModel) -> int:
+    """Return the same of the head."""
+    return model.num_layers + 1
+
+
+def enter_number(model: LayeredModel, stack: StackModel) -> int:
+    """Return the same of a stack's `enter`, of the model that has all stacks."""
+    return model.num_layers + 2 + stack.number
+
+
 def _key_of(key: Key, layer: int | Array) -> Key:
-    """Return a layer's key. Layers have the numbers 0 .. L-1, the embedding L and the head L + 1: no two share a key."""
+    """Return a layer's key, or that of another part by its number."""
     return None if key is None else jax.random.fold_in(key, layer)
 
 
 def _layers(model: LayeredModel, remat: bool, constrain: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, State, State]]:
-    """Return `layers(params, batch, key, state)`: embed and a scan over the blocks.
+    """Return `layers(params, batch, key, state)`: embed and scans over the blocks.
 
-    It returns the last layer's output, what each layer adds to the loss, and the new states of the ends and of the blocks.
+    It returns the last layer's output, what the layers add to the loss, and the new states of the ends and of the blocks.
     """
+    stacks = stacks_of(model)
 
-    def layers(params: Params, batch: Batch, key: Key, state: State) -> tuple[Any, Any, State, State]:
-        context = None if model.context is None else constrain(model.context(batch))
+    def run(
+        stack: StackModel, params: Params, x: Any, context: Any, key: Key, of_blocks: State
+    ) -> tuple[Any, Loss | None, State]:
+        """Run the blocks of one stack."""
 
         def body(x: Any, layer: tuple[Params, Array, Any, State]) -> tuple[Any, tuple[Loss | None, State]]:
             p, index, per_layer, of_block = layer
-            out = call_block(model, p, x, _key_of(key, index), Given(context, per_layer, of_block))
+            out = call_block(stack.model, p, x, _key_of(key, index), Given(context, per_layer, of_block))
             return constrain(out.x), (out.loss, out.state)
 
-        ends = None if state is None else {name: tree for name, tree in state.items() if name != BLOCKS}
-        of_blocks = None if state is None else state.get(BLOCKS)
-        x, ends = call_embed(model, params["embed"], batch, _key_of(key, model.num_layers), ends)
-        x = constrain(x)
-        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (params[BLOCKS], of_blocks))
-        check_block(model, one[0], x, key, abstract_given(model, context, one[1]))
-        stacks = (params[BLOCKS], jnp.arange(model.num_layers), per_layer_arrays(model), of_blocks)
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (params, of_blocks))
+        check_block(stack.model, one[0], x, key, abstract_given(stack.model, context, one[1]))
+        numbers = jnp.arange(stack.first, stack.first + stack.model.num_layers)
+        each = (params, numbers, per_layer_arrays(stack.model), of_blocks)
         # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to merge, and no barrier is needed.
-        x, (losses, of_blocks) = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, stacks)
-        return x, losses, ends, of_blocks
+        x, (losses, of_blocks) = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, each)
+        return x, None if losses is None else summed(losses), of_blocks
+
+    def layers(params: Params, batch: Batch, key: Key, state: State) -> tuple[Any, Any, State, State]:
+        context = None if model.context is None else constrain(model.context(batch))
+        ends = None if state is None else {name: tree for name, tree in state.items() if name != BLOCKS}
+        x, ends = call_embed(model, params["embed"], batch, _key_of(key, embed_number(model)), ends)
+        x, added, after = constrain(x), [], {}
+        of_blocks = None if state is None else state.get(BLOCKS)
+        for stack in stacks:
+            of_stack = context
+            if stack.model.enter is not None:
+                of_enter = _key_of(key, enter_number(model, stack))
+                x, of_stack = constrain(call_enter(stack.model, params["embed"], x, batch, of_enter))
+            of_its_blocks = stack.of(of_blocks)
+            x, loss, after[stack.name] = run(stack, stack.of(params[BLOCKS]), x, of_stack, key, of_its_blocks)
+            added.append(loss)
+        of_blocks = None if of_blocks is None else after if model.stacks else after[""]
+        return x, together(added), ends, of_blocks
 
     return layers
 

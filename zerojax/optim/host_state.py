@@ -5,7 +5,7 @@ callback: there the addresses are bound before a step, and compared after it. Th
 in place, so they are the same; were they not, the kernels would have worked on memory that is no longer the state's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from host_offload.device import view
-from host_offload.engine import DiskRecords
 from host_offload.host_update import HostLeaves, OnRecord, Rest
 from zerojax.runtime import AllProcesses
-from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, StateRecords, TrainState
+from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, StackLeaves, StateRecords, TrainState
 
 Array = jax.Array
 
@@ -27,13 +26,13 @@ class HostState:
     Attributes:
       order: the parameter leaves in the order of their kernels: those of the layers before the others.
       stashes: gradients of the layers wait in host memory, or on disk, for their scale.
-      on_disk: the records in which they wait, if on disk.
+      on_disk: how those that wait on disk rest, by the leaf's index.
       params_away: parameters rest off the device, where kernels write them.
       needs_weights: float32 weights rest on the device, and are handed over.
       hands_over: callbacks are handed the memory, as operands.
     """
 
-    def __init__(self, records: StateRecords, *, stashes: bool, on_disk: DiskRecords | None) -> None:
+    def __init__(self, records: StateRecords, *, stashes: bool, on_disk: Mapping[int, RecordSpec]) -> None:
         self.records, self.layout, self.mesh, self.config = records, records.layout, records.mesh, records.layout.config
         self.stashes, self.on_disk = stashes, on_disk
         self.order = (*self.layout.blocks, *self.layout.ends)
@@ -71,17 +70,17 @@ class HostState:
             specs += [self._partition(index)] * len(of_leaf)
         return arrays, specs
 
-    def moves(self) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Return the kinds of stacked records that callbacks read and write in a tick of each phase: {phase: (reads, writes)}.
+    def moves(self, stack: StackLeaves) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Return the kinds of records of a stack that callbacks read and write in a tick of each phase.
 
-        Parameters that are written are the schedule's own.
+        {phase: (reads, writes)}. Parameters that are written are the schedule's own. Kinds are without the name of the stack.
         """
-        on_disk = [r.disk_records for i in self.layout.blocks for r in self.specs(i) if r.disk_records is not None]
-        updated = tuple(dict.fromkeys(records.kind for records in on_disk if records.in_place))
+        on_disk = [r.disk_records for i in stack.blocks for r in self.specs(i) if r.disk_records is not None]
+        updated = tuple(dict.fromkeys(records.kind.split(".")[0] for records in on_disk if records.in_place))
         writes = tuple(kind for kind in updated if kind != "params")
         if self.config.update == "in_backward":
             return {"backward": (updated, writes)}
-        grads = () if self.on_disk is None else (self.on_disk.kind,)
+        grads = ("grads",) if any(i in self.on_disk for i in stack.blocks) else ()
         return {"backward": ((), grads), "update": ((*grads, *updated), writes)}
 
     def shard_shape(self, index: int) -> tuple[int, ...]:
@@ -123,7 +122,7 @@ class HostBinding:
 
     def _reserve(self, local: Sequence[int]) -> None:
         layout, delayed = self.state.layout, self.state.config.delayed_update
-        stashes_in_memory = self.state.stashes and self.state.on_disk is None
+        stashes_in_memory = self.state.stashes and not self.state.on_disk
         for leaf, index in enumerate(self.state.order):
             shape = self.state.shard_shape(index)
             for device in local:

@@ -17,7 +17,8 @@ the state is on disk the host reads a layer's records, updates them in their buf
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -26,8 +27,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import PartitionSpec
 
 from host_offload.device import link_of
-from host_offload.engine import DiskRecords
-from host_offload.host_update import DelayedStep, HostLeaves, HostStep, LeafKernel, OnRecord, build_kernel
+from host_offload.host_update import DelayedStep, HostLeaves, HostStep, LeafKernel, build_kernel
 from zerojax.optim.by_record import RecordUpdate
 from zerojax.optim.host_kernel import HostRule
 from zerojax.optim.host_state import HostBinding, HostState, rest_of
@@ -45,19 +45,21 @@ class HostUpdate:
       binding: what is done with it around a step.
       host: the kernels, with what they keep in host memory.
       stashes: gradients of the layers wait in host memory, or on disk, for their scale.
-      on_disk: the records in which they wait, if on disk.
+      on_disk: how those that wait on disk rest, by the leaf's index.
       params_away: parameters rest off the device.
       needs_weights: float32 weights rest on the device, and are handed over.
     """
 
-    def __init__(self, update: RecordUpdate, *, stashes: bool, summed: int, on_disk: DiskRecords | None = None) -> None:
+    def __init__(
+        self, update: RecordUpdate, *, stashes: bool, summed: int, on_disk: Mapping[int, RecordSpec] = MappingProxyType({})
+    ) -> None:
         """Build the kernels.
 
         Args:
           update: by records, of the program.
           stashes: gradients of the layers wait in host memory, or on disk, for their scale.
           summed: gradients are handed over as sums of so many microbatches.
-          on_disk: the records in which they wait, if on disk: one leaf for each of `Layout.blocks`.
+          on_disk: how those that wait on disk rest, by the leaf's index.
         """
         self.record_update, self.records, self.layout = update, update.records, update.layout
         self.mesh, self.config = update.mesh, update.layout.config
@@ -86,7 +88,7 @@ class HostUpdate:
         # Inputs are gradient, weight and states, then scalars; outputs are weight and states, then the cast weight.
         aliases = [(1 + k, 2 + k) for k in range(states)] + ([(0, 1)] if in_place else [])
         arrays = [True] * (2 + states) + [False] * len(rule.crossing)
-        stash = self.on_disk if index in self.layout.blocks else None
+        stash = self.on_disk.get(index)
         return LeafKernel(
             kernel=build_kernel(rule.kernel, aliases, arrays=arrays),
             scalars=scalars,
@@ -97,7 +99,7 @@ class HostUpdate:
             casts=self.layout.has_master,
             params_on_device=not self.params_away,
             delayed=delayed,
-            grad=None if stash is None else OnRecord(stash.kind, self.layout.blocks.index(index)),
+            grad=None if stash is None else rest_of(stash),
         )
 
     def scalars(self, shared: Sequence[Array], loss: Array, factor: Array, scale: Array) -> Array:
@@ -105,14 +107,20 @@ class HostUpdate:
         values = [v for rule in self.rules for v in rule.scalars([*shared, loss, factor, scale])]
         return jnp.stack(values) if values else jnp.zeros(1, jnp.float32)
 
-    def stash(self, layer: Array, grads: Sequence[Array], token: Array) -> Array:
-        """Keep one layer's gradients in host memory; returns a token."""
-        records = [self.records.grads[i] for i in self.layout.blocks]
-        return self._call(functools.partial(self._step.stash, first=0), (), [layer], None, None, grads, records, token)[1]
+    def stash(self, part: Sequence[int], layer: Array, grads: Sequence[Array], token: Array) -> Array:
+        """Keep the gradients of some leaves, of one layer where they are stacked, in host memory; returns a token."""
+        records = [self.records.grads[i] for i in part]
+        callback = functools.partial(self._step.stash, first=self._first(part))
+        return self._call(callback, (), [layer], None, None, grads, records, token)[1]
+
+    def _first(self, part: Sequence[int]) -> int:
+        """Return the number of the first of the kernels of some leaves, which are consecutive."""
+        return self.state.order.index(part[0]) if part else 0
 
     def update_layer(
         self,
         states: FlatState,
+        part: Sequence[int],
         layer: Array,
         grads: Sequence[Array],
         old: Sequence[Array],
@@ -124,6 +132,7 @@ class HostUpdate:
 
         Args:
           states: all leaves.
+          part: those of the stack of which the layer is.
           layer: i32[].
           grads: sharded, in the dtype in which they were summed; empty where they are stashed.
           old: float32 weights, where they are on the device.
@@ -131,10 +140,9 @@ class HostUpdate:
           scalars: from `scalars`.
           token: orders the callbacks of a device.
         """
-        blocks = self.layout.blocks
-        new, token = self._update(states, blocks, 0, layer, grads, old, go, scalars, token)
+        new, token = self._update(states, part, layer, grads, old, go, scalars, token)
         params = list(states.params)
-        for i, value in zip(blocks, new, strict=False):
+        for i, value in zip(part, new, strict=False):
             before = self.records.params[i].read(params[i], layer)
             # Where there was no update the callback has written nothing to its result.
             params[i] = self.records.params[i].write(params[i], layer, jnp.where(go, value, before))
@@ -149,9 +157,7 @@ class HostUpdate:
 
     def stash_ends(self, grads: Sequence[Array], token: Array) -> Array:
         """Keep the gradients of the leaves that are no stack of layers in host memory; returns a token."""
-        records = [self.records.grads[i] for i in self.layout.ends]
-        callback = functools.partial(self._step.stash, first=len(self.layout.blocks))
-        return self._call(callback, (), [jnp.int32(0)], None, None, grads, records, token)[1]
+        return self.stash(self.layout.ends, jnp.int32(0), grads, token)
 
     def install(
         self, states: FlatState, part: Sequence[int], layer: Array, pending: Pending, token: Array
@@ -159,18 +165,18 @@ class HostUpdate:
         """Take over the new parameters of one layer, or of the leaves that are no stack of layers."""
         if not part:
             return states, token
-        blocks = part == self.layout.blocks
+        stacked = self.layout.leaves[part[0]].is_stacked
         results = () if self.params_away else tuple(part)
-        callback = functools.partial(self._delayed.install, first=0 if blocks else len(self.layout.blocks), count=len(part))
+        callback = functools.partial(self._delayed.install, first=self._first(part), count=len(part))
         memory = self.state.operands(states, part, pending)
         new, token = self._call(callback, results, [layer], memory, None, (), (), token, small=False)
         params = list(states.params)
         for i, value in zip(part, new, strict=False):
             record = self.records.params[i]
-            before = record.read(params[i], layer) if blocks else params[i]
+            before = record.read(params[i], layer) if stacked else params[i]
             # Before the first step, and after one that was skipped, nothing is pending.
             value = jnp.where(pending.ready, value, before)
-            params[i] = record.write(params[i], layer, value) if blocks else record.store(value)
+            params[i] = record.write(params[i], layer, value) if stacked else record.store(value)
         return FlatState(params, states.master, states.opt), token
 
     def update_ends(
@@ -181,7 +187,7 @@ class HostUpdate:
         old = [states.params[i] for i in ends] if self.needs_weights else []
         # Each device hands over the shard that it updates: below stage 3 it has the whole weight.
         old = [jax.lax.with_sharding_constraint(v, self.records.grads[i].sharding) for v, i in zip(old, ends, strict=False)]
-        new, token = self._update(states, ends, len(self.layout.blocks), jnp.int32(0), grads, old, go, scalars, token)
+        new, token = self._update(states, ends, jnp.int32(0), grads, old, go, scalars, token)
         params = list(states.params)
         for i, value in zip(ends, new, strict=False):
             params[i] = self.records.params[i].store(jnp.where(go, value, params[i]))
@@ -191,7 +197,6 @@ class HostUpdate:
         self,
         states: FlatState,
         part: Sequence[int],
-        first: int,
         layer: Array,
         grads: Sequence[Array],
         old: Sequence[Array],
@@ -203,7 +208,7 @@ class HostUpdate:
             return [], token
         records = [self.records.grads[i] for i in part]
         results = () if self.params_away else tuple(part)
-        callback = functools.partial(self._step.update, first=first, count=len(part), stashed=not grads)
+        callback = functools.partial(self._step.update, first=self._first(part), count=len(part), stashed=not grads)
         where = [layer, go.astype(jnp.int32)]
         memory, operands = self.state.operands(states, part, None), [*grads, *old]
         return self._call(callback, results, where, memory, scalars, operands, records * (bool(grads) + bool(old)), token)

@@ -9,6 +9,7 @@ Host stacks are allocated empty outside of that program and donated to it: what 
 first. Both ways use the same keys in the same order, and give the same numbers.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.models import BLOCKS, LayeredModel, Model, init_layered, init_state
+from zerojax.models import (
+    LayeredModel,
+    Model,
+    StackModel,
+    block_path,
+    init_layered,
+    init_state,
+    layer_keys,
+    stacks_of,
+)
 from zerojax.optim import LayerTransformation
 from zerojax.precision import PRECISIONS, init_loss_scale
 from zerojax.sharding import STAGES, explicit, named
@@ -27,7 +37,7 @@ from zerojax.state import (
     Layout,
     OnDevice,
     OnDisk,
-    Split,
+    StackLeaves,
     StateRecords,
     Tile,
     TileGroup,
@@ -123,7 +133,7 @@ def _whole_init(
     def init(key: jax.Array) -> TrainState:
         if isinstance(model, LayeredModel):
             # Encoded a layer at a time: all layers' float32 weights are never there together.
-            params = init_layered(model, key, lambda part, tree: layout.encode(tree, part))
+            params = init_layered(model, key, lambda part, tree: layout.encode(tree, *part))
         else:
             params = layout.encode(model.init(key))
         trained, frozen = split_frozen(layout.flags, params)
@@ -170,17 +180,17 @@ def _init_by_records(
 
         weights = _unstacked(model, layout, key)
         # The keys that `init_params` draws from: where a state rests does not change its numbers.
-        keys = jax.random.split(jax.random.split(key, 3)[1], model.num_layers if isinstance(model, LayeredModel) else 0)
+        keys = layer_keys(model, key) if isinstance(model, LayeredModel) else key
         if not layout.updates_by_record:
             assert isinstance(model, LayeredModel)  # the weights of a Model rest on the device
-            trained = init_layered(model, key, lambda part, tree: split_frozen(layout.flags[part], tree)[0])
+            trained = init_layered(model, key, lambda part, tree: split_frozen(_below(layout.flags, part), tree)[0])
             params, master, opt_state = _whole_trained(tx, layout, trained)
         else:
             states = records.flat_of(*rooms((abstract.params, abstract.master, abstract.opt_state)))
             states = records.with_shared(states, _shared(records, tx))
             states = _fill_ends(records, tx, states, weights, one)
-            if isinstance(model, LayeredModel):
-                states = _fill_blocks(model, records, tx, states, keys, order)
+            for stack, leaves in _stacks(model, layout):
+                states = _fill_blocks(stack, leaves, records, tx, states, keys, order)
             params, master, opt_state = records.trees(abstract, states)
         # Zeros, so `ready` is False: the first step has no update to take over.
         pending = jax.tree.map(room, abstract.pending)
@@ -191,6 +201,16 @@ def _init_by_records(
         return _first_state(model, layout, key, params, master, opt_state, pending, frozen)
 
     return init
+
+
+def _below(tree: Any, path: Sequence[str]) -> Any:
+    """Return what is below some keys of a tree."""
+    return functools.reduce(lambda node, key: node[key], path, tree)
+
+
+def _stacks(model: Model | LayeredModel, layout: Layout) -> list[tuple[StackModel, StackLeaves]]:
+    """Return the stacks of layers and their leaves; none of a Model."""
+    return list(zip(stacks_of(model), layout.stacks, strict=True)) if isinstance(model, LayeredModel) else []
 
 
 def _unstacked(model: Model | LayeredModel, layout: Layout, key: Array) -> dict[int, Array]:
@@ -252,14 +272,15 @@ def _fill_ends(
 
 
 def _fill_blocks(
-    model: LayeredModel,
+    stack: StackModel,
+    of_stack: StackLeaves,
     records: StateRecords,
     tx: optax.GradientTransformation,
     states: FlatState,
     keys: Array,
     order: Array,
 ) -> FlatState:
-    """Make the layers one by one, and their tiles one by one.
+    """Make the layers of a stack one by one, and their tiles one by one.
 
     A tile is a slice of a whole layer that is made anew for it: XLA for GPUs, which makes random numbers element by element,
     makes no more than the slice. XLA for CPUs would make all of it each time; there a layer is made once.
@@ -272,14 +293,15 @@ def _fill_blocks(
         def tick(t: Array, states: FlatState) -> FlatState:
             # Read from an argument, and not t itself: see `zerojax.state.records`.
             layer = order[t]
-            leaves = _block_leaves(model, records.layout, keys[layer])
-            values = [jax.lax.with_sharding_constraint(leaves[i], records.grads[i].sharding) for i in records.layout.blocks]
-            states = put(states, records.layout.blocks, OnDevice(layer) if on_device else layer, values)
-            for group in records.layout.groups:
+            key = keys[stack.first + layer]
+            leaves = _block_leaves(stack, of_stack, records.layout, key)
+            values = [jax.lax.with_sharding_constraint(leaves[i], records.grads[i].sharding) for i in of_stack.blocks]
+            states = put(states, of_stack.blocks, OnDevice(layer) if on_device else layer, values)
+            for group in of_stack.groups:
 
                 def tile(k: Array, states: FlatState, group: TileGroup = group) -> FlatState:
                     index = Tile(layer, order[k], group.num_tiles)
-                    values = _tile_values(model, records, leaves, keys[layer], index, group.leaves)
+                    values = _tile_values(stack, of_stack, records, leaves, key, index, group.leaves)
                     pairs = zip(group.leaves, values, strict=True)
                     values = [jax.lax.with_sharding_constraint(v, records.grads[i].sharding) for i, v in pairs]
                     return put(states, group.leaves, index, values)
@@ -291,25 +313,30 @@ def _fill_blocks(
         return tick
 
     # Two loops, because a layer whose state stays on the device has an index of another type.
-    splits = [leaf for leaf in states.opt if isinstance(leaf, Split)]
-    on_device = splits[0].device.shape[0] if splits else 0
+    on_device = of_stack.device_layers
     states = jax.lax.fori_loop(0, on_device, body(True), states) if on_device else states
-    return jax.lax.fori_loop(on_device, model.num_layers, body(False), states)
+    return jax.lax.fori_loop(on_device, of_stack.num_layers, body(False), states)
 
 
-def _block_leaves(model: LayeredModel, layout: Layout, key: Array) -> dict[int, Array]:
-    """Return one layer's leaves by index."""
-    stacked = [i for i in layout.in_tree if layout.all_leaves[i].is_stacked]
-    return _by_index(layout, stacked, layout.encode(model.init_block(key), BLOCKS))
+def _block_leaves(stack: StackModel, of_stack: StackLeaves, layout: Layout, key: Array) -> dict[int, Array]:
+    """Return the leaves of one layer of a stack by index."""
+    return _by_index(layout, of_stack.in_tree, layout.encode(stack.model.init_block(key), *block_path(stack.name)))
 
 
 def _tile_values(
-    model: LayeredModel, records: StateRecords, leaves: Mapping[int, Array], key: Array, index: Tile, part: Sequence[int]
+    stack: StackModel,
+    of_stack: StackLeaves,
+    records: StateRecords,
+    leaves: Mapping[int, Array],
+    key: Array,
+    index: Tile,
+    part: Sequence[int],
 ) -> list[Array]:
     """Return a tile of some leaves, given those of its whole layer, which is made of `key`."""
     on_cpu = records.mesh.devices.flat[0].platform == "cpu"
     # Tied to the tile: else the layer does not depend on the loop, and XLA makes it whole before it.
-    whole = leaves if on_cpu else _block_leaves(model, records.layout, jax.lax.optimization_barrier((key, index.tile))[0])
+    key = key if on_cpu else jax.lax.optimization_barrier((key, index.tile))[0]
+    whole = leaves if on_cpu else _block_leaves(stack, of_stack, records.layout, key)
     return [jax.lax.dynamic_index_in_dim(whole[i], index.tile, keepdims=False) for i in part]
 
 
@@ -339,26 +366,29 @@ def _fill_frozen(
         store = lambda _, room, i=i: records.weight(i).store(weights[i], room)  # noqa: E731
         # One leaf after the other, as `StateRecords.put_leaf` says.
         rooms[i] = jax.lax.fori_loop(0, one, store, rooms[i]) if records.weight(i).is_away else store(0, rooms[i])
-    if not isinstance(model, LayeredModel):
-        return list(rooms.values())
 
     def write(rooms: dict[int, Any], part: Sequence[int], index: Index, values: Sequence[Array]) -> dict[int, Any]:
         stacks = write_layer([records.weight(i) for i in part], pick(rooms, part), index, values)
         return rooms | dict(zip(part, stacks, strict=True))
 
-    def tick(t: Array, rooms: dict[int, Any]) -> dict[int, Any]:
+    def tick(t: Array, rooms: dict[int, Any], stack: StackModel, of_stack: StackLeaves) -> dict[int, Any]:
         layer = order[t]
-        leaves = _block_leaves(model, layout, keys[layer])
-        rooms = write(rooms, layout.frozen_blocks, layer, pick(leaves, layout.frozen_blocks))
-        for group in layout.groups:
+        key = keys[stack.first + layer]
+        leaves = _block_leaves(stack, of_stack, layout, key)
+        rooms = write(rooms, of_stack.frozen_blocks, layer, pick(leaves, of_stack.frozen_blocks))
+        for group in of_stack.groups:
 
             def tile(k: Array, rooms: dict[int, Any], group: TileGroup = group) -> dict[int, Any]:
                 index = Tile(layer, order[k], group.num_tiles)
-                values = _tile_values(model, records, leaves, keys[layer], index, group.frozen)
+                values = _tile_values(stack, of_stack, records, leaves, key, index, group.frozen)
                 return write(rooms, group.frozen, index, values)
 
             rooms = jax.lax.fori_loop(0, group.num_tiles, tile, rooms) if group.frozen else rooms
         return rooms
 
-    stacked = {i: room for i, room in rooms.items() if layout.all_leaves[i].is_stacked}
-    return list((rooms | jax.lax.fori_loop(0, model.num_layers, tick, stacked)).values())
+    for stack, of_stack in _stacks(model, layout):
+        frozen_leaves = [i for part in of_stack.frozen_parts for i in part]
+        body = functools.partial(tick, stack=stack, of_stack=of_stack)
+        if frozen_leaves:
+            rooms |= jax.lax.fori_loop(0, of_stack.num_layers, body, {i: rooms[i] for i in frozen_leaves})
+    return list(rooms.values())

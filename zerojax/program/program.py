@@ -356,7 +356,8 @@ class Program:
     def iter_params(self, state: TrainState, *, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """Yield the float32 parameters piece by piece, as (name, tree), on the device.
 
-        A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head"; a Model one leaf at a time.
+        A LayeredModel yields "embed", "blocks/0" .. "blocks/L-1" and "head", of several stacks "blocks/<stack>/0" and so on; a
+        Model one leaf at a time.
 
         Args:
           state: that is read.

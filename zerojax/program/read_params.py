@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.models import BLOCKS, LayeredModel, Model
+from zerojax.models import LayeredModel, Model, block_path
 from zerojax.optim import ema_of_each
 from zerojax.program.runner import Runner
 from zerojax.state import (
@@ -58,6 +58,8 @@ class ParamReader:
     def pieces(self, state: TrainState, ema: bool = False) -> Iterator[tuple[str, Any]]:
         """Yield (name, tree): "embed", "blocks/0" .. "blocks/L-1" and "head" of a LayeredModel, each leaf of a Model.
 
+        Of several stacks "blocks/<stack>/0", .., stack by stack.
+
         Args:
           state: that is read.
           ema: yield the averages in the place of the parameters.
@@ -73,11 +75,13 @@ class ParamReader:
             return
         ends = self._indices
         yield "embed", jax.tree.map(lambda i: self._leaf(state, i, ema), ends["embed"], is_leaf=is_encoded)
-        for layer in range(self.model.num_layers):
-            check_is_there(state)
-            where, order = layer < self.layout.device_layers, self.layout.order
-            # The layer is an argument: one compiled program reads them all, and XLA cannot derive the index.
-            yield f"{BLOCKS}/{layer}", self._read(self._layer, state, jnp.int32(layer), order, where, ema)
+        for number, stack in enumerate(self.layout.stacks):
+            for layer in range(stack.num_layers):
+                check_is_there(state)
+                where, order = layer < stack.device_layers, self.layout.order
+                # The layer is an argument: one compiled program reads all of a stack, and XLA cannot derive the index.
+                args = (jnp.int32(layer), order, where, ema, number)
+                yield "/".join((*block_path(stack.name), str(layer))), self._read(self._layer, state, *args)
         yield "head", jax.tree.map(lambda i: self._leaf(state, i, ema), ends["head"], is_leaf=is_encoded)
 
     def _read(self, read: Any, tree: Any, *args: Any) -> Any:
@@ -148,21 +152,20 @@ class ParamReader:
 
     @cached_property
     def _layer(self) -> Any:
-        """Return `read(state, layer, order, on_device, ema)`: one layer of stacks that rest in any tier."""
-        tree, records, layout = jax.tree.structure(self.layout.abstract_whole[BLOCKS]), self.records, self.layout
-        in_tree = [i for i in layout.in_tree if layout.all_leaves[i].is_stacked]
+        """Return `read(state, layer, order, on_device, ema, number)`: one layer of a stack, in any tier, by its number."""
+        records, layout = self.records, self.layout
 
         def read_frozen(state: TrainState, part: Sequence[int], index: Index) -> list[jax.Array]:
             frozen = jax.tree.leaves(state.frozen, is_leaf=is_stored)
             stacks = [frozen[i - len(layout.leaves)] for i in part]
             return [_widened(a) for a in read_layer([records.weight(i) for i in part], stacks, index)]
 
-        def read(state: TrainState, layer: jax.Array, order: jax.Array, on_device: bool, ema: bool) -> Any:
-            states = records.flat(state)
+        def read(state: TrainState, layer: jax.Array, order: jax.Array, on_device: bool, ema: bool, number: int) -> Any:
+            states, stack = records.flat(state), layout.stacks[number]
             whole = OnDevice(layer) if on_device else layer
-            leaves = dict(zip(layout.blocks, self._read_record(states, layout.blocks, whole, ema), strict=True))
-            leaves |= zip(layout.frozen_blocks, read_frozen(state, layout.frozen_blocks, layer), strict=True)
-            for group in layout.groups:
+            leaves = dict(zip(stack.blocks, self._read_record(states, stack.blocks, whole, ema), strict=True))
+            leaves |= zip(stack.frozen_blocks, read_frozen(state, stack.frozen_blocks, layer), strict=True)
+            for group in stack.groups:
 
                 def tile(k: jax.Array, group: TileGroup = group) -> list[jax.Array]:
                     index = Tile(layer, k, group.num_tiles)
@@ -172,9 +175,10 @@ class ParamReader:
                 # A layer is wanted whole here, so its tiles are stacked again.
                 leaves |= zip(group.weights, jax.lax.map(tile, order[: group.num_tiles]), strict=True)
             decode = lambda leaf: _widened(self._decode(leaf)) if is_encoded(leaf) else leaf  # noqa: E731
-            return jax.tree.map(decode, jax.tree.unflatten(tree, [leaves[i] for i in in_tree]), is_leaf=is_encoded)
+            tree = jax.tree.unflatten(layout.block_tree(stack.name), [leaves[i] for i in stack.in_tree])
+            return jax.tree.map(decode, tree, is_leaf=is_encoded)
 
-        return jax.jit(read, static_argnums=(3, 4))
+        return jax.jit(read, static_argnums=(3, 4, 5))
 
     # --- averages as a step has the parameters -----------------------------------------------------------------------------
 
@@ -217,8 +221,9 @@ class ParamReader:
         layout = self.layout
         leaves = jax.tree.leaves(layout.abstract_state.params)
         stacks = _empty([leaves[i] for i in layout.stacked])
-        for layer in range(layout.num_layers or 0):
-            args = (state, stacks, jnp.int32(layer), layout.order, layer < layout.device_layers)
+        layers = [(n, stack, layer) for n, stack in enumerate(layout.stacks) for layer in range(stack.num_layers)]
+        for number, stack, layer in layers:
+            args = (state, stacks, jnp.int32(layer), layout.order, layer < stack.device_layers, number)
             with self._runner.calling():
                 check_is_there(state)
                 stacks = self._runner.run("read", self._put_layer, *args, reads=state)
@@ -227,10 +232,13 @@ class ParamReader:
 
     @cached_property
     def _put_layer(self) -> Any:
-        """Return `put(state, stacks, layer, order, on_device)`: `stacks`, which are donated, with one layer's averages."""
+        """Return `put(state, stacks, layer, order, on_device, number)`: `stacks`, donated, with one layer's averages."""
         layout, records = self.layout, self.records
 
-        def put(state: TrainState, stacks: list[Any], layer: jax.Array, order: jax.Array, on_device: bool) -> list[Any]:
+        def put(
+            state: TrainState, stacks: list[Any], layer: jax.Array, order: jax.Array, on_device: bool, number: int
+        ) -> list[Any]:
+            of_stack = layout.stacks[number]
             states, after = records.flat(state), dict(zip(layout.stacked, stacks, strict=True))
 
             def write(after: dict[int, Any], part: Sequence[int], source: Index, target: Index) -> dict[int, Any]:
@@ -239,8 +247,8 @@ class ParamReader:
                 written = write_layer(pick(records.params, part), [after[i] for i in part], target, values)
                 return after | dict(zip(part, written, strict=True))
 
-            after = write(after, layout.blocks, OnDevice(layer) if on_device else layer, layer)
-            for group in layout.groups:
+            after = write(after, of_stack.blocks, OnDevice(layer) if on_device else layer, layer)
+            for group in of_stack.groups:
 
                 def tile(k: jax.Array, after: dict[int, Any], group: TileGroup = group) -> dict[int, Any]:
                     index = Tile(layer, order[k], group.num_tiles)
@@ -250,7 +258,7 @@ class ParamReader:
             return [after[i] for i in layout.stacked]
 
         shardings = jax.tree.leaves(layout.shardings.params)
-        return jax.jit(put, static_argnums=4, donate_argnums=1, out_shardings=[shardings[i] for i in layout.stacked])
+        return jax.jit(put, static_argnums=(4, 5), donate_argnums=1, out_shardings=[shardings[i] for i in layout.stacked])
 
 
 def _empty(abstract: Sequence[Any]) -> list[Any]:

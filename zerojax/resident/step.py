@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from host_offload.engine import DiskRecords
-from host_offload.schedule import Move, build_schedule
+from host_offload.schedule import Move, build_schedule, stacked_schedule
 from zerojax.metrics import evaluation, with_own
 from zerojax.models import (
     OVERWRITTEN,
@@ -71,7 +71,8 @@ class ResidentStep:
             self.host = HostUpdate(update, stashes=False, summed=1)
         self.objective = plain_objective(model, layout)
         self._stored_objective = stored_objective(model, layout) if layout.encodings else self.objective
-        self.schedule = build_schedule(model.num_layers if isinstance(model, LayeredModel) else 1)
+        layers = layout.stack_layers or {"": 1}  # a Model counts as one layer
+        self.schedule = stacked_schedule({name: build_schedule(num_layers) for name, num_layers in layers.items()})
 
     def arrays(self) -> np.ndarray:
         """Return i32[] holding 1: the trips of loops that XLA must not unroll."""

@@ -150,11 +150,8 @@ def decoded(params: Any, dtype: Any) -> Any:
 def decoding_model(model: LayeredModel, dtype: Any) -> LayeredModel:
     """Return a model whose functions take encoded leaves, and decode them."""
 
-    def embed(p: Any, *args: Any) -> Any:
-        return model.embed(decoded(p, dtype), *args)
-
-    def block(p: Any, *args: Any) -> Any:
-        return model.block(decoded(p, dtype), *args)
+    def decoding(function: Any) -> Any:
+        return lambda p, *args: function(decoded(p, dtype), *args)
 
     def head(p: Any, p_embed: Any, *args: Any) -> Any:
         return model.head(decoded(p, dtype), decoded(p_embed, dtype), *args)
@@ -163,8 +160,14 @@ def decoding_model(model: LayeredModel, dtype: Any) -> LayeredModel:
         assert model.predict is not None
         return model.predict(decoded(p, dtype), decoded(p_embed, dtype), *args)
 
+    def of_blocks(of: Any) -> dict[str, Any]:
+        return {"block": decoding(of.block), "enter": None if of.enter is None else decoding(of.enter)}
+
+    blocks = of_blocks(model)
+    if model.stacks:
+        blocks = {"stacks": [dataclasses.replace(stack, **of_blocks(stack)) for stack in model.stacks]}
     outputs = None if model.predict is None else predict
-    return dataclasses.replace(model, embed=embed, block=block, head=head, predict=outputs)
+    return dataclasses.replace(model, embed=decoding(model.embed), head=head, predict=outputs, **blocks)
 
 
 def check_tiles(model: Model | LayeredModel, format: str, encoded: Sequence[str], tiled: Sequence[str]) -> None:

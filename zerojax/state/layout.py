@@ -16,8 +16,19 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from host_offload.schedule import layers_kind
 from zerojax.config import ZeroConfig, frozen_tier, updates_by_parts, uses_disk
-from zerojax.models import BLOCKS, LayeredModel, Model, frozen_flags, init_params, init_state, layered_specs
+from zerojax.models import (
+    BLOCKS,
+    LayeredModel,
+    Model,
+    block_path,
+    frozen_flags,
+    init_params,
+    init_state,
+    layered_specs,
+    stacks_of,
+)
 from zerojax.precision import PRECISIONS, LossScale
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Replicated, named, param_specs, replicated_leaves, stored_spec
 from zerojax.state.disk_layout import DiskLayout
@@ -29,6 +40,43 @@ from zerojax.state.tile_groups import tile_groups, tiled_leaves
 from zerojax.state.train_state import DiskArgument, Pending, Split, TrainState, is_stored
 
 logger = logging.getLogger("zerojax")
+
+
+@dataclasses.dataclass(frozen=True)
+class StackLeaves:
+    """The leaves of one stack of layers, by their indices among `Layout.all_leaves`.
+
+    Attributes:
+      name: of the stack; "" where a model has one.
+      num_layers: L.
+      blocks: trained, of which a layer's record holds one layer.
+      frozen_blocks: likewise those that are frozen.
+      groups: those whose records are tiles.
+      in_tree: all of them, in the order of the tree.
+      device_layers: layers whose optimizer state stays on the device while `opt_state` is off it.
+    """
+
+    name: str
+    num_layers: int
+    blocks: tuple[int, ...]
+    frozen_blocks: tuple[int, ...]
+    groups: tuple[TileGroup, ...]
+    in_tree: tuple[int, ...]
+    device_layers: int
+
+    @property
+    def parts(self) -> list[tuple[int, ...]]:
+        """The trained leaves by the record that they share: a layer's, then a tile's of each group."""
+        return [self.blocks, *(group.leaves for group in self.groups)]
+
+    @property
+    def frozen_parts(self) -> list[tuple[int, ...]]:
+        """The frozen leaves, likewise."""
+        return [self.frozen_blocks, *(group.frozen for group in self.groups)]
+
+    def kind(self, kind: str) -> str:
+        """Return the name of the records of a kind that are this stack's layers."""
+        return layers_kind(kind, self.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +98,9 @@ class Layout:
       abstract_state: the same, as a program takes it: leaves of the nvme tier are DiskArgument.
       shardings: TrainState of NamedSharding.
       replicated: leaves that the ZeRO axis does not split.
-      num_layers: of a LayeredModel, else None.
-      device_layers: layers of a LayeredModel whose optimizer state stays on the device while `opt_state` is off it.
+      num_layers: of a LayeredModel, else None; of all its stacks.
+      device_layers: layers of each stack of a LayeredModel whose optimizer state stays on the device while `opt_state` is off
+        it, by its name.
       disk: the records of the nvme tier, where there is one.
       frozen: the parameter leaves that are frozen, in the order of the flattened tree.
       flags: tree of bool over the parameters: which are frozen; None where none is.
@@ -59,6 +108,7 @@ class Layout:
       places: of each of `all_leaves`, its place in the flattened whole tree.
       encodings: by path, the frozen leaves that rest in 8 or 4 bits. Each of their arrays is a leaf here, and in `frozen` and
         `abstract_whole` they are `Encoded` nodes; `flags` counts each as one.
+      stack_layers: L of each stack of a LayeredModel by its name, in order; the name of one alone is "".
     """
 
     mesh: Mesh
@@ -76,23 +126,19 @@ class Layout:
     shardings: TrainState
     replicated: tuple[Replicated, ...]
     num_layers: int | None = None
-    device_layers: int = 0
+    device_layers: Mapping[str, int] = dataclasses.field(default_factory=dict)
     disk: DiskLayout | None = None
     frozen: tuple[Leaf, ...] = ()
     flags: Any = None
     abstract_whole: Any = None
     places: tuple[int, ...] = ()
     encodings: Mapping[str, Encoding] = dataclasses.field(default_factory=dict)
+    stack_layers: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def all_leaves(self) -> tuple[Leaf, ...]:
         """Those that are trained, then those that are frozen: an index of a frozen leaf is one into this."""
         return self.leaves + self.frozen
-
-    @functools.cached_property
-    def frozen_blocks(self) -> tuple[int, ...]:
-        """Indices of the frozen leaves of which a layer's record holds one layer."""
-        return self._frozen_of("block")
 
     @functools.cached_property
     def frozen_ends(self) -> tuple[int, ...]:
@@ -135,8 +181,26 @@ class Layout:
 
     @functools.cached_property
     def blocks(self) -> tuple[int, ...]:
-        """Indices of the leaves of which a layer's record holds one layer."""
+        """Indices of the leaves of which a layer's record holds one layer, of all stacks."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.role == "block")
+
+    @functools.cached_property
+    def stacks(self) -> tuple[StackLeaves, ...]:
+        """The leaves of each stack of layers, in order."""
+        return tuple(self._stack(name, num_layers) for name, num_layers in self.stack_layers.items())
+
+    def _stack(self, name: str, num_layers: int) -> StackLeaves:
+        of_stack = [i for i in self.in_tree if self.all_leaves[i].is_stacked and self.all_leaves[i].stack == name]
+        blocks = sorted(i for i in of_stack if self.all_leaves[i].role == "block")
+        return StackLeaves(
+            name=name,
+            num_layers=num_layers,
+            blocks=tuple(i for i in blocks if i < len(self.leaves)),
+            frozen_blocks=tuple(i for i in blocks if i >= len(self.leaves)),
+            groups=tuple(group for group in self.groups if group.stack == name),
+            in_tree=tuple(of_stack),
+            device_layers=self.device_layers.get(name, 0),
+        )
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
@@ -145,18 +209,13 @@ class Layout:
 
     @functools.cached_property
     def stacked(self) -> tuple[int, ...]:
-        """Indices of the stacks of layers: of `blocks` and of all `groups`, in order."""
+        """Indices of the stacks of layers: of `blocks` and of all `groups`, of all stacks, in order."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_stacked)
 
     @property
     def record_parts(self) -> list[tuple[int, ...]]:
-        """The trained stacked leaves by the record that they share: a layer's, then a tile's of each group."""
-        return [self.blocks, *(group.leaves for group in self.groups)]
-
-    @property
-    def frozen_parts(self) -> list[tuple[int, ...]]:
-        """The frozen stacked leaves, likewise."""
-        return [self.frozen_blocks, *(group.frozen for group in self.groups)]
+        """The trained stacked leaves by the record that they share: of each stack a layer's, then a tile's of each group."""
+        return [part for stack in self.stacks for part in stack.parts]
 
     @property
     def has_master(self) -> bool:
@@ -174,6 +233,13 @@ class Layout:
         # XLA must not know what is in it, or it derives indices of slices from loop counters (`zerojax.state.records`).
         return jnp.arange(max(self.num_layers or 0, *(group.num_tiles for group in self.groups), 0))
 
+    def block_tree(self, stack: str) -> Any:
+        """Return the structure of the parameters of a stack's layers."""
+        node = self.abstract_whole
+        for key in block_path(stack):
+            node = node[key]
+        return jax.tree.structure(node)
+
     def param_shardings(self, sharded: bool) -> Any:
         """Return the parameters' shardings on the device, split over the ZeRO axis or not."""
         return _param_shardings(self.abstract_params, self.specs, self.mesh, sharded, "device")
@@ -185,21 +251,19 @@ def _param_shardings(params: Any, specs: dict[str, LeafSpec], mesh: Mesh, sharde
     )
 
 
-def _split(tree: Any, is_stacked: Any, layers: int, num_layers: int, mesh: Mesh) -> Any:
-    """Return a tree of stacked leaves in host memory with their first `layers` layers on the device.
+def _split(tree: Any, layers: Any, mesh: Mesh) -> Any:
+    """Return a tree of stacked leaves in host memory with their first layers on the device.
 
     Args:
       tree: of ShapeDtypeStruct with shardings.
-      is_stacked: tree of bool of its structure.
-      layers: k.
-      num_layers: L.
+      layers: tree of int of its structure: how many, k; 0 for what is no stack.
       mesh: the device mesh.
     """
 
-    def split(leaf: jax.ShapeDtypeStruct, stacked: bool) -> Any:
-        if not stacked:
+    def split(leaf: jax.ShapeDtypeStruct, layers: int) -> Any:
+        if not layers:
             return leaf
-        rest = leaf.shape[1:]
+        num_layers, *rest = leaf.shape
         on_device = named(mesh, leaf.sharding.spec)
         # [L, ...] -> [k, ...] on the device, and [L - k, ...] where the leaf rests.
         return Split(
@@ -207,7 +271,7 @@ def _split(tree: Any, is_stacked: Any, layers: int, num_layers: int, mesh: Mesh)
             jax.ShapeDtypeStruct((num_layers - layers, *rest), leaf.dtype, sharding=leaf.sharding),  # pyright: ignore[reportArgumentType]
         )
 
-    return jax.tree.map(split, tree, is_stacked)
+    return jax.tree.map(split, tree, layers)
 
 
 ByLayer = Callable[[optax.GradientTransformation, Any, Any, jex.ClosedJaxpr, Sequence[bool]], optax.GradientTransformation]
@@ -319,9 +383,9 @@ def build_layout(
     # Rounded twice, since 0.29 * 100 is 28.999999999999996.
     share = config.opt_state_device_fraction
     # Where no layer is trained, none has state.
-    has_layers = isinstance(model, LayeredModel) and any(leaf.is_stacked for leaf in leaves)
-    device_layers = int(round(share * model.num_layers, 9)) if isinstance(model, LayeredModel) and has_layers else 0
-    if device_layers:
+    of_stacks = {leaf.stack: leaf.shape[0] for leaf in leaves if leaf.is_stacked}
+    device_layers = {name: int(round(share * num_layers, 9)) for name, num_layers in of_stacks.items()}
+    if any(device_layers.values()):
         abstract_state = _split_opt_state(abstract_state, leaves, opt_map, device_layers, mesh)
         shardings = jax.tree.map(lambda a: a.sharding, abstract_state)
     if frozen_leaves:
@@ -345,6 +409,7 @@ def build_layout(
     return Layout(
         mesh, config, specs, leaves, groups, tx, opt_map, specs_of_state, update_jaxpr, master, arrays, abstract_state,
         shardings, replicated, num_layers, device_layers, disk, frozen_leaves, flags, whole, tuple(places), encodings,
+        {stack.name: stack.model.num_layers for stack in stacks_of(model)} if isinstance(model, LayeredModel) else {},
     )  # fmt: skip
 
 
@@ -483,17 +548,19 @@ def _pending(leaves: Sequence[Leaf], opt_map: OptStateMap, config: ZeroConfig, m
     )
 
 
-def _split_opt_state(state: TrainState, leaves: Sequence[Leaf], opt_map: OptStateMap, layers: int, mesh: Mesh) -> TrainState:
-    """Keep the optimizer state and masters of the first `layers` layers on the device."""
-    num_layers = next(leaf.shape[0] for leaf in leaves if leaf.is_stacked)
+def _split_opt_state(
+    state: TrainState, leaves: Sequence[Leaf], opt_map: OptStateMap, layers: Mapping[str, int], mesh: Mesh
+) -> TrainState:
+    """Keep the optimizer state and masters of the first layers of each stack, so many by its name, on the device."""
+    of_leaves = [layers[leaf.stack] if leaf.is_stacked else 0 for leaf in leaves]
 
-    def split(tree: Any, stacked: Sequence[bool]) -> Any:
-        return _split(tree, jax.tree.unflatten(jax.tree.structure(tree), stacked), layers, num_layers, mesh)
+    def split(tree: Any, layers: Sequence[int]) -> Any:
+        return _split(tree, jax.tree.unflatten(jax.tree.structure(tree), layers), mesh)
 
-    opt_state = split(state.opt_state, [owner is not None and leaves[owner].is_stacked for owner in opt_map.owners])
+    opt_state = split(state.opt_state, [0 if owner is None else of_leaves[owner] for owner in opt_map.owners])
     master = state.master
     if master is not None:
-        master = split(master, [leaf.is_stacked for leaf in leaves])
+        master = split(master, of_leaves)
     return dataclasses.replace(state, opt_state=opt_state, master=master)
 
 
@@ -527,12 +594,13 @@ def unit_bytes(layout: Layout) -> tuple[list[int], int]:
     A stacked leaf of a LayeredModel counts as one layer's, and a layer is a block. A Model's layers are not known: half of
     the model is the most that may.
     """
-    sizes, block = [], 0
+    sizes: list[int] = []
+    blocks: dict[str, int] = {}
     for leaf in layout.all_leaves:
         num_bytes = math.prod(leaf.shape) * leaf.dtype.itemsize
-        if layout.num_layers is not None and leaf.is_stacked:
-            num_bytes //= layout.num_layers
-            block += num_bytes
+        if leaf.is_stacked:
+            num_bytes //= leaf.shape[0]
+            blocks[leaf.stack] = blocks.get(leaf.stack, 0) + num_bytes
         sizes.append(num_bytes)
     # No less than the largest leaf, such as an embedding, which may be gathered in one piece.
-    return sizes, max(block or sum(sizes) // 2, max(sizes))
+    return sizes, max(max(blocks.values(), default=0) or sum(sizes) // 2, max(sizes))

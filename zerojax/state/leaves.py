@@ -33,12 +33,14 @@ class TileGroup:
       leaves: the indices of those that are trained, in order.
       num_tiles: T.
       frozen: of those that are frozen, likewise (`Layout.all_leaves`).
+      stack: of layers, as of a `Leaf`.
     """
 
     name: str
     leaves: tuple[int, ...]
     num_tiles: int
     frozen: tuple[int, ...] = ()
+    stack: str = ""
 
     @property
     def weights(self) -> tuple[int, ...]:
@@ -64,6 +66,7 @@ class Leaf:
       group: name of its group of tiles, where `lead` is 2.
       frozen: whether it is read alone: it has no master, gradient or optimizer state.
       decodes: of the first array of a leaf in 8 or 4 bits, that leaf, which is made of it where it is used: all its records.
+      stack: name of the stack of layers that it is of; "" where there is one, or none.
     """
 
     path: tuple[Any, ...]
@@ -75,6 +78,7 @@ class Leaf:
     group: str = ""
     frozen: bool = False
     decodes: "Leaf | None" = None
+    stack: str = ""
 
     @property
     def role(self) -> Role:
@@ -122,5 +126,11 @@ def build_leaves(
     arrays = jax.tree_util.tree_flatten_with_path(abstract_compute)[0]
     for i, (path, array) in enumerate(arrays):
         name, lead = jax.tree_util.keystr(path), int(is_stacked(model, path)) + (i in group_of)
-        leaves.append(Leaf(path, name, array.shape, array.dtype, specs[name], lead, group_of.get(i, ""), frozen[i]))
+        leaf = Leaf(path, name, array.shape, array.dtype, specs[name], lead, group_of.get(i, ""), frozen[i])
+        leaves.append(dataclasses.replace(leaf, stack=stack_name(model, path)))
     return tuple(leaves)
+
+
+def stack_name(model: Model | LayeredModel, path: Sequence[Any]) -> str:
+    """Return the name of the stack of layers that the parameter leaf at a path is of; "" where a model has one, or none."""
+    return path[1].key if is_stacked(model, path) and isinstance(model, LayeredModel) and model.stacks else ""

@@ -8,6 +8,7 @@ an update reads and writes them together:
     params         L             the blocks' parameters of a layer
     params.<group> L T           a group's parameters of a tile
     params.<i>     1             parameter leaf i
+    params.<stack> L             the same of one of several stacks of layers
     opt_state...   likewise      masters, then the leaves of the optimizer state that mirror them
     frozen...      likewise      the frozen parameters of the same layer, tile or leaf; read alone
 
@@ -124,10 +125,10 @@ class StateRecords:
             members = [self._weight(self.params, i, self.leaves[i].dtype) for i in part]
             self._declare(disk, kind, count, members, updated=updated)
 
-        num_layers = self.layout.num_layers or 1
-        declare("params", num_layers, self.layout.blocks)
-        for group in self.layout.groups:
-            declare(group.kind("params"), num_layers * group.num_tiles, group.leaves)
+        for stack in self.layout.stacks:
+            declare(stack.kind("params"), stack.num_layers, stack.blocks)
+            for group in stack.groups:
+                declare(group.kind("params"), stack.num_layers * group.num_tiles, group.leaves)
         for i in self.layout.ends:
             declare(f"params.{i}", 1, (i,))
 
@@ -140,11 +141,11 @@ class StateRecords:
             members = masters + [self._moment(j) for j in self.opt_map.states_of(part)]
             self._declare(disk, kind, count, members, in_turn=in_turn)
 
-        num_layers = self.layout.num_layers or 1
-        # Layers whose state stays on the device have no record.
-        declare("opt_state", num_layers - self.layout.device_layers, self.layout.blocks)
-        for group in self.layout.groups:
-            declare(group.kind("opt_state"), num_layers * group.num_tiles, group.leaves)
+        for stack in self.layout.stacks:
+            # Layers whose state stays on the device have no record.
+            declare(stack.kind("opt_state"), stack.num_layers - stack.device_layers, stack.blocks)
+            for group in stack.groups:
+                declare(group.kind("opt_state"), stack.num_layers * group.num_tiles, group.leaves)
         for i in self.layout.ends:
             declare(f"opt_state.{i}", 1, (i,), in_turn=True)
 
@@ -159,10 +160,10 @@ class StateRecords:
             members = [_Member(self.frozen, i, leaf.name, a) for (i, leaf), a in zip(leaves, shapes, strict=True)]
             self._declare(disk, kind, count, members, updated=False)
 
-        num_layers = self.layout.num_layers or 1
-        declare("frozen", num_layers, self.layout.frozen_blocks)
-        for group in self.layout.groups:
-            declare(group.kind("frozen"), num_layers * group.num_tiles, group.frozen)
+        for stack in self.layout.stacks:
+            declare(stack.kind("frozen"), stack.num_layers, stack.frozen_blocks)
+            for group in stack.groups:
+                declare(group.kind("frozen"), stack.num_layers * group.num_tiles, group.frozen)
         for i in self.layout.frozen_ends:
             declare(f"frozen.{i}", 1, (i,))
 

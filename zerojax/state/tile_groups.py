@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from zerojax.config import ZeroConfig, streams, whole_layers
-from zerojax.models import BLOCKS, LayeredModel, Model
-from zerojax.state.leaves import TileGroup, is_stacked
+from zerojax.models import BLOCKS, LayeredModel, Model, of_every_stack
+from zerojax.state.leaves import TileGroup, is_stacked, stack_name
 
 logger = logging.getLogger("zerojax")
 
@@ -28,7 +28,8 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool
     is_layered = isinstance(model, LayeredModel)
     params, what = (abstract_params[BLOCKS], "parameters of one layer") if is_layered else (abstract_params, "parameters")
     try:
-        flag_tree = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), model.tiles, params)
+        tiles = of_every_stack(model, model.tiles, False) if isinstance(model, LayeredModel) else model.tiles
+        flag_tree = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), tiles, params)
         flags = jax.tree.leaves(flag_tree)
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(f"tiles must mirror the {what}, or be a prefix of their tree: {e}") from e
@@ -80,7 +81,8 @@ def tile_groups(model: Model | LayeredModel, abstract_params: Any, config: ZeroC
         counts = {jax.tree_util.keystr(paths[i]): leaves[i].shape[1] for i in indices}
         if len(set(counts.values())) > 1:
             raise ValueError(f"stacks of tiles that one module holds are used together, but differ in their tiles: {counts}")
-        groups.append(TileGroup(name, tuple(indices), leaves[indices[0]].shape[1]))
+        stack = stack_name(model, paths[indices[0]])
+        groups.append(TileGroup(name, tuple(indices), leaves[indices[0]].shape[1], stack=stack))
     return tuple(groups)
 
 

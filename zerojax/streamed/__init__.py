@@ -1,5 +1,7 @@
 """The streamed step: layers come to the device one after the other, are used, and leave it."""
 
+from zerojax.streamed.activations import ResidualPlan as ResidualPlan
+from zerojax.streamed.loops import StackLoops as StackLoops
 from zerojax.streamed.plan import StreamedPlan as StreamedPlan
 from zerojax.streamed.plan import record_bytes as record_bytes
 from zerojax.streamed.step import StreamedStep as StreamedStep

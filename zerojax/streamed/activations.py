@@ -18,11 +18,11 @@ from typing import Any
 import jax
 
 from host_offload.schedule import TileLoops
-from zerojax.models import BLOCKS, Given, LayeredModel, Loss, call_block, check_block
+from zerojax.models import Given, Loss, call_block, check_block
 from zerojax.sharding import ActivationSpec
 from zerojax.state import RecordSpec, pick, read_layer
-from zerojax.streamed.inputs import LayerInputs
-from zerojax.streamed.plan import StreamedPlan
+from zerojax.streamed.microbatches import LayerInputs
+from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.residuals import MODES, TracedBlock, plan_layer
 from zerojax.streamed.tiled_block import TiledBlock
 
@@ -75,31 +75,32 @@ class ResidualPlan:
 
 
 class BlockTracer:
-    """Traces a model's block over the shapes of a batch: what forward saves of it, and its loops over tiles.
+    """Traces the block of a stack over the shapes of a batch: what forward saves of it, and its loops over tiles.
 
     Attributes:
+      stack: of which the block is.
       traced: the block cut at its loops over tiles, as a step was last traced, if tiles are records.
       traced_eval: the same of an evaluation.
     """
 
-    def __init__(self, model: LayeredModel, plan: StreamedPlan) -> None:
-        self.model, self.plan = model, plan
+    def __init__(self, stack: StackPlan, plan: StreamedPlan) -> None:
+        self.stack, self.model, self.plan = stack, stack.model, plan
         self.layout, self.mesh, self.config = plan.layout, plan.mesh, plan.config
         self.traced: TiledBlock | None = None
         self.traced_eval: TiledBlock | None = None
 
     def _block(self) -> Any:
         """Return the shapes of one layer's parameters, in the compute dtype."""
-        stacks = [self.plan.leaves[i] for i in self.plan.block_leaves]
+        stacks = [self.plan.leaves[i] for i in self.stack.leaves.in_tree]
         return jax.eval_shape(self.block_tree, [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in stacks])
 
     def block_tree(self, leaves: Sequence[Any]) -> Any:
         """Return a block's parameters, decoded, of its leaves gathered."""
-        return self.layout.decode(jax.tree.unflatten(jax.tree.structure(self.layout.abstract_whole[BLOCKS]), leaves))
+        return self.layout.decode(jax.tree.unflatten(self.stack.tree, leaves))
 
     def operands(self, full: Sequence[Array]) -> list[Any]:
         """Return a block's leaves as it is called with, in the order of its tree: None for stacks of tiles."""
-        leaves = self.plan.without_tiles(full)
+        leaves = self.stack.without_tiles(full)
         return jax.tree.leaves(self.block_tree(leaves), is_leaf=lambda node: node is None) if self.layout.encodings else leaves
 
     def abstract_call(self, x: Any, inputs: LayerInputs, count: int) -> tuple[Any, Any, Any, Given]:
@@ -157,9 +158,9 @@ class BlockTracer:
         # The leaves of x are one record: they are written together and read together, and no step reads those of another.
         if tier == "nvme" and self.layout.disk is not None:
             names = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]]
-            of_x, num = records[: len(leaves)], self.model.num_layers
-            specs = [r.spec for r in of_x]
-            disk_records = self.layout.disk.declare("activations", num, names, shapes[: len(leaves)], specs, lifetime="step")
+            of_x, num = records[: len(leaves)], self.stack.num_layers
+            specs, kind = [r.spec for r in of_x], self.stack.leaves.kind("activations")
+            disk_records = self.layout.disk.declare(kind, num, names, shapes[: len(leaves)], specs, lifetime="step")
             records[: len(leaves)] = [dataclasses.replace(r, disk_records=disk_records) for r in of_x]
         # `tile_loops` reads it: what the disk is told to read ahead follows from the loops that the block really has.
         self.traced = tiled
@@ -174,39 +175,41 @@ class BlockTracer:
         offloaded: Sequence[str] = (),
     ) -> tuple[TracedBlock, TiledBlock | None]:
         """Trace the block over abstract arguments; cut it at its loops over tiles if tiles are records."""
-        plan = self.plan
-        frozen = [plan.leaves[i].frozen for i in plan.block_operands]
-        layer = plan_layer(self._run_block, *args, mode, saved, offloaded, tiled=bool(plan.groups), frozen=frozen)
-        if not plan.groups:
+        plan, stack = self.plan, self.stack
+        frozen = [plan.leaves[i].frozen for i in stack.operands]
+        options: dict[str, Any] = {"tiled": bool(stack.groups), "frozen": frozen, "of_context": self.model.enter is not None}
+        layer = plan_layer(self._run_block, *args, mode, saved, offloaded, **options)
+        if not stack.groups:
             return layer, None
         names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(args[0])[0]]
         # A group's indices count the leaves of the whole model; the block's trace knows those of one layer.
-        groups = [[plan.block_operands.index(i) for i in group.weights] for group in plan.groups]
+        groups = [[stack.operands.index(i) for i in group.weights] for group in stack.groups]
         tiled = TiledBlock(layer, groups, names, count, args)
         return layer, tiled
 
-    def stacks(self, residuals: ResidualPlan, scratch: Scratch) -> list[Array]:
-        """Return the empty stacks that forward fills."""
+    def stacks(self, residuals: ResidualPlan, scratch: Sequence[Array]) -> list[Array]:
+        """Return the empty stacks that forward fills, given those in host memory."""
         # Stacks in host memory are arguments, donated: what a program allocates itself, XLA makes on the device first.
-        in_memory = dict(zip(residuals.in_memory, scratch["residuals"], strict=True))
+        in_memory = dict(zip(residuals.in_memory, scratch, strict=True))
         pairs = enumerate(zip(residuals.records, residuals.shapes, strict=True))
-        return [in_memory[i] if i in in_memory else self.plan.empty(r, a) for i, (r, a) in pairs]
+        lead = (self.stack.num_layers,)
+        return [in_memory[i] if i in in_memory else self.plan.empty(r, a, lead) for i, (r, a) in pairs]
 
     def without_residuals(self, x: Any, inputs: LayerInputs) -> TiledBlock | None:
         """Return the block of a pass that saves nothing, of one microbatch, cut at its loops, if tiles are records."""
-        if not self.plan.groups:
+        if not self.stack.groups:
             return None
         self.traced_eval = self._cut(self.abstract_call(x, inputs, 1), 1)[1]
         return self.traced_eval
 
     def eval_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
         """Return the loops over tiles that a tick of an evaluation's forward runs, which was traced."""
-        loops, traced = [tiles for _, tiles in self.plan.loops], self.traced_eval
+        loops, traced = [tiles for _, tiles in self.stack.loops], self.traced_eval
         return {} if traced is None else {"forward": [(loops[g], "forward") for g in traced.forward_loops]}
 
     def tile_loops(self) -> dict[str, list[tuple[TileLoops, str]]]:
         """Return the loops over tiles that a tick of each phase runs, in order, and which of their phases each is."""
-        loops = [tiles for _, tiles in self.plan.loops]
+        loops = [tiles for _, tiles in self.stack.loops]
         if self.traced is None:  # no batch was seen: as a block without recomputation would have them
             return {"forward": [(g, "forward") for g in loops], "backward": [(g, "backward") for g in reversed(loops)]}
         # Backward also runs a loop forward, where its result is needed to recompute what comes after it.

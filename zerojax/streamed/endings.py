@@ -153,11 +153,14 @@ class ByLayers(StoredGrads):
             # The engine was told that the layers' records come after those of the ends (`step_moves`).
             if (token := records.end_token(states)) is not None:
                 arrays, _ = arrays.after(token, plan.mesh)
-        # The layers' records, then all L T tiles of each group: the order in which the engine reads ahead (`moves_of`).
-        loops = [UpdateLoop(plan.schedule.phase("update"), arrays.phase("update"), plan.blocks, plan.layout.device_layers)]
-        for group, tiles in plan.loops:
-            at = partial(Tile.numbered, of=group.num_tiles)
-            loops.append(UpdateLoop(tiles.phase("update"), arrays.phase(tiles.plan("update")), group.leaves, 0, at))
+        # Of each stack the layers' records, then all L T tiles of each group: as the engine reads ahead (`moves_of`).
+        loops = []
+        for stack in plan.of_stacks:
+            mine, on_device = arrays.of_stack(stack.name), stack.leaves.device_layers
+            loops.append(UpdateLoop(stack.schedule.phase("update"), mine.phase("update"), stack.blocks, on_device))
+            for group, tiles in stack.loops:
+                at = partial(Tile.numbered, of=group.num_tiles)
+                loops.append(UpdateLoop(tiles.phase("update"), mine.phase(tiles.plan("update")), group.leaves, 0, at))
         tokens: list[Array] = []
         for loop in loops:
             if tokens:  # the engine reads and writes records in one order, so loops over them may not be exchanged

@@ -5,6 +5,7 @@ where it is used, as in the resident step. The gradients of head and embedding a
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -15,20 +16,24 @@ from zerojax.models import (
     LayeredModel,
     Loss,
     call_embed,
+    call_enter,
     call_head,
     call_predict,
+    embed_number,
+    enter_number,
     floating,
+    head_number,
     merged,
     per_layer_arrays,
+    stacks_of,
     summed,
     whole_weight,
     with_blocks,
 )
 from zerojax.sharding import ActivationSpec
 from zerojax.state import is_stored, join_frozen, split_frozen
-from zerojax.streamed.inputs import LayerInputs
-from zerojax.streamed.microbatches import Microbatches, key_of
-from zerojax.streamed.plan import StreamedPlan
+from zerojax.streamed.microbatches import LayerInputs, Microbatches, key_of
+from zerojax.streamed.plan import StackPlan, StreamedPlan
 
 Array = jax.Array
 
@@ -58,6 +63,7 @@ class Ends:
         """Evaluate both through `gather(function, leaves, *args)`, which gathers the leaves and reduces their gradients."""
         self.model, self.plan, self.microbatches, self.mesh = model, plan, microbatches, plan.mesh
         self._gather, self.activations = gather, ActivationSpec(plan.mesh)
+        self._models = {stack.name: stack.model for stack in stacks_of(model)}  # whose `enter` may decode
 
     def load(self, params: Any) -> Any:
         """Return the leaves, sharded, on the device."""
@@ -81,8 +87,7 @@ class Ends:
     def embed(self, ends: Any, batch: Any, key: Any, state: Any) -> tuple[Any, Any]:
         """Return the first layer's input, of one microbatch, and the state of the ends."""
         batch = self.activations.constrain(batch)
-        # Keys 0 .. L-1 are those of the layers, L is the embedding's, L+1 the head's.
-        key = key_of(key, self.model.num_layers)
+        key = key_of(key, embed_number(self.model))
         x, state = self._gather(lambda p, b, k, s: call_embed(self.model, p["embed"], b, k, s), ends, batch, key, state)
         return self.activations.constrain(x), state
 
@@ -105,26 +110,79 @@ class Ends:
         """Apply `function(carry, piece)` to one microbatch after the other; returns what is carried, and their results."""
         return function(carry, pieces) if self.microbatches.count == 1 else jax.lax.scan(function, carry, pieces)
 
-    def abstract_input(self, abstract_params: Any, abstract_state: Any, abstract_batch: Any) -> tuple[Any, LayerInputs]:
-        """Return the shapes of the first layer's input of all microbatches, and of what all layers read."""
+    def abstract_inputs(self, abstract_params: Any, abstract_state: Any, abstract_batch: Any) -> list[Any]:
+        """Return the shapes of (what comes before a stack, its first layer's input, `LayerInputs`), of each stack."""
 
         def first(params: Any, model_state: Any, batch: Any) -> Any:
             batch, keys = self.microbatches.split(batch, jax.random.key(0) if self.model.stochastic else None)
-            ends = _without_blocks(params)
+            ends, inputs = _without_blocks(params), []
             x, _, _ = self.embed_all(ends, batch, keys, ends_state(model_state))
-            return x, self.inputs(batch, keys, model_state)
+            for stack in self.plan.of_stacks:
+                before = x
+                # A block returns what it takes, so that its stack's input stands for its output.
+                x, context = self.enter(stack, ends, before, batch, keys)
+                inputs.append((before, x, self.inputs(stack, context, keys, model_state)))
+            return inputs
 
         args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (abstract_params, abstract_state))
         return jax.eval_shape(first, *args, abstract_batch)
 
-    def inputs(self, batch: Any, keys: Any, model_state: Any) -> LayerInputs:
-        """Return what the layers read of all microbatches."""
-        of_blocks = None if model_state is None else model_state.get(BLOCKS)
-        return LayerInputs(keys, self.context(batch), per_layer_arrays(self.model), of_blocks)
+    def inputs(self, stack: StackPlan, context: Any, keys: Any, model_state: Any) -> LayerInputs:
+        """Return what the layers of a stack read of all microbatches, given their context."""
+        of_blocks = None if model_state is None else stack.stack.of(model_state.get(BLOCKS))
+        return LayerInputs(keys, context, per_layer_arrays(stack.model), of_blocks)
+
+    def enter(self, stack: StackPlan, ends: Any, x: Any, batch: Any, keys: Any) -> tuple[Any, Any]:
+        """Return the first layer's input and the context of a stack, of all microbatches, of what came before it."""
+        if stack.model.enter is None:
+            return x, self.context(batch)
+        return self.microbatches.each(partial(self._enter, stack, ends), x, batch, keys)
+
+    def _enter(self, stack: StackPlan, ends: Any, x: Any, batch: Any, key: Any) -> tuple[Any, Any]:
+        """Return the same of one microbatch."""
+        model = self._models[stack.name]
+        key = key_of(key, enter_number(self.model, stack.stack))
+
+        def enter(p: Any, x: Any, b: Any, k: Any) -> tuple[Any, Any]:
+            return call_enter(model, p["embed"], x, b, k)
+
+        return self.activations.constrain(self._gather(enter, ends, x, self.activations.constrain(batch), key))
+
+    def enter_grads(
+        self,
+        stack: StackPlan,
+        ends: Any,
+        x: Any,
+        batch: Any,
+        keys: Any,
+        dx: Any,
+        d_context: Any,
+        g_ends: list[Array],
+    ) -> tuple[Any, list[Array]]:
+        """Return the cotangent of what came before a stack, and the gradients of the ends with those of its `enter`.
+
+        As the embedding, it is computed again.
+        """
+        if stack.model.enter is None:
+            return dx, g_ends
+        trained, frozen = self._split(ends)
+
+        def one(dx: Any, d_context: Any, x: Any, batch: Any, key: Any) -> tuple[list[Array], Any]:
+            def run(trained: Any, floats: Any) -> Any:
+                return floating(self._enter(stack, join_frozen(trained, frozen), merged(floats, x), batch, key))
+
+            g, before = jax.vjp(run, trained, floating(x))[1]((dx, d_context))
+            return self._reduced(g), self.activations.constrain(before)
+
+        if self.microbatches.count > 1:
+            g_ends, dx = self.microbatches.fold(one, g_ends, dx, d_context, x, batch, keys)
+            return dx, g_ends
+        grads, dx = one(dx, d_context, x, batch, keys)
+        return dx, [a + b for a, b in zip(g_ends, grads, strict=True)]
 
     def head(self, ends: Any, x: Any, batch: Any, key: Any, state: Any) -> tuple[Loss, Any]:
         """Return the loss of one microbatch, and the state of the ends."""
-        key = key_of(key, self.model.num_layers + 1)
+        key = key_of(key, head_number(self.model))
 
         def loss(p: Any, x: Any, b: Any, k: Any, s: Any) -> tuple[Loss, Any]:
             return call_head(self.model, p["head"], p["embed"], x, b, k, s)

@@ -8,6 +8,8 @@ The callbacks of a device must run in one order. Each takes a token and returns 
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,8 +44,9 @@ class HostInBackward(InBackward):
         # The gathered layer is at hand: its shard is cut out of it, and not read again.
         old = self.plan.on_shards(record.params, record.part) if self.host.needs_weights else []
         states, token = self.host.update_layer(
-            carried.states, record.now.write, record.grads, old, jnp.isfinite(squares), carried.scalars, carried.token
-        )
+            carried.states, record.part, record.now.write, record.grads, old, jnp.isfinite(squares), carried.scalars,
+            carried.token,
+        )  # fmt: skip
         return dataclasses.replace(carried, states=states, squares=squares, token=token), record.landing
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
@@ -68,27 +71,35 @@ class OnHost(StoredGrads):
 
     def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
         if self.host.stashes:
-            return dataclasses.replace(carried, token=self.host.stash(record.now.layer, record.grads, carried.token))
+            return dataclasses.replace(
+                carried, token=self.host.stash(record.part, record.now.layer, record.grads, carried.token)
+            )
         return super().store(carried, record)
 
+    def of_layers(self, result: BackwardResult[GradStacks], tick: Callable[[Sequence[int], Any, Tick], Any], carry: Any) -> Any:
+        """Run `tick(leaves, carry, now)` for the layers of every stack."""
+        for stack in self.plan.of_stacks:
+            arrays, run = result.arrays.of_stack(stack.name).phase("update"), partial(tick, stack.blocks)
+            # Nothing is fetched to the device: the callbacks work on host memory, and on the disk's buffers.
+            carry = run_phase(stack.schedule.phase("update"), arrays, carry, run, fetch=_nothing)
+        return carry
+
     def end(self, result: BackwardResult[GradStacks]) -> Result:
-        plan, records, host, state = self.plan, self.records, self.host, result.state
+        records, host, state = self.records, self.host, result.state
         norm = self.norm(result)
         ok, states = jnp.isfinite(norm), records.flat(state)
         scalars = host.scalars(
             records.shared_of(states), result.loss, clip_factor(norm, self.config.clip_norm), loss_scale(state)
         )
 
-        def tick(carry: Any, now: Tick) -> Any:
+        def tick(part: Sequence[int], carry: Any, now: Tick) -> Any:
             states, token = carry
             # Stashed gradients wait in host memory or on disk, where the kernels find them by layer.
-            grads = [] if host.stashes else self.read_grads(result.carried, plan.blocks, now.layer)
-            old = records.read_params(states, plan.blocks, now.layer) if host.needs_weights else []
-            return host.update_layer(states, now.write, grads, old, ok, scalars, token), now.landing
+            grads = [] if host.stashes else self.read_grads(result.carried, part, now.layer)
+            old = records.read_params(states, part, now.layer) if host.needs_weights else []
+            return host.update_layer(states, part, now.write, grads, old, ok, scalars, token), now.landing
 
-        carry = (states, result.carried.token)
-        # Nothing is fetched to the device: the callbacks work on host memory, and on the disk's buffers.
-        states, token = run_phase(plan.schedule.phase("update"), result.arrays.phase("update"), carry, tick, fetch=_nothing)
+        states, token = self.of_layers(result, tick, (states, result.carried.token))
         states, _ = host.update_ends(states, result.ends, ok, scalars, token)
         return closed(self.record_update, result, states, norm)
 
@@ -105,11 +116,10 @@ class Delayed(OnHost):
         token = host.stash_ends(result.ends, result.carried.token)
 
         # `install` waits for the thread that updates, which had all of forward and backward for it.
-        def tick(carry: Any, now: Tick) -> Any:
-            return host.install(carry[0], plan.blocks, now.write, pending, carry[1]), now.landing
+        def tick(part: Sequence[int], carry: Any, now: Tick) -> Any:
+            return host.install(carry[0], part, now.write, pending, carry[1]), now.landing
 
-        carry = (records.flat(state), token)
-        states, token = run_phase(plan.schedule.phase("update"), result.arrays.phase("update"), carry, tick, fetch=_nothing)
+        states, token = self.of_layers(result, tick, (records.flat(state), token))
         states, _ = host.install(states, plan.ends, jnp.int32(0), pending, token)
         # The next step applies these gradients, so what belongs to them goes along: loss, clipping factor and loss scale, and
         # the optimizer's scalars of this step, which `closed` then advances in the state.

@@ -1,4 +1,4 @@
-"""The microbatches of a streamed step, and the random keys of its layers.
+"""The microbatches of a streamed step, the random keys of its layers, and what these read besides.
 
 Where there are several, dim 0 of whatever depends on data counts them, and a function of one microbatch runs in a loop over
 it. A layer's gradients are summed over that loop: in float32, as sums in 16 bits would lose the smaller terms. A single
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from zerojax.models import Given
 from zerojax.sharding import ActivationSpec, split_microbatches
 
 Array = jax.Array
@@ -67,6 +68,35 @@ class Microbatches:
     def constrain(self, x: Any) -> Any:
         """Keep the activations of all microbatches split as the batch is."""
         return ActivationSpec(self.mesh, self.count).constrain_all(x)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerInputs:
+    """What all layers of a step read.
+
+    Attributes:
+      keys: of the microbatches, or None.
+      context: of the microbatches, or None.
+      per_layer: `model.per_layer`, arrays [L, ...], or None.
+      state: of the blocks, [L, ...], or None; only read.
+    """
+
+    keys: Any = None
+    context: Any = None
+    per_layer: Any = None
+    state: Any = None
+
+    def given(self, context: Any, layer: Array) -> Given:
+        """Return what one layer is given of one microbatch, by its context."""
+        # On the device: no index of a slice of host memory is derived from it.
+        take = lambda a: jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False)  # noqa: E731
+        return Given(context, jax.tree.map(take, self.per_layer), jax.tree.map(take, self.state))
+
+    def given_all(self, layer: Array, microbatches: Microbatches) -> Given:
+        """Return what one layer is given of all microbatches, which are dim 0 of everything where there are several."""
+        one = self.given(self.context, layer)
+        return Given(one.context, microbatches.repeated(one.layer), microbatches.repeated(one.state))
 
 
 def key_of(key: Any, layer: int | Array) -> Any:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from host_offload.schedule import Move, TileLoops, moves_of
 from zerojax.streamed.plan import StreamedPlan
 
-Loops = Mapping[str, Sequence[tuple[TileLoops, str]]]
+Loops = Sequence[Mapping[str, Sequence[tuple[TileLoops, str]]]]
+"""Of each stack, the loops over tiles of a tick of each phase."""
 
 
 def step_moves(plan: StreamedPlan, loops: Loops, ends_first: bool) -> tuple[Move, ...]:
@@ -20,34 +21,39 @@ def step_moves(plan: StreamedPlan, loops: Loops, ends_first: bool) -> tuple[Move
 
     Args:
       plan: of the step.
-      loops: over tiles, of a tick of each phase.
+      loops: over tiles.
       ends_first: whether the ends are updated before the layers.
     """
     if plan.layout.disk is None:
         return ()
-    kinds, phases = plan.layout.disk.kinds.keys(), [phase.name for phase in plan.schedule.phases]
     first, last = plan.state_records.end_moves()
-    by_host = {} if plan.host is None else plan.host.state.moves()
-    after = ["update"] if ends_first else []
     # The engine reads ahead in this order, so it must be the one in which the program fetches and stores.
-    before = moves_of(plan.schedule, kinds, [name for name in phases if name not in after], by_host, loops)
-    return (*first, *before, *last, *moves_of(plan.schedule, kinds, after, by_host))
+    layers, update = [*_moves(plan, "forward", loops), *_moves(plan, "backward", loops)], _moves(plan, "update")
+    return (*first, *layers, *last, *update) if ends_first else (*first, *layers, *update, *last)
+
+
+def _moves(plan: StreamedPlan, phase: str, loops: Loops = ()) -> list[Move]:
+    """Return the moves of a phase of every stack: backward begins with the last one."""
+    assert plan.layout.disk is not None
+    kinds, moves = plan.layout.disk.kinds.keys(), []
+    for n, stack in (reversed if phase == "backward" else list)(list(enumerate(plan.of_stacks))):
+        by_host = {} if plan.host is None else plan.host.state.moves(stack.leaves)
+        moves += moves_of(stack.schedule, kinds, (phase,), by_host, loops[n] if loops else None, stack.name)
+    return moves
 
 
 def eval_moves(plan: StreamedPlan, loops: Loops) -> tuple[Move, ...]:
     """Return the moves of an evaluation: parameters alone."""
     if plan.layout.disk is None:
         return ()
-    first = plan.state_records.end_moves()[0]
-    # Forward of a step also writes activations. An evaluation keeps none.
-    forward = moves_of(plan.schedule, plan.layout.disk.kinds.keys(), ("forward",), loops=loops)
-    # Tiles and ends have kinds of their own, "params.tiles.<group>" and "params.<i>".
-    return (*first, *(move for move in forward if move.kind.split(".")[0] in ("params", "frozen")))
+    # Forward of a step also writes activations. An evaluation keeps none. Tiles, ends and stacks have kinds of their own,
+    # "params.tiles.<group>", "params.<i>" and "params.<stack>".
+    forward = [move for move in _moves(plan, "forward", loops) if move.kind.split(".")[0] in ("params", "frozen")]
+    return (*plan.state_records.end_moves()[0], *forward)
 
 
 def grads_moves(plan: StreamedPlan, loops: Loops) -> tuple[Move, ...]:
     """Return the moves of forward and backward alone, of a step that keeps gradients on the device."""
     if plan.layout.disk is None:
         return ()
-    first, kinds = plan.state_records.end_moves()[0], plan.layout.disk.kinds.keys()
-    return (*first, *moves_of(plan.schedule, kinds, ("forward", "backward"), loops=loops))
+    return (*plan.state_records.end_moves()[0], *_moves(plan, "forward", loops), *_moves(plan, "backward", loops))

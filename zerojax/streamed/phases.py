@@ -25,7 +25,7 @@ class ScheduleArrays:
     (`zerojax.state.records`). And XLA unrolls a loop if it knows that it makes one trip.
 
     Attributes:
-      phases: i32 arrays of each phase, by name.
+      phases: i32 arrays of each phase, by name; of several stacks by "<stack>/<phase>".
       one: i32[] holding 1, which bounds loops of one trip.
     """
 
@@ -35,6 +35,14 @@ class ScheduleArrays:
     def phase(self, name: str) -> "PhaseArrays":
         """Return the arrays of one phase."""
         return PhaseArrays(self.phases[name], self.one)
+
+    def of_stack(self, name: str) -> "ScheduleArrays":
+        """Return those of one of several stacks, by its name; all of them where it is the only one, ""."""
+        if not name:
+            return self
+        before = f"{name}/"
+        mine = {loop.removeprefix(before): arrays for loop, arrays in self.phases.items() if loop.startswith(before)}
+        return dataclasses.replace(self, phases=mine)
 
     def after(self, values: Any, mesh: Mesh) -> tuple["ScheduleArrays", Any]:
         """Return the arrays, and `values`. What reads the arrays of a phase then comes after `values`."""

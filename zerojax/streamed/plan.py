@@ -1,26 +1,33 @@
 """How the records of a streamed step rest and move: specs, tiers, dtypes of every leaf, and the schedule that follows.
 
-A layer's record of a kind is its shards of that kind on one device. The loops (`zerojax.streamed.step`) and the endings
-(`zerojax.streamed.endings`) both read a `StreamedPlan`. It computes little: it gathers a record, and takes means and squares of
-gradients.
+A layer's record of a kind is its shards of that kind on one device. The loops (`zerojax.streamed.loops`) and the endings
+(`zerojax.streamed.endings`) both read a `StreamedPlan`, and of each stack of layers its `StackPlan`. It computes little: it
+gathers a record, and takes means and squares of gradients.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from host_offload.schedule import Schedule, TiledSchedule, TileLoops, build_schedule, build_tiled_schedule
-from zerojax.models import BLOCKS, LayeredModel
+from host_offload.schedule import (
+    Schedule,
+    TiledSchedule,
+    TileLoops,
+    build_schedule,
+    build_tiled_schedule,
+    stacked_schedule,
+)
+from zerojax.models import LayeredModel, StackModel, stacks_of
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, named, stored_spec, without_axis
 from zerojax.state import (
     DiskArgument,
     Index,
     RecordSpec,
+    StackLeaves,
     StateRecords,
     TileGroup,
     TrainState,
@@ -34,6 +41,71 @@ from zerojax.streamed.residuals import MODES
 Array = jax.Array
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackPlan:
+    """The layers of one stack, and their schedule.
+
+    Attributes:
+      stack: of the model.
+      model: the same with this stack alone.
+      first: layers of the stacks before it, which numbers have before its own.
+      leaves: its leaves, by index.
+      schedule: of its loops.
+      operands: the leaves of a block as it is called, in the order of its tree; of one that rests encoded, its first array.
+      tree: structure of a block's parameters.
+    """
+
+    stack: StackModel
+    leaves: StackLeaves
+    schedule: Schedule
+    operands: tuple[int, ...]
+    tree: Any
+
+    @property
+    def name(self) -> str:
+        """The name of the stack, "" of the only one."""
+        return self.leaves.name
+
+    @property
+    def model(self) -> LayeredModel:
+        """The model with this stack alone."""
+        return self.stack.model
+
+    @property
+    def num_layers(self) -> int:
+        """L, of this stack."""
+        return self.leaves.num_layers
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Indices of the trained leaves of which a layer's record holds one layer."""
+        return self.leaves.blocks
+
+    @property
+    def layer(self) -> tuple[int, ...]:
+        """The leaves whose parameters are fetched together: `blocks`, and the frozen ones beside them."""
+        return (*self.leaves.blocks, *self.leaves.frozen_blocks)
+
+    @property
+    def groups(self) -> tuple[TileGroup, ...]:
+        """Those of stacks of tiles, whose records are tiles."""
+        return self.leaves.groups
+
+    @property
+    def loops(self) -> list[tuple[TileGroup, TileLoops]]:
+        """The groups, and the loops over their tiles."""
+        return list(zip(self.groups, self.schedule.tiles, strict=True)) if isinstance(self.schedule, TiledSchedule) else []
+
+    def number(self, layer: Any) -> Any:
+        """Return the number of one of its layers among those of all stacks, of which keys are made."""
+        return layer + self.stack.first if self.stack.first else layer
+
+    def without_tiles(self, leaves: Sequence[Array]) -> list[Any]:
+        """Return a block's leaves in the order of its tree where those of `layer` are given: None for stacks of tiles."""
+        by_index = dict(zip(self.layer, leaves, strict=True))
+        return [by_index.get(i) for i in self.leaves.in_tree]
+
+
 class StreamedPlan:
     """Records, tiers and schedule of one streamed step.
 
@@ -44,12 +116,10 @@ class StreamedPlan:
       update: the update by records, or None where the whole tree is updated on the device.
       unused: indices of the leaves whose gradients the optimizer never uses: no part of the norm.
       host: the host's update, or None.
+      of_stacks: what is of each stack of layers, in order.
       schedule: of the step.
-      blocks: indices of the leaves of which a layer's record holds one layer.
-      groups: those of stacks of tiles, whose records are tiles.
-      stacked: the trained leaves of `blocks` and `groups`, in order.
+      stacked: the trained leaves of all stacks of layers, in order.
       ends: the other trained ones.
-      layer: the leaves whose parameters are fetched together: `blocks`, and the frozen ones beside them.
       stacks: all stacks of parameters: `stacked`, then those that are frozen.
       params: how each parameter rests.
       grads: how each gradient rests from backward to update.
@@ -66,17 +136,19 @@ class StreamedPlan:
         """
         self.state_records, layout = state_records, state_records.layout
         self.layout, self.config, self.mesh, self.leaves = layout, layout.config, layout.mesh, layout.all_leaves
-        self.num_layers, self.count = model.num_layers, layout.config.num_microbatches
+        self.count = layout.config.num_microbatches
         config = layout.config
         self.update = update
         self.unused = unused_grads(layout.update_jaxpr, len(layout.leaves)) if update is None else update.unused
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
-        self.groups, self.blocks, self.stacked, self.ends = layout.groups, layout.blocks, layout.stacked, layout.ends
-        self.schedule = plan_schedule(state_records)
+        self.stacked, self.ends = layout.stacked, layout.ends
+        pairs = zip(stacks_of(model), layout.stacks, strict=True)
+        self.of_stacks = tuple(_stack_plan(stack, leaves, state_records) for stack, leaves in pairs)
+        self.schedule = stacked_schedule({stack.name: stack.schedule for stack in self.of_stacks})
         grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
-        self.layer = (*layout.blocks, *layout.frozen_blocks)
-        self.stacks = (*layout.stacked, *(i for part in layout.frozen_parts for i in part))
+        frozen = sorted(i for stack in layout.stacks for part in stack.frozen_parts for i in part)
+        self.stacks = (*layout.stacked, *frozen)
         self.params = [state_records.weight(i) for i in range(len(self.leaves))]
         pairs = zip(state_records.grads, layout.leaves, strict=True)
         # The ends' gradients stay on the device: head and embedding both add to them.
@@ -84,30 +156,26 @@ class StreamedPlan:
         self.params_away = config.params != "device"
         self.grads_away = grads_tier != "device" and after_backward
         self.grads_in_memory = self.grads_away and grads_tier == "pinned_host"
-        stash = None
         if layout.disk is not None and config.grads == "nvme" and after_backward:
             # Not part of the state: they live from backward to the update of the same step.
-            kinds = [("grads", model.num_layers, self.blocks)]
-            kinds += [(group.kind("grads"), model.num_layers * group.num_tiles, group.leaves) for group in self.groups]
+            kinds: list[tuple[str, int, tuple[int, ...]]] = []
+            for stack in layout.stacks:
+                of_tiles = [(group.kind("grads"), stack.num_layers * group.num_tiles, group.leaves) for group in stack.groups]
+                kinds += [(stack.kind("grads"), stack.num_layers, stack.blocks), *of_tiles]
             for kind, count, part in (kind for kind in kinds if kind[2]):  # of what is frozen there is none
                 names, shapes = [self.leaves[i].name for i in part], [self.grad_shape(i) for i in part]
                 disk_records = layout.disk.declare(
                     kind, count, names, shapes, [self.grads[i].spec for i in part], lifetime="step",
                     used_by="host" if on_host else "program",
                 )  # fmt: skip
-                # An update on the host moves whole layers (`whole_layers`): no groups then, so this is the only kind.
-                stash = disk_records if stash is None else stash
                 for place, i in enumerate(part):
                     self.grads[i] = dataclasses.replace(self.grads[i], disk_records=disk_records, leaf=place)
         self.host = None
         if self.update is not None and on_host:
             stashes = after_backward and (config.grads != "device" or config.delayed_update)
-            self.host = HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=stash)
-
-    @property
-    def loops(self) -> list[tuple[TileGroup, TileLoops]]:
-        """The groups, and the loops over their tiles."""
-        return list(zip(self.groups, self.schedule.tiles, strict=True)) if isinstance(self.schedule, TiledSchedule) else []
+            # An update on the host moves whole layers (`whole_layers`), so that no record of a gradient is a tile.
+            on_disk = {i: self.grads[i] for i in layout.blocks if self.grads[i].disk_records is not None}
+            self.host = HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=on_disk)
 
     def grad_dtype(self, index: int) -> Any:
         """Return the dtype in which a leaf's gradient is summed."""
@@ -117,9 +185,8 @@ class StreamedPlan:
         """Return the gradient of a leaf, of one layer or tile where it is stacked."""
         return jax.ShapeDtypeStruct(self.leaves[index].record_shape, self.grad_dtype(index))
 
-    def empty(self, record: RecordSpec, a: Any, lead: Sequence[int] = ()) -> Any:
-        """Return an empty stack [*lead, ...] of a record, on the device or on disk; `lead` is [L] by default."""
-        lead = lead or (self.num_layers,)
+    def empty(self, record: RecordSpec, a: Any, lead: Sequence[int]) -> Any:
+        """Return an empty stack [*lead, ...] of a record, on the device or on disk."""
         if record.disk_records is not None:
             return DiskArgument(record.disk_records.first_token(), (*lead, *a.shape), a.dtype)
         stack = jnp.zeros((*lead, *a.shape), a.dtype)
@@ -129,9 +196,8 @@ class StreamedPlan:
         """Return empty stacks for the gradients of `stacked`."""
         return [self.empty(self.grads[i], self.grad_shape(i), self.leaves[i].lead_shape) for i in self.stacked]
 
-    def abstract_stack(self, record: RecordSpec, a: Any, lead: Sequence[int] = ()) -> Any:
-        """Return the shape and sharding of a stack [*lead, ...] of a record where it rests; `lead` is [L] by default."""
-        lead = lead or (self.num_layers,)
+    def abstract_stack(self, record: RecordSpec, a: Any, lead: Sequence[int]) -> Any:
+        """Return the shape and sharding of a stack [*lead, ...] of a record where it rests."""
         sharding = named(self.mesh, (*(None,) * len(lead), *record.spec), record.tier)
         return jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype, sharding=sharding)
 
@@ -166,7 +232,8 @@ class StreamedPlan:
 
     def weight_stacks(self, blocks: Any) -> list[Any]:
         """Return the stacks of parameters in the order of `stacks`, of the tree of all layers' parameters."""
-        by_index = dict(zip(self.block_leaves, jax.tree.leaves(blocks, is_leaf=is_stored), strict=True))
+        in_tree = [i for i in self.layout.in_tree if self.leaves[i].is_stacked]
+        by_index = dict(zip(in_tree, jax.tree.leaves(blocks, is_leaf=is_stored), strict=True))
         return [by_index[i] for i in self.stacks]
 
     def frozen_stacks(self, state: TrainState) -> list[Any]:
@@ -185,26 +252,8 @@ class StreamedPlan:
         by_index = dict(zip(part, values, strict=True))
         return [by_index.get(i, stack) for i, stack in zip(self.stacked, stacks, strict=True)]
 
-    def without_tiles(self, leaves: Sequence[Array]) -> list[Any]:
-        """Return a block's leaves in the order of its tree where those of `layer` are given: None for stacks of tiles."""
-        by_index = dict(zip(self.layer, leaves, strict=True))
-        return [by_index.get(i) for i in self.block_leaves]
-
-    @functools.cached_property
-    def block_operands(self) -> tuple[int, ...]:
-        """The leaves of a block as it is called, in the order of its tree; of one that rests encoded, its first array."""
-        tree = jax.tree.structure(self.layout.abstract_whole[BLOCKS])
-        nodes = jax.tree.leaves(jax.tree.unflatten(tree, self.block_leaves), is_leaf=is_encoded)
-        return tuple(jax.tree.leaves(node)[0] for node in nodes)
-
-    @property
-    def block_leaves(self) -> tuple[int, ...]:
-        """The stacked leaves, trained and frozen, in the order of the tree."""
-        return tuple(i for i in self.layout.in_tree if self.leaves[i].is_stacked)
-
-    def gather(self, shards: Sequence[Array], part: Sequence[int] | None = None) -> list[Array]:
-        """All_gather a record, by default a layer's: W[D_fsdp, F] -> W[D, F]."""
-        part = self.layer if part is None else part
+    def gather(self, shards: Sequence[Array], part: Sequence[int]) -> list[Array]:
+        """All_gather a record, of some leaves: W[D_fsdp, F] -> W[D, F]."""
         return [self._gather(shard, self.params[i].spec) for i, shard in zip(part, shards, strict=True)]
 
     def _gather(self, shard: Array, spec: Spec) -> Array:
@@ -274,14 +323,20 @@ def record_bytes(records: StateRecords, part: Sequence[int], frozen: Sequence[in
     return sizes | ({"frozen": frozen_shards} if layout.frozen else {})
 
 
-def plan_schedule(records: StateRecords) -> Schedule:
-    """Return the schedule of a streamed step.
+def _stack_plan(stack: StackModel, leaves: StackLeaves, records: StateRecords) -> StackPlan:
+    tree = records.layout.block_tree(stack.name)
+    nodes = jax.tree.leaves(jax.tree.unflatten(tree, leaves.in_tree), is_leaf=is_encoded)
+    operands = tuple(jax.tree.leaves(node)[0] for node in nodes)
+    return StackPlan(stack, leaves, plan_schedule(records, leaves), operands, tree)
+
+
+def plan_schedule(records: StateRecords, stack: StackLeaves) -> Schedule:
+    """Return the schedule of the loops over one stack.
 
     Raises:
       ValueError: it does not fit `device_budget_bytes`.
     """
-    layout, num_layers = records.layout, records.layout.num_layers
-    assert num_layers is not None
+    layout, num_layers = records.layout, stack.num_layers
     config = layout.config
     # What a user's names keep in host memory is fetched with its layer, as a layer's input in host memory would be.
     # Where its input rests off the device anyway, that is the tier, by which bytes are counted.
@@ -295,20 +350,20 @@ def plan_schedule(records: StateRecords) -> Schedule:
     }
     if layout.frozen:
         # A kind of which no layer has anything is fetched by nobody.
-        tiers["frozen"] = layout.frozen_tier if any(layout.frozen_parts) else "device"
-        tiers["params"] = config.params if any(layout.record_parts) else "device"
+        tiers["frozen"] = layout.frozen_tier if any(stack.frozen_parts) else "device"
+        tiers["params"] = config.params if any(stack.parts) else "device"
     options: dict[str, Any] = {
         "tiers": tiers,
         "update": config.update or "after_backward",
         # Without masters the device's update fetches the parameters; an update on the host reads them by itself.
         "master": layout.has_master or on_host,
-        "record_bytes": record_bytes(records, layout.blocks, layout.frozen_blocks),
+        "record_bytes": record_bytes(records, stack.blocks, stack.frozen_blocks),
         "budget_bytes": config.device_budget_bytes,
     }
-    if layout.groups:
-        groups = {group.name: group.num_tiles for group in layout.groups}
-        sizes = [record_bytes(records, group.leaves, group.frozen) for group in layout.groups]
+    if stack.groups:
+        groups = {group.name: group.num_tiles for group in stack.groups}
+        sizes = [record_bytes(records, group.leaves, group.frozen) for group in stack.groups]
         return build_tiled_schedule(num_layers, config.prefetch_distance, groups=groups, group_bytes=sizes, **options)
     return build_schedule(
-        num_layers, config.prefetch_distance, gather_ahead=config.gather_ahead, device_layers=layout.device_layers, **options
+        num_layers, config.prefetch_distance, gather_ahead=config.gather_ahead, device_layers=stack.device_layers, **options
     )

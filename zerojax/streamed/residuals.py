@@ -67,6 +67,7 @@ class TracedBlock:
       shapes: ShapeDtypeStruct of each of them.
       loops: the loops over tiles that are equations of the program, by the slot of their result, in order.
       frozen: whether each leaf of params is: it has no gradient.
+      of_context: whether the derivative is that of the context, too.
     """
 
     program: FlatJaxpr
@@ -76,6 +77,7 @@ class TracedBlock:
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     loops: Mapping[int, TileLoop]
     frozen: tuple[bool, ...]
+    of_context: bool = False
 
     @property
     def adds(self) -> bool:
@@ -89,8 +91,10 @@ class TracedBlock:
 
     def backward(
         self, params: Any, x: Any, key: Any, given: Given, residuals: Sequence[jax.Array], dy: Any, d_added: Any
-    ) -> tuple[Any, Any]:
-        """Return the gradients of the trained parameters and of the floating leaves of x; None in the place of others.
+    ) -> tuple[Any, Any, Any]:
+        """Return the gradients of the trained parameters, and of the floating leaves of x and of the context.
+
+        None is in the place of other leaves, and of the context where no derivative of it is wanted.
 
         Args:
           params: gathered.
@@ -105,15 +109,18 @@ class TracedBlock:
         leaves, tree = jax.tree.flatten(params)
         trained = [None if frozen else leaf for leaf, frozen in zip(leaves, self.frozen, strict=True)]
 
-        def run(trained: list[Any], floats: Any) -> Any:
+        context = floating(given.context) if self.of_context else None
+
+        def run(trained: list[Any], floats: Any, context: Any) -> Any:
             whole = [leaf if t is None else t for leaf, t in zip(leaves, trained, strict=True)]
-            slots = self._run(whole, merged(floats, x), key, given, by_slot)
+            seen = given._replace(context=merged(context, given.context)) if self.of_context else given
+            slots = self._run(whole, merged(floats, x), key, seen, by_slot)
             y, added = self.outputs([read(ref, slots) for ref in self.program.outputs])
             return floating(y), None if added is None else added.total.astype(jnp.float32)
 
         # Residuals are constants here: `put` hands their cotangents to the values that they replace.
-        grads, dx = jax.vjp(run, trained, floating(x))[1]((dy, d_added))
-        return jax.tree.unflatten(tree, grads), dx
+        grads, dx, d_context = jax.vjp(run, trained, floating(x), context)[1]((dy, d_added))
+        return jax.tree.unflatten(tree, grads), dx, d_context
 
     def outputs(self, leaves: Sequence[Any]) -> tuple[Any, Loss | None]:
         """Return the results of a program over the block, as the block returns them."""
@@ -150,6 +157,7 @@ def plan_layer(
     offloaded: Sequence[str],
     tiled: bool = False,
     frozen: Sequence[bool] = (),
+    of_context: bool = False,
 ) -> TracedBlock:
     """Trace a block and choose its residuals.
 
@@ -164,6 +172,7 @@ def plan_layer(
       offloaded: names to keep in host memory.
       tiled: whether loops over tiles stay equations (`zerojax.tiling.loops`).
       frozen: whether each leaf of the parameters is; empty: none.
+      of_context: whether the derivative is that of the context, too.
 
     Raises:
       ValueError: a name that the block does not mark.
@@ -195,7 +204,8 @@ def plan_layer(
     def layer(slots: Sequence[int]) -> TracedBlock:
         chosen = tuple(sorted(slots))
         offloaded = tuple(s in to_host for s in chosen)
-        return TracedBlock(program, structures, chosen, offloaded, tuple(shapes[s] for s in chosen), loops, is_frozen)
+        kept = tuple(shapes[s] for s in chosen)
+        return TracedBlock(program, structures, chosen, offloaded, kept, loops, is_frozen, of_context)
 
     # With all candidates in place the derivative is traced once; those that it does not read are not saved.
     every = layer(list(shapes))

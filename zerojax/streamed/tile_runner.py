@@ -19,7 +19,7 @@ from zerojax.state import Tile, TileGroup
 from zerojax.streamed.ending import RecordGrads
 from zerojax.streamed.microbatches import Microbatches
 from zerojax.streamed.phases import ScheduleArrays, Tick, beside, run_phase
-from zerojax.streamed.plan import StreamedPlan
+from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tiled_block import TileLoopCall
 
 Array = jax.Array
@@ -37,6 +37,7 @@ class TileRunner:
     def __init__(
         self,
         plan: StreamedPlan,
+        stack: StackPlan,
         microbatches: Microbatches,
         arrays: ScheduleArrays,
         now: Tick,
@@ -47,19 +48,20 @@ class TileRunner:
 
         Args:
           plan: of the step.
+          stack: of which the layer is.
           microbatches: of the step.
           arrays: of the schedule.
           now: the tick.
           stacks: of parameters, as a function of what is carried.
           carried: by the ending, in backward.
         """
-        self.plan, self.microbatches, self.arrays, self.now = plan, microbatches, arrays, now
+        self.plan, self.stack, self.microbatches, self.arrays, self.now = plan, stack, microbatches, arrays, now
         self.stacks, self.carried = stacks, carried
         self._before: Array | None = None  # a result of the last loop
 
     def run(self, call: TileLoopCall, use: OnRecordGrads | None = None) -> list[Any]:
         """Run a loop; returns its result, or the wanted cotangents of its operands."""
-        group, loops = self.plan.loops[call.group]
+        group, loops = self.stack.loops[call.group]
         return (
             self._derive(call, group, loops, use)
             if call.is_backward and use is not None

@@ -101,7 +101,9 @@ class TiledBlock:
         """
         self.layer, self.groups, self.count = layer, tuple(map(tuple, groups)), count
         self.tiled = {leaf for group in self.groups for leaf in group}
-        self.num_params, self.dx_tree = len(jax.tree.leaves(args[0])), jax.tree.structure(floating(args[1]))
+        self.num_params = len(jax.tree.leaves(args[0]))
+        context = floating(args[3].context) if layer.of_context else None
+        self.dx_tree = jax.tree.structure((floating(args[1]), context))
         program = layer.program
         numbers = {slot: number for number, slot in enumerate(layer.loops)}
         self.loops = list(layer.loops.values())
@@ -115,7 +117,7 @@ class TiledBlock:
         self._forward = _cut(program, outputs, forward_loop)
         closed = derivative_jaxpr(layer, *args)
         backward = flatten(closed.jaxpr, closed.consts, lambda eqn: marked(eqn) is not None)
-        # Frozen leaves have no gradient: the outputs are those of the others, then that of x.
+        # Frozen leaves have no gradient: the outputs are those of the others, then that of x, then that of the context.
         trained = [leaf for leaf in range(self.num_params) if not layer.frozen[leaf]]
         self.output_of = {leaf: place for place, leaf in enumerate(trained)}
         self.num_grads, of_tiles = len(trained), {self.output_of.get(leaf) for leaf in self.tiled}
@@ -161,8 +163,8 @@ class TiledBlock:
         d_added: Any,
         run: RunLoop,
         totals: Sequence[Array],
-    ) -> tuple[list[Array], Any]:
-        """Return the gradients of the leaves that are no stacks of tiles, and of x.
+    ) -> tuple[list[Array], Any, Any]:
+        """Return the gradients of the leaves that are no stacks of tiles, of x, and of the context where it is wanted.
 
         Args:
           params: as in `forward`.
@@ -187,7 +189,7 @@ class TiledBlock:
         shared, each, sums = self._run(self._backward, params, data, run, sums)
         dx = [self._value(ref, shared, each) for ref in outputs[self.num_grads :]]
         grads = [self._total(outputs[i], shared, each, sums) for i in rest]
-        return grads, jax.tree.unflatten(self.dx_tree, dx)
+        return grads, *jax.tree.unflatten(self.dx_tree, dx)
 
     def _total(self, ref: Any, shared: Slots, each: Slots, sums: Slots) -> Array:
         """Return the sum over microbatches of a gradient: of a segment, of a loop, or the same for each. Several in float32."""

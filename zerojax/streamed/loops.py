@@ -1,0 +1,294 @@
+"""The loops of a streamed step over the layers of one stack: forward, and backward, which derives one layer at a time."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.models import Given, Loss, call_block, floating, summed
+from zerojax.sharding import ActivationSpec
+from zerojax.state import TrainState, write_layer
+from zerojax.streamed.activations import BlockTracer, ResidualPlan
+from zerojax.streamed.ending import GradsTaker, RecordGrads, loss_scale
+from zerojax.streamed.microbatches import LayerInputs, Microbatches, key_of
+from zerojax.streamed.phases import ScheduleArrays, Tick, beside, run_phase
+from zerojax.streamed.plan import StackPlan, StreamedPlan
+from zerojax.streamed.tile_runner import TileRunner
+
+Array = jax.Array
+Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None, list[Array]]]
+"""One layer of one microbatch: (params, x, key, given) -> (y, what it adds to the loss, residuals)."""
+
+
+class StackLoops:
+    """The loops over one stack.
+
+    Attributes:
+      plan: of the step.
+      stack: its layers, and their schedule.
+      microbatches: of a step; an evaluation has one.
+      tracer: of the block.
+    """
+
+    def __init__(self, plan: StreamedPlan, stack: StackPlan, microbatches: Microbatches) -> None:
+        self.plan, self.stack, self.microbatches = plan, stack, microbatches
+        self.config, self.mesh = plan.config, plan.mesh
+        self.tracer = BlockTracer(stack, plan)
+
+    # --- forward -----------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        blocks: Any,
+        x: Any,
+        inputs: LayerInputs,
+        arrays: ScheduleArrays,
+        residuals: ResidualPlan | None,
+        stacks: list[Array],
+    ) -> tuple[Any, list[Array], Loss | None]:
+        """Run the layers, first layer first.
+
+        Args:
+          blocks: the model's stacked parameters, trained and frozen.
+          x: the first layer's input.
+          inputs: what all layers read.
+          arrays: of the schedule.
+          residuals: what to save, and how; None in an evaluation, which has one microbatch.
+          stacks: of it, empty.
+
+        Returns:
+          The last layer's output, `stacks`, filled, and what the layers add to the loss, a mean over microbatches, or None.
+        """
+        plan, stack, phase = self.plan, self.stack, arrays.phase("forward")
+        microbatches = Microbatches(self.mesh, 1) if residuals is None else self.microbatches
+        tiled = self.tracer.without_residuals(x, inputs) if residuals is None else residuals.tiled
+        block = self._plain_block if residuals is None else residuals.block.forward
+        params = plan.weight_stacks(blocks)
+
+        def fetch(carry: Any, layer: Array) -> list[Array]:
+            del carry
+            return plan.read_params(params, plan.away(stack.layer), layer)
+
+        def tick(carry: Any, now: Tick) -> Any:
+            x, full, stacks, total = carry
+            take = lambda: plan.take_params(params, stack.layer, now.record or [], now.consume)  # noqa: E731
+            full, next_full = self._turn(full, now, take)
+            if tiled is None:
+                y, added, values, next_full, landing = self._run_block(block, full, x, inputs, now, next_full, microbatches)
+            else:
+                x = microbatches.constrain(x)
+                tiles = TileRunner(plan, stack, microbatches, arrays, now, lambda carried: params)
+                keys = microbatches.keys_of(inputs.keys, stack.number(now.layer))
+                given = inputs.given_all(now.layer, microbatches)
+                y, added, values = tiled.forward(self.tracer.operands(full), x, keys, given, tiles.run)
+                y, landing = microbatches.constrain(y), now.landing
+            if residuals is not None:
+                # x is the input of this layer. `ResidualPlan.split` takes them apart in this order.
+                stacks = write_layer(residuals.records, stacks, now.write, [*jax.tree.leaves(x), *values])
+            return (y, next_full, stacks, _accumulated(total, added, microbatches.count)), landing
+
+        # With gather_ahead a tick is handed its layer gathered: the first one has no tick before it that does so.
+        first = None
+        if self.config.gather_ahead:
+            first = plan.gather(plan.read_params(params, stack.layer, phase.columns["first"][0]), stack.layer)
+        adds = self.tracer.abstract_added(x, inputs, microbatches.count)
+        none = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), adds)
+        carry = (x, first, stacks, none)
+        y, _, stacks, total = run_phase(stack.schedule.phase("forward"), phase, carry, tick, fetch=fetch)
+        return y, stacks, total
+
+    def _run_block(
+        self,
+        block: Block,
+        full: list[Array],
+        x: Any,
+        inputs: LayerInputs,
+        now: Tick,
+        next_full: Any,
+        microbatches: Microbatches,
+    ) -> tuple[Any, Loss | None, list[Array], Any, Any]:
+        """Return a layer's output, what it adds to the loss, residuals, the next layer, gathered, and the record on its way."""
+        params = self.tracer.block_tree(self.stack.without_tiles(full))
+        # Several microbatches are a loop inside of the tick: in its body this work would be done for each of them.
+        work = (next_full if now.takes_record else None, now.landing) if microbatches.count == 1 else None
+
+        def run(x: Any, key: Any, context: Any) -> tuple[Any, Loss | None, list[Array], Any]:
+            args = (params, x, key_of(key, self.stack.number(now.layer)), inputs.given(context, now.layer))
+            (y, added, values), done = beside(block, args, work)
+            return ActivationSpec(self.mesh).constrain(y), added, values, done
+
+        y, added, values, done = microbatches.each(run, x, inputs.keys, inputs.context)
+        return y, added, values, *_after(work, done, next_full, now)
+
+    def _plain_block(self, params: Any, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None, list[Array]]:
+        out = call_block(self.stack.model, params, x, key, given)
+        return out.x, out.loss, []
+
+    # --- backward ----------------------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        taker: GradsTaker[Any],
+        state: TrainState,
+        inputs: LayerInputs,
+        arrays: ScheduleArrays,
+        residuals: ResidualPlan,
+        stacks: list[Array],
+        dy: Any,
+        carried: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Run the layers' derivatives, last layer first.
+
+        Args:
+          taker: of the gradients.
+          state: before the step.
+          inputs: what all layers read.
+          arrays: of the schedule.
+          residuals: what forward saved, and how.
+          stacks: of it.
+          dy: cotangent of the last output.
+          carried: by the taker.
+
+        Returns:
+          The cotangents of the first layer's input, and of the context's floating leaves where they depend on parameters, and
+          `carried`.
+        """
+        plan, stack, phase, ahead = self.plan, self.stack, arrays.phase("backward"), self.config.gather_ahead
+        num_params = len(plan.away(stack.layer))  # a fetched record: parameters, then residuals
+        frozen = plan.frozen_stacks(state)
+
+        def params(carried: Any) -> list[Any]:
+            return [*taker.params(state, carried), *frozen]
+
+        def fetch(carry: Any, layer: Array) -> list[Array]:
+            # The stacks of residuals are only read in this phase, so the loop does not carry them.
+            return plan.read_params(params(carry[-1]), plan.away(stack.layer), layer) + residuals.fetch(stacks, layer)
+
+        def tick(carry: Any, now: Tick) -> Any:
+            dx, d_context, full, fetched, carried = carry
+            record = now.record or []
+            take = lambda: plan.take_params(params(carried), stack.layer, record[:num_params], now.consume)  # noqa: E731
+            full, next_full = self._turn(full, now, take)
+            # With gather_ahead the record taken is the next layer's, and so are its residuals.
+            arrived = record[num_params:]
+            fetched, next_fetched = (fetched, arrived if now.takes_record else fetched) if ahead else (arrived, None)
+            values = residuals.read(stacks, fetched, now.layer)
+            if residuals.tiled is None:
+                derived = self._derive_block(residuals, full, values, inputs, dx, d_added, now, next_full)
+                grads, dx, of_context, next_full, landing = derived
+            else:
+                tiles, use = TileRunner(plan, stack, self.microbatches, arrays, now, params, carried), partial(taker.use, state)
+                grads, dx, of_context = self._derive_tiles(residuals, full, values, inputs, dx, d_added, tiles, use)
+                landing, carried = now.landing, tiles.carried
+            # Summed over layers in float32, which each read the same context.
+            d_context = jax.tree.map(lambda d, a: d + a.astype(d.dtype), d_context, of_context)
+            trained = full[: len(stack.blocks)]
+            carried, landing = taker.use(state, carried, RecordGrads(now, stack.blocks, grads, trained, landing))
+            return (dx, d_context, next_full, next_fetched, carried), landing
+
+        # What the layers add is part of the loss as it is: its derivative is the scale.
+        d_added = loss_scale(state) if residuals.block.adds else None
+        first = fetched = None
+        if ahead:
+            # The layer of the first tick is gathered before the loop, and its residuals come with it.
+            record = fetch((carried,), phase.columns["first"][0])
+            shards = plan.take_params(params(carried), stack.layer, record[:num_params], phase.columns["first"][0])
+            first, fetched = plan.gather(shards, stack.layer), record[num_params:]
+        # Backward reads optimizer state only if it updates.
+        on_device = stack.leaves.device_layers if self.config.update == "in_backward" else 0
+        context = floating(inputs.context) if residuals.block.of_context else None
+        d_context = self.microbatches.constrain(jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), context))
+        dx, d_context, _, _, carried = run_phase(
+            stack.schedule.phase("backward"), phase, (dy, d_context, first, fetched, carried), tick,
+            fetch=fetch, device_layers=on_device,
+        )  # fmt: skip
+        return dx, jax.tree.map(lambda d, a: d.astype(a.dtype), d_context, context), carried
+
+    def _derive_block(
+        self,
+        residuals: ResidualPlan,
+        full: list[Array],
+        values: list[Array],
+        inputs: LayerInputs,
+        dx: Any,
+        d_added: Any,
+        now: Tick,
+        next_full: Any,
+    ) -> tuple[list[Array], Any, Any, Any, Any]:
+        """Return a layer's gradients, its input's, its context's, the next layer, gathered, and the record on its way."""
+        plan, stack, count = self.plan, self.stack, self.microbatches.count
+        params = self.tracer.block_tree(stack.without_tiles(full))
+        work = (next_full if now.takes_record else None, now.landing) if count == 1 else None
+
+        def derive(dx: Any, values: list[Array], key: Any, context: Any) -> tuple[list[Array], Any]:
+            x, saved = residuals.split(values)
+            given = inputs.given(context, now.layer)
+            key, constrain = key_of(key, stack.number(now.layer)), ActivationSpec(self.mesh).constrain
+            (g, dx, d_context), done = beside(
+                residuals.block.backward, (params, constrain(x), key, given, saved, dx, d_added), work
+            )
+            return plan.on_shards(jax.tree.leaves(g), stack.blocks), (constrain(dx), constrain(d_context), done)
+
+        total = plan.zero_grads(stack.blocks) if count > 1 else []
+        grads, (dx, d_context, done) = self.microbatches.fold(derive, total, dx, values, inputs.keys, inputs.context)
+        next_full, landing = _after(work, done, next_full, now)
+        # What uses the gradients waits for dx, so that they are reduced beside the products that are left.
+        grads, dx = jax.lax.optimization_barrier((grads, dx))
+        if count > 1:  # else what runs beside the microbatches' loop would start after it
+            grads, next_full, landing = jax.lax.optimization_barrier((grads, next_full, landing))
+        return grads, dx, d_context, next_full, landing
+
+    def _derive_tiles(
+        self,
+        residuals: ResidualPlan,
+        full: list[Array],
+        values: list[Array],
+        inputs: LayerInputs,
+        dx: Any,
+        d_added: Any,
+        tiles: TileRunner,
+        use: Any,
+    ) -> tuple[list[Array], Any, Any]:
+        """Return the gradients of a layer's leaves that are no tiles, its input's and its context's.
+
+        `use` takes those of each tile.
+        """
+        plan, microbatches = self.plan, self.microbatches
+        assert residuals.tiled is not None
+        x, saved = residuals.split(values)
+        layer = tiles.now.layer
+        keys = microbatches.keys_of(inputs.keys, self.stack.number(layer))
+        given, blocks = inputs.given_all(layer, microbatches), self.stack.blocks
+        grads, dx, d_context = residuals.tiled.backward(
+            self.tracer.operands(full), microbatches.constrain(x), keys, given, saved, dx, microbatches.repeated(d_added),
+            partial(tiles.run, use=use), plan.zero_grads(blocks) if microbatches.count > 1 else [],
+        )  # fmt: skip
+        # What uses the gradients waits for dx, as in `_derive_block`.
+        grads, dx = jax.lax.optimization_barrier((plan.on_shards(grads, blocks), microbatches.constrain(dx)))
+        return grads, dx, microbatches.constrain(d_context)
+
+    def _turn(self, full: Any, now: Tick, take: Callable[[], Any]) -> tuple[list[Array], Any]:
+        """Return this tick's gathered layer, and what the next tick is handed: its own, gathered meanwhile, or None."""
+        if not self.config.gather_ahead:
+            return self.plan.gather(take(), self.stack.layer), None
+        # A tick that takes no record hands its own layer on: what a loop carries keeps its shape.
+        return full, (self.plan.gather(take(), self.stack.layer) if now.takes_record else full)
+
+
+def _after(work: Any, done: Any, next_full: Any, now: Tick) -> tuple[Any, Any]:
+    """Return the next gathered layer and the record on its way, from what ran beside a tick's products."""
+    if work is None:
+        return next_full, now.landing
+    # A tick that takes no record had no gather to run beside its products: it hands on what it has.
+    return (done[0] if work[0] is not None else next_full), done[1]
+
+
+def _accumulated(total: Loss | None, added: Loss | None, count: int) -> Loss | None:
+    """Return what the layers so far add to the loss, with one layer's, of `count` microbatches: a mean, and sums of metrics."""
+    if total is None or added is None:
+        return None
+    if count > 1:
+        added = Loss(jnp.mean(added.total.astype(jnp.float32)), None, summed(added.metrics))
+    return jax.tree.map(lambda t, a: t + a.astype(t.dtype), total, added)
