@@ -82,7 +82,7 @@ def test_the_partitioners_warning_is_seen_when_there_is_one(capfd):
     assert INVOLUNTARY in capfd.readouterr().err
 
 
-@pytest.mark.by_default("layered-0", "layered-3", "unrolled-3")
+@pytest.mark.by_default("layered-0", "layered-3")
 @pytest.mark.parametrize(("kind", "stage"), STAGES)
 def test_collectives_move_2p_2p_3p_elements(capfd, kind, stage):
     gathers, scatters, reduces = [(0, 0, 1), (1, 1, 0), (1, 1, 0), (2, 1, 0)][stage]
@@ -111,7 +111,7 @@ def test_gathers_are_bfloat16(capfd, kind, stage):
     assert wide < 0.001 * CONFIG.num_params
 
 
-@pytest.mark.by_default("layered-0", "layered-3", "unrolled-3")
+@pytest.mark.by_default("layered-0", "layered-3")
 @pytest.mark.parametrize(("kind", "stage"), STAGES)
 def test_argument_bytes_equal_the_account(capfd, kind, stage):
     c = compile_step(capfd, kind, stage=stage)

@@ -72,7 +72,7 @@ def compiled(name: str, format: Any = None) -> Any:
     return program, result.as_text(), result.memory_analysis(), program.memory(batch)
 
 
-@pytest.mark.by_default("stage_3", "base_on_host")
+@pytest.mark.by_default("base_on_host")
 @pytest.mark.parametrize("name", CASES)
 def test_the_base_is_neither_reduced_nor_stored_nor_held_in_float32(name):
     program, text, stats, report = compiled(name)
@@ -94,7 +94,7 @@ def test_the_base_is_neither_reduced_nor_stored_nor_held_in_float32(name):
     assert stats.host_temp_size_in_bytes == 0
 
 
-@pytest.mark.by_default("stage_3", "base_on_host")
+@pytest.mark.by_default("base_on_host")
 @pytest.mark.parametrize("name", CASES)
 def test_the_base_takes_2_bytes_a_parameter_and_is_read_twice(name):
     program, text, stats, report = compiled(name)

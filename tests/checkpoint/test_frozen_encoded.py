@@ -95,7 +95,7 @@ def test_an_encoded_base_moves_to_meshes_that_hold_the_same_blocks_alone(tmp_pat
     assert saved
 
 
-@pytest.mark.by_default("nf4-base_on_disk", "int8-device")
+@pytest.mark.by_default("nf4-base_on_disk")
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("format", ["int8", "nf4"])
 def test_an_imported_base_is_what_the_codec_makes_of_it(format, tier, tmp_path):

@@ -151,7 +151,7 @@ def run_gpu_check(folder: pathlib.Path, *words: str, env: Mapping[str, str] = Ma
 
 @pytest.mark.parametrize(
     "left_out",
-    [("bf16", "activations", "tiles", "memory", "kernels", "nvme"), pytest.param((), marks=pytest.mark.exhaustive)],
+    [("bf16", "activations", "tiles", "memory", "kernels", "nvme", "speed"), pytest.param((), marks=pytest.mark.exhaustive)],
     ids=["some", "all"],
 )
 def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path, left_out):
@@ -168,11 +168,12 @@ def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path, left_out):
     assert len(rows["fp32"]) == len(FEW["fp32"])
     if "memory" not in left_out:
         assert rows["memory"]["peak device memory"]["figure"] == "skipped: cpu devices do not count theirs"
-    speed = rows["speed"]
-    assert speed["all, in_backward: step over resident"]["values"]["ratio"] > 0
-    link = speed["all, in_backward: link"]["values"]
-    assert link["to_device"] > link["to_host"] > 0
-    assert "FSDP2, CPUOffloadPolicy" in speed
+    if "speed" not in left_out:
+        speed = rows["speed"]
+        assert speed["all, in_backward: step over resident"]["values"]["ratio"] > 0
+        link = speed["all, in_backward: link"]["values"]
+        assert link["to_device"] > link["to_host"] > 0
+        assert "FSDP2, CPUOffloadPolicy" in speed
     if "kernels" not in left_out:
         assert {row["ok"] for name, row in rows["kernels"].items() if name.endswith(("xla", "unfused"))} == {True}
     if "nvme" not in left_out:

@@ -35,6 +35,7 @@ def folder(tmp_path):
     return str(text)
 
 
+@pytest.mark.exhaustive
 def test_settings_are_three_from_the_same_weights(tmp_path):
     options = argparse.Namespace(layers=1, hidden=16, seq=16, batch=4, steps=8, data=folder(tmp_path))
     found = {name: moments.train(name, 0.9, 0, options).losses for name in moments.RUNS}

@@ -75,13 +75,14 @@ def build(named, tmp_path, /, tx=None, model=None, **fields):
 
 
 def check_run(program, name, clip):
-    """Train, and compare losses and parameters with the plain program's; returns the last metrics, and all bytes written."""
-    state, losses, metrics, written = program.init(jax.random.key(0)), [], {}, 0.0
+    """Train, and compare losses and parameters with the plain program's; returns the bytes written and read of all steps."""
+    state, losses, written, read = program.init(jax.random.key(0)), [], 0.0, 0.0
     before = jax.device_get([leaf for leaf in jax.tree.leaves(state.frozen) if not isinstance(leaf, OnDisk)])
     for batch in toys.batches(STEPS):
         state, metrics = jax.block_until_ready(program.step(state, batch))
         losses.append(float(metrics["loss"]))
         written += float(metrics.get("swap_write_bytes", 0))
+        read += float(metrics.get("swap_read_bytes", 0))
     after = jax.device_get([leaf for leaf in jax.tree.leaves(state.frozen) if not isinstance(leaf, OnDisk)])
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     plain_losses, plain = expected(name, clip)
@@ -92,10 +93,10 @@ def check_run(program, name, clip):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), pieces[f"blocks/{layer}"], of_layer)
     for part in ("embed", "head"):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), pieces[part], plain[part])
-    return metrics | {"written": written}
+    return {"written": written, "read": read}
 
 
-def check_writes(program, metrics):
+def check_writes(program, moved):
     """Check that neither the plan nor the disk writes a byte of the base, and that only trained leaves have state."""
     layout = program.layout
     assert not [move for move in program._moves if move.writes and move.kind.startswith("frozen")]
@@ -107,11 +108,11 @@ def check_writes(program, metrics):
         kinds = {move.kind: layout.disk.kinds[move.kind].num_bytes for move in program._moves}
         written = sum(kinds[move.kind] for move in program._moves if move.writes) * program.mesh.size
         read = sum(kinds[move.kind] for move in program._moves if not move.writes) * program.mesh.size
+        # What is read ahead, or written behind, may be counted in the step beside it: of all steps, less than one step's.
         if program.config.update_on == "device":
-            assert metrics["swap_write_bytes"] == written
-            assert metrics["swap_read_bytes"] == read
-        # What the host writes may be counted in the step after: of all steps together, with what init left.
-        assert metrics["written"] <= STEPS * written + layout.disk.num_bytes
+            assert abs(moved["read"] - STEPS * read) < read
+            assert moved["written"] > (STEPS - 1) * written
+        assert moved["written"] <= STEPS * written + layout.disk.num_bytes  # with what init left
         base = [move for move in program._moves if move.kind == "frozen"]
         assert len(base) == (2 * toys.LAYERS if "frozen" in layout.disk.kinds else 0)  # forward and backward
 
@@ -122,8 +123,7 @@ def test_frozen_weights_equal_updates_set_to_zero(case, tmp_path):
     fields = dict(CASES[case])
     clip = fields.pop("clip", CLIP)
     with build(FROZEN, tmp_path, clip_norm=clip, **fields) as program:
-        metrics = check_run(program, "lora", clip)
-        check_writes(program, metrics)
+        check_writes(program, check_run(program, "lora", clip))
 
 
 @pytest.mark.exhaustive
