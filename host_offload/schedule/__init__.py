@@ -1,5 +1,6 @@
 """Which record moves at which tick of a train step: pure functions and data."""
 
+from host_offload.schedule.build import advise as advise
 from host_offload.schedule.build import build_schedule as build_schedule
 from host_offload.schedule.moves import Move as Move
 from host_offload.schedule.moves import Window as Window

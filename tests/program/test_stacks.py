@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -145,7 +146,7 @@ def block(p, x, key):
 ONE = {"num_layers": 2, "init_block": toys.init_block, "block": block}
 NOTHING = {"per_layer": None, "specs": None, "frozen": False}
 WRONG = {
-    "both": (ONE, "a LayeredModel with stacks is given init_block, block, num_layers: each Stack has its own"),
+    "both": (ONE, "a LayeredModel with stacks is given init_block, block: each Stack has its own"),
     "twice": (
         {"stacks": [zj.Stack("a", 1, toys.init_block, block), zj.Stack("a", 2, toys.init_block, block)]},
         r"the stacks have the names \['a', 'a'\]: each needs its own",
@@ -157,6 +158,11 @@ WRONG = {
     "length": ({"per_layer": {"decoder": np.ones(2)}}, "stack 'decoder': per_layer has shape .2,.*there are 3"),
     "tiles": ({"tiles": {"head": True}}, r"tiles has keys \['head'\]"),
     "frozen": ({"frozen": {"block": {"w": True}}}, r"frozen\['block'\] has keys \['w'\]"),
+    "flag": ({"per_layer": True}, "per_layer=True: a dict by the names of the stacks is needed"),
+    "enter": (
+        {"stacks": [zj.Stack("a", 1, toys.init_block, model_of.decode, lambda p, x, batch: (x, None))]} | NOTHING,
+        r"stack 'a': enter is called as enter\(p_embed, x, batch, key\), and it is enter\(p, x, batch\)",
+    ),
     "state": ({"init_state": {"block": lambda key: None}}, r"init_state\['block'\]=.*a dict by the names of the stacks"),
     "call": (
         {
@@ -182,6 +188,8 @@ def test_a_stack_tells_what_it_needs():
         zj.Stack("1", 2, toys.init_block, block)
     with pytest.raises(ValueError, match="num_layers of stack 'encoder'=0: an integer of at least 1 is needed"):
         zj.Stack("encoder", 0, toys.init_block, block)
+    with pytest.raises(ValueError, match="block, enter of stack 'encoder' must be a function"):
+        zj.Stack("encoder", 2, toys.init_block, None, 3)  # pyright: ignore[reportArgumentType]
     stacks = (zj.Stack("a", 1, toys.init_block, lambda p, x, key, context, layer: x, lambda p, x, batch, key: x),)
     model = dataclasses.replace(toys.layered(), num_layers=None, init_block=None, block=None, stacks=stacks)
     with pytest.raises(ValueError, match=r"the enter of a stack must return \(x, context\), where context may be None; got"):
@@ -282,5 +290,57 @@ def test_tiles_of_one_of_two_stacks_are_records(fields, tmp_path):
             if fields.get("params") == DISK and program.layout.disk is not None:
                 kinds = {kind for kind in program.layout.disk.kinds if kind.startswith("params.tiles")}
                 assert kinds == {"params.tiles.last.first", "params.tiles.last.second", "params.tiles.last.mix"}
+    np.testing.assert_allclose(runs[0][0], runs[1][0], rtol=1e-5)
+    toys.assert_trees_close(runs[0][1], runs[1][1], atol=1e-4)
+
+
+def test_errors_of_a_stack_name_it():
+    def narrow(p, x, key, context, layer):
+        y, loss = model_of.decode(p, x, key, context, layer)
+        return y.astype("bfloat16"), loss
+
+    stacks = [model_of.model().stacks[0], dataclasses.replace(model_of.model().stacks[1], block=narrow)]
+    texts = dataclasses.replace(model_of.model().stacks[1], enter=lambda p, x, batch, key: (x, {"kind": "text"}))
+    for fields in ({"stage": 1}, {"params": HOST}):
+        with pytest.raises(ValueError, match="a block must return what it takes") as found:
+            build(fields, model=model_of.model(stacks=stacks)).check(model_of.batches(1)[0])
+        assert found.value.__notes__[0] == "This is of stack 'decoder'."
+        with pytest.raises(ValueError, match=r"the context of a stack must be a tree of arrays, but \['kind'\] is str 'text'"):
+            build(fields, model=model_of.model(stacks=[stacks[0], texts])).check(model_of.batches(1)[0])
+    told = r"device_budget_bytes=7000: .* bytes of stack 'decoder' in flight.*; prefetch_distance=(\d+) fits, with \d+ bytes"
+    fields = {"params": HOST, "opt_state": HOST, "prefetch_distance": 3}
+    with pytest.raises(ValueError, match=told) as found:
+        build(fields | {"device_budget_bytes": 7000})
+    distance = int(re.findall(told, str(found.value))[0])
+    build(fields | {"device_budget_bytes": 7000, "prefetch_distance": distance})  # the repair works, and is the largest
+    with pytest.raises(ValueError, match="device_budget_bytes=7000"):
+        build(fields | {"device_budget_bytes": 7000, "prefetch_distance": distance + 1})
+
+
+@pytest.mark.parametrize("fields", [{"params": HOST, "activations": "save"}, {"params": HOST}], ids=["save", "remat"])
+def test_complex_numbers_are_differentiated_between_and_inside_of_layers(fields):
+    """A context, a layer's input and a kept value that are complex."""
+
+    def turn(p, x, key, context, layer):
+        spectrum = jax.numpy.fft.fft(x["real"] @ p["w"], axis=1)
+        spectrum = spectrum * spectrum
+        real = x["real"] + jax.numpy.tanh((spectrum.real + spectrum.imag) @ p["w"])
+        return {"real": real, "turned": x["turned"] + 0.1 * spectrum * context["phase"]}
+
+    def enter(p, x, batch, key):
+        return {"real": x, "turned": x * (1 + 0.5j)}, {"phase": jax.numpy.exp(1j * x), "half": 0.5}
+
+    def head(p, p_embed, x, batch, key):
+        loss = model_of.head(p, p_embed, x["real"][:, : model_of.TO], batch, key)
+        return loss + jax.numpy.mean(jax.numpy.abs(x["turned"]) ** 2)
+
+    model = model_of.model(
+        stacks=[zj.Stack("turns", 2, model_of.init_encoder, turn, enter)], head=head, predict=None, **NOTHING
+    )
+    runs = []
+    for config in ({"stage": 0}, fields):
+        program = build(config, model=model)
+        losses, state = toys.run(program, program.init(jax.random.key(0)), model_of.batches(3))
+        runs.append((losses, jax.device_get(dict(program.iter_params(state)))))
     np.testing.assert_allclose(runs[0][0], runs[1][0], rtol=1e-5)
     toys.assert_trees_close(runs[0][1], runs[1][1], atol=1e-4)

@@ -32,6 +32,7 @@ from zerojax.models.objective import abstract_given as abstract_given
 from zerojax.models.objective import build_objective as build_objective
 from zerojax.models.objective import build_predict as build_predict
 from zerojax.models.objective import call_block as call_block
+from zerojax.models.objective import call_context as call_context
 from zerojax.models.objective import call_embed as call_embed
 from zerojax.models.objective import call_enter as call_enter
 from zerojax.models.objective import call_head as call_head
@@ -40,6 +41,7 @@ from zerojax.models.objective import check_block as check_block
 from zerojax.models.objective import embed_number as embed_number
 from zerojax.models.objective import enter_number as enter_number
 from zerojax.models.objective import head_number as head_number
+from zerojax.models.objective import in_stack as in_stack
 from zerojax.models.objective import per_layer_arrays as per_layer_arrays
 from zerojax.models.objective import whole_weight as whole_weight
 from zerojax.models.objective import with_blocks as with_blocks

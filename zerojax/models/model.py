@@ -68,8 +68,8 @@ class Stack:
       block: as of a LayeredModel.
       enter: None, or `enter(p_embed, x, batch, key) -> (x, context)`. It is given the output of the stack before this one (that
         of `embed`, for the first), and makes the input of the first block, and the context of all blocks, which then are called
-        `block(p, x, key, context, layer)`. The context is a tree of arrays, dim 0 the batch, in the place of the model's; its
-        floating leaves, such as an encoder's output, are differentiated.
+        `block(p, x, key, context, layer)`. The context is a tree of arrays, or None, in the place of the model's; leaves whose
+        dim 0 is the batch are split as it is. Its floating leaves, such as an encoder's output, are differentiated.
     """
 
     name: str
@@ -82,6 +82,9 @@ class Stack:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ValueError(f"the name of a stack must be an identifier, such as 'encoder', got {self.name!r}")
         _check_num_layers(self.num_layers, f"num_layers of stack {self.name!r}")
+        functions = {"init_block": self.init_block, "block": self.block, "enter": self.enter}
+        if wrong := [name for name, f in functions.items() if not callable(f) and (name, f) != ("enter", None)]:
+            raise ValueError(f"{', '.join(wrong)} of stack {self.name!r} must be a function")
 
 
 def _check_num_layers(num_layers: Any, what: str = "num_layers") -> None:
@@ -120,8 +123,8 @@ class LayeredModel:
       predict: None, or `predict(p_head, p_embed, x, batch) -> outputs`, what the head gives without a loss; where the head has
         state, `predict(p_head, p_embed, x, batch, state)`, given what the head is given.
       stacks: several stacks, in order, in the place of `num_layers`, `init_block` and `block`; `num_layers` is then that of all
-        together. What "block" has in `specs`, `frozen` and `init_state`, and `tiles` and `per_layer`, are then dicts by the
-        names of the stacks; stacks may be left out of them.
+        together, whatever is given. What "block" has in `specs`, `frozen` and `init_state`, and `tiles` and `per_layer`, are
+        then dicts by the names of the stacks; stacks may be left out of them.
       enter: as of a `Stack`, of a model without `stacks`.
     """
 
@@ -165,7 +168,8 @@ class LayeredModel:
             # The specs and flags of blocks are prefixes of their tree, which is a dict by stack.
             self._check_by_stack("specs['block']", (self.specs or {}).get("block"))
             frozen = self.frozen.get("block") if isinstance(self.frozen, Mapping) else None
-            for what, value in (("per_layer", self.per_layer), ("tiles", self.tiles), ("frozen['block']", frozen)):
+            self._check_by_stack("per_layer", self.per_layer, is_dict=self.per_layer is not None)
+            for what, value in (("tiles", self.tiles), ("frozen['block']", frozen)):
                 self._check_by_stack(what, value)
             for stack in self.stacks:
                 try:
@@ -195,9 +199,8 @@ class LayeredModel:
         names, count = [stack.name for stack in self.stacks], sum(stack.num_layers for stack in self.stacks)
         if len(set(names)) < len(names):
             raise ValueError(f"the stacks have the names {names}: each needs its own")
-        # A copy with other fields, as `dataclasses.replace` makes it, has the count already.
+        # Not num_layers: a copy with other stacks, as `dataclasses.replace` makes it, is given that of the first.
         given = {"init_block": self.init_block, "block": self.block, "enter": self.enter}
-        given |= {"num_layers": None if self.num_layers == count else self.num_layers}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"a LayeredModel with stacks is given {', '.join(wrong)}: each Stack has its own")
         object.__setattr__(self, "num_layers", count)
@@ -211,22 +214,26 @@ class LayeredModel:
             raise ValueError(f"{what}={value!r}: a dict by the names of the stacks is needed, {names}")
 
     def _check_block_call(self) -> None:
-        """Raise ValueError for a block that does not take what blocks of this model are given."""
+        """Raise ValueError for a block, or an enter, that does not take what those of this model are given."""
         names = ["p", "x", "key"]
         if takes_context(self):
             names += ["context", "layer"]
         names += ["state"] if "block" in (self.init_state or {}) else []
-        try:
-            signature = inspect.signature(self.block)
-        except (TypeError, ValueError):  # a callable that tells none
-            return
-        try:
-            signature.bind(*names)
-        except TypeError as error:
-            raise ValueError(
-                f"block is called as block({', '.join(names)}) in a model with this context, per_layer and init_state, and it "
-                f"is block{signature}"
-            ) from error
+        _check_call("block", self.block, names, " in a model with this context, enter, per_layer and init_state")
+        if self.enter is not None:
+            _check_call("enter", self.enter, ["p_embed", "x", "batch", "key"])
+
+
+def _check_call(what: str, function: Callable[..., Any], names: Sequence[str], where: str = "") -> None:
+    """Raise ValueError unless a function takes arguments of these names, by position."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a callable that tells none
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        raise ValueError(f"{what} is called as {what}({', '.join(names)}){where}, and it is {what}{signature}") from error
 
 
 BLOCKS = "blocks"

@@ -10,8 +10,9 @@ Users' functions return a scalar, (scalar, aux) or a `Loss`, and take a state on
     state      this layer's slice of the blocks' state
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -100,9 +101,42 @@ def call_enter(model: LayeredModel, p_embed: Params, x: Any, batch: Batch, key: 
     assert model.enter is not None
     out = model.enter(p_embed, x, batch, key)
     if not isinstance(out, tuple) or len(out) != 2:
-        got = f"a tuple of {len(out)}" if isinstance(out, tuple) else type(out).__name__
+        got = f"a tuple of {len(out)}" if isinstance(out, tuple) else "one value"
         raise ValueError(f"the enter of a stack must return (x, context), where context may be None; got {got}")
-    return out
+    return _arrays(out[0], "the x that the enter of a stack returns"), _arrays(out[1], "the context of a stack")
+
+
+@contextlib.contextmanager
+def in_stack(name: str) -> Iterator[None]:
+    """Return a context whose errors say that they are of a stack, by its name; "" is the only one."""
+    try:
+        yield
+    except Exception as error:  # also what users' functions raise
+        if name:
+            error.add_note(f"This is of stack {name!r}.")
+        raise
+
+
+def call_context(model: LayeredModel, batch: Batch) -> Any:
+    """Return what all blocks read of a batch, or None."""
+    return None if model.context is None else _arrays(model.context(batch), "the context of a model")
+
+
+def _arrays(tree: Any, what: str) -> Any:
+    """Return a tree with its numbers as arrays.
+
+    Raises:
+      ValueError: it holds something else.
+    """
+
+    def array(path: Any, leaf: Any) -> Array:
+        try:
+            return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        except TypeError as error:
+            name = jax.tree_util.keystr(path) or "it"
+            raise ValueError(f"{what} must be a tree of arrays, but {name} is {type(leaf).__name__} {leaf!r}") from error
+
+    return jax.tree_util.tree_map_with_path(array, tree)
 
 
 def call_head(
@@ -231,7 +265,7 @@ def _layers(model: LayeredModel, remat: bool, constrain: Callable[[Any], Any]) -
         return x, None if losses is None else summed(losses), of_blocks
 
     def layers(params: Params, batch: Batch, key: Key, state: State) -> tuple[Any, Any, State, State]:
-        context = None if model.context is None else constrain(model.context(batch))
+        context = constrain(call_context(model, batch))
         ends = None if state is None else {name: tree for name, tree in state.items() if name != BLOCKS}
         x, ends = call_embed(model, params["embed"], batch, _key_of(key, embed_number(model)), ends)
         x, added, after = constrain(x), [], {}
@@ -240,9 +274,11 @@ def _layers(model: LayeredModel, remat: bool, constrain: Callable[[Any], Any]) -
             of_stack = context
             if stack.model.enter is not None:
                 of_enter = _key_of(key, enter_number(model, stack))
-                x, of_stack = constrain(call_enter(stack.model, params["embed"], x, batch, of_enter))
+                with in_stack(stack.name):
+                    x, of_stack = constrain(call_enter(stack.model, params["embed"], x, batch, of_enter))
             of_its_blocks = stack.of(of_blocks)
-            x, loss, after[stack.name] = run(stack, stack.of(params[BLOCKS]), x, of_stack, key, of_its_blocks)
+            with in_stack(stack.name):
+                x, loss, after[stack.name] = run(stack, stack.of(params[BLOCKS]), x, of_stack, key, of_its_blocks)
             added.append(loss)
         of_blocks = None if of_blocks is None else after if model.stacks else after[""]
         return x, together(added), ends, of_blocks

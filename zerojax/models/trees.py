@@ -1,4 +1,4 @@
-"""The floating leaves of a tree, which have derivatives, apart from the others: integers, booleans, random keys."""
+"""The floating leaves of a tree, real or complex, which have derivatives, apart from integers, booleans and random keys."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 def floating(tree: Any) -> Any:
     """Return a tree with None in place of the leaves that are not floating; a tree of floats is returned as it is."""
-    return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.floating) else None, tree)
+    return jax.tree.map(lambda a: a if jnp.issubdtype(a.dtype, jnp.inexact) else None, tree)
 
 
 def merged(floats: Any, tree: Any) -> Any:

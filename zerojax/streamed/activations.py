@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from host_offload.schedule import TileLoops
-from zerojax.models import Given, Loss, call_block, check_block
+from zerojax.models import Given, Loss, call_block, check_block, in_stack
 from zerojax.sharding import ActivationSpec
 from zerojax.state import RecordSpec, pick, read_layer
 from zerojax.streamed.microbatches import LayerInputs
@@ -136,6 +136,10 @@ class BlockTracer:
 
     def plan_residuals(self, x: Any, inputs: LayerInputs, count: int) -> ResidualPlan:
         """Choose what forward saves, from the shapes of the first layer's input, of `count` microbatches."""
+        with in_stack(self.stack.name):
+            return self._plan_residuals(x, inputs, count)
+
+    def _plan_residuals(self, x: Any, inputs: LayerInputs, count: int) -> ResidualPlan:
         args = self.abstract_call(x, inputs, count)
         x_one = args[1]
         check_block(self.model, *args)

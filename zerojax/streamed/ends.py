@@ -15,6 +15,7 @@ from zerojax.models import (
     BLOCKS,
     LayeredModel,
     Loss,
+    call_context,
     call_embed,
     call_enter,
     call_head,
@@ -23,6 +24,7 @@ from zerojax.models import (
     enter_number,
     floating,
     head_number,
+    in_stack,
     merged,
     per_layer_arrays,
     stacks_of,
@@ -81,8 +83,8 @@ class Ends:
         """Return what all blocks read of all microbatches, or None."""
         if self.model.context is None:
             return None
-        read = self.model.context
-        return self.microbatches.each(lambda b: self.activations.constrain(read(self.activations.constrain(b))), batch)
+        constrain = self.activations.constrain
+        return self.microbatches.each(lambda b: constrain(call_context(self.model, constrain(b))), batch)
 
     def embed(self, ends: Any, batch: Any, key: Any, state: Any) -> tuple[Any, Any]:
         """Return the first layer's input, of one microbatch, and the state of the ends."""
@@ -146,7 +148,10 @@ class Ends:
         def enter(p: Any, x: Any, b: Any, k: Any) -> tuple[Any, Any]:
             return call_enter(model, p["embed"], x, b, k)
 
-        return self.activations.constrain(self._gather(enter, ends, x, self.activations.constrain(batch), key))
+        with in_stack(stack.name):
+            made = self._gather(enter, ends, x, self.activations.constrain(batch), key)
+        # What depends on no argument comes out of a gathered function as a number.
+        return self.activations.constrain(jax.tree.map(jnp.asarray, made))
 
     def enter_grads(
         self,
@@ -233,7 +238,9 @@ class Ends:
                 value = with_blocks(loss, None).value(whole, count)
                 return value * scale, (value, loss.metrics, after)
 
-            (g, dy), (value, metrics, after) = jax.grad(scaled, argnums=(0, 1), has_aux=True)(trained, floating(y))
+            # Not jax.grad, which takes no complex y.
+            total_scaled, derivative, (value, metrics, after) = jax.vjp(scaled, trained, floating(y), has_aux=True)
+            g, dy = derivative(jnp.ones_like(total_scaled))
             g = self._reduced(g)
             if count > 1:
                 g = [t + a.astype(jnp.float32) for t, a in zip(total, g, strict=True)]

@@ -199,7 +199,8 @@ class StackLoops:
         # Backward reads optimizer state only if it updates.
         on_device = stack.leaves.device_layers if self.config.update == "in_backward" else 0
         context = floating(inputs.context) if residuals.block.of_context else None
-        d_context = self.microbatches.constrain(jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), context))
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), context)
+        d_context = self.microbatches.constrain(zeros)
         dx, d_context, _, _, carried = run_phase(
             stack.schedule.phase("backward"), phase, (dy, d_context, first, fetched, carried), tick,
             fetch=fetch, device_layers=on_device,

@@ -16,6 +16,7 @@ from host_offload.schedule import (
     Schedule,
     TiledSchedule,
     TileLoops,
+    advise,
     build_schedule,
     build_tiled_schedule,
     stacked_schedule,
@@ -26,6 +27,7 @@ from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, named
 from zerojax.state import (
     DiskArgument,
     Index,
+    Layout,
     RecordSpec,
     StackLeaves,
     StateRecords,
@@ -143,9 +145,10 @@ class StreamedPlan:
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
         self.stacked, self.ends = layout.stacked, layout.ends
-        pairs = zip(stacks_of(model), layout.stacks, strict=True)
-        self.of_stacks = tuple(_stack_plan(stack, leaves, state_records) for stack, leaves in pairs)
-        self.schedule = stacked_schedule({stack.name: stack.schedule for stack in self.of_stacks})
+        schedules = plan_schedules(state_records)
+        stacks = zip(stacks_of(model), layout.stacks, schedules.values(), strict=True)
+        self.of_stacks = tuple(_stack_plan(stack, leaves, schedule, layout) for stack, leaves, schedule in stacks)
+        self.schedule = stacked_schedule(schedules)
         grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
         frozen = sorted(i for stack in layout.stacks for part in stack.frozen_parts for i in part)
         self.stacks = (*layout.stacked, *frozen)
@@ -323,18 +326,46 @@ def record_bytes(records: StateRecords, part: Sequence[int], frozen: Sequence[in
     return sizes | ({"frozen": frozen_shards} if layout.frozen else {})
 
 
-def _stack_plan(stack: StackModel, leaves: StackLeaves, records: StateRecords) -> StackPlan:
-    tree = records.layout.block_tree(stack.name)
+def _stack_plan(stack: StackModel, leaves: StackLeaves, schedule: Schedule, layout: Layout) -> StackPlan:
+    tree = layout.block_tree(stack.name)
     nodes = jax.tree.leaves(jax.tree.unflatten(tree, leaves.in_tree), is_leaf=is_encoded)
     operands = tuple(jax.tree.leaves(node)[0] for node in nodes)
-    return StackPlan(stack, leaves, plan_schedule(records, leaves), operands, tree)
+    return StackPlan(stack, leaves, schedule, operands, tree)
 
 
-def plan_schedule(records: StateRecords, stack: StackLeaves) -> Schedule:
+def plan_schedules(records: StateRecords) -> dict[str, Schedule]:
+    """Return the schedule of the loops over each stack, by its name.
+
+    Raises:
+      ValueError: they do not fit `device_budget_bytes`.
+    """
+    stacks, config = records.layout.stacks, records.layout.config
+    distance, ahead, budget = config.prefetch_distance, config.gather_ahead, config.device_budget_bytes
+    if len(stacks) == 1:
+        return {stacks[0].name: _plan_schedule(records, stacks[0], distance, ahead, budget)}
+
+    def build(distance: int, ahead: bool) -> dict[str, Schedule]:
+        return {stack.name: _plan_schedule(records, stack, distance, ahead) for stack in stacks}
+
+    schedules = build(distance, ahead)
+    peaks = {name: schedule.peak_bytes for name, schedule in schedules.items()}
+    if budget is not None and max(peaks.values()) > budget:
+        name = max(peaks, key=peaks.__getitem__)
+        raise ValueError(
+            f"device_budget_bytes={budget}: prefetch_distance={distance} with gather_ahead={ahead} puts {peaks[name]} bytes of "
+            f"stack {name!r} in flight on a device, {peaks[name] - budget} more; "
+            + advise(lambda distance, ahead: stacked_schedule(build(distance, ahead)), distance, ahead, budget)
+        )
+    return schedules
+
+
+def _plan_schedule(
+    records: StateRecords, stack: StackLeaves, distance: int, ahead: bool, budget: int | None = None
+) -> Schedule:
     """Return the schedule of the loops over one stack.
 
     Raises:
-      ValueError: it does not fit `device_budget_bytes`.
+      ValueError: it does not fit the budget.
     """
     layout, num_layers = records.layout, stack.num_layers
     config = layout.config
@@ -351,19 +382,18 @@ def plan_schedule(records: StateRecords, stack: StackLeaves) -> Schedule:
     if layout.frozen:
         # A kind of which no layer has anything is fetched by nobody.
         tiers["frozen"] = layout.frozen_tier if any(stack.frozen_parts) else "device"
-        tiers["params"] = config.params if any(stack.parts) else "device"
+        for kind in ("params", "grads", "opt_state") if not any(stack.parts) else ():
+            tiers[kind] = "device"
     options: dict[str, Any] = {
         "tiers": tiers,
         "update": config.update or "after_backward",
         # Without masters the device's update fetches the parameters; an update on the host reads them by itself.
         "master": layout.has_master or on_host,
         "record_bytes": record_bytes(records, stack.blocks, stack.frozen_blocks),
-        "budget_bytes": config.device_budget_bytes,
+        "budget_bytes": budget,
     }
     if stack.groups:
         groups = {group.name: group.num_tiles for group in stack.groups}
         sizes = [record_bytes(records, group.leaves, group.frozen) for group in stack.groups]
-        return build_tiled_schedule(num_layers, config.prefetch_distance, groups=groups, group_bytes=sizes, **options)
-    return build_schedule(
-        num_layers, config.prefetch_distance, gather_ahead=config.gather_ahead, device_layers=stack.device_layers, **options
-    )
+        return build_tiled_schedule(num_layers, distance, groups=groups, group_bytes=sizes, **options)
+    return build_schedule(num_layers, distance, gather_ahead=ahead, device_layers=stack.device_layers, **options)

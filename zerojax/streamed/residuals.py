@@ -68,6 +68,7 @@ class TracedBlock:
       loops: the loops over tiles that are equations of the program, by the slot of their result, in order.
       frozen: whether each leaf of params is: it has no gradient.
       of_context: whether the derivative is that of the context, too.
+      marked: the names that the block marks.
     """
 
     program: FlatJaxpr
@@ -78,6 +79,7 @@ class TracedBlock:
     loops: Mapping[int, TileLoop]
     frozen: tuple[bool, ...]
     of_context: bool = False
+    marked: frozenset[str] = frozenset()
 
     @property
     def adds(self) -> bool:
@@ -139,7 +141,7 @@ class TracedBlock:
             for slot, value in zip(i.outs, outs, strict=True):
                 if slot not in residuals:
                     slots[slot] = value
-                elif jnp.issubdtype(value.dtype, jnp.floating):
+                elif jnp.issubdtype(value.dtype, jnp.inexact):
                     slots[slot] = put(value, residuals[slot])
                 else:
                     slots[slot] = residuals[slot]  # integers have no derivative
@@ -173,21 +175,12 @@ def plan_layer(
       tiled: whether loops over tiles stay equations (`zerojax.tiling.loops`).
       frozen: whether each leaf of the parameters is; empty: none.
       of_context: whether the derivative is that of the context, too.
-
-    Raises:
-      ValueError: a name that the block does not mark.
     """
     closed, out = jax.make_jaxpr(block, return_shape=True)(params, x, key, given)
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None)
     structures = (jax.tree.structure(out[0]), jax.tree.structure(out[1]))
     names = _names(program)
-    user_names = {*saved, *offloaded}
-    if missing := sorted(user_names - {n for n, _ in names.values()}):
-        marked = sorted({n for n, _ in names.values()})
-        raise ValueError(
-            f"saved_names and offloaded_names name {missing}, which the block does not mark; it marks {marked or 'none'} "
-            "(jax.ad_checkpoint.checkpoint_name(value, name))"
-        )
+    user_names, marks = {*saved, *offloaded}, frozenset(name for name, _ in names.values())
     # Named values are kept in every mode; the mode adds its own.
     chosen = {slot: aval for slot, (name, aval) in names.items() if name in user_names}
     if mode != "remat":
@@ -205,13 +198,23 @@ def plan_layer(
         chosen = tuple(sorted(slots))
         offloaded = tuple(s in to_host for s in chosen)
         kept = tuple(shapes[s] for s in chosen)
-        return TracedBlock(program, structures, chosen, offloaded, kept, loops, is_frozen, of_context)
+        return TracedBlock(program, structures, chosen, offloaded, kept, loops, is_frozen, of_context, marks)
 
     # With all candidates in place the derivative is traced once; those that it does not read are not saved.
     every = layer(list(shapes))
     return layer(
         [slot for slot, read in zip(every.residuals, _read_by_backward(every, params, x, key, given), strict=True) if read]
     )
+
+
+def check_names(blocks: Sequence[TracedBlock], saved: Sequence[str], offloaded: Sequence[str]) -> None:
+    """Raise ValueError for a name to keep that no block marks, of a model's stacks."""
+    marked = frozenset[str]().union(*(block.marked for block in blocks))
+    if missing := sorted({*saved, *offloaded} - marked):
+        raise ValueError(
+            f"saved_names and offloaded_names name {missing}, which the block does not mark; it marks "
+            f"{sorted(marked) or 'none'} (jax.ad_checkpoint.checkpoint_name(value, name))"
+        )
 
 
 def derivative_jaxpr(layer: TracedBlock, params: Any, x: Any, key: Any, given: Given) -> jex.ClosedJaxpr:

@@ -49,6 +49,7 @@ from zerojax.streamed.microbatches import LayerInputs, Microbatches
 from zerojax.streamed.moves import eval_moves, grads_moves, step_moves
 from zerojax.streamed.phases import ScheduleArrays
 from zerojax.streamed.plan import StreamedPlan
+from zerojax.streamed.residuals import check_names
 
 Array = jax.Array
 
@@ -136,10 +137,12 @@ class StreamedStep:
         """Return what forward saves of a batch, of a layer of each stack."""
         state = self.layout.abstract_arrays
         entered = self.ends.abstract_inputs(self.layout.join(state), state.model_state, abstract_batch)
-        return [
+        plans = [
             loops.tracer.plan_residuals(x, inputs, self.microbatches.count)
             for loops, (_, x, inputs) in zip(self.loops, entered, strict=True)
         ]
+        check_names([residuals.block for residuals in plans], self.config.saved_names, self.config.offloaded_names)
+        return plans
 
     def abstract_entered(self, abstract_batch: Any) -> list[Any]:
         """Return the shapes of what the `enter` of stacks is given, and of the contexts that it makes, of a batch."""
