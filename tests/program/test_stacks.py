@@ -109,6 +109,10 @@ def test_the_schedule_runs_stack_by_stack_and_records_are_those_of_a_stack(tmp_p
         each = {f"{kind}.{name}": n for kind in ("params", "grads", "opt_state", "activations") for name, n in
                 (("encoder", 2), ("decoder", 3))}  # fmt: skip
         assert kinds == each | {"frozen.decoder": 3}
+        # Forward, backward from the last stack on, update; consecutive reads of one stack are one entry.
+        of_layers = [move.kind for move in program._moves if move.kind in each and "params" in move.kind and not move.writes]
+        order = ["params.encoder", "params.decoder", "params.encoder", "params.decoder"]
+        assert [kind for kind, _ in itertools.groupby(of_layers)] == order
 
 
 def test_resident_and_streamed_steps_draw_the_same_masks():

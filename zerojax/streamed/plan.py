@@ -49,8 +49,6 @@ class StackPlan:
 
     Attributes:
       stack: of the model.
-      model: the same with this stack alone.
-      first: layers of the stacks before it, which numbers have before its own.
       leaves: its leaves, by index.
       schedule: of its loops.
       operands: the leaves of a block as it is called, in the order of its tree; of one that rests encoded, its first array.
