@@ -25,6 +25,7 @@ ROOMS = {
     "zerojax.sharding": (),
     "zerojax.gather": ("jaxprs", "sharding"),
     "zerojax.tiling": ("jaxprs", "sharding"),
+    "zerojax.activations": ("jaxprs", "sharding"),
     "zerojax.models": ("tiling", "jaxprs", "sharding"),
     "zerojax.state": ("models", "sharding", "config", "precision"),
     "zerojax.runtime": ("state",),

@@ -1,0 +1,3 @@
+"""Activations of a layer: how each of its values is split over the mesh."""
+
+from zerojax.activations.flow import flow as flow

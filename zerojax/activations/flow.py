@@ -1,0 +1,360 @@
+"""How every value of a traced function is split, from how its inputs are split.
+
+The partitioner decides that in the compiled program. It carries the specs of the inputs forward through the equations, in the
+notation of `zerojax.sharding`:
+
+    qkv[B_fsdp, T, F_tensor] = x[B_fsdp, T, H] W[H, F_tensor]      free dims keep their axes
+    y[B_fsdp, T, H]          = a[B_fsdp, T, F_tensor] V[F_tensor, H]      what both split in a contracted dim is summed
+    q[B, T, heads_tensor, w] = reshape(qkv[B, T, F_tensor])        the first of the dims into which a dim falls
+    s[B, T, S_tensor] + m[T, S] -> [B, T, S_tensor]                 a dim that is split meets one that is not
+
+`flow` says what these rules give, and None where they leave a choice: two operands whose splits differ, an axis that a result
+would have in two dims, a split that a reshape or a slice does not keep, an equation that is not in the table. What is made of
+no data (an iota, a mask of random bits, a dim that a broadcast made) is split as what it meets: nothing is said of it alone.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+from jax.sharding import PartitionSpec
+
+from zerojax.jaxprs import POINTWISE, REDUCTIONS, FlatJaxpr, flatten, scan_arity
+from zerojax.sharding import Spec, axes_of, pad_spec
+
+_ANY: Any = object()
+"""The entry of a dim that is split as what it meets."""
+_Split = tuple[Any, ...]
+"""For each dim the mesh axes that split it, as a tuple, or _ANY."""
+_Rule = Callable[[jex.JaxprEqn, Sequence[_Split], Mapping[str, int]], Sequence[_Split | None]]
+
+
+class _Unclear(Exception):  # noqa: N818  # no error: it ends a rule that leaves a choice
+    """The rules leave a choice."""
+
+
+def flow(program: FlatJaxpr, inputs: Sequence[Spec | None], axis_sizes: Mapping[str, int]) -> dict[int, Spec | None]:
+    """Return the spec of every slot of a program, or None where the partitioner has a choice.
+
+    Args:
+      program: a flattened function.
+      inputs: of each input slot its spec, one entry a dim, or None where it is not known.
+      axis_sizes: of the mesh, `mesh.shape`.
+    """
+    given: list[_Split | None] = [None if spec is None else tuple(map(axes_of, spec)) for spec in inputs]
+    shapes = {out: v.aval for i in program.instructions for out, v in zip(i.outs, i.eqn.outvars, strict=True)}
+    return {slot: _spec(split, shapes.get(slot)) for slot, split in _run(program, given, axis_sizes).items()}
+
+
+def _spec(split: _Split | None, aval: Any) -> Spec | None:
+    """Return a split as a spec; None if a dim of it is split as what it meets."""
+    if split is None:
+        return None
+    if any(entry is _ANY and (aval is None or aval.shape[dim] != 1) for dim, entry in enumerate(split)):
+        return None
+    return tuple(None if entry is _ANY or not entry else entry[0] if len(entry) == 1 else entry for entry in split)
+
+
+def _run(program: FlatJaxpr, inputs: Sequence[_Split | None], sizes: Mapping[str, int]) -> dict[int, _Split | None]:
+    """Return how every slot is split."""
+    slots: dict[int, _Split | None] = dict(zip(program.inputs, inputs, strict=True))
+    for i in program.instructions:
+        ins = [slots[ref] if isinstance(ref, int) else (_ANY,) * _ndim(v) for ref, v in zip(i.ins, i.eqn.invars, strict=True)]
+        slots.update(zip(i.outs, _outs(i.eqn, ins, sizes), strict=True))
+    return slots
+
+
+def _outs(eqn: jex.JaxprEqn, ins: Sequence[_Split | None], sizes: Mapping[str, int]) -> list[_Split | None]:
+    """Return how the results of one equation are split."""
+    name = eqn.primitive.name
+    unknown: list[_Split | None] = [None] * len(eqn.outvars)
+    free: list[_Split | None] = [(_ANY,) * _ndim(v) for v in eqn.outvars]
+    # Random bits are made of a key, on each device those that it needs.
+    if name.startswith("random_") or name == "iota":
+        return free
+    rule = _RULES.get(name)
+    if any(split is None for split in ins) and name not in _ENTERED:  # an inner program may use what is known of the rest
+        return unknown
+    if rule is None:
+        return free if all(entry is _ANY for split in ins if split is not None for entry in split) else unknown
+    try:
+        outs = list(rule(eqn, ins, sizes))  # pyright: ignore[reportArgumentType]
+    except _Unclear:
+        return unknown
+    return [None if out is None or _is_twice(out) else out for out in outs]
+
+
+def _ndim(v: Any) -> int:
+    return len(getattr(v.aval, "shape", ()))
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return tuple(getattr(v.aval, "shape", ()))
+
+
+def _is_twice(split: _Split) -> bool:
+    """Tell whether a mesh axis would split two dims."""
+    axes = [axis for entry in split if entry is not _ANY for axis in entry]
+    return len(set(axes)) < len(axes)
+
+
+def _meet(a: Any, b: Any) -> Any:
+    """Return how a dim is split that is split as `a` in one operand and as `b` in another."""
+    if a is _ANY or (b is not _ANY and not a):
+        return b
+    if b is _ANY or not b or a == b:
+        return a
+    raise _Unclear
+
+
+def _meet_all(splits: Sequence[_Split]) -> _Split:
+    """Return the same of whole operands of one shape."""
+    result = splits[0]
+    for split in splits[1:]:
+        result = tuple(map(_meet, result, split))
+    return result
+
+
+def _unsplit(split: _Split, dims: Sequence[int]) -> _Split:
+    """Return a split of which these dims, which an equation needs whole, are unsplit.
+
+    Raises:
+      _Unclear: one of them is split.
+    """
+    if any(split[d] is not _ANY and split[d] for d in dims):
+        raise _Unclear
+    return split
+
+
+def _pointwise(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    shape = _shape(eqn.outvars[0])
+    result: _Split = (_ANY,) * len(shape)
+    for v, split in zip(eqn.invars, ins, strict=True):
+        if len(split) not in (0, len(shape)):  # a bitcast to another width
+            raise _Unclear
+        if split:  # else a scalar beside arrays
+            # A dim of 1 is repeated along the dim that it meets.
+            result = tuple(_meet(a, _ANY if n != m else b) for a, b, n, m in zip(result, split, _shape(v), shape, strict=True))
+    return [result]
+
+
+def _transpose(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    return [tuple(ins[0][d] for d in eqn.params["permutation"])]
+
+
+def _broadcast(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    result = [_ANY] * len(new)
+    for d, at in enumerate(eqn.params["broadcast_dimensions"]):
+        result[at] = ins[0][d] if old[d] == new[at] else _ANY
+    return [tuple(result)]
+
+
+def _squeeze(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    return [tuple(entry for d, entry in enumerate(ins[0]) if d not in eqn.params["dimensions"])]
+
+
+def _reshape(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    """Dims fall into groups of equal products. Inside of a group axes stay where shards stay runs of neighbouring elements."""
+    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    if eqn.params.get("dimensions") is not None or 0 in (*old, *new):
+        raise _Unclear
+    result: list[Any] = [_ANY] * len(new)  # dims of 1 hold nothing that could be split
+    for old_dims, new_dims in _groups(old, new):
+        entries = _regrouped([(old[d], ins[0][d]) for d in old_dims], [new[d] for d in new_dims], sizes)
+        for d, entry in zip(new_dims, entries, strict=True):
+            result[d] = entry
+    return [tuple(result)]
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Return the shortest runs of old and of new dims that hold as many elements, in order, without dims of 1."""
+    olds, news = ([d for d, n in enumerate(shape) if n != 1] for shape in (old, new))
+    groups = list[tuple[list[int], list[int]]]()
+    while olds:
+        group = [olds.pop(0)], [news.pop(0)]
+        while (before := math.prod(old[d] for d in group[0])) != (after := math.prod(new[d] for d in group[1])):
+            group[before > after].append((news if before > after else olds).pop(0))
+        groups.append(group)
+    return groups
+
+
+def _regrouped(old: Sequence[tuple[int, Any]], new: Sequence[int], sizes: Mapping[str, int]) -> list[Any]:
+    """Return how the dims `new` of a reshape are split that hold the elements of `old`, dims with their entries."""
+    if all(entry is _ANY for _, entry in old):
+        return [_ANY] * len(new)
+    axes, is_run = list[str](), True
+    for size, entry in old:
+        if entry is _ANY or not entry:
+            is_run = is_run and size == 1
+            continue
+        if not is_run:  # a dim before it is not split to the end: shards are no runs of neighbours
+            raise _Unclear
+        axes += entry
+        is_run = math.prod(sizes[axis] for axis in entry) == size
+    result = list[Any]()
+    for n in new:
+        mine = list[str]()
+        while axes and n % sizes[axes[0]] == 0:
+            n //= sizes[axes[0]]
+            mine.append(axes.pop(0))
+        if axes and n > 1:
+            raise _Unclear
+        result.append(tuple(mine))
+    if axes:
+        raise _Unclear
+    return result
+
+
+def _slice(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    """Also of a dynamic_slice, a pad, a concatenation, a split and a tiling: dims whose size changes must be whole."""
+    arrays = [(v, split) for v, split in zip(eqn.invars, ins, strict=True) if len(split) == _ndim(eqn.outvars[0])]
+    results = []
+    for out in eqn.outvars:
+        shape = _shape(out)
+        changed = [[d for d, (n, m) in enumerate(zip(_shape(v), shape, strict=True)) if n != m] for v, _ in arrays]
+        kept = [_unsplit(split, dims) for (_, split), dims in zip(arrays, changed, strict=True)]
+        results.append(
+            _meet_all([tuple(() if d in dims else e for d, e in enumerate(s)) for s, dims in zip(kept, changed, strict=True)])
+        )
+    return results
+
+
+def _dynamic_slice(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    dims = [d for d, (n, m) in enumerate(zip(_shape(eqn.invars[0]), _shape(eqn.outvars[0]), strict=True)) if n != m]
+    return [_unsplit(ins[0], dims)]
+
+
+def _dynamic_update_slice(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    operand, update = ins[:2]
+    dims = [d for d, (n, m) in enumerate(zip(_shape(eqn.invars[0]), _shape(eqn.invars[1]), strict=True)) if n != m]
+    return [_meet_all([_unsplit(operand, dims), _unsplit(update, dims)])]
+
+
+def _along(*names: str) -> _Rule:
+    """Return the rule of an equation that keeps shapes and needs one dim whole, which a parameter names."""
+
+    def rule(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+        dims = next(eqn.params[name] for name in names if name in eqn.params)
+        split = _unsplit(_meet_all(ins), dims if isinstance(dims, Sequence) else (dims,))
+        return [split] * len(eqn.outvars)
+
+    return rule
+
+
+def _top_k(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    last = len(ins[0]) - 1
+    return [_unsplit(ins[0], (eqn.params.get("axis", last) % len(ins[0]),))] * len(eqn.outvars)
+
+
+def _reduction(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    return [tuple(entry for d, entry in enumerate(ins[0]) if d not in eqn.params["axes"])]
+
+
+def _dot_general(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    contract, batch = eqn.params["dimension_numbers"]
+    out = [_meet(ins[0][i], ins[1][j]) for i, j in zip(*batch, strict=True)]
+    for split, contracted, batched in zip(ins, contract, batch, strict=True):
+        out += [entry for d, entry in enumerate(split) if d not in contracted and d not in batched]
+    # An axis of a contracted dim goes away, in a sum over devices. It is no axis of the result beside that.
+    summed = [_meet(ins[0][i], ins[1][j]) for i, j in zip(*contract, strict=True)]
+    if _is_twice((*out, *summed)):
+        raise _Unclear
+    return [tuple(out)]
+
+
+def _gather(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    """A look-up: dims of the indices, and of the table those that are taken whole. Of a split vocabulary a sum over devices."""
+    (table, ids), numbers = ins, eqn.params["dimension_numbers"]
+    shape, taken = _shape(eqn.invars[0]), eqn.params["slice_sizes"]
+    dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    of_ids, of_table = iter(ids[:-1]), iter(d for d in range(len(table)) if d not in dropped)
+    out = list[Any]()
+    for d in range(_ndim(eqn.outvars[0])):
+        if d not in numbers.offset_dims:
+            out.append(next(of_ids))
+            continue
+        at = next(of_table)
+        out.append(table[at] if taken[at] == shape[at] else _unsplit(table, (at,))[at])
+    _unsplit(table, numbers.operand_batching_dims)
+    if _is_twice((*out, *(table[d] for d in numbers.collapsed_slice_dims))):
+        raise _Unclear
+    return [tuple(out)]
+
+
+def _constraint(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split | None]:
+    spec = getattr(eqn.params["sharding"], "spec", None)
+    if spec is None:
+        return [None]
+    padded = pad_spec(spec, len(ins[0]))
+    return [tuple(b if a is PartitionSpec.UNCONSTRAINED else axes_of(a) for a, b in zip(padded, ins[0], strict=True))]
+
+
+def _same(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> Sequence[_Split]:
+    return ins
+
+
+def _call(eqn: jex.JaxprEqn, ins: Sequence[_Split | None], sizes: Mapping[str, int]) -> list[_Split | None]:
+    """Enter a custom derivative, a rematerialised region, or a `jit` that was left one equation."""
+    params = eqn.params
+    inner: Any = next((params[name] for name in ("call_jaxpr", "fun_jaxpr", "jaxpr") if name in params), None)
+    jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
+    if jaxpr is None or len(jaxpr.invars) != len(ins):
+        raise _Unclear
+    return _through(jaxpr, consts, ins, sizes)
+
+
+def _through(
+    jaxpr: jex.Jaxpr, consts: Sequence[Any], ins: Sequence[_Split | None], sizes: Mapping[str, int]
+) -> list[_Split | None]:
+    """Return how the results of a jaxpr are split."""
+    program = flatten(jaxpr, consts)
+    slots = _run(program, ins, sizes)
+    pairs = zip(program.outputs, jaxpr.outvars, strict=True)
+    return [slots[ref] if isinstance(ref, int) else (_ANY,) * _ndim(v) for ref, v in pairs]
+
+
+def _cond(eqn: jex.JaxprEqn, ins: Sequence[_Split | None], sizes: Mapping[str, int]) -> list[_Split | None]:
+    branches = [_through(b.jaxpr, b.consts, ins[1:], sizes) for b in eqn.params["branches"]]
+    return [None if None in outs else _meet_all(outs) for outs in zip(*branches, strict=True)]
+
+
+def _scan(eqn: jex.JaxprEqn, ins: Sequence[_Split | None], sizes: Mapping[str, int]) -> list[_Split | None]:
+    """A carry is split as what comes in meets what goes out; a dim that is scanned over must be whole."""
+    num_consts, num_carry = scan_arity(eqn.params, len(ins))
+    closed = eqn.params["jaxpr"]
+    consts, carry = list(ins[:num_consts]), list(ins[num_consts : num_consts + num_carry])
+    slices = [None if split is None else _unsplit(split, (0,))[1:] for split in ins[num_consts + num_carry :]]
+    while True:
+        outs = _through(closed.jaxpr, closed.consts, [*consts, *carry, *slices], sizes)
+        after = [None if a is None or b is None else _meet_all([a, b]) for a, b in zip(carry, outs[:num_carry], strict=True)]
+        if after == carry:  # each round splits a dim more, or finds one unclear
+            break
+        carry = after
+    return [*carry, *(None if split is None else ((), *split) for split in outs[num_carry:])]
+
+
+_ENTERED: dict[str, _Rule] = dict.fromkeys(
+    ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "jit", "pjit"), _call
+) | {"cond": _cond, "scan": _scan}  # pyright: ignore[reportAssignmentType]
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(POINTWISE, _pointwise),
+    **dict.fromkeys((*REDUCTIONS, "argmax", "argmin", "reduce_xor"), _reduction),
+    **dict.fromkeys(("slice", "pad", "concatenate", "split"), _slice),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
+    **dict.fromkeys(("optimization_barrier", "device_put"), _same),
+    "sort": _along("dimension"),
+    "rev": _along("dimensions"),
+    "top_k": _top_k,
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "dot_general": _dot_general,
+    "gather": _gather,
+    "sharding_constraint": _constraint,
+    **_ENTERED,
+}
