@@ -16,6 +16,7 @@ from zerojax.models import Loss as Loss
 from zerojax.models import Model as Model
 from zerojax.models import Stack as Stack
 from zerojax.models import from_flax as from_flax
+from zerojax.models import with_specs as with_specs
 from zerojax.optim import Ema as Ema
 from zerojax.precision import LossScaling as LossScaling
 from zerojax.program import Program as Program
@@ -58,4 +59,5 @@ __all__ = [
     "linear_cross_entropy",
     "linen",
     "make_mesh",
+    "with_specs",
 ]

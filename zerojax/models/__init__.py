@@ -45,5 +45,6 @@ from zerojax.models.objective import in_stack as in_stack
 from zerojax.models.objective import per_layer_arrays as per_layer_arrays
 from zerojax.models.objective import whole_weight as whole_weight
 from zerojax.models.objective import with_blocks as with_blocks
+from zerojax.models.spec_rules import with_specs as with_specs
 from zerojax.models.trees import floating as floating
 from zerojax.models.trees import merged as merged

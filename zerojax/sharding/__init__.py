@@ -18,6 +18,7 @@ from zerojax.sharding.mesh import make_mesh as make_mesh
 from zerojax.sharding.mesh import num_batch_shards as num_batch_shards
 from zerojax.sharding.partition import LeafSpec as LeafSpec
 from zerojax.sharding.partition import Replicated as Replicated
+from zerojax.sharding.partition import broadcast_specs as broadcast_specs
 from zerojax.sharding.partition import leaf_spec as leaf_spec
 from zerojax.sharding.partition import local_elements as local_elements
 from zerojax.sharding.partition import param_specs as param_specs

@@ -107,23 +107,29 @@ def param_specs(
       LeafSpec by path (`jax.tree_util.keystr`).
 
     Raises:
-      ValueError: a user's spec names an unknown axis or the ZeRO axis, has too many entries, or does not divide.
+      ValueError: a user's spec names an unknown axis or the ZeRO axis, has too many entries, or does not divide; of all such
+        leaves.
     """
     leaves = jax.tree_util.tree_flatten_with_path(abstract_params)[0]
-    bases = _broadcast_specs(user_specs, abstract_params)
-    specs = {}
-    for (key_path, leaf), base in zip(leaves, bases, strict=True):
-        path = jax.tree_util.keystr(key_path)
-        check_user_spec(path, leaf.shape, base, mesh, axis)
-        first_dim = first_dims.get(path, 0)
-        specs[path] = leaf_spec(
-            leaf.shape, mesh, axis, pad_spec(base, len(leaf.shape)), first_dim=first_dim, min_shard_bytes=min_shard_bytes
+    paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+    shapes, bases = [leaf.shape for _, leaf in leaves], broadcast_specs(user_specs, abstract_params)
+    reasons = [misfit(*of_leaf, mesh, axis) for of_leaf in zip(paths, shapes, bases, strict=True)]
+    if told := [reason for reason in reasons if reason is not None]:
+        raise ValueError("\n".join(told))
+    return {
+        path: leaf_spec(
+            shape, mesh, axis, pad_spec(base, len(shape)), first_dim=first_dims.get(path, 0), min_shard_bytes=min_shard_bytes
         )
-    return specs
+        for path, shape, base in zip(paths, shapes, bases, strict=True)
+    }
 
 
-def _broadcast_specs(prefix: Any, tree: Any) -> list[PartitionSpec]:
-    """Return a spec for each leaf, of a tree of specs that may be a prefix: one spec for a whole subtree."""
+def broadcast_specs(prefix: Any, tree: Any) -> list[PartitionSpec]:
+    """Return a spec for each leaf, of a tree of specs that may be a prefix: one spec for a whole subtree.
+
+    Raises:
+      ValueError: it is no prefix, or holds something else than specs and None.
+    """
 
     def is_spec(x: Any) -> bool:
         return x is None or isinstance(x, PartitionSpec)
@@ -140,26 +146,30 @@ def _broadcast_specs(prefix: Any, tree: Any) -> list[PartitionSpec]:
     return specs
 
 
-def check_user_spec(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, axis: str) -> None:
-    """Raise ValueError unless a user's spec fits its leaf and the mesh."""
+def misfit(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, axis: str) -> str | None:
+    """Return why a user's spec does not fit its leaf and the mesh, or None if it does."""
     if len(spec) > len(shape):
-        raise ValueError(f"{path}: spec {spec} has {len(spec)} entries for shape {tuple(shape)}")
+        return f"{path}: spec {spec} has {len(spec)} entries for shape {tuple(shape)}"
     named = [name for entry in spec for name in axes_of(entry)]
     if len(set(named)) < len(named):
-        raise ValueError(f"{path}: spec {spec} names an axis twice")
+        return f"{path}: spec {spec} names an axis twice"
     for dim, entry in enumerate(spec):
         split = 1
         for name in axes_of(entry):
             if name not in mesh.shape:
-                raise ValueError(
+                return (
                     f"{path}: spec {spec} names axis {name!r}; the mesh has {mesh.axis_names}. Names of a model's own are "
                     f"translated by rules: from_flax(..., axis_rules=(({name!r}, 'tensor'), ...)), with None for a whole dim"
                 )
             if name == axis:
-                raise ValueError(f"{path}: spec {spec} names {axis!r}, which ZeRO assigns; give tensor axes alone")
+                return f"{path}: spec {spec} names {axis!r}, which ZeRO assigns; give tensor axes alone"
             split *= mesh.shape[name]
         if shape[dim] % split:
-            raise ValueError(f"{path}: dim {dim} of shape {tuple(shape)} does not divide by {split} ({entry} of spec {spec})")
+            return (
+                f"{path}: dim {dim} of shape {tuple(shape)} does not divide by {split} ({entry} of spec {spec}): pad it to "
+                f"{-(-shape[dim] // split) * split}, or leave it whole"
+            )
+    return None
 
 
 def replicated_leaves(abstract_params: Any, specs: dict[str, LeafSpec]) -> list[Replicated]:
