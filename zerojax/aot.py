@@ -54,6 +54,9 @@ CHIPS: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
 )
 """Chips that can be compiled for: name, device memory in bytes, its bandwidth in bytes a second, clock."""
 
+_LEVELS = frozenset({"exec_time_optimization_effort", "memory_fitting_effort", "optimization_level", "memory_fitting_level"})
+"""Options that are no flags of XLA: JAX sets them apart from these."""
+
 
 def target_config(chip: str) -> str:
     """Return XLA's description of `chip` (a GpuTargetConfigProto in text form).
@@ -133,7 +136,10 @@ def compile_with_callbacks(lowered: jax.stages.Lowered, mesh: Mesh, options: Map
     # What JAX sets on its own path. Without it the program would not be partitioned over the mesh.
     build.use_spmd_partitioning = build.use_shardy_partitioner = True
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(size).reshape(1, size))
-    compile_options.env_option_overrides = list((options or {}).items())
+    given = dict(options or {})
+    for name in _LEVELS & given.keys():
+        setattr(build, name, given.pop(name))
+    compile_options.env_option_overrides = list(given.items())
     devices = tuple(mesh.devices.flat)
     compiled = devices[0].client.compile(lowered.compiler_ir("stablehlo"), _jax.DeviceList(devices), compile_options)
     return CompiledProgram(compiled)

@@ -3,12 +3,16 @@
 A computation is counted as often as it runs: loop bodies by their known trip count. Bytes are those of the whole (unsharded)
 operand, so a model of P parameters gathered once in bfloat16 counts 2P; what a ring sends is that times (N-1)/N.
 
+With a mesh, each is told with the axes over which it runs (`zerojax.hlo.groups`): "tensor", or "data+fsdp" of several.
+
 `peak_gathered_bytes` follows gathered parameters through the schedule: from the gather to the last use of the value, or of a
 copy, cast or transpose of it. A program may hold sharded parameters and still gather all of them at once. This number shows it.
 """
 
 import dataclasses
+from typing import Any, overload
 
+from zerojax.hlo.groups import Devices, devices_of
 from zerojax.hlo.parse import Array, Instruction, bits_of, parse_arrays, parse_module
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -27,6 +31,9 @@ class Collective:
       num_bytes: bytes of the whole operand: results of a gather, operands of a reduction.
       times: how often it runs in a step.
       computation: the HLO computation that holds it.
+      axes: of the mesh over which it runs, in its order: "tensor", or "data+fsdp". "other" where its groups are no product of
+        axes, such as halves of one; "none" where each is one device. A permute runs over all axes in which a source and its
+        target differ. None where no mesh was given.
     """
 
     op: str
@@ -34,19 +41,21 @@ class Collective:
     num_bytes: int
     times: int
     computation: str
+    axes: str | None = None
 
 
-def collectives(text: str, unknown_trips: int | None = None) -> list[Collective]:
+def collectives(text: str, unknown_trips: int | None = None, *, mesh: Any = None) -> list[Collective]:
     """List the collectives of a program.
 
     Args:
       text: `compiled.as_text()`.
       unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step that is 1.
+      mesh: that the program was compiled for, to tell axes.
 
     Raises:
-      ValueError: a loop that holds a collective has no known trip count.
+      ValueError: a loop that holds a collective has no known trip count, or the mesh has other devices than the program.
     """
-    module = parse_module(text)
+    module, devices = parse_module(text), None if mesh is None else devices_of(text, mesh)
     operations: list[Collective] = []
 
     def visit(name: str, times: int) -> None:
@@ -56,7 +65,7 @@ def collectives(text: str, unknown_trips: int | None = None) -> list[Collective]
             # A split collective counts at its start: its done is no kind in the list.
             kind = i.op.removesuffix("-start")
             if kind in COLLECTIVES:
-                operations.append(_collective(kind, i, shapes, times, name))
+                operations.append(_collective(kind, i, shapes, times, name, devices))
             if i.op == "while":
                 before = len(operations)
                 for computation in i.called:
@@ -72,13 +81,16 @@ def collectives(text: str, unknown_trips: int | None = None) -> list[Collective]
     return operations
 
 
-def _collective(kind: str, i: Instruction, shapes: dict[str, str], times: int, computation: str) -> Collective:
+def _collective(
+    kind: str, i: Instruction, shapes: dict[str, str], times: int, computation: str, devices: Devices | None
+) -> Collective:
     operands = [a for name in i.operands for a in parse_arrays(shapes.get(name, ""))]
     # A reduce-scatter's result is the shard: its whole is the operand.
     arrays = operands if kind == "reduce-scatter" else _results(i, len(operands))
     widest = max(arrays, key=lambda a: bits_of(a.dtype), default=None)
     num_bytes = sum(a.num_bytes for a in arrays)
-    return Collective(kind, "token" if widest is None else widest.dtype, num_bytes, times, computation)
+    axes = None if devices is None else devices.axes(kind, i)
+    return Collective(kind, "token" if widest is None else widest.dtype, num_bytes, times, computation, axes)
 
 
 def _results(i: Instruction, num_operands: int) -> list[Array]:
@@ -87,18 +99,35 @@ def _results(i: Instruction, num_operands: int) -> list[Array]:
     return arrays[num_operands:] if i.op.endswith("-start") and len(arrays) > num_operands else arrays
 
 
-def collective_bytes(text: str, least_bytes: int = 0, unknown_trips: int | None = None) -> dict[str, int]:
-    """Return the bytes of whole operands by collective, over a step.
+@overload
+def collective_bytes(
+    text: str, least_bytes: int = 0, unknown_trips: int | None = None, *, mesh: None = None
+) -> dict[str, int]: ...
+@overload
+def collective_bytes(
+    text: str, least_bytes: int = 0, unknown_trips: int | None = None, *, mesh: Any
+) -> dict[str, dict[str, int]]: ...
+def collective_bytes(text: str, least_bytes: int = 0, unknown_trips: int | None = None, *, mesh: Any = None) -> Any:
+    """Return the bytes of whole operands by collective, over a step; with a mesh by its axes, then by collective.
+
+        hlo.collective_bytes(text)               {"all-gather": 96, "all-reduce": 64}
+        hlo.collective_bytes(text, mesh=mesh)    {"fsdp": {"all-gather": 96}, "tensor": {"all-reduce": 64}}
 
     Args:
       text: `compiled.as_text()`.
       least_bytes: smaller collectives (the norm's scalar) are left out.
       unknown_trips: as for `collectives`.
+      mesh: that the program was compiled for. A collective over several axes counts under their names in the mesh's order,
+        "data+fsdp"; "other" and "none" are as for `Collective.axes`.
+
+    Raises:
+      ValueError: as for `collectives`.
     """
-    total: dict[str, int] = {}
-    for c in collectives(text, unknown_trips):
+    total: dict[Any, Any] = {}
+    for c in collectives(text, unknown_trips, mesh=mesh):
         if c.num_bytes >= least_bytes:
-            total[c.op] = total.get(c.op, 0) + c.num_bytes * c.times
+            of_axes = total if mesh is None else total.setdefault(c.axes, {})
+            of_axes[c.op] = of_axes.get(c.op, 0) + c.num_bytes * c.times
     return total
 
 

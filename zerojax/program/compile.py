@@ -10,6 +10,7 @@ included: JAX then pairs a donated argument with a result in the same memory.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -27,6 +28,9 @@ from zerojax.program.step import Scratch, Step
 from zerojax.sharding import FSDP, STAGES, ActivationSpec, Rows, batch_size, explicit, named
 from zerojax.state import Layout, TrainState, allocate_all, check_host_reads, numbered_next, unit_bytes
 
+_WRONG_OPTION = re.compile(r"No such compile option: '[^']*'|While setting option [^\n]*[^\n.]")
+"""What XLA says of options."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LoweredStep:
@@ -42,20 +46,52 @@ class LoweredStep:
         """Return the StableHLO."""
         return self.lowered.as_text()
 
-    def compile(self) -> jax.stages.Compiled | CompiledProgram:
+    def compile(self, options: Mapping[str, str | bool | int | float] | None = None) -> jax.stages.Compiled | CompiledProgram:
         """Compile; the result offers `as_text()` (scheduled HLO of one device) and `memory_analysis()`.
 
-        Where the devices are there, the program's steps over batches of this shape run what was compiled.
+            compiled = program.lower(batch).compile({"xla_gpu_enable_while_loop_double_buffering": False})
+
+        Where the devices are there, the program's steps over batches of this shape run what was compiled last.
+
+        Args:
+          options: of XLA, by name, as in XLA_FLAGS without the dashes; they come before those that the program sets itself.
+            None: the program's alone. Other programs, such as `eval`, do not get them.
+
+        Raises:
+          ValueError: this version of XLA does not know an option, or not its value.
         """
-        # Callbacks of devices that are not there are compiled by the topology's own client.
-        if self.has_callbacks and not is_there(self.mesh):
-            return compile_with_callbacks(self.lowered, self.mesh, self.options)
-        with jax.set_mesh(self.mesh):
-            compiled = self.lowered.compile()
+        check_options(options)
+        try:
+            # Callbacks of devices that are not there are compiled by the topology's own client.
+            if self.has_callbacks and not is_there(self.mesh):
+                return compile_with_callbacks(self.lowered, self.mesh, {**(self.options or {}), **(options or {})})
+            with jax.set_mesh(self.mesh):
+                given: dict[str, Any] | None = dict(options) if options else None
+                compiled = self.lowered.compile(given)
+        except jax.errors.JaxRuntimeError as error:
+            if options and (wrong := _WRONG_OPTION.search(str(error))) is not None:
+                raise ValueError(
+                    f"compile({dict(options)}): XLA of jax {jax.__version__} says: {wrong[0]}; options are the flags "
+                    "of XLA_FLAGS that this version has, by their names without dashes"
+                ) from error
+            raise
         # `jax.jit` keeps no executable that was compiled ahead of time, and would compile the same program again.
         if self.step is not None and is_there(self.mesh):
             self.step.run = compiled
         return compiled
+
+
+def check_options(options: Any) -> None:
+    """Raise ValueError unless options for XLA are None or a dict of names and plain values."""
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise ValueError(f"compile takes XLA's options as a dict, by name, got {options!r}")
+    plain = (str, bool, int, float)
+    if wrong := {name: value for name, value in options.items() if not (isinstance(name, str) and isinstance(value, plain))}:
+        raise ValueError(f"XLA's options are text, numbers or booleans by name, and these are not: {wrong}")
+    if dashed := [name for name in options if name.startswith("-")]:
+        raise ValueError(f"XLA's options are named without dashes: {', '.join(name.lstrip('-') for name in dashed)}")
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,0 +1,157 @@
+"""Over which mesh axes a collective runs, from its device groups in each of HLO's notations.
+
+    replica_groups={{0,1},{2,3}}                                   lists; {} is one group of all
+    replica_groups=[4,2]<=[2,4]T(1,0)                              arange(8).reshape(2, 4).T, reshaped: 4 groups of 2
+    replica_groups=mesh['a'=4,'b'=2] {'a'}                         over axes of a mesh of XLA's own; of part of one: 'a':(2)2
+    replica_groups=mesh['a'=8], device_ids=([4,2]T(1,0)) {'a'}     whose devices are permuted
+    source_target_pairs={{0,1},{1,0}}                              of a permute
+
+What the numbers count depends on the collective (XLA's CollectiveOpGroupMode): replicas, partitions, or all devices, numbered
+replica by replica. A program of `jax.jit` has one replica, and its partition p is the p-th device of `mesh.devices.flat`.
+
+Groups run over a set of axes if each holds all devices that differ in these axes alone. XLA may also group in other ways, such
+as over a half of an axis.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from zerojax.hlo.parse import Instruction, parse_ints
+
+OTHER, NONE = "other", "none"
+"""In the place of axes: of groups that are no product of mesh axes, and of groups of one device each."""
+
+_INTS = r"\[([\d,]*)\]"
+_LISTS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(rf"replica_groups={_INTS}<={_INTS}(?:T\(([\d,]*)\))?")
+_MESH = re.compile(r"replica_groups=@?mesh[\[<]([^\]>]*)[\]>](?:, )?(?:device_ids=)?(?:\((.*?\)?)\))? \{([^}]*)\}")
+_PERMUTED = re.compile(rf"^(?:devices={_INTS}<=)?{_INTS}(?:T\(([\d,]*)\))?$")
+_AXIS = re.compile(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?(?:=(\d+))?")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_BY_PARTITION = ("collective-permute", "all-to-all", "ragged-all-to-all")
+"""Collectives that count partitions where they have a channel. The others then count replicas, each with all its partitions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices of a program as a mesh arranges them.
+
+    Attributes:
+      sizes: of the mesh's axes, by name, in order.
+      replicas, partitions: of the program, whose product they number.
+    """
+
+    sizes: Mapping[str, int]
+    replicas: int
+    partitions: int
+
+    def axes(self, kind: str, i: Instruction) -> str:
+        """Return the axes over which a collective runs, such as "tensor" or "data+fsdp", or OTHER or NONE.
+
+        Raises:
+          ValueError: its groups are in a notation that is not known.
+        """
+        if kind == "collective-permute":
+            pairs = np.asarray(parse_ints(_match(_PAIRS, i)[1]), int).reshape(-1, 2)
+            return self._named(self._numbered(kind, i, pairs), is_group=False)
+        return self._named(self._numbered(kind, i, self._groups(kind, i)), is_group=True)
+
+    def _groups(self, kind: str, i: Instruction) -> Any:
+        """Return the groups as they are written, [groups, devices]."""
+        if (lists := _LISTS.search(i.rest)) or "replica_groups=" not in i.rest:
+            groups = [parse_ints(group) for group in re.findall(r"\{([\d,]*)\}", lists[1])] if lists else []
+            if len({len(group) for group in groups}) > 1:
+                raise ValueError(f"{i.result}: groups of different sizes, {lists and lists[0]}")
+            return np.asarray(groups, int) if groups else np.arange(self._count(kind, i))[None]
+        if iota := _IOTA.search(i.rest):
+            return _permuted(parse_ints(iota[2]), iota[3]).reshape(parse_ints(iota[1]))
+        mesh = _match(_MESH, i)
+        return _mesh_groups(mesh[1], mesh[2], mesh[3])
+
+    def _count(self, kind: str, i: Instruction) -> int:
+        """Return how many there are of what a collective counts."""
+        if "use_global_device_ids=true" in i.rest:
+            return self.replicas * self.partitions
+        return self.partitions if "channel_id=" in i.rest and kind in _BY_PARTITION else self.replicas
+
+    def _numbered(self, kind: str, i: Instruction, groups: Any) -> Any:
+        """Return groups of what a collective counts as groups of devices."""
+        if "use_global_device_ids=true" in i.rest:
+            return groups
+        every_replica, every_partition = np.arange(self.replicas), np.arange(self.partitions)
+        if "channel_id=" not in i.rest:  # each partition for itself
+            return (groups[None] * self.partitions + every_partition[:, None, None]).reshape(-1, groups.shape[1])
+        if kind in _BY_PARTITION:  # each replica for itself
+            return (every_replica[:, None, None] * self.partitions + groups[None]).reshape(-1, groups.shape[1])
+        return (groups[:, :, None] * self.partitions + every_partition).reshape(len(groups), -1)
+
+    def _named(self, groups: Any, is_group: bool) -> str:
+        sizes = tuple(self.sizes.values())
+        places = np.stack(np.unravel_index(groups, sizes))  # [axes, groups, devices]
+        differ = (places != places[:, :, :1]).any((1, 2))
+        names = [name for name, differs in zip(self.sizes, differ, strict=True) if differs]
+        if not names:
+            return NONE
+        is_product = math.prod(self.sizes[name] for name in names) == groups.shape[1]
+        return "+".join(names) if is_product or not is_group else OTHER
+
+
+def devices_of(text: str, mesh: Any) -> Devices:
+    """Return the devices of a compiled program.
+
+    Args:
+      text: `compiled.as_text()`, whose first line tells how many there are.
+      mesh: that it was compiled for, abstract or not.
+
+    Raises:
+      ValueError: they are more or fewer than the mesh has.
+    """
+    header = text[text.find("HloModule") :].partition("\n")[0]
+    counts = [re.search(rf"{name}=(\d+)", header) for name in ("replica_count", "num_partitions")]
+    replicas, partitions = (int(count[1]) if count else 1 for count in counts)
+    if replicas * partitions != mesh.size:
+        raise ValueError(
+            f"the program runs on {replicas} x {partitions} devices (replicas x partitions), and the mesh {dict(mesh.shape)} "
+            f"has {mesh.size}: give the mesh that it was compiled for"
+        )
+    return Devices(dict(mesh.shape), replicas, partitions)
+
+
+def _match(pattern: re.Pattern[str], i: Instruction) -> re.Match[str]:
+    if (match := pattern.search(i.rest)) is None:
+        at = max(i.rest.find("replica_groups="), i.rest.find("source_target_pairs="), 0)
+        raise ValueError(f"{i.result}: its device groups are in a notation that is not known: {i.rest[at : at + 120]}")
+    return match
+
+
+def _permuted(dims: tuple[int, ...], order: str | None) -> Any:
+    """Return 0, 1, .. as an array of these dims, transposed."""
+    devices = np.arange(math.prod(dims)).reshape(dims)
+    return devices.transpose(parse_ints(order)) if order else devices
+
+
+@functools.lru_cache(maxsize=256)  # a program has few, and many collectives of each
+def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> Any:
+    """Return the groups over axes of a mesh that a collective describes."""
+    sizes = {name: int(size) for name, _, _, size in _AXIS.findall(mesh)}
+    if device_ids is None:
+        devices = np.arange(math.prod(sizes.values()))
+    elif (iota := _PERMUTED.match(device_ids)) is not None:
+        devices = _permuted(parse_ints(iota[2]), iota[3])
+    else:  # a list, after its dims in an older notation
+        devices = np.asarray(parse_ints(device_ids.rpartition("]")[2]))
+    # A dim for each axis, and three for one of which a part is named: before, part, after.
+    over = {name: (int(before or 1), int(part or sizes[name])) for name, before, part, _ in _AXIS.findall(axes)}
+    dims, grouped = [], []
+    for name, size in sizes.items():
+        before, part = over.get(name, (size, 1))
+        grouped.append(len(dims) + 1)
+        dims += [before, part, size // (before * part)]
+    devices = np.moveaxis(devices.reshape(dims), grouped, range(-len(grouped), 0))
+    return devices.reshape(-1, math.prod(dims[d] for d in grouped))
