@@ -1,7 +1,11 @@
 """A GPT in Flax NNX, once as one module and once as embedding, block and head.
 
 Pre-norm decoder with learned positions, as GPT-2: the module is ordinary Flax and knows nothing of sharding. With
-`tensor_axis` its matrices carry Megatron's annotations (arXiv:1909.08053): columns of qkv and fc, rows of proj and out.
+`tensor_axis` its matrices carry Megatron's annotations (arXiv:1909.08053): columns of qkv and fc, rows of proj and out, and the
+vocabulary of the token embedding and of the head:
+
+    x[B, T, H]{U_t}   = E[V_t, H][tokens]        one all_reduce; the gradient of E stays where its rows are
+    logits[B, T, V_t] = x[B, T, H] @ E[V_t, H].T the loss reduces a maximum and sums, [B, T] each
 """
 
 import dataclasses
@@ -25,7 +29,7 @@ class GPTConfig:
 
     Attributes:
       dtype: of activations and products; the parameters arrive in the dtype of the ZeroConfig's precision.
-      tensor_axis: mesh axis for tensor parallelism, or None.
+      tensor_axis: mesh axis for tensor parallelism, or None. Its size must divide heads and vocabulary (`check_tensor`).
       loss_tiles: tiles of the vocabulary in which the loss is computed, without logits[B, T, V]; 0 keeps them whole. None tiles
         them where that lowers the peak of memory (`zerojax.memory.tiled_loss_pays`), in tiles chosen by size.
       mlp_tiles: tiles of the hidden dim in which a block's MLP is stored and used, one at a time; 0 is two dense layers.
@@ -74,7 +78,32 @@ PRESETS = {
     "1.3b": GPTConfig(layers=24, hidden=2048, heads=16, seq=2048),
     "6.7b": GPTConfig(layers=32, hidden=4096, heads=32, seq=2048),
     "13b": GPTConfig(layers=40, hidden=5120, heads=40, seq=2048),
+    "22b": GPTConfig(layers=48, hidden=6144, heads=64, seq=2048),  # these: Korthikanti et al. (arXiv:2205.05198), table 3
+    "175b": GPTConfig(layers=96, hidden=12288, heads=96, seq=2048),
+    "530b": GPTConfig(layers=105, hidden=20480, heads=128, seq=2048),
+    "1t": GPTConfig(layers=128, hidden=25600, heads=160, seq=2048),
 }
+"""Sizes by name, with a vocabulary of bytes. The last four have 51,200 tokens in the paper."""
+
+
+def check_heads(heads: int, tensor: int) -> None:
+    """Raise ValueError unless each of so many devices of a tensor group has whole heads."""
+    if heads % tensor:
+        fits = max(n for n in range(1, tensor) if heads % n == 0)
+        raise ValueError(
+            f"heads={heads} do not divide by tensor={tensor}, and a device has whole heads: choose a multiple of {tensor} "
+            f"heads, or a tensor axis that divides them, such as {fits}"
+        )
+
+
+def check_tensor(c: GPTConfig, tensor: int) -> None:
+    """Raise ValueError unless a GPT can be split over so many devices of a tensor group."""
+    check_heads(c.heads, tensor)
+    if c.vocab % tensor:
+        raise ValueError(
+            f"vocab={c.vocab} does not divide by tensor={tensor}, over which its embedding is split: pad it to "
+            f"{-(-c.vocab // tensor) * tensor}, with rows that no token uses"
+        )
 
 
 def linear(c: GPTConfig, d_in: int, d_out: int, std: float, split: tuple[str | None, str | None], rngs: nnx.Rngs) -> nnx.Linear:
@@ -105,9 +134,10 @@ class Embed(nnx.Module):
     """Token and position embedding: tokens[B, T] -> x[B, T, H]."""
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        init = nnx.initializers.normal(0.02)
-        self.token = nnx.Embed(c.vocab, c.hidden, embedding_init=init, dtype=c.dtype, rngs=rngs)
-        self.position = nnx.Embed(c.seq, c.hidden, embedding_init=init, dtype=c.dtype, rngs=rngs)
+        over_vocab, _ = initializers(c, 0.02, (c.tensor_axis, None))  # [V, H]
+        self.token = nnx.Embed(c.vocab, c.hidden, embedding_init=over_vocab, dtype=c.dtype, rngs=rngs)
+        whole = nnx.initializers.normal(0.02)
+        self.position = nnx.Embed(c.seq, c.hidden, embedding_init=whole, dtype=c.dtype, rngs=rngs)
 
     def __call__(self, batch: Batch) -> jax.Array:
         tokens = batch["tokens"]
@@ -133,7 +163,7 @@ class Block(nnx.Module):
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
         h, t, std = c.hidden, c.tensor_axis, 0.02
-        self.heads = c.heads
+        self.heads, self.tensor_axis = c.heads, t
         self.ln1 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         self.qkv = linear(c, h, 3 * h, std, (None, t), rngs)
         # As in GPT-2: of the 2 L matrices that add to the stream, each starts smaller by the square root of their number.
@@ -148,6 +178,8 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(c.dropout, rngs=rngs) if c.dropout else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        # Else XLA would split heads, and attention would move its scores.
+        check_heads(self.heads, jax.sharding.get_abstract_mesh().shape.get(self.tensor_axis, 1))
         batch, seq, hidden = x.shape
         qkv = self.qkv(self.ln1(x)).reshape(batch, seq, self.heads, 3, hidden // self.heads)  # heads first: whole heads a shard
         q, k, v = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]  # [B, T, heads, H / heads]
@@ -166,7 +198,7 @@ class Head(nnx.Module):
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.dtype = c.dtype
         self.norm = nnx.LayerNorm(c.hidden, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
-        init = nnx.initializers.normal(0.02)
+        init, _ = initializers(c, 0.02, (None, c.tensor_axis))  # [H, V]
         out = None if c.tied else nnx.Linear(c.hidden, c.vocab, use_bias=False, kernel_init=init, dtype=c.dtype, rngs=rngs)
         self.out = nnx.data(out)
 

@@ -3,6 +3,7 @@
     python examples/train_gpt.py                                    # simulated devices on a CPU, about 3 minutes
     python examples/train_gpt.py --preset 124m --precision bf16     # on the GPUs that are there
     python examples/train_gpt.py --params nvme --opt-state nvme --swap-dir /mnt/disk    # states on a disk
+    python examples/train_gpt.py --mesh fsdp=2,tensor=4 --devices 8 # tensor parallelism
     srun python examples/train_gpt.py --preset 6.7b ...             # on a cluster: see examples/slurm/
     python examples/train_gpt.py --checkpoint-dir runs/gpt/checkpoints --resume True    # go on where it was stopped, if it was
 
@@ -87,7 +88,7 @@ class Options:
     zero: Annotated[zj.ZeroConfig, tyro.conf.arg(name="")] = dataclasses.field(
         default_factory=lambda: zj.ZeroConfig(stage=3, clip_norm=1.0)
     )
-    preset: Literal["tiny", "small", "124m", "350m", "1.3b", "6.7b", "13b"] = "tiny"
+    preset: Literal["tiny", "small", "124m", "350m", "1.3b", "6.7b", "13b", "22b", "175b", "530b", "1t"] = "tiny"
     data: str | None = None
     model: Literal["layered", "unrolled"] = "layered"
     mesh: str = "fsdp=-1"
@@ -168,6 +169,7 @@ def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.
         tensor_axis="tensor" if mesh.shape["tensor"] > 1 else None,
         loss_tiles=options.loss_tiles,
     )
+    gpt.check_tensor(c, mesh.shape["tensor"])
     c = dataclasses.replace(c, mlp_tiles=mlp_tiles(options, c))
     model = gpt.layered_gpt(c) if options.model == "layered" else gpt.unrolled_gpt(c)
     warmup = max(1, options.steps // 10)

@@ -1,5 +1,6 @@
 """The example trains, reports and samples; its text is deterministic and its iterator can be resumed."""
 
+import dataclasses
 import os
 import pathlib
 import socket
@@ -7,12 +8,14 @@ import struct
 import subprocess
 import sys
 import time
+import typing
 
 import jax
 import numpy as np
 import pytest
 import text_data
 import train_gpt
+import tyro
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -159,6 +162,7 @@ def test_train_gpt_tells_jax_when_a_process_counts_as_dead(monkeypatch, cluster)
         (["--swap-trace", "trace.json"], "nothing on nvme"),
         (["--stage", "5"], "5"),
         (["--loss-tiles", "257"], "0 (whole logits) to 256"),
+        (["--mesh", "fsdp=1,tensor=3", "--devices", "3"], "heads=4 do not divide by tensor=3"),
     ],
 )
 def test_train_gpt_refuses_clearly(tmp_path, arguments, words):
@@ -166,6 +170,39 @@ def test_train_gpt_refuses_clearly(tmp_path, arguments, words):
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("script", ["train_gpt.sh", "train_gpt_tensor.sh"])
+def test_slurm_scripts_start_a_run_that_fits_their_nodes(tmp_path, monkeypatch, script):
+    """A stand-in for srun tells what it was called with on 2 nodes: options of the example, for 16 devices."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    (tmp_path / "bin" / "srun").write_text("#!/bin/sh\nshift 2\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    env = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "VENV": str(tmp_path), "DATA": "text"}
+    env["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    command = ["bash", str(ROOT / "examples" / "slurm" / script), "--steps", "3"]
+    arguments = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    options = tyro.cli(train_gpt.Options, args=arguments, config=(tyro.conf.FlagConversionOff,))
+    assert (options.steps, options.data, options.resume) == (3, "text", True)
+    devices = [jax.devices()[0]] * 16
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(train_gpt, "join_cluster", lambda timeout: None)
+    mesh = train_gpt.start(dataclasses.replace(options, devices=8))
+    assert mesh.size == 16
+    train_gpt.gpt.check_tensor(train_gpt.gpt.PRESETS[options.preset], mesh.shape["tensor"])
+    assert options.batch_size % (mesh.shape["data"] * mesh.shape["fsdp"] * options.zero.num_microbatches) == 0
+
+
+def test_presets_have_the_parameters_of_their_names():
+    presets = train_gpt.gpt.PRESETS
+    assert tuple(presets) == typing.get_args(typing.get_type_hints(train_gpt.Options)["preset"])
+    # The vocabulary is bytes here; those of the names are of GPT-2 and, from 22b on, of Korthikanti et al.
+    of_name = {"124m": 124.4e6, "350m": 354.8e6, "1.3b": 1.3e9, "6.7b": 6.7e9, "13b": 13e9}
+    of_paper = {"22b": 22e9, "175b": 175e9, "530b": 530e9, "1t": 1008e9}
+    for name, count in (of_name | of_paper).items():
+        vocab = 51200 if name in of_paper else 50257
+        np.testing.assert_allclose(dataclasses.replace(presets[name], vocab=vocab).num_params, count, rtol=0.02)
 
 
 def test_corpus_is_deterministic_and_split_by_file(tmp_path):

@@ -407,6 +407,7 @@ def test_annotations_of_nnx_modules_become_specs():
     program = zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=4, tensor=2))
     assert program.shardings.params["blocks"]["fc"]["kernel"].spec == P(None, "fsdp", "tensor")
     assert program.shardings.params["blocks"]["out"]["kernel"].spec == P(None, "tensor", "fsdp")
+    assert program.shardings.params["embed"]["token"]["embedding"].spec == P("tensor", "fsdp")
     state = program.init(jax.random.key(0))
     plain = zj.build_train_step(gpt.layered_gpt(CONFIG), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
     losses = [toys.run(p, s, tokens(3))[0] for p, s in ((program, state), (plain, plain.init(jax.random.key(0))))]
