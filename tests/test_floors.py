@@ -21,6 +21,7 @@ ROOMS = {
     "zerojax.metrics": ("precision",),
     "zerojax.config": ("sharding", "precision"),
     "zerojax.aot": ("sharding",),
+    "zerojax.float32_grads": ("jaxprs",),
     # folders, from the ground up
     "zerojax.sharding": (),
     "zerojax.gather": ("jaxprs", "sharding"),
@@ -30,8 +31,8 @@ ROOMS = {
     "zerojax.state": ("models", "sharding", "config", "precision"),
     "zerojax.runtime": ("state",),
     "zerojax.optim": ("state", "runtime", "sharding", "jaxprs", "config", "precision", "metrics"),
-    "zerojax.resident": ("optim", "state", "models", "sharding", "jaxprs", "metrics"),
-    "zerojax.streamed": ("optim", "state", "models", "tiling", "sharding", "jaxprs", "metrics"),
+    "zerojax.resident": ("optim", "state", "models", "float32_grads", "sharding", "jaxprs", "metrics"),
+    "zerojax.streamed": ("optim", "state", "models", "tiling", "float32_grads", "sharding", "jaxprs", "metrics"),
     "zerojax.memory": ("streamed", "resident", "state", "sharding", "precision"),
     "zerojax.program": (
         "memory", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding", "aot", "config",

@@ -58,7 +58,8 @@ class ZeroConfig:
         its loss.
       moments: dtype in which the optimizer's moments rest, in every tier; the update itself is float32. "bfloat16" rounds them
         stochastically and halves their bytes (`zerojax.optim.moments`).
-      reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype.
+      reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype. "float32" with compute in 16
+        bits: the products that make gradients return float32, and gradients rest so until the update; gathers stay in 16 bits.
       num_microbatches: gradient accumulation steps inside the train step; divides each device's batch.
       clip_norm: largest global gradient norm, exact across shards. None: no clipping. Gradients that the optimizer never uses,
         those of frozen weights, do not count.
@@ -213,6 +214,16 @@ def frozen_tier(config: ZeroConfig) -> Tier:
     return config.params if config.frozen is None else config.frozen
 
 
+def reduces_in_float32(config: ZeroConfig) -> bool:
+    """Tell whether gradients are made and reduced in float32 while compute is in 16 bits."""
+    return config.reduce_dtype == "float32" != PRECISIONS[config.precision].compute_dtype
+
+
+def grads_in_float32(config: ZeroConfig) -> bool:
+    """Tell whether gradients rest in float32: they are reduced in it, or summed in it over microbatches."""
+    return config.num_microbatches > 1 or reduces_in_float32(config)
+
+
 def streams(config: ZeroConfig) -> bool:
     """Tell whether a LayeredModel runs as the streamed step: explicit loops over layers, each fetched and released."""
     off_device = {config.params, config.grads, config.opt_state, frozen_tier(config)} != {"device"}
@@ -242,12 +253,6 @@ def require_built(config: ZeroConfig) -> None:
         name = next(name for name, tier in tiers.items() if tier == "nvme")
         raise NotImplementedError(
             f"delayed_update=True is not built in this version with {name}='nvme': use delayed_update=False, or 'pinned_host'"
-        )
-    compute = PRECISIONS[config.precision].compute_dtype
-    if config.reduce_dtype not in (None, compute):
-        raise NotImplementedError(
-            f"reduce_dtype={config.reduce_dtype!r} is not built in this version with precision={config.precision!r}, "
-            f"which reduces in {compute!r}; gradients of microbatches are accumulated in float32"
         )
 
 

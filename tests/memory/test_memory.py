@@ -44,6 +44,7 @@ def test_bytes_of_a_parameter_follow_from_the_precision():
     assert memory.state_bytes("fp32").total == 16  # 4 + 4 + 8: no master
     assert memory.state_bytes("bf16", keeps_fp32_grads=True).total == 20  # ZeRO-Infinity
     assert memory.state_bytes("bf16", num_microbatches=4).total == 18  # accumulated in float32
+    assert memory.state_bytes("bf16", reduce_dtype="float32").total == 18  # reduced in float32
     assert memory.state_bytes("bf16", moments=4).total == 12  # one moment
 
 

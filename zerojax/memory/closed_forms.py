@@ -42,7 +42,12 @@ class StateBytes:
 
 
 def state_bytes(
-    precision: str = "bf16", *, moments: int = 8, num_microbatches: int = 1, keeps_fp32_grads: bool = False
+    precision: str = "bf16",
+    *,
+    moments: int = 8,
+    num_microbatches: int = 1,
+    keeps_fp32_grads: bool = False,
+    reduce_dtype: str | None = None,
 ) -> StateBytes:
     """Return the bytes of one parameter.
 
@@ -51,10 +56,11 @@ def state_bytes(
       moments: bytes of optimizer state for one parameter.
       num_microbatches: gradients are accumulated in float32 where there is more than one.
       keeps_fp32_grads: count float32 gradients beside those of the compute dtype, as ZeRO-Infinity does.
+      reduce_dtype: gradients rest in the dtype in which they are reduced; None: the compute dtype.
     """
     p = PRECISIONS[precision]
     size = jnp.dtype(p.compute_dtype).itemsize
-    grads = size if num_microbatches == 1 else 4
+    grads = 4 if num_microbatches > 1 or reduce_dtype == "float32" else size
     return StateBytes(
         params=size, grads=grads + (4 if keeps_fp32_grads else 0), master=4 if p.has_master else 0, moments=moments
     )

@@ -1,8 +1,9 @@
 """Bytes that each device sends in a step of one program, by collective.
 
 A leaf that `fsdp` splits sends what the closed form of its stage says; one that stays replicated is reduced by an all_reduce
-over all replicas. An embedding may send fewer, by rows (`zerojax.gather.look_up`), which the batch decides. What tensor
-parallelism adds is inside of the model, and not counted.
+over all replicas. With reduce_dtype="float32" an element counts 4 bytes where it is reduced, and 2 where it is gathered. An
+embedding may send fewer, by rows (`zerojax.gather.look_up`), which the batch decides. What tensor parallelism adds is inside of
+the model, and not counted.
 
 An optimizer that needs whole leaves of a layer (`zerojax.optim.leaf_rule`) moves them besides, in float32: of stacks that are
 updated together by an all_to_all there and one back, of a record on its own by an all_gather. Sums over a leaf, such as a norm,
@@ -12,6 +13,7 @@ are not counted, nor what XLA sends to partition the products of leaves that are
 import math
 
 from zerojax.memory.closed_forms import collective_elements
+from zerojax.memory.leaves import reduced_itemsize
 from zerojax.sharding import DATA, FSDP, STAGES, axes_of, local_elements
 from zerojax.state import Layout, OwnedTransformation
 from zerojax.streamed import StreamedStep
@@ -37,11 +39,12 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
             elements_sent["all_gather"] *= 1 + gathers_of_tiles.get(leaf.group, 0) / 2
         if leaf.frozen:  # it is gathered where it is split, and has no gradient
             elements_sent = {"all_gather": elements_sent["all_gather"] if STAGES[config.stage].params else 0.0}
+        reduced = reduced_itemsize(layout, leaf)
         for name, n in elements_sent.items():
-            sent[name] += n * leaf.dtype.itemsize
+            sent[name] += n * (leaf.dtype.itemsize if name == "all_gather" else reduced)
         # Hybrid sharding: after the reduce_scatter, shards of gradients are summed over the replicas.
         if split and replicas > 1 and not leaf.frozen:
-            sent["all_reduce"] += 2 * elements / shards * (replicas - 1) / replicas * leaf.dtype.itemsize * count
+            sent["all_reduce"] += 2 * elements / shards * (replicas - 1) / replicas * reduced * count
     if isinstance(layout.tx, OwnedTransformation) and STAGES[config.stage].opt_state:
         for name, n in _of_whole_leaves(layout, layout.tx).items():
             sent[name] = sent.get(name, 0.0) + n

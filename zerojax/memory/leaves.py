@@ -23,8 +23,13 @@ def compute_itemsize(layout: Layout) -> int:
 
 
 def grad_itemsize(layout: Layout) -> int:
-    """Return the bytes of an element of a gradient at rest: microbatches are summed in float32."""
-    return compute_itemsize(layout) if layout.config.num_microbatches == 1 else 4
+    """Return the bytes of an element of a gradient at rest."""
+    return 4 if layout.grads_in_float32 else compute_itemsize(layout)
+
+
+def reduced_itemsize(layout: Layout, leaf: Leaf) -> int:
+    """Return the bytes of an element of a leaf's gradient as it is reduced: of each microbatch."""
+    return max(leaf.dtype.itemsize, 4) if layout.reduces_in_float32 else leaf.dtype.itemsize
 
 
 def grad_elements(layout: Layout, blocks: bool | None = None) -> int:

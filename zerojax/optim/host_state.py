@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from host_offload.device import view
@@ -89,7 +88,7 @@ class HostState:
 
     def grad_dtype(self, index: int) -> Any:
         """Return the dtype in which a leaf's gradient is handed over."""
-        return self.layout.leaves[index].dtype if self.config.num_microbatches == 1 else jnp.dtype(jnp.float32)
+        return self.layout.grad_dtype(index)
 
     def _partition(self, index: int) -> PartitionSpec:
         """Return the spec of a whole leaf, on the shards of the optimizer state."""

@@ -305,17 +305,18 @@ def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, A
     if layout.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
     leaves, layer = unit_bytes(layout)
+    widening = 2 if layout.reduces_in_float32 else 1  # of gradients beside parameters
     # How the leaves of a Model make layers is not known, so its collectives are combined up to one leaf.
     threshold = layer if isinstance(model, LayeredModel) else max(leaves)
     shards = layout.mesh.shape[FSDP]
     # XLA compares the threshold of all_gather with the whole array, and that of reduce_scatter with the shard.
     options: dict[str, Any] = {
         "xla_gpu_all_gather_combine_threshold_bytes": threshold,
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": threshold // shards,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": widening * threshold // shards,
     }
     if isinstance(model, LayeredModel) and streams(layout.config):
         # A layer's gradients are reduced leaf by leaf, beside the products that are left of it.
-        options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(leaves) // shards
+        options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = widening * max(leaves) // shards
         # By default XLA lets one collective and one copy run at a time, and so starts the next where the last one ended. Each
         # limit is above what a tick has in flight. A tick of GPT blocks updated in backward has 4 reduce_scatters and 21 copies
         # to the device. Compiled for 8 H200s, its copies of weights and moments run beside 17 products. With a limit of 4

@@ -2,7 +2,7 @@
 
     for each microbatch:                      a scan; one pass where there is one microbatch
         loss, g = value_and_grad(loss)(params)      parameters gathered on use (stage 3)
-        g: reduce_scatter to its shard              where it is made (stages 1 to 3)
+        g: reduce_scatter to its shard              where it is made (stages 1 to 3), in reduce_dtype
         sum += g                                    float32, sharded
     norm, clip, tx.update, apply               on shards: whole trees, or leaf by leaf where the state is off the device
     params = cast(master)                      all_gather below stage 3
@@ -21,6 +21,7 @@ import optax
 
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, build_schedule, stacked_schedule
+from zerojax.float32_grads import float32_grads
 from zerojax.metrics import evaluation, with_own
 from zerojax.models import (
     OVERWRITTEN,
@@ -185,18 +186,29 @@ def build_grads(model: Model | LayeredModel, layout: Layout, objective: Objectiv
     stage = STAGES[layout.config.stage]
     grads_at, count = layout.param_shardings(stage.opt_state), layout.config.num_microbatches
 
+    def derivative(scale: Array, data: Any, params: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return the gradients of scale * loss, and (the state that replaces itself, loss, metrics, state after)."""
+        batch, key, rest, whole = data
+        trained, frozen, overwritten = params
+
+        def loss(trained: Any, overwritten: Any) -> tuple[Array, tuple[Array, Metrics, Any]]:
+            before = rest if overwritten is None else {**rest, OVERWRITTEN: overwritten}
+            terms, after = objective(join_frozen(trained, frozen), batch, key, before)
+            value = terms.value(whole, count)
+            return value, (value, terms.metrics, after)
+
+        value, pullback, aux = jax.vjp(loss, trained, overwritten, has_aux=True)
+        # Small float16 cotangents would vanish without the scale.
+        grads, replaced = pullback(scale.astype(value.dtype))
+        return grads, (replaced, *aux)
+
+    derive = float32_grads(derivative, layout.platform) if layout.reduces_in_float32 else derivative
+
     def of_microbatch(state: TrainState, model_state: Any, batch: Any, key: Any, whole: Array | None = None) -> Gradients:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
-        trained, rest = _overwritten(model_state)
-
-        # Scaled inside of the derivative: else small float16 cotangents would vanish. The loss is returned unscaled.
-        def scaled(params: Any, overwritten: Any) -> tuple[Array, tuple[Array, Metrics, Any]]:
-            before = rest if overwritten is None else {**rest, OVERWRITTEN: overwritten}
-            terms, after = objective(join_frozen(params, state.frozen), batch, key, before)
-            value = terms.value(whole, count)
-            return value * scale, (value, terms.metrics, after)
-
-        (grads, replaced), (value, metrics, after) = jax.grad(scaled, argnums=(0, 1), has_aux=True)(state.params, trained)
+        overwritten, rest = _overwritten(model_state)
+        data, params = (batch, key, rest, whole), (state.params, state.frozen, overwritten)
+        grads, (replaced, value, metrics, after) = derive(scale, data, params)
         after = after if replaced is None else {**after, OVERWRITTEN: replaced}
         # On the shards of the update: XLA can then reduce by reduce_scatter, and keeps no whole gradients.
         return Gradients(value, jax.lax.with_sharding_constraint(grads, grads_at), metrics, after)

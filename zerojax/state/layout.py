@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from host_offload.schedule import layers_kind
-from zerojax.config import ZeroConfig, frozen_tier, updates_by_parts, uses_disk
+from zerojax.config import ZeroConfig, frozen_tier, grads_in_float32, reduces_in_float32, updates_by_parts, uses_disk
 from zerojax.models import (
     BLOCKS,
     LayeredModel,
@@ -162,6 +162,26 @@ class Layout:
     def compute_dtype(self) -> Any:
         """The dtype of the parameters that a model is given."""
         return jnp.dtype(PRECISIONS[self.config.precision].compute_dtype)
+
+    @property
+    def platform(self) -> str:
+        """The platform of the mesh, such as "cpu"."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
+    def reduces_in_float32(self) -> bool:
+        """Whether gradients are made and reduced in float32 while compute is in 16 bits."""
+        return reduces_in_float32(self.config)
+
+    @property
+    def grads_in_float32(self) -> bool:
+        """Whether gradients rest in float32 from backward to update."""
+        return grads_in_float32(self.config)
+
+    def grad_dtype(self, index: int) -> Any:
+        """Return the dtype in which a trained leaf's gradient rests from backward to update."""
+        dtype = self.leaves[index].dtype
+        return jnp.promote_types(dtype, jnp.float32) if self.grads_in_float32 else dtype
 
     def encode(self, params: Any, *part: str) -> Any:
         """Return parameters as they rest: of a Model all, of a LayeredModel those of a part, of one layer or an end."""
@@ -530,8 +550,8 @@ def _on_disk(state: TrainState, is_shared: Any, config: ZeroConfig, mesh: Mesh) 
 
 def _pending(leaves: Sequence[Leaf], opt_map: OptStateMap, config: ZeroConfig, mesh: Mesh) -> Pending:
     """Return the shapes of a delayed update, the stacked layers' leaves before the others."""
-    # In the dtype in which backward sums them, as `StreamedPlan.grad_dtype`.
-    dtype = jnp.dtype(PRECISIONS[config.precision].compute_dtype if config.num_microbatches == 1 else "float32")
+    # As `Layout.grad_dtype`.
+    dtype = jnp.dtype("float32" if grads_in_float32(config) else PRECISIONS[config.precision].compute_dtype)
 
     def grad(leaf: Leaf) -> Any:
         spec = stored_spec(leaf.spec, STAGES[config.stage].opt_state)

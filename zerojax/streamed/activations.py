@@ -182,6 +182,7 @@ class BlockTracer:
         plan, stack = self.plan, self.stack
         frozen = [plan.leaves[i].frozen for i in stack.operands]
         options: dict[str, Any] = {"tiled": bool(stack.groups), "frozen": frozen, "of_context": self.model.enter is not None}
+        options["transform"] = plan.derivative
         layer = plan_layer(self._run_block, *args, mode, saved, offloaded, **options)
         if not stack.groups:
             return layer, None

@@ -173,10 +173,15 @@ class Ends:
         trained, frozen = self._split(ends)
 
         def one(dx: Any, d_context: Any, x: Any, batch: Any, key: Any) -> tuple[list[Array], Any]:
-            def run(trained: Any, floats: Any) -> Any:
-                return floating(self._enter(stack, join_frozen(trained, frozen), merged(floats, x), batch, key))
+            def derivative(cotangents: Any, data: Any, params: Any) -> tuple[Any, Any]:
+                (x, batch, key), (trained, frozen) = data, params
 
-            g, before = jax.vjp(run, trained, floating(x))[1]((dx, d_context))
+                def run(trained: Any, floats: Any) -> Any:
+                    return floating(self._enter(stack, join_frozen(trained, frozen), merged(floats, x), batch, key))
+
+                return jax.vjp(run, trained, floating(x))[1](cotangents)
+
+            g, before = self.plan.derivative(derivative)((dx, d_context), (x, batch, key), (trained, frozen))
             return self._reduced(g), self.activations.constrain(before)
 
         if self.microbatches.count > 1:
@@ -232,15 +237,22 @@ class Ends:
             if own is not None:
                 state = {**state, "head": own}
 
-            # Scaled inside of the derivative: else small float16 cotangents would vanish. The loss is returned unscaled.
-            def scaled(trained: Any, floats: Any) -> tuple[Array, tuple[Array, Any, Any]]:
-                loss, after = self.head(join_frozen(trained, frozen), merged(floats, y), batch, key, state)
-                value = with_blocks(loss, None).value(whole, count)
-                return value * scale, (value, loss.metrics, after)
+            def derivative(scale: Array, data: Any, params: Any) -> tuple[Any, tuple[Any, ...]]:
+                (y, batch, key, state, whole), (trained, frozen) = data, params
 
-            # Not jax.grad, which takes no complex y.
-            total_scaled, derivative, (value, metrics, after) = jax.vjp(scaled, trained, floating(y), has_aux=True)
-            g, dy = derivative(jnp.ones_like(total_scaled))
+                def loss(trained: Any, floats: Any) -> tuple[Array, tuple[Array, Any, Any]]:
+                    loss, after = self.head(join_frozen(trained, frozen), merged(floats, y), batch, key, state)
+                    value = with_blocks(loss, None).value(whole, count)
+                    return value, (value, loss.metrics, after)
+
+                # Not jax.grad, which takes no complex y.
+                value, pullback, aux = jax.vjp(loss, trained, floating(y), has_aux=True)
+                # Small float16 cotangents would vanish without the scale.
+                g, dy = pullback(scale.astype(value.dtype))
+                return g, (dy, *aux)
+
+            data, params = (y, batch, key, state, whole), (trained, frozen)
+            g, (dy, value, metrics, after) = self.plan.derivative(derivative)(scale, data, params)
             g = self._reduced(g)
             if count > 1:
                 g = [t + a.astype(jnp.float32) for t, a in zip(total, g, strict=True)]
@@ -264,8 +276,13 @@ class Ends:
         trained, frozen = self._split(ends)
 
         def one(dx: Any, batch: Any, key: Any, state: Any) -> tuple[list[Array], None]:
-            embed = lambda p: floating(self.embed(join_frozen(p, frozen), batch, key, state)[0])  # noqa: E731
-            (g,) = jax.vjp(embed, trained)[1](dx)
+            def derivative(dx: Any, data: Any, params: Any) -> tuple[Any, None]:
+                (batch, key, state), (trained, frozen) = data, params
+                embed = lambda p: floating(self.embed(join_frozen(p, frozen), batch, key, state)[0])  # noqa: E731
+                (g,) = jax.vjp(embed, trained)[1](dx)
+                return g, None
+
+            g, _ = self.plan.derivative(derivative)(dx, (batch, key, state), (trained, frozen))
             return self._reduced(g), None
 
         # Several microbatches are added to the head's gradients one by one, in float32; a single one in its own dtype.

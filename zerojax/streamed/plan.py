@@ -21,6 +21,7 @@ from host_offload.schedule import (
     build_tiled_schedule,
     stacked_schedule,
 )
+from zerojax.float32_grads import Derivative, float32_grads
 from zerojax.models import LayeredModel, StackModel, stacks_of
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
 from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, named, stored_spec, without_axis
@@ -39,6 +40,7 @@ from zerojax.state import (
     read_layer,
 )
 from zerojax.streamed.residuals import MODES
+from zerojax.tiling import marked
 
 Array = jax.Array
 
@@ -178,9 +180,16 @@ class StreamedPlan:
             on_disk = {i: self.grads[i] for i in layout.blocks if self.grads[i].disk_records is not None}
             self.host = HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=on_disk)
 
+    def derivative(self, derivative: Derivative) -> Derivative:
+        """Return a derivative whose gradients are summed in `reduce_dtype`."""
+        if not self.layout.reduces_in_float32:
+            return derivative
+        # A loop over tiles stays one equation, at which a block is cut.
+        return float32_grads(derivative, self.layout.platform, lambda eqn: marked(eqn) is not None)
+
     def grad_dtype(self, index: int) -> Any:
         """Return the dtype in which a leaf's gradient is summed."""
-        return self.leaves[index].dtype if self.count == 1 else jnp.dtype(jnp.float32)
+        return self.layout.grad_dtype(index)
 
     def grad_shape(self, index: int) -> jax.ShapeDtypeStruct:
         """Return the gradient of a leaf, of one layer or tile where it is stacked."""
@@ -314,13 +323,14 @@ def record_bytes(records: StateRecords, part: Sequence[int], frozen: Sequence[in
             shape = opt_map.leaves[j].shape[layout.leaves[opt_map.owner(j)].lead :]
             opt_state += local_elements(shape, records.opt_record(j).spec, mesh) * opt_map.leaves[j].dtype.itemsize
     whole, whole_frozen = (num_bytes(some, lambda s: s.base) for some in (part, frozen))
+    whole_grads = num_bytes(part, lambda s: s.base, 4) if layout.reduces_in_float32 else whole
     # What rests encoded is whole twice: as it was gathered, and decoded.
     for leaf in (layout.all_leaves[i].decodes for i in frozen):
         if leaf is not None:
             elements = local_elements(leaf.record_shape, leaf.spec.base[leaf.lead :], mesh)
             whole_frozen += elements * leaf.dtype.itemsize
     shards, frozen_shards = (num_bytes(some, lambda s: stored_spec(s, stage.params)) for some in (part, frozen))
-    sizes = {"params": shards, "gathered": whole + whole_frozen, "grads": whole, "opt_state": opt_state}
+    sizes = {"params": shards, "gathered": whole + whole_frozen, "grads": whole_grads, "opt_state": opt_state}
     return sizes | ({"frozen": frozen_shards} if layout.frozen else {})
 
 

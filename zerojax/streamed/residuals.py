@@ -30,6 +30,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from zerojax.float32_grads import Derivative
 from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten, read
 from zerojax.models import Given, Loss, floating, merged
 from zerojax.tiling import TileLoop, find_loops, marked, parse
@@ -69,6 +70,7 @@ class TracedBlock:
       frozen: whether each leaf of params is: it has no gradient.
       of_context: whether the derivative is that of the context, too.
       marked: the names that the block marks.
+      transform: of the derivative, which takes (cotangents, data, params) and returns (gradients, others).
     """
 
     program: FlatJaxpr
@@ -80,6 +82,7 @@ class TracedBlock:
     frozen: tuple[bool, ...]
     of_context: bool = False
     marked: frozenset[str] = frozenset()
+    transform: Callable[[Derivative], Derivative] = lambda derivative: derivative
 
     @property
     def adds(self) -> bool:
@@ -107,6 +110,12 @@ class TracedBlock:
           dy: cotangent of y; None for leaves that are not floating.
           d_added: f32[], that of what is added to the loss; None where nothing is.
         """
+        data, cotangents = (x, key, given, residuals), (dy, d_added)
+        grads, (dx, d_context) = self.transform(self._derivative)(cotangents, data, params)
+        return grads, dx, d_context
+
+    def _derivative(self, cotangents: Any, data: Any, params: Any) -> tuple[Any, tuple[Any, Any]]:
+        x, key, given, residuals = data
         by_slot = dict(zip(self.residuals, residuals, strict=True))
         leaves, tree = jax.tree.flatten(params)
         trained = [None if frozen else leaf for leaf, frozen in zip(leaves, self.frozen, strict=True)]
@@ -121,8 +130,8 @@ class TracedBlock:
             return floating(y), None if added is None else added.total.astype(jnp.float32)
 
         # Residuals are constants here: `put` hands their cotangents to the values that they replace.
-        grads, dx, d_context = jax.vjp(run, trained, floating(x), context)[1]((dy, d_added))
-        return jax.tree.unflatten(tree, grads), dx, d_context
+        grads, dx, d_context = jax.vjp(run, trained, floating(x), context)[1](cotangents)
+        return jax.tree.unflatten(tree, grads), (dx, d_context)
 
     def outputs(self, leaves: Sequence[Any]) -> tuple[Any, Loss | None]:
         """Return the results of a program over the block, as the block returns them."""
@@ -160,6 +169,7 @@ def plan_layer(
     tiled: bool = False,
     frozen: Sequence[bool] = (),
     of_context: bool = False,
+    transform: Callable[[Derivative], Derivative] = lambda derivative: derivative,
 ) -> TracedBlock:
     """Trace a block and choose its residuals.
 
@@ -175,6 +185,7 @@ def plan_layer(
       tiled: whether loops over tiles stay equations (`zerojax.tiling.loops`).
       frozen: whether each leaf of the parameters is; empty: none.
       of_context: whether the derivative is that of the context, too.
+      transform: of the derivative.
     """
     closed, out = jax.make_jaxpr(block, return_shape=True)(params, x, key, given)
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None)
@@ -198,7 +209,7 @@ def plan_layer(
         chosen = tuple(sorted(slots))
         offloaded = tuple(s in to_host for s in chosen)
         kept = tuple(shapes[s] for s in chosen)
-        return TracedBlock(program, structures, chosen, offloaded, kept, loops, is_frozen, of_context, marks)
+        return TracedBlock(program, structures, chosen, offloaded, kept, loops, is_frozen, of_context, marks, transform)
 
     # With all candidates in place the derivative is traced once; those that it does not read are not saved.
     every = layer(list(shapes))

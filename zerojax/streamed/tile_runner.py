@@ -101,9 +101,11 @@ class TileRunner:
             shape = operand[0].shape if microbatches.count == 1 or operand[1] else (microbatches.count, *operand[0].shape)
             return jnp.zeros(shape, dtype)
 
+        # Cotangents of parameters that are no tiles are of gradients.
+        in_float32 = [of_params and self.plan.layout.reduces_in_float32 for of_params in call.of_params]
         sums = [zeros(p, jnp.float32) for p in shared_x]
         # A part is read by one tile alone: its cotangents are put side by side, nothing is summed, and their dtype stays.
-        slices = [zeros(p, _dtype(call, p)) for p in parts]
+        slices = [zeros(p, jnp.float32 if in_float32[p] else _dtype(call, p)) for p in parts]
         each = [o[0] for o in call.operands if o is not None and o[1]]
         # A cotangent that depends on no data is the same for each microbatch.
         dy = call.dy[0] if call.dy[1] or microbatches.count == 1 else jnp.broadcast_to(call.dy[0], (*lead, *call.dy[0].shape))
@@ -117,12 +119,18 @@ class TileRunner:
                 sums, slices, dy, each = inputs
                 operands = _operands(call, full, each, now.layer)
 
-                def unit(tiles: list[Array], xs: list[Array], of_tile: list[Array]) -> Array:
-                    values = dict(zip((*trained, *shared_x, *parts), (*tiles, *xs, *of_tile), strict=True))
+                def unit(values: dict[int, Any]) -> Array:
                     return loop.run([values.get(p, a) for p, a in enumerate(operands)])
 
-                primals = ([operands[p] for p in at] for at in (trained, shared_x, parts))
-                dw, dx, d_slices = jax.vjp(unit, *primals)[1](loop.cotangent(dy, now.layer))
+                def derivative(dy: Array, of_data: dict[int, Any], of_params: dict[int, Any]) -> tuple[Any, Any]:
+                    (grads,) = jax.vjp(unit, of_data | of_params)[1](dy)
+                    return {p: grads[p] for p in of_params}, {p: grads[p] for p in of_data}
+
+                of_params = {p: operands[p] for p in (*trained, *shared_x, *parts) if p in trained or in_float32[p]}
+                of_data = {p: operands[p] for p in (*shared_x, *parts) if p not in of_params}
+                of_cotangent = loop.cotangent(dy, now.layer)
+                grads, cotangents = self.plan.derivative(derivative)(of_cotangent, of_data, of_params)
+                dw, dx, d_slices = ([(grads | cotangents)[p] for p in at] for at in (trained, shared_x, parts))
                 sums = [s + d.astype(jnp.float32) for s, d in zip(sums, dx, strict=True)]
                 put = lambda s, d: jax.lax.dynamic_update_index_in_dim(s, d, now.layer, 0)  # noqa: E731
                 slices = [put(s, d) for s, d in zip(slices, d_slices, strict=True)]
@@ -150,7 +158,8 @@ class TileRunner:
         carry = ((sums, slices), self.carried)
         (sums, slices), self.carried = self._loop("backward", group, loops, carry, tick, lambda carry: carry[1])
         cotangents = dict(zip((*shared_x, *parts), (*sums, *slices), strict=True))
-        return [cotangents[p].astype(_dtype(call, p)) for p, wanted in enumerate(call.wanted) if wanted]
+        wanted = [p for p, is_wanted in enumerate(call.wanted) if is_wanted]
+        return [cotangents[p].astype(jnp.float32 if in_float32[p] else _dtype(call, p)) for p in wanted]
 
     def _loop(
         self,

@@ -37,6 +37,7 @@ class TileLoopCall:
       operands: those of the loop, stacks of tiles being None; each with whether microbatches are its dim 0.
       dy: likewise the cotangent of its result, or None.
       wanted: of a derivative, whether the cotangent of each operand is.
+      of_params: whether each operand is made of parameters alone: its cotangent is of a gradient, and may come in float32.
     """
 
     loop: TileLoop
@@ -45,6 +46,7 @@ class TileLoopCall:
     operands: tuple[tuple[Any, bool] | None, ...]
     dy: tuple[Any, bool] | None
     wanted: tuple[bool, ...]
+    of_params: tuple[bool, ...]
 
 
 RunLoop = Callable[[TileLoopCall], Sequence[Any]]
@@ -283,7 +285,8 @@ class TiledBlock:
         outs = dict(zip(floating, i.outs, strict=True)) if is_backward else {}
         wanted = tuple(p in outs and outs[p] in read and p not in loop.tiles for p in range(count))
         dy = operand(i.ins[count]) if is_backward else None
-        results = run(TileLoopCall(loop, self.group_of[number], is_backward, operands, dy, wanted))
+        of_params = tuple(ref not in each for ref in i.ins[:count])
+        results = run(TileLoopCall(loop, self.group_of[number], is_backward, operands, dy, wanted, of_params))
         slots = [outs[p] for p in range(count) if wanted[p]] if is_backward else i.outs
         each.update(zip(slots, results, strict=True))
 
