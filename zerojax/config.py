@@ -48,9 +48,10 @@ class ZeroConfig:
       opt_state: tier of the optimizer state and the float32 master weights.
       opt_state_device_fraction: fraction of the layers, rounded down, whose optimizer state and masters stay on the device
         while the rest are in `opt_state`'s tier. Needs a LayeredModel and update_on="device".
-      activations: what happens to a layer's residuals between forward and backward: "save" keeps what its derivative
-        needs, "remat" keeps the layer's input and recomputes, "selective" recomputes attention's inner part only, a tier's
-        name stores the layer's input there and recomputes.
+      activations: what happens to a layer's residuals between forward and backward: "save" keeps its input and the results of
+        products, look-ups, loops and kernels, and makes again what elementwise equations, norms and random masks made of these;
+        "selective" makes attention's inner part again too; "remat" keeps the layer's input and recomputes; a tier's name stores
+        the layer's input there and recomputes (`program.kept` lists what is kept).
       saved_names: values that the block marks by `jax.ad_checkpoint.checkpoint_name`, kept on the device besides.
       offloaded_names: likewise, kept in pinned host memory.
       partition_activations: layer-boundary activations are also split over `tensor` (ZeRO-R, Pa).

@@ -145,8 +145,10 @@ def test_remat_of_separate_blocks_keeps_what_crosses_the_cuts(capfd):
     c = compile_step(capfd, "unrolled", stage=3, activations="remat")
     assert hlo.peak_gathered_bytes(c.text) <= LAYER_BYTES
     np.testing.assert_allclose(c.elements()["all-gather"], 2, rtol=0.02)
-    assert c.stats.temp_size_in_bytes < 0.5 * saved.stats.temp_size_in_bytes
-    assert c.report.tiers["device"]["activations"] < 0.1 * saved.report.tiers["device"]["activations"]
+    # "save" keeps products alone, a sixth of which crosses the cuts.
+    less = saved.report.tiers["device"]["activations"] - c.report.tiers["device"]["activations"]
+    assert c.report.tiers["device"]["activations"] < 0.2 * saved.report.tiers["device"]["activations"]
+    assert saved.stats.temp_size_in_bytes - c.stats.temp_size_in_bytes > 0.5 * less
 
 
 @pytest.mark.exhaustive

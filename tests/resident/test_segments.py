@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerojax.jaxprs import flatten
-from zerojax.resident.segments import remat_by_segments, segments
+from zerojax.resident.segments import keep_by_segments, segments
 
 H, B = 8, 4
 
@@ -35,7 +35,7 @@ def kept(loss, params, batch):
 
 def test_only_the_stream_crosses_the_cuts():
     params, batch = shapes(12)
-    plain, cut = (kept(f, params, batch) for f in (residual_mlp, remat_by_segments(residual_mlp)))
+    plain, cut = (kept(f, params, batch) for f in (residual_mlp, keep_by_segments(residual_mlp)))
     assert sum(s == (B, 16 * H) for s in plain) >= 24  # the wide values of every layer
     assert sum(s == (B, 16 * H) for s in cut) <= 4  # those of the last segment
     assert sum(s == (B, H) for s in cut) <= 14
@@ -68,5 +68,5 @@ def test_a_loss_without_products_is_left_whole():
     def loss(p, b, key):
         return jnp.mean(p * b)
 
-    value, grad = jax.value_and_grad(remat_by_segments(loss))(jnp.float32(3), jnp.ones(4), None)
+    value, grad = jax.value_and_grad(keep_by_segments(loss))(jnp.float32(3), jnp.ones(4), None)
     assert (float(value), float(grad)) == (3.0, pytest.approx(1.0))

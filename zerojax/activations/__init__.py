@@ -1,3 +1,16 @@
-"""Activations of a layer: how each of its values is split over the mesh."""
+"""What of a layer's activations is kept from forward to backward, and how they are split over the mesh."""
 
+from zerojax.activations.apart import Apart as Apart
 from zerojax.activations.flow import flow as flow
+from zerojax.activations.kept import MODES as MODES
+from zerojax.activations.kept import attention_inner as attention_inner
+from zerojax.activations.kept import candidates as candidates
+from zerojax.activations.kept import depending as depending
+from zerojax.activations.kept import describe as describe
+from zerojax.activations.kept import is_cheap as is_cheap
+from zerojax.activations.recompute import Keeper as Keeper
+from zerojax.activations.recompute import Splits as Splits
+from zerojax.activations.recompute import keep_products as keep_products
+from zerojax.activations.recompute import keeps as keeps
+from zerojax.activations.recompute import label_of as label_of
+from zerojax.activations.recompute import open_equations as open_equations

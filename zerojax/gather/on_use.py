@@ -18,7 +18,8 @@ What the interpreter knows:
 - `jit` is inlined; `scan`, `cond` and rematerialised regions are entered, so a stack of layers `W[L, D_fsdp, F]` that is
   scanned is sliced while sharded and gathered layer by layer;
 - a rematerialised region (`jax.checkpoint`, `nnx.remat`, `nn.remat`) is a layer: its parameters are gathered when its
-  input is there, and again in its recomputation, unless it holds more than half of the model: then its equations are units;
+  input is there, and again in its recomputation, unless it holds more than half of the model, or keeps all that costs
+  (`zerojax.activations.keep_products`): then its equations are units;
 - a look-up in a table sends the gradient of its rows to the table's shards, where these are fewer (`zerojax.gather.look_up`);
 - a custom derivative is one equation: its operands are gathered for it, its rule is kept;
 - neighbouring uses share one unit, hence one barrier and collectives that XLA can combine, while the unit gathers no
@@ -34,6 +35,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from zerojax.activations import keeps
 from zerojax.gather.lazy import HERE, Lazy, Move, Node, Rule, Shard, Whole, gathered, move_spec, tie, total_bytes, union
 from zerojax.gather.look_up import is_look_up, look_up
 from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, REDUCTIONS, Instruction, bind, evaluate, flatten, read, scan_arity
@@ -365,8 +367,9 @@ def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     def checkpoint(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.checkpoint(fn, policy=_never_gathered(policy), prevent_cse=prevent_cse)
 
-    # A region this large would hold most of the model whole if it were gathered at its top.
-    if walk.rule.remat and total_bytes(sources) > walk.rule.region_bytes:
+    # A region this large would hold most of the model whole if it were gathered at its top. One that keeps what costs is no
+    # layer that is run again, and may be a whole model: its equations are units.
+    if walk.rule.remat and (policy is keeps or total_bytes(sources) > walk.rule.region_bytes):
         return checkpoint(_entered(walk.rule, jaxpr, (), values))(_data(values))
 
     inner_rule = dataclasses.replace(walk.rule, remat=False)  # the region itself is repeated in backward

@@ -13,4 +13,6 @@ from zerojax.hlo.host_link import host_link_bytes as host_link_bytes
 from zerojax.hlo.host_link import host_slices as host_slices
 from zerojax.hlo.host_link import unsafe_host_slices as unsafe_host_slices
 from zerojax.hlo.overlap import Span as Span
+from zerojax.hlo.overlap import carried_arrays as carried_arrays
+from zerojax.hlo.overlap import num_products as num_products
 from zerojax.hlo.overlap import spans as spans

@@ -12,7 +12,7 @@ import dataclasses
 import re
 
 from zerojax.hlo.communication import COLLECTIVES
-from zerojax.hlo.parse import Instruction, Module, parse_arrays, parse_module
+from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays, parse_module
 
 # Targets of library calls: products of matrices, attention and convolutions.
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|fmha|cudnn|conv)[^"]*"', re.IGNORECASE)
@@ -80,6 +80,24 @@ def spans(text: str, unknown_trips: int = 1) -> list[Span]:
 
     visit(module.entry, 1)
     return transfers
+
+
+def num_products(text: str, unknown_trips: int = 1) -> int:
+    """Return how many matrix products a program runs, those in loops as often as these run.
+
+    Args:
+      text: `compiled.as_text()`.
+      unknown_trips: how often a loop runs whose trip count XLA does not know.
+    """
+    module = parse_module(text)
+    return _Products(module, unknown_trips).of(module.instructions(module.entry))
+
+
+def carried_arrays(text: str) -> list[list[Array]]:
+    """Return the arrays that each loop of a program carries, those of inner loops included, largest first."""
+    module = parse_module(text)
+    loops = [i for name in module.computations for i in module.instructions(name) if i.op == "while"]
+    return [sorted(parse_arrays(i.shape), key=lambda a: -a.num_bytes) for i in loops]
 
 
 class _Products:

@@ -15,6 +15,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from zerojax.activations import MODES
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import STAGES
 
@@ -127,6 +128,93 @@ def transformer_activation_bytes(
         return float(num_layers * batch * seq * hidden * itemsize)
     each = 10 + 24 / tensor + 5 * heads * seq / (hidden * tensor)
     return num_layers * seq * batch * hidden * each * itemsize / 2
+
+
+def layer_activation_bytes(
+    seq: int,
+    batch: int,
+    hidden: int,
+    heads: int,
+    *,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    partition_activations: bool = False,
+    activations: str = "save",
+    fused_attention: bool = False,
+    itemsize: int = 2,
+) -> float:
+    """Return the bytes that a GPT's layer keeps from forward to backward on each device.
+
+    A layer keeps its input and what products make (`zerojax.activations.kept`). In units of s b h elements of 2 bytes:
+
+        remat        2
+        selective    4 + 16/t: the input 2, the projection 2, qkv 6/t, attention's output 2/t, the hidden layer 8/t
+        save         the same, and scores in float32: 4 a s / (h t); of a fused kernel the logsumexp of its rows: 4 a / (h t)
+
+    What tensor parallelism does not split is split all the same with `sequence_parallel` or `partition_activations`.
+
+    Args:
+      seq: s, tokens of a sequence.
+      batch: b, sequences on the devices of one tensor group.
+      hidden: h.
+      heads: a.
+      tensor: t, tensor-parallel shards.
+      sequence_parallel: the stream is split over `tensor` too.
+      partition_activations: what is kept of it is.
+      activations: "save", "selective" or "remat".
+      fused_attention: attention is one kernel, a custom_vjp that saves its output and the logsumexp of each row.
+      itemsize: bytes of an activation; scores and logsumexp are float32.
+    """
+    _check_mode(activations)
+    sbh = float(seq * batch * hidden * itemsize)
+    stream = tensor if sequence_parallel or partition_activations else 1
+    if activations == "remat":
+        return sbh / stream
+    products = 2 * sbh / stream + 8 * sbh / tensor
+    if activations == "selective":
+        return products
+    return products + 4.0 * batch * heads * seq * (1 if fused_attention else seq) / tensor
+
+
+def korthikanti_layer_bytes(
+    seq: int,
+    batch: int,
+    hidden: int,
+    heads: int,
+    *,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    activations: str = "save",
+    fused_attention: bool = False,
+    itemsize: int = 2,
+) -> float:
+    """Return what a transformer's layer keeps by Korthikanti et al. (arXiv:2205.05198, table 2), in bytes on each device.
+
+    It has s b h (10 + 24/t + 5 a s / (h t)) in 16 bits, and all of it over t with sequence parallelism; without the last term
+    if attention's inner part is recomputed, or is one fused kernel; and 2 s b h if the whole layer is.
+
+    Args:
+      seq: s, tokens of a sequence.
+      batch: b, sequences on the devices of one tensor group.
+      hidden: h.
+      heads: a.
+      tensor: t, tensor-parallel shards.
+      sequence_parallel: the stream is split over `tensor` too.
+      activations: "save", "selective" or "remat".
+      fused_attention: attention is one kernel.
+      itemsize: bytes of an activation; the formula scales with it, its dropout masks included.
+    """
+    _check_mode(activations)
+    sbh = seq * batch * hidden * itemsize / 2
+    if activations == "remat":
+        return 2 * sbh
+    inner = 0.0 if activations == "selective" or fused_attention else 5 * heads * seq / (hidden * tensor)
+    return sbh * (10 / (tensor if sequence_parallel else 1) + 24 / tensor + inner)
+
+
+def _check_mode(activations: str) -> None:
+    if activations not in MODES:
+        raise ValueError(f"activations={activations!r} is unknown: choose from {', '.join(map(repr, MODES))}")
 
 
 def tiled_loss_pays(*, vocab: int, seq: int, hidden: int, heads: int, itemsize: int = 2, tensor: int = 1) -> bool:

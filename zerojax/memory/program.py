@@ -16,6 +16,7 @@ import math
 from typing import Any
 
 from zerojax.memory.collectives import collectives_of_step
+from zerojax.memory.kept import KeptValues, kept_values, resident_kept, streamed_kept
 from zerojax.memory.leaves import bytes_by_tier
 from zerojax.memory.link import summed
 from zerojax.memory.report import MemoryReport
@@ -75,6 +76,24 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
         callback_link=running.called,
         num_params=sum(math.prod(leaf.shape) for leaf in layout.all_leaves),
     )
+
+
+def kept_by_program(records: StateRecords, step: object, abstract_batch: Any) -> KeptValues:
+    """Return what a step keeps from forward to backward, value by value.
+
+    Args:
+      records: how the states of the program rest.
+      step: of the program.
+      abstract_batch: tree of ShapeDtypeStruct with shardings.
+
+    Raises:
+      NotImplementedError: the step is of another kind.
+    """
+    if isinstance(step, StreamedStep):
+        return kept_values(streamed_kept(step, abstract_batch))
+    if isinstance(step, ResidentStep):
+        return kept_values(resident_kept(records.layout, step.objective, abstract_batch))
+    raise NotImplementedError(f"what a {type(step).__name__} keeps is not counted in this version")
 
 
 def _disk_bytes(disk: DiskLayout) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:

@@ -36,6 +36,8 @@ Array = jax.Array
 State = Any
 """State that is not trained, of a model or of one of its parts; None where there is none."""
 Objective = Callable[[Params, Batch, Key, State], tuple[Terms, State]]
+Region = Callable[[Callable[..., Any], str], Callable[..., Any]]
+"""`region(function, stack)`: a function with the same values, which keeps other things for its derivative."""
 OVERWRITTEN = "_overwrite_with_gradient"
 """The key, in a model's state, of what is replaced by its gradient: scales of 8-bit floats, as Flax names them."""
 
@@ -183,16 +185,17 @@ def check_state(before: State, after: State, what: str) -> None:
 
 
 def build_objective(
-    model: Model | LayeredModel, *, remat: bool = False, constrain: Callable[[Any], Any] = lambda x: x
+    model: Model | LayeredModel, *, region: Region = lambda f, stack: f, constrain: Callable[[Any], Any] = lambda x: x
 ) -> Objective:
     """Return the objective over whole parameters.
 
     Args:
       model: the model.
-      remat: of a LayeredModel: keep each layer's input alone, and recompute the layer in backward.
+      region: applied to a layer of a LayeredModel, a function of (parameters, x, data ...), and the name of its stack: what it
+        keeps for backward.
       constrain: applied to the activations at layer boundaries.
     """
-    return _layered(model, remat, constrain) if isinstance(model, LayeredModel) else _unlayered(model)
+    return _layered(model, region, constrain) if isinstance(model, LayeredModel) else _unlayered(model)
 
 
 def _unlayered(model: Model) -> Objective:
@@ -205,9 +208,9 @@ def _unlayered(model: Model) -> Objective:
     return objective
 
 
-def _layered(model: LayeredModel, remat: bool, constrain: Callable[[Any], Any]) -> Objective:
+def _layered(model: LayeredModel, region: Region, constrain: Callable[[Any], Any]) -> Objective:
     """Return the objective of embed, a scan over the blocks, and head."""
-    layers = _layers(model, remat, constrain)
+    layers = _layers(model, region, constrain)
 
     def objective(params: Params, batch: Batch, key: Key, state: State) -> tuple[Terms, State]:
         x, added, ends, of_blocks = layers(params, batch, key, state)
@@ -239,7 +242,9 @@ def _key_of(key: Key, layer: int | Array) -> Key:
     return None if key is None else jax.random.fold_in(key, layer)
 
 
-def _layers(model: LayeredModel, remat: bool, constrain: Callable[[Any], Any]) -> Callable[..., tuple[Any, Any, State, State]]:
+def _layers(
+    model: LayeredModel, region: Region, constrain: Callable[[Any], Any]
+) -> Callable[..., tuple[Any, Any, State, State]]:
     """Return `layers(params, batch, key, state)`: embed and scans over the blocks.
 
     It returns the last layer's output, what the layers add to the loss, and the new states of the ends and of the blocks.
@@ -251,17 +256,19 @@ def _layers(model: LayeredModel, remat: bool, constrain: Callable[[Any], Any]) -
     ) -> tuple[Any, Loss | None, State]:
         """Run the blocks of one stack."""
 
+        def block(p: Params, x: Any, index: Array, key: Key, given: Given) -> tuple[Any, tuple[Loss | None, State]]:
+            out = call_block(stack.model, p, x, _key_of(key, index), given)
+            return constrain(out.x), (out.loss, out.state)
+
         def body(x: Any, layer: tuple[Params, Array, Any, State]) -> tuple[Any, tuple[Loss | None, State]]:
             p, index, per_layer, of_block = layer
-            out = call_block(stack.model, p, x, _key_of(key, index), Given(context, per_layer, of_block))
-            return constrain(out.x), (out.loss, out.state)
+            return region(block, stack.name)(p, x, index, key, Given(context, per_layer, of_block))
 
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (params, of_blocks))
         check_block(stack.model, one[0], x, key, abstract_given(stack.model, context, one[1]))
         numbers = jnp.arange(stack.first, stack.first + stack.model.num_layers)
         each = (params, numbers, per_layer_arrays(stack.model), of_blocks)
-        # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to merge, and no barrier is needed.
-        x, (losses, of_blocks) = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if remat else body, x, each)
+        x, (losses, of_blocks) = jax.lax.scan(body, x, each)
         return x, None if losses is None else summed(losses), of_blocks
 
     def layers(params: Params, batch: Batch, key: Key, state: State) -> tuple[Any, Any, State, State]:
@@ -299,7 +306,7 @@ def build_predict(
         function = model.predict
         assert function is not None
         return lambda params, batch, state: function(params, batch, *(() if model.init_state is None else (state,)))
-    layers = _layers(model, False, constrain)
+    layers = _layers(model, lambda f, stack: f, constrain)
 
     def predict(params: Params, batch: Batch, state: State) -> Any:
         x, _, ends, _ = layers(params, batch, None, state)

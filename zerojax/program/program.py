@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from host_offload.schedule import Move, Schedule
-from zerojax.memory import MemoryReport, program_memory
+from zerojax.memory import KeptValues, MemoryReport, kept_by_program, program_memory
 from zerojax.models import LayeredModel, Model
 from zerojax.program.compile import LoweredStep, ScratchMemory, StepCompiler
 from zerojax.program.gathering import GatheredEarly
@@ -124,6 +124,16 @@ class Program:
         check_batch(batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
             return program_memory(self.records, self._step, self.abstract_batch(batch))
+
+    def kept(self, batch: Any) -> KeptValues:
+        """Return what a step keeps of a batch from forward to backward: each value with name, shape, spec, tier and bytes.
+
+        It is a tuple of `zerojax.memory.Kept`, largest first, and prints as a table. Of a streamed step it holds what is kept
+        of its layers; of a resident one also what embedding and head keep.
+        """
+        check_batch(batch, self.mesh, self.config.num_microbatches)
+        with jax.set_mesh(self.mesh):
+            return kept_by_program(self.records, self._step, self.abstract_batch(batch))
 
     def check(self, batch: Any) -> None:
         """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained. Nothing runs."""

@@ -1,4 +1,7 @@
-"""Rematerialisation for a loss whose layers are not known: cut its trace into segments, keep what crosses the cuts.
+"""What a loss keeps whose layers are not known: its trace is cut into segments, and each is taken for a layer.
+
+    remat    a segment keeps what crosses the cuts
+    save     it keeps besides what costs something to make again (`zerojax.activations.kept`)
 
 A program that makes T bytes of intermediate values, with x bytes live at a cut, keeps K x + T / K bytes in K segments; the
 sum is least for segments of sqrt(T x) bytes (Chen et al., arXiv:1604.06174). Cuts are made where little is live, which in a
@@ -10,11 +13,13 @@ A scan of the model's own is not cut: its body becomes the segment. Regions that
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from zerojax.activations import Keeper, Splits, keeps
 from zerojax.jaxprs import PRODUCTS, FlatJaxpr, Instruction, evaluate, flatten, scan_arity
 
 SLACK = 1.25
@@ -22,23 +27,32 @@ SLACK = 1.25
 _OWN = ("scan", "remat", "remat2", "checkpoint")
 
 
-def remat_by_segments(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `loss(params, *data)`, keeping from forward to backward only what crosses the cuts between segments."""
+def keep_by_segments(loss: Callable[..., Any], mode: str = "remat", splits: Splits | None = None) -> Callable[..., Any]:
+    """Return `loss(params, batch, *data)`, each segment of which keeps something from forward to backward.
+
+    Args:
+      loss: the leaves of its batch have one dim 0.
+      mode: "save" or "remat".
+      splits: with "save", what is kept is split as it says; without, as the partitioner chooses.
+    """
 
     def segmented(params: Any, *data: Any) -> Any:
         closed, out_shape = jax.make_jaxpr(loss, return_shape=True)(params, *data)
         program = flatten(closed.jaxpr, closed.consts)
         values = jax.tree.leaves((params, *data))
         slots = dict(zip(program.inputs, values, strict=True))
-        _run(program, slots, len(jax.tree.leaves(params)))
+        num_params, keeper = len(jax.tree.leaves(params)), None
+        if mode == "save":
+            keeper = Keeper.of(program, program.inputs[num_params:], splits, data)
+        _run(program, slots, num_params, keeper)
         outs = [slots[ref] if isinstance(ref, int) else ref.value for ref in program.outputs]
         return jax.tree.unflatten(jax.tree.structure(out_shape), outs)
 
     return segmented
 
 
-def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int) -> None:
-    """Evaluate `program`: what depends on parameters alone first, then the segments."""
+def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int, keeper: Keeper | None) -> None:
+    """Evaluate `program`: what depends on parameters alone first, then the segments, of which `keeper` says what is kept."""
     of_params = set(program.inputs[:num_params])
     data: list[tuple[int, Instruction]] = []
     for index, i in enumerate(program.instructions):
@@ -51,16 +65,17 @@ def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int) -> None:
     pieces = segments(program, data)
     for number, piece in enumerate(pieces):
         instructions = [i for _, i in piece]
-        if len(instructions) == 1 and instructions[0].eqn.primitive.name == "scan":
+        own = instructions[0].eqn.primitive.name if len(instructions) == 1 else ""
+        if own == "scan" and keeper is None:
             _scan(instructions[0], slots)
         # Backward of the last segment follows its forward at once: to compute it again would save nothing.
-        elif number == len(pieces) - 1 or (len(instructions) == 1 and instructions[0].eqn.primitive.name in _OWN):
+        elif (number == len(pieces) - 1 and keeper is None) or (own in _OWN and own != "scan"):
             evaluate(instructions, slots)
         else:
-            _region(program, piece, slots)
+            _region(program, piece, slots, keeper)
 
 
-def _region(program: FlatJaxpr, piece: Sequence[tuple[int, Instruction]], slots: dict[int, Any]) -> None:
+def _region(program: FlatJaxpr, piece: Sequence[tuple[int, Instruction]], slots: dict[int, Any], keeper: Keeper | None) -> None:
     """Evaluate one segment under jax.checkpoint."""
     instructions, last = [i for _, i in piece], piece[-1][0]
     results = {out for i in instructions for out in i.outs}
@@ -68,10 +83,12 @@ def _region(program: FlatJaxpr, piece: Sequence[tuple[int, Instruction]], slots:
     reads = list(dict.fromkeys(ref for i in instructions for ref in i.ins if isinstance(ref, int) and ref not in results))
     outs = [out for out in results if program.last_read.get(out, -1) > last]
 
-    @jax.checkpoint
+    run, policy = (evaluate, None) if keeper is None else (keeper.run, keeps)
+
+    @partial(jax.checkpoint, policy=policy)
     def region(values: list[Any]) -> list[Any]:
         inside = dict(zip(reads, values, strict=True))
-        evaluate(instructions, inside)
+        run(instructions, inside)
         return [inside[out] for out in outs]
 
     slots.update(zip(outs, region([slots[ref] for ref in reads]), strict=True))

@@ -21,6 +21,7 @@ import optax
 
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, build_schedule, stacked_schedule
+from zerojax.activations import Splits, keep_products
 from zerojax.float32_grads import float32_grads
 from zerojax.metrics import evaluation, with_own
 from zerojax.models import (
@@ -37,8 +38,8 @@ from zerojax.models import (
     whole_weight,
 )
 from zerojax.optim import HostUpdate, RecordUpdate, Update, build_update, update_by_record, update_on_host
-from zerojax.resident.segments import remat_by_segments
-from zerojax.sharding import STAGES, ActivationSpec, split_microbatches
+from zerojax.resident.segments import keep_by_segments
+from zerojax.sharding import STAGES, TENSOR, ActivationSpec, split_microbatches
 from zerojax.state import Layout, StateRecords, TrainState, join_frozen, with_model_state
 
 Array = jax.Array
@@ -151,9 +152,32 @@ class ResidentStep:
 
 def plain_objective(model: Model | LayeredModel, layout: Layout) -> Objective:
     """Return the objective over whole parameters, before any gather is inserted."""
-    remat = layout.config.activations == "remat"
-    objective = build_objective(model, remat=remat, constrain=ActivationSpec(layout.mesh).constrain)
-    return remat_by_segments(objective) if remat and isinstance(model, Model) else objective
+    mode, constrain = layout.config.activations, ActivationSpec(layout.mesh).constrain
+    if isinstance(model, Model):
+        # A checkpoint runs no rule whose results nothing reads, and these rules return new scales as gradients all the same.
+        if mode == "save" and _overwritten(layout.abstract_arrays.model_state)[0] is not None:
+            return build_objective(model, constrain=constrain)
+        return keep_by_segments(build_objective(model, constrain=constrain), mode, splits_of(layout, layout.in_tree))
+    stacks = {stack.name: stack.in_tree for stack in layout.stacks}
+
+    def region(function: Callable[..., Any], stack: str) -> Callable[..., Any]:
+        # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to merge, and no barrier is needed.
+        if mode == "remat":
+            return jax.checkpoint(function, prevent_cse=False)
+        return keep_products(function, prevent_cse=False, splits=splits_of(layout, stacks[stack], 1))
+
+    return build_objective(model, region=region, constrain=constrain)
+
+
+def splits_of(layout: Layout, leaves: Sequence[int], lead: int = 0) -> Splits | None:
+    """Return how some parameters are split by tensor parallelism, without their first `lead` dims; None where nothing is.
+
+    A leaf that rests encoded is decoded where it is used: nothing is said of it.
+    """
+    if layout.mesh.shape[TENSOR] == 1:
+        return None
+    params = [layout.all_leaves[i] for i in leaves]
+    return Splits(layout.mesh, tuple(None if leaf.decodes is not None else leaf.spec.base[lead:] for leaf in params))
 
 
 def stored_objective(model: Model | LayeredModel, layout: Layout) -> Objective:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.sharding.mesh import BATCH_AXES, num_batch_shards
-from zerojax.sharding.specs import named
+from zerojax.sharding.specs import Spec, named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ActivationSpec:
         """Do the same for those of all microbatches."""
         return jax.tree.map(lambda a: self._constrain(a, self._lead), x)
 
-    def saved(self, shape: tuple[int, ...], batch_size: int, tier: str) -> tuple[Any, ...]:
+    def saved(self, shape: tuple[int, ...], batch_size: int, tier: str, known: Spec | None = None) -> tuple[Any, ...]:
         """Return the spec of what forward saves of all microbatches.
 
         Args:
@@ -49,11 +49,18 @@ class ActivationSpec:
           batch_size: of a microbatch.
           tier: where it rests. On the device other dims are left to the partitioner; elsewhere they are whole, since what is
             moved must be told how each dim is split.
+          known: the spec that it has anyhow, where that is known.
         """
+        if known is not None:
+            return (*(None,) * self._lead, *known)
         rest = PartitionSpec.UNCONSTRAINED if tier == "device" else None
-        is_batch = shape[:1] == (batch_size,) and batch_size % num_batch_shards(self.mesh) == 0
-        spec = _split(len(shape), rest) if is_batch else (rest,) * len(shape)
+        spec = tuple(entry or rest for entry in self.given(shape, batch_size))
         return (*(None,) * self._lead, *spec)
+
+    def given(self, shape: tuple[int, ...], batch_size: int) -> Spec:
+        """Return the spec of a leaf that a layer is given: split if its dim 0 is the batch, else whole."""
+        is_batch = shape[:1] == (batch_size,) and batch_size % num_batch_shards(self.mesh) == 0
+        return _split(len(shape), None) if is_batch else (None,) * len(shape)
 
     @property
     def _lead(self) -> int:

@@ -18,12 +18,13 @@ from typing import Any
 import jax
 
 from host_offload.schedule import TileLoops
+from zerojax.activations import MODES, flow
 from zerojax.models import Given, Loss, call_block, check_block, in_stack
-from zerojax.sharding import ActivationSpec
+from zerojax.sharding import TENSOR, ActivationSpec, Spec
 from zerojax.state import RecordSpec, pick, read_layer
 from zerojax.streamed.microbatches import LayerInputs
 from zerojax.streamed.plan import StackPlan, StreamedPlan
-from zerojax.streamed.residuals import MODES, TracedBlock, plan_layer
+from zerojax.streamed.residuals import TracedBlock, plan_layer
 from zerojax.streamed.tiled_block import TiledBlock
 
 Array = jax.Array
@@ -39,14 +40,18 @@ class ResidualPlan:
       records: how each array rests: the leaves of the layer's input, then the block's residuals. Microbatches, where there are
         several, are dim 0 of each.
       shapes: ShapeDtypeStruct of each.
+      names: of each: "x" and a path, the name that the model gave it, or the equation that makes it.
       x_tree: structure of the layer's input.
+      lead: dims of each that come before a microbatch's own: 1 where there are several.
       tiled: the block cut at its loops over tiles, if tiles are records.
     """
 
     block: TracedBlock
     records: tuple[RecordSpec, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
+    names: tuple[str, ...]
     x_tree: Any
+    lead: int
     tiled: TiledBlock | None = None
 
     @property
@@ -152,23 +157,36 @@ class BlockTracer:
         leaves, x_tree = jax.tree.flatten(x_one)
         tier = config.activations if config.activations not in MODES else "device"
         tiers = [tier] * len(leaves) + ["pinned_host" if off else "device" for off in layer.offloaded]
-        spec_of, batch_size = ActivationSpec(self.mesh, count).saved, leaves[0].shape[0] if leaves[0].shape else 0
+        spec_of, batch_size = ActivationSpec(self.mesh, count).saved, _batch_size(leaves)
+        known = [*(None,) * len(leaves), *self._specs(layer, args)]
         records = [
-            RecordSpec(self.mesh, spec_of(a.shape, batch_size, tier), tier)
-            for a, tier in zip((*leaves, *layer.shapes), tiers, strict=True)
+            RecordSpec(self.mesh, spec_of(a.shape, batch_size, tier, spec), tier)
+            for a, tier, spec in zip((*leaves, *layer.shapes), tiers, known, strict=True)
         ]
         lead = (count,) if count > 1 else ()  # [M, ...] where there are several microbatches
         shapes = tuple(jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for a in (*leaves, *layer.shapes))
+        names = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]]
         # The leaves of x are one record: they are written together and read together, and no step reads those of another.
         if tier == "nvme" and self.layout.disk is not None:
-            names = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]]
             of_x, num = records[: len(leaves)], self.stack.num_layers
             specs, kind = [r.spec for r in of_x], self.stack.leaves.kind("activations")
             disk_records = self.layout.disk.declare(kind, num, names, shapes[: len(leaves)], specs, lifetime="step")
             records[: len(leaves)] = [dataclasses.replace(r, disk_records=disk_records) for r in of_x]
         # `tile_loops` reads it: what the disk is told to read ahead follows from the loops that the block really has.
         self.traced = tiled
-        return ResidualPlan(layer, tuple(records), shapes, x_tree, tiled)
+        return ResidualPlan(layer, tuple(records), shapes, (*names, *layer.labels), x_tree, len(lead), tiled)
+
+    def _specs(self, layer: TracedBlock, args: tuple[Any, Any, Any, Given]) -> list[Spec | None]:
+        """Return how each residual is split; None where the partitioner has a choice."""
+        if self.mesh.shape[TENSOR] == 1:  # then it has none: all are split as the batch is
+            return [None] * len(layer.residuals)
+        _, x, key, given = args
+        spec, size = ActivationSpec(self.mesh), _batch_size(jax.tree.leaves(x))
+        leaves = [self.plan.leaves[i] for i in self.stack.operands]
+        params = [None if leaf.decodes is not None else leaf.spec.base[leaf.lead :] for leaf in leaves]
+        data = [spec.given(a.shape, size) for a in jax.tree.leaves((x, key, given))]
+        slots = flow(layer.program, [*params, *data], self.mesh.shape)
+        return [slots[slot] for slot in layer.residuals]
 
     def _cut(
         self,
@@ -220,3 +238,8 @@ class BlockTracer:
         # Backward also runs a loop forward, where its result is needed to recompute what comes after it.
         backward = [(loops[g], "backward" if derived else "forward") for g, derived in self.traced.backward_loops]
         return {"forward": [(loops[g], "forward") for g in self.traced.forward_loops], "backward": backward}
+
+
+def _batch_size(leaves: Sequence[Any]) -> int:
+    """Return the rows of a microbatch, from the leaves of a layer's input."""
+    return leaves[0].shape[0] if leaves[0].shape else 0

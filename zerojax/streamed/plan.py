@@ -21,6 +21,7 @@ from host_offload.schedule import (
     build_tiled_schedule,
     stacked_schedule,
 )
+from zerojax.activations import MODES
 from zerojax.float32_grads import Derivative, float32_grads
 from zerojax.models import LayeredModel, StackModel, stacks_of
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
@@ -39,7 +40,6 @@ from zerojax.state import (
     pick,
     read_layer,
 )
-from zerojax.streamed.residuals import MODES
 from zerojax.tiling import marked
 
 Array = jax.Array

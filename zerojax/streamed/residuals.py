@@ -8,18 +8,11 @@ that it computes. Whatever only led to a residual is then dead code, and is not 
     forward     y, residuals = block(p, x)
     backward    dp, dx       = vjp(block with each residual put in its place)(dy)
 
-`put` is the operation that does so: its result is the residual, and its derivative is that of the value it replaces. Nothing
-that is computed from parameters alone is ever saved: a transposed weight is recomputed from the gathered layer. So ZeRO-3's
-memory bound holds in every mode. The modes save:
-
-    save        every intermediate that backward reads, layout and casts excepted
-    selective   the same, less attention's inner part: all between the product of queries and keys and the product with the
-                values, dropout mask included (Korthikanti et al., arXiv:2205.05198, section 5)
-    remat       nothing but the layer's input
-    names       whatever the model marks by `jax.ad_checkpoint.checkpoint_name`, in any mode
-
-Attention is found by its form, two matrix products with batch dims of data with data, one feeding the other; a fused attention
-kernel saves little, and is one equation here. Random masks agree in both runs since keys are functions of (step, layer).
+`put` is the operation that does so: its result is the residual, and its derivative is that of the value it replaces. Which
+values are residuals is decided in `zerojax.activations`; besides, whatever the model marks by
+`jax.ad_checkpoint.checkpoint_name` and the user names, in every mode. With "save" an equation that has a derivative of its
+own, such as a fused attention kernel, runs forward once, and what its rule saves is a residual. Random masks agree in both runs
+since keys are functions of (step, layer).
 """
 
 import dataclasses
@@ -30,17 +23,11 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from zerojax.activations import Apart, attention_inner, candidates, depending, describe, open_equations
 from zerojax.float32_grads import Derivative
-from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten, read
+from zerojax.jaxprs import FlatJaxpr, bind, flatten, read
 from zerojax.models import Given, Loss, floating, merged
 from zerojax.tiling import TileLoop, find_loops, marked, parse
-
-MODES = ("save", "selective", "remat")
-_LAYOUT = frozenset(
-    {"broadcast_in_dim", "iota", "reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "slice", "copy",
-     "copy_p", "stop_gradient", "random_wrap", "random_unwrap", "random_fold_in", "random_split", "random_seed", "rev", "split"}
-)  # fmt: skip
-"""Equations whose results are made again from what they read."""
 
 
 @jax.custom_jvp
@@ -67,10 +54,12 @@ class TracedBlock:
       offloaded: for each of them, whether the user asked for host memory.
       shapes: ShapeDtypeStruct of each of them.
       loops: the loops over tiles that are equations of the program, by the slot of their result, in order.
+      apart: the equations of the program that are taken apart, by the slot of their first result.
       frozen: whether each leaf of params is: it has no gradient.
       of_context: whether the derivative is that of the context, too.
       marked: the names that the block marks.
       transform: of the derivative, which takes (cotangents, data, params) and returns (gradients, others).
+      labels: of each residual: the name that the block gives it, or the equation that makes it.
     """
 
     program: FlatJaxpr
@@ -79,10 +68,12 @@ class TracedBlock:
     offloaded: tuple[bool, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     loops: Mapping[int, TileLoop]
+    apart: Mapping[int, Apart]
     frozen: tuple[bool, ...]
     of_context: bool = False
     marked: frozenset[str] = frozenset()
     transform: Callable[[Derivative], Derivative] = lambda derivative: derivative
+    labels: tuple[str, ...] = ()
 
     @property
     def adds(self) -> bool:
@@ -91,7 +82,7 @@ class TracedBlock:
 
     def forward(self, params: Any, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None, list[jax.Array]]:
         """Return y, what is added to the loss, and the residuals."""
-        slots = self._run(params, x, key, given, {})
+        slots = self._run(params, x, key, given, None)
         return *self.outputs([read(ref, slots) for ref in self.program.outputs]), [slots[slot] for slot in self.residuals]
 
     def backward(
@@ -139,22 +130,38 @@ class TracedBlock:
         count = y_tree.num_leaves
         return jax.tree.unflatten(y_tree, leaves[:count]), jax.tree.unflatten(added_tree, leaves[count:])
 
-    def _run(self, params: Any, x: Any, key: Any, given: Given, residuals: dict[int, jax.Array]) -> dict[int, Any]:
+    def _run(self, params: Any, x: Any, key: Any, given: Given, residuals: dict[int, jax.Array] | None) -> dict[int, Any]:
+        """Return all slots; `residuals` are by slot, and None in forward."""
         slots: dict[int, Any] = dict(zip(self.program.inputs, jax.tree.leaves((params, x, key, given)), strict=True))
         numbers = {slot: number for number, slot in enumerate(self.loops)}
         for i in self.program.instructions:
             values = [read(ref, slots) for ref in i.ins]
+            first = i.outs[0] if i.outs else -1
+            if (apart := self.apart.get(first)) is not None:
+                slots.update(zip(i.outs, self._run_apart(apart, i.outs, values, residuals), strict=True))
+                continue
             # A loop over tiles stays one equation, also in the derivative, so that `TiledBlock` can cut the trace there.
-            number = numbers.get(i.outs[0]) if i.outs else None
-            outs = bind(i.eqn, values) if number is None else [self.loops[i.outs[0]].derivable(number, values)]
+            number = numbers.get(first)
+            outs = bind(i.eqn, values) if number is None else [self.loops[first].derivable(number, values)]
             for slot, value in zip(i.outs, outs, strict=True):
-                if slot not in residuals:
+                if residuals is None or slot not in residuals:
                     slots[slot] = value
                 elif jnp.issubdtype(value.dtype, jnp.inexact):
                     slots[slot] = put(value, residuals[slot])
                 else:
                     slots[slot] = residuals[slot]  # integers have no derivative
         return slots
+
+    def _run_apart(
+        self, apart: Apart, slots: Sequence[int], values: list[Any], residuals: dict[int, jax.Array] | None
+    ) -> list[Any]:
+        """Return the results of an equation that is taken apart, and what is kept for its derivative."""
+        outs, kept = apart.forward(values)
+        if residuals is None:
+            return [*outs, *kept]
+        # What was kept takes the place of what is computed here, which nothing reads then.
+        saved = [residuals.get(slot, value) for slot, value in zip(slots, [*outs, *kept], strict=True)]
+        return [*apart.derivable(values, saved[: len(outs)], saved[len(outs) :]), *saved[len(outs) :]]
 
 
 def plan_layer(
@@ -190,26 +197,36 @@ def plan_layer(
     closed, out = jax.make_jaxpr(block, return_shape=True)(params, x, key, given)
     program = flatten(closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None)
     structures = (jax.tree.structure(out[0]), jax.tree.structure(out[1]))
+    loops = find_loops(program) if tiled else {}
     names = _names(program)
     user_names, marks = {*saved, *offloaded}, frozenset(name for name, _ in names.values())
     # Named values are kept in every mode; the mode adds its own.
     chosen = {slot: aval for slot, (name, aval) in names.items() if name in user_names}
+    apart: dict[int, Apart] = {}
     if mode != "remat":
         num_params, num_data = len(jax.tree.leaves(params)), len(jax.tree.leaves(x))
-        inner = _attention_inner(program, num_params, num_data) if mode == "selective" else frozenset()
-        candidates = _candidates(program, num_params)
-        chosen |= {slot: aval for slot, aval in candidates.items() if slot not in inner}
+        data = program.inputs[num_params:]
+        chosen |= candidates(program, depending(program, data))
+        if mode == "selective":
+            inner = attention_inner(program, data[:num_data])
+            chosen = {slot: aval for slot, aval in chosen.items() if slot not in inner or slot in names}
+        else:
+            program, apart, kept = open_equations(program, data, loops)
+            chosen |= kept
     to_host = {slot for slot, (name, _) in names.items() if name in offloaded}
     shapes = {slot: jax.ShapeDtypeStruct(aval.shape, aval.dtype) for slot, aval in chosen.items()}
 
-    loops = find_loops(program) if tiled else {}
+    made_by = {out: describe(i.eqn) for i in program.instructions for out in i.outs if out in shapes}
     is_frozen = tuple(frozen) or (False,) * len(jax.tree.leaves(params))
 
     def layer(slots: Sequence[int]) -> TracedBlock:
         chosen = tuple(sorted(slots))
         offloaded = tuple(s in to_host for s in chosen)
         kept = tuple(shapes[s] for s in chosen)
-        return TracedBlock(program, structures, chosen, offloaded, kept, loops, is_frozen, of_context, marks, transform)
+        labels = tuple(names[s][0] if s in names else made_by[s] for s in chosen)
+        return TracedBlock(
+            program, structures, chosen, offloaded, kept, loops, apart, is_frozen, of_context, marks, transform, labels
+        )
 
     # With all candidates in place the derivative is traced once; those that it does not read are not saved.
     every = layer(list(shapes))
@@ -250,55 +267,3 @@ def _names(program: FlatJaxpr) -> dict[int, tuple[str, Any]]:
     return {
         i.outs[0]: (i.eqn.params["name"], i.eqn.outvars[0].aval) for i in program.instructions if i.eqn.primitive.name == "name"
     }
-
-
-def _candidates(program: FlatJaxpr, num_params: int) -> dict[int, Any]:
-    """Return the slots that depend on data and cost something to make again."""
-    data = program.reached(program.inputs[num_params:])
-    avals: dict[int, Any] = {
-        out: v.aval
-        for i in program.instructions
-        if i.eqn.primitive.name not in _LAYOUT
-        for out, v in zip(i.outs, i.eqn.outvars, strict=True)
-    }
-    # Keys are made again: they are functions of (step, layer).
-    return {s: a for s, a in avals.items() if s in data and not jnp.issubdtype(a.dtype, jax.dtypes.extended)}
-
-
-def _attention_inner(program: FlatJaxpr, num_params: int, num_data: int) -> frozenset[int]:
-    """Return the slots between the two products of attention: scores, weights, and the masks that only they read."""
-    data = program.reached(program.inputs[num_params : num_params + num_data])
-
-    def of_data(i: Instruction) -> bool:
-        """Tell whether an instruction multiplies data with data, batched."""
-        if i.eqn.primitive.name != "dot_general" or not all(isinstance(ref, int) and ref in data for ref in i.ins):
-            return False
-        # dimension_numbers is (contracting dims, batch dims), and each of these (lhs, rhs).
-        return bool(i.eqn.params["dimension_numbers"][1][0])
-
-    products = [i for i in program.instructions if of_data(i)]
-    inner: set[int] = set()
-    for first in products:
-        after = program.reached(first.outs)
-        for second in products:
-            if second is not first and any(ref in after for ref in second.ins):
-                inner |= _between(program, second, after, data)
-    return frozenset(inner)
-
-
-def _between(program: FlatJaxpr, second: Instruction, after: set[int], data: set[int]) -> set[int]:
-    """Return the slots on the way from the first product to the second, and what is made of no data for them.
-
-    Args:
-      program: the block.
-      second: the second product.
-      after: slots that depend on the first.
-      data: slots that depend on data.
-    """
-
-    def is_inner(slot: int) -> bool:
-        return slot in after or slot not in data
-
-    # Back from the second product until the first is reached, and into whatever reads no data, such as dropout masks.
-    live = program.live(second.ins, is_followed=is_inner)
-    return {slot for i in (*live, second) for slot in i.reads if is_inner(slot)}

@@ -1,0 +1,88 @@
+"""What a layer keeps, in programs compiled for H200s that are not there: bytes of the loops' stacks, temporaries, products.
+
+The layer is the example's GPT block. Rows and layers are numbers that nothing else in the program is, so that its stacks are
+known by their first two dims.
+"""
+
+import functools
+
+import gpt
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax as zj
+from zerojax import aot, hlo, memory
+
+pytestmark = pytest.mark.xdist_group("h200")
+ROWS, LAYERS = 3, 5
+SIZES = {"seq": 256, "hidden": 512, "heads": 8, "vocab": 256, "loss_tiles": 0}
+
+
+@functools.cache
+def compiled(activations, tensor=1, layers=LAYERS, precision="bf16", form="layered", **fields):
+    c = gpt.GPTConfig(**SIZES, layers=layers, dtype=jnp.bfloat16, tensor_axis="tensor" if tensor > 1 else None)
+    mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=tensor, fsdp=1, tensor=tensor)
+    model = {"layered": gpt.layered_gpt, "unrolled": gpt.unrolled_gpt}[form](c)
+    config = zj.ZeroConfig(stage=1, precision=precision, activations=activations, **fields)
+    program = zj.build_train_step(model, optax.sgd(1e-3), config, mesh)
+    tokens = jax.ShapeDtypeStruct((ROWS, c.seq), jnp.int32)
+    batch = program.abstract_batch({"tokens": tokens, "targets": tokens})
+    return program.lower(batch).compile(), program.kept(batch), program
+
+
+def stack_bytes(text, layers=LAYERS):
+    """Return the bytes of a layer's arrays that the loop over layers carries, without those of parameters and gradients."""
+
+    def is_kept(dims):
+        return dims[:1] == (layers,) and ROWS in dims[1:3]
+
+    return max(sum(a.num_bytes for a in arrays if is_kept(a.dims)) for arrays in hlo.carried_arrays(text)) / layers
+
+
+def closed_form(activations, tensor=1):
+    return memory.layer_activation_bytes(
+        SIZES["seq"], ROWS, SIZES["hidden"], SIZES["heads"], tensor=tensor, activations=activations
+    )
+
+
+@pytest.mark.by_default("save-1", "selective-8")
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+@pytest.mark.parametrize("activations", ["save", "selective", "remat"])
+def test_bytes_kept_a_layer_are_the_closed_form(activations, tensor):
+    program, kept, _ = compiled(activations, tensor)
+    expected = closed_form(activations, tensor)
+    assert stack_bytes(program.as_text()) == pytest.approx(expected, rel=0.01)
+    of_layers = sum(value.num_bytes for value in kept if value.count == LAYERS) / LAYERS
+    assert of_layers == pytest.approx(expected, rel=0.01)
+
+
+def growth(activations, **fields):
+    """Return the temporary bytes that a layer more adds."""
+    few, many = (compiled(activations, layers=n, **fields)[0].memory_analysis().temp_size_in_bytes for n in (8, 16))
+    return (many - few) / 8
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("activations", ["save", "remat"])
+def test_temporary_bytes_grow_by_it(activations):
+    """A layer more adds what it keeps, and its gradients."""
+    h = SIZES["hidden"]
+    grads = 2 * (12 * h * h + 13 * h)
+    assert growth(activations) - grads == pytest.approx(closed_form(activations), rel=0.05)
+
+
+@pytest.mark.exhaustive
+def test_temporary_bytes_of_streamed_steps_grow_by_it():
+    streamed = {"saved_names": (), "update": "in_backward"}
+    more = growth("save", **streamed) - growth("remat", **streamed)
+    assert more == pytest.approx(closed_form("save") - closed_form("remat"), rel=0.05)
+
+
+# Of a block's six products backward has two each. The result of the last one is read by no derivative.
+@pytest.mark.by_default("save-18")
+@pytest.mark.parametrize(("activations", "each"), [("save", 18), ("selective", 19), ("remat", 23)])
+def test_no_product_runs_twice_in_save_the_scores_do_in_selective_and_forward_does_in_remat(activations, each):
+    few, many = (hlo.num_products(compiled(activations, layers=n)[0].as_text(), unknown_trips=n) for n in (3, LAYERS))
+    assert many - few == (LAYERS - 3) * each

@@ -1,0 +1,130 @@
+"""Equations that hold a derivative of their own, taken apart: what forward keeps for that derivative, and the derivative.
+
+A fused attention kernel is one equation, a custom_vjp, whose rule saves what it needs: its output and the logsumexp of its
+rows. So is a loop, whose derivative reads what each of its iterations made. Differentiated where backward runs, such an
+equation would run forward a second time. Taken apart
+
+    forward    outs, kept = F(operands)
+    backward   d_operands = B(operands, outs, kept, d_outs)
+
+its forward runs once. Of a loop each iteration keeps what a layer would: the results of its products.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.activations.kept import is_cheap
+from zerojax.jaxprs import Constant, FlatJaxpr, Instruction, evaluate, flatten, read
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Apart:
+    """One equation, taken apart.
+
+    Attributes:
+      program: of the operands; returns the equation's results, then what else its derivative reads.
+      sources: where each value comes from that the derivative reads: ("operand", n), ("out", n), ("kept", n), or itself where
+        it is a constant.
+      structure: of the derivative, a tree of these values.
+      differentiable: whether each operand is floating.
+      num_outs: results of the equation.
+      kept: shapes of what is kept besides operands and results.
+    """
+
+    program: FlatJaxpr
+    sources: tuple[tuple[str, Any], ...]
+    structure: Any
+    differentiable: tuple[bool, ...]
+    num_outs: int
+    kept: tuple[Any, ...]
+
+    def forward(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the results, and what is kept for the derivative."""
+        slots: dict[int, Any] = dict(zip(self.program.inputs, operands, strict=True))
+        evaluate(self.program.instructions, slots)
+        values = [read(ref, slots) for ref in self.program.outputs]
+        return values[: self.num_outs], values[self.num_outs :]
+
+    def backward(
+        self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any], d_outs: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Return the cotangents of the operands; None of those that have none."""
+        of = {"operand": operands, "out": outs, "kept": kept}
+        leaves = [of[kind][n] if kind in of else n for kind, n in self.sources]
+        cotangents = iter(jax.tree.unflatten(self.structure, leaves)(list(d_outs)))
+        return tuple(next(cotangents) if floating else None for floating in self.differentiable)
+
+    def derivable(self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        """Return `outs`, whose derivative with respect to the operands is the equation's, from what was kept."""
+
+        @jax.custom_vjp
+        def call(operands: list[Any], outs: list[Any], kept: list[Any]) -> list[Any]:
+            del operands, kept
+            return outs
+
+        def forward(operands: list[Any], outs: list[Any], kept: list[Any]) -> tuple[list[Any], Any]:
+            return outs, (operands, outs, kept)
+
+        def backward(saved: tuple[list[Any], list[Any], list[Any]], d_outs: list[Any]) -> tuple[list[Any], None, None]:
+            return list(self.backward(*saved, d_outs)), None, None
+
+        call.defvjp(forward, backward)
+        return call(list(operands), *jax.lax.stop_gradient((list(outs), list(kept))))
+
+
+def is_openable(i: Instruction) -> bool:
+    """Tell whether an equation's derivative would run it a second time unless it is taken apart."""
+    # A while loop has no derivative in reverse, and a custom_jvp is differentiated equation by equation.
+    return (
+        i.has_jaxpr and i.eqn.primitive.name not in ("while", "custom_jvp_call") and not i.eqn.effects and not is_cheap(i.eqn)
+    )
+
+
+def take_apart(i: Instruction, run: Callable[[Sequence[Any]], list[Any]]) -> Apart | None:
+    """Take an equation apart; None where it has no derivative.
+
+    Args:
+      i: the equation.
+      run: runs it, as a differentiable function of its operands.
+    """
+    pairs = zip(i.ins, i.eqn.invars, strict=True)
+    avals: list[Any] = [jax.typeof(ref.value) if isinstance(ref, Constant) else v.aval for ref, v in pairs]
+    results: list[Any] = [v.aval for v in i.eqn.outvars]
+    differentiable = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in avals)
+    if not any(differentiable) or not any(jnp.issubdtype(a.dtype, jnp.inexact) for a in results):
+        return None
+    structures: list[Any] = []
+
+    def split(*operands: Any) -> tuple[list[Any], list[Any]]:
+        def function(*floating: Any) -> list[Any]:
+            rest = iter(floating)
+            return run([next(rest) if d else a for d, a in zip(differentiable, operands, strict=True)])
+
+        outs, derivative = jax.vjp(function, *[a for d, a in zip(differentiable, operands, strict=True) if d])
+        leaves, structure = jax.tree.flatten(derivative)
+        structures.append(structure)
+        return outs, leaves
+
+    closed = jax.make_jaxpr(split)(*avals)
+    program, num_outs = flatten(closed.jaxpr, closed.consts), len(i.outs)
+    outs, leaves = program.outputs[:num_outs], program.outputs[num_outs:]
+    kept = list(dict.fromkeys(ref for ref in leaves if isinstance(ref, int) and ref not in (*program.inputs, *outs)))
+
+    def source(ref: Any) -> tuple[str, Any]:
+        if not isinstance(ref, int):
+            return "constant", ref.value
+        for kind, refs in (("operand", program.inputs), ("out", outs), ("kept", kept)):
+            if ref in refs:
+                return kind, refs.index(ref)
+        raise AssertionError(ref)
+
+    by_slot = {out: v.aval for e in program.instructions for out, v in zip(e.outs, e.eqn.outvars, strict=True)}
+    shapes = tuple(by_slot[slot] for slot in kept)
+    program = dataclasses.replace(program, outputs=(*outs, *kept))
+    return Apart(program, tuple(map(source, leaves)), structures[-1], differentiable, num_outs, shapes)

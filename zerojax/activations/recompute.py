@@ -1,0 +1,269 @@
+"""A function under `jax.checkpoint` that keeps what costs and computes the rest again, for steps that JAX differentiates.
+
+The function is traced, and each value to keep is named. The checkpoint's policy keeps these names. Loops are entered, so that
+each iteration keeps as a layer does; an equation with a derivative of its own runs forward once (`zerojax.activations.apart`).
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.linear_cross_entropy.vjp import LSE
+from zerojax.activations.apart import Apart, is_openable, take_apart
+from zerojax.activations.flow import flow
+from zerojax.activations.kept import candidates, depending, describe, is_cheap
+from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten, read, scan_arity
+from zerojax.sharding import ActivationSpec, Spec
+
+PREFIX = "zerojax_kept "
+
+
+def keeps(prim: Any, *args: Any, **params: Any) -> bool:
+    """Checkpoint policy: what a `Keeper` named is kept, and so is the logsumexp of a tiled loss."""
+    del args
+    # Without the logsumexp backward would compute the tiles of logits twice.
+    return prim.name == "name" and (params["name"].startswith(PREFIX) or params["name"] == LSE)
+
+
+def label_of(name: str) -> str:
+    """Return the equation that a `Keeper` named, or the name that the model gave."""
+    return name.removeprefix(PREFIX)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Splits:
+    """How the inputs of a function are split over a mesh with tensor parallelism, from which follows how all its values are.
+
+    Attributes:
+      mesh: the device mesh.
+      params: spec of each leaf of the parameters, or None where it is not known.
+    """
+
+    mesh: Mesh
+    params: tuple[Spec | None, ...]
+
+    def flow(self, program: FlatJaxpr, shapes: Sequence[tuple[int, ...]], batch_size: int) -> dict[int, Spec | None]:
+        """Return the spec of every slot of a program over (params, *data).
+
+        Args:
+          program: flattened.
+          shapes: of the leaves of the data.
+          batch_size: rows of the batch, by which dim 0 of some of these is known to be it.
+        """
+        data = [ActivationSpec(self.mesh).given(shape, batch_size) for shape in shapes]
+        return flow(program, [*self.params, *data], self.mesh.shape)
+
+
+def keep_products(function: Callable[..., Any], prevent_cse: bool = True, splits: Splits | None = None) -> Callable[..., Any]:
+    """Return `function(params, x, *data)`, keeping from forward to backward what costs something to make again.
+
+    Args:
+      function: its argument x is a tree whose leaves have the batch as dim 0.
+      prevent_cse: as of `jax.checkpoint`.
+      splits: then what is kept is split as it says; without, as the partitioner chooses.
+    """
+
+    def run(params: Any, *data: Any) -> Any:
+        closed, out = jax.make_jaxpr(function, return_shape=True)(params, *data)
+        program = flatten(closed.jaxpr, closed.consts)
+        keeper = Keeper.of(program, program.inputs[len(jax.tree.leaves(params)) :], splits, data)
+
+        @partial(jax.checkpoint, policy=keeps, prevent_cse=prevent_cse)
+        def region(*values: Any) -> list[Any]:
+            slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
+            keeper.run(program.instructions, slots)
+            return [read(ref, slots) for ref in program.outputs]
+
+        return jax.tree.unflatten(jax.tree.structure(out), region(*jax.tree.leaves((params, *data))))
+
+    return run
+
+
+class Keeper:
+    """Runs instructions of a program and names what is kept for backward."""
+
+    def __init__(
+        self,
+        program: FlatJaxpr,
+        data: Sequence[int],
+        specs: Mapping[int, Spec | None] = MappingProxyType({}),
+        mesh: Mesh | None = None,
+    ) -> None:
+        """Choose what is kept of a program.
+
+        Args:
+          program: over parameters and data.
+          data: slots of the inputs that are no parameters.
+          specs: of slots, where it is known how they are split.
+          mesh: over which.
+        """
+        self.of_data, self.specs, self.mesh = depending(program, data), specs, mesh
+        self.kept = candidates(program, self.of_data)
+
+    @classmethod
+    def of(cls, program: FlatJaxpr, slots: Sequence[int], splits: Splits | None, data: Sequence[Any]) -> Self:
+        """Choose what is kept of a program over (params, *data), of which `slots` are those of the data."""
+        if splits is None:
+            return cls(program, slots)
+        shapes = [jnp.shape(a) for a in jax.tree.leaves(data)]
+        return cls(program, slots, splits.flow(program, shapes, _batch_size(data[0])), splits.mesh)
+
+    def run(self, instructions: Sequence[Instruction], slots: dict[int, Any]) -> None:
+        """Run instructions in order, reading and writing `slots`."""
+        for i in instructions:
+            values = [read(ref, slots) for ref in i.ins]
+            # An equation that is taken apart names its results itself: named twice, they would be kept twice.
+            apart = take_apart(i, partial(bind, i.eqn)) if _has_rule(i) and not self.of_data.isdisjoint(i.reads) else None
+            label = PREFIX + describe(i.eqn)
+            if apart is not None:
+                slots.update(zip(i.outs, _named_by_rule(i, apart, values, label), strict=True))
+                continue
+            outs = _run(i, values, self.depend_on_data(i))
+            slots.update((s, self.named(s, v, label) if s in self.kept else v) for s, v in zip(i.outs, outs, strict=True))
+
+    def named(self, slot: int, value: Any, label: str) -> Any:
+        """Return a value that is kept, under a name."""
+        if (spec := self.specs.get(slot)) is not None:
+            assert self.mesh is not None
+            value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))
+        return _named(value, label)
+
+    def depend_on_data(self, i: Instruction) -> list[bool]:
+        """Return whether each operand of an instruction depends on data."""
+        return [isinstance(ref, int) and ref in self.of_data for ref in i.ins]
+
+
+def _named(value: Any, label: str) -> Any:
+    """Return a value under a name."""
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):  # a checkpoint that keeps a complex number does not trace
+        return jax.lax.complex(checkpoint_name(value.real, label), checkpoint_name(value.imag, label))
+    return checkpoint_name(value, label)
+
+
+def _has_rule(i: Instruction) -> bool:
+    """Tell whether an equation's own rule, or the model's own checkpoint, says what is kept of it."""
+    return is_openable(i) and i.eqn.primitive.name not in ("scan", "cond")
+
+
+def _run(i: Instruction, values: Sequence[Any], of_data: Sequence[bool]) -> list[Any]:
+    """Return the results of one equation; inside of loops and branches, what is kept is named."""
+    if not any(of_data) or i.eqn.effects or is_cheap(i.eqn):
+        return bind(i.eqn, values)
+    enter = {"scan": _scan, "cond": _cond}.get(i.eqn.primitive.name)
+    return bind(i.eqn, values) if enter is None else enter(i.eqn, values, of_data)
+
+
+def _named_by_rule(i: Instruction, apart: Apart, values: Sequence[Any], label: str) -> list[Any]:
+    """Return the results of an equation that is taken apart; what its derivative reads is named."""
+
+    @jax.custom_vjp
+    def call(*operands: Any) -> list[Any]:
+        return bind(i.eqn, operands)
+
+    def forward(*operands: Any) -> tuple[list[Any], Any]:
+        outs, kept = apart.forward(operands)
+        outs, kept = ([_named(a, label) for a in arrays] for arrays in (outs, kept))
+        return outs, (operands, outs, kept)
+
+    def backward(saved: tuple[Any, Any, Any], d_outs: list[Any]) -> tuple[Any, ...]:
+        return apart.backward(*saved, d_outs)
+
+    call.defvjp(forward, backward)
+    return call(*values)
+
+
+def _inside(jaxpr: Any, of_data: Sequence[bool]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Return a function that runs a closed jaxpr, and names what is kept.
+
+    Args:
+      jaxpr: of a loop's body, or of a branch.
+      of_data: whether each of its operands depends on data.
+    """
+    program = flatten(jaxpr.jaxpr, jaxpr.consts)
+    keeper = Keeper(program, [slot for slot, of in zip(program.inputs, of_data, strict=True) if of])
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
+        keeper.run(program.instructions, slots)
+        return [read(ref, slots) for ref in program.outputs]
+
+    return run
+
+
+def _scan(eqn: Any, values: Sequence[Any], of_data: Sequence[bool]) -> list[Any]:
+    params = eqn.params
+    num_consts, num_carry = scan_arity(params, len(values))
+    consts, carry, xs = (
+        values[:num_consts],
+        list(values[num_consts : num_consts + num_carry]),
+        list(values[num_consts + num_carry :]),
+    )
+    # What is carried meets data sooner or later.
+    flags = [*of_data[:num_consts], *(True,) * num_carry, *of_data[num_consts + num_carry :]]
+    inside = _inside(params["jaxpr"], flags)
+
+    def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = inside([*consts, *carry, *xs])
+        return outs[:num_carry], outs[num_carry:]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(body, carry, xs, **options)
+    return [*carry, *ys]
+
+
+def _cond(eqn: Any, values: Sequence[Any], of_data: Sequence[bool]) -> list[Any]:
+    index, *operands = values
+    branches = [_inside(branch, of_data[1:]) for branch in eqn.params["branches"]]
+    return jax.lax.switch(index, [lambda *v, run=run: run(v) for run in branches], *operands)
+
+
+def open_equations(
+    program: FlatJaxpr, data: Sequence[int], closed: Iterable[int]
+) -> tuple[FlatJaxpr, dict[int, Apart], dict[int, Any]]:
+    """Take apart the equations of a program that depend on data and hold a derivative of their own.
+
+    Args:
+      program: of a layer.
+      data: slots of the inputs that are no parameters.
+      closed: first results of equations that stay as they are.
+
+    Returns:
+      The program, where these equations return what they keep too; each of them, by the slot of its first result; and the new
+      slots, with avals.
+    """
+    keeper, stay = Keeper(program, data), set(closed)
+    fresh = itertools.count(1 + max([*program.inputs, *(out for i in program.instructions for out in i.outs)], default=0))
+    instructions: list[Instruction] = []
+    apart: dict[int, Apart] = {}
+    kept: dict[int, Any] = {}
+    for i in program.instructions:
+        of_data = keeper.depend_on_data(i)
+        one = None
+        if is_openable(i) and any(of_data) and stay.isdisjoint(i.outs):
+            one = take_apart(i, partial(_differentiable, i, of_data))
+        if one is not None:
+            slots = {next(fresh): aval for aval in one.kept}
+            apart[i.outs[0]], kept = one, kept | slots
+            i = dataclasses.replace(i, outs=(*i.outs, *slots))
+        instructions.append(i)
+    return dataclasses.replace(program, instructions=tuple(instructions)), apart, kept
+
+
+def _differentiable(i: Instruction, of_data: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    """Run an equation, of which a derivative keeps what `keeps` says, or what its own rule does."""
+    if _has_rule(i):
+        return bind(i.eqn, values)
+    return jax.checkpoint(lambda *v: _run(i, v, of_data), policy=keeps, prevent_cse=False)(*values)
+
+
+def _batch_size(x: Any) -> int:
+    """Return dim 0 of the leaves of x."""
+    return next((a.shape[0] for a in jax.tree.leaves(x) if a.shape), 0)

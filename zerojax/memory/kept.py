@@ -1,0 +1,170 @@
+"""What one program keeps from forward to backward, value by value: `program.kept(batch)`.
+
+Of a streamed step it is what its plan says. Of a resident one it is found by tracing the loss and its derivative, without
+running either: residuals are the results of the traced forward that the derivative reads. A residual that is an argument takes
+no bytes of its own. In a loop over layers each is a stack, one entry a layer.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from zerojax.activations import describe, label_of
+from zerojax.jaxprs import scan_arity
+from zerojax.memory.leaves import local_record_bytes
+from zerojax.sharding import ActivationSpec, Spec, axes_of, local_elements, pad_spec
+from zerojax.state import Layout, join_frozen
+from zerojax.streamed import ResidualPlan, StreamedStep
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kept:
+    """One value that forward keeps for backward.
+
+    Attributes:
+      name: the name that the model gave it (`jax.ad_checkpoint.checkpoint_name`), "x" and a path for the input of a layer, or
+        the equation that made it.
+      shape: of one layer and microbatch, on all devices.
+      dtype: of it.
+      spec: how it is split, one entry a dim; None in the place of a dim that is whole, or that XLA may split as it likes.
+      tier: where it rests.
+      count: how many there are at once: layers, times microbatches in a streamed step.
+      num_bytes: of all of these on one device.
+      stack: of which layers it is, in a model of several stacks; else "".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: Spec
+    tier: str
+    count: int
+    num_bytes: int
+    stack: str = ""
+
+    def __str__(self) -> str:
+        split = ", ".join("+".join(axes_of(entry)) or "-" for entry in self.spec)
+        shape = f"{jnp.dtype(self.dtype).name}{list(self.shape)}"
+        return f"{self.num_bytes:>16,} {self.count:>5} x {shape:<32} ({split}) {self.tier} {self.stack} {self.name}"
+
+
+class KeptValues(tuple[Kept, ...]):
+    """The values that a step keeps, largest first; prints as a table."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them on one device, in every tier."""
+        return sum(kept.num_bytes for kept in self)
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.num_bytes:>16,} bytes kept on each device", *map(str, self)])
+
+
+def kept_values(values: list[Kept]) -> KeptValues:
+    """Return values in order, largest first."""
+    return KeptValues(sorted(values, key=lambda kept: -kept.num_bytes))
+
+
+def streamed_kept(streamed: StreamedStep, abstract_batch: Any) -> list[Kept]:
+    """Return what a streamed step keeps of its layers."""
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
+    plans = zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True)
+    return [kept for loops, residuals in plans for kept in _of_stack(loops.stack.name, loops.stack.num_layers, residuals)]
+
+
+def _of_stack(stack: str, num_layers: int, residuals: ResidualPlan) -> list[Kept]:
+    values, lead = list[Kept](), residuals.lead
+    for name, record, a in zip(residuals.names, residuals.records, residuals.shapes, strict=True):
+        spec = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in record.spec)[lead:]
+        count = num_layers * math.prod(a.shape[:lead])
+        num_bytes = num_layers * local_record_bytes(record, a.shape, a.dtype)
+        values.append(Kept(name, a.shape[lead:], a.dtype, spec, record.tier, count, num_bytes, stack))
+    return values
+
+
+def resident_kept(layout: Layout, loss: Any, abstract_batch: Any) -> list[Kept]:
+    """Return what a microbatch of a resident step keeps; those of one are gone when the next one runs.
+
+    Args:
+      layout: of the program.
+      loss: the objective over whole parameters.
+      abstract_batch: tree of ShapeDtypeStruct.
+    """
+    count = layout.config.num_microbatches
+    micro = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]) if len(a.shape) else a.shape, a.dtype),
+        abstract_batch,
+    )
+    state = layout.abstract_arrays
+    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
+    params, frozen, model_state = jax.tree.map(shape, (state.params, state.frozen, state.model_state))
+    frozen = jax.eval_shape(layout.decode, frozen)  # backward decodes again, so that what is decoded is no residual
+
+    def residuals(params: Any, frozen: Any, batch: Any, model_state: Any) -> list[Any]:
+        value = lambda p: loss(join_frozen(p, frozen), batch, None, model_state)[0].value()  # noqa: E731
+        return jax.tree.leaves(jax.vjp(value, params)[1])
+
+    jaxpr = jax.make_jaxpr(residuals)(params, frozen, micro, model_state).jaxpr
+    # A residual that is an argument (a parameter, the batch) takes no bytes of its own, and each other counts once.
+    values = {v: None for v in jaxpr.outvars if isinstance(v, jex.Var)}
+    for v in jaxpr.invars:
+        values.pop(v, None)
+    sizes = [a.shape[0] for a in jax.tree.leaves(micro) if a.shape]
+    return [_resident_value(v, jaxpr, layout, sizes[0] if sizes else 0) for v in values]
+
+
+def _resident_value(v: jex.Var, jaxpr: jex.Jaxpr, layout: Layout, batch_size: int) -> Kept:
+    aval: Any = v.aval
+    name, spec, loops = _source(v, jaxpr, 0)
+    shape, stacked = aval.shape[loops:], math.prod(aval.shape[:loops])
+    if spec is None:
+        spec = ActivationSpec(layout.mesh).given(shape, batch_size)
+    itemsize = 8 if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else aval.dtype.itemsize
+    num_bytes = stacked * local_elements(shape, spec, layout.mesh) * itemsize
+    return Kept(name, shape, aval.dtype, spec, "device", stacked, num_bytes)
+
+
+_PASSED_ON = ("reduce_precision", "optimization_barrier")
+
+
+def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int]:
+    """Return what made a variable, how it is split if that was said, and in how many loops, each of which stacks it."""
+    makers: Mapping[Any, Any] = {out: (eqn, n) for eqn in jaxpr.eqns for n, out in enumerate(eqn.outvars)}
+    spec: Spec | None = None
+    while v in makers:
+        eqn, position = makers[v]
+        primitive = eqn.primitive.name
+        if primitive == "name":
+            return label_of(eqn.params["name"]), spec or _constrained(makers, eqn.invars[0]), loops
+        if primitive == "sharding_constraint":
+            spec = spec or _spec_of(eqn)
+        elif primitive == "scan":
+            inner = eqn.params["jaxpr"].jaxpr
+            is_stacked = position >= scan_arity(eqn.params, len(eqn.invars))[1]
+            return _source(inner.outvars[position], inner, loops + is_stacked)
+        elif primitive in ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call"):
+            inner = eqn.params["jaxpr"]
+            inner = getattr(inner, "jaxpr", inner)
+            return _source(inner.outvars[position], inner, loops)
+        elif primitive not in _PASSED_ON:
+            return describe(eqn), spec, loops
+        v = eqn.invars[0]
+    return "x", spec, loops
+
+
+def _constrained(makers: Mapping[Any, Any], v: Any) -> Spec | None:
+    """Return the spec of a variable that a constraint made."""
+    eqn = makers[v][0] if v in makers else None
+    return _spec_of(eqn) if eqn is not None and eqn.primitive.name == "sharding_constraint" else None
+
+
+def _spec_of(eqn: jex.JaxprEqn) -> Spec:
+    """Return the spec to which an equation constrains; None in the place of dims that are left to the partitioner."""
+    entries = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in eqn.params["sharding"].spec)
+    return pad_spec(tuple(entries), len(eqn.outvars[0].aval.shape))  # pyright: ignore[reportAttributeAccessIssue]
