@@ -6,6 +6,7 @@ from typing import Any
 
 import gpt
 import jax
+import jax.experimental
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
@@ -241,6 +242,21 @@ def test_branches_and_integers():
     assert backward_of(layer)["dot_general"] == 2
     resident = jax.grad(lambda p, x: keep_products(block)(p, x, None).sum(), argnums=(0, 1))(W, X)
     toys.assert_trees_close(resident, plain, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep", [keep_products, lambda f: keep_by_segments(f, "save")], ids=["layer", "segments"])
+def test_a_callback_runs_once(keep):
+    seen = []
+
+    def loss(p, x, key):
+        y = jnp.tanh(x @ p["w"])
+        jax.experimental.io_callback(lambda total: seen.append(total), None, jax.lax.stop_gradient(y.sum()))
+        return (y @ p["v"]).sum()
+
+    grads = jax.jit(jax.grad(lambda p: keep(loss)(p, X, None)))(W)
+    jax.effects_barrier()
+    assert len(seen) == 1
+    toys.assert_trees_close(grads, jax.grad(lambda p: (jnp.tanh(X @ p["w"]) @ p["v"]).sum())(W), atol=1e-4)
 
 
 def test_a_model_keeps_the_same_by_segments():

@@ -66,7 +66,7 @@ def keep_products(function: Callable[..., Any], prevent_cse: bool = True, splits
     """Return `function(params, x, *data)`, keeping from forward to backward what costs something to make again.
 
     Args:
-      function: its argument x is a tree whose leaves have the batch as dim 0.
+      function: its argument x is a tree whose leaves have the batch as dim 0. One with side effects keeps what JAX keeps.
       prevent_cse: as of `jax.checkpoint`.
       splits: then what is kept is split as it says; without, as the partitioner chooses.
     """
@@ -74,6 +74,9 @@ def keep_products(function: Callable[..., Any], prevent_cse: bool = True, splits
     def run(params: Any, *data: Any) -> Any:
         closed, out = jax.make_jaxpr(function, return_shape=True)(params, *data)
         program = flatten(closed.jaxpr, closed.consts)
+        # A checkpoint refuses callbacks, and would print twice.
+        if any(i.eqn.effects for i in program.instructions):
+            return function(params, *data)
         keeper = Keeper.of(program, program.inputs[len(jax.tree.leaves(params)) :], splits, data)
 
         @partial(jax.checkpoint, policy=keeps, prevent_cse=prevent_cse)

@@ -69,7 +69,12 @@ def _run(program: FlatJaxpr, slots: dict[int, Any], num_params: int, keeper: Kee
         if own == "scan" and keeper is None:
             _scan(instructions[0], slots)
         # Backward of the last segment follows its forward at once: to compute it again would save nothing.
-        elif (number == len(pieces) - 1 and keeper is None) or (own in _OWN and own != "scan"):
+        # With a policy a checkpoint refuses callbacks, and would print twice.
+        elif (
+            (number == len(pieces) - 1 and keeper is None)
+            or (own in _OWN and own != "scan")
+            or (keeper is not None and any(i.eqn.effects for i in instructions))
+        ):
             evaluate(instructions, slots)
         else:
             _region(program, piece, slots, keeper)
