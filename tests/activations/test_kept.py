@@ -214,6 +214,16 @@ def test_a_loop_keeps_its_products_and_repeats_none():
     assert primitives(live(resident))["dot_general"] == 1 + 4  # the sum's gradient needs no result
 
 
+def test_a_sum_over_tiles_keeps_no_tile():
+    """Resident: a tile's result is added up, and its derivative reads the operands alone."""
+    c = gpt.GPTConfig(**SMALL, mlp_tiles=2)
+    kept = program(c, stage=1).kept(batch())
+    assert sum(value.num_bytes for value in of_layers(kept)) == sum(
+        2 * 8 * 32 * n * 4
+        for n in (32, 96, 128, 32, 32)  # x, qkv, scores, attention's result and its projection
+    )
+
+
 def test_a_region_that_the_model_rematerialises_keeps_what_its_policy_says():
     def block(p, x, key):
         inner = jax.checkpoint(

@@ -51,13 +51,14 @@ class Apart:
         values = [read(ref, slots) for ref in self.program.outputs]
         return values[: self.num_outs], values[self.num_outs :]
 
-    def backward(
-        self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any], d_outs: Sequence[Any]
-    ) -> tuple[Any, ...]:
-        """Return the cotangents of the operands; None of those that have none."""
+    def read_by_backward(self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        """Return the values that the derivative reads, of which some may be constants."""
         of = {"operand": operands, "out": outs, "kept": kept}
-        leaves = [of[kind][n] if kind in of else n for kind, n in self.sources]
-        cotangents = iter(jax.tree.unflatten(self.structure, leaves)(list(d_outs)))
+        return [of[kind][n] if kind in of else n for kind, n in self.sources]
+
+    def backward(self, values: Sequence[Any], d_outs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the cotangents of the operands, None of those that have none, from what `read_by_backward` returned."""
+        cotangents = iter(jax.tree.unflatten(self.structure, values)(list(d_outs)))
         return tuple(next(cotangents) if floating else None for floating in self.differentiable)
 
     def derivable(self, operands: Sequence[Any], outs: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
@@ -72,7 +73,7 @@ class Apart:
             return outs, (operands, outs, kept)
 
         def backward(saved: tuple[list[Any], list[Any], list[Any]], d_outs: list[Any]) -> tuple[list[Any], None, None]:
-            return list(self.backward(*saved, d_outs)), None, None
+            return list(self.backward(self.read_by_backward(*saved), d_outs)), None, None
 
         call.defvjp(forward, backward)
         return call(list(operands), *jax.lax.stop_gradient((list(outs), list(kept))))

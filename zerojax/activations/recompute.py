@@ -174,10 +174,11 @@ def _named_by_rule(i: Instruction, apart: Apart, values: Sequence[Any], label: s
     def forward(*operands: Any) -> tuple[list[Any], Any]:
         outs, kept = apart.forward(operands)
         outs, kept = ([_named(a, label) for a in arrays] for arrays in (outs, kept))
-        return outs, (operands, outs, kept)
+        # What the derivative does not read, such as the result of one tile of a sum, is not kept.
+        return outs, apart.read_by_backward(operands, outs, kept)
 
-    def backward(saved: tuple[Any, Any, Any], d_outs: list[Any]) -> tuple[Any, ...]:
-        return apart.backward(*saved, d_outs)
+    def backward(saved: list[Any], d_outs: list[Any]) -> tuple[Any, ...]:
+        return apart.backward(saved, d_outs)
 
     call.defvjp(forward, backward)
     return call(*values)

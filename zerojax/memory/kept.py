@@ -130,6 +130,7 @@ def _resident_value(v: jex.Var, jaxpr: jex.Jaxpr, layout: Layout, batch_size: in
     return Kept(name, shape, aval.dtype, spec, "device", stacked, num_bytes)
 
 
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 _PASSED_ON = ("reduce_precision", "optimization_barrier")
 
 
@@ -148,9 +149,8 @@ def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int
             inner = eqn.params["jaxpr"].jaxpr
             is_stacked = position >= scan_arity(eqn.params, len(eqn.invars))[1]
             return _source(inner.outvars[position], inner, loops + is_stacked)
-        elif primitive in ("jit", "pjit", "checkpoint", "remat", "remat2", "closed_call"):
-            inner = eqn.params["jaxpr"]
-            inner = getattr(inner, "jaxpr", inner)
+        elif primitive in _CALLS:
+            (inner,) = jex.jaxprs_in_params(eqn.params)
             return _source(inner.outvars[position], inner, loops)
         elif primitive not in _PASSED_ON:
             return describe(eqn), spec, loops
