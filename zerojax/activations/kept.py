@@ -2,8 +2,8 @@
 
 Backward reads more values than it need be given. Kept are results of equations that cost something to repeat: products,
 convolutions, look-ups, sorts, loops, kernels. What elementwise, layout, cast and reduction equations make of these is computed
-again, random masks included, at the cost of memory traffic that keeping it would have had as well. In units of s b h bytes (s
-tokens of b sequences of width h in 16 bits, a heads), a GPT's layer keeps
+again, random masks included. In units of s b h bytes (s tokens of b sequences of width h in 16 bits, a heads), a GPT's layer
+keeps
 
     save         20 + 4 a s / h    the layer's input 2, qkv 6, scores in float32 4 a s / h, attention's output 2, its projection
                                    2, the hidden layer 8
