@@ -22,7 +22,9 @@ from zerojax.resident.segments import keep_by_segments
 from zerojax.streamed.residuals import derivative_jaxpr, plan_layer
 
 SMALL = {"vocab": 32, "seq": 32, "hidden": 32, "layers": 2, "heads": 4, "loss_tiles": 0}
-X, W = jnp.ones((4, 8, 16)), {"w": jnp.full((16, 16), 0.1), "v": jnp.full((16, 16), 0.2)}
+# Random: of equal elements norms are 0, and so is what a wrong derivative would change.
+X = jax.random.normal(jax.random.key(0), (4, 8, 16))
+W = {name: 0.2 * jax.random.normal(jax.random.key(n), (16, 16)) for n, name in enumerate("wv", 1)}
 
 
 def program(c=None, devices=1, tensor=1, model=None, **config):
