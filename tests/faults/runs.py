@@ -17,10 +17,8 @@ faults follow from its seed. After each operation nothing fails, and these are c
 OUT is a JSON of what was found, with the seed of its episode.
 """
 
-import collections
 import contextlib
 import faulthandler
-import gc
 import json
 import os
 import pathlib
@@ -37,21 +35,13 @@ if __name__ == "__main__":
 
 import shim
 from episode import Episode
+from open_files import descriptors
 from trained import Found, Toy
 
 import zerojax.runtime.swap
 from host_offload.disk import tuning
 
 RUNS_OF_EPISODE = 6
-
-
-def descriptors() -> collections.Counter[str]:
-    """Return the files that are open, and how often each is."""
-    found: collections.Counter[str] = collections.Counter()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing
-            found[os.readlink(f"/proc/self/fd/{name}")] += 1
-    return found
 
 
 def frames(error: BaseException | None) -> list[str]:
@@ -113,7 +103,6 @@ def main(library: str, folder: str, names: str, first: int, seconds: float, runs
             ran, hit, slowest = ran + episode.num_runs, hit + episode.num_hit, max(slowest, episode.slowest)
         shutil.rmtree(path, ignore_errors=True)
         seed += 1
-    gc.collect()  # of errors, whose stacks hold what was open
     leaked = sorted((descriptors() - before).elements())
     counts = {
         "runs": ran, "hit": hit, "episodes": seed - first, "slowest": slowest, "leaked": leaked,

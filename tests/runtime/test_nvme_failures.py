@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import gc
 import os
 import pathlib
 import signal
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from open_files import descriptors
 
 import zerojax as zj
 from host_offload.disk.errors import SwapError
@@ -296,8 +296,7 @@ def steps_of(program, state, batch, steps):
         assert np.isfinite(float(metrics["loss"]))
         assert step == 0 or metrics["swap_misses"] == 0
     program.swap.engine.flush()
-    gc.collect()
-    return state, (len(own_threads()), len(os.listdir("/proc/self/fd")), resident_bytes())
+    return state, own_threads(), descriptors(), resident_bytes()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="descriptors are counted in /proc")
@@ -308,10 +307,11 @@ def test_many_steps_on_many_devices_grow_nothing(tmp_path, steps):
     others = own_threads()
     with build(tmp_path, devices=8, update="in_backward") as program:
         state = program.init(jax.random.key(0))
-        state, before = steps_of(program, state, batch, 9)
-        state, after = steps_of(program, state, batch, steps - 9)
-        assert after[:2] == before[:2]
-        assert after[2] - before[2] < 16 << 20
+        state, threads, files, num_bytes = steps_of(program, state, batch, 9)
+        state, threads_after, files_after, num_bytes_after = steps_of(program, state, batch, steps - 9)
+        assert len(threads_after) == len(threads)
+        assert not files_after - files
+        assert num_bytes_after - num_bytes < 16 << 20
     assert own_threads() == others
 
 

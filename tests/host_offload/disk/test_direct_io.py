@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from open_files import descriptors
 
 from host_offload.device.buffers import allocate
 from host_offload.disk import checksum as checksum_module
@@ -415,7 +416,7 @@ def test_a_record_that_was_never_written_is_no_zeros(store, io):
 @pytest.mark.parametrize("block", [0, 3])
 def test_an_error_of_the_disk_comes_out_of_the_future(store, direct, monkeypatch, number, block):
     direct.write(store, 1, random_record(store)).result(60)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
 
     def fail(real, fd, parts, at):
         if at == block * SMALL.block_bytes:
@@ -429,7 +430,7 @@ def test_an_error_of_the_disk_comes_out_of_the_future(store, direct, monkeypatch
     assert (caught.value.errno, caught.value.layer) == (number, 1)
     with pytest.raises(SwapError, match=rf"writing params of rank 0 of layer 1.*{name}"):
         direct.write(store, 1, random_record(store)).result(60)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not descriptors() - before
     monkeypatch.undo()
     with pytest.raises(SwapError, match="never written completely"):  # half of it is new
         direct.read(store, 1, random_record(store)).result(60)
@@ -490,10 +491,11 @@ def test_many_cycles_with_failures_leave_no_descriptors_and_no_threads(store):
                 assert [type(f.exception(60)) for f in done] == [type(None), SwapError, SwapError, SwapError]
 
     cycle()  # tensorstore keeps its own threads
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    files, threads = descriptors(), set(threading.enumerate())
     for _ in range(15):
         cycle()
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert not descriptors() - files
+    assert not set(threading.enumerate()) - threads
 
 
 # --- file systems without O_DIRECT -----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from open_files import descriptors
 
 from host_offload.disk import store as store_module
 from host_offload.disk.errors import SwapError, explain, of_tensorstore
@@ -410,11 +411,11 @@ def test_a_folder_that_was_removed_by_hand_closes_without_an_error(tmp_path, cap
 
 
 def test_swap_folders_leave_no_descriptors(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     for _ in range(20):
         with SwapFolder(str(tmp_path)), pytest.raises(SwapError):
             SwapFolder(str(tmp_path))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert not descriptors() - before
 
 
 def make_fifo(path):
@@ -480,13 +481,13 @@ def test_a_file_system_without_locks_is_refused_and_left_as_it_was(tmp_path, mon
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with pytest.raises(
         SwapError, match=rf"{errno.errorcode[number]} \({number}\).*without a lock.*swap_dir.*local disk"
     ) as caught:
         SwapFolder(str(tmp_path))
     assert caught.value.errno == number
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert not descriptors() - before
     monkeypatch.undo()
     SwapFolder(str(tmp_path)).close()  # what was left is taken over, where there are locks
     assert os.listdir(tmp_path) == []
