@@ -24,10 +24,10 @@ ROOMS = {
     "zerojax.float32_grads": ("jaxprs",),
     # folders, from the ground up
     "zerojax.sharding": (),
-    "zerojax.activations": ("jaxprs", "sharding"),
     "zerojax.gather": ("activations", "jaxprs", "sharding"),
     "zerojax.tiling": ("jaxprs", "sharding"),
     "zerojax.models": ("tiling", "jaxprs", "sharding"),
+    "zerojax.activations": ("models", "tiling", "jaxprs", "sharding"),
     "zerojax.state": ("models", "sharding", "config", "precision"),
     "zerojax.runtime": ("state",),
     "zerojax.optim": ("state", "runtime", "sharding", "jaxprs", "config", "precision", "metrics"),
@@ -35,8 +35,8 @@ ROOMS = {
     "zerojax.streamed": ("activations", "optim", "state", "models", "tiling", "float32_grads", "sharding", "jaxprs", "metrics"),
     "zerojax.memory": ("streamed", "resident", "state", "activations", "jaxprs", "sharding", "precision"),
     "zerojax.program": (
-        "memory", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding", "aot", "config",
-        "precision",
+        "activations", "memory", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding", "aot",
+        "config", "precision",
     ),
     "zerojax.checkpoint": ("program", "runtime", "state", "models", "sharding", "precision"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config"),

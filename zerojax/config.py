@@ -55,6 +55,8 @@ class ZeroConfig:
       saved_names: values that the block marks by `jax.ad_checkpoint.checkpoint_name`, kept on the device besides.
       offloaded_names: likewise, kept in pinned host memory.
       partition_activations: layer-boundary activations are also split over `tensor` (ZeRO-R, Pa).
+      sequence_parallel: the stream x[B, T, H] of a LayeredModel rests split over `tensor` in dim 1, and is whole for products
+        alone whose weights `tensor` splits (arXiv:2205.05198). Means nothing where tensor is 1.
       precision: dtype of compute and of gathers. Master weights stay float32, and moments as `moments` says; "fp16" scales
         its loss.
       moments: dtype in which the optimizer's moments rest, in every tier; the update itself is float32. "bfloat16" rounds them
@@ -96,6 +98,7 @@ class ZeroConfig:
     saved_names: tuple[str, ...] = ()
     offloaded_names: tuple[str, ...] = ()
     partition_activations: bool = False
+    sequence_parallel: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     moments: Literal["float32", "bfloat16"] = "float32"
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -147,7 +150,7 @@ class ZeroConfig:
             if not isinstance(path, str):
                 raise ValueError(f"swap_dir={self.swap_dir!r}: a folder's path is needed, a str or an os.PathLike of one")
             object.__setattr__(self, "swap_dir", path)
-        for name in ("partition_activations", "delayed_update", "gather_ahead"):
+        for name in ("partition_activations", "sequence_parallel", "delayed_update", "gather_ahead"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: True or False is needed")
         for name in ("saved_names", "offloaded_names"):
@@ -283,6 +286,7 @@ def check_unlayered(config: ZeroConfig) -> None:
         "activations": ("save", "remat"),
         "update": (None, "after_backward"),
         "gather_ahead": (False,),
+        "sequence_parallel": (False,),
         "delayed_update": (False,),
         "saved_names": ((),),
         "offloaded_names": ((),),

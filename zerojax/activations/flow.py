@@ -23,11 +23,11 @@ from jax.sharding import PartitionSpec
 from zerojax.jaxprs import POINTWISE, REDUCTIONS, FlatJaxpr, flatten, scan_arity
 from zerojax.sharding import Spec, axes_of, pad_spec
 
-_ANY: Any = object()
+ANY: Any = object()
 """The entry of a dim that is split as what it meets."""
-_Split = tuple[Any, ...]
-"""For each dim the mesh axes that split it, as a tuple, or _ANY."""
-_Rule = Callable[[jex.JaxprEqn, Sequence[_Split], Mapping[str, int]], Sequence[_Split | None]]
+Split = tuple[Any, ...]
+"""For each dim the mesh axes that split it, as a tuple, or ANY."""
+_Rule = Callable[[jex.JaxprEqn, Sequence[Split], Mapping[str, int]], Sequence[Split | None]]
 
 
 class _Unclear(Exception):  # noqa: N818  # no error: it ends a rule that leaves a choice
@@ -42,34 +42,34 @@ def flow(program: FlatJaxpr, inputs: Sequence[Spec | None], axis_sizes: Mapping[
       inputs: of each input slot its spec, one entry a dim, or None where it is not known.
       axis_sizes: of the mesh, `mesh.shape`.
     """
-    given: list[_Split | None] = [None if spec is None else tuple(map(axes_of, spec)) for spec in inputs]
+    given: list[Split | None] = [None if spec is None else tuple(map(axes_of, spec)) for spec in inputs]
     shapes = {out: v.aval for i in program.instructions for out, v in zip(i.outs, i.eqn.outvars, strict=True)}
-    return {slot: _spec(split, shapes.get(slot)) for slot, split in _run(program, given, axis_sizes).items()}
+    return {slot: spec_of(split, shapes.get(slot)) for slot, split in _run(program, given, axis_sizes).items()}
 
 
-def _spec(split: _Split | None, aval: Any) -> Spec | None:
+def spec_of(split: Split | None, aval: Any) -> Spec | None:
     """Return a split as a spec; None if a dim of it is split as what it meets."""
     if split is None:
         return None
-    if any(entry is _ANY and (aval is None or aval.shape[dim] != 1) for dim, entry in enumerate(split)):
+    if any(entry is ANY and (aval is None or aval.shape[dim] != 1) for dim, entry in enumerate(split)):
         return None
-    return tuple(None if entry is _ANY or not entry else entry[0] if len(entry) == 1 else entry for entry in split)
+    return tuple(None if entry is ANY or not entry else entry[0] if len(entry) == 1 else entry for entry in split)
 
 
-def _run(program: FlatJaxpr, inputs: Sequence[_Split | None], sizes: Mapping[str, int]) -> dict[int, _Split | None]:
+def _run(program: FlatJaxpr, inputs: Sequence[Split | None], sizes: Mapping[str, int]) -> dict[int, Split | None]:
     """Return how every slot is split."""
-    slots: dict[int, _Split | None] = dict(zip(program.inputs, inputs, strict=True))
+    slots: dict[int, Split | None] = dict(zip(program.inputs, inputs, strict=True))
     for i in program.instructions:
-        ins = [slots[ref] if isinstance(ref, int) else (_ANY,) * _ndim(v) for ref, v in zip(i.ins, i.eqn.invars, strict=True)]
-        slots.update(zip(i.outs, _outs(i.eqn, ins, sizes), strict=True))
+        ins = [slots[ref] if isinstance(ref, int) else (ANY,) * _ndim(v) for ref, v in zip(i.ins, i.eqn.invars, strict=True)]
+        slots.update(zip(i.outs, outs_of(i.eqn, ins, sizes), strict=True))
     return slots
 
 
-def _outs(eqn: jex.JaxprEqn, ins: Sequence[_Split | None], sizes: Mapping[str, int]) -> list[_Split | None]:
+def outs_of(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
     """Return how the results of one equation are split."""
     name = eqn.primitive.name
-    unknown: list[_Split | None] = [None] * len(eqn.outvars)
-    free: list[_Split | None] = [(_ANY,) * _ndim(v) for v in eqn.outvars]
+    unknown: list[Split | None] = [None] * len(eqn.outvars)
+    free: list[Split | None] = [(ANY,) * _ndim(v) for v in eqn.outvars]
     # Random bits are made of a key, on each device those that it needs.
     if name.startswith("random_") or name == "iota":
         return free
@@ -77,7 +77,7 @@ def _outs(eqn: jex.JaxprEqn, ins: Sequence[_Split | None], sizes: Mapping[str, i
     if any(split is None for split in ins) and name not in _ENTERED:  # an inner program may use what is known of the rest
         return unknown
     if rule is None:
-        return free if all(entry is _ANY for split in ins if split is not None for entry in split) else unknown
+        return free if all(entry is ANY for split in ins if split is not None for entry in split) else unknown
     try:
         outs = list(rule(eqn, ins, sizes))  # pyright: ignore[reportArgumentType]
     except _Unclear:
@@ -93,22 +93,22 @@ def _shape(v: Any) -> tuple[int, ...]:
     return tuple(getattr(v.aval, "shape", ()))
 
 
-def _is_twice(split: _Split) -> bool:
+def _is_twice(split: Split) -> bool:
     """Tell whether a mesh axis would split two dims."""
-    axes = [axis for entry in split if entry is not _ANY for axis in entry]
+    axes = [axis for entry in split if entry is not ANY for axis in entry]
     return len(set(axes)) < len(axes)
 
 
 def _meet(a: Any, b: Any) -> Any:
     """Return how a dim is split that is split as `a` in one operand and as `b` in another."""
-    if a is _ANY or (b is not _ANY and not a):
+    if a is ANY or (b is not ANY and not a):
         return b
-    if b is _ANY or not b or a == b:
+    if b is ANY or not b or a == b:
         return a
     raise _Unclear
 
 
-def _meet_all(splits: Sequence[_Split]) -> _Split:
+def _meet_all(splits: Sequence[Split]) -> Split:
     """Return the same of whole operands of one shape."""
     result = splits[0]
     for split in splits[1:]:
@@ -116,51 +116,51 @@ def _meet_all(splits: Sequence[_Split]) -> _Split:
     return result
 
 
-def _unsplit(split: _Split, dims: Sequence[int]) -> _Split:
+def _unsplit(split: Split, dims: Sequence[int]) -> Split:
     """Return a split of which these dims, which an equation needs whole, are unsplit.
 
     Raises:
       _Unclear: one of them is split.
     """
-    if any(split[d] is not _ANY and split[d] for d in dims):
+    if any(split[d] is not ANY and split[d] for d in dims):
         raise _Unclear
     return split
 
 
-def _pointwise(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+def _pointwise(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     shape = _shape(eqn.outvars[0])
-    result: _Split = (_ANY,) * len(shape)
+    result: Split = (ANY,) * len(shape)
     for v, split in zip(eqn.invars, ins, strict=True):
         if len(split) not in (0, len(shape)):  # a bitcast to another width
             raise _Unclear
         if split:  # else a scalar beside arrays
             # A dim of 1 is repeated along the dim that it meets.
-            result = tuple(_meet(a, _ANY if n != m else b) for a, b, n, m in zip(result, split, _shape(v), shape, strict=True))
+            result = tuple(_meet(a, ANY if n != m else b) for a, b, n, m in zip(result, split, _shape(v), shape, strict=True))
     return [result]
 
 
-def _transpose(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+def _transpose(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     return [tuple(ins[0][d] for d in eqn.params["permutation"])]
 
 
-def _broadcast(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+def _broadcast(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
-    result = [_ANY] * len(new)
+    result = [ANY] * len(new)
     for d, at in enumerate(eqn.params["broadcast_dimensions"]):
-        result[at] = ins[0][d] if old[d] == new[at] else _ANY
+        result[at] = ins[0][d] if old[d] == new[at] else ANY
     return [tuple(result)]
 
 
-def _squeeze(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+def _squeeze(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     return [tuple(entry for d, entry in enumerate(ins[0]) if d not in eqn.params["dimensions"])]
 
 
-def _reshape(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+def _reshape(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     """Dims fall into groups of equal products. Inside of a group axes stay where shards stay runs of neighbouring elements."""
     old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     if eqn.params.get("dimensions") is not None or 0 in (*old, *new):
         raise _Unclear
-    result: list[Any] = [_ANY] * len(new)  # dims of 1 hold nothing that could be split
+    result: list[Any] = [ANY] * len(new)  # dims of 1 hold nothing that could be split
     for old_dims, new_dims in _groups(old, new):
         entries = _regrouped([(old[d], ins[0][d]) for d in old_dims], [new[d] for d in new_dims], sizes)
         for d, entry in zip(new_dims, entries, strict=True):
@@ -182,11 +182,11 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
 
 def _regrouped(old: Sequence[tuple[int, Any]], new: Sequence[int], sizes: Mapping[str, int]) -> list[Any]:
     """Return how the dims `new` of a reshape are split that hold the elements of `old`, dims with their entries."""
-    if all(entry is _ANY for _, entry in old):
-        return [_ANY] * len(new)
+    if all(entry is ANY for _, entry in old):
+        return [ANY] * len(new)
     axes, is_run = list[str](), True
     for size, entry in old:
-        if entry is _ANY or not entry:
+        if entry is ANY or not entry:
             is_run = is_run and size == 1
             continue
         if not is_run:  # a dim before it is not split to the end: shards are no runs of neighbours
@@ -207,7 +207,7 @@ def _regrouped(old: Sequence[tuple[int, Any]], new: Sequence[int], sizes: Mappin
     return result
 
 
-def _slice(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+def _slice(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     """Also of a dynamic_slice, a pad, a concatenation, a split and a tiling: dims whose size changes must be whole."""
     arrays = [(v, split) for v, split in zip(eqn.invars, ins, strict=True) if len(split) == _ndim(eqn.outvars[0])]
     results = []
@@ -221,12 +221,12 @@ def _slice(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -
     return results
 
 
-def _dynamic_slice(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+def _dynamic_slice(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     dims = [d for d, (n, m) in enumerate(zip(_shape(eqn.invars[0]), _shape(eqn.outvars[0]), strict=True)) if n != m]
     return [_unsplit(ins[0], dims)]
 
 
-def _dynamic_update_slice(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+def _dynamic_update_slice(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     operand, update = ins[:2]
     dims = [d for d, (n, m) in enumerate(zip(_shape(eqn.invars[0]), _shape(eqn.invars[1]), strict=True)) if n != m]
     return [_meet_all([_unsplit(operand, dims), _unsplit(update, dims)])]
@@ -235,7 +235,7 @@ def _dynamic_update_slice(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mappi
 def _along(*names: str) -> _Rule:
     """Return the rule of an equation that keeps shapes and needs one dim whole, which a parameter names."""
 
-    def rule(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+    def rule(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
         dims = next(eqn.params[name] for name in names if name in eqn.params)
         split = _unsplit(_meet_all(ins), dims if isinstance(dims, Sequence) else (dims,))
         return [split] * len(eqn.outvars)
@@ -243,16 +243,16 @@ def _along(*names: str) -> _Rule:
     return rule
 
 
-def _top_k(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+def _top_k(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     last = len(ins[0]) - 1
     return [_unsplit(ins[0], (eqn.params.get("axis", last) % len(ins[0]),))] * len(eqn.outvars)
 
 
-def _reduction(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+def _reduction(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     return [tuple(entry for d, entry in enumerate(ins[0]) if d not in eqn.params["axes"])]
 
 
-def _dot_general(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+def _dot_general(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     contract, batch = eqn.params["dimension_numbers"]
     out = [_meet(ins[0][i], ins[1][j]) for i, j in zip(*batch, strict=True)]
     for split, contracted, batched in zip(ins, contract, batch, strict=True):
@@ -264,7 +264,7 @@ def _dot_general(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, i
     return [tuple(out)]
 
 
-def _gather(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split]:
+def _gather(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     """A look-up: dims of the indices, and of the table those that are taken whole. Of a split vocabulary a sum over devices."""
     (table, ids), numbers = ins, eqn.params["dimension_numbers"]
     shape, taken = _shape(eqn.invars[0]), eqn.params["slice_sizes"]
@@ -283,7 +283,7 @@ def _gather(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) 
     return [tuple(out)]
 
 
-def _constraint(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> list[_Split | None]:
+def _constraint(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split | None]:
     spec = getattr(eqn.params["sharding"], "spec", None)
     if spec is None:
         return [None]
@@ -291,11 +291,11 @@ def _constraint(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, in
     return [tuple(b if a is PartitionSpec.UNCONSTRAINED else axes_of(a) for a, b in zip(padded, ins[0], strict=True))]
 
 
-def _same(eqn: jex.JaxprEqn, ins: Sequence[_Split], sizes: Mapping[str, int]) -> Sequence[_Split]:
+def _same(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> Sequence[Split]:
     return ins
 
 
-def _call(eqn: jex.JaxprEqn, ins: Sequence[_Split | None], sizes: Mapping[str, int]) -> list[_Split | None]:
+def _call(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
     """Enter a custom derivative, a rematerialised region, or a `jit` that was left one equation."""
     params = eqn.params
     inner: Any = next((params[name] for name in ("call_jaxpr", "fun_jaxpr", "jaxpr") if name in params), None)
@@ -306,21 +306,21 @@ def _call(eqn: jex.JaxprEqn, ins: Sequence[_Split | None], sizes: Mapping[str, i
 
 
 def _through(
-    jaxpr: jex.Jaxpr, consts: Sequence[Any], ins: Sequence[_Split | None], sizes: Mapping[str, int]
-) -> list[_Split | None]:
+    jaxpr: jex.Jaxpr, consts: Sequence[Any], ins: Sequence[Split | None], sizes: Mapping[str, int]
+) -> list[Split | None]:
     """Return how the results of a jaxpr are split."""
     program = flatten(jaxpr, consts)
     slots = _run(program, ins, sizes)
     pairs = zip(program.outputs, jaxpr.outvars, strict=True)
-    return [slots[ref] if isinstance(ref, int) else (_ANY,) * _ndim(v) for ref, v in pairs]
+    return [slots[ref] if isinstance(ref, int) else (ANY,) * _ndim(v) for ref, v in pairs]
 
 
-def _cond(eqn: jex.JaxprEqn, ins: Sequence[_Split | None], sizes: Mapping[str, int]) -> list[_Split | None]:
+def _cond(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
     branches = [_through(b.jaxpr, b.consts, ins[1:], sizes) for b in eqn.params["branches"]]
     return [None if None in outs else _meet_all(outs) for outs in zip(*branches, strict=True)]
 
 
-def _scan(eqn: jex.JaxprEqn, ins: Sequence[_Split | None], sizes: Mapping[str, int]) -> list[_Split | None]:
+def _scan(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
     """A carry is split as what comes in meets what goes out; a dim that is scanned over must be whole."""
     num_consts, num_carry = scan_arity(eqn.params, len(ins))
     closed = eqn.params["jaxpr"]

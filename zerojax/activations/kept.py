@@ -20,6 +20,7 @@ Nothing that is computed from parameters alone is ever kept: backward has the ga
 in every mode. Attention is found by its form: two products with batch dims of data with data, one feeding the other.
 """
 
+import collections
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -28,6 +29,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
+from zerojax.activations.sequence_ops import is_scatter
 from zerojax.jaxprs import CHEAP, POINTWISE, REDUCTIONS, FlatJaxpr, Instruction
 
 MODES = ("save", "selective", "remat")
@@ -72,6 +74,13 @@ def candidates(program: FlatJaxpr, of_data: set[int]) -> dict[int, Any]:
         for out, v in zip(i.outs, i.eqn.outvars, strict=True)
         if out in of_data
     }
+    # A product whose result is scattered is kept as it is after that.
+    readers = collections.Counter(slot for i in program.instructions for slot in i.reads)
+    readers.update(ref for ref in program.outputs if isinstance(ref, int))
+    for i in program.instructions:
+        if is_scatter(i.eqn) and i.reads and i.reads[0] in avals and readers[i.reads[0]] == 1:
+            del avals[i.reads[0]]
+            avals[i.outs[0]] = i.eqn.outvars[0].aval
     # Keys are made again: they are functions of (step, layer).
     return {s: a for s, a in avals.items() if hasattr(a, "dtype") and not jnp.issubdtype(a.dtype, jax.dtypes.extended)}
 

@@ -6,6 +6,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from zerojax.activations import SequenceParallelism, sequence_parallel
 from zerojax.aot import is_there
 from zerojax.config import ZeroConfig, check_unlayered, require_built, streams
 from zerojax.models import LayeredModel, Model
@@ -61,8 +62,13 @@ def build_train_step(
         records, gathered_early = StateRecords(build_layout(model, tx, config, mesh, by_layer)), GatheredEarly()
         tx = records.layout.tx  # of a rule that combines elements of a leaf: applied to each layer
         check_ema(records.layout)
-        step = build_step(model, tx, records, build_gather(records.layout, gathered_early))
-        program = Program(model, tx, records, step, gathered_early)
+        sequence = SequenceParallelism()
+        # The state rests as that of the model that is given. What a step computes is split in another way.
+        run = (
+            sequence_parallel(model, mesh, sequence) if isinstance(model, LayeredModel) and config.sequence_parallel else model
+        )
+        step = build_step(run, tx, records, build_gather(records.layout, gathered_early))
+        program = Program(model, tx, records, step, gathered_early, sequence)
     if batch is not None:
         program.check(batch)
     # Last: the folder is kept from other programs, and nothing after this can fail and leave it so.

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 
 from host_offload.schedule import Move, Schedule
+from zerojax.activations import BlockProduct, SequenceParallelism
 from zerojax.memory import KeptValues, MemoryReport, kept_by_program, program_memory
 from zerojax.models import LayeredModel, Model
 from zerojax.program.compile import LoweredStep, ScratchMemory, StepCompiler
@@ -54,12 +55,13 @@ class Program:
         records: StateRecords,
         step: Step,
         gathered_early: GatheredEarly,
+        sequence: SequenceParallelism,
     ) -> None:
-        """Run `step`, which is over `model`, `tx` and the layout of `records`; its traces tell `gathered_early`."""
+        """Run `step`, over `model`, `tx` and the layout of `records`; its traces tell `gathered_early` and `sequence`."""
         self.model, self.tx, self.records, self.layout = model, tx, records, records.layout
         layout = self.layout
         self.mesh, self.config = layout.mesh, layout.config
-        self._step, self._gathered_early = step, gathered_early
+        self._step, self._gathered_early, self._sequence = step, gathered_early, sequence
         self._compiler, self._scratch = StepCompiler(model, layout, step), ScratchMemory()
         self.swap = None if layout.disk is None else SwapSession(layout.disk)
         self._runner = Runner(self.swap, step.host)
@@ -101,6 +103,11 @@ class Program:
     def gathered_early(self) -> tuple[str, ...]:
         """Parameters of a Model that stage 3 could not gather on use, with the reason. Known once the step is traced."""
         return tuple(self._gathered_early.sentences)
+
+    @property
+    def sequence_parallel(self) -> tuple[BlockProduct, ...]:
+        """With `sequence_parallel`, the blocks' products: column, row, or left alone and why. Known once a step is traced."""
+        return self._sequence.products
 
     @property
     def schedule(self) -> Schedule:

@@ -3,8 +3,9 @@
     batch     tokens[B_(data, fsdp), S]
     inside    x[B_(data, fsdp), S, D]            other dims are left to the partitioner
     saved     x[M, B_(data, fsdp), S, D]         M microbatches, where there are several, are a dim of their own in front
+    stream    x[B_(data, fsdp), S_tensor, D]     between layers, with sequence parallelism (`zerojax.activations`)
 
-One rule for all: dim 0 of a microbatch is split as the batch is. Nothing else in zerojax decides how activations are split.
+One rule for all: dim 0 of a microbatch is split as the batch is.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.sharding.mesh import BATCH_AXES, num_batch_shards
+from zerojax.sharding.mesh import BATCH_AXES, TENSOR, num_batch_shards
 from zerojax.sharding.specs import Spec, named
 
 
@@ -24,10 +25,12 @@ class ActivationSpec:
     Attributes:
       mesh: the device mesh.
       num_microbatches: of a step; where there are several, dim 0 of what `constrain_all` and `saved` describe counts them.
+      is_stream: whether what is described is the stream between layers, split over `tensor` in dim 1 too.
     """
 
     mesh: Mesh
     num_microbatches: int = 1
+    is_stream: bool = False
 
     def batch(self, ndim: int) -> NamedSharding:
         """Return the sharding of a batch leaf: dim 0 over `data` and `fsdp`; scalars are replicated."""
@@ -60,7 +63,7 @@ class ActivationSpec:
     def given(self, shape: tuple[int, ...], batch_size: int) -> Spec:
         """Return the spec of a leaf that a layer is given: split if its dim 0 is the batch, else whole."""
         is_batch = shape[:1] == (batch_size,) and batch_size % num_batch_shards(self.mesh) == 0
-        return _split(len(shape), None) if is_batch else (None,) * len(shape)
+        return self._split(shape, None) if is_batch else (None,) * len(shape)
 
     @property
     def _lead(self) -> int:
@@ -71,13 +74,14 @@ class ActivationSpec:
         # What does not divide as the batch does is left to the partitioner.
         if a.ndim <= lead or a.shape[lead] % num_batch_shards(self.mesh):
             return a
-        spec = (*(None,) * lead, *_split(a.ndim - lead, PartitionSpec.UNCONSTRAINED))
+        spec = (*(None,) * lead, *self._split(a.shape[lead:], PartitionSpec.UNCONSTRAINED))
         return jax.lax.with_sharding_constraint(a, named(self.mesh, PartitionSpec(*spec)))
 
-
-def _split(ndim: int, rest: Any) -> tuple[Any, ...]:
-    """Return the spec of one microbatch's activation, of `ndim` dims: `rest` for all but the first."""
-    return (BATCH_AXES, *(rest,) * (ndim - 1))
+    def _split(self, shape: tuple[int, ...], rest: Any) -> tuple[Any, ...]:
+        """Return the spec of one microbatch's activation: `rest` for all dims but the first, and the sequence of a stream."""
+        if self.is_stream and len(shape) >= 3 and shape[1] % self.mesh.shape[TENSOR] == 0:
+            return (BATCH_AXES, TENSOR, *(rest,) * (len(shape) - 2))
+        return (BATCH_AXES, *(rest,) * (len(shape) - 1))
 
 
 def batch_axes(mesh: Any) -> tuple[str, ...]:

@@ -157,11 +157,12 @@ class BlockTracer:
         leaves, x_tree = jax.tree.flatten(x_one)
         tier = config.activations if config.activations not in MODES else "device"
         tiers = [tier] * len(leaves) + ["pinned_host" if off else "device" for off in layer.offloaded]
-        spec_of, batch_size = ActivationSpec(self.mesh, count).saved, _batch_size(leaves)
+        stream, spec = dataclasses.replace(self.plan.stream, num_microbatches=count), ActivationSpec(self.mesh, count)
+        batch_size = _batch_size(leaves)
         known = [*(None,) * len(leaves), *self._specs(layer, args)]
         records = [
-            RecordSpec(self.mesh, spec_of(a.shape, batch_size, tier, spec), tier)
-            for a, tier, spec in zip((*leaves, *layer.shapes), tiers, known, strict=True)
+            RecordSpec(self.mesh, (stream if n < len(leaves) else spec).saved(a.shape, batch_size, tier, known[n]), tier)
+            for n, (a, tier) in enumerate(zip((*leaves, *layer.shapes), tiers, strict=True))
         ]
         lead = (count,) if count > 1 else ()  # [M, ...] where there are several microbatches
         shapes = tuple(jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for a in (*leaves, *layer.shapes))

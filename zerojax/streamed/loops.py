@@ -117,7 +117,7 @@ class StackLoops:
         def run(x: Any, key: Any, context: Any) -> tuple[Any, Loss | None, list[Array], Any]:
             args = (params, x, key_of(key, self.stack.number(now.layer)), inputs.given(context, now.layer))
             (y, added, values), done = beside(block, args, work)
-            return ActivationSpec(self.mesh).constrain(y), added, values, done
+            return self.plan.stream.constrain(y), added, values, done
 
         y, added, values, done = microbatches.each(run, x, inputs.keys, inputs.context)
         return y, added, values, *_after(work, done, next_full, now)
@@ -226,11 +226,12 @@ class StackLoops:
         def derive(dx: Any, values: list[Array], key: Any, context: Any) -> tuple[list[Array], Any]:
             x, saved = residuals.split(values)
             given = inputs.given(context, now.layer)
-            key, constrain = key_of(key, stack.number(now.layer)), ActivationSpec(self.mesh).constrain
+            key, constrain = key_of(key, stack.number(now.layer)), plan.stream.constrain
             (g, dx, d_context), done = beside(
                 residuals.block.backward, (params, constrain(x), key, given, saved, dx, d_added), work
             )
-            return plan.on_shards(jax.tree.leaves(g), stack.blocks), (constrain(dx), constrain(d_context), done)
+            d_context = ActivationSpec(self.mesh).constrain(d_context)
+            return plan.on_shards(jax.tree.leaves(g), stack.blocks), (constrain(dx), d_context, done)
 
         total = plan.zero_grads(stack.blocks) if count > 1 else []
         grads, (dx, d_context, done) = self.microbatches.fold(derive, total, dx, values, inputs.keys, inputs.context)

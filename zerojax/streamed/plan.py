@@ -25,7 +25,7 @@ from zerojax.activations import MODES
 from zerojax.float32_grads import Derivative, float32_grads
 from zerojax.models import LayeredModel, StackModel, stacks_of
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
-from zerojax.sharding import FSDP, STAGES, LeafSpec, Spec, local_elements, named, stored_spec, without_axis
+from zerojax.sharding import FSDP, STAGES, ActivationSpec, LeafSpec, Spec, local_elements, named, stored_spec, without_axis
 from zerojax.state import (
     DiskArgument,
     Index,
@@ -113,6 +113,7 @@ class StreamedPlan:
 
     Attributes:
       count: microbatches.
+      stream: how what a layer takes and returns is split, of one microbatch.
       state_records: how the state rests.
       leaves: the parameter leaves, those that are trained before those that are frozen (`Layout.all_leaves`).
       update: the update by records, or None where the whole tree is updated on the device.
@@ -140,6 +141,7 @@ class StreamedPlan:
         self.layout, self.config, self.mesh, self.leaves = layout, layout.config, layout.mesh, layout.all_leaves
         self.count = layout.config.num_microbatches
         config = layout.config
+        self.stream = ActivationSpec(layout.mesh, is_stream=config.sequence_parallel)
         self.update = update
         self.unused = unused_grads(layout.update_jaxpr, len(layout.leaves)) if update is None else update.unused
         after_backward = config.update != "in_backward"

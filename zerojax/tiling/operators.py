@@ -22,12 +22,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.tiling.loops import loop_over
 from zerojax.tiling.weights import check_tiles
 
 Array = jax.Array
+WIDE = "zerojax_wide_product"
+"""The name inside of a `wide_product`, by which its equation is known."""
 
 
 def tile_sum(function: Callable[[Any, Any, Any], Array], tiles: Any, x: Any, parts: Any = None) -> Array:
@@ -94,7 +98,7 @@ def tiled_dense(x: Array, kernel: Array, bias: Array | None = None, *, in_tiles:
     else:
         parts = jnp.moveaxis(x.reshape(*lead, in_tiles, d), -2, 0)  # [i, ..., D/i]
         if out_tiles == 1:
-            y = tile_sum(lambda w, _, part: _wide_product(part, w.astype(part.dtype)), kernel, None, parts)
+            y = tile_sum(lambda w, _, part: wide_product(part, w.astype(part.dtype)), kernel, None, parts)
         else:
             y = _both(kernel, parts, out_tiles)
         y = y.astype(x.dtype)
@@ -107,7 +111,7 @@ def _both(kernel: Array, parts: Array, out_tiles: int) -> Array:
 
     def unit(w: Array, parts: Array, j: Array) -> Array:
         part = jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False)
-        return _wide_product(part, w.astype(part.dtype))
+        return wide_product(part, w.astype(part.dtype))
 
     # Tile k i + j reads part j. `loop_over` hands a tile its own entry of a stack, so j is given as a stack of numbers.
     which = jnp.arange(kernel.shape[0]) % in_tiles
@@ -153,7 +157,7 @@ def tiled_mlp(
             return product if f"{name}_bias" not in tile else product + tile[f"{name}_bias"].astype(x.dtype)
 
         hidden = activation(make("gate")) * make("up") if "gate" in tile else activation(make("up"))
-        return _wide_product(hidden, tile["down"].astype(x.dtype))
+        return wide_product(hidden, tile["down"].astype(x.dtype))
 
     chunked = in_chunks(use, seq_tiles)
     y = tile_sum(lambda tile, x, _: chunked(tile, x), tiles, x).astype(x.dtype)
@@ -161,17 +165,17 @@ def tiled_mlp(
 
 
 @jax.custom_vjp
-def _wide_product(x: Array, w: Array) -> Array:
+def wide_product(x: Array, w: Array) -> Array:
     """Return x[..., D] w[D, F] in float32, of operands of one dtype, to be summed and rounded to that dtype.
 
     Its cotangent is then a number of that dtype, and so the gradients are products of that dtype, which devices sum as they do
     those of a dense layer. By JAX's rule they would be float32 first, and collectives would move twice the bytes.
     """
-    return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+    return checkpoint_name(jnp.matmul(x, w, preferred_element_type=jnp.float32), WIDE)
 
 
 def _wide_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _wide_product(x, w), (x, w)
+    return wide_product(x, w), (x, w)
 
 
 def _wide_product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
@@ -181,4 +185,10 @@ def _wide_product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[A
     return dy @ w.T, jnp.tensordot(x, dy, (lead, lead))
 
 
-_wide_product.defvjp(_wide_product_forward, _wide_product_backward)
+def is_wide_product(eqn: jex.JaxprEqn) -> bool:
+    """Tell whether an equation is a `wide_product`."""
+    inner = [e for jaxpr in jex.jaxprs_in_params(eqn.params) for e in jaxpr.eqns]
+    return eqn.primitive.name == "custom_vjp_call" and any(e.params.get("name") == WIDE for e in inner)
+
+
+wide_product.defvjp(_wide_product_forward, _wide_product_backward)
