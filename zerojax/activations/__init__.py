@@ -19,3 +19,4 @@ from zerojax.activations.sequence_ops import is_scatter as is_scatter
 from zerojax.activations.sequence_parallel import BlockProduct as BlockProduct
 from zerojax.activations.sequence_parallel import SequenceParallelism as SequenceParallelism
 from zerojax.activations.sequence_parallel import sequence_parallel as sequence_parallel
+from zerojax.activations.traffic import sent_over_tensor as sent_over_tensor

@@ -136,7 +136,9 @@ def _leaving(function: Callable[..., Any], mesh: Mesh, stream_of: Callable[[Any]
         # x comes first, whatever is returned beside it.
         for n, (path, a) in enumerate(jax.tree_util.tree_flatten_with_path(stream_of(out))[0]):
             if _is_stream(a):
-                leaves[n] = scatter_sequence(a, _stream_spec(a, mesh, jax.tree_util.keystr(path)), mesh)
+                spec = _stream_spec(a, mesh, jax.tree_util.keystr(path))
+                # Else the partitioner splits tokens by the sequence too, and may gather the table for them.
+                leaves[n] = scatter_sequence(constrain(a, without_axis(spec, TENSOR), mesh), spec, mesh)
         return jax.tree.unflatten(tree, leaves)
 
     return run

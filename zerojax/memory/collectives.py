@@ -2,8 +2,8 @@
 
 A leaf that `fsdp` splits sends what the closed form of its stage says; one that stays replicated is reduced by an all_reduce
 over all replicas. With reduce_dtype="float32" an element counts 4 bytes where it is reduced, and 2 where it is gathered. An
-embedding may send fewer, by rows (`zerojax.gather.look_up`), which the batch decides. What tensor parallelism adds is inside of
-the model, and not counted.
+embedding may send fewer, by rows (`zerojax.gather.look_up`), which the batch decides. What tensor parallelism sends is
+inside of the model: `zerojax.memory.tensor` counts it.
 
 An optimizer that needs whole leaves of a layer (`zerojax.optim.leaf_rule`) moves them besides, in float32: of stacks that are
 updated together by an all_to_all there and one back, of a record on its own by an all_gather. Sums over a leaf, such as a norm,

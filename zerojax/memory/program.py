@@ -22,6 +22,7 @@ from zerojax.memory.link import summed
 from zerojax.memory.report import MemoryReport
 from zerojax.memory.resident import resident_bytes
 from zerojax.memory.streamed import streamed_bytes
+from zerojax.memory.tensor import tensor_collectives
 from zerojax.resident import ResidentStep
 from zerojax.state import DiskLayout, StateRecords
 from zerojax.streamed import StreamedStep
@@ -38,6 +39,8 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
     Raises:
       NotImplementedError: the step is of another kind.
     """
+    if not isinstance(step, StreamedStep | ResidentStep):
+        raise NotImplementedError(f"the bytes of a {type(step).__name__} are not counted in this version")
     layout, state = records.layout, records.layout.abstract_state
     pending = bytes_by_tier(state.pending)
     scalars = bytes_by_tier((state.step, state.skipped, state.key, state.loss_scale))["device"] + pending["device"]
@@ -47,12 +50,11 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
         running = streamed_bytes(layout, streamed, abstract_batch)
         # Arguments of the program too: the schedule's i32 arrays, and the 1 that bounds loops of one trip.
         scalars += 4 + 4 * sum(a.size for arrays in streamed.schedule.arrays().values() for a in arrays.values())
-    elif isinstance(step, ResidentStep):
+    else:
+        assert isinstance(step, ResidentStep)
         running = resident_bytes(records, step.objective, abstract_batch)
         # The 1 that bounds loops of one trip: i32[].
         scalars += 4 if layout.updates_by_record else 0
-    else:
-        raise NotImplementedError(f"the bytes of a {type(step).__name__} are not counted in this version")
     kinds = {
         "params": bytes_by_tier(state.params),
         "master": bytes_by_tier(state.master),
@@ -71,7 +73,7 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
     on_disk, buffers, slots = ({}, {}, {}) if layout.disk is None else _disk_bytes(layout.disk)
     return MemoryReport(
         tiers={"device": device | running.device | slots, "pinned_host": host | running.host | buffers, "nvme": on_disk},
-        collectives=collectives_of_step(layout, streamed),
+        collectives=collectives_of_step(layout, streamed) | tensor_collectives(layout, step.model, abstract_batch),
         host_link=summed([running.link, running.called]),
         callback_link=running.called,
         num_params=sum(math.prod(leaf.shape) for leaf in layout.all_leaves),

@@ -30,7 +30,8 @@ class MemoryReport:
         delayed update. No argument are the gradients that callbacks keep for an update on the host, "stashed", the
         parameters that a delayed one makes beside the old ones, "made", and the "buffers" of the nvme tier. On disk the
         masters are part of "opt_state", and bytes are those of files.
-      collectives: bytes that each device sends, by collective.
+      collectives: bytes that each device sends, by collective: "all_gather", "reduce_scatter", "all_reduce" and so on of states
+        and gradients, and over `tensor` "tensor_all_gather", "tensor_reduce_scatter" and "tensor_all_reduce" of activations.
       host_link: bytes that cross each device's link to the host in a step: "to_device" and "to_host".
       callback_link: those of them that callbacks move, for an update on the host and for the nvme tier.
       num_params: P, tensor-parallel shards counted once.
@@ -66,7 +67,9 @@ class MemoryReport:
         rows = [f"{self.num_params:,} parameters; bytes on each device"]
         for tier, kinds in self.tiers.items():
             rows += [f"  {tier:<12} {kind:<12} {n:>20,}" for kind, n in kinds.items() if n]
-        rows += [f"  {'sent a step':<12} {name:<14} {n:>18,}" for name, n in self.collectives.items() if n]
+        for name, n in self.collectives.items():
+            over = "over tensor" if name.startswith("tensor_") else "sent a step"
+            rows += [f"  {over:<12} {name.removeprefix('tensor_'):<14} {n:>18,}"] * (n > 0)
         rows += [f"  {'host link':<12} {name:<14} {n:>18,}" for name, n in self.host_link.items() if n]
         return "\n".join(rows)
 

@@ -1,0 +1,61 @@
+"""Bytes that each device sends over `tensor` in a step of one program, by collective.
+
+The loss and its derivative are traced, as a resident step evaluates them, with what the config keeps of a layer; and read by
+`zerojax.activations.sent_over_tensor`. Nothing runs. A streamed step computes the same of a layer, in loops of its own.
+
+Per layer of Megatron's that is, in units of s b h (t-1)/t bytes times the itemsize,
+
+    tensor parallelism       all_reduce   2 x (2 + 2), and 2 more with remat
+    sequence parallelism     all_gather 2 + 4, reduce_scatter 2 + 2; with remat one more scatter
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.activations import sent_over_tensor
+from zerojax.resident import plain_objective
+from zerojax.sharding import TENSOR, pad_spec
+from zerojax.state import Layout
+
+
+def tensor_collectives(layout: Layout, model: Any, abstract_batch: Any) -> dict[str, int]:
+    """Return bytes sent by each device over `tensor`: "tensor_all_gather", and so on; nothing where it has one device.
+
+    Args:
+      layout: of the program.
+      model: that the step computes; with sequence parallelism what that made of it.
+      abstract_batch: tree of ShapeDtypeStruct with shardings.
+    """
+    mesh, config = layout.mesh, layout.config
+    if mesh.shape[TENSOR] == 1:
+        return {}
+    if config.activations in ("pinned_host", "nvme"):  # a layer's input is kept there
+        layout = dataclasses.replace(layout, config=dataclasses.replace(config, activations="remat"))
+    objective = plain_objective(model, layout)
+    shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
+    state = layout.abstract_arrays
+    params, model_state = jax.tree.map(shape, (layout.join(state), state.model_state))
+    leaves, tree = jax.tree.flatten(jax.eval_shape(layout.decode, params))
+    specs = [layout.all_leaves[i] for i in layout.in_tree]
+    count = config.num_microbatches
+
+    def derivative(leaves: list[Any], batch: Any, model_state: Any) -> Any:
+        def loss(trained: list[Any]) -> Any:
+            rest = iter(trained)
+            whole = [a if leaf.frozen else next(rest) for a, leaf in zip(leaves, specs, strict=True)]
+            return objective(jax.tree.unflatten(tree, whole), batch, None, model_state)[0].value()
+
+        return jax.value_and_grad(loss)([a for a, leaf in zip(leaves, specs, strict=True) if not leaf.frozen])
+
+    micro = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((a.shape[0] // count, *a.shape[1:]) if a.shape else a.shape, a.dtype), abstract_batch
+    )
+    jaxpr = jax.make_jaxpr(derivative)(leaves, micro, model_state)
+    given = [leaf.spec.base for leaf in specs]
+    given += [pad_spec(a.sharding.spec, len(a.shape)) for a in jax.tree.leaves(abstract_batch)]
+    given += [(None,) * jnp.ndim(a) for a in jax.tree.leaves(model_state)]
+    sent = sent_over_tensor(jaxpr, given, mesh)
+    return {f"{TENSOR}_{name}": int(n * count) for name, n in sent.items() if n}
