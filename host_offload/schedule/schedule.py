@@ -167,6 +167,7 @@ class Schedule:
       device_layers: layers whose opt_state is on the device, whatever its tier.
       phases: in the order in which they run.
       record_bytes: bytes of one layer on one device by kind, and "gathered"; None where they were not given.
+      stream: what layers take and return, and how it is split, as the table says it: "x[B_(data, fsdp), T_tensor, H]"; or "".
     """
 
     num_layers: int
@@ -178,6 +179,7 @@ class Schedule:
     device_layers: int
     phases: tuple[Phase, ...]
     record_bytes: Mapping[str, int] | None
+    stream: str = ""
 
     def phase(self, name: str) -> Phase:
         """Return a phase by name.
@@ -270,7 +272,8 @@ class Schedule:
     def __str__(self) -> str:
         notes = [phase.name + phase._note() for phase in self.phases]
         names = f"{'phase':<8} {'tick':>6} {'fetch':>7} {'slot':>7} {'take':>7} {'compute':>7} {'store':>7}"
-        return "\n".join([self._title(), *notes, names, *(row for phase in self.phases for row in phase._rows())])
+        between = [f"between layers: {self.stream}"] if self.stream else []
+        return "\n".join([self._title(), *between, *notes, names, *(row for phase in self.phases for row in phase._rows())])
 
     def _strips(self) -> list[Strip]:
         return [phase._strip() for phase in self.phases]

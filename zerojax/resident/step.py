@@ -11,6 +11,7 @@ How parameters are gathered is handed in, and the update is of `zerojax.optim`. 
 and nowhere else.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -74,7 +75,9 @@ class ResidentStep:
         self.objective = plain_objective(model, layout)
         self._stored_objective = stored_objective(model, layout) if layout.encodings else self.objective
         layers = layout.stack_layers or {"": 1}  # a Model counts as one layer
-        self.schedule = stacked_schedule({name: build_schedule(num_layers) for name, num_layers in layers.items()})
+        stream = str(ActivationSpec(layout.mesh, is_stream=layout.config.sequence_parallel)) if layout.stack_layers else ""
+        schedules = {name: build_schedule(num_layers) for name, num_layers in layers.items()}
+        self.schedule = stacked_schedule({name: dataclasses.replace(s, stream=stream) for name, s in schedules.items()})
 
     def arrays(self) -> np.ndarray:
         """Return i32[] holding 1: the trips of loops that XLA must not unroll."""

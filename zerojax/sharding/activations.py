@@ -32,6 +32,11 @@ class ActivationSpec:
     num_microbatches: int = 1
     is_stream: bool = False
 
+    def __str__(self) -> str:
+        """Return how x is split between layers; "..." are dims that are left to the partitioner."""
+        rest = f"T_{TENSOR}, H" if self.is_stream and self.mesh.shape[TENSOR] > 1 else "..."
+        return f"x[B_({', '.join(BATCH_AXES)}), {rest}]"
+
     def batch(self, ndim: int) -> NamedSharding:
         """Return the sharding of a batch leaf: dim 0 over `data` and `fsdp`; scalars are replicated."""
         return named(self.mesh, (BATCH_AXES,) if ndim else ())

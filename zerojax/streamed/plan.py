@@ -147,7 +147,8 @@ class StreamedPlan:
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
         self.stacked, self.ends = layout.stacked, layout.ends
-        schedules = plan_schedules(state_records)
+        planned = plan_schedules(state_records)
+        schedules = {name: dataclasses.replace(schedule, stream=str(self.stream)) for name, schedule in planned.items()}
         stacks = zip(stacks_of(model), layout.stacks, schedules.values(), strict=True)
         self.of_stacks = tuple(_stack_plan(stack, leaves, schedule, layout) for stack, leaves, schedule in stacks)
         self.schedule = stacked_schedule(schedules)
