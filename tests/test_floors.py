@@ -42,7 +42,7 @@ ROOMS = {
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config"),
     "zerojax.planner": ("memory",),
     "zerojax.hlo": (),
-    "zerojax.cli": ("checkpoint", "weights", "memory", "planner", "sharding", "precision"),
+    "zerojax.cli": ("activations", "checkpoint", "weights", "memory", "planner", "sharding", "precision"),
     "zerojax.__main__": ("cli",),
     "host_offload.tiers": (),
     "host_offload.fields": (),

@@ -1,20 +1,32 @@
 """The `zerojax` command: closed forms on the command line, what a disk gives, and what a checkpoint holds.
 
 zerojax memory --params 7.5e9 --shards 64 --precision bf16
+zerojax memory --layers 48 --hidden 6144 --heads 64 --seq 2048 --shards 2 --tensor 8 --sequence-parallel --activations selective
 zerojax bench-io FOLDER
 zerojax inspect CHECKPOINTS
 zerojax export CHECKPOINTS OUT --format safetensors --dtype bfloat16
 """
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from host_offload.disk import SwapError
+from zerojax.activations import MODES
 from zerojax.checkpoint import CheckpointError, NoCheckpointError, inspect
-from zerojax.memory import collective_elements, model_state_bytes, state_bytes
+from zerojax.memory import (
+    collective_elements,
+    korthikanti_layer_bytes,
+    layer_activation_bytes,
+    model_state_bytes,
+    state_bytes,
+    transformer_params,
+)
 from zerojax.planner import report as disk_report
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import STAGES
@@ -23,18 +35,70 @@ from zerojax.weights import DTYPES, export_orbax, export_safetensors
 _EXPORTS = {"orbax": export_orbax, "safetensors": export_safetensors}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a transformer, and how `tensor` splits it.
+
+    Attributes:
+      layers: L.
+      hidden: h.
+      heads: a.
+      seq: s, tokens of a sequence.
+      batch: b, sequences on the devices of one tensor group.
+      tensor: t, devices that share a layer's products.
+      sequence_parallel: the stream is split over them, too.
+      fused_attention: attention is one kernel.
+
+    Raises:
+      ValueError: they do not divide.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    batch: int = 1
+    tensor: int = 1
+    sequence_parallel: bool = False
+    fused_attention: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"--hidden {self.hidden} does not divide by --heads {self.heads}: heads of equal width are needed")
+        if self.heads % self.tensor:
+            raise ValueError(f"--heads {self.heads} do not divide by --tensor {self.tensor}: a device has whole heads")
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("--sequence-parallel splits the sequence over the devices of --tensor: give 2 or more of them")
+        if self.sequence_parallel and self.seq % self.tensor:
+            fits = -(-self.seq // self.tensor) * self.tensor
+            raise ValueError(f"--seq {self.seq} does not divide by --tensor {self.tensor}: pad the sequences to {fits}")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="zerojax", description="ZeRO in JAX: bytes of model states and collectives, of disks, and of checkpoints"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    states = commands.add_parser("memory", help="model states on each device, and elements moved a step, by ZeRO stage")
-    states.add_argument("--params", type=float, required=True, help="parameters of the model, such as 7.5e9")
+    states = commands.add_parser(
+        "memory", help="model states on each device, and elements moved a step, by ZeRO stage; and a transformer's activations"
+    )
+    states.add_argument(
+        "--params", type=float, help="parameters of the model, such as 7.5e9; without it 12 L h^2, and V h with --vocab"
+    )
     states.add_argument("--shards", type=int, required=True, help="devices that share the state (the mesh axis fsdp)")
     states.add_argument("--precision", choices=list(PRECISIONS), default="bf16")
     states.add_argument("--moments", type=int, default=8, help="bytes of optimizer state for one parameter; Adam: 8")
     states.add_argument("--microbatches", type=int, default=1)
+    shape = states.add_argument_group("activations", "of a GPT; --layers, --hidden, --heads and --seq go together")
+    for name, what in (("layers", "L"), ("hidden", "h"), ("heads", "a"), ("seq", "s, tokens of a sequence")):
+        shape.add_argument(f"--{name}", type=int, help=what)
+    shape.add_argument("--vocab", type=int, help="V, of a token embedding that is the head's matrix, too")
+    shape.add_argument("--batch", type=int, default=1, help="b, sequences of a microbatch on the devices of one tensor group")
+    shape.add_argument("--tensor", type=int, default=1, help="t, devices that share a layer's products (the mesh axis tensor)")
+    shape.add_argument("--sequence-parallel", action="store_true", help="the stream is split over them, too")
+    shape.add_argument("--fused-attention", action="store_true", help="attention is one kernel, which keeps no scores")
+    shape.add_argument("--activations", choices=list(MODES), help="what a layer keeps; without it, a line for each")
     disk = commands.add_parser("bench-io", help="bandwidth of a folder's disk, and the models and step times that it supports")
     disk.add_argument("folder", help="an existing folder, such as a swap_dir; only a small file with the settings found stays")
     disk.add_argument("--gib", type=float, default=1.0, help="GiB that each reader writes and reads in a round")
@@ -82,9 +146,66 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.exit(1, f"zerojax bench-io: {error}\n")
         return
     # The command that is left is `memory`.
-    if options.params < 1 or options.shards < 1 or options.microbatches < 1 or options.moments < 0:
-        parser.error("--params, --shards and --microbatches must be at least 1, and --moments at least 0")
-    print(memory_table(int(options.params), options.shards, options.precision, options.moments, options.microbatches))
+    _memory(states, options)
+
+
+def _memory(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Print what `zerojax memory` says of some options, or exit with what is wrong with them."""
+    sizes = {name: getattr(options, name) for name in ("layers", "hidden", "heads", "seq")}
+    missing = [f"--{name}" for name, n in sizes.items() if n is None]
+    of_shape = [name for name in ("vocab", "sequence_parallel", "fused_attention", "activations") if getattr(options, name)]
+    asked = [f"--{name.replace('_', '-')}" for name in of_shape] + ["--batch"] * (options.batch != 1)
+    if missing and (len(missing) < len(sizes) or asked):
+        given = [f"--{name}" for name, n in sizes.items() if n is not None] + asked
+        what = "activations are those of a transformer, whose"
+        parser.error(f"{', '.join(given)}: {what} {', '.join(missing)} must be given too")
+    if missing and options.params is None:
+        parser.error("--params, or --layers, --hidden, --heads and --seq, must be given")
+    counts = ("params", "shards", "microbatches", *sizes, "vocab", "batch", "tensor")
+    if any((n := getattr(options, name)) is not None and n < 1 for name in counts) or options.moments < 0:
+        parser.error(f"{', '.join(f'--{name}' for name in counts)} must be at least 1, and --moments at least 0")
+    shape = None
+    if not missing:
+        flags = {name: getattr(options, name) for name in ("batch", "tensor", "sequence_parallel", "fused_attention")}
+        try:
+            shape = Shape(**sizes, **flags)
+        except ValueError as error:
+            parser.error(str(error))
+    if options.params is None:
+        num_params = transformer_params(options.layers, options.hidden) + (options.vocab or 0) * options.hidden
+    else:
+        num_params = int(options.params)
+    # Each device of a tensor group has its part of the parameters: over these ZeRO shards.
+    part = -(-num_params // options.tensor)
+    if options.tensor > 1:
+        print(f"{num_params:,} parameters, of which each of {options.tensor} devices of `tensor` has {part:,}")
+    print(memory_table(part, options.shards, options.precision, options.moments, options.microbatches))
+    if shape is not None:
+        itemsize = jnp.dtype(PRECISIONS[options.precision].compute_dtype).itemsize
+        print(activations_table(shape, MODES if options.activations is None else (options.activations,), itemsize))
+
+
+def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
+    """Return one line for each mode: what a layer and all of them keep, and the same by Korthikanti et al.
+
+    Args:
+      shape: of the transformer.
+      modes: "save", "selective" or "remat".
+      itemsize: bytes of an activation.
+    """
+    s = shape
+    split = ", the stream split" if s.sequence_parallel else ""
+    rows = [
+        f"activations of {s.layers} layers, h {s.hidden}, a {s.heads}, s {s.seq}, b {s.batch}, tensor {s.tensor}{split}",
+        f"{'mode':>9} {'a layer':>10} {'all':>10} {'a layer':>10} {'all':>10}   GiB a device; right: Korthikanti et al.",
+    ]
+    for mode in modes:
+        options = {name: getattr(s, name) for name in ("tensor", "sequence_parallel", "fused_attention")}
+        given: dict[str, Any] = options | {"activations": mode, "itemsize": itemsize}
+        layers = [f(s.seq, s.batch, s.hidden, s.heads, **given) for f in (layer_activation_bytes, korthikanti_layer_bytes)]
+        cells = " ".join(f"{n / 2**30:>10.3f}" for layer in layers for n in (layer, s.layers * layer))
+        rows.append(f"{mode:>9} {cells}")
+    return "\n".join(rows)
 
 
 def memory_table(num_params: int, shards: int, precision: str, moments: int, num_microbatches: int) -> str:

@@ -40,3 +40,39 @@ def test_bench_io_on_too_small_a_disk_says_which_flag_to_lower(tmp_path, capsys,
 def test_module_runs():
     done = subprocess.run([sys.executable, "-m", "zerojax", "--help"], capture_output=True, text=True, check=True)
     assert "memory" in done.stdout
+
+
+SHAPE = ["--layers", "48", "--hidden", "6144", "--heads", "64", "--seq", "2048", "--shards", "2"]
+
+
+def test_memory_prints_a_transformers_activations(capsys):
+    """By the closed forms: with the stream split, 20 s b h / t bytes a layer, and 34 s b h / t by Korthikanti et al."""
+    cli.main(["memory", *SHAPE, "--vocab", "51200", "--tensor", "8", "--sequence-parallel", "--activations", "selective"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[0] == f"{48 * 12 * 6144**2 + 51200 * 6144:,}"  # 22 B parameters
+    mode, *cells = lines[-1].split()
+    sbh = 2048 * 6144 / 2**30
+    assert mode == "selective"
+    assert [float(cell) for cell in cells] == [round(n, 3) for each in (20, 34) for n in (each * sbh / 8, 48 * each * sbh / 8)]
+    cli.main(["memory", *SHAPE])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[-3:]] == ["save", "selective", "remat"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--layers", "2", "--shards", "2"], "--layers: activations are those of a transformer, whose --hidden, --heads"),
+        (["--params", "5", "--shards", "2", "--sequence-parallel"], "--sequence-parallel: activations are those"),
+        (["--shards", "2"], "--params, or --layers, --hidden, --heads and --seq"),
+        ([*SHAPE, "--tensor", "5"], "--heads 64 do not divide by --tensor 5"),
+        ([*SHAPE, "--hidden", "6145"], "--hidden 6145 does not divide by --heads 64"),
+        ([*SHAPE, "--sequence-parallel"], "give 2 or more"),
+        ([*SHAPE, "--seq", "2047", "--tensor", "8", "--sequence-parallel"], "pad the sequences to 2048"),
+        ([*SHAPE, "--batch", "0"], "must be at least 1"),
+    ],
+)
+def test_memory_refuses_what_does_not_fit_together(arguments, words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["memory", *arguments])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
