@@ -3,7 +3,7 @@
     python examples/train_gpt.py                                    # simulated devices on a CPU, about 3 minutes
     python examples/train_gpt.py --preset 124m --precision bf16     # on the GPUs that are there
     python examples/train_gpt.py --params nvme --opt-state nvme --swap-dir /mnt/disk    # states on a disk
-    python examples/train_gpt.py --mesh fsdp=2,tensor=4 --devices 8 # tensor parallelism
+    python examples/train_gpt.py --mesh fsdp=2,tensor=4 --devices 8 --sequence-parallel True    # tensor parallelism
     srun python examples/train_gpt.py --preset 6.7b ...             # on a cluster: see examples/slurm/
     python examples/train_gpt.py --checkpoint-dir runs/gpt/checkpoints --resume True    # go on where it was stopped, if it was
 

@@ -4,7 +4,8 @@
 #     sbatch examples/slurm/train_gpt_tensor.sh
 #
 # The mesh has the tensor axis innermost, so the 8 GPUs of a node share each layer, and exchange its activations over their own
-# links. Parameters, gradients and optimizer state of such a part of a layer are split once more, over the nodes.
+# links: these are split over the GPUs too, in their sequence. Parameters, gradients and optimizer state of such a part of a
+# layer are split once more, over the nodes.
 # What else the script needs, and what happens when its time is up, is told in train_gpt.sh.
 #SBATCH --job-name=zerojax-gpt-tensor
 #SBATCH --nodes=2
@@ -20,7 +21,7 @@ cd "${SLURM_SUBMIT_DIR:?submit from the root of the repository}"
 source "${VENV:-.venv}/bin/activate" # made with: pip install -e '.[examples,cuda]'
 
 srun python examples/train_gpt.py \
-  --preset 22b --precision bf16 --activations remat \
+  --preset 22b --precision bf16 --activations selective --sequence-parallel True \
   --mesh "fsdp=${SLURM_NNODES},tensor=8" \
   --batch-size "$((4 * SLURM_NNODES))" --num-microbatches 1 \
   --data "${DATA:?set DATA to a folder of text files}" \

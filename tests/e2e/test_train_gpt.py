@@ -59,8 +59,9 @@ def folder(tmp_path: pathlib.Path) -> str:
             ),
             *("--moments", "bfloat16", "--activations", "remat", "--loss-scaling.initial", "1024"),
         ],
+        ["--mesh", "fsdp=2,tensor=4", "--devices", "8", "--sequence-parallel", "True", "--activations", "selective"],
     ],
-    ids=["streamed", "unrolled"],
+    ids=["streamed", "unrolled", "sequence_parallel"],
 )
 def test_train_gpt_runs_on_a_folder_of_text(tmp_path, arguments):
     sizes = ["--steps", "12", "--seq", "32", "--batch-size", "16", "--eval-every", "6", "--sample-bytes", "20"]
@@ -163,6 +164,8 @@ def test_train_gpt_tells_jax_when_a_process_counts_as_dead(monkeypatch, cluster)
         (["--stage", "5"], "5"),
         (["--loss-tiles", "257"], "0 (whole logits) to 256"),
         (["--mesh", "fsdp=1,tensor=3", "--devices", "3"], "heads=4 do not divide by tensor=3"),
+        (["--mesh", "fsdp=1,tensor=4", "--seq", "30", "--sequence-parallel", "True"], "pad the sequences to 32"),
+        (["--model", "unrolled", "--sequence-parallel", "True"], "works layer by layer"),
     ],
 )
 def test_train_gpt_refuses_clearly(tmp_path, arguments, words):
