@@ -22,6 +22,7 @@ ROOMS = {
     "zerojax.config": ("sharding", "precision"),
     "zerojax.aot": ("sharding",),
     "zerojax.float32_grads": ("jaxprs",),
+    "zerojax.unreduced": ("activations", "float32_grads", "jaxprs", "sharding"),
     # folders, from the ground up
     "zerojax.sharding": (),
     "zerojax.gather": ("activations", "jaxprs", "sharding"),
@@ -31,8 +32,12 @@ ROOMS = {
     "zerojax.state": ("models", "sharding", "config", "precision"),
     "zerojax.runtime": ("state",),
     "zerojax.optim": ("state", "runtime", "sharding", "jaxprs", "config", "precision", "metrics"),
-    "zerojax.resident": ("activations", "optim", "state", "models", "float32_grads", "sharding", "jaxprs", "metrics"),
-    "zerojax.streamed": ("activations", "optim", "state", "models", "tiling", "float32_grads", "sharding", "jaxprs", "metrics"),
+    "zerojax.resident": (
+        "activations", "optim", "state", "models", "float32_grads", "unreduced", "sharding", "jaxprs", "metrics",
+    ),
+    "zerojax.streamed": (
+        "activations", "optim", "state", "models", "tiling", "float32_grads", "unreduced", "sharding", "jaxprs", "metrics",
+    ),
     "zerojax.memory": ("streamed", "resident", "state", "activations", "jaxprs", "sharding", "precision"),
     "zerojax.program": (
         "activations", "memory", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding", "aot",

@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": tuple(PRECISIONS),
     "moments": ("float32", "bfloat16"),
     "reduce_dtype": (None, "float32", "bfloat16", "float16"),
+    "reduce_every": (None, "microbatch", "step"),
     "update": (None, "after_backward", "in_backward"),
     "update_on": ("device", "host"),
     "io": ("direct", "tensorstore"),
@@ -63,6 +64,9 @@ class ZeroConfig:
         stochastically and halves their bytes (`zerojax.optim.moments`).
       reduce_dtype: dtype in which gradients are summed across devices. None: the compute dtype. "float32" with compute in 16
         bits: the products that make gradients return float32, and gradients rest so until the update; gathers stay in 16 bits.
+      reduce_every: when gradients are summed across devices. None: "microbatch", each where it is made. "step" (LayeredModel):
+        each device keeps whole sums of its own over microbatches, and they are reduced once, in float32; in a streamed step a
+        layer's at the end of its turn. Equal values and 1/M of the bytes, for whole float32 gradients in memory until then.
       num_microbatches: gradient accumulation steps inside the train step; divides each device's batch.
       clip_norm: largest global gradient norm, exact across shards. None: no clipping. Gradients that the optimizer never uses,
         those of frozen weights, do not count.
@@ -102,6 +106,7 @@ class ZeroConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     moments: Literal["float32", "bfloat16"] = "float32"
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    reduce_every: Literal["microbatch", "step"] | None = None
     num_microbatches: int = 1
     clip_norm: float | None = None
     update: Literal["after_backward", "in_backward"] | None = None
@@ -205,6 +210,11 @@ class ZeroConfig:
             raise ValueError("update_on='host' needs opt_state='pinned_host' or 'nvme', got opt_state='device'")
         if uses_disk(self) and self.swap_dir is None:
             raise ValueError("the nvme tier needs a folder: set swap_dir")
+        if self.reduce_every == "step" and self.reduce_dtype not in (None, "float32"):
+            raise ValueError(
+                f"reduce_every='step' with reduce_dtype={self.reduce_dtype!r}: what a device sums over microbatches is float32 "
+                "and is reduced as such; use reduce_dtype='float32' or None"
+            )
         compute = PRECISIONS[self.precision].compute_dtype
         if self.reduce_dtype is not None and self.reduce_dtype not in (compute, "float32"):
             raise ValueError(
@@ -220,7 +230,13 @@ def frozen_tier(config: ZeroConfig) -> Tier:
 
 def reduces_in_float32(config: ZeroConfig) -> bool:
     """Tell whether gradients are made and reduced in float32 while compute is in 16 bits."""
-    return config.reduce_dtype == "float32" != PRECISIONS[config.precision].compute_dtype
+    in_float32 = config.reduce_dtype == "float32" or config.reduce_every == "step"
+    return in_float32 and PRECISIONS[config.precision].compute_dtype != "float32"
+
+
+def reduces_once(config: ZeroConfig) -> bool:
+    """Tell whether several microbatches are summed on each device before gradients are reduced."""
+    return config.reduce_every == "step" and config.num_microbatches > 1
 
 
 def grads_in_float32(config: ZeroConfig) -> bool:
@@ -287,6 +303,7 @@ def check_unlayered(config: ZeroConfig) -> None:
         "update": (None, "after_backward"),
         "gather_ahead": (False,),
         "sequence_parallel": (False,),
+        "reduce_every": (None, "microbatch"),
         "delayed_update": (False,),
         "saved_names": ((),),
         "offloaded_names": ((),),

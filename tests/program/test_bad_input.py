@@ -56,6 +56,11 @@ from host_offload.disk.errors import SwapError
         ({"device_budget_bytes": 0}, ["device_budget_bytes=0"]),
         ({"reduce_dtype": "int8"}, ["reduce_dtype='int8'"]),
         ({"reduce_dtype": "float16", "precision": "bf16"}, ["float16", "bf16"]),
+        ({"reduce_every": "epoch"}, ["reduce_every='epoch'", "'microbatch'", "'step'"]),
+        (
+            {"reduce_every": "step", "reduce_dtype": "bfloat16", "precision": "bf16"},
+            ["reduce_every='step'", "reduce_dtype='bfloat16'", "float32"],
+        ),
     ],
 )
 def test_config_refuses(fields, words):

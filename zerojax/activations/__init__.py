@@ -1,7 +1,10 @@
 """What of a layer's activations is kept from forward to backward, and how they are split over the mesh."""
 
 from zerojax.activations.apart import Apart as Apart
+from zerojax.activations.flow import ANY as ANY
+from zerojax.activations.flow import Split as Split
 from zerojax.activations.flow import flow as flow
+from zerojax.activations.flow import outs_of as outs_of
 from zerojax.activations.kept import MODES as MODES
 from zerojax.activations.kept import attention_inner as attention_inner
 from zerojax.activations.kept import candidates as candidates

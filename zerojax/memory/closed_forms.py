@@ -90,17 +90,21 @@ def model_state_bytes(num_params: int, stage: int, num_shards: int, per_param: S
     return parts | {"total": sum(parts.values())}
 
 
-def collective_elements(num_params: int, stage: int, num_shards: int, num_microbatches: int = 1) -> dict[str, float]:
+def collective_elements(
+    num_params: int, stage: int, num_shards: int, num_microbatches: int = 1, num_reductions: int | None = None
+) -> dict[str, float]:
     """Return the elements that each device sends in a step, by collective (ZeRO, section 7).
 
     A ring all_gather or reduce_scatter of P elements sends P (N-1)/N; an all_reduce is one of each. Gradients are reduced,
     and at stage 3 parameters gathered twice, in every microbatch. Rows 0 to 3 sum to 2P, 2P, 2P and 3P.
+    Of M microbatches rows 1 and 2 sum to (1 + M) P; with reduce_every="step" to 2P, since `num_reductions` is 1.
     """
+    reductions = num_microbatches if num_reductions is None else num_reductions
     row, ring = STAGES[stage], num_params * (num_shards - 1) / num_shards
     if not row.opt_state:
-        return {"all_reduce": 2 * ring * num_microbatches, "all_gather": 0.0, "reduce_scatter": 0.0}
+        return {"all_reduce": 2 * ring * reductions, "all_gather": 0.0, "reduce_scatter": 0.0}
     gathers = 2 * num_microbatches if row.params else 1
-    return {"all_reduce": 0.0, "all_gather": gathers * ring, "reduce_scatter": num_microbatches * ring}
+    return {"all_reduce": 0.0, "all_gather": gathers * ring, "reduce_scatter": reductions * ring}
 
 
 def transformer_params(num_layers: int, hidden: int) -> int:

@@ -1,9 +1,9 @@
 """Bytes that each device sends in a step of one program, by collective.
 
 A leaf that `fsdp` splits sends what the closed form of its stage says; one that stays replicated is reduced by an all_reduce
-over all replicas. With reduce_dtype="float32" an element counts 4 bytes where it is reduced, and 2 where it is gathered. An
-embedding may send fewer, by rows (`zerojax.gather.look_up`), which the batch decides. What tensor parallelism sends is
-inside of the model: `zerojax.memory.tensor` counts it.
+over all replicas. With reduce_dtype="float32" an element counts 4 bytes where it is reduced, and 2 where it is gathered; with
+reduce_every="step" it is reduced once a step. An embedding may send fewer, by rows (`zerojax.gather.look_up`), which the batch
+decides. What tensor parallelism sends is inside of the model: `zerojax.memory.tensor` counts it.
 
 An optimizer that needs whole leaves of a layer (`zerojax.optim.leaf_rule`) moves them besides, in float32: of stacks that are
 updated together by an all_to_all there and one back, of a record on its own by an all_gather. Sums over a leaf, such as a norm,
@@ -27,12 +27,14 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
     gathers_of_tiles = _gathers_again(streamed)
     mesh, config = layout.mesh, layout.config
     shards, replicas, count = mesh.shape[FSDP], mesh.shape[DATA], config.num_microbatches
+    reductions = 1 if layout.reduces_once else count
     sent: dict[str, float] = {"all_gather": 0.0, "reduce_scatter": 0.0, "all_reduce": 0.0}
     for leaf in layout.all_leaves:
         elements = local_elements(leaf.shape, leaf.spec.base, mesh)
         split = STAGES[config.stage].opt_state and leaf.spec.sharded != leaf.spec.base
         # What `fsdp` does not split is reduced by an all_reduce over all of its copies.
-        elements_sent = collective_elements(elements, config.stage if split else 0, shards * (1 if split else replicas), count)
+        stage, copies = (config.stage, shards) if split else (0, shards * replicas)
+        elements_sent = collective_elements(elements, stage, copies, count, reductions)
         if streamed and leaf.is_stacked:
             elements_sent["all_gather"] = collective_elements(elements, config.stage, shards)["all_gather"] if split else 0.0
             # Once in forward and once in backward; and again where backward runs a loop over tiles once more.
@@ -44,7 +46,7 @@ def collectives_of_step(layout: Layout, streamed: StreamedStep | None) -> dict[s
             sent[name] += n * (leaf.dtype.itemsize if name == "all_gather" else reduced)
         # Hybrid sharding: after the reduce_scatter, shards of gradients are summed over the replicas.
         if split and replicas > 1 and not leaf.frozen:
-            sent["all_reduce"] += 2 * elements / shards * (replicas - 1) / replicas * reduced * count
+            sent["all_reduce"] += 2 * elements / shards * (replicas - 1) / replicas * reduced * reductions
     if isinstance(layout.tx, OwnedTransformation) and STAGES[config.stage].opt_state:
         for name, n in _of_whole_leaves(layout, layout.tx).items():
             sent[name] = sent.get(name, 0.0) + n

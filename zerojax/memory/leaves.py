@@ -42,6 +42,14 @@ def grad_elements(layout: Layout, blocks: bool | None = None) -> int:
     )
 
 
+def unreduced_bytes(layout: Layout, blocks: bool | None = None) -> int:
+    """Return what a float32 gradient of some leaves, as in `grad_elements`, takes beside its shards while it is not reduced."""
+    if not layout.reduces_once:
+        return 0
+    leaves = [leaf for leaf in layout.leaves if blocks is None or leaf.is_stacked == blocks]
+    return 4 * (sum(local_elements(leaf.shape, leaf.spec.base, layout.mesh) for leaf in leaves) - grad_elements(layout, blocks))
+
+
 def gathered_bytes(layout: Layout, layers: int = 1, fetched: bool = False) -> int:
     """Return the bytes of the largest unit held whole beside its shards.
 

@@ -20,6 +20,7 @@ class MemoryReport:
         arrays, of which XLA may drop some) are arguments of the step. While it runs there are also
 
           - "grads": between backward and update.
+          - "unreduced": what each device's own sums, of reduce_every="step", take beside those shards.
           - "activations": between forward and backward; of a streamed step, those of all microbatches.
           - "gathered": the largest layer or leaf held whole; two layers with gather_ahead.
           - "in_flight": other records on their way between tiers, and a layer's gradient before it is stored, in the tick that

@@ -7,7 +7,7 @@ leaf.
 from typing import Any
 
 from zerojax.memory.kept import resident_kept
-from zerojax.memory.leaves import gathered_bytes, grad_elements, grad_itemsize
+from zerojax.memory.leaves import gathered_bytes, grad_elements, grad_itemsize, unreduced_bytes
 from zerojax.memory.link import both_ways, moved_by_updates, summed, swapped_by_updates
 from zerojax.memory.report import RunningBytes
 from zerojax.state import StateRecords
@@ -25,6 +25,8 @@ def resident_bytes(records: StateRecords, loss: Any, abstract_batch: Any) -> Run
     copied, called = moved_by_updates(records, layout.ends)
     device = {
         "grads": grad_elements(layout) * grad_itemsize(layout),
+        # Sums over microbatches, and those that the microbatch which is computed adds to them.
+        "unreduced": 2 * unreduced_bytes(layout),
         "gathered": gathered_bytes(layout),
         "activations": sum(kept.num_bytes for kept in resident_kept(layout, loss, abstract_batch)),
         # The device updates one leaf at a time, so the largest counts. Callbacks bring all leaves at once.

@@ -12,7 +12,14 @@ from typing import Any
 import jax
 
 from host_offload.schedule import Phase, Schedule, TiledSchedule
-from zerojax.memory.leaves import compute_itemsize, gathered_bytes, grad_elements, grad_itemsize, local_record_bytes
+from zerojax.memory.leaves import (
+    compute_itemsize,
+    gathered_bytes,
+    grad_elements,
+    grad_itemsize,
+    local_record_bytes,
+    unreduced_bytes,
+)
 from zerojax.memory.link import LinkBytes, both_ways, moved_by_updates, summed, swapped_by_updates
 from zerojax.memory.report import RunningBytes
 from zerojax.sharding import ActivationSpec
@@ -33,6 +40,8 @@ def streamed_bytes(layout: Layout, streamed: StreamedStep, abstract_batch: Any) 
 
     device = {
         "grads": grads,
+        # Those of embedding and head live through backward; a layer's are in flight in its tick.
+        "unreduced": unreduced_bytes(layout, blocks=False),
         "gathered": gathered,
         "activations": saved("device") + between,
         # The schedule's peak includes what is gathered, which has a line of its own here.

@@ -52,9 +52,9 @@ def build_gather(layout: Layout, report: Callable[[str], None]) -> Gather:
     # Frozen leaves have no gradient that would be moved.
     frozen = {leaf.name for leaf in layout.frozen}
     # Below stage 1 gradients are whole, as the updates are; this function is walked there for what rests encoded alone.
-    cotangents = {
-        path: stored[path] if path in frozen else stored_spec(spec, stage.opt_state) for path, spec in layout.specs.items()
-    }
+    # And whole where each device keeps sums of its own, which are reduced at the end of the step.
+    to_shards = stage.opt_state and not layout.reduces_once
+    cotangents = {path: stored[path] if path in frozen else stored_spec(spec, to_shards) for path, spec in layout.specs.items()}
 
     def gather(function: Callable[..., Any], params: Any, *args: Any) -> Any:
         return gather_on_use(function, params, *args, stored=stored, cotangents=cotangents, rule=rule)

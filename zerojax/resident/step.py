@@ -3,7 +3,8 @@
     for each microbatch:                      a scan; one pass where there is one microbatch
         loss, g = value_and_grad(loss)(params)      parameters gathered on use (stage 3)
         g: reduce_scatter to its shard              where it is made (stages 1 to 3), in reduce_dtype
-        sum += g                                    float32, sharded
+        sum += g                                    float32, sharded; with reduce_every="step" each device's own
+    g = reduce_scatter(sum)                         once, with reduce_every="step"
     norm, clip, tx.update, apply               on shards: whole trees, or leaf by leaf where the state is off the device
     params = cast(master)                      all_gather below stage 3
 
@@ -40,8 +41,9 @@ from zerojax.models import (
 )
 from zerojax.optim import HostUpdate, RecordUpdate, Update, build_update, update_by_record, update_on_host
 from zerojax.resident.segments import keep_by_segments
-from zerojax.sharding import STAGES, TENSOR, ActivationSpec, split_microbatches
+from zerojax.sharding import STAGES, TENSOR, ActivationSpec, num_batch_shards, split_microbatches
 from zerojax.state import Layout, StateRecords, TrainState, join_frozen, with_model_state
+from zerojax.unreduced import reduced, unreduced_grads, unreduced_sharding
 
 Array = jax.Array
 
@@ -230,6 +232,10 @@ def build_grads(model: Model | LayeredModel, layout: Layout, objective: Objectiv
         return grads, (replaced, *aux)
 
     derive = float32_grads(derivative, layout.platform) if layout.reduces_in_float32 else derivative
+    derive = unreduced_grads(derive, layout.mesh) if layout.reduces_once else derive
+    # Where the sums over microbatches are held: on the update's shards, or each device's own.
+    own_at = jax.tree.map(lambda at: unreduced_sharding(layout.mesh, at.spec), layout.param_shardings(False))
+    sums_at = own_at if layout.reduces_once else grads_at
 
     def of_microbatch(state: TrainState, model_state: Any, batch: Any, key: Any, whole: Array | None = None) -> Gradients:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
@@ -238,7 +244,7 @@ def build_grads(model: Model | LayeredModel, layout: Layout, objective: Objectiv
         grads, (replaced, value, metrics, after) = derive(scale, data, params)
         after = after if replaced is None else {**after, OVERWRITTEN: replaced}
         # On the shards of the update: XLA can then reduce by reduce_scatter, and keeps no whole gradients.
-        return Gradients(value, jax.lax.with_sharding_constraint(grads, grads_at), metrics, after)
+        return Gradients(value, jax.lax.with_sharding_constraint(grads, sums_at), metrics, after)
 
     def grads(state: TrainState, batch: Any) -> Gradients:
         # Of (key, step) alone: a restored run draws the masks that it would have drawn.
@@ -262,12 +268,15 @@ def build_grads(model: Model | LayeredModel, layout: Layout, objective: Objectiv
         def body(total: tuple[Array, Any, Any], piece: tuple[Any, Array]) -> tuple[tuple[Array, Any, Any], Metrics]:
             one = of_microbatch(state, total[2], *inputs(piece), whole)
             sums = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[1], one.grads)
-            return (total[0] + one.loss, jax.lax.with_sharding_constraint(sums, grads_at), one.model_state), one.metrics
+            return (total[0] + one.loss, jax.lax.with_sharding_constraint(sums, sums_at), one.model_state), one.metrics
 
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), layout.abstract_params)
+        lead = (num_batch_shards(layout.mesh),) if layout.reduces_once else ()
+        zeros = jax.tree.map(lambda a: jnp.zeros((*lead, *a.shape), jnp.float32), layout.abstract_params)
         # What a scan carries has one sharding: unless its start is on shards, the sums may be held whole.
-        zeros = jax.lax.with_sharding_constraint(zeros, grads_at)
+        zeros = jax.lax.with_sharding_constraint(zeros, sums_at)
         (value, grads, after), metrics = jax.lax.scan(body, (jnp.float32(0), zeros, state.model_state), pieces)
+        if layout.reduces_once:
+            grads = jax.tree.map(reduced, grads, grads_at)
         return Gradients(value / count, jax.tree.map(lambda g: g / count, grads), summed(metrics), after)
 
     return grads

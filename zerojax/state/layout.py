@@ -17,7 +17,15 @@ import optax
 from jax.sharding import Mesh
 
 from host_offload.schedule import layers_kind
-from zerojax.config import ZeroConfig, frozen_tier, grads_in_float32, reduces_in_float32, updates_by_parts, uses_disk
+from zerojax.config import (
+    ZeroConfig,
+    frozen_tier,
+    grads_in_float32,
+    reduces_in_float32,
+    reduces_once,
+    updates_by_parts,
+    uses_disk,
+)
 from zerojax.models import (
     BLOCKS,
     LayeredModel,
@@ -30,7 +38,17 @@ from zerojax.models import (
     stacks_of,
 )
 from zerojax.precision import PRECISIONS, LossScale
-from zerojax.sharding import FSDP, STAGES, LeafSpec, Replicated, named, param_specs, replicated_leaves, stored_spec
+from zerojax.sharding import (
+    FSDP,
+    STAGES,
+    LeafSpec,
+    Replicated,
+    named,
+    num_batch_shards,
+    param_specs,
+    replicated_leaves,
+    stored_spec,
+)
 from zerojax.state.disk_layout import DiskLayout
 from zerojax.state.encodings import Encoding, check_tiles, choose_encodings, decoded, decoding_model, encode_tree
 from zerojax.state.frozen import join_frozen, split_frozen
@@ -172,6 +190,11 @@ class Layout:
     def reduces_in_float32(self) -> bool:
         """Whether gradients are made and reduced in float32 while compute is in 16 bits."""
         return reduces_in_float32(self.config)
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether each device sums its own gradients over microbatches, which are reduced at the end."""
+        return reduces_once(self.config) and num_batch_shards(self.mesh) > 1
 
     @property
     def grads_in_float32(self) -> bool:

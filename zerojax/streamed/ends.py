@@ -287,12 +287,13 @@ class Ends:
 
         # Several microbatches are added to the head's gradients one by one, in float32; a single one in its own dtype.
         if self.microbatches.count > 1:
-            return self.microbatches.fold(one, g_ends, dx, batch, keys, states)[0]
+            g_ends = self.microbatches.fold(one, g_ends, dx, batch, keys, states)[0]
+            return self.plan.reduced(g_ends, self.plan.ends) if self.plan.layout.reduces_once else g_ends
         return [a + b for a, b in zip(g_ends, one(dx, batch, keys, states)[0], strict=True)]
 
     def _reduced(self, grads: Any) -> list[Array]:
-        """Return gradients of the leaves, on their shards."""
-        return self.plan.on_shards(jax.tree.leaves(grads), self.plan.ends)
+        """Return gradients of the leaves where they are summed."""
+        return self.plan.summed_at(jax.tree.leaves(grads), self.plan.ends)
 
 
 def _without_blocks(params: Any) -> Any:

@@ -231,11 +231,13 @@ class StackLoops:
                 residuals.block.backward, (params, constrain(x), key, given, saved, dx, d_added), work
             )
             d_context = ActivationSpec(self.mesh).constrain(d_context)
-            return plan.on_shards(jax.tree.leaves(g), stack.blocks), (constrain(dx), d_context, done)
+            return plan.summed_at(jax.tree.leaves(g), stack.blocks), (constrain(dx), d_context, done)
 
         total = plan.zero_grads(stack.blocks) if count > 1 else []
         grads, (dx, d_context, done) = self.microbatches.fold(derive, total, dx, values, inputs.keys, inputs.context)
         next_full, landing = _after(work, done, next_full, now)
+        if plan.layout.reduces_once:
+            grads = plan.reduced(grads, stack.blocks)
         # What uses the gradients waits for dx, so that they are reduced beside the products that are left.
         grads, dx = jax.lax.optimization_barrier((grads, dx))
         if count > 1:  # else what runs beside the microbatches' loop would start after it
@@ -268,7 +270,7 @@ class StackLoops:
             partial(tiles.run, use=use), plan.zero_grads(blocks) if microbatches.count > 1 else [],
         )  # fmt: skip
         # What uses the gradients waits for dx, as in `_derive_block`.
-        grads, dx = jax.lax.optimization_barrier((plan.on_shards(grads, blocks), microbatches.constrain(dx)))
+        grads, dx = jax.lax.optimization_barrier((plan.reduced(grads, blocks), microbatches.constrain(dx)))
         return grads, dx, microbatches.constrain(d_context)
 
     def _turn(self, full: Any, now: Tick, take: Callable[[], Any]) -> tuple[list[Array], Any]:

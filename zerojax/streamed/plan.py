@@ -25,7 +25,18 @@ from zerojax.activations import MODES
 from zerojax.float32_grads import Derivative, float32_grads
 from zerojax.models import LayeredModel, StackModel, stacks_of
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
-from zerojax.sharding import FSDP, STAGES, ActivationSpec, LeafSpec, Spec, local_elements, named, stored_spec, without_axis
+from zerojax.sharding import (
+    FSDP,
+    STAGES,
+    ActivationSpec,
+    LeafSpec,
+    Spec,
+    local_elements,
+    named,
+    num_batch_shards,
+    stored_spec,
+    without_axis,
+)
 from zerojax.state import (
     DiskArgument,
     Index,
@@ -41,6 +52,7 @@ from zerojax.state import (
     read_layer,
 )
 from zerojax.tiling import marked
+from zerojax.unreduced import reduced, unreduced_grads, unreduced_sharding
 
 Array = jax.Array
 
@@ -184,11 +196,12 @@ class StreamedPlan:
             self.host = HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=on_disk)
 
     def derivative(self, derivative: Derivative) -> Derivative:
-        """Return a derivative whose gradients are summed in `reduce_dtype`."""
-        if not self.layout.reduces_in_float32:
-            return derivative
+        """Return a derivative whose gradients are summed in `reduce_dtype`; each device's own where they are reduced once."""
         # A loop over tiles stays one equation, at which a block is cut.
-        return float32_grads(derivative, self.layout.platform, lambda eqn: marked(eqn) is not None)
+        is_loop = lambda eqn: marked(eqn) is not None  # noqa: E731
+        if self.layout.reduces_in_float32:
+            derivative = float32_grads(derivative, self.layout.platform, is_loop)
+        return unreduced_grads(derivative, self.mesh, is_loop) if self.layout.reduces_once else derivative
 
     def grad_dtype(self, index: int) -> Any:
         """Return the dtype in which a leaf's gradient is summed."""
@@ -279,8 +292,30 @@ class StreamedPlan:
 
     def zero_grads(self, indices: Sequence[int]) -> list[Array]:
         """Return where the gradients of one record's leaves, or of unstacked leaves, are summed over microbatches."""
+        lead = (num_batch_shards(self.mesh),) if self.layout.reduces_once else ()
+        shapes = [(*lead, *self.leaves[i].record_shape) for i in indices]
+        return self.summed_at([jnp.zeros(shape, jnp.float32) for shape in shapes], indices)
+
+    def summed_at(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
+        """Return gradients where they are summed over microbatches: on their shards, or each device's own."""
+        if not self.layout.reduces_once:
+            return self.on_shards(grads, indices)
+        at = [unreduced_sharding(self.mesh, without_axis(self.grads[i].spec, FSDP)) for i in indices]
+        return [
+            # What a loop over tiles returns itself has no rows.
+            jax.lax.with_sharding_constraint(g, sharding) if g.ndim == len(sharding.spec) else g
+            for g, sharding in zip(grads, at, strict=True)
+        ]
+
+    def reduced(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
+        """Return what was summed over microbatches on the shards of the optimizer state."""
+        if not self.layout.reduces_once:
+            return self.on_shards(grads, indices)
         shapes = [self.leaves[i].record_shape for i in indices]
-        return self.on_shards([jnp.zeros(shape, jnp.float32) for shape in shapes], indices)
+        pairs = zip(grads, shapes, indices, strict=True)
+        return [
+            reduced(g, self.grads[i].sharding) if g.ndim > len(shape) else self.on_shards([g], [i])[0] for g, shape, i in pairs
+        ]
 
     def on_shards(self, grads: Sequence[Array], indices: Sequence[int]) -> list[Array]:
         """Return one layer's, or unstacked leaves', gradients or weights, on the shards of the optimizer state."""

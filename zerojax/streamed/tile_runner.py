@@ -130,6 +130,8 @@ class TileRunner:
                 of_data = {p: operands[p] for p in (*shared_x, *parts) if p not in of_params}
                 of_cotangent = loop.cotangent(dy, now.layer)
                 grads, cotangents = self.plan.derivative(derivative)(of_cotangent, of_data, of_params)
+                if self.plan.layout.reduces_once:  # a tile's gradient alone is used here; the block adds up the others
+                    grads = {p: g if p in trained else jnp.sum(g, 0) for p, g in grads.items()}
                 dw, dx, d_slices = ([(grads | cotangents)[p] for p in at] for at in (trained, shared_x, parts))
                 sums = [s + d.astype(jnp.float32) for s, d in zip(sums, dx, strict=True)]
                 put = lambda s, d: jax.lax.dynamic_update_index_in_dim(s, d, now.layer, 0)  # noqa: E731
@@ -143,7 +145,7 @@ class TileRunner:
                 (grads, cotangents), landing = beside(lambda inputs: one([], inputs), (inputs,), landing)
             else:
                 grads, cotangents = jax.lax.scan(one, self.plan.zero_grads(group.leaves), inputs)
-            grads = self.plan.on_shards(grads, group.leaves)
+            grads = self.plan.reduced(grads, group.leaves)
             # As for a layer: what uses the gradients waits for what is computed besides.
             grads, cotangents = jax.lax.optimization_barrier((grads, cotangents))
             # An ending reads and writes records, and this one is a tile: its index is that of the layer and that of the tile.

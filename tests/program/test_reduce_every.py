@@ -1,0 +1,197 @@
+"""Programs with reduce_every="step": the numbers of one reduction a microbatch, from one reduction a step."""
+
+import dataclasses
+import functools
+import logging
+from typing import Any
+
+import encoder_decoder
+import gpt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiled_toys
+import toys
+
+import zerojax as zj
+from zerojax import hlo
+
+LOSS, PARAMS = 2e-6, 1e-5  # relative; of a leaf's largest
+HOST, DISK = "pinned_host", "nvme"
+STEPS = 3
+
+
+# --- one step, in full ------------------------------------------------------------------------------------------------------
+
+
+def tiny() -> zj.LayeredModel:
+    """A product, a bias and a look-up, tied, on which every kind of sum is made."""
+
+    def init(key: jax.Array) -> Any:
+        return {"table": jax.random.normal(key, (8, 16))}
+
+    def init_block(key: jax.Array) -> Any:
+        return {"w": jax.random.normal(key, (16, 16)) / 4, "b": jnp.zeros(16)}
+
+    def head(p: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> jax.Array:
+        return jnp.mean(jax.nn.logsumexp(x @ p_embed["table"].T + p["bias"], -1)) + 1e-2 * jnp.sum(p["bias"] ** 2)
+
+    return zj.LayeredModel(
+        2, init, lambda p, batch, key: p["table"][batch], init_block, lambda p, x, key: jnp.tanh(x @ p["w"] + p["b"]),
+        lambda key: {"bias": jnp.arange(8.0)}, head,
+    )  # fmt: skip
+
+
+def tiny_loss(p: Any, batch: Any) -> jax.Array:
+    model = tiny()
+    x = model.embed(p["embed"], batch, None)
+    for i in range(model.num_layers):
+        x = model.block(jax.tree.map(lambda a, i=i: a[i], p["blocks"]), x, None)
+    return model.head(p["head"], p["embed"], x, batch, None)
+
+
+@pytest.mark.parametrize("fields", [{}, {"update": "in_backward"}], ids=["resident", "streamed"])
+def test_a_step_is_that_of_plain_optax_and_gradients_are_reduced_once(fields):
+    config = zj.ZeroConfig(stage=2, num_microbatches=2, reduce_every="step", **fields)
+    batch = np.arange(64).reshape(16, 4) % 7
+    with zj.build_train_step(tiny(), optax.sgd(0.5), config, zj.make_mesh(fsdp=8)) as program:
+        state = program.init(jax.random.key(0))
+        before = by_name(program, state)
+        params = {"embed": before["embed"], "head": before["head"]}
+        params["blocks"] = jax.tree.map(lambda *a: np.stack(a), before["blocks/0"], before["blocks/1"])
+        loss, exact = jax.jit(jax.value_and_grad(tiny_loss))(params, batch)
+        text = program.lower(jax.ShapeDtypeStruct(batch.shape, batch.dtype)).compile().as_text()
+        state, metrics = program.step(state, batch)
+        jax.block_until_ready(metrics)
+        after = by_name(program, state)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=LOSS)
+    grads = {"embed": exact["embed"], "head": exact["head"]}
+    grads |= {f"blocks/{i}": jax.tree.map(lambda a, i=i: a[i], exact["blocks"]) for i in (0, 1)}
+    assert_close(after, jax.tree.map(lambda a, g: a - 0.5 * g, before, grads))
+    found = hlo.collectives(text, unknown_trips=1, mesh=program.mesh)
+    # XLA for CPUs has all_reduces alone. A streamed step's layers are a loop each.
+    elements = sum(c.num_bytes * c.times for c in found if c.op in ("all-reduce", "reduce-scatter") and c.num_bytes > 16) // 4
+    num_params = sum(np.size(a) for a in jax.tree.leaves(params))
+    assert num_params <= elements < num_params + 8  # the loss and the norm come with them
+
+
+def by_name(program: zj.Program, state: Any) -> dict[str, Any]:
+    return {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    flat, expected_flat = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (actual, expected))
+    assert [path for path, _ in flat] == [path for path, _ in expected_flat]
+    for (path, a), (_, b) in zip(flat, expected_flat, strict=True):
+        atol = PARAMS * max(float(np.max(np.abs(b), initial=0)), 1e-3)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+# --- every stage, tier and mode ---------------------------------------------------------------------------------------------
+
+
+def run(model: zj.LayeredModel, data: list[Any], mesh: dict[str, int] | None = None, **fields: Any) -> tuple[list[float], Any]:
+    """Return the losses of steps, and parameters by name."""
+    config = zj.ZeroConfig(**{"num_microbatches": 2, **fields})
+    with zj.build_train_step(model, optax.adamw(1e-2, eps=1e-3), config, zj.make_mesh(**(mesh or {"fsdp": 8}))) as program:
+        state, losses = program.init(jax.random.key(0)), list[float]()
+        for batch in data:
+            state, metrics = program.step(state, batch)
+            losses.append(float(metrics["loss"]))
+        return losses, by_name(program, state)
+
+
+@functools.cache
+def of_each_microbatch() -> tuple[list[float], Any]:
+    return run(toys.layered(), toys.batches(STEPS), stage=2)
+
+
+TIERS: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "on_device": {"update": "in_backward"},
+    "host": {"opt_state": HOST, "grads": HOST},
+    "disk": {"opt_state": DISK, "grads": DISK},
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["save", "selective", "remat"])
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_tier_and_mode_equals_a_reduction_a_microbatch(stage, tier, mode, tmp_path):
+    fields = {"stage": stage, "activations": mode, **TIERS[tier]}
+    if stage == 3 and tier in ("host", "disk"):
+        fields["params"] = fields["opt_state"]
+    if tier == "disk":
+        fields["swap_dir"] = str(tmp_path)
+    losses, params = run(toys.layered(), toys.batches(STEPS), reduce_every="step", **fields)
+    exact_losses, exact = of_each_microbatch()
+    np.testing.assert_allclose(losses, exact_losses, rtol=LOSS)
+    assert_close(params, exact)
+
+
+def small_gpt(**fields: Any) -> zj.LayeredModel:
+    return gpt.layered_gpt(gpt.GPTConfig(**{"vocab": 64, "seq": 16, "hidden": 32, "layers": 2, "heads": 4, **fields}))
+
+
+def tokens(count: int = STEPS) -> list[Any]:
+    random = np.random.default_rng(0)
+    return [{name: random.integers(0, 64, (32, 16)) for name in ("tokens", "targets")} for _ in range(count)]
+
+
+def weighted() -> zj.LayeredModel:
+    """A loss with weights, which differ from device to device and from microbatch to microbatch."""
+
+    def head(p: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> zj.Loss:
+        logits = (x @ p_embed["table"].T + p["bias"]) * jnp.mean(p["frozen"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["targets"])
+        mask = batch["tokens"] < jnp.arange(len(x))[:, None]
+        return zj.Loss(jnp.sum(losses * mask), jnp.sum(mask), {"masked": jnp.sum(mask)})
+
+    return dataclasses.replace(toys.layered(), head=head)
+
+
+TENSOR, BOTH = {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}
+ALL = {"params": HOST, "grads": HOST, "opt_state": HOST, "activations": HOST}
+OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "replicas": (toys.layered, toys.batches, {"mesh": {"data": 2, "fsdp": 4}}),
+    "replicas_streamed": (toys.layered, toys.batches, {"mesh": {"data": 4, "fsdp": 2}, **ALL}),
+    "tensor": (lambda: toys.layered(tensor=True), toys.batches, {"mesh": BOTH, "stage": 2}),
+    "clipped": (toys.layered, toys.batches, {"clip_norm": 0.1, "num_microbatches": 4}),
+    "fp16": (toys.layered, toys.batches, {"precision": "fp16", "reduce_dtype": "float32", "stage": 2}),
+    "all_on_host": (toys.layered, toys.batches, {**ALL, "num_microbatches": 4}),
+    "updated_on_host": (toys.layered, toys.batches, {**ALL, "update_on": "host"}),
+    "delayed": (toys.layered, toys.batches, {**ALL, "update_on": "host", "delayed_update": True}),
+    "gathered_ahead": (toys.layered, toys.batches, {"opt_state": HOST, "gather_ahead": True}),
+    "small_leaves_whole": (toys.layered, toys.batches, {"stage": 3, "min_shard_bytes": 1 << 20}),
+    "gpt_dropout": (lambda: small_gpt(dropout=0.2), tokens, {"activations": "remat"}),
+    "gpt_dropout_streamed": (lambda: small_gpt(dropout=0.2, tied=False), tokens, {**ALL, "activations": "selective"}),
+    "gpt_tiled_loss": (lambda: small_gpt(loss_tiles=4), tokens, {"stage": 2}),
+    "gpt_tiled_loss_tensor": (lambda: small_gpt(loss_tiles=2, tensor_axis="tensor"), tokens, {"mesh": BOTH}),
+    "gpt_sequence": (lambda: small_gpt(tensor_axis="tensor"), tokens, {"mesh": TENSOR, "sequence_parallel": True}),
+    "gpt_sequence_streamed": (
+        lambda: small_gpt(tensor_axis="tensor"), tokens, {"mesh": TENSOR, "sequence_parallel": True, **ALL}
+    ),
+    "gpt_tiles": (lambda: small_gpt(mlp_tiles=4), tokens, {}),
+    "gpt_tiles_streamed": (lambda: small_gpt(mlp_tiles=4), tokens, {**ALL, "activations": "save"}),
+    "weights": (weighted, toys.batches, {"stage": 2}),
+    "weights_streamed": (weighted, toys.batches, ALL),
+    "tiles": (tiled_toys.model, lambda count: tiled_toys.batches(count, 32), {}),
+    "tiles_streamed": (tiled_toys.model, lambda count: tiled_toys.batches(count, 32), {**ALL, "update": "in_backward"}),
+    "stacks": (encoder_decoder.model, lambda count: encoder_decoder.batches(count), {"stage": 2}),
+    "stacks_streamed": (encoder_decoder.model, lambda count: encoder_decoder.batches(count), ALL),
+}  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_settings_and_models_equal_a_reduction_a_microbatch(case, caplog):
+    make, data, fields = OTHERS[case]
+    losses, params = run(make(), data(STEPS), **fields)
+    with caplog.at_level(logging.WARNING):
+        once_losses, once = run(make(), data(STEPS), reduce_every="step", **fields)
+    np.testing.assert_allclose(once_losses, losses, rtol=LOSS)
+    assert_close(once, params)
+    assert not [r for r in caplog.records if "reduce_every" in r.getMessage()]

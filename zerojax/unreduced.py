@@ -1,0 +1,573 @@
+"""Gradients that stay each device's own sums: nothing is reduced until somebody adds them up.
+
+    g[D, F]{U_(data, fsdp)}    the sum over devices that is left to be done, held as an array: one row for each device's batch
+
+    x[B_(data, fsdp), T, D], dy[B_(data, fsdp), T, F]
+    x -> x[R_(data, fsdp), B / R, T, D]                        R devices with a batch of their own; local
+    g[R_(data, fsdp), D, F] = for each r: dot(x[r], dy[r])     local, and sum(g, 0) is the gradient
+
+So M microbatches add R rows M times, and one reduction at the end sends what M reductions sent. A partitioner has no such value
+of its own: where an equation leaves a sum over devices, it reduces right behind it. So a derivative is traced, and rewritten
+from its gradients backwards, as in `zerojax.float32_grads`:
+
+    sums over the batch       dot_general, convolutions, reduce_sum, scatter-add: mapped over R pieces of what they sum
+    what follows them         linear in the sums: mapped over R
+    what adds to them         a gradient of something else than data, such as a penalty: row 0 holds it
+    `jax.shard_map`           the psum or psum_scatter over the batch's axes is left out, and the result has a row for a device
+
+Loops, branches and rematerialised regions are entered: what a loop carries of a gradient, or stacks, has rows. The loss and all
+that forward computes is what it was: random masks, statistics over a batch, tokens that count.
+
+A sum is exact whichever dim is cut into R pieces; it is local where that dim is the batch's. Where the batch lies is followed
+from dim 0 of what comes in (`zerojax.activations.flow`). A sum in which it is not found, or that no rule knows (a kernel, a
+`while_loop`, rows sorted by experts), is reduced where it is made, put in row 0, and reported.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.activations import ANY, Split, describe, outs_of
+from zerojax.float32_grads import Derivative
+from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, bind, evaluate, flatten, read, scan_arity
+from zerojax.sharding import BATCH_AXES, DATA, FSDP, axes_of, num_batch_shards, pad_spec, without_axis
+
+Array = jax.Array
+_Chain = Sequence[tuple[jex.JaxprEqn, Ref]]
+"""Equations of an island, one after the other, each with its operand."""
+logger = logging.getLogger("zerojax")
+_REDUCED = frozenset({"psum", "psum_invariant", "reduce_scatter"})
+_MOVED = frozenset({"transpose", "convert_element_type", "copy", "copy_p", "name", "pvary"})
+"""What may stand beside a reduction in an island: it acts on the whole as on a shard."""
+_BILINEAR = frozenset({"mul", "div", "dot_general", "conv_general_dilated"})
+"""A cotangent is one of the operands, and the others are none."""
+_LOOPS = frozenset({"scan", "cond", "remat", "remat2", "checkpoint"})
+"""Equations whose jaxprs are entered. The name of the rematerialisation primitive depends on the version of JAX."""
+
+
+def unreduced_grads(
+    derivative: Derivative, mesh: Mesh, is_opaque: Callable[[jex.JaxprEqn], bool] = lambda eqn: False
+) -> Derivative:
+    """Return a derivative whose gradients are each device's own: g[R_(data, fsdp), ...] in place of g[...].
+
+    Args:
+      derivative: `derivative(cotangents, data, params) -> (gradients, others)`. Dim 0 of the first leaf of (cotangents, data)
+        that has one is the batch; other leaves with a dim 0 of that length are split likewise.
+      mesh: the device mesh. R is the size of `data` times that of `fsdp`.
+      is_opaque: whether a `jit` is to stay one equation; gradients that it returns are left as they are.
+
+    Returns:
+      A function of the same arguments. Gradients have their dtype; `others` are as they are.
+    """
+
+    def run(cotangents: Any, data: Any, params: Any) -> Any:
+        args = (cotangents, data, params)
+        closed, out = jax.make_jaxpr(derivative, return_shape=True)(*args)
+        program = flatten(closed.jaxpr, closed.consts, is_opaque)
+        leaves, num_data = jax.tree.leaves(args), len(jax.tree.leaves((cotangents, data)))
+        shapes = [jnp.shape(a) for a in leaves]
+        rows = next((shape[0] for shape in shapes[:num_data] if shape), 0)
+        rule = _Rule(mesh, is_opaque, rows)
+        splits = [rule.given(shape, rows if n < num_data else 0) for n, shape in enumerate(shapes)]
+        num_cotangents = len(jax.tree.leaves(cotangents))
+        of_cotangents = set(program.inputs[:num_cotangents])
+        # A cotangent of rows is data too: what is summed of it is a sum over the batch.
+        of_data = set(program.inputs[num_cotangents:num_data]) | {
+            slot for slot, split in zip(program.inputs, splits, strict=True) if slot in of_cotangents and rule.dim(split) >= 0
+        }
+        is_grad = jax.tree.leaves((jax.tree.map(lambda _: True, out[0]), jax.tree.map(lambda _: False, out[1])))
+        walk = _Walk(rule, program, splits, _reached(program, of_cotangents), _reached(program, of_data), set(), is_grad)
+        results = jax.tree.unflatten(jax.tree.structure(out), [jnp.asarray(a) for a in walk.run(leaves)])
+        for what in dict.fromkeys(rule.lifted):
+            logger.warning("reduce_every='step': where %s sums the batch is not known: it is reduced in each microbatch", what)
+        return results
+
+    return run
+
+
+def reduced(value: Array, sharding: NamedSharding) -> Array:
+    """Add up the rows of an unreduced gradient: g[R_(data, fsdp), D, F] -> g[D_fsdp, F], one reduction in its dtype.
+
+    Over replicas in two steps, a reduce_scatter and an all_reduce of the shards: the partitioner makes one all_reduce of both.
+    """
+    mesh, spec = sharding.mesh, pad_spec(sharding.spec, value.ndim - 1)
+    if mesh.shape[DATA] > 1 and without_axis(spec, FSDP) != spec:
+        value = value.reshape(mesh.shape[DATA], -1, *value.shape[1:])  # [data, fsdp, D, F]: local
+        value = jnp.sum(jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(DATA, FSDP))), 1)
+        value = jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(DATA, *spec)))
+    return jax.lax.with_sharding_constraint(jnp.sum(value, 0), sharding)
+
+
+def unreduced_sharding(mesh: Mesh, whole: Sequence[Any]) -> NamedSharding:
+    """Return the sharding of an unreduced gradient, given the spec of the whole leaf: its own axes are those of `tensor`."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES, *whole))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """What is the same for all jaxprs of a derivative.
+
+    Attributes:
+      mesh: the device mesh.
+      is_opaque: of `unreduced_grads`.
+      rows: of a microbatch.
+      lifted: what was reduced where it is made, in words.
+    """
+
+    mesh: Mesh
+    is_opaque: Callable[[jex.JaxprEqn], bool]
+    rows: int
+    lifted: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """R."""
+        return num_batch_shards(self.mesh)
+
+    def given(self, shape: tuple[int, ...], rows: int) -> Split:
+        """Return how an argument is split, if dim 0 is the batch where it has so many rows."""
+        is_batch = shape[:1] == (rows,) and rows > 0 and rows % self.count == 0
+        return (BATCH_AXES, *((),) * (len(shape) - 1)) if is_batch else ((),) * len(shape)
+
+    def dim(self, split: Split) -> int:
+        """Return the dim that is split as the batch is, or -1."""
+        found = [d for d, entry in enumerate(split) if entry is not ANY and set(entry) & set(BATCH_AXES)]
+        return found[0] if found else -1
+
+    def constrain(self, value: Array, *spec: Any) -> Array:
+        """Keep dim 0, the rows, on their devices; other dims are left to the partitioner unless they are given."""
+        rest = spec or (PartitionSpec.UNCONSTRAINED,) * (value.ndim - 1)
+        return jax.lax.with_sharding_constraint(value, unreduced_sharding(self.mesh, rest))
+
+    def cut(self, value: Any, dim: int) -> Array:
+        """Return an array with its dim `dim` cut into R pieces, which are dim 0: x[B, D] -> x[R, B / R, D]."""
+        value = jnp.asarray(value)
+        pieces = value.reshape(*value.shape[:dim], self.count, -1, *value.shape[dim + 1 :])
+        return self.constrain(jnp.moveaxis(pieces, dim, 0))
+
+    def lift(self, value: Any) -> Array:
+        """Return rows whose sum is a value: itself, and zeros."""
+        value = jnp.asarray(value)
+        row = jax.lax.broadcasted_iota(jnp.int32, (self.count, *(1,) * value.ndim), 0)
+        return self.constrain(jnp.where(row == 0, value[None], jnp.zeros((), value.dtype)))
+
+
+def _ndim(v: Any) -> int:
+    return len(getattr(v.aval, "shape", ()))
+
+
+def _reached(program: FlatJaxpr, starts: set[int]) -> set[int]:
+    """Return the slots in `starts`, and every slot computed from them. A barrier computes each result of its own operand."""
+    reached = set(starts)
+    for i in program.instructions:
+        if i.eqn.primitive.name == "optimization_barrier":
+            reached.update(out for ref, out in zip(i.ins, i.outs, strict=True) if isinstance(ref, int) and ref in reached)
+        elif not reached.isdisjoint(i.reads):
+            reached.update(i.outs)
+    return reached
+
+
+def _carried(i: Instruction) -> range:
+    """Return the positions of what a scan carries among its operands; its first results take their place."""
+    if i.eqn.primitive.name != "scan":
+        return range(0)
+    num_consts, num_carry = scan_arity(i.eqn.params, len(i.ins))
+    return range(num_consts, num_consts + num_carry)
+
+
+class _Walk:
+    """The rewriting of one jaxpr.
+
+    Attributes:
+      rule: of the derivative.
+      program: the jaxpr.
+      cotangents: slots that depend on cotangents.
+      data: slots that depend on data. What is in neither set is made of parameters and constants.
+      splits: how each slot is split, as far as the batch goes.
+      sums: slots that are sums over the batch, or made of such: they can have rows.
+      own: those of them that are held with rows.
+    """
+
+    def __init__(
+        self,
+        rule: _Rule,
+        program: FlatJaxpr,
+        splits: Sequence[Split],
+        cotangents: set[int],
+        data: set[int],
+        given: set[int],
+        outputs: Sequence[bool],
+    ) -> None:
+        """Choose what has rows: `given` are the inputs that come so, `outputs` says which results are wanted so."""
+        self.rule, self.program, self.cotangents, self.data = rule, program, cotangents, data
+        self._wanted = outputs
+        self._makers = {out: i for i in program.instructions for out in i.outs}
+        self.splits: dict[int, Split] = dict(zip(program.inputs, splits, strict=True))
+        self.sums = set(given)
+        for i in program.instructions:
+            if i.eqn.primitive.name in _LOOPS:
+                self._look_into(i)
+            else:
+                self.splits.update(zip(i.outs, self._splits_of(i), strict=True))
+                self.sums.update(out for out in self._sums_of(i) if out in cotangents)
+        pairs = zip(program.outputs, outputs, strict=True)
+        self.own = {ref for ref, is_wanted in pairs if is_wanted and isinstance(ref, int) and ref in self.sums} | given
+        # What reads a slot comes after what makes it, so that all is known of a result when its maker is looked at.
+        for i in reversed(program.instructions):
+            if not self.own.isdisjoint(i.outs):
+                self.own.update(slot for slot in self._made_of(i) if slot in self.sums)
+
+    # --- which slots -------------------------------------------------------------------------------------------------------
+
+    def _split(self, ref: Ref, v: Any) -> Split:
+        return self.splits[ref] if isinstance(ref, int) else (ANY,) * _ndim(v)
+
+    def _look_into(self, i: Instruction) -> None:
+        """Find out how the results of an instruction are split that holds jaxprs, and which of them are sums."""
+        carry = _carried(i)
+        # As what comes in, until it is known what goes round.
+        self.splits |= {out: self._split(i.ins[p], i.eqn.invars[p]) for p, out in zip(carry, i.outs, strict=False)}
+        while True:
+            walks = self.inside(i, [False] * len(i.outs))
+            again = False
+            for n, (out, v) in enumerate(zip(i.outs, i.eqn.outvars, strict=True)):
+                found = [walk.splits[ref] for walk in walks if isinstance(ref := walk.program.outputs[n], int)]
+                split = next((split for split in found if self.rule.dim(split) >= 0), found[0] if found else (ANY,) * _ndim(v))
+                split = ((),) * (_ndim(v) - len(split)) + split  # of what a scan stacks, one slice
+                again |= n < len(carry) and self.rule.dim(split) >= 0 > self.rule.dim(self.splits[out])
+                if n >= len(carry) or self.rule.dim(split) >= 0:
+                    self.splits[out] = split
+                refs = [(walk, walk.program.outputs[n]) for walk in walks]
+                if out in self.cotangents and any(isinstance(ref, int) and ref in walk.sums for walk, ref in refs):
+                    self.sums.add(out)
+            if not again:
+                return
+
+    def _splits_of(self, i: Instruction) -> list[Split]:
+        """Return how the results of an instruction are split."""
+        if i.eqn.primitive.name == "shard_map":
+            pairs = zip(i.eqn.params["out_specs"], i.eqn.outvars, strict=True)
+            return [tuple(map(axes_of, pad_spec(spec, _ndim(v)))) for spec, v in pairs]
+        found = outs_of(i.eqn, [self._split(ref, v) for ref, v in zip(i.ins, i.eqn.invars, strict=True)], self.rule.mesh.shape)
+        # What is made of data has its rows in dim 0, if it has as many, where the table leaves that open.
+        rows = self.rule.rows if not self.data.isdisjoint(i.reads) else 0
+        guessed = [self.rule.given(getattr(v.aval, "shape", ()), rows) for v in i.eqn.outvars]
+        return [
+            guess
+            if self.rule.dim(guess) >= 0 and (split is None or (self.rule.dim(split) < 0 and split[0] is ANY))
+            else (ANY,) * len(guess)
+            if split is None
+            else split
+            for split, guess in zip(found, guessed, strict=True)
+        ]
+
+    def _dim(self, i: Instruction, operand: int) -> int:
+        return self.rule.dim(self._split(i.ins[operand], i.eqn.invars[operand]))
+
+    def _sums_of(self, i: Instruction) -> Sequence[int]:
+        """Return the results of an instruction that can have rows."""
+        name = i.eqn.primitive.name
+        if name == "optimization_barrier":
+            return [out for ref, out in zip(i.ins, i.outs, strict=True) if isinstance(ref, int) and ref in self.sums]
+        if name == "shard_map":
+            return [out for out, chain in zip(i.outs, _reductions(self.rule, i.eqn), strict=True) if chain is not None]
+        if self.rule.is_opaque(i.eqn):
+            return ()
+        is_sum = self.cut_dims(i) is not None or any(slot in self.sums for slot in i.reads)
+        return i.outs if is_sum else ()
+
+    def _made_of(self, i: Instruction) -> list[int]:
+        """Return the operands that have rows where a result has."""
+        name = i.eqn.primitive.name
+        if name == "optimization_barrier":
+            return [ref for ref, out in zip(i.ins, i.outs, strict=True) if out in self.own and isinstance(ref, int)]
+        if name in _LOOPS:  # what comes in stays as it is, but sums that go round
+            pairs = zip((i.ins[p] for p in _carried(i)), i.outs, strict=False)
+            return [ref for ref, out in pairs if out in self.own and isinstance(ref, int)]
+        return [] if name == "shard_map" else list(i.reads)
+
+    def cut_dims(self, i: Instruction) -> Mapping[int, int] | None:
+        """Return, of a sum over the batch, the dim of each operand that is cut; None of what is no such sum.
+
+        Operands that are missing are the same for all pieces, but those that a sum starts from (`_starts`).
+        """
+        name, params = i.eqn.primitive.name, i.eqn.params
+        if any(slot in self.sums for slot in i.reads if not (name == "scatter-add" and slot == i.ins[0])):
+            return None  # linear in sums that were made before
+        shapes: list[Any] = [getattr(v.aval, "shape", ()) for v in i.eqn.invars]
+        dims: dict[int, int] = {}
+        if name == "dot_general":
+            pairs = zip(*params["dimension_numbers"][0], strict=True)
+            found = [(a, b) for a, b in pairs if a == self._dim(i, 0) or b == self._dim(i, 1)]
+            dims = {0: found[0][0], 1: found[0][1]} if found else {}
+        elif name == "conv_general_dilated":
+            # Of a kernel's gradient the batch is the dim of features that both operands have.
+            numbers = params["dimension_numbers"]
+            features = (numbers.lhs_spec[1], numbers.rhs_spec[1])
+            is_sum = params["feature_group_count"] == params["batch_group_count"] == 1
+            dims = dict(enumerate(features)) if is_sum and self._dim(i, 0) == features[0] else {}
+        elif name in ("reduce_sum", "reduce"):
+            summed = params["axes"] if name == "reduce_sum" else params["dimensions"]
+            is_sum = name == "reduce_sum" or [e.primitive.name for e in params["jaxpr"].eqns] == ["add"]
+            dims = {0: self._dim(i, 0)} if is_sum and self._dim(i, 0) in summed else {}
+        elif name == "scatter-add":
+            numbers = params["dimension_numbers"]
+            rows = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
+            # The dims of the indices but the last are those of the rows, in order; batching dims are no sum.
+            of_rows, of_ids = self._dim(i, 2), self._dim(i, 1)
+            at = rows.index(of_rows) if of_rows in rows else of_ids if of_ids < len(rows) else -1
+            dims = {1: at, 2: rows[at]} if at >= 0 and at not in numbers.scatter_indices_batching_dims else {}
+        is_even = all(shapes[operand][dim] % self.rule.count == 0 for operand, dim in dims.items())
+        return dims if dims and is_even else None
+
+    # --- values ------------------------------------------------------------------------------------------------------------
+
+    def run(self, args: Sequence[Any]) -> list[Any]:
+        """Return the results; those that are wanted so have rows, as `given` inputs have."""
+        self._plain: dict[int, Any] = {}
+        self._rows: dict[int, Any] = {}
+        for slot, value in zip(self.program.inputs, args, strict=True):
+            (self._rows if slot in self.own else self._plain)[slot] = value
+        for i in self.program.instructions:
+            if self.own.isdisjoint(i.outs):
+                self._plain.update(zip(i.outs, bind(i.eqn, [self.plain(ref) for ref in i.ins]), strict=True))
+                continue
+            outs = _HANDLERS.get(i.eqn.primitive.name, _mapped)(self, i)
+            for slot, value in zip(i.outs, outs, strict=True):
+                (self._rows if slot in self.own else self._plain)[slot] = value
+        pairs = zip(self.program.outputs, self._wanted, strict=True)
+        return [self.rows(ref) if is_wanted and not self._is_opaque(ref) else self.plain(ref) for ref, is_wanted in pairs]
+
+    def _is_opaque(self, ref: Ref) -> bool:
+        """Tell whether an opaque equation made a value: then whoever runs that one chooses its form."""
+        maker = self._makers.get(ref) if isinstance(ref, int) else None
+        return maker is not None and self.rule.is_opaque(maker.eqn)
+
+    def plain(self, ref: Ref) -> Any:
+        """Return a value as the program has it."""
+        if not isinstance(ref, int):
+            return ref.value
+        if ref not in self._plain:
+            self._plain[ref] = jnp.sum(self._rows[ref], 0, dtype=self._rows[ref].dtype)
+        return self._plain[ref]
+
+    def rows(self, ref: Ref) -> Any:
+        """Return a value with rows."""
+        if not isinstance(ref, int):
+            return self.rule.lift(ref.value)
+        if ref not in self._rows:
+            if ref in self.cotangents and ref in self.data and (maker := self._makers.get(ref)) is not None:
+                self.rule.lifted.append(describe(maker.eqn))
+            self._rows[ref] = self.rule.lift(self.plain(ref))
+        return self._rows[ref]
+
+    def inside(self, i: Instruction, is_own: Sequence[bool]) -> list["_Walk"]:
+        """Return the rewriting of what an instruction of `_LOOPS` holds: of a cond, one of each branch.
+
+        Args:
+          i: the instruction, whose results are those of each.
+          is_own: whether each result is to have rows.
+        """
+        params = i.eqn.params
+        if i.eqn.primitive.name == "cond":
+            return [self._inside(i, is_own, b.jaxpr, b.consts, i.ins[1:]) for b in params["branches"]]
+        jaxpr = params["jaxpr"]
+        closed = jaxpr if isinstance(jaxpr, jex.ClosedJaxpr) else jex.ClosedJaxpr(jaxpr, ())
+        return [self._inside(i, is_own, closed.jaxpr, closed.consts, i.ins, _carried(i))]
+
+    def _inside(
+        self,
+        i: Instruction,
+        is_own: Sequence[bool],
+        jaxpr: jex.Jaxpr,
+        consts: Sequence[Any],
+        ins: Sequence[Ref],
+        carry: range = range(0),
+    ) -> "_Walk":
+        program = flatten(jaxpr, consts, self.rule.is_opaque)
+
+        def reached(outside: set[int]) -> set[int]:
+            pairs = zip(program.inputs, ins, strict=True)
+            starts = {slot for slot, ref in pairs if isinstance(ref, int) and ref in outside}
+            while True:
+                reached = _reached(program, starts)
+                pairs = zip(carry, program.outputs, strict=False)
+                after = starts | {program.inputs[p] for p, ref in pairs if isinstance(ref, int) and ref in reached}
+                if after == starts:
+                    return reached
+                starts = after
+
+        splits = []
+        for position, (ref, v) in enumerate(zip(ins, jaxpr.invars, strict=True)):
+            ndim = _ndim(v)
+            split = self.splits[ref] if isinstance(ref, int) else (ANY,) * ndim
+            if position in carry and self.rule.dim(out := self.splits[i.outs[position - carry.start]]) >= 0:
+                split = out  # what goes round tells where what comes in does not
+            splits.append(split[len(split) - ndim :])  # of what is scanned over, one slice
+        given = {program.inputs[p] for p, own in zip(carry, is_own, strict=False) if own}
+        return _Walk(self.rule, program, splits, reached(self.cotangents), reached(self.data), given, is_own)
+
+
+# --- equations whose result has rows -----------------------------------------------------------------------------------------
+
+
+def _mapped(walk: _Walk, i: Instruction) -> list[Any]:
+    """Apply an equation to each piece of what it sums, or to each row of what is summed already."""
+    dims, rule = walk.cut_dims(i), walk.rule
+    is_additive = dims is None and i.eqn.primitive.name not in _BILINEAR
+    mapped: dict[int, Any] = {}
+    for position, ref in enumerate(i.ins):
+        if dims is not None and position in dims:
+            mapped[position] = rule.cut(walk.plain(ref), dims[position])
+        elif (dims is not None and _starts(i, position)) or (
+            isinstance(ref, int) and (ref in walk.own or (is_additive and ref in walk.cotangents))
+        ):
+            mapped[position] = walk.rows(ref)
+    # Closed over, and not mapped with None: a literal keeps its weak type.
+    others = {position: walk.plain(ref) for position, ref in enumerate(i.ins) if position not in mapped}
+
+    def one(values: dict[int, Any]) -> list[Any]:
+        every = others | values
+        return bind(i.eqn, [every[position] for position in range(len(i.ins))])
+
+    return [rule.constrain(out) for out in jax.vmap(one)(mapped)]
+
+
+def _starts(i: Instruction, position: int) -> bool:
+    """Tell whether a sum starts from an operand, which then counts once and not once for each piece."""
+    return (i.eqn.primitive.name, position) in (("scatter-add", 0), ("reduce", 1))
+
+
+def _barrier(walk: _Walk, i: Instruction) -> list[Any]:
+    pairs = zip(i.ins, i.outs, strict=True)
+    return bind(i.eqn, [walk.rows(ref) if out in walk.own else walk.plain(ref) for ref, out in pairs])
+
+
+def _constraint(walk: _Walk, i: Instruction) -> list[Any]:
+    """Keep what a constraint says of other axes: those of the batch split the rows."""
+    spec = getattr(i.eqn.params["sharding"], "spec", None)
+    value = walk.rows(i.ins[0])
+    if spec is None:
+        return [walk.rule.constrain(value)]
+    return [walk.rule.constrain(value, *_without_batch(pad_spec(spec, value.ndim - 1)))]
+
+
+def _without_batch(spec: Sequence[Any]) -> tuple[Any, ...]:
+    free = PartitionSpec.UNCONSTRAINED
+    rest = tuple(None if entry is free else entry for entry in spec)
+    for axis in BATCH_AXES:
+        rest = without_axis(rest, axis)
+    return tuple(free if entry is free else kept for entry, kept in zip(spec, rest, strict=True))
+
+
+def _scan(walk: _Walk, i: Instruction) -> list[Any]:
+    params = i.eqn.params
+    carried, is_own = _carried(i), [out in walk.own for out in i.outs]
+    num_consts, num_carry = carried.start, len(carried)
+    (inner,) = walk.inside(i, is_own)
+    own_carry = {position for position, own in zip(carried, is_own, strict=False) if own}
+    values = [walk.rows(ref) if position in own_carry else walk.plain(ref) for position, ref in enumerate(i.ins)]
+    consts, xs = values[:num_consts], values[carried.stop :]
+
+    def body(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = inner.run([*consts, *carry, *x])
+        outs = [walk.rule.constrain(out) if own else out for out, own in zip(outs, is_own, strict=True)]
+        return outs[:num_carry], outs[num_carry:]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(body, values[num_consts : carried.stop], xs, **options)
+    # Stacked behind the iterations: ys[L, R, ...] -> [R, L, ...], no move of data on a device that holds one row.
+    stacked = [walk.rule.constrain(jnp.moveaxis(y, 1, 0)) if own else y for y, own in zip(ys, is_own[num_carry:], strict=True)]
+    return [*carry, *stacked]
+
+
+def _cond(walk: _Walk, i: Instruction) -> list[Any]:
+    branches = walk.inside(i, [out in walk.own for out in i.outs])
+    index, *operands = (walk.plain(ref) for ref in i.ins)
+    return jax.lax.switch(index, [lambda *values, b=b: b.run(values) for b in branches], *operands)
+
+
+def _remat(walk: _Walk, i: Instruction) -> list[Any]:
+    (inner,), values = walk.inside(i, [out in walk.own for out in i.outs]), [walk.plain(ref) for ref in i.ins]
+    closed = jax.make_jaxpr(lambda *values: inner.run(values))(*values)
+    # The same equation, and no new region: this one is differentiated already, and so its barriers are placed.
+    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
+    return bind(i.eqn.replace(params={**i.eqn.params, "jaxpr": jaxpr}), [*closed.consts, *values])
+
+
+def _reductions(rule: _Rule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
+    """Return, of each result of a shard_map, the chain from a sum over the batch's axes to the result; None where none is."""
+    program = flatten(eqn.params["jaxpr"], ())
+    makers = {out: i for i in program.instructions for out in i.outs}
+    batch = {axis for axis in BATCH_AXES if rule.mesh.shape[axis] > 1}
+    found: list[_Chain | None] = []
+    for ref in program.outputs:
+        chain, over = list[tuple[jex.JaxprEqn, Ref]](), set[str]()
+        while isinstance(ref, int) and (i := makers.get(ref)) is not None and i.eqn.primitive.name in _MOVED | _REDUCED:
+            if i.eqn.primitive.name in _REDUCED:
+                # A scatter that is not tiled drops a dim, which the whole has.
+                if not i.eqn.params.get("tiled", True) or i.eqn.params.get("axis_index_groups") is not None:
+                    break
+                over |= _axes_of(i.eqn)
+            ref = i.ins[i.outs.index(ref)]
+            chain.append((i.eqn, ref))
+        found.append(chain[::-1] if batch <= over else None)
+    return found
+
+
+def _axes_of(eqn: jex.JaxprEqn) -> set[str]:
+    """Return the axes over which a reduction in an island sums."""
+    axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    return set(axes_of(axes))
+
+
+def _shard_map(walk: _Walk, i: Instruction) -> list[Any]:
+    params, rule = i.eqn.params, walk.rule
+    program, chains = flatten(params["jaxpr"], ()), _reductions(rule, i.eqn)
+    chains = [chain if out in walk.own else None for out, chain in zip(i.outs, chains, strict=True)]
+
+    def value_of(chain: _Chain, slots: dict[int, Any]) -> Any:
+        """Return a result without the sums over the batch's axes."""
+        value = read(chain[0][1], slots)
+        for eqn, _ in chain:
+            if eqn.primitive.name not in _REDUCED:
+                (value,) = bind(eqn, [value])
+            elif rest := tuple(sorted(_axes_of(eqn) - set(BATCH_AXES))):
+                value = jax.lax.psum(value, rest)
+        return jnp.asarray(value)[None]
+
+    def run(*values: Any) -> tuple[Any, ...]:
+        slots: dict[int, Any] = dict(zip(program.inputs, values, strict=True))
+        evaluate(program.instructions, slots)
+        pairs = zip(program.outputs, chains, strict=True)
+        return tuple(read(ref, slots) if chain is None else value_of(chain, slots) for ref, chain in pairs)
+
+    out_specs = tuple(
+        spec if chain is None else PartitionSpec(BATCH_AXES, *_without_batch(pad_spec(spec, _ndim(v))))
+        for spec, chain, v in zip(params["out_specs"], chains, i.eqn.outvars, strict=True)
+    )
+    # The parameter's name depends on the version of JAX.
+    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+    mapped = jax.shard_map(
+        run, mesh=params["mesh"], in_specs=params["in_specs"], out_specs=out_specs, check_vma=params["check_vma"],
+        axis_names=axes,
+    )  # fmt: skip
+    return list(mapped(*(walk.plain(ref) for ref in i.ins)))
+
+
+_HANDLERS: dict[str, Callable[[_Walk, Instruction], list[Any]]] = {
+    "optimization_barrier": _barrier,
+    "sharding_constraint": _constraint,
+    "scan": _scan,
+    "cond": _cond,
+    # The name of the rematerialisation primitive depends on the version of JAX.
+    **dict.fromkeys(("remat", "remat2", "checkpoint"), _remat),
+    "shard_map": _shard_map,
+}
+"""Others are mapped."""
