@@ -58,6 +58,8 @@ class ZeroConfig:
       partition_activations: layer-boundary activations are also split over `tensor` (ZeRO-R, Pa).
       sequence_parallel: the stream x[B, T, H] of a LayeredModel rests split over `tensor` in dim 1, and is whole for products
         alone whose weights `tensor` splits (arXiv:2205.05198). Means nothing where tensor is 1.
+      tensor_overlap: with sequence_parallel, gathers and scatters of x become rings of permutes, each beside a part of its
+        product (`zerojax.activations.rings`). No GPU has timed it.
       precision: dtype of compute and of gathers. Master weights stay float32, and moments as `moments` says; "fp16" scales
         its loss.
       moments: dtype in which the optimizer's moments rest, in every tier; the update itself is float32. "bfloat16" rounds them
@@ -103,6 +105,7 @@ class ZeroConfig:
     offloaded_names: tuple[str, ...] = ()
     partition_activations: bool = False
     sequence_parallel: bool = False
+    tensor_overlap: bool = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     moments: Literal["float32", "bfloat16"] = "float32"
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -155,7 +158,7 @@ class ZeroConfig:
             if not isinstance(path, str):
                 raise ValueError(f"swap_dir={self.swap_dir!r}: a folder's path is needed, a str or an os.PathLike of one")
             object.__setattr__(self, "swap_dir", path)
-        for name in ("partition_activations", "sequence_parallel", "delayed_update", "gather_ahead"):
+        for name in ("partition_activations", "sequence_parallel", "tensor_overlap", "delayed_update", "gather_ahead"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: True or False is needed")
         for name in ("saved_names", "offloaded_names"):
@@ -197,6 +200,11 @@ class ZeroConfig:
             raise ValueError(
                 f"opt_state_device_fraction={self.opt_state_device_fraction} splits an opt_state that is off the device and "
                 f"updated on it; got opt_state={self.opt_state!r}, update_on={self.update_on!r}"
+            )
+        if self.tensor_overlap and not self.sequence_parallel:
+            raise ValueError(
+                "tensor_overlap=True with sequence_parallel=False: it runs beside products what sequence parallelism gathers "
+                "and scatters, which is nothing here; set sequence_parallel=True, or tensor_overlap=False"
             )
         if both := sorted(set(self.saved_names) & set(self.offloaded_names)):
             raise ValueError(f"saved_names and offloaded_names both hold {both}: a value is kept in one place")

@@ -105,6 +105,11 @@ def _reached(program: FlatJaxpr, starts: Sequence[int]) -> set[int]:
     for i in program.instructions:
         if i.eqn.primitive.name in _BY_POSITION:
             reached.update(out for ref, out in zip(i.ins, i.outs, strict=True) if ref in reached)
+        elif i.eqn.primitive.name == "shard_map":
+            # Data may go around a ring beside cotangents (`zerojax.activations.rings`).
+            inner = flatten(i.eqn.params["jaxpr"], ())
+            inside = _reached(inner, [slot for slot, ref in zip(inner.inputs, i.ins, strict=True) if ref in reached])
+            reached.update(out for ref, out in zip(inner.outputs, i.outs, strict=True) if ref in inside)
         elif not reached.isdisjoint(i.reads):
             reached.update(i.outs)
     return reached

@@ -335,15 +335,36 @@ def _scan(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, in
     return [*carry, *(None if split is None else ((), *split) for split in outs[num_carry:])]
 
 
+def _shard_map(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
+    """Of manual axes the specs say it; of the others, what is inside."""
+    params = eqn.params
+    manual = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+
+    def rest(split: Split | None) -> Split | None:
+        if split is None:
+            return None
+        return tuple(e if e is ANY else tuple(axis for axis in e if axis not in manual) for e in split)
+
+    def joined(spec: PartitionSpec, split: Split | None, v: Any) -> Split | None:
+        if split is None:
+            return None
+        # One device's part comes first: an axis that is left to the partitioner splits what is inside of it.
+        pairs = zip(map(axes_of, pad_spec(spec, _ndim(v))), split, strict=True)
+        return tuple(a if b is ANY and a else b if b is ANY else (*a, *b) for a, b in pairs)
+
+    outs = _through(params["jaxpr"], (), [rest(split) for split in ins], sizes)
+    return [joined(spec, out, v) for spec, out, v in zip(params["out_specs"], outs, eqn.outvars, strict=True)]
+
+
 _ENTERED: dict[str, _Rule] = dict.fromkeys(
     ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "jit", "pjit"), _call
-) | {"cond": _cond, "scan": _scan}  # pyright: ignore[reportAssignmentType]
+) | {"cond": _cond, "scan": _scan, "shard_map": _shard_map}  # pyright: ignore[reportAssignmentType]
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(POINTWISE, _pointwise),
     **dict.fromkeys((*REDUCTIONS, "argmax", "argmin", "reduce_xor"), _reduction),
     **dict.fromkeys(("slice", "pad", "concatenate", "split"), _slice),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
-    **dict.fromkeys(("optimization_barrier", "device_put"), _same),
+    **dict.fromkeys(("optimization_barrier", "device_put", "ppermute"), _same),
     "sort": _along("dimension"),
     "rev": _along("dimensions"),
     "top_k": _top_k,

@@ -127,7 +127,7 @@ class Keeper:
             apart = take_apart(i, partial(bind, i.eqn)) if _has_rule(i) and not self.of_data.isdisjoint(i.reads) else None
             label = PREFIX + describe(i.eqn)
             if apart is not None:
-                slots.update(zip(i.outs, _named_by_rule(i, apart, values, label), strict=True))
+                slots.update(zip(i.outs, self._named_by_rule(i, apart, values, label), strict=True))
                 continue
             outs = _run(i, values, self.depend_on_data(i))
             slots.update((s, self.named(s, v, label) if s in self.kept else v) for s, v in zip(i.outs, outs, strict=True))
@@ -138,6 +138,26 @@ class Keeper:
             assert self.mesh is not None
             value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))
         return _named(value, label)
+
+    def _named_by_rule(self, i: Instruction, apart: Apart, values: Sequence[Any], label: str) -> list[Any]:
+        """Return the results of an equation that is taken apart; what its derivative reads is named."""
+
+        @jax.custom_vjp
+        def call(*operands: Any) -> list[Any]:
+            return bind(i.eqn, operands)
+
+        def forward(*operands: Any) -> tuple[list[Any], Any]:
+            outs, kept = apart.forward(operands)
+            outs = [self.named(slot, a, label) for slot, a in zip(i.outs, outs, strict=True)]
+            kept = [_named(a, label) for a in kept]
+            # What the derivative does not read, such as the result of one tile of a sum, is not kept.
+            return outs, apart.read_by_backward(operands, outs, kept)
+
+        def backward(saved: list[Any], d_outs: list[Any]) -> tuple[Any, ...]:
+            return apart.backward(saved, d_outs)
+
+        call.defvjp(forward, backward)
+        return call(*values)
 
     def depend_on_data(self, i: Instruction) -> list[bool]:
         """Return whether each operand of an instruction depends on data."""
@@ -162,26 +182,6 @@ def _run(i: Instruction, values: Sequence[Any], of_data: Sequence[bool]) -> list
         return bind(i.eqn, values)
     enter = {"scan": _scan, "cond": _cond}.get(i.eqn.primitive.name)
     return bind(i.eqn, values) if enter is None else enter(i.eqn, values, of_data)
-
-
-def _named_by_rule(i: Instruction, apart: Apart, values: Sequence[Any], label: str) -> list[Any]:
-    """Return the results of an equation that is taken apart; what its derivative reads is named."""
-
-    @jax.custom_vjp
-    def call(*operands: Any) -> list[Any]:
-        return bind(i.eqn, operands)
-
-    def forward(*operands: Any) -> tuple[list[Any], Any]:
-        outs, kept = apart.forward(operands)
-        outs, kept = ([_named(a, label) for a in arrays] for arrays in (outs, kept))
-        # What the derivative does not read, such as the result of one tile of a sum, is not kept.
-        return outs, apart.read_by_backward(operands, outs, kept)
-
-    def backward(saved: list[Any], d_outs: list[Any]) -> tuple[Any, ...]:
-        return apart.backward(saved, d_outs)
-
-    call.defvjp(forward, backward)
-    return call(*values)
 
 
 def _inside(jaxpr: Any, of_data: Sequence[bool]) -> Callable[[Sequence[Any]], list[Any]]:

@@ -17,10 +17,13 @@ only say where a value is.
 
 A rematerialised region is entered. A loop over tiles has its operand gathered before it and its result scattered after it: its
 products are computed for [t_tensor, ...] entries, one of each device, so that nothing is reduced inside of the loop.
+
+With `overlap` a gather and its products, or a product and its scatter, become one ring (`zerojax.activations.rings`), where all
+of them are plain products of which it is known how they are split; else the operations stay, and `why` tells the reason.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -29,6 +32,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.activations.flow import ANY, Split, outs_of
+from zerojax.activations.rings import RingProduct, column_products, ring_product, row_product
 from zerojax.activations.sequence_ops import constrain, gather_sequence, holds_gather, scatter_sequence
 from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten, read
 from zerojax.models import LayeredModel, stacks_of
@@ -37,6 +41,7 @@ from zerojax.tiling import TileLoop, is_wide_product, loop_over, parse, wide_pro
 
 Array = jax.Array
 _REGIONS = ("checkpoint", "remat", "remat2")
+_AROUND = {"column": "its operand comes around a ring beside it", "row": "its sum goes around a ring beside it"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +82,9 @@ class SequenceParallelism:
         self._of_stacks[stack] = tuple(products)
 
 
-def sequence_parallel(model: LayeredModel, mesh: Mesh, seen: SequenceParallelism) -> LayeredModel:
+def sequence_parallel(
+    model: LayeredModel, mesh: Mesh, seen: SequenceParallelism, overlap: bool = False, recomputed: bool = False
+) -> LayeredModel:
     """Return a model whose stream is split over `tensor` in its sequence; its functions take and return what they did.
 
     Args:
@@ -85,6 +92,8 @@ def sequence_parallel(model: LayeredModel, mesh: Mesh, seen: SequenceParallelism
         the sequence.
       mesh: the device mesh.
       seen: told the products of the blocks, as they are traced.
+      overlap: whether gathers and scatters run beside the products, around rings.
+      recomputed: whether backward computes all of a layer again.
 
     Raises:
       ValueError: no weight of a block names `tensor`, which has more than one device.
@@ -100,7 +109,8 @@ def sequence_parallel(model: LayeredModel, mesh: Mesh, seen: SequenceParallelism
             "annotations, or as in zerojax.with_specs(model, {r'(qkv|fc)/kernel': P(None, 'tensor'), "
             "r'(proj|out)/kernel': P('tensor', None)}); or leave sequence_parallel=False"
         )
-    ends = (specs.get("head"), specs.get("embed"))
+    ends, ends_rule = (specs.get("head"), specs.get("embed")), _Rule(mesh, overlap=overlap)
+    rule = dataclasses.replace(ends_rule, recomputed=recomputed)
 
     def of_blocks(name: str, of: Any, block_specs: Any) -> dict[str, Any]:
         """Return the functions of a stack, or of a model that has one."""
@@ -109,7 +119,7 @@ def sequence_parallel(model: LayeredModel, mesh: Mesh, seen: SequenceParallelism
             seen.traced(name, [dataclasses.replace(product, stack=name) for product in products])
 
         enter = None if of.enter is None else _leaving(of.enter, mesh, lambda out: out[0])
-        return {"block": _entered(of.block, (block_specs,), mesh, traced, returns_stream=True), "enter": enter}
+        return {"block": _entered(of.block, (block_specs,), rule, traced, returns_stream=True), "enter": enter}
 
     if model.stacks:
         by_stack = specs.get("block") or {}
@@ -122,8 +132,8 @@ def sequence_parallel(model: LayeredModel, mesh: Mesh, seen: SequenceParallelism
     return dataclasses.replace(
         model,
         embed=_leaving(model.embed, mesh, lambda out: out[0] if has_state else out),
-        head=_entered(model.head, ends, mesh),
-        predict=None if model.predict is None else _entered(model.predict, ends, mesh),
+        head=_entered(model.head, ends, ends_rule),
+        predict=None if model.predict is None else _entered(model.predict, ends, ends_rule),
         **blocks,
     )
 
@@ -147,7 +157,7 @@ def _leaving(function: Callable[..., Any], mesh: Mesh, stream_of: Callable[[Any]
 def _entered(
     function: Callable[..., Any],
     specs: tuple[Any, ...],
-    mesh: Mesh,
+    rule: "_Rule",
     traced: Callable[[Sequence[BlockProduct]], None] = lambda products: None,
     returns_stream: bool = False,
 ) -> Callable[..., Any]:
@@ -156,10 +166,11 @@ def _entered(
     Args:
       function: a block, or a head.
       specs: of each tree of params.
-      mesh: the device mesh.
+      rule: of the walk, without what follows from x.
       traced: told the products.
       returns_stream: whether it returns an x, alone or before other things.
     """
+    mesh = rule.mesh
 
     def run(*args: Any) -> Any:
         params, x, rest = args[: len(specs)], args[len(specs)], args[len(specs) + 1 :]
@@ -183,7 +194,7 @@ def _entered(
             values.append(a)
             splits.append(_split_as_batch(a, mesh) if jnp.shape(a)[:1] in batch else ((),) * jnp.ndim(a))
         shapes = {jnp.shape(a)[:2] for n, a in enumerate(jax.tree.leaves(x)) if n in streams}
-        walk = _Walk(_Rule(mesh, shapes, []), paths)
+        walk = _Walk(dataclasses.replace(rule, streams=shapes, products=[]), paths)
         outs, _ = walk.run(program, values, splits)
         traced(walk.rule.products)
         for n, spec in streams.items() if returns_stream else ():
@@ -236,11 +247,15 @@ class _Rule:
       mesh: the device mesh.
       streams: the (B, T) of the leaves of x.
       products: that were met, in order.
+      overlap: whether rings are put in.
+      recomputed: whether what is walked is rematerialised.
     """
 
     mesh: Mesh
-    streams: set[tuple[int, ...]]
-    products: list[BlockProduct]
+    streams: Set[tuple[int, ...]] = frozenset()
+    products: list[BlockProduct] = dataclasses.field(default_factory=list)
+    overlap: bool = False
+    recomputed: bool = False
 
 
 class _Walk:
@@ -256,6 +271,8 @@ class _Walk:
         self.whole: dict[int, Array] = {}  # what was gathered, by slot
         self.kinds: dict[int, tuple[str, int]] = {}  # of the result of a product: its kind, and the position of its weight
         self.scattered: set[int] = set()  # results that were scattered
+        self.after: Sequence[Instruction] = ()  # this equation, and those after it
+        self.made: dict[int, Array] = {}  # results of products that a ring made, with that of the first
 
     def run(
         self, program: FlatJaxpr, values: Sequence[Any], splits: Sequence[Split | None]
@@ -264,7 +281,11 @@ class _Walk:
         self.slots.update(zip(program.inputs, values, strict=True))
         self.splits.update(zip(program.inputs, splits, strict=True))
         data = program.reached(slot for slot in program.inputs if slot not in self.params)
-        for i in program.instructions:
+        instructions = program.instructions
+        if self.rule.overlap:  # a ring makes the products of all weights that read a value where the first of them is
+            instructions = sorted(instructions, key=lambda i: bool(i.eqn.effects) or not data.isdisjoint(i.outs))
+        for n, i in enumerate(instructions):
+            self.after = instructions[n:] if self.rule.overlap else ()
             values = [read(ref, self.slots) for ref in i.ins]
             splits = [self.splits[ref] if isinstance(ref, int) else (ANY,) * jnp.ndim(ref.value) for ref in i.ins]
             outs, of_outs = self.apply(i, values, splits, data)
@@ -328,6 +349,12 @@ class _Walk:
             return self.plain(i, values, splits)
         d = 1 - at[0]
         self.kinds[i.outs[0]] = (kind, at[0])
+        if self.rule.overlap:
+            ring, no_ring = self.ring(i, kind, at[0], values, splits)
+            if ring is not None:
+                self.note(i, paths, kind, _AROUND[kind])
+                return ring
+            why += no_ring
         over = [dim for dim in _dims(splits[d] or ()) if dim not in contract[d]]
         if over:
             spec = _as_spec(splits[d] or ())
@@ -345,6 +372,66 @@ class _Walk:
         self.note(i, paths, kind, why)
         self.scattered.add(i.outs[0])
         return [scatter_sequence(outs[0], spec, self.mesh)], [tuple(map(axes_of, spec))]
+
+    def ring(
+        self, i: Instruction, kind: str, w: int, values: list[Any], splits: list[Split | None]
+    ) -> tuple[tuple[list[Array], list[Split | None]] | None, str]:
+        """Run a product with its gather or its scatter around a ring.
+
+        Returns:
+          Its result and how that is split, or None where no ring serves; and the reason of that.
+        """
+        data = splits[1 - w]
+        if kind == "column" and not _dims(data or ()):
+            return None, ""  # its operand is whole: there is nothing to gather
+        one, reason = ring_product(i.eqn, kind, w, splits)
+        if one is None:
+            return None, reason
+        whole = tuple(() if entry is not ANY and TENSOR in entry and kind == "column" else entry for entry in data or ())
+        of_outs = outs_of(i.eqn, [whole if n != w else s for n, s in enumerate(splits)], self.mesh.shape)
+        if kind == "row":
+            spec = self.scattered_spec(i.eqn.outvars[0].aval.shape, of_outs[0])  # pyright: ignore[reportAttributeAccessIssue]
+            if spec is None:
+                return None, ""
+            y = constrain(row_product(values[1 - w], values[w], one, self.mesh), spec, self.mesh)
+            return ([y], [tuple(map(axes_of, spec))]), ""
+        if i.outs[0] not in self.made:
+            reason = self.ring_of_readers(self.canonical(i.ins[1 - w]), values[1 - w], data or ())  # pyright: ignore[reportArgumentType]
+            if reason:
+                return None, reason
+        return ([self.made.pop(i.outs[0])], of_outs), ""
+
+    def ring_of_readers(self, key: int, value: Array, split: Split) -> str:
+        """Run all column products that read a value around one ring; return the reason why not, where one of them cannot."""
+        if key in self.whole:
+            return "; no ring, since another product had it gathered"
+        same, products = {key, *(s for s, of in self.same.items() if of == key)}, list[tuple[Instruction, int, RingProduct]]()
+        for i in self.after:
+            # Casts to come, of what the value was cast from.
+            is_cast = i.eqn.primitive.name == "convert_element_type" and bool(i.reads)
+            if is_cast and self.casts.get((self.canonical(i.reads[0]), i.eqn.params["new_dtype"])) == key:
+                same.add(i.outs[0])
+            dot, reads = product_of(i.eqn), [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in same]
+            if dot is None or len(reads) != 1:
+                continue
+            d, w = reads[0], 1 - reads[0]
+            ref = i.ins[w]
+            if isinstance(ref, int) and ref not in self.params:
+                continue
+            of_weight = self.splits[ref] if isinstance(ref, int) else (ANY,) * jnp.ndim(ref.value)
+            (contract, batch), splits = dot.params["dimension_numbers"], [split, split]
+            splits[w] = of_weight  # pyright: ignore[reportArgumentType, reportCallIssue]
+            if _kind(of_weight, split, contract[w], contract[d], batch[w])[0] != "column":
+                continue
+            one, reason = ring_product(i.eqn, "column", w, splits)
+            if one is None:
+                return reason
+            products.append((i, w, one))
+        weights = [read(i.ins[w], self.slots) for i, w, _ in products]
+        value = constrain(value, _as_spec(split), self.mesh)
+        made = column_products(value, weights, [one for *_, one in products], self.mesh, again=not self.rule.recomputed)
+        self.made.update((i.outs[0], y) for (i, *_), y in zip(products, made, strict=True))
+        return ""
 
     def gathered(self, ref: Any, value: Array, spec: Spec) -> Array:
         """Return a value gathered, once for all that read it."""
@@ -373,7 +460,7 @@ class _Walk:
         results: list[Any] = []
 
         def run(*values: Any) -> list[Any]:
-            walk = _Walk(dataclasses.replace(self.rule, products=[]), self.inner_params(i, inner.inputs))
+            walk = _Walk(dataclasses.replace(self.rule, products=[], recomputed=True), self.inner_params(i, inner.inputs))
             outs, of_outs = walk.run(inner, values, splits)
             results[:] = [of_outs, walk.rule.products]
             return outs
@@ -399,7 +486,7 @@ class _Walk:
             """Walk the unit over shapes alone."""
             stacked = (*loop.tiles, *loop.parts)
             of_tile = [s[1:] if n in stacked and s is not None else s for n, s in enumerate(splits)]
-            walk = _Walk(dataclasses.replace(self.rule, products=[]), params)
+            walk = _Walk(dataclasses.replace(self.rule, products=[], overlap=False), params)
             avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in loop.unit.invars]  # pyright: ignore[reportAttributeAccessIssue]
             jax.eval_shape(lambda *values: walk.run(unit, values, of_tile)[0], *avals)
             return walk

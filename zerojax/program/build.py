@@ -64,9 +64,10 @@ def build_train_step(
         check_ema(records.layout)
         sequence = SequenceParallelism()
         # The state rests as that of the model that is given. What a step computes is split in another way.
-        run = (
-            sequence_parallel(model, mesh, sequence) if isinstance(model, LayeredModel) and config.sequence_parallel else model
-        )
+        run = model
+        if isinstance(model, LayeredModel) and config.sequence_parallel:
+            is_recomputed = config.activations not in ("save", "selective")
+            run = sequence_parallel(model, mesh, sequence, config.tensor_overlap, is_recomputed)
         step = build_step(run, tx, records, build_gather(records.layout, gathered_early))
         program = Program(model, tx, records, step, gathered_early, sequence)
     if batch is not None:
