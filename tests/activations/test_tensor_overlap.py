@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
-from zerojax.activations import SequenceParallelism, sequence_parallel
+from zerojax.activations import SequenceParallelism, flow, sequence_parallel
 from zerojax.activations.rings import RingProduct, column_products, row_product
 from zerojax.float32_grads import float32_grads
+from zerojax.jaxprs import flatten
 
 mesh_of = plain_rings.mesh_of
 RINGS = {"sequence_parallel": True, "tensor_overlap": True}
@@ -135,9 +136,17 @@ def test_tensor_overlap_makes_one_ring_of_a_value_and_one_of_a_sum():
     check_equal(*pair)
     assert [(p.kind, p.why) for p in seen.products] == [(kind, AROUND[kind]) for kind in ("column", "column", "row")]
     narrow = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
-    program = jax.make_jaxpr(lambda p, x: ringed.block(p, x, None))(narrow, x)
-    permutes = str(program).count("ppermute")
+    closed = jax.make_jaxpr(lambda p, x: ringed.block(p, x, None))(narrow, x)
+    permutes = str(closed).count("ppermute")
     assert permutes == 2, f"one column ring and one row ring of 2 devices have one permute each, not {permutes}"
+    # What is kept of a ring is split as its product.
+    program = flatten(closed.jaxpr, closed.consts)
+    batch = ("data", "fsdp")
+    inputs = [("tensor", None), (None, "tensor"), (None, "tensor"), (batch, "tensor", None)]
+    specs = flow(program, inputs, {"data": 1, "fsdp": 1, "tensor": 2})
+    rings = [i for i in program.instructions if i.eqn.primitive.name == "custom_vjp_call"]
+    column, row = [[specs[out] for out in i.outs] for i in rings]
+    assert (column, row) == ([(batch, None, "tensor")] * 2, [(batch, "tensor", None)])
 
 
 def test_tensor_overlap_without_sequence_parallel_is_refused():

@@ -58,6 +58,7 @@ def test_what_a_loop_sends_counts_in_each_iteration_and_what_is_computed_again_c
 CONFIG = gpt.GPTConfig(vocab=32, seq=64, hidden=128, layers=3, heads=4, tensor_axis="tensor", loss_tiles=0)
 L = CONFIG.layers
 VECTORS = 2 * (6 * L + 2) / (2 * CONFIG.seq)  # gradients of norms, and of biases behind a row product, are sums over tokens
+RINGS = {"sequence_parallel": True, "tensor_overlap": True}
 # Per layer, and of look-up and head: in units of s b h elements of a ring.
 CASES = {
     "save": ({"stage": 1}, {"all_reduce": 2 * (4 * L + 2)}),
@@ -69,9 +70,16 @@ CASES = {
         {"stage": 3, "activations": "pinned_host", "params": "pinned_host", "sequence_parallel": True},
         {"all_gather": 6 * L + 2, "reduce_scatter": 5 * L + 1, "all_reduce": 2 + VECTORS},
     ),
+    # Of the head x comes around once, and its cotangent. The look-up's is gathered.
+    "save-rings": ({"stage": 1, **RINGS}, {"permute": 10 * L + 2, "all_gather": 1, "all_reduce": 2 + VECTORS}),
+    "remat-rings": (
+        {"stage": 3, "activations": "remat", **RINGS},
+        {"permute": 11 * L + 2, "all_gather": 1, "all_reduce": 2 + VECTORS},
+    ),
 }
 
 
+@pytest.mark.by_default("save", "remat-sp", "host-sp")
 @pytest.mark.parametrize("case", CASES)
 def test_a_programs_account_has_the_traffic_of_tensor(case):
     settings, expected = CASES[case]

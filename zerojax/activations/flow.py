@@ -335,25 +335,30 @@ def _scan(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, in
     return [*carry, *(None if split is None else ((), *split) for split in outs[num_carry:])]
 
 
-def _shard_map(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
-    """Of manual axes the specs say it; of the others, what is inside."""
+def inside_of(eqn: jex.JaxprEqn, ins: Sequence[Split | None]) -> list[Split | None]:
+    """Return how the operands of a `shard_map` are split inside of it: over the axes that it leaves to the partitioner."""
     params = eqn.params
+    # The parameter's name depends on the version of JAX.
     manual = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
 
-    def rest(split: Split | None) -> Split | None:
-        if split is None:
-            return None
-        return tuple(e if e is ANY else tuple(axis for axis in e if axis not in manual) for e in split)
+    def rest(entry: Any) -> Any:
+        return entry if entry is ANY else tuple(axis for axis in entry if axis not in manual)
+
+    return [None if split is None else tuple(map(rest, split)) for split in ins]
+
+
+def _shard_map(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
+    """Of the axes of an island its specs say it, of the others what is inside."""
+    outs = _through(eqn.params["jaxpr"], (), inside_of(eqn, ins), sizes)
 
     def joined(spec: PartitionSpec, split: Split | None, v: Any) -> Split | None:
         if split is None:
             return None
-        # One device's part comes first: an axis that is left to the partitioner splits what is inside of it.
+        # The island's axes come first: others split what one of its devices has.
         pairs = zip(map(axes_of, pad_spec(spec, _ndim(v))), split, strict=True)
-        return tuple(a if b is ANY and a else b if b is ANY else (*a, *b) for a, b in pairs)
+        return tuple((a or ANY) if b is ANY else (*a, *b) for a, b in pairs)
 
-    outs = _through(params["jaxpr"], (), [rest(split) for split in ins], sizes)
-    return [joined(spec, out, v) for spec, out, v in zip(params["out_specs"], outs, eqn.outvars, strict=True)]
+    return [joined(spec, out, v) for spec, out, v in zip(eqn.params["out_specs"], outs, eqn.outvars, strict=True)]
 
 
 _ENTERED: dict[str, _Rule] = dict.fromkeys(

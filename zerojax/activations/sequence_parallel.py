@@ -109,7 +109,8 @@ def sequence_parallel(
             "annotations, or as in zerojax.with_specs(model, {r'(qkv|fc)/kernel': P(None, 'tensor'), "
             "r'(proj|out)/kernel': P('tensor', None)}); or leave sequence_parallel=False"
         )
-    ends, ends_rule = (specs.get("head"), specs.get("embed")), _Rule(mesh, overlap=overlap)
+    # The derivative of a head begins where its forward ends: no more is kept for it than while it runs.
+    ends, ends_rule = (specs.get("head"), specs.get("embed")), _Rule(mesh, overlap=overlap, recomputed=True)
     rule = dataclasses.replace(ends_rule, recomputed=recomputed)
 
     def of_blocks(name: str, of: Any, block_specs: Any) -> dict[str, Any]:
@@ -248,7 +249,7 @@ class _Rule:
       streams: the (B, T) of the leaves of x.
       products: that were met, in order.
       overlap: whether rings are put in.
-      recomputed: whether what is walked is rematerialised.
+      recomputed: whether the derivative of what is walked runs its forward too: it is rematerialised, or a head.
     """
 
     mesh: Mesh

@@ -6,13 +6,14 @@ the sum, y{U_tensor}, and the partitioner adds the parts:
     y[B, T, H]{U_tensor} -> y[B, T, H]             all_reduce, where a whole value is read
     y[B, T, H]{U_tensor} -> y[B, T_tensor, H]      reduce_scatter, where a constraint splits it
     z[B, T_tensor, H]    -> z[B, T, H]             all_gather, where a constraint makes it whole
+    the rings of `zerojax.activations.rings`       permute
 
 Parts are added once, however many equations read a value, and sums of parts are added before: cotangents of the queries, keys
 and values make one all_reduce. So in a derivative these are Megatron's collectives, those of sequence parallelism, and those of
 an embedding and a head that are split by the vocabulary; and what is computed again is sent again.
 
-A ring sends of n bytes n (t-1)/t in a gather or a scatter, and twice that in an all_reduce. Where the rules of flow leave a
-choice, a value is taken to be split as what it meets.
+A ring sends of n bytes n (t-1)/t in a gather or a scatter, twice that in an all_reduce, and n in each permute. Where the rules
+of flow leave a choice, a value is taken to be split as what it meets.
 """
 
 import collections
@@ -24,7 +25,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.activations.flow import ANY, Split, outs_of
+from zerojax.activations.flow import ANY, Split, inside_of, outs_of
 from zerojax.jaxprs import scan_arity
 from zerojax.sharding import TENSOR, Spec, axes_of, pad_spec
 
@@ -34,7 +35,7 @@ _SUMS = frozenset(
 """Equations that act on parts of a sum as on the sum."""
 _REDUCED = ("reduce_sum", "reduce_max", "reduce_min", "argmax", "argmin")
 _INSIDE = {"psum": "all_reduce", "psum_invariant": "all_reduce", "pmax": "all_reduce", "pmin": "all_reduce"} | {
-    "all_gather": "all_gather", "all_gather_invariant": "all_gather", "reduce_scatter": "reduce_scatter"
+    "all_gather": "all_gather", "all_gather_invariant": "all_gather", "reduce_scatter": "reduce_scatter", "ppermute": "permute"
 }  # fmt: skip
 """Collectives that a `jax.shard_map` spells out."""
 
@@ -49,7 +50,8 @@ class _Value:
 
 
 def sent_over_tensor(jaxpr: Any, inputs: Sequence[Spec | None], mesh: Mesh) -> dict[str, float]:
-    """Return the bytes that each device sends over `tensor`, by collective: "all_gather", "reduce_scatter" and "all_reduce".
+    """Return the bytes that each device sends over `tensor`, by collective: "all_gather", "reduce_scatter", "all_reduce"
+    and "permute".
 
     Args:
       jaxpr: a closed jaxpr, of a derivative.
@@ -105,9 +107,12 @@ class _Walk:
         if name == "scan":
             return self.scan(eqn, ins, times)
         if name == "shard_map":
-            self.inside(inner[0], times)
-            specs = zip(eqn.params["out_specs"], eqn.outvars, strict=True)
-            return [_Value(tuple(map(axes_of, pad_spec(spec, _ndim(v.aval)))), times=times) for spec, v in specs]
+            self.inside(inner[0], inside_of(eqn, [v.split for v in ins]), times)
+            specs = zip(eqn.params["out_specs"], eqn.outvars, outs_of(eqn, [v.split for v in ins], self.sizes), strict=True)
+            return [
+                _Value(tuple(map(axes_of, pad_spec(spec, _ndim(v.aval)))) if found is None else found, times=times)
+                for spec, v, found in specs
+            ]
         if name == "cond":
             return self.cond(eqn, ins, times)
         self.gather_operand(eqn, ins)
@@ -203,18 +208,30 @@ class _Walk:
         self.sent.update(walk.sent)
         return outs
 
-    def inside(self, jaxpr: jex.Jaxpr, times: float) -> None:
-        """Count the collectives that a shard_map spells out, on the arrays of one device."""
+    def inside(self, jaxpr: jex.Jaxpr, splits: Sequence[Split | None], times: float) -> None:
+        """Count the collectives that a shard_map spells out, on the arrays of one device.
+
+        Args:
+          jaxpr: inside of it.
+          splits: how its arguments are split over axes that are left to the partitioner.
+          times: how often it runs.
+        """
+        env: dict[Any, Split | None] = dict(zip(jaxpr.invars, splits, strict=True))
         for eqn in jaxpr.eqns:
-            kind = _INSIDE.get(eqn.primitive.name)
+            ins = [(ANY,) * _ndim(v.aval) if isinstance(v, jex.Literal) else env.get(v) for v in eqn.invars]
+            kind, outs = _INSIDE.get(eqn.primitive.name), outs_of(eqn, ins, self.sizes)
+            env.update(zip(eqn.outvars, outs, strict=True))
             axes = axes_of(eqn.params.get("axes", eqn.params.get("axis_name", ())))
             if kind is not None and TENSOR in axes:
                 # The whole is the result of a gather, and the operand of a reduction.
-                arrays = eqn.outvars if kind == "all_gather" else eqn.invars
-                num_bytes = sum(self.bytes(v.aval, ()) for v in arrays)
-                self.send(kind, num_bytes * (2 if kind == "all_reduce" else 1), times)
+                arrays = zip(eqn.outvars, outs, strict=True) if kind == "all_gather" else zip(eqn.invars, ins, strict=True)
+                num_bytes = sum(self.bytes(v.aval, split or ()) for v, split in arrays)
+                # A permute sends all of what it is given.
+                factor = {"all_reduce": 2, "permute": self.tensor / (self.tensor - 1)}.get(kind, 1)
+                self.send(kind, num_bytes * factor, times)
             for inner in jex.jaxprs_in_params(eqn.params):
-                self.inside(inner, times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1))
+                splits = ins if len(inner.invars) == len(ins) else [None] * len(inner.invars)
+                self.inside(inner, splits, times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1))
 
     def add_parts(self, v: _Value, aval: Any) -> None:
         """All_reduce a value of which each device has a part; afterwards it is whole for whoever reads it."""

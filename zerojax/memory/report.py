@@ -32,7 +32,8 @@ class MemoryReport:
         parameters that a delayed one makes beside the old ones, "made", and the "buffers" of the nvme tier. On disk the
         masters are part of "opt_state", and bytes are those of files.
       collectives: bytes that each device sends, by collective: "all_gather", "reduce_scatter", "all_reduce" and so on of states
-        and gradients, and over `tensor` "tensor_all_gather", "tensor_reduce_scatter" and "tensor_all_reduce" of activations.
+        and gradients, and of activations over `tensor` "tensor_all_gather", "tensor_reduce_scatter", "tensor_all_reduce" and
+        "tensor_permute".
       host_link: bytes that cross each device's link to the host in a step: "to_device" and "to_host".
       callback_link: those of them that callbacks move, for an update on the host and for the nvme tier.
       num_params: P, tensor-parallel shards counted once.
