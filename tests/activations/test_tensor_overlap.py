@@ -44,9 +44,10 @@ def check_equal(ring, plain):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.by_default("f2t2")
+@pytest.mark.by_default("f2t2-again")
+@pytest.mark.parametrize("again", [True, False], ids=["again", "once"])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_rings_equal_their_products_in_value_and_transpose(mesh):
+def test_rings_equal_their_products_in_value_and_transpose(mesh, again):
     mesh = mesh_of(**MESHES[mesh])
 
     def split(a, *spec):
@@ -56,8 +57,9 @@ def test_rings_equal_their_products_in_value_and_transpose(mesh):
         z, w, v = split(z, "fsdp", "tensor"), split(w, None, "tensor"), split(v, None, "tensor")
         # The second weight comes first, and its split dim is the middle one of three.
         second = RingProduct(((2,), (2,)), True, 1, 1)
-        return [split(y, *s) for y, s in zip(column_products(z, [w, v], [RingProduct(((2,), (0,)), False, 1, 1), second], mesh),
-                                             (("fsdp", None, "tensor"), (None, "tensor", "fsdp")), strict=True)]  # fmt: skip
+        ys = column_products(z, [w, v], [RingProduct(((2,), (0,)), False, 1, 1), second], mesh, again)
+        specs = (("fsdp", None, "tensor"), (None, "tensor", "fsdp"))
+        return [split(y, *spec) for y, spec in zip(ys, specs, strict=True)]
 
     args = normal(4, 8, 6), normal(6, 8), normal(3, 4, 6)
     plain = value_and_transpose(lambda z, w, v: [jnp.einsum("bth,hf->btf", z, w), jnp.einsum("gkh,bth->gkbt", v, z)], *args)
