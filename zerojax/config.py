@@ -33,8 +33,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "frozen": (None, *TIERS),
     "frozen_dtype": (None, "int8", "nf4"),
 }
-_BUILT: dict[str, tuple[Any, ...]] = {"partition_activations": (False,)}
-"""What this version builds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +53,9 @@ class ZeroConfig:
         the layer's input there and recomputes (`program.kept` lists what is kept).
       saved_names: values that the block marks by `jax.ad_checkpoint.checkpoint_name`, kept on the device besides.
       offloaded_names: likewise, kept in pinned host memory.
-      partition_activations: layer-boundary activations are also split over `tensor` (ZeRO-R, Pa).
+      partition_activations: what a layer of a LayeredModel keeps from forward to backward, and `tensor` does not split already,
+        rests split over it, in every mode and tier, and is gathered for backward (ZeRO-R's Pa; arXiv:1910.02054, section 6.1).
+        Means nothing where tensor is 1.
       sequence_parallel: the stream x[B, T, H] of a LayeredModel rests split over `tensor` in dim 1, and is whole for products
         alone whose weights `tensor` splits (arXiv:2205.05198). Means nothing where tensor is 1.
       tensor_overlap: with sequence_parallel, gathers and scatters of x become rings of permutes, each beside a part of its
@@ -256,7 +256,12 @@ def streams(config: ZeroConfig) -> bool:
     """Tell whether a LayeredModel runs as the streamed step: explicit loops over layers, each fetched and released."""
     off_device = {config.params, config.grads, config.opt_state, frozen_tier(config)} != {"device"}
     # Autodiff of the whole loss can save or recompute by itself. A choice of values, or a tier, needs the explicit loops.
-    keeps_by_choice = config.activations not in ("save", "remat") or config.saved_names or config.offloaded_names
+    keeps_by_choice = (
+        config.activations not in ("save", "remat")
+        or config.saved_names
+        or config.offloaded_names
+        or config.partition_activations
+    )
     return bool(off_device or keeps_by_choice or config.update == "in_backward" or config.gather_ahead)
 
 
@@ -272,10 +277,6 @@ def updates_by_parts(config: ZeroConfig) -> bool:
 
 def require_built(config: ZeroConfig) -> None:
     """Raise NotImplementedError, by name, for a setting that is valid and that this version does not build."""
-    for name, built in _BUILT.items():
-        if (value := getattr(config, name)) not in built:
-            supported = ", ".join(map(repr, built))
-            raise NotImplementedError(f"{name}={value!r} is not built in this version, which has {supported}")
     if config.delayed_update and uses_disk(config):
         tiers = {name: getattr(config, name) for name in ("params", "grads", "opt_state", "activations", "frozen")}
         name = next(name for name, tier in tiers.items() if tier == "nvme")
@@ -310,6 +311,7 @@ def check_unlayered(config: ZeroConfig) -> None:
         "activations": ("save", "remat"),
         "update": (None, "after_backward"),
         "gather_ahead": (False,),
+        "partition_activations": (False,),
         "sequence_parallel": (False,),
         "reduce_every": (None, "microbatch"),
         "delayed_update": (False,),

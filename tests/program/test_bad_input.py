@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from typing import Any
 
 import jax
@@ -73,13 +72,6 @@ def test_a_swap_dir_is_any_path_and_kept_as_a_string(tmp_path):
     config = zj.ZeroConfig(opt_state="nvme", swap_dir=tmp_path)  # type: ignore[arg-type]
     assert config.swap_dir == str(tmp_path)
     assert config == zj.ZeroConfig(opt_state="nvme", swap_dir=str(tmp_path))
-
-
-@pytest.mark.parametrize("fields", [{"partition_activations": True}])
-def test_build_refuses_by_name_what_is_not_built(fields):
-    name = next(k for k in fields if k not in ("swap_dir", "precision"))
-    with pytest.raises(NotImplementedError, match=f"{name}={re.escape(repr(fields[name]))}.* not built"):
-        build(**fields)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ class Kept:
       count: how many there are at once: layers, times microbatches in a streamed step.
       num_bytes: of all of these on one device.
       stack: of which layers it is, in a model of several stacks; else "".
+      replicated: why `partition_activations` leaves it whole, or "".
     """
 
     name: str
@@ -47,11 +48,13 @@ class Kept:
     count: int
     num_bytes: int
     stack: str = ""
+    replicated: str = ""
 
     def __str__(self) -> str:
         split = ", ".join("+".join(axes_of(entry)) or "-" for entry in self.spec)
         shape = f"{jnp.dtype(self.dtype).name}{list(self.shape)}"
-        return f"{self.num_bytes:>16,} {self.count:>5} x {shape:<32} ({split}) {self.tier} {self.stack} {self.name}"
+        why = f" (whole: {self.replicated})" if self.replicated else ""
+        return f"{self.num_bytes:>16,} {self.count:>5} x {shape:<32} ({split}) {self.tier} {self.stack} {self.name}{why}"
 
 
 class KeptValues(tuple[Kept, ...]):
@@ -80,11 +83,12 @@ def streamed_kept(streamed: StreamedStep, abstract_batch: Any) -> list[Kept]:
 
 def _of_stack(stack: str, num_layers: int, residuals: ResidualPlan) -> list[Kept]:
     values, lead = list[Kept](), residuals.lead
-    for name, record, a in zip(residuals.names, residuals.records, residuals.shapes, strict=True):
+    of_each = zip(residuals.names, residuals.records, residuals.shapes, residuals.replicated, strict=True)
+    for name, record, a, why in of_each:
         spec = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in record.spec)[lead:]
         count = num_layers * math.prod(a.shape[:lead])
         num_bytes = num_layers * local_record_bytes(record, a.shape, a.dtype)
-        values.append(Kept(name, a.shape[lead:], a.dtype, spec, record.tier, count, num_bytes, stack))
+        values.append(Kept(name, a.shape[lead:], a.dtype, spec, record.tier, count, num_bytes, stack, why or ""))
     return values
 
 

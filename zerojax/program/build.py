@@ -1,5 +1,6 @@
 """Check a model, an optimizer, a config and a mesh against each other, and build the program."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from zerojax.program.gathering import Gather, GatheredEarly, build_gather
 from zerojax.program.program import Program
 from zerojax.program.step import Step
 from zerojax.resident import ResidentStep
-from zerojax.sharding import check_mesh
+from zerojax.sharding import TENSOR, check_mesh
 from zerojax.state import StateRecords, build_layout, check_optimizer
 from zerojax.streamed import StreamedStep
 
@@ -54,6 +55,8 @@ def build_train_step(
             "does not stream: leave it None, or put params, grads, opt_state or activations of a LayeredModel elsewhere"
         )
     check_mesh(mesh)
+    if mesh.shape[TENSOR] == 1:  # then there is nothing to split, and no reason to stream
+        config = dataclasses.replace(config, partition_activations=False)
     check_optimizer(tx)
     # Wrapped before anything looks at the optimizer's state: layout, update and checkpoints see that of the wrapper.
     if config.moments == "bfloat16":

@@ -7,6 +7,11 @@ layer's input, gets a `RecordSpec`, and forward fills a stack `[L, ...]` of it t
     pinned_host    the stack is an argument of the program, donated and returned
     nvme           records of the kind "activations"; only the layer's input can be there
 
+With `partition_activations` what `tensor` does not split already rests split over it: forward keeps a slice, which moves
+nothing, and backward gathers it (ZeRO-R's Pa; arXiv:1910.02054, section 6.1).
+
+    whole x[B_(data, fsdp), T, H]  ->  rests as x[B_(data, fsdp), T_tensor, H]  ->  whole x[B_(data, fsdp), T, H]
+
 All of it follows from the shapes of a batch (`BlockTracer.plan_residuals`). Where tiles are records, the traced block is also
 cut at its loops over tiles (`zerojax.streamed.tiled_block`).
 """
@@ -16,12 +21,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.schedule import TileLoops
 from zerojax.activations import MODES, flow
 from zerojax.models import Given, Loss, call_block, check_block, in_stack
-from zerojax.sharding import TENSOR, ActivationSpec, Spec
-from zerojax.state import RecordSpec, pick, read_layer
+from zerojax.sharding import TENSOR, ActivationSpec, LeafSpec, Spec, axes_of, leaf_spec, named
+from zerojax.state import RecordSpec, pick, read_layer, write_layer
 from zerojax.streamed.microbatches import LayerInputs
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.residuals import TracedBlock, plan_layer
@@ -43,6 +49,8 @@ class ResidualPlan:
       names: of each: "x" and a path, the name that the model gave it, or the equation that makes it.
       x_tree: structure of the layer's input.
       lead: dims of each that come before a microbatch's own: 1 where there are several.
+      whole: of each that rests split over `tensor` and is gathered for backward, its spec without that; else None.
+      replicated: of each, why it rests whole although activations are to be split, or None.
       tiled: the block cut at its loops over tiles, if tiles are records.
     """
 
@@ -52,6 +60,8 @@ class ResidualPlan:
     names: tuple[str, ...]
     x_tree: Any
     lead: int
+    whole: tuple[Spec | None, ...]
+    replicated: tuple[str | None, ...]
     tiled: TiledBlock | None = None
 
     @property
@@ -73,10 +83,23 @@ class ResidualPlan:
         away = dict(zip(self.away, fetched, strict=True))
         return [away[i] if i in away else r.read(stacks[i], layer) for i, r in enumerate(self.records)]
 
+    def write(self, stacks: Sequence[Any], layer: Any, x: Any, values: Sequence[Array]) -> list[Any]:
+        """Return the stacks with one layer's input and residuals in them."""
+        # Stated whole, so that the partitioner does not split what computes a value because of how it is kept.
+        return write_layer(self.records, stacks, layer, self._stated_whole([*jax.tree.leaves(x), *values]))
+
     def split(self, values: Sequence[Array]) -> tuple[Any, list[Array]]:
-        """Return the layer's input, and the block's residuals."""
-        count = self.x_tree.num_leaves
-        return jax.tree.unflatten(self.x_tree, values[:count]), list(values[count:])
+        """Return the layer's input, and the block's residuals, whole, of one microbatch or of all."""
+        # Both ends are stated: without the first, the partitioner might gather the stack that a value is a slice of.
+        triples = zip(values, self.records, self.whole, strict=True)
+        split = [v if whole is None else _constrain(v, r.mesh, r.spec) for v, r, whole in triples]
+        count, values = self.x_tree.num_leaves, self._stated_whole(split)
+        return jax.tree.unflatten(self.x_tree, values[:count]), values[count:]
+
+    def _stated_whole(self, values: Sequence[Array]) -> list[Array]:
+        """Return values with the specs that they have outside of the stacks, where those differ."""
+        pairs = zip(values, self.records, self.whole, strict=True)
+        return [value if spec is None else _constrain(value, record.mesh, spec) for value, record, spec in pairs]
 
 
 class BlockTracer:
@@ -136,7 +159,7 @@ class BlockTracer:
             raise ValueError(
                 f"the block changes its state {', '.join(changed)}, and a streamed step runs blocks that only read theirs: use "
                 "a layer without running statistics (LayerNorm, RMSNorm, GroupNorm), or keep all of the model on the device, "
-                "with activations='save' or 'remat'"
+                "with activations='save' or 'remat', and partition_activations=False"
             )
 
     def plan_residuals(self, x: Any, inputs: LayerInputs, count: int) -> ResidualPlan:
@@ -160,11 +183,18 @@ class BlockTracer:
         stream, spec = dataclasses.replace(self.plan.stream, num_microbatches=count), ActivationSpec(self.mesh, count)
         batch_size = _batch_size(leaves)
         known = [*(None,) * len(leaves), *self._specs(layer, args)]
-        records = [
-            RecordSpec(self.mesh, (stream if n < len(leaves) else spec).saved(a.shape, batch_size, tier, known[n]), tier)
-            for n, (a, tier) in enumerate(zip((*leaves, *layer.shapes), tiers, strict=True))
-        ]
         lead = (count,) if count > 1 else ()  # [M, ...] where there are several microbatches
+        records, whole, replicated = list[RecordSpec](), list[Spec | None](), list[str | None]()
+        for n, (a, tier) in enumerate(zip((*leaves, *layer.shapes), tiers, strict=True)):
+            of, dims = stream if n < len(leaves) else spec, (None,) * len(lead)
+            split = None
+            if config.partition_activations and self.mesh.shape[TENSOR] > 1:
+                split = _split_over_tensor(a.shape, known[n] or of.given(a.shape, batch_size), self.mesh)
+            is_split = split is not None and split.sharded != split.base
+            rests = of.saved(a.shape, batch_size, tier, split.sharded if split is not None and is_split else known[n])
+            records.append(RecordSpec(self.mesh, rests, tier))
+            whole.append((*dims, *split.base) if split is not None and is_split else None)
+            replicated.append(None if split is None else split.replicated)
         shapes = tuple(jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for a in (*leaves, *layer.shapes))
         names = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(x_one)[0]]
         # The leaves of x are one record: they are written together and read together, and no step reads those of another.
@@ -175,7 +205,8 @@ class BlockTracer:
             records[: len(leaves)] = [dataclasses.replace(r, disk_records=disk_records) for r in of_x]
         # `tile_loops` reads it: what the disk is told to read ahead follows from the loops that the block really has.
         self.traced = tiled
-        return ResidualPlan(layer, tuple(records), shapes, (*names, *layer.labels), x_tree, len(lead), tiled)
+        labels = (*names, *layer.labels)
+        return ResidualPlan(layer, tuple(records), shapes, labels, x_tree, len(lead), tuple(whole), tuple(replicated), tiled)
 
     def _specs(self, layer: TracedBlock, args: tuple[Any, Any, Any, Given]) -> list[Spec | None]:
         """Return how each residual is split; None where the partitioner has a choice."""
@@ -239,6 +270,27 @@ class BlockTracer:
         # Backward also runs a loop forward, where its result is needed to recompute what comes after it.
         backward = [(loops[g], "backward" if derived else "forward") for g, derived in self.traced.backward_loops]
         return {"forward": [(loops[g], "forward") for g in self.traced.forward_loops], "backward": backward}
+
+
+def _split_over_tensor(shape: tuple[int, ...], spec: Spec, mesh: Mesh) -> LeafSpec:
+    """Return how what is kept rests split over `tensor` besides: in its sequence, else as the rule for parameters has it.
+
+    Args:
+      shape: of one microbatch's activation.
+      spec: how it is split otherwise.
+      mesh: the device mesh, with several devices along `tensor`.
+    """
+    if any(TENSOR in axes_of(entry) for entry in spec):
+        return LeafSpec(spec, spec, None)
+    if len(shape) > 1 and spec[1] is None and shape[1] and shape[1] % mesh.shape[TENSOR] == 0:
+        return LeafSpec(spec, (spec[0], TENSOR, *spec[2:]), None)
+    return leaf_spec(shape, mesh, TENSOR, spec)
+
+
+def _constrain(value: Array, mesh: Mesh, spec: Spec) -> Array:
+    """Return a value with a spec, of one microbatch also where the spec is that of all."""
+    own = PartitionSpec(*spec[len(spec) - value.ndim :])
+    return jax.lax.with_sharding_constraint(value, named(mesh, own))
 
 
 def _batch_size(leaves: Sequence[Any]) -> int:

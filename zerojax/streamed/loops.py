@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from zerojax.models import Given, Loss, call_block, floating, summed
 from zerojax.sharding import ActivationSpec
-from zerojax.state import TrainState, write_layer
+from zerojax.state import TrainState
 from zerojax.streamed.activations import BlockTracer, ResidualPlan
 from zerojax.streamed.ending import GradsTaker, RecordGrads, loss_scale
 from zerojax.streamed.microbatches import LayerInputs, Microbatches, key_of
@@ -85,8 +85,7 @@ class StackLoops:
                 y, added, values = tiled.forward(self.tracer.operands(full), x, keys, given, tiles.run)
                 y, landing = microbatches.constrain(y), now.landing
             if residuals is not None:
-                # x is the input of this layer. `ResidualPlan.split` takes them apart in this order.
-                stacks = write_layer(residuals.records, stacks, now.write, [*jax.tree.leaves(x), *values])
+                stacks = residuals.write(stacks, now.write, x, values)  # x is the input of this layer
             return (y, next_full, stacks, _accumulated(total, added, microbatches.count)), landing
 
         # With gather_ahead a tick is handed its layer gathered: the first one has no tick before it that does so.
