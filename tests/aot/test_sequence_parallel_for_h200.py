@@ -93,3 +93,27 @@ def test_sequence_parallel_moves_what_tensor_parallelism_does():
     """An all_reduce sends as much as a gather and a scatter: 2 + 2 of each a layer."""
     _, (forward, backward) = of_a_layer(gpt.layered_gpt(CONFIG), stage=1, activations="selective")
     assert forward == backward == {"all-reduce": 2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "forward", "backward"),
+    [
+        ({"activations": "remat"}, {"all-reduce": 2}, {"all-reduce": 3, "all-gather": 1}),
+        ({"activations": "selective"}, {"all-reduce": 2}, {"all-reduce": 2, "all-gather": 2}),
+        ({"activations": "pinned_host"}, {"all-reduce": 2}, {"all-reduce": 3, "all-gather": 1}),
+    ],
+    ids=["remat", "selective", "host"],
+)
+def test_partition_activations_adds_a_gather_of_what_is_whole(settings, forward, backward):
+    """Of the layer's input, and with "selective" of attention's projection: nothing else moves than without."""
+    text, loops = of_a_layer(gpt.layered_gpt(CONFIG), stage=1, partition_activations=True, **settings)
+    assert loops == [forward, backward]
+    assert "source_target_pairs={}" not in text
+    # No stack of the stream [L, B, T, H] is whole on a device, and the host has an eighth of it.
+    whole = [
+        a for arrays in hlo.carried_arrays(text) for a in arrays if a.dims == (CONFIG.layers, 1, CONFIG.seq, CONFIG.hidden)
+    ]
+    split = [
+        a for arrays in hlo.carried_arrays(text) for a in arrays if a.dims == (CONFIG.layers, 1, CONFIG.seq // 8, CONFIG.hidden)
+    ]
+    assert (whole, bool(split)) == ([], True)

@@ -149,7 +149,7 @@ def trained(model: str, mesh: str, **settings: Any) -> tuple[list[float], Any]:
         for _ in range(STEPS):
             state, metrics = jax.block_until_ready(program.step(state, BATCH))
             losses.append(float(metrics["loss"]))
-        return losses, jax.tree.map(np.asarray, program.master_params(state))
+        return losses, {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
 
 
 @functools.cache

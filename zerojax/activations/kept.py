@@ -29,7 +29,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zerojax.activations.sequence_ops import is_scatter
+from zerojax.activations.sequence_ops import is_gather, is_scatter
 from zerojax.jaxprs import CHEAP, POINTWISE, REDUCTIONS, FlatJaxpr, Instruction
 
 MODES = ("save", "selective", "remat")
@@ -93,7 +93,8 @@ def describe(eqn: jex.JaxprEqn) -> str:
         ")", ""
     )
     scope = "/".join(part for part in scopes.split("/") if part and part != "param")
-    return " ".join([*([scope] if scope else []), eqn.primitive.name, *operands])
+    name = "gather_sequence" if is_gather(eqn) else "scatter_sequence" if is_scatter(eqn) else eqn.primitive.name
+    return " ".join([*([scope] if scope else []), name, *operands])
 
 
 def attention_inner(program: FlatJaxpr, activations: Iterable[int]) -> frozenset[int]:

@@ -128,7 +128,8 @@ def _resident_value(v: jex.Var, jaxpr: jex.Jaxpr, layout: Layout, batch_size: in
     name, spec, loops = _source(v, jaxpr, 0)
     shape, stacked = aval.shape[loops:], math.prod(aval.shape[:loops])
     if spec is None:
-        spec = ActivationSpec(layout.mesh).given(shape, batch_size)
+        is_stream = layout.config.sequence_parallel and name.split("[")[0] == "x"
+        spec = ActivationSpec(layout.mesh, is_stream=is_stream).given(shape, batch_size)
     itemsize = 8 if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else aval.dtype.itemsize
     num_bytes = stacked * local_elements(shape, spec, layout.mesh) * itemsize
     return Kept(name, shape, aval.dtype, spec, "device", stacked, num_bytes)
