@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 import toys
+from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from zerojax import memory
@@ -254,6 +255,42 @@ def test_branches_and_integers():
     assert backward_of(layer)["dot_general"] == 2
     resident = jax.grad(lambda p, x: keep_products(block)(p, x, None).sum(), argnums=(0, 1))(W, X)
     toys.assert_trees_close(resident, plain, atol=1e-5)
+
+
+def test_a_branch_of_another_platform_is_not_compiled_here():
+    """A product of 16 bits into 32 that CPUs lack, as attention in float16 has."""
+
+    def block(p, x, key):
+        wide = jnp.float32
+        on_gpu = lambda x, w: jax.lax.dot(x, w, precision=jax.lax.DotAlgorithmPreset.F16_F16_F32)  # noqa: E731
+        on_cpu = lambda x, w: (x.astype(wide) @ w.astype(wide)).astype(x.dtype)  # noqa: E731
+        return x + jnp.sin(jax.lax.platform_dependent(x, p["w"], cpu=on_cpu, default=on_gpu))
+
+    params, x = jax.tree.map(lambda a: a.astype(jnp.float16), (W, X.reshape(-1, 16)))
+    plain = jax.jit(jax.grad(lambda p, x: block(p, x, None).sum(), argnums=(0, 1)))(params, x)
+    kept = jax.jit(jax.grad(lambda p, x: keep_products(block)(p, x, None).sum(), argnums=(0, 1)))(params, x)
+    toys.assert_trees_close(kept, plain, atol=1e-2)
+
+
+def test_what_a_rule_keeps_is_split_as_its_operands_are():
+    @jax.custom_vjp
+    def rule(x, w):
+        return jnp.sin(x @ w)
+
+    def backward(saved, dy):
+        x, w, y = saved
+        dz = dy * jnp.cos(y)
+        return dz @ w.T, jnp.einsum("bsd,bsf->df", x, dz)
+
+    rule.defvjp(lambda x, w: (rule(x, w), (x, w, x @ w)), backward)
+    model = zj.LayeredModel(
+        num_layers=2, init_embed=lambda key: {}, embed=lambda p, batch, key: batch["x"], init_head=lambda key: {},
+        head=lambda p, p_embed, x, batch, key: jnp.mean(x**2), init_block=lambda key: W,
+        block=lambda p, x, key: x + rule(x, p["w"]) @ p["v"], specs={"block": {"w": P(None, "tensor"), "v": P("tensor", None)}},
+    )  # fmt: skip
+    kept = program(model=model, devices=2, tensor=2, stage=0, activations="save", update="in_backward").kept({"x": X})
+    # What its derivative reads, and its result, which the next product's does; x itself.
+    assert sorted(value.spec[2] or "" for value in kept) == ["", "tensor", "tensor"]
 
 
 @pytest.mark.parametrize("keep", [keep_products, lambda f: keep_by_segments(f, "save")], ids=["layer", "segments"])

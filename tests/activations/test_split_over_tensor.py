@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
+from zerojax import memory
 from zerojax.activations import SequenceParallelism, sequence_parallel
 
 TOLERANCES = {"fp32": (2e-6, 1e-5), "bf16": (2e-3, 1e-2), "fp16": (5e-4, 2e-3)}
@@ -99,7 +100,7 @@ def kept_of(program, seq=models.SEQ):
 def test_partition_activations_keeps_what_the_closed_form_says(activations):
     mode = "remat" if activations == "pinned_host" else activations
     kept = kept_of(program_of(activations=activations, partition_activations=True))
-    expected = zj.memory.layer_activation_bytes(
+    expected = memory.layer_activation_bytes(
         models.SEQ, models.ROWS, models.WIDTH, models.HEADS, tensor=4, partition_activations=True, activations=mode, itemsize=4
     )
     assert kept.num_bytes == 2 * expected

@@ -140,9 +140,9 @@ def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
 
 def trained(model: str, mesh: str, **settings: Any) -> tuple[list[float], Any]:
     """Return the losses of 5 steps, and the parameters after them."""
-    # A large eps: the gradient of a key's bias is 0 but for rounding, and Adam would make steps of that.
-    tx = optax.adamw(1e-3, eps=1e-3)
     config = zj.ZeroConfig(**settings)
+    # A large eps: the gradient of a key's bias is 0 but for rounding, and Adam would make steps of that.
+    tx = optax.adamw(1e-3, eps=1e-3) if config.precision == "fp32" else optax.adamw(0.1, eps=1.0)
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}[config.precision]
     with zj.build_train_step(MODELS[model](dtype), tx, config, mesh_of(**MESHES[mesh])) as program:
         state, losses = program.init(jax.random.key(0)), []

@@ -15,9 +15,11 @@ no data (an iota, a mask of random bits, a dim that a broadcast made) is split a
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zerojax.jaxprs import POINTWISE, REDUCTIONS, FlatJaxpr, flatten, scan_arity
@@ -34,17 +36,24 @@ class _Unclear(Exception):  # noqa: N818  # no error: it ends a rule that leaves
     """The rules leave a choice."""
 
 
-def flow(program: FlatJaxpr, inputs: Sequence[Spec | None], axis_sizes: Mapping[str, int]) -> dict[int, Spec | None]:
+def flow(
+    program: FlatJaxpr,
+    inputs: Sequence[Spec | None],
+    axis_sizes: Mapping[str, int],
+    apart: Mapping[int, FlatJaxpr] = MappingProxyType({}),
+) -> dict[int, Spec | None]:
     """Return the spec of every slot of a program, or None where the partitioner has a choice.
 
     Args:
       program: a flattened function.
       inputs: of each input slot its spec, one entry a dim, or None where it is not known.
       axis_sizes: of the mesh, `mesh.shape`.
+      apart: by the slot of its first result, the program of an equation that is taken apart and returns more than it did.
     """
     given: list[Split | None] = [None if spec is None else tuple(map(axes_of, spec)) for spec in inputs]
-    shapes = {out: v.aval for i in program.instructions for out, v in zip(i.outs, i.eqn.outvars, strict=True)}
-    return {slot: spec_of(split, shapes.get(slot)) for slot, split in _run(program, given, axis_sizes).items()}
+    # What an equation returns besides, when it is taken apart, comes last.
+    shapes = {out: v.aval for i in program.instructions for out, v in zip(i.outs, i.eqn.outvars, strict=False)}
+    return {slot: spec_of(split, shapes.get(slot)) for slot, split in _run(program, given, axis_sizes, apart).items()}
 
 
 def spec_of(split: Split | None, aval: Any) -> Spec | None:
@@ -56,13 +65,25 @@ def spec_of(split: Split | None, aval: Any) -> Spec | None:
     return tuple(None if entry is ANY or not entry else entry[0] if len(entry) == 1 else entry for entry in split)
 
 
-def _run(program: FlatJaxpr, inputs: Sequence[Split | None], sizes: Mapping[str, int]) -> dict[int, Split | None]:
+def _run(
+    program: FlatJaxpr,
+    inputs: Sequence[Split | None],
+    sizes: Mapping[str, int],
+    apart: Mapping[int, FlatJaxpr] = MappingProxyType({}),
+) -> dict[int, Split | None]:
     """Return how every slot is split."""
     slots: dict[int, Split | None] = dict(zip(program.inputs, inputs, strict=True))
     for i in program.instructions:
         ins = [slots[ref] if isinstance(ref, int) else (ANY,) * _ndim(v) for ref, v in zip(i.ins, i.eqn.invars, strict=True)]
-        slots.update(zip(i.outs, outs_of(i.eqn, ins, sizes), strict=True))
+        inner = apart.get(i.outs[0]) if i.outs else None
+        outs = outs_of(i.eqn, ins, sizes) if inner is None else _results(inner, _run(inner, ins, sizes))
+        slots.update(zip(i.outs, outs, strict=True))
     return slots
+
+
+def _results(program: FlatJaxpr, slots: Mapping[int, Split | None]) -> list[Split | None]:
+    """Return how the results of a program are split, given that of all slots."""
+    return [slots[ref] if isinstance(ref, int) else (ANY,) * jnp.ndim(ref.value) for ref in program.outputs]
 
 
 def outs_of(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:
@@ -311,8 +332,7 @@ def _through(
     """Return how the results of a jaxpr are split."""
     program = flatten(jaxpr, consts)
     slots = _run(program, ins, sizes)
-    pairs = zip(program.outputs, jaxpr.outvars, strict=True)
-    return [slots[ref] if isinstance(ref, int) else (ANY,) * _ndim(v) for ref, v in pairs]
+    return _results(program, slots)
 
 
 def _cond(eqn: jex.JaxprEqn, ins: Sequence[Split | None], sizes: Mapping[str, int]) -> list[Split | None]:

@@ -224,9 +224,14 @@ def _scan(eqn: Any, values: Sequence[Any], of_data: Sequence[bool]) -> list[Any]
 
 
 def _cond(eqn: Any, values: Sequence[Any], of_data: Sequence[bool]) -> list[Any]:
-    index, *operands = values
-    branches = [_inside(branch, of_data[1:]) for branch in eqn.params["branches"]]
-    return jax.lax.switch(index, [lambda *v, run=run: run(v) for run in branches], *operands)
+    operands = values[1:]
+
+    def traced(branch: Any) -> Any:
+        run = _inside(branch, of_data[1:])
+        return jax.make_jaxpr(lambda *v: run(v))(*operands)
+
+    # Bound anew, and no `switch`: a branch may be of one platform alone (`jax.lax.platform_dependent`).
+    return bind(eqn.replace(params={**eqn.params, "branches": tuple(map(traced, eqn.params["branches"]))}), values)
 
 
 def open_equations(

@@ -217,7 +217,8 @@ class BlockTracer:
         leaves = [self.plan.leaves[i] for i in self.stack.operands]
         params = [None if leaf.decodes is not None else leaf.spec.base[leaf.lead :] for leaf in leaves]
         data = [spec.given(a.shape, size) for a in jax.tree.leaves((x, key, given))]
-        slots = flow(layer.program, [*params, *data], self.mesh.shape)
+        apart = {slot: one.program for slot, one in layer.apart.items()}
+        slots = flow(layer.program, [*params, *data], self.mesh.shape, apart)
         return [slots[slot] for slot in layer.residuals]
 
     def _cut(
