@@ -55,7 +55,7 @@ def plain():
     return trained(CONFIG, mesh_of(), stage=0)[:2]
 
 
-@pytest.mark.by_default("t4-save", "f2t2-selective")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES)
 def test_sequence_parallel_equals_the_plain_program(plain, case):
     mesh, stage, settings = CASES[case]
@@ -79,6 +79,17 @@ def check(plain, losses, params, products, kinds=("column", "left alone", "left 
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(plain[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
     assert [product.kind for product in products] == list(kinds)
+
+
+def test_sequence_parallel_lists_the_products_of_a_block():
+    config = zj.ZeroConfig(sequence_parallel=True)
+    program = zj.build_train_step(gpt.layered_gpt(CONFIG), optax.adamw(1e-3), config, mesh_of(tensor=4), batch=BATCH)
+    products = [(product.weight, product.kind) for product in program.sequence_parallel]
+    of_data = ("", "left alone")  # queries with keys, and scores with values
+    assert products == [
+        ("['qkv']['kernel']", "column"), of_data, of_data, ("['proj']['kernel']", "row"), ("['fc']['kernel']", "column"),
+        ("['out']['kernel']", "row"),
+    ]  # fmt: skip
 
 
 def test_sequence_parallel_operations_spell_out_their_transposes():

@@ -1,10 +1,11 @@
 """Activations split over `tensor`, by sequence parallelism and by what is kept: equal to a program that splits nothing.
 
-Relative differences allowed after 5 steps, of losses, and of parameters over their leaf's largest:
+Relative differences allowed after 5 steps: of losses; of a parameter, over its leaf's largest; of all, over how they moved. In
+16 bits a leaf whose gradients are rounding alone says nothing.
 
-    float32     2e-6     1e-5
-    bfloat16    2e-3     1e-2
-    float16     5e-4     2e-3
+    float32     2e-6     1e-5     1e-4
+    bfloat16    1e-3     -        4e-2
+    float16     1e-4     -        2e-2
 """
 
 import random
@@ -24,7 +25,7 @@ import zerojax as zj
 from zerojax import memory
 from zerojax.activations import SequenceParallelism, sequence_parallel
 
-TOLERANCES = {"fp32": (2e-6, 1e-5), "bf16": (2e-3, 1e-2), "fp16": (5e-4, 2e-3)}
+TOLERANCES = {"fp32": (2e-6, 1e-5, 1e-4), "bf16": (1e-3, np.inf, 4e-2), "fp16": (1e-4, np.inf, 2e-2)}
 AXES = {
     "split": ("neither", "sequence_parallel", "partition_activations", "both"),
     "model": tuple(models.MODELS),
@@ -36,7 +37,7 @@ AXES = {
     "update": ("after_backward", "in_backward", "host"),
     "precision": ("fp32", "bf16", "fp16"),
 }
-QUICK = "partition_activations-gpt-f2t2-3-selective-1-device-after_backward-fp32"
+QUICK = {split: (split, "gpt", "f2t2", 3, "selective", 1, "device", "after_backward", "fp32") for split in AXES["split"][1:3]}
 
 
 def named(values):
@@ -51,13 +52,10 @@ def is_valid(case):
 
 
 def pairs():
-    """Return a quick case, and some in which all pairs of values are of two axes that 600 random cases have."""
+    """Return quick cases, and some in which all pairs of values are of two axes that 600 random cases have."""
     draw = random.Random(0)
     drawn = (named(draw.choice(values) for values in AXES.values()) for _ in range(600))
-    quick = dict(
-        zip(AXES, ("partition_activations", "gpt", "f2t2", 3, "selective", 1, "device", "after_backward", "fp32"), strict=True)
-    )
-    return [quick, *matrix.pairwise([case for case in drawn if is_valid(case)])]
+    return [*map(named, QUICK.values()), *matrix.pairwise([case for case in drawn if is_valid(case)])]
 
 
 def settings_of(case, swap_dir):
@@ -71,16 +69,14 @@ def settings_of(case, swap_dir):
     return fields | {"swap_dir": str(swap_dir)}
 
 
-@pytest.mark.by_default(QUICK)
+@pytest.mark.xdist_group("split_over_tensor")  # one reference for both of them
+@pytest.mark.by_default(*("-".join(map(str, case)) for case in QUICK.values()))
 @pytest.mark.parametrize("case", pairs(), ids=matrix.name_of)
 def test_split_activations_train_as_whole_ones_do(case, tmp_path):
     result = models.trained(case["model"], case["mesh"], **settings_of(case, tmp_path))
     expected = models.plain(case["model"], case["num_microbatches"], case["precision"])
-    loss, params = models.differences(result, expected)
-    assert (loss <= TOLERANCES[case["precision"]][0], params <= TOLERANCES[case["precision"]][1]) == (True, True), (
-        loss,
-        params,
-    )
+    found, most = models.differences(result, expected), TOLERANCES[case["precision"]]
+    assert all(a <= b for a, b in zip(found, most, strict=True)), (found, most)
 
 
 # --- partition_activations ---------------------------------------------------------------------------------------------------

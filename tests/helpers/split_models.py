@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import gpt
 import jax
@@ -138,28 +138,40 @@ def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
     return zj.make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=jax.devices()[: data * fsdp * tensor])
 
 
-def trained(model: str, mesh: str, **settings: Any) -> tuple[list[float], Any]:
-    """Return the losses of 5 steps, and the parameters after them."""
+class Trained(NamedTuple):
+    """What training gave: losses of 5 steps, and the parameters before and after them."""
+
+    losses: list[float]
+    before: Any
+    after: Any
+
+
+def trained(model: str, mesh: str, **settings: Any) -> Trained:
+    """Train for 5 steps."""
     config = zj.ZeroConfig(**settings)
     # A large eps: the gradient of a key's bias is 0 but for rounding, and Adam would make steps of that.
     tx = optax.adamw(1e-3, eps=1e-3) if config.precision == "fp32" else optax.adamw(0.1, eps=1.0)
     dtype = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}[config.precision]
     with zj.build_train_step(MODELS[model](dtype), tx, config, mesh_of(**MESHES[mesh])) as program:
         state, losses = program.init(jax.random.key(0)), []
+        params = lambda: {name: jax.device_get(tree) for name, tree in program.iter_params(state)}  # noqa: E731
+        before = params()
         for _ in range(STEPS):
             state, metrics = jax.block_until_ready(program.step(state, BATCH))
             losses.append(float(metrics["loss"]))
-        return losses, {name: jax.device_get(tree) for name, tree in program.iter_params(state)}
+        return Trained(losses, before, params())
 
 
 @functools.cache
-def plain(model: str, num_microbatches: int = 1, precision: str = "fp32") -> tuple[list[float], Any]:
+def plain(model: str, num_microbatches: int = 1, precision: str = "fp32") -> Trained:
     """Return the same of one device, which keeps all."""
     return trained(model, "one", stage=0, num_microbatches=num_microbatches, precision=precision)
 
 
-def differences(result: tuple[list[float], Any], expected: tuple[list[float], Any]) -> tuple[float, float]:
-    """Return the largest relative difference of a loss, and of a parameter over its leaf's largest."""
-    loss = max(abs(a - b) / abs(b) for a, b in zip(result[0], expected[0], strict=True))
-    pairs = zip(jax.tree.leaves(result[1]), jax.tree.leaves(expected[1]), strict=True)
-    return loss, max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)
+def differences(result: Trained, expected: Trained) -> tuple[float, float, float]:
+    """Return relative differences: of a loss; of a parameter, over its leaf's largest; of all, over how they moved."""
+    loss = max(abs(a - b) / abs(b) for a, b in zip(result.losses, expected.losses, strict=True))
+    found, before, after = (jax.tree.leaves(tree) for tree in (result.after, expected.before, expected.after))
+    leaf = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in zip(found, after, strict=True))
+    norm = lambda some, others: np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(some, others, strict=True)))  # noqa: E731
+    return loss, leaf, float(norm(found, after) / norm(before, after))
