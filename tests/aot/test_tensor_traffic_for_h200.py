@@ -29,7 +29,9 @@ def sent(model: Any, fsdp: int = 1, tensor: int = 4, **settings: Any) -> tuple[d
     text = program.lower(batch).compile().as_text() or ""
     found = hlo.collective_bytes(text, unknown_trips=1, mesh=mesh).get("tensor", {})
     ring = (tensor - 1) / tensor
-    moved = {op.replace("-", "_"): n * ring * (2 if op == "all-reduce" else 1) for op, n in found.items()}
+    of_ring = {"all-gather": ring, "reduce-scatter": ring, "all-reduce": 2 * ring}  # a permute sends its operand
+    names = {op: op.removeprefix("collective-").replace("-", "_") for op in found}
+    moved = {names[op]: n * of_ring.get(op, 1) for op, n in found.items()}
     told = program.memory(batch).collectives
     return moved, {name.removeprefix("tensor_"): n for name, n in told.items() if name.startswith("tensor_")}
 
@@ -48,6 +50,7 @@ def sent(model: Any, fsdp: int = 1, tensor: int = 4, **settings: Any) -> tuple[d
         (gpt.layered_gpt(dataclasses.replace(CONFIG, mlp_tiles=2)), {"stage": 1, "activations": "remat"} | SP),
         (gpt.layered_gpt(dataclasses.replace(CONFIG, mlp_tiles=2)), {"stage": 1, "activations": "save"}),
         (gpt.layered_gpt(dataclasses.replace(CONFIG, loss_tiles=4)), {"stage": 1, "activations": "selective"} | SP),
+        (gpt.layered_gpt(CONFIG), {"stage": 1, "activations": "selective", "tensor_overlap": True} | SP),
         (gated(CONFIG), {"stage": 1, "activations": "selective"}),
         (gated(CONFIG), {"stage": 1, "activations": "selective"} | SP),
         (gpt.unrolled_gpt(CONFIG), {"stage": 1, "activations": "remat"}),
