@@ -106,6 +106,17 @@ def test_the_closed_forms_of_the_papers():
         ours(activations="nvme")
 
 
+@pytest.mark.parametrize(("preset", "theirs", "ours"), [("22b", 16, 9), ("175b", 18, 11), ("530b", 20, 12), ("1t", 20, 12)])
+def test_closed_forms_of_the_papers_models(preset, theirs, ours):
+    """Figure 7 of arXiv:2205.05198: percent that both of its techniques leave at tensor 8, a fifth; and ours of the same."""
+    c = gpt.PRESETS[preset]
+    sizes = (c.seq, 1, c.hidden, c.heads)
+    whole = memory.korthikanti_layer_bytes(*sizes, tensor=8)
+    both = {"tensor": 8, "sequence_parallel": True, "activations": "selective"}
+    percent = [100 * f(*sizes, **both) / whole for f in (memory.korthikanti_layer_bytes, memory.layer_activation_bytes)]
+    assert [round(n) for n in percent] == [theirs, ours]
+
+
 # --- which values ----------------------------------------------------------------------------------------------------------
 
 

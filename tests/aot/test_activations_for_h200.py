@@ -4,6 +4,7 @@ The layer is the example's GPT block. Rows and layers are numbers that nothing e
 known by their first two dims.
 """
 
+import dataclasses
 import functools
 
 import gpt
@@ -21,8 +22,9 @@ SIZES = {"seq": 256, "hidden": 512, "heads": 8, "vocab": 256, "loss_tiles": 0}
 
 
 @functools.cache
-def compiled(activations, tensor=1, layers=LAYERS, precision="bf16", form="layered", **fields):
-    c = gpt.GPTConfig(**SIZES, layers=layers, dtype=jnp.bfloat16, tensor_axis="tensor" if tensor > 1 else None)
+def compiled(activations, tensor=1, layers=LAYERS, precision="bf16", form="layered", preset=None, **fields):
+    of_axis = {"layers": layers, "dtype": jnp.bfloat16, "tensor_axis": "tensor" if tensor > 1 else None}
+    c = dataclasses.replace(gpt.GPTConfig(**SIZES) if preset is None else gpt.PRESETS[preset], loss_tiles=0, **of_axis)
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=tensor, fsdp=1, tensor=tensor)
     model = {"layered": gpt.layered_gpt, "unrolled": gpt.unrolled_gpt}[form](c)
     config = zj.ZeroConfig(stage=1, precision=precision, activations=activations, **fields)
@@ -56,6 +58,21 @@ def test_bytes_kept_a_layer_are_the_closed_form(activations, tensor):
     assert stack_bytes(program.as_text()) == pytest.approx(expected, rel=0.01)
     of_layers = sum(value.num_bytes for value in kept if value.count == LAYERS) / LAYERS
     assert of_layers == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("activations", ["save", "selective", "remat"])
+@pytest.mark.parametrize("preset", ["22b", "175b"])
+def test_layers_of_the_paper_keep_the_closed_form_and_no_more_than_the_papers(preset, activations, sequence_parallel, tensor):
+    """Korthikanti et al. (arXiv:2205.05198), table 3: a + h is such that both terms count."""
+    program, _, _ = compiled(activations, tensor, preset=preset, sequence_parallel=sequence_parallel)
+    c = gpt.PRESETS[preset]
+    given = {"tensor": tensor, "sequence_parallel": sequence_parallel, "activations": activations}
+    found = stack_bytes(program.as_text())
+    assert found == pytest.approx(memory.layer_activation_bytes(c.seq, ROWS, c.hidden, c.heads, **given), rel=0.01)
+    assert found <= 1.0001 * memory.korthikanti_layer_bytes(c.seq, ROWS, c.hidden, c.heads, **given)
 
 
 def growth(activations, **fields):
