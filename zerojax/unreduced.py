@@ -36,7 +36,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.activations import ANY, Split, describe, outs_of
 from zerojax.float32_grads import Derivative
 from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, bind, evaluate, flatten, read, scan_arity
-from zerojax.sharding import BATCH_AXES, DATA, FSDP, axes_of, num_batch_shards, pad_spec, without_axis
+from zerojax.sharding import BATCH_AXES, DATA, FSDP, TENSOR, axes_of, num_batch_shards, pad_spec, without_axis
 
 Array = jax.Array
 _Chain = Sequence[tuple[jex.JaxprEqn, Ref]]
@@ -191,7 +191,8 @@ class _Walk:
       data: slots that depend on data. What is in neither set is made of parameters and constants.
       splits: how each slot is split, as far as the batch goes.
       sums: slots that are sums over the batch, or made of such: they can have rows.
-      own: those of them that are held with rows.
+      lost: slots that may be sums over the batch, made in a way that is not known.
+      own: those of `sums` that are held with rows.
     """
 
     def __init__(
@@ -209,13 +210,14 @@ class _Walk:
         self._wanted = outputs
         self._makers = {out: i for i in program.instructions for out in i.outs}
         self.splits: dict[int, Split] = dict(zip(program.inputs, splits, strict=True))
-        self.sums = set(given)
+        self.sums, self.lost = set(given), set[int]()
         for i in program.instructions:
             if i.eqn.primitive.name in _LOOPS:
                 self._look_into(i)
             else:
                 self.splits.update(zip(i.outs, self._splits_of(i), strict=True))
                 self.sums.update(out for out in self._sums_of(i) if out in cotangents)
+            self.lost.update(out for out in i.outs if out in cotangents and self._is_lost(i, out))
         pairs = zip(program.outputs, outputs, strict=True)
         self.own = {ref for ref, is_wanted in pairs if is_wanted and isinstance(ref, int) and ref in self.sums} | given
         # What reads a slot comes after what makes it, so that all is known of a result when its maker is looked at.
@@ -227,6 +229,13 @@ class _Walk:
 
     def _split(self, ref: Ref, v: Any) -> Split:
         return self.splits[ref] if isinstance(ref, int) else (ANY,) * _ndim(v)
+
+    def _is_lost(self, i: Instruction, out: int) -> bool:
+        """Tell whether a result, which is no sum of `sums`, may be one over the batch."""
+        if out in self.sums or self.rule.dim(self.splits[out]) >= 0:
+            return False
+        of_data = [self.splits[slot] for slot in i.reads if slot in self.data]
+        return not self.lost.isdisjoint(i.reads) or any(ANY in split or self.rule.dim(split) >= 0 for split in of_data)
 
     def _look_into(self, i: Instruction) -> None:
         """Find out how the results of an instruction are split that holds jaxprs, and which of them are sums."""
@@ -362,8 +371,8 @@ class _Walk:
         if not isinstance(ref, int):
             return self.rule.lift(ref.value)
         if ref not in self._rows:
-            if ref in self.cotangents and ref in self.data and (maker := self._makers.get(ref)) is not None:
-                self.rule.lifted.append(describe(maker.eqn))
+            if ref in self.lost:
+                self.rule.lifted.append(describe(self._makers[ref].eqn))
             self._rows[ref] = self.rule.lift(self.plain(ref))
         return self._rows[ref]
 
@@ -437,6 +446,23 @@ def _mapped(walk: _Walk, i: Instruction) -> list[Any]:
         return bind(i.eqn, [every[position] for position in range(len(i.ins))])
 
     return [rule.constrain(out) for out in jax.vmap(one)(mapped)]
+
+
+def _convolution(walk: _Walk, i: Instruction) -> list[Any]:
+    """Apply a convolution that sums the batch to each device's part: mapped, the partitioner would gather what it sums."""
+    dims, rule = walk.cut_dims(i), walk.rule
+    if dims is None:
+        return _mapped(walk, i)
+    specs = tuple(PartitionSpec(*(None,) * dims[position], BATCH_AXES) for position in range(len(i.ins)))
+
+    def one(*values: Any) -> Array:
+        return i.eqn.primitive.bind(*values, **i.eqn.params)[None]
+
+    axes = set(BATCH_AXES) if rule.mesh.shape[TENSOR] > 1 else set(rule.mesh.axis_names)
+    run = jax.shard_map(
+        one, mesh=rule.mesh, in_specs=specs, out_specs=PartitionSpec(BATCH_AXES), axis_names=axes, check_vma=False
+    )
+    return [run(*(walk.plain(ref) for ref in i.ins))]
 
 
 def _starts(i: Instruction, position: int) -> bool:
@@ -564,6 +590,7 @@ def _shard_map(walk: _Walk, i: Instruction) -> list[Any]:
 _HANDLERS: dict[str, Callable[[_Walk, Instruction], list[Any]]] = {
     "optimization_barrier": _barrier,
     "sharding_constraint": _constraint,
+    "conv_general_dilated": _convolution,
     "scan": _scan,
     "cond": _cond,
     # The name of the rematerialisation primitive depends on the version of JAX.

@@ -14,9 +14,11 @@ import optax
 import pytest
 import tiled_toys
 import toys
+from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from zerojax import hlo
+from zerojax.unreduced import unreduced_grads
 
 LOSS, PARAMS = 2e-6, 1e-5  # relative; of a leaf's largest
 HOST, DISK = "pinned_host", "nvme"
@@ -87,6 +89,24 @@ def assert_close(actual: Any, expected: Any) -> None:
     for (path, a), (_, b) in zip(flat, expected_flat, strict=True):
         atol = PARAMS * max(float(np.max(np.abs(b), initial=0)), 1e-3)
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def test_a_model_whose_layers_are_not_known_is_refused():
+    with pytest.raises(ValueError, match=r"reduce_every='step' works layer by layer.*from_flax"):
+        zj.build_train_step(toys.unrolled(), optax.sgd(0.5), zj.ZeroConfig(reduce_every="step"), zj.make_mesh(fsdp=8))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fields", [{}, {"opt_state": HOST}], ids=["resident", "streamed"])
+def test_the_default_is_every_microbatch_and_one_microbatch_has_nothing_to_sum(fields):
+    def text(**settings: Any) -> str:
+        config = zj.ZeroConfig(precision="bf16", **fields, **settings)
+        program = zj.build_train_step(toys.layered(), optax.adamw(1e-3), config, zj.make_mesh(fsdp=8))
+        return program.lower(toys.batches(1)[0]).as_text()
+
+    assert text(num_microbatches=2) == text(num_microbatches=2, reduce_every="microbatch")
+    assert text(reduce_every="step") == text(reduce_dtype="float32")
+    assert text(num_microbatches=2) != text(num_microbatches=2, reduce_every="step")
 
 
 # --- every stage, tier and mode ---------------------------------------------------------------------------------------------
@@ -174,6 +194,7 @@ OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gpt_sequence_streamed": (
         lambda: small_gpt(tensor_axis="tensor"), tokens, {"mesh": TENSOR, "sequence_parallel": True, **ALL}
     ),
+    "gpt_parts": (lambda: small_gpt(tensor_axis="tensor"), tokens, {"mesh": TENSOR, "partition_activations": True}),
     "gpt_tiles": (lambda: small_gpt(mlp_tiles=4), tokens, {}),
     "gpt_tiles_streamed": (lambda: small_gpt(mlp_tiles=4), tokens, {**ALL, "activations": "save"}),
     "weights": (weighted, toys.batches, {"stage": 2}),
@@ -195,3 +216,94 @@ def test_other_settings_and_models_equal_a_reduction_a_microbatch(case, caplog):
     np.testing.assert_allclose(once_losses, losses, rtol=LOSS)
     assert_close(once, params)
     assert not [r for r in caplog.records if "reduce_every" in r.getMessage()]
+
+
+# --- the rewriting ---------------------------------------------------------------------------------------------------------
+
+ROWS, D = 16, 6
+
+
+def looked_up(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.tanh(x[:, None] @ (p["table"][ids] * p["scale"]).mT)) + 0.1 * jnp.sum(p["table"] ** 2)
+
+
+def transposed(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+    y = (jnp.broadcast_to(x[:, None], (ROWS, 3, D)).reshape(ROWS * 3, D) @ p["w"]).reshape(ROWS, 3, D)
+    return jnp.sum(jnp.sin(jnp.einsum("btd,tde->bte", y, p["each"]).transpose(1, 0, 2) + p["bias"]))
+
+
+def merged(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+    """LoRA: the gradient of a merged weight goes on to those of which it is made."""
+    return jnp.sum(jnp.tanh(x @ (p["w"] + p["down"] @ p["up"] / jnp.linalg.norm(p["w"]))))
+
+
+def scanned(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = jax.checkpoint(lambda x, w, b: jnp.tanh(x @ w + b))(x, w, p["bias"])
+        return jax.lax.cond(jnp.sum(ids) > 3, lambda: y @ p["w"], lambda: jnp.sin(y)), jnp.sum(y)
+
+    x, sums = jax.lax.scan(body, x, p["each"])
+    return jnp.sum(x) + jnp.sum(sums)
+
+
+def convolved(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+    y = jax.lax.conv_general_dilated(x[..., None], p["kernel"], (2,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+    return jnp.sum(y**3)
+
+
+def in_islands(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.sum(zj.linear_cross_entropy(x, p["vocab"], ids[:, 0], num_tiles=2) * jnp.sum(p["bias"]))
+
+
+FUNCTIONS = [looked_up, transposed, merged, scanned, convolved, in_islands]
+SHAPES = {
+    "table": (7, D), "scale": (D,), "w": (D, D), "each": (3, D, D), "bias": (D,), "down": (D, 2), "up": (2, D),
+    "kernel": (3, 1, 4), "vocab": (D, 16),
+}  # fmt: skip
+
+
+def gradients(function: Any, x: jax.Array) -> tuple[Any, Any, str]:
+    """Return the unreduced gradients of a function, the plain ones, and the compiled program of the former."""
+    keys = dict(zip(SHAPES, jax.random.split(jax.random.key(0), len(SHAPES)), strict=True))
+    params = {name: jax.random.normal(keys[name], shape) for name, shape in SHAPES.items()}
+    ids = jnp.arange(ROWS * 2).reshape(ROWS, 2) % 7
+    mesh = zj.make_mesh(data=2, fsdp=4)
+
+    def derivative(dy: jax.Array, data: Any, params: Any) -> tuple[Any, Any]:
+        value, pullback = jax.vjp(lambda p, x: function(p, x, data[1]), params, data[0])
+        grads, dx = pullback(dy)
+        return grads, (value, dx)
+
+    with jax.set_mesh(mesh):
+        at = jax.NamedSharding(mesh, P(("data", "fsdp")))
+        args = (jnp.float32(2), jax.device_put((x, ids), at), params)
+        compiled = jax.jit(unreduced_grads(derivative, mesh)).lower(*args).compile()
+        own, others = compiled(*args)
+        exact, exact_others = jax.jit(derivative)(*args)
+    jax.block_until_ready((own, exact))
+    np.testing.assert_array_equal(others[0], exact_others[0])
+    np.testing.assert_allclose(others[1], exact_others[1], rtol=1e-5, atol=1e-6)
+    return own, exact, compiled.as_text() or ""
+
+
+@pytest.mark.by_default("transposed")
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_rows_of_gradients_are_those_of_each_devices_batch_and_are_made_without_a_reduction(function, caplog):
+    own, exact, text = gradients(function, jax.random.normal(jax.random.key(1), (ROWS, D)))
+    for name, g in own.items():
+        assert g.shape == (8, *exact[name].shape)
+        np.testing.assert_allclose(np.sum(g, 0), exact[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    assert not [r for r in caplog.records if "reduce_every" in r.getMessage()]
+    # Of the loss and of what a branch depends on alone.
+    assert all(c.num_bytes <= 4 for c in hlo.collectives(text, unknown_trips=1))
+
+
+@pytest.mark.exhaustive
+def test_a_sum_that_cannot_be_cut_is_reduced_where_it_is_made_and_reported(caplog):
+    def looped(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+        order = jnp.argsort(jnp.sum(x, 1))
+        return jnp.sum(jnp.sin(jax.lax.ragged_dot(x[order], p["each"], jnp.asarray([5, 8, 3]))))
+
+    own, exact, _ = gradients(looped, jax.random.normal(jax.random.key(1), (ROWS, D)))
+    np.testing.assert_allclose(np.sum(own["each"], 0), exact["each"], rtol=1e-5, atol=1e-5)
+    assert any("ragged_dot" in r.getMessage() and "each microbatch" in r.getMessage() for r in caplog.records)
