@@ -8,6 +8,8 @@ Per layer of Megatron's that is, in units of s b h (t-1)/t bytes times the items
     tensor parallelism       all_reduce   2 x (2 + 2), and 2 more with remat
     sequence parallelism     all_gather 2 + 4, reduce_scatter 2 + 2; with remat one more scatter
     rings                    permute, as much as these together
+
+The gathers that `partition_activations` adds in backward, of what is kept, are not counted.
 """
 
 import dataclasses
