@@ -193,8 +193,9 @@ def time_table(rounds: int) -> list[str]:
             losses[name] = float(metrics["loss"])
     base = statistics.median(seconds["fsdp alone"])
     lines = [
-        f"Step time on 8 simulated devices, float32, sizes and settings of the table below; {rounds} rounds of one step each, in turn. Ratio of "
-        f"medians; losses after {rounds + 2} steps agree within {max(losses.values()) - min(losses.values()):.1e}. "
+        f"Step time on 8 simulated devices, float32, sizes and settings of the table below; {rounds} rounds of one step each, "
+        f"in turn. Ratio of medians; losses after {rounds + 2} steps agree within "
+        f"{max(losses.values()) - min(losses.values()):.1e}. "
         f"Load average after them: {os.getloadavg()[0]:.0f}.", "",
         "| | median s | range | over fsdp alone | MiB kept a device |", "|---|---|---|---|---|",
     ]  # fmt: skip
