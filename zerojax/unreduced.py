@@ -260,10 +260,10 @@ class _Walk:
 
     def _splits_of(self, i: Instruction) -> list[Split]:
         """Return how the results of an instruction are split."""
-        if i.eqn.primitive.name == "shard_map":
-            pairs = zip(i.eqn.params["out_specs"], i.eqn.outvars, strict=True)
-            return [tuple(map(axes_of, pad_spec(spec, _ndim(v)))) for spec, v in pairs]
         found = outs_of(i.eqn, [self._split(ref, v) for ref, v in zip(i.ins, i.eqn.invars, strict=True)], self.rule.mesh.shape)
+        if i.eqn.primitive.name == "shard_map":
+            triples = zip(found, i.eqn.params["out_specs"], i.eqn.outvars, strict=True)
+            return [tuple(map(axes_of, pad_spec(spec, _ndim(v)))) if s is None else s for s, spec, v in triples]
         # What is made of data has its rows in dim 0, if it has as many, where the table leaves that open.
         rows = self.rule.rows if not self.data.isdisjoint(i.reads) else 0
         guessed = [self.rule.given(getattr(v.aval, "shape", ()), rows) for v in i.eqn.outvars]

@@ -264,3 +264,12 @@ def test_tensor_overlap_keeps_what_gathers_keep(activations):
         return sorted(((v.shape, v.spec, v.num_bytes) for v in values), key=str)
 
     assert kept(True) == kept(False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("activations", ["save", "selective", "remat"])
+def test_beside_rings_gradients_are_reduced_once_a_step(activations, caplog):
+    settings = {"stage": 3, "activations": activations, "num_microbatches": 2, "reduce_every": "step"}
+    result = plain_rings.trained(plain_rings.CONFIG, mesh_of(fsdp=2, tensor=2), **settings, **RINGS)
+    plain_rings.check(plain(plain_rings.CONFIG), *result)
+    assert "is not known" not in caplog.text
