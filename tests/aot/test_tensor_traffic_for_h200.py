@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("h200")]
 CONFIG = gpt.GPTConfig(
     vocab=1024, seq=256, hidden=512, layers=3, heads=8, dtype=jnp.bfloat16, tensor_axis="tensor", loss_tiles=0
 )
-SP = {"sequence_parallel": True}
+SP, PA = {"sequence_parallel": True}, {"partition_activations": True}
 
 
 def sent(model: Any, fsdp: int = 1, tensor: int = 4, **settings: Any) -> tuple[dict[str, float], dict[str, int]]:
@@ -46,6 +46,8 @@ def sent(model: Any, fsdp: int = 1, tensor: int = 4, **settings: Any) -> tuple[d
         (gpt.layered_gpt(CONFIG), {"stage": 3, "activations": "selective", "fsdp": 2} | SP),
         (gpt.layered_gpt(CONFIG), {"stage": 1, "activations": "selective", "num_microbatches": 2} | SP),
         (gpt.layered_gpt(CONFIG), {"activations": "pinned_host", "update": "in_backward", "params": "pinned_host"} | SP),
+        (gpt.layered_gpt(CONFIG), {"stage": 1, "activations": "remat"} | PA),
+        (gpt.layered_gpt(CONFIG), {"stage": 3, "activations": "selective", "fsdp": 2, "num_microbatches": 2} | PA),
         (gpt.layered_gpt(dataclasses.replace(CONFIG, tied=False)), {"stage": 1, "activations": "save"}),
         (gpt.layered_gpt(dataclasses.replace(CONFIG, mlp_tiles=2)), {"stage": 1, "activations": "remat"} | SP),
         (gpt.layered_gpt(dataclasses.replace(CONFIG, mlp_tiles=2)), {"stage": 1, "activations": "save"}),

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from zerojax.activations import describe, label_of
 from zerojax.jaxprs import scan_arity
 from zerojax.memory.leaves import local_record_bytes
-from zerojax.sharding import ActivationSpec, Spec, axes_of, local_elements, pad_spec
+from zerojax.sharding import TENSOR, ActivationSpec, Spec, axes_of, local_elements, pad_spec
 from zerojax.state import Layout, join_frozen
 from zerojax.streamed import ResidualPlan, StreamedStep
 
@@ -79,6 +79,20 @@ def streamed_kept(streamed: StreamedStep, abstract_batch: Any) -> list[Kept]:
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
     plans = zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True)
     return [kept for loops, residuals in plans for kept in _of_stack(loops.stack.name, loops.stack.num_layers, residuals)]
+
+
+def bytes_gathered(streamed: StreamedStep, abstract_batch: Any) -> int:
+    """Return the bytes that each device sends over `tensor` for backward to have whole what rests split over it.
+
+    In a ring each device passes on every piece but one: t - 1 times what rests on it.
+    """
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
+    held = 0
+    for loops, residuals in zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True):
+        of_each = zip(residuals.records, residuals.shapes, residuals.whole, strict=True)
+        one = sum(local_record_bytes(record, a.shape, a.dtype) for record, a, whole in of_each if whole is not None)
+        held += loops.stack.num_layers * one
+    return held * (streamed.mesh.shape[TENSOR] - 1)
 
 
 def _of_stack(stack: str, num_layers: int, residuals: ResidualPlan) -> list[Kept]:

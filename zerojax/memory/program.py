@@ -16,7 +16,7 @@ import math
 from typing import Any
 
 from zerojax.memory.collectives import collectives_of_step
-from zerojax.memory.kept import KeptValues, kept_values, resident_kept, streamed_kept
+from zerojax.memory.kept import KeptValues, bytes_gathered, kept_values, resident_kept, streamed_kept
 from zerojax.memory.leaves import bytes_by_tier
 from zerojax.memory.link import summed
 from zerojax.memory.report import MemoryReport
@@ -71,9 +71,12 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
     )
     host = {kind: tiers["pinned_host"] for kind, tiers in kinds.items()} | {"pending": pending["pinned_host"]}
     on_disk, buffers, slots = ({}, {}, {}) if layout.disk is None else _disk_bytes(layout.disk)
+    over_tensor = tensor_collectives(layout, step.model, abstract_batch)
+    if streamed is not None and (gathered := bytes_gathered(streamed, abstract_batch)):
+        over_tensor["tensor_all_gather"] = over_tensor.get("tensor_all_gather", 0) + gathered
     return MemoryReport(
         tiers={"device": device | running.device | slots, "pinned_host": host | running.host | buffers, "nvme": on_disk},
-        collectives=collectives_of_step(layout, streamed) | tensor_collectives(layout, step.model, abstract_batch),
+        collectives=collectives_of_step(layout, streamed) | over_tensor,
         host_link=summed([running.link, running.called]),
         callback_link=running.called,
         num_params=sum(math.prod(leaf.shape) for leaf in layout.all_leaves),
