@@ -9,7 +9,7 @@ Per layer of Megatron's that is, in units of s b h (t-1)/t bytes times the items
     sequence parallelism     all_gather 2 + 4, reduce_scatter 2 + 2; with remat one more scatter
     rings                    permute, as much as these together
 
-The gathers that `partition_activations` adds in backward, of what is kept, are not counted.
+What `partition_activations` gathers of what is kept is counted by `zerojax.memory.kept`.
 """
 
 import dataclasses
