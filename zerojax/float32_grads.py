@@ -29,7 +29,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, bind, flatten, scan_arity
+from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, bind, flatten, scan_arity, switch
 
 Array = jax.Array
 Derivative = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -362,7 +362,7 @@ def _scan(walk: _Walk, i: Instruction) -> list[Any]:
 def _cond(walk: _Walk, i: Instruction) -> list[Any]:
     branches = [walk.entered(i, b.jaxpr, b.consts, i.ins[1:]) for b in i.eqn.params["branches"]]
     index, *operands = (walk.plain(ref) for ref in i.ins)
-    return jax.lax.switch(index, [lambda *values, b=b: b.run(values) for b in branches], *operands)
+    return switch(i.eqn, index, [lambda *values, b=b: b.run(values) for b in branches], operands)
 
 
 def _remat(walk: _Walk, i: Instruction) -> list[Any]:

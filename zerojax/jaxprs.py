@@ -190,6 +190,19 @@ def bind(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def switch(eqn: jex.JaxprEqn, index: Any, branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> Any:
+    """Choose a branch as a cond does, with other functions in the place of its branches.
+
+    Those of `jax.lax.platform_dependent` stay so: a platform compiles its own alone, and may lack what another one has.
+    """
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return jax.lax.switch(index, branches, *operands)
+    pairs = zip(platforms, branches, strict=True)
+    named = {name: branch for names, branch in pairs for name in names or ("default",)}
+    return jax.lax.platform_dependent(*operands, **named)
+
+
 def evaluate(instructions: Sequence[Instruction], slots: dict[int, Any]) -> None:
     """Run instructions in order, reading and writing `slots`."""
     for i in instructions:

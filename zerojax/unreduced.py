@@ -35,7 +35,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.activations import ANY, Split, describe, outs_of
 from zerojax.float32_grads import Derivative
-from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, bind, evaluate, flatten, read, scan_arity
+from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, bind, evaluate, flatten, read, scan_arity, switch
 from zerojax.sharding import BATCH_AXES, DATA, FSDP, TENSOR, axes_of, num_batch_shards, pad_spec, without_axis
 
 Array = jax.Array
@@ -516,7 +516,7 @@ def _scan(walk: _Walk, i: Instruction) -> list[Any]:
 def _cond(walk: _Walk, i: Instruction) -> list[Any]:
     branches = walk.inside(i, [out in walk.own for out in i.outs])
     index, *operands = (walk.plain(ref) for ref in i.ins)
-    return jax.lax.switch(index, [lambda *values, b=b: b.run(values) for b in branches], *operands)
+    return switch(i.eqn, index, [lambda *values, b=b: b.run(values) for b in branches], operands)
 
 
 def _remat(walk: _Walk, i: Instruction) -> list[Any]:

@@ -268,19 +268,37 @@ def test_branches_and_integers():
     toys.assert_trees_close(resident, plain, atol=1e-5)
 
 
-def test_a_branch_of_another_platform_is_not_compiled_here():
+def with_product_for_gpus(p, x, key):
     """A product of 16 bits into 32 that CPUs lack, as attention in float16 has."""
+    on_gpu = lambda x, w: jax.lax.dot(x, w, precision=jax.lax.DotAlgorithmPreset.F16_F16_F32)  # noqa: E731
+    on_cpu = lambda x, w: (x.astype(jnp.float32) @ w.astype(jnp.float32)).astype(x.dtype)  # noqa: E731
+    y = jax.lax.platform_dependent(x.reshape(-1, 16), p["w"], cpu=on_cpu, default=on_gpu)
+    return x + jnp.sin(y.reshape(x.shape))
 
-    def block(p, x, key):
-        wide = jnp.float32
-        on_gpu = lambda x, w: jax.lax.dot(x, w, precision=jax.lax.DotAlgorithmPreset.F16_F16_F32)  # noqa: E731
-        on_cpu = lambda x, w: (x.astype(wide) @ w.astype(wide)).astype(x.dtype)  # noqa: E731
-        return x + jnp.sin(jax.lax.platform_dependent(x, p["w"], cpu=on_cpu, default=on_gpu))
 
-    params, x = jax.tree.map(lambda a: a.astype(jnp.float16), (W, X.reshape(-1, 16)))
-    plain = jax.jit(jax.grad(lambda p, x: block(p, x, None).sum(), argnums=(0, 1)))(params, x)
-    kept = jax.jit(jax.grad(lambda p, x: keep_products(block)(p, x, None).sum(), argnums=(0, 1)))(params, x)
+def test_a_branch_of_another_platform_is_not_compiled_here():
+    params, x = jax.tree.map(lambda a: a.astype(jnp.float16), (W, X))
+    sums = [lambda p, x, f=f: f(p, x, None).sum() for f in (with_product_for_gpus, keep_products(with_product_for_gpus))]
+    plain, kept = (jax.jit(jax.grad(f, argnums=(0, 1)))(params, x) for f in sums)
     toys.assert_trees_close(kept, plain, atol=1e-2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "fields",
+    [{"stage": 3}, {"stage": 3, "activations": "remat"}, {"stage": 3, "params": "pinned_host"},
+     {"stage": 2, "reduce_dtype": "float32"}, {"stage": 1, "num_microbatches": 2, "reduce_every": "step"}],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)  # fmt: skip
+def test_a_branch_of_another_platform_is_compiled_by_no_step(fields):
+    model = zj.LayeredModel(
+        num_layers=2, init_embed=lambda key: {}, embed=lambda p, batch, key: batch["x"].astype(jnp.float16),
+        init_block=lambda key: W, block=with_product_for_gpus, init_head=lambda key: {},
+        head=lambda p, p_embed, x, batch, key: jnp.mean(x.astype(jnp.float32) ** 2),
+    )  # fmt: skip
+    with program(model=model, devices=2, precision="fp16", **fields) as built:
+        _, metrics = jax.block_until_ready(built.step(built.init(jax.random.key(0)), {"x": X}))
+    assert np.isfinite(metrics["loss"])
 
 
 def test_what_a_rule_keeps_is_split_as_its_operands_are():

@@ -20,7 +20,7 @@ from pallas_kernels.linear_cross_entropy.vjp import LSE
 from zerojax.activations.apart import Apart, is_openable, take_apart
 from zerojax.activations.flow import flow
 from zerojax.activations.kept import candidates, depending, describe, is_cheap
-from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten, read, scan_arity
+from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten, read, scan_arity, switch
 from zerojax.sharding import ActivationSpec, Spec
 
 PREFIX = "zerojax_kept "
@@ -224,14 +224,9 @@ def _scan(eqn: Any, values: Sequence[Any], of_data: Sequence[bool]) -> list[Any]
 
 
 def _cond(eqn: Any, values: Sequence[Any], of_data: Sequence[bool]) -> list[Any]:
-    operands = values[1:]
-
-    def traced(branch: Any) -> Any:
-        run = _inside(branch, of_data[1:])
-        return jax.make_jaxpr(lambda *v: run(v))(*operands)
-
-    # Bound anew, and no `switch`: a branch may be of one platform alone (`jax.lax.platform_dependent`).
-    return bind(eqn.replace(params={**eqn.params, "branches": tuple(map(traced, eqn.params["branches"]))}), values)
+    index, *operands = values
+    branches = [_inside(branch, of_data[1:]) for branch in eqn.params["branches"]]
+    return switch(eqn, index, [lambda *v, run=run: run(v) for run in branches], operands)
 
 
 def open_equations(

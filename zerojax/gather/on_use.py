@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from zerojax.activations import keeps
 from zerojax.gather.lazy import HERE, Lazy, Move, Node, Rule, Shard, Whole, gathered, move_spec, tie, total_bytes, union
 from zerojax.gather.look_up import is_look_up, look_up
-from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, REDUCTIONS, Instruction, bind, evaluate, flatten, read, scan_arity
+from zerojax.jaxprs import CHEAP, LINEAR, PRODUCTS, REDUCTIONS, Instruction, bind, evaluate, flatten, read, scan_arity, switch
 from zerojax.sharding import Spec, without_axis
 
 Array = jax.Array
@@ -356,7 +356,7 @@ def _cond(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     index, *operands = values
     index = walk.gather_now(index, "a cond's predicate")
     branches = [_entered(walk.rule, b.jaxpr, b.consts, operands) for b in eqn.params["branches"]]
-    return jax.lax.switch(index, branches, _data(operands))
+    return switch(eqn, index, branches, [_data(operands)])
 
 
 def _remat(walk: _Walk, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
