@@ -47,6 +47,7 @@ class Shape:
       batch: b, sequences on the devices of one tensor group.
       tensor: t, devices that share a layer's products.
       sequence_parallel: the stream is split over them, too.
+      partition_activations: what is kept of it is.
       fused_attention: attention is one kernel.
 
     Raises:
@@ -60,6 +61,7 @@ class Shape:
     batch: int = 1
     tensor: int = 1
     sequence_parallel: bool = False
+    partition_activations: bool = False
     fused_attention: bool = False
 
     def __post_init__(self) -> None:
@@ -67,9 +69,12 @@ class Shape:
             raise ValueError(f"--hidden {self.hidden} does not divide by --heads {self.heads}: heads of equal width are needed")
         if self.heads % self.tensor:
             raise ValueError(f"--heads {self.heads} do not divide by --tensor {self.tensor}: a device has whole heads")
-        if self.sequence_parallel and self.tensor == 1:
-            raise ValueError("--sequence-parallel splits the sequence over the devices of --tensor: give 2 or more of them")
-        if self.sequence_parallel and self.seq % self.tensor:
+        flags = [
+            f"--{name.replace('_', '-')}" for name in ("sequence_parallel", "partition_activations") if getattr(self, name)
+        ]
+        if flags and self.tensor == 1:
+            raise ValueError(f"{flags[0]} splits the sequence over the devices of --tensor: give 2 or more of them")
+        if flags and self.seq % self.tensor:
             fits = -(-self.seq // self.tensor) * self.tensor
             raise ValueError(f"--seq {self.seq} does not divide by --tensor {self.tensor}: pad the sequences to {fits}")
 
@@ -97,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shape.add_argument("--batch", type=int, default=1, help="b, sequences of a microbatch on the devices of one tensor group")
     shape.add_argument("--tensor", type=int, default=1, help="t, devices that share a layer's products (the mesh axis tensor)")
     shape.add_argument("--sequence-parallel", action="store_true", help="the stream is split over them, too")
+    shape.add_argument("--partition-activations", action="store_true", help="what is kept of the stream is split over them")
     shape.add_argument("--fused-attention", action="store_true", help="attention is one kernel, which keeps no scores")
     shape.add_argument("--activations", choices=list(MODES), help="what a layer keeps; without it, a line for each")
     disk = commands.add_parser("bench-io", help="bandwidth of a folder's disk, and the models and step times that it supports")
@@ -153,7 +159,8 @@ def _memory(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
     """Print what `zerojax memory` says of some options, or exit with what is wrong with them."""
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "heads", "seq")}
     missing = [f"--{name}" for name, n in sizes.items() if n is None]
-    of_shape = [name for name in ("vocab", "sequence_parallel", "fused_attention", "activations") if getattr(options, name)]
+    flags = ("sequence_parallel", "partition_activations", "fused_attention")
+    of_shape = [name for name in ("vocab", *flags, "activations") if getattr(options, name)]
     asked = [f"--{name.replace('_', '-')}" for name in of_shape] + ["--batch"] * (options.batch != 1)
     if missing and (len(missing) < len(sizes) or asked):
         given = [f"--{name}" for name, n in sizes.items() if n is not None] + asked
@@ -166,9 +173,8 @@ def _memory(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
         parser.error(f"{', '.join(f'--{name}' for name in counts)} must be at least 1, and --moments at least 0")
     shape = None
     if not missing:
-        flags = {name: getattr(options, name) for name in ("batch", "tensor", "sequence_parallel", "fused_attention")}
         try:
-            shape = Shape(**sizes, **flags)
+            shape = Shape(**sizes, **{name: getattr(options, name) for name in ("batch", "tensor", *flags)})
         except ValueError as error:
             parser.error(str(error))
     if options.params is None:
@@ -194,7 +200,7 @@ def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
       itemsize: bytes of an activation.
     """
     s = shape
-    split = ", the stream split" if s.sequence_parallel else ""
+    split = ", the stream split" if s.sequence_parallel else ", what is kept split" if s.partition_activations else ""
     rows = [
         f"activations of {s.layers} layers, h {s.hidden}, a {s.heads}, s {s.seq}, b {s.batch}, tensor {s.tensor}{split}",
         f"{'mode':>9} {'a layer':>10} {'all':>10} {'a layer':>10} {'all':>10}   GiB a device; right: Korthikanti et al.",
@@ -202,7 +208,9 @@ def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
     for mode in modes:
         options = {name: getattr(s, name) for name in ("tensor", "sequence_parallel", "fused_attention")}
         given: dict[str, Any] = options | {"activations": mode, "itemsize": itemsize}
-        layers = [f(s.seq, s.batch, s.hidden, s.heads, **given) for f in (layer_activation_bytes, korthikanti_layer_bytes)]
+        sizes = (s.seq, s.batch, s.hidden, s.heads)
+        ours = layer_activation_bytes(*sizes, partition_activations=s.partition_activations, **given)
+        layers = [ours, korthikanti_layer_bytes(*sizes, **given)]
         cells = " ".join(f"{n / 2**30:>10.3f}" for layer in layers for n in (layer, s.layers * layer))
         rows.append(f"{mode:>9} {cells}")
     return "\n".join(rows)

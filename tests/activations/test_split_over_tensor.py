@@ -95,11 +95,15 @@ def kept_of(program, seq=models.SEQ):
 @pytest.mark.parametrize("activations", ["save", "selective", "remat", "pinned_host"])
 def test_partition_activations_keeps_what_the_closed_form_says(activations):
     mode = "remat" if activations == "pinned_host" else activations
-    kept = kept_of(program_of(activations=activations, partition_activations=True))
+    program = program_of(activations=activations, partition_activations=True)
+    kept = kept_of(program)
     expected = memory.layer_activation_bytes(
         models.SEQ, models.ROWS, models.WIDTH, models.HEADS, tensor=4, partition_activations=True, activations=mode, itemsize=4
     )
     assert kept.num_bytes == 2 * expected
+    tokens = jax.ShapeDtypeStruct((models.ROWS, models.SEQ), jnp.int32)
+    tiers = program.memory({"tokens": tokens, "targets": tokens}).tiers
+    assert tiers["pinned_host" if activations == "pinned_host" else "device"]["activations"] == kept.num_bytes
     assert all("tensor" in value.spec for value in kept)
 
 

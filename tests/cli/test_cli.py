@@ -67,6 +67,7 @@ def test_memory_prints_a_transformers_activations(capsys):
         ([*SHAPE, "--tensor", "5"], "--heads 64 do not divide by --tensor 5"),
         ([*SHAPE, "--hidden", "6145"], "--hidden 6145 does not divide by --heads 64"),
         ([*SHAPE, "--sequence-parallel"], "give 2 or more"),
+        ([*SHAPE, "--partition-activations"], "--partition-activations splits the sequence"),
         ([*SHAPE, "--seq", "2047", "--tensor", "8", "--sequence-parallel"], "pad the sequences to 2048"),
         ([*SHAPE, "--batch", "0"], "must be at least 1"),
     ],
