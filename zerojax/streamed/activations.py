@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from host_offload.schedule import TileLoops
@@ -81,7 +82,7 @@ class ResidualPlan:
     def read(self, stacks: Sequence[Any], fetched: Sequence[Array], layer: Array) -> list[Array]:
         """Return all arrays of one layer, given those that `fetch` returned."""
         away = dict(zip(self.away, fetched, strict=True))
-        return [away[i] if i in away else r.read(stacks[i], layer) for i, r in enumerate(self.records)]
+        return [away[i] if i in away else _row_major(r.read(stacks[i], layer)) for i, r in enumerate(self.records)]
 
     def write(self, stacks: Sequence[Any], layer: Any, x: Any, values: Sequence[Array]) -> list[Any]:
         """Return the stacks with one layer's input and residuals in them."""
@@ -292,6 +293,14 @@ def _constrain(value: Array, mesh: Mesh, spec: Spec) -> Array:
     """Return a value with a spec, of one microbatch also where the spec is that of all."""
     own = PartitionSpec(*spec[len(spec) - value.ndim :])
     return jax.lax.with_sharding_constraint(value, named(mesh, own))
+
+
+def _row_major(value: Array) -> Array:
+    """Return a slice of a stack in the layout of the stack.
+
+    Else XLA may choose the layout that the first product wants, and copy the whole stack into it before the loop.
+    """
+    return with_layout_constraint(value, Layout(tuple(range(value.ndim)))) if value.ndim > 1 else value
 
 
 def _batch_size(leaves: Sequence[Any]) -> int:
