@@ -170,7 +170,7 @@ def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.
         loss_tiles=options.loss_tiles,
     )
     gpt.check_tensor(c, mesh.shape["tensor"])
-    c = dataclasses.replace(c, mlp_tiles=mlp_tiles(options, c))
+    c = dataclasses.replace(c, mlp_tiles=mlp_tiles(options, c, mesh.shape["tensor"]))
     model = gpt.layered_gpt(c) if options.model == "layered" else gpt.unrolled_gpt(c)
     warmup = max(1, options.steps // 10)
     # The decay must be longer than the warmup, also in a run of one step.
@@ -182,7 +182,7 @@ def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.
     return c, zj.build_train_step(model, tx, options.zero, mesh, batch={"tokens": tokens, "targets": tokens})
 
 
-def mlp_tiles(options: Options, c: gpt.GPTConfig) -> int:
+def mlp_tiles(options: Options, c: gpt.GPTConfig, tensor: int) -> int:
     """Return the tiles of an MLP: those asked for, or at stage 3 those that lower the peak of memory.
 
     Where parameters stream, they do if there are several, and if records may be tiles.
@@ -191,11 +191,12 @@ def mlp_tiles(options: Options, c: gpt.GPTConfig) -> int:
         if options.mlp_tiles < 0 or (options.mlp_tiles and 4 * c.hidden % options.mlp_tiles):
             raise ValueError(f"--mlp-tiles {options.mlp_tiles}: 0 (dense layers) or a divisor of {4 * c.hidden} is needed")
         return options.mlp_tiles
-    sizes = {"seq": c.seq, "hidden": c.hidden, "heads": c.heads, "itemsize": jnp.dtype(c.dtype).itemsize}
+    sizes = {"seq": c.seq, "hidden": c.hidden, "heads": c.heads, "itemsize": jnp.dtype(c.dtype).itemsize, "tensor": tensor}
     streamed = options.model == "layered" and streams(options.zero)
     if options.zero.stage < 3 or (streamed and whole_layers(options.zero)) or not memory.tiled_mlp_pays(**sizes):
         return 0
-    tiles = choose_num_tiles(4 * c.hidden, 4 * 8 * c.hidden**2, "an MLP")
+    # Of a tile each device of a tensor group has its part.
+    tiles = choose_num_tiles(4 * c.hidden // tensor, 4 * 8 * c.hidden**2 // tensor, "a device's part of an MLP")
     return 0 if streamed and tiles == 1 else tiles
 
 

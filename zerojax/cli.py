@@ -44,6 +44,7 @@ class Shape:
       hidden: h.
       heads: a.
       seq: s, tokens of a sequence.
+      vocab: V, or 0 without an embedding.
       batch: b, sequences on the devices of one tensor group.
       tensor: t, devices that share a layer's products.
       sequence_parallel: the stream is split over them, too.
@@ -58,6 +59,7 @@ class Shape:
     hidden: int
     heads: int
     seq: int
+    vocab: int = 0
     batch: int = 1
     tensor: int = 1
     sequence_parallel: bool = False
@@ -67,6 +69,9 @@ class Shape:
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
             raise ValueError(f"--hidden {self.hidden} does not divide by --heads {self.heads}: heads of equal width are needed")
+        if self.vocab % self.tensor:
+            fits = -(-self.vocab // self.tensor) * self.tensor
+            raise ValueError(f"--vocab {self.vocab} does not divide by --tensor {self.tensor}: pad it to {fits}")
         if self.heads % self.tensor:
             raise ValueError(f"--heads {self.heads} do not divide by --tensor {self.tensor}: a device has whole heads")
         flags = [
@@ -91,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     states.add_argument(
         "--params", type=float, help="parameters of the model, such as 7.5e9; without it 12 L h^2, and V h with --vocab"
     )
-    states.add_argument("--shards", type=int, required=True, help="devices that share the state (the mesh axis fsdp)")
+    states.add_argument("--shards", type=int, default=1, help="devices that share the state (the mesh axis fsdp)")
     states.add_argument("--precision", choices=list(PRECISIONS), default="bf16")
     states.add_argument("--moments", type=int, default=8, help="bytes of optimizer state for one parameter; Adam: 8")
     states.add_argument("--microbatches", type=int, default=1)
@@ -99,12 +104,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, what in (("layers", "L"), ("hidden", "h"), ("heads", "a"), ("seq", "s, tokens of a sequence")):
         shape.add_argument(f"--{name}", type=int, help=what)
     shape.add_argument("--vocab", type=int, help="V, of a token embedding that is the head's matrix, too")
-    shape.add_argument("--batch", type=int, default=1, help="b, sequences of a microbatch on the devices of one tensor group")
+    shape.add_argument(
+        "--batch",
+        type=int,
+        default=1,
+        help="b, sequences on the devices of one tensor group: of a microbatch with save and remat, of a step with selective",
+    )
     shape.add_argument("--tensor", type=int, default=1, help="t, devices that share a layer's products (the mesh axis tensor)")
     shape.add_argument("--sequence-parallel", action="store_true", help="the stream is split over them, too")
     shape.add_argument("--partition-activations", action="store_true", help="what is kept of the stream is split over them")
     shape.add_argument("--fused-attention", action="store_true", help="attention is one kernel, which keeps no scores")
-    shape.add_argument("--activations", choices=list(MODES), help="what a layer keeps; without it, a line for each")
+    shape.add_argument(
+        "--activations",
+        choices=list(MODES),
+        help="what a layer keeps; without it, a line for each. A tier keeps what remat does, there",
+    )
     disk = commands.add_parser("bench-io", help="bandwidth of a folder's disk, and the models and step times that it supports")
     disk.add_argument("folder", help="an existing folder, such as a swap_dir; only a small file with the settings found stays")
     disk.add_argument("--gib", type=float, default=1.0, help="GiB that each reader writes and reads in a round")
@@ -174,7 +188,9 @@ def _memory(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
     shape = None
     if not missing:
         try:
-            shape = Shape(**sizes, **{name: getattr(options, name) for name in ("batch", "tensor", *flags)})
+            shape = Shape(
+                **sizes, vocab=options.vocab or 0, **{name: getattr(options, name) for name in ("batch", "tensor", *flags)}
+            )
         except ValueError as error:
             parser.error(str(error))
     if options.params is None:

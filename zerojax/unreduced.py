@@ -35,7 +35,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.activations import ANY, Split, describe, outs_of
 from zerojax.float32_grads import Derivative
-from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, bind, evaluate, flatten, read, scan_arity, switch
+from zerojax.jaxprs import LINEAR, FlatJaxpr, Instruction, Ref, bind, evaluate, flatten, read, scan_arity, switch
 from zerojax.sharding import BATCH_AXES, DATA, FSDP, TENSOR, axes_of, num_batch_shards, pad_spec, without_axis
 
 Array = jax.Array
@@ -47,6 +47,12 @@ _MOVED = frozenset({"transpose", "convert_element_type", "copy", "copy_p", "name
 """What may stand beside a reduction in an island: it acts on the whole as on a shard."""
 _BILINEAR = frozenset({"mul", "div", "dot_general", "conv_general_dilated"})
 """A cotangent is one of the operands, and the others are none."""
+_ADDITIVE = frozenset({"add", "sub", "add_any", "concatenate", "dynamic_update_slice", "complex", "scatter-add"})
+"""Equations that are linear in all operands together: one without rows counts once."""
+_LINEAR_IN_SUMS = LINEAR | _ADDITIVE | _BILINEAR | _MOVED | frozenset(
+    {"rev", "pad", "select_n", "gather", "dynamic_slice", "cumsum", "sharding_constraint", "reduce", "real", "imag", "conj",
+     "optimization_barrier", "all_to_all", "fft", "triangular_solve", "stop_gradient", "reshard"}
+)  # fmt: skip
 _LOOPS = frozenset({"scan", "cond", "remat", "remat2", "checkpoint"})
 """Equations whose jaxprs are entered. The name of the rematerialisation primitive depends on the version of JAX."""
 
@@ -288,8 +294,17 @@ class _Walk:
             return [out for out, chain in zip(i.outs, _reductions(self.rule, i.eqn), strict=True) if chain is not None]
         if self.rule.is_opaque(i.eqn):
             return ()
-        is_sum = self.cut_dims(i) is not None or any(slot in self.sums for slot in i.reads)
-        return i.outs if is_sum else ()
+        if self.cut_dims(i) is not None:
+            return i.outs
+        of_sums = [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in self.sums]
+        # A derivative of the model's own may do anything with a gradient: clip it, divide by its norm.
+        if not of_sums or name not in _LINEAR_IN_SUMS:
+            return ()
+        if name in _BILINEAR and (len(of_sums) > 1 or (name == "div" and of_sums != [0])):
+            return ()
+        if name == "select_n" and 0 in of_sums:
+            return ()
+        return i.outs
 
     def _made_of(self, i: Instruction) -> list[int]:
         """Return the operands that have rows where a result has."""
@@ -434,8 +449,10 @@ def _mapped(walk: _Walk, i: Instruction) -> list[Any]:
     for position, ref in enumerate(i.ins):
         if dims is not None and position in dims:
             mapped[position] = rule.cut(walk.plain(ref), dims[position])
-        elif (dims is not None and _starts(i, position)) or (
-            isinstance(ref, int) and (ref in walk.own or (is_additive and ref in walk.cotangents))
+        elif (
+            (dims is not None and _starts(i, position))
+            or (isinstance(ref, int) and (ref in walk.own or (is_additive and ref in walk.cotangents)))
+            or (dims is None and _counts_once(i, position))
         ):
             mapped[position] = walk.rows(ref)
     # Closed over, and not mapped with None: a literal keeps its weak type.
@@ -463,6 +480,16 @@ def _convolution(walk: _Walk, i: Instruction) -> list[Any]:
         one, mesh=rule.mesh, in_specs=specs, out_specs=PartitionSpec(BATCH_AXES), axis_names=axes, check_vma=False
     )
     return [run(*(walk.plain(ref) for ref in i.ins))]
+
+
+def _counts_once(i: Instruction, position: int) -> bool:
+    """Tell whether an operand is added: without rows of its own it is put in row 0."""
+    name = i.eqn.primitive.name
+    if name == "select_n":
+        return position > 0
+    if name == "dynamic_update_slice":
+        return position < 2
+    return name in _ADDITIVE and not (name == "scatter-add" and position == 1)
 
 
 def _starts(i: Instruction, position: int) -> bool:

@@ -139,6 +139,11 @@ def test_elementwise_steps_norms_and_random_masks_are_made_again():
     assert shapes == [X.shape]  # the first product; the second one is not read by backward
 
 
+def test_an_activation_that_holds_a_call_is_made_again():
+    """`jax.nn.relu` is a custom derivative around a jit."""
+    assert kept_of(lambda p, x, key: x + jax.nn.relu(jax.nn.relu6(x @ p["w"]) @ p["v"]))[1] == [X.shape, X.shape]
+
+
 def test_of_a_value_and_its_cast_the_one_computed_is_kept():
     def block(p, x, key):
         scores = jnp.einsum("bsd,df->bsf", x, p["w"].astype(x.dtype), preferred_element_type=jnp.float32)
@@ -251,6 +256,19 @@ def test_a_region_that_the_model_rematerialises_keeps_what_its_policy_says():
     nothing, shapes = kept_of(lambda p, x, key: x + jax.checkpoint(lambda x: jnp.sin(jnp.sin(x @ p["w"]) @ p["v"]))(x))
     assert shapes == []
     assert backward_of(nothing)["dot_general"] == 4 + 2
+
+
+def test_a_constant_that_a_block_returns_is_kept_by_nobody():
+    def block(p, x, key):
+        return {"x": x["x"] + jnp.sin(x["x"] @ p["w"]) @ p["v"], "scale": jnp.float32(2)}
+
+    model = zj.LayeredModel(
+        num_layers=2, init_embed=lambda key: {}, embed=lambda p, batch, key: {"x": batch["x"], "scale": jnp.float32(2)},
+        init_block=lambda key: W, block=block, init_head=lambda key: {},
+        head=lambda p, p_embed, x, batch, key: jnp.mean((x["x"] * x["scale"]) ** 2),
+    )  # fmt: skip
+    names = [value.name for value in program(model=model).kept({"x": X}) if value.shape == X.shape]
+    assert len([name for name in names if "dot_general" in name]) == 1  # the second is read by no derivative
 
 
 def test_branches_and_integers():

@@ -108,6 +108,42 @@ def test_sequence_parallel_operations_spell_out_their_transposes():
         assert (whole.sharding.spec, split.sharding.spec) == (P("fsdp"), P("fsdp", "tensor"))
 
 
+def functions_of(embed, mix=lambda x: x):
+    """Return a model of plain functions with an MLP, of which x, or x["x"], is the stream."""
+
+    def block(p, x, key):
+        tree = x if isinstance(x, dict) else {"x": x}
+        y = mix(tree["x"]) + jnp.tanh(tree["x"] @ p["up"]) @ p["down"]
+        return {**x, "x": y + jnp.mean(tree["bias"])} if isinstance(x, dict) else y
+
+    def init(key):
+        return {"up": jax.random.normal(key, (16, 32)) / 4, "down": jax.random.normal(key, (32, 16)) / 6}
+
+    return zj.LayeredModel(
+        num_layers=2, init_embed=lambda key: {"e": jnp.ones(16)}, embed=lambda p, batch, key: embed(batch["x"] * p["e"]),
+        init_block=init, block=block, init_head=lambda key: {"h": jnp.ones(16)},
+        head=lambda p, p_embed, x, batch, key: jnp.mean(((x["x"] if isinstance(x, dict) else x) * p["h"]) ** 2),
+        specs={"block": {"up": P(None, "tensor"), "down": P("tensor", None)}},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("case", ["bias", pytest.param("fft", marks=pytest.mark.exhaustive)])
+def test_sequence_parallel_of_leaves_without_a_sequence_and_of_transforms_along_it(case, tensor):
+    """A bias[B, 1, 1, T] rests whole. A transform along a split sequence would end the process in XLA's partitioner."""
+    model = {
+        "bias": lambda: functions_of(lambda x: {"bias": 0.1 * x[:, None, None, :, 0], "x": x}),
+        "fft": lambda: functions_of(lambda x: x, lambda x: jnp.fft.fft(jnp.fft.fft(x, axis=-1), axis=1).real / 8),
+    }[case]()
+    batch, results = {"x": np.random.default_rng(0).normal(size=(4, 8, 16)).astype(np.float32)}, []
+    for mesh, fields in ((mesh_of(), {}), (mesh_of(tensor=tensor), {"sequence_parallel": True})):
+        with zj.build_train_step(model, optax.sgd(0.1), zj.ZeroConfig(stage=0, **fields), mesh) as program:
+            state, metrics = jax.block_until_ready(program.step(program.init(jax.random.key(0)), batch))
+            results.append((metrics["loss"], jax.tree.map(np.asarray, program.master_params(state))))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_sequence_parallel_is_refused_by_name():
     config, mesh = zj.ZeroConfig(sequence_parallel=True), mesh_of(tensor=2)
     with pytest.raises(ValueError, match="sequence_parallel=True works layer by layer"):
@@ -116,6 +152,9 @@ def test_sequence_parallel_is_refused_by_name():
     with pytest.raises(ValueError, match="no weight of a block names 'tensor'"):
         zj.build_train_step(unsplit, optax.adamw(1e-3), config, mesh)
     zj.build_train_step(unsplit, optax.adamw(1e-3), config, mesh_of())  # of one device tensor means nothing
+    flat = functions_of(lambda x: x[:, 0])
+    with pytest.raises(ValueError, match=r"no floating leaf of x has three dims: x is float32\[8, 16\]"):
+        zj.build_train_step(flat, optax.adamw(1e-3), config, mesh, batch={"x": np.zeros((8, 6, 16), np.float32)})
     odd = {name: a[:, :15] for name, a in BATCH.items()}
     with pytest.raises(ValueError, match=r"dim 1 of x, of shape \(8, 15, 32\), over tensor=2.*pad the sequences to 16"):
         zj.build_train_step(gpt.layered_gpt(CONFIG), optax.adamw(1e-3), config, mesh, batch=odd)

@@ -91,6 +91,15 @@ def assert_close(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
+def test_data_may_split_a_leaf_but_then_it_has_no_sums_of_its_own():
+    model = zj.with_specs(toys.layered(), {"w1$": P("data")})
+    mesh, batch = zj.make_mesh(data=2, fsdp=2, devices=jax.devices()[:4]), toys.batches(1)[0]
+    zj.build_train_step(model, optax.adamw(1e-3), zj.ZeroConfig(stage=1, num_microbatches=2), mesh, batch=batch)
+    config = zj.ZeroConfig(stage=1, num_microbatches=2, reduce_every="step")
+    with pytest.raises(ValueError, match=r"reduce_every='step' sums .* 'data' splits .*w1.*use reduce_every='microbatch'"):
+        zj.build_train_step(model, optax.adamw(1e-3), config, mesh, batch=batch)
+
+
 def test_a_model_whose_layers_are_not_known_is_refused():
     with pytest.raises(ValueError, match=r"reduce_every='step' works layer by layer.*from_flax"):
         zj.build_train_step(toys.unrolled(), optax.sgd(0.5), zj.ZeroConfig(reduce_every="step"), zj.make_mesh(fsdp=8))
@@ -255,7 +264,29 @@ def in_islands(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.sum(zj.linear_cross_entropy(x, p["vocab"], ids[:, 0], num_tiles=2) * jnp.sum(p["bias"]))
 
 
-FUNCTIONS = [looked_up, transposed, merged, scanned, convolved, in_islands]
+@jax.custom_vjp
+def decayed(w: jax.Array) -> jax.Array:
+    """Return w; its own derivative adds to the gradient what is no sum over the batch, and so counts once."""
+    return w
+
+
+decayed.defvjp(lambda w: (w, w), lambda w, g: (g + 0.05 * w,))
+
+
+@jax.custom_vjp
+def clipped(w: jax.Array) -> jax.Array:
+    """Return w; its own derivative clips the gradient, which is of the whole sum."""
+    return w
+
+
+clipped.defvjp(lambda w: (w, None), lambda _, g: (g / jnp.maximum(1, jnp.sqrt(jnp.sum(g * g))),))
+
+
+def own_rule(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.sin(x @ decayed(p["w"])) @ p["down"])
+
+
+FUNCTIONS = [looked_up, transposed, merged, scanned, convolved, in_islands, own_rule]
 SHAPES = {
     "table": (7, D), "scale": (D,), "w": (D, D), "each": (3, D, D), "bias": (D,), "down": (D, 2), "up": (2, D),
     "kernel": (3, 1, 4), "vocab": (D, 16),
@@ -286,7 +317,7 @@ def gradients(function: Any, x: jax.Array) -> tuple[Any, Any, str]:
     return own, exact, compiled.as_text() or ""
 
 
-@pytest.mark.by_default("transposed")
+@pytest.mark.by_default("transposed", "own_rule")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_rows_of_gradients_are_those_of_each_devices_batch_and_are_made_without_a_reduction(function, caplog):
     own, exact, text = gradients(function, jax.random.normal(jax.random.key(1), (ROWS, D)))
@@ -307,3 +338,11 @@ def test_a_sum_that_cannot_be_cut_is_reduced_where_it_is_made_and_reported(caplo
     own, exact, _ = gradients(looped, jax.random.normal(jax.random.key(1), (ROWS, D)))
     np.testing.assert_allclose(np.sum(own["each"], 0), exact["each"], rtol=1e-5, atol=1e-5)
     assert any("ragged_dot" in r.getMessage() and "each microbatch" in r.getMessage() for r in caplog.records)
+
+
+def test_a_gradient_that_a_rule_of_the_models_own_clips_is_clipped_by_the_norm_of_the_sum():
+    def function(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(x @ clipped(p["w"])) @ p["down"])
+
+    own, exact, _ = gradients(function, jax.random.normal(jax.random.key(1), (ROWS, D)))
+    np.testing.assert_allclose(np.sum(own["w"], 0), exact["w"], rtol=1e-5, atol=1e-5)

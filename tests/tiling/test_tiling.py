@@ -341,10 +341,10 @@ def test_train_gpt_tiles_mlps_where_that_lowers_the_peak():
         ({"zero": host}, wide, 2),
         ({"zero": dataclasses.replace(host, update_on="host")}, wide, 0),  # whole layers are updated there
     ):
-        assert train_gpt.mlp_tiles(train_gpt.Options(**fields), c) == expected
+        assert train_gpt.mlp_tiles(train_gpt.Options(**fields), c, tensor=1) == expected
     for tiles in (-1, 3):
         with pytest.raises(ValueError, match=f"--mlp-tiles {tiles}: 0 .dense layers. or a divisor of 128"):
-            train_gpt.mlp_tiles(train_gpt.Options(mlp_tiles=tiles), TINY)
+            train_gpt.mlp_tiles(train_gpt.Options(mlp_tiles=tiles), TINY, tensor=1)
 
 
 def test_tiles_are_chosen_by_bytes(caplog):

@@ -57,10 +57,12 @@ def flow(
 
 
 def spec_of(split: Split | None, aval: Any) -> Spec | None:
-    """Return a split as a spec; None if a dim of it is split as what it meets."""
+    """Return a split as a spec; None if nothing is known of it."""
     if split is None:
         return None
-    if any(entry is ANY and (aval is None or aval.shape[dim] != 1) for dim, entry in enumerate(split)):
+    # Beside a dim that is known, one that nothing splits is whole.
+    is_open = any(entry is ANY and (aval is None or aval.shape[dim] != 1) for dim, entry in enumerate(split))
+    if is_open and not any(entry is not ANY and entry for entry in split):
         return None
     return tuple(None if entry is ANY or not entry else entry[0] if len(entry) == 1 else entry for entry in split)
 
@@ -264,6 +266,10 @@ def _along(*names: str) -> _Rule:
     return rule
 
 
+def _fft(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
+    return [_unsplit(ins[0], range(len(ins[0]) - len(eqn.params["fft_lengths"]), len(ins[0])))]
+
+
 def _top_k(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
     last = len(ins[0]) - 1
     return [_unsplit(ins[0], (eqn.params.get("axis", last) % len(ins[0]),))] * len(eqn.outvars)
@@ -391,6 +397,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
     **dict.fromkeys(("optimization_barrier", "device_put", "ppermute"), _same),
     "sort": _along("dimension"),
+    "fft": _fft,
     "rev": _along("dimensions"),
     "top_k": _top_k,
     "transpose": _transpose,

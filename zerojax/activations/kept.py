@@ -47,7 +47,8 @@ def is_cheap(eqn: jex.JaxprEqn) -> bool:
     """Tell whether an equation's result is better made again than kept; of a custom derivative: whether all inside of it is."""
     if eqn.primitive.name in _REPEATED:
         return True
-    inner = list(jex.jaxprs_in_params(eqn.params)) if eqn.primitive.name.startswith("custom_") else []
+    enters = eqn.primitive.name.startswith("custom_") or eqn.primitive.name in ("jit", "pjit", "closed_call", "core_call")
+    inner = list(jex.jaxprs_in_params(eqn.params)) if enters else []
     return bool(inner) and all(is_cheap(e) for jaxpr in inner for e in jaxpr.eqns)
 
 

@@ -23,6 +23,7 @@ of them are plain products of which it is known how they are split; else the ope
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -41,6 +42,7 @@ from zerojax.tiling import TileLoop, is_wide_product, loop_over, parse, wide_pro
 
 Array = jax.Array
 _REGIONS = ("checkpoint", "remat", "remat2")
+_OTHER_PRODUCTS = ("conv_general_dilated", "ragged_dot", "ragged_dot_general")
 _AROUND = {"column": "its operand comes around a ring beside it", "row": "its sum goes around a ring beside it"}
 
 
@@ -145,8 +147,9 @@ def _leaving(function: Callable[..., Any], mesh: Mesh, stream_of: Callable[[Any]
     def run(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(out := function(*args))
         # x comes first, whatever is returned beside it.
+        is_stream = _is_stream(jax.tree.leaves(stream_of(out)))
         for n, (path, a) in enumerate(jax.tree_util.tree_flatten_with_path(stream_of(out))[0]):
-            if _is_stream(a):
+            if is_stream[n]:
                 spec = _stream_spec(a, mesh, jax.tree_util.keystr(path))
                 # Else the partitioner splits tokens by the sequence too, and may gather the table for them.
                 leaves[n] = scatter_sequence(constrain(a, without_axis(spec, TENSOR), mesh), spec, mesh)
@@ -170,6 +173,9 @@ def _entered(
       rule: of the walk, without what follows from x.
       traced: told the products.
       returns_stream: whether it returns an x, alone or before other things.
+
+    Raises:
+      ValueError: when it is traced: it returns an x of which nothing is a stream, or of which dim 1 does not divide.
     """
     mesh = rule.mesh
 
@@ -184,8 +190,9 @@ def _entered(
                 paths[program.inputs[len(splits)]] = (path,)
                 splits.append(tuple(map(axes_of, spec.base)))
         streams = dict[int, Spec]()
+        is_stream = _is_stream(jax.tree.leaves(x))
         for n, (path, a) in enumerate(jax.tree_util.tree_flatten_with_path(x)[0]):
-            if _is_stream(a):
+            if is_stream[n]:
                 streams[n] = _stream_spec(a, mesh, jax.tree_util.keystr(path))
             values.append(constrain(a, streams[n], mesh) if n in streams else a)
             splits.append(tuple(map(axes_of, streams[n])) if n in streams else _split_as_batch(a, mesh))
@@ -194,6 +201,12 @@ def _entered(
         for a in jax.tree.leaves(rest):
             values.append(a)
             splits.append(_split_as_batch(a, mesh) if jnp.shape(a)[:1] in batch else ((),) * jnp.ndim(a))
+        if returns_stream and not streams:
+            leaves = ", ".join(f"{jnp.result_type(a).name}{list(jnp.shape(a))}" for a in jax.tree.leaves(x))
+            raise ValueError(
+                "sequence_parallel=True splits dim 1 of x[B, T, ...] between layers, and no floating leaf of x has three dims: "
+                f"x is {leaves}. Leave sequence_parallel=False"
+            )
         shapes = {jnp.shape(a)[:2] for n, a in enumerate(jax.tree.leaves(x)) if n in streams}
         walk = _Walk(dataclasses.replace(rule, streams=shapes, products=[]), paths)
         outs, _ = walk.run(program, values, splits)
@@ -205,8 +218,11 @@ def _entered(
     return run
 
 
-def _is_stream(a: Any) -> bool:
-    return jnp.ndim(a) >= 3 and jnp.issubdtype(jnp.result_type(a), jnp.inexact)
+def _is_stream(leaves: Sequence[Any]) -> list[bool]:
+    """Tell which leaves of x are its stream: floating, of three dims or more, and of the sequence of the largest of these."""
+    could = [jnp.ndim(a) >= 3 and jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in leaves]
+    largest = max((jnp.shape(a) for a, is_it in zip(leaves, could, strict=True) if is_it), key=math.prod, default=())
+    return [is_it and jnp.shape(a)[1] == largest[1] for a, is_it in zip(leaves, could, strict=True)]
 
 
 def _stream_spec(a: Any, mesh: Mesh, path: str) -> Spec:
@@ -318,11 +334,27 @@ class _Walk:
             return self.region(i, values, splits)
         if (loop := parse(i.eqn)) is not None:
             return self.loop(i, loop, values, splits)
-        if i.has_jaxpr:
+        name = i.eqn.primitive.name
+        if name == "fft":
+            return self.fft(i, values, splits)
+        if i.has_jaxpr or name in _OTHER_PRODUCTS:
+            why = f"inside of {name}, which is not entered" if i.has_jaxpr else f"{name} is left to the partitioner"
             for ref, split in zip(i.ins, splits, strict=True):
                 if isinstance(ref, int) and ref in self.params and split is not None and _dims(split):
-                    self.note(i, self.params[ref], "left alone", f"inside of {i.eqn.primitive.name}, which is not entered")
+                    self.note(i, self.params[ref], "left alone", why)
         return self.plain(i, values, splits)
+
+    def fft(self, i: Instruction, values: list[Any], splits: list[Split | None]) -> tuple[list[Any], list[Split | None]]:
+        """Run a transform along whole dims: XLA's partitioner ends the process where a split one does not divide twice."""
+        split = splits[0]
+        if split is None:
+            return self.plain(i, values, splits)
+        spec = _as_spec(split)
+        if any(d >= len(split) - len(i.eqn.params["fft_lengths"]) for d in _dims(split)):
+            values, spec = [self.gathered(i.ins[0], values[0], spec)], without_axis(spec, TENSOR)
+        # Both ends are stated, and so are those of the transform of its cotangent.
+        outs, of_outs = self.plain(i, [constrain(values[0], spec, self.mesh)], [tuple(map(axes_of, spec))])
+        return [constrain(outs[0], spec, self.mesh)], of_outs
 
     def plain(self, i: Instruction, values: Sequence[Any], splits: Sequence[Split | None]) -> tuple[Any, list[Split | None]]:
         return bind(i.eqn, values), outs_of(i.eqn, splits, self.mesh.shape)

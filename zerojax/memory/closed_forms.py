@@ -170,6 +170,7 @@ def layer_activation_bytes(
       itemsize: bytes of an activation; scores and logsumexp are float32.
     """
     _check_mode(activations)
+    _check_heads(heads, tensor)
     sbh = float(seq * batch * hidden * itemsize)
     stream = tensor if sequence_parallel or partition_activations else 1
     if activations == "remat":
@@ -209,6 +210,7 @@ def korthikanti_layer_bytes(
       itemsize: bytes of an activation; the formula scales with it, its dropout masks included.
     """
     _check_mode(activations)
+    _check_heads(heads, tensor)
     sbh = seq * batch * hidden * itemsize / 2
     if activations == "remat":
         return 2 * sbh
@@ -240,6 +242,11 @@ def tiled_loss_pays(*, vocab: int, seq: int, hidden: int, heads: int, itemsize: 
     """
     block = transformer_activation_bytes(1, seq, hidden, heads, 1, remat=False, tensor=tensor, itemsize=itemsize)
     return seq * vocab * (4 + itemsize) / tensor > block
+
+
+def _check_heads(heads: int, tensor: int) -> None:
+    if heads % tensor:
+        raise ValueError(f"heads={heads} do not divide by tensor={tensor}: a device has whole heads")
 
 
 def tiled_mlp_pays(*, seq: int, hidden: int, heads: int, itemsize: int = 2, tensor: int = 1) -> bool:

@@ -66,7 +66,8 @@ class KeptValues(tuple[Kept, ...]):
         return sum(kept.num_bytes for kept in self)
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.num_bytes:>16,} bytes kept on each device", *map(str, self)])
+        head = f"{'bytes':>16} {'count':>5} x {'shape':<32} (spec) tier stack name"
+        return "\n".join([f"{self.num_bytes:>16,} bytes kept on each device", head, *map(str, self)])
 
 
 def kept_values(values: list[Kept]) -> KeptValues:
@@ -157,7 +158,7 @@ def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int
     """Return what made a variable, how it is split if that was said, and in how many loops, each of which stacks it."""
     makers: Mapping[Any, Any] = {out: (eqn, n) for eqn in jaxpr.eqns for n, out in enumerate(eqn.outvars)}
     spec: Spec | None = None
-    while v in makers:
+    while not isinstance(v, jex.Literal) and v in makers:  # a constant is hashed by nobody
         eqn, position = makers[v]
         primitive = eqn.primitive.name
         if primitive == "name":
@@ -174,12 +175,12 @@ def _source(v: Any, jaxpr: jex.Jaxpr, loops: int) -> tuple[str, Spec | None, int
         elif primitive not in _PASSED_ON:
             return describe(eqn), spec, loops
         v = eqn.invars[0]
-    return "x", spec, loops
+    return "constant" if isinstance(v, jex.Literal) else "x", spec, loops
 
 
 def _constrained(makers: Mapping[Any, Any], v: Any) -> Spec | None:
     """Return the spec of a variable that a constraint made."""
-    eqn = makers[v][0] if v in makers else None
+    eqn = makers[v][0] if not isinstance(v, jex.Literal) and v in makers else None
     return _spec_of(eqn) if eqn is not None and eqn.primitive.name == "sharding_constraint" else None
 
 

@@ -16,8 +16,8 @@ from zerojax.program.gathering import Gather, GatheredEarly, build_gather
 from zerojax.program.program import Program
 from zerojax.program.step import Step
 from zerojax.resident import ResidentStep
-from zerojax.sharding import TENSOR, check_mesh
-from zerojax.state import StateRecords, build_layout, check_optimizer
+from zerojax.sharding import DATA, TENSOR, axes_of, check_mesh
+from zerojax.state import Layout, StateRecords, build_layout, check_optimizer
 from zerojax.streamed import StreamedStep
 
 
@@ -63,6 +63,7 @@ def build_train_step(
         tx = keep_in_bfloat16(tx)
     with jax.set_mesh(mesh):
         records, gathered_early = StateRecords(build_layout(model, tx, config, mesh, by_layer)), GatheredEarly()
+        _check_reductions(records.layout)
         tx = records.layout.tx  # of a rule that combines elements of a leaf: applied to each layer
         check_ema(records.layout)
         sequence = SequenceParallelism()
@@ -79,6 +80,15 @@ def build_train_step(
     if program.swap is not None and is_there(mesh):
         program.swap.claim()
     return program
+
+
+def _check_reductions(layout: Layout) -> None:
+    """Raise ValueError if gradients cannot be reduced once a step: `data` splits a leaf, and so is no axis of its sums."""
+    if layout.reduces_once and (names := [a.name for a in layout.all_leaves if any(DATA in axes_of(e) for e in a.spec.base)]):
+        raise ValueError(
+            f"reduce_every='step' sums gradients over 'data' and 'fsdp', and 'data' splits {', '.join(names)}: use "
+            "reduce_every='microbatch', or split them over 'tensor'"
+        )
 
 
 def build_step(model: Model | LayeredModel, tx: optax.GradientTransformation, records: StateRecords, gather: Gather) -> Step:

@@ -234,7 +234,8 @@ def build_grads(model: Model | LayeredModel, layout: Layout, objective: Objectiv
     derive = float32_grads(derivative, layout.platform) if layout.reduces_in_float32 else derivative
     derive = unreduced_grads(derive, layout.mesh) if layout.reduces_once else derive
     # Where the sums over microbatches are held: on the update's shards, or each device's own.
-    own_at = jax.tree.map(lambda at: unreduced_sharding(layout.mesh, at.spec), layout.param_shardings(False))
+    whole_at = layout.param_shardings(False)
+    own_at = jax.tree.map(lambda at: unreduced_sharding(layout.mesh, at.spec), whole_at) if layout.reduces_once else None
     sums_at = own_at if layout.reduces_once else grads_at
 
     def of_microbatch(state: TrainState, model_state: Any, batch: Any, key: Any, whole: Array | None = None) -> Gradients:

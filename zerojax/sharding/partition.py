@@ -159,7 +159,8 @@ def misfit(path: str, shape: Sequence[int], spec: PartitionSpec, mesh: Mesh, axi
             if name not in mesh.shape:
                 return (
                     f"{path}: spec {spec} names axis {name!r}; the mesh has {mesh.axis_names}. Names of a model's own are "
-                    f"translated by rules: from_flax(..., axis_rules=(({name!r}, 'tensor'), ...)), with None for a whole dim"
+                    f"translated by rules: from_flax(..., axis_rules=(({name!r}, 'tensor'), ...)), with None for a whole dim. "
+                    "specs and with_specs name axes of the mesh"
                 )
             if name == axis:
                 return f"{path}: spec {spec} names {axis!r}, which ZeRO assigns; give tensor axes alone"

@@ -190,7 +190,10 @@ class BlockTracer:
             of, dims = stream if n < len(leaves) else spec, (None,) * len(lead)
             split = None
             if config.partition_activations and self.mesh.shape[TENSOR] > 1:
-                split = _split_over_tensor(a.shape, known[n] or of.given(a.shape, batch_size), self.mesh)
+                if known[n] is None and a.shape[:1] != (batch_size,):
+                    split = LeafSpec((), (), "how it is split otherwise is not known")
+                else:
+                    split = _split_over_tensor(a.shape, known[n] or of.given(a.shape, batch_size), self.mesh)
             is_split = split is not None and split.sharded != split.base
             rests = of.saved(a.shape, batch_size, tier, split.sharded if split is not None and is_split else known[n])
             records.append(RecordSpec(self.mesh, rests, tier))
