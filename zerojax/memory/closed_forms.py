@@ -115,7 +115,9 @@ def transformer_params(num_layers: int, hidden: int) -> int:
 def transformer_activation_bytes(
     batch: int, seq: int, hidden: int, heads: int, num_layers: int, *, remat: bool, tensor: int = 1, itemsize: int = 2
 ) -> float:
-    """Return the activation bytes that a transformer keeps from forward to backward, on each device.
+    """Return the activation bytes that a transformer has from forward to backward where each operator keeps what it reads.
+
+    What zerojax keeps is less: `layer_activation_bytes`.
 
     Args:
       batch: sequences on one device.
