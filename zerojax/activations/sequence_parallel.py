@@ -221,7 +221,7 @@ def _entered(
 def _is_stream(leaves: Sequence[Any]) -> list[bool]:
     """Tell which leaves of x are its stream: floating, of three dims or more, and of the sequence of the largest of these."""
     could = [jnp.ndim(a) >= 3 and jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in leaves]
-    largest = max((jnp.shape(a) for a, is_it in zip(leaves, could, strict=True) if is_it), key=math.prod, default=())
+    largest = max((jnp.shape(a) for a, is_it in zip(leaves, could, strict=True) if is_it), key=math.prod, default=(0, 0))
     return [is_it and jnp.shape(a)[1] == largest[1] for a, is_it in zip(leaves, could, strict=True)]
 
 
