@@ -82,7 +82,7 @@ class ResidualPlan:
     def read(self, stacks: Sequence[Any], fetched: Sequence[Array], layer: Array) -> list[Array]:
         """Return all arrays of one layer, given those that `fetch` returned."""
         away = dict(zip(self.away, fetched, strict=True))
-        return [away[i] if i in away else _row_major(r.read(stacks[i], layer)) for i, r in enumerate(self.records)]
+        return [away[i] if i in away else _row_major(r.read(stacks[i], layer), r.mesh) for i, r in enumerate(self.records)]
 
     def write(self, stacks: Sequence[Any], layer: Any, x: Any, values: Sequence[Array]) -> list[Any]:
         """Return the stacks with one layer's input and residuals in them."""
@@ -298,12 +298,14 @@ def _constrain(value: Array, mesh: Mesh, spec: Spec) -> Array:
     return jax.lax.with_sharding_constraint(value, named(mesh, own))
 
 
-def _row_major(value: Array) -> Array:
-    """Return a slice of a stack in the layout of the stack.
+def _row_major(value: Array, mesh: Mesh) -> Array:
+    """Return a slice of a stack in the layout of the stack, on one device.
 
-    Else XLA may choose the layout that the first product wants, and copy the whole stack into it before the loop.
+    Else XLA may choose the layout that the first product wants, and copy the whole stack into it before the loop. On several
+    devices its partitioner would gather what is so constrained.
     """
-    return with_layout_constraint(value, Layout(tuple(range(value.ndim)))) if value.ndim > 1 else value
+    is_free = value.ndim < 2 or mesh.devices.size > 1
+    return value if is_free else with_layout_constraint(value, Layout(tuple(range(value.ndim))))
 
 
 def _batch_size(leaves: Sequence[Any]) -> int:
