@@ -29,7 +29,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 
-from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, bind, flatten, scan_arity, switch
+from zerojax.jaxprs import FlatJaxpr, Instruction, Ref, bind, flatten, mapped_by_shards, rematerialised, scan_arity, switch
 
 Array = jax.Array
 Derivative = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -367,23 +367,12 @@ def _cond(walk: _Walk, i: Instruction) -> list[Any]:
 
 def _remat(walk: _Walk, i: Instruction) -> list[Any]:
     inner, values = walk.entered(i, i.eqn.params["jaxpr"], (), i.ins), [walk.plain(ref) for ref in i.ins]
-    closed = jax.make_jaxpr(lambda *values: inner.run(values))(*values)
-    # The same equation, and no new region: this one is differentiated already, and so its barriers are placed.
-    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
-    return bind(i.eqn.replace(params={**i.eqn.params, "jaxpr": jaxpr}), [*closed.consts, *values])
+    return rematerialised(i.eqn, lambda *values: inner.run(values), values)
 
 
 def _shard_map(walk: _Walk, i: Instruction) -> list[Any]:
-    params = i.eqn.params
-    inner = walk.entered(i, params["jaxpr"], (), i.ins)
-    # The parameter's name depends on the version of JAX.
-    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
-    mapped = jax.shard_map(
-        lambda *values: tuple(inner.run(values)),
-        mesh=params["mesh"], in_specs=params["in_specs"], out_specs=params["out_specs"], check_vma=params["check_vma"],
-        axis_names=axes,
-    )  # fmt: skip
-    return list(mapped(*(walk.plain(ref) for ref in i.ins)))
+    inner = walk.entered(i, i.eqn.params["jaxpr"], (), i.ins)
+    return mapped_by_shards(i.eqn, lambda *values: tuple(inner.run(values)), [walk.plain(ref) for ref in i.ins])
 
 
 _HANDLERS: dict[str, Callable[[_Walk, Instruction], list[Any]]] = {

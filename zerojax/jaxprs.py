@@ -203,6 +203,43 @@ def switch(eqn: jex.JaxprEqn, index: Any, branches: Sequence[Callable[..., Any]]
     return jax.lax.platform_dependent(*operands, **named)
 
 
+def rematerialised(eqn: jex.JaxprEqn, function: Callable[..., Any], values: Sequence[Any]) -> list[Any]:
+    """Apply a rematerialised region that was differentiated already, with another function in the place of its own.
+
+    It stays the same equation, and no new region: its barriers are placed.
+    """
+    closed = jax.make_jaxpr(function)(*values)
+    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
+    return bind(eqn.replace(params={**eqn.params, "jaxpr": jaxpr}), [*closed.consts, *values])
+
+
+def mapped_by_shards(
+    eqn: jex.JaxprEqn, function: Callable[..., tuple[Any, ...]], values: Sequence[Any], out_specs: Any = None
+) -> list[Any]:
+    """Apply a `jax.shard_map` with another function, and other specs of its results, in the place of its own."""
+    params = eqn.params
+    # The parameter's name depends on the version of JAX.
+    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+    mapped = jax.shard_map(
+        function, mesh=params["mesh"], in_specs=params["in_specs"], check_vma=params["check_vma"], axis_names=axes,
+        out_specs=params["out_specs"] if out_specs is None else out_specs,
+    )  # fmt: skip
+    return list(mapped(*values))
+
+
+def product_of(eqn: jex.JaxprEqn) -> jex.JaxprEqn | None:
+    """Return the dot_general that an equation is, or that a custom derivative holds alone; else None."""
+    if eqn.primitive.name == "dot_general":
+        return eqn
+    if eqn.primitive.name not in ("custom_vjp_call", "custom_jvp_call") or len(eqn.invars) != 2:
+        return None
+    inner: Any = eqn.params["call_jaxpr"].jaxpr
+    program = flatten(inner, eqn.params["call_jaxpr"].consts)
+    made = [i for i in program.instructions if i.eqn.primitive.name not in ("name", "convert_element_type")]
+    is_alone = len(made) == 1 and made[0].eqn.primitive.name == "dot_general" and made[0].ins == program.inputs
+    return made[0].eqn if is_alone else None
+
+
 def evaluate(instructions: Sequence[Instruction], slots: dict[int, Any]) -> None:
     """Run instructions in order, reading and writing `slots`."""
     for i in instructions:

@@ -35,7 +35,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.activations import ANY, Split, describe, outs_of
 from zerojax.float32_grads import Derivative
-from zerojax.jaxprs import LINEAR, FlatJaxpr, Instruction, Ref, bind, evaluate, flatten, read, scan_arity, switch
+from zerojax.jaxprs import (
+    LINEAR,
+    FlatJaxpr,
+    Instruction,
+    Ref,
+    bind,
+    evaluate,
+    flatten,
+    mapped_by_shards,
+    read,
+    rematerialised,
+    scan_arity,
+    switch,
+)
 from zerojax.sharding import BATCH_AXES, DATA, FSDP, TENSOR, axes_of, num_batch_shards, pad_spec, without_axis
 
 Array = jax.Array
@@ -548,10 +561,7 @@ def _cond(walk: _Walk, i: Instruction) -> list[Any]:
 
 def _remat(walk: _Walk, i: Instruction) -> list[Any]:
     (inner,), values = walk.inside(i, [out in walk.own for out in i.outs]), [walk.plain(ref) for ref in i.ins]
-    closed = jax.make_jaxpr(lambda *values: inner.run(values))(*values)
-    # The same equation, and no new region: this one is differentiated already, and so its barriers are placed.
-    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
-    return bind(i.eqn.replace(params={**i.eqn.params, "jaxpr": jaxpr}), [*closed.consts, *values])
+    return rematerialised(i.eqn, lambda *values: inner.run(values), values)
 
 
 def _reductions(rule: _Rule, eqn: jex.JaxprEqn) -> list[_Chain | None]:
@@ -605,13 +615,7 @@ def _shard_map(walk: _Walk, i: Instruction) -> list[Any]:
         spec if chain is None else PartitionSpec(BATCH_AXES, *_without_batch(pad_spec(spec, _ndim(v))))
         for spec, chain, v in zip(params["out_specs"], chains, i.eqn.outvars, strict=True)
     )
-    # The parameter's name depends on the version of JAX.
-    axes = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
-    mapped = jax.shard_map(
-        run, mesh=params["mesh"], in_specs=params["in_specs"], out_specs=out_specs, check_vma=params["check_vma"],
-        axis_names=axes,
-    )  # fmt: skip
-    return list(mapped(*(walk.plain(ref) for ref in i.ins)))
+    return mapped_by_shards(i.eqn, run, [walk.plain(ref) for ref in i.ins], out_specs)
 
 
 _HANDLERS: dict[str, Callable[[_Walk, Instruction], list[Any]]] = {

@@ -19,7 +19,7 @@ from zerojax.activations.recompute import label_of as label_of
 from zerojax.activations.recompute import open_equations as open_equations
 from zerojax.activations.sequence_ops import is_gather as is_gather
 from zerojax.activations.sequence_ops import is_scatter as is_scatter
-from zerojax.activations.sequence_parallel import BlockProduct as BlockProduct
 from zerojax.activations.sequence_parallel import SequenceParallelism as SequenceParallelism
 from zerojax.activations.sequence_parallel import sequence_parallel as sequence_parallel
+from zerojax.activations.sequence_walk import BlockProduct as BlockProduct
 from zerojax.activations.traffic import sent_over_tensor as sent_over_tensor

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zerojax.jaxprs import POINTWISE, REDUCTIONS, FlatJaxpr, flatten, scan_arity
-from zerojax.sharding import Spec, axes_of, pad_spec
+from zerojax.sharding import TENSOR, Spec, axes_of, pad_spec
 
 ANY: Any = object()
 """The entry of a dim that is split as what it meets."""
@@ -65,6 +65,16 @@ def spec_of(split: Split | None, aval: Any) -> Spec | None:
     if is_open and not any(entry is not ANY and entry for entry in split):
         return None
     return tuple(None if entry is ANY or not entry else entry[0] if len(entry) == 1 else entry for entry in split)
+
+
+def as_spec(split: Split) -> Spec:
+    """Return a split as a spec; a dim that is split as what it meets is whole."""
+    return tuple(None if entry is ANY or not entry else entry[0] if len(entry) == 1 else tuple(entry) for entry in split)
+
+
+def tensor_dims(split: Split) -> list[int]:
+    """Return the dims that `tensor` splits."""
+    return [d for d, entry in enumerate(split) if entry is not ANY and TENSOR in entry]
 
 
 def _run(

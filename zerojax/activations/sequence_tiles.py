@@ -1,0 +1,131 @@
+"""Loops over tiles under sequence parallelism: what each device of a tensor group adds to a sum is an entry of an array."""
+
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from zerojax.activations.flow import Split, as_spec, tensor_dims
+from zerojax.activations.sequence_ops import constrain
+from zerojax.jaxprs import FlatJaxpr, Instruction, bind, product_of, read
+from zerojax.sharding import TENSOR, without_axis
+from zerojax.tiling import TileLoop, is_wide_product, loop_over, wide_product
+
+Array = jax.Array
+
+
+class Walked(NamedTuple):
+    """What is known of the values of a program that was run with the operations of sequence parallelism.
+
+    Attributes:
+      kinds: of the result of a product, "column" or "row", and the position of its weight.
+      scattered: results that were scattered.
+      splits: how each value is split.
+    """
+
+    kinds: Mapping[int, tuple[str, int]]
+    scattered: Set[int]
+    splits: Mapping[int, Split | None]
+
+
+class Entries:
+    """The unit of a loop over tiles, computed for [t_tensor, ...] entries: one of each device of a tensor group.
+
+        h[B, T, F_t]      = sum_d x[t_tensor, B, T, D] W[D, t_tensor, F/t]        a column product of copies of x
+        y[t_tensor, B, T, H] = sum_f h[B, T, t_tensor, F/t] V[t_tensor, F/t, H]   the parts of a row product's sum
+
+    So neither y nor the cotangent of x is reduced while the loop adds to it.
+
+    Attributes:
+      serves: whether the unit has this form: only column products read x, and a row product makes its result.
+      dtype: of the operands of the row product.
+    """
+
+    def __init__(self, unit: FlatJaxpr, walked: Walked, copied: set[int], mesh: Mesh) -> None:
+        """Read a unit that was walked with the slots `copied` whole."""
+        self.unit, self.walked, self.copied, self.mesh = unit, walked, copied, mesh
+        self.dtype: Any = None
+        self.serves = self._check()
+
+    def _check(self) -> bool:
+        for i in self.unit.instructions:
+            kind, w = self.walked.kinds.get(i.outs[0], ("", 0)) if i.outs else ("", 0)
+            reads = [n for n, ref in enumerate(i.ins) if isinstance(ref, int) and ref in self.copied]
+            is_plain = i.eqn.primitive.name == "dot_general"
+            is_row = bool(kind) and i.outs[0] in self.walked.scattered
+            if reads and not (kind == "column" and reads == [1 - w] and is_plain):
+                return False
+            if is_row and not (i.outs == self.unit.outputs and (is_plain or is_wide_product(i.eqn))):
+                return False
+            if (reads or is_row) and self.walked.splits[i.ins[w]][self._split_dim(i, w)] != (TENSOR,):  # pyright: ignore
+                return False
+            if is_row:
+                aval: Any = i.eqn.invars[w].aval
+                self.dtype = aval.dtype
+        return True
+
+    def loop(self, loop: TileLoop, values: Sequence[Any]) -> Array:
+        """Return the loop's result, with a dim of entries behind the first if it is that of a row product."""
+        first = loop.sizes[0]
+        tiles, parts = ([values[n] for n in at] for at in (loop.tiles, loop.parts))
+        shared = [v for n, v in enumerate(values) if n not in (*loop.tiles, *loop.parts)]
+
+        def unit(tiles: list[Any], shared: list[Any], parts: list[Any]) -> Array:
+            return self._run([*shared[:first], *tiles, *shared[first:], *parts])
+
+        return loop_over(unit, tiles, shared, parts, num_out=loop.num_out, summed=loop.summed)
+
+    def _run(self, values: Sequence[Any]) -> Array:
+        slots: dict[int, Any] = dict(zip(self.unit.inputs, values, strict=True))
+        for i in self.unit.instructions:
+            vals = [read(ref, slots) for ref in i.ins]
+            _, w = self.walked.kinds.get(i.outs[0], ("", 0)) if i.outs else ("", 0)
+            dot = product_of(i.eqn)
+            if not self.copied.isdisjoint(i.reads):
+                outs = [self._column(i, vals, w)]
+            elif dot is not None and i.outs[0] in self.walked.scattered:
+                outs = [self._row(i, dot, vals, w)]
+            else:
+                outs = bind(i.eqn, vals)
+            slots.update(zip(i.outs, outs, strict=True))
+        return slots[self.unit.outputs[0]]  # pyright: ignore[reportArgumentType]
+
+    def _split(self, a: Array, dim: int) -> Array:
+        """Return [t_tensor, ...] of an array that is split in a dim: W[D, F_t] -> W[t_tensor, D, F/t]."""
+        t = self.mesh.shape[TENSOR]
+        return jnp.moveaxis(a.reshape(*a.shape[:dim], t, a.shape[dim] // t, *a.shape[dim + 1 :]), dim, 0)
+
+    def _dot(self, eqn: jex.JaxprEqn, values: Sequence[Array]) -> Array:
+        """Return the product of entries, of operands [t, ...]."""
+        contract, batch = (tuple(tuple(d + 1 for d in dims) for dims in two) for two in eqn.params["dimension_numbers"])
+        numbers: Any = (contract, tuple((0, *dims) for dims in batch))
+        options = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
+        return jax.lax.dot_general(*values, dimension_numbers=numbers, **options)
+
+    def _column(self, i: Instruction, values: list[Any], w: int) -> Array:
+        contract, batch = i.eqn.params["dimension_numbers"]
+        k = self._split_dim(i, w)
+        y = self._dot(i.eqn, [self._split(v, k) if n == w else v for n, v in enumerate(values)])
+        # Entries are its first dim. They are put before the part of the weight's dim that they are entries of.
+        avals: list[Any] = [v.aval for v in i.eqn.invars]
+        lhs, rhs = ([d for d in range(a.ndim) if d not in (*contract[n], *batch[n])] for n, a in enumerate(avals))
+        place = len(batch[0]) + (len(lhs) + rhs.index(k) if w == 1 else lhs.index(k))
+        out: Any = i.eqn.outvars[0].aval
+        return jnp.moveaxis(y, 0, place).reshape(out.shape)
+
+    def _row(self, i: Instruction, dot: jex.JaxprEqn, values: list[Any], w: int) -> Array:
+        contract, k = dot.params["dimension_numbers"][0], self._split_dim(i, w)
+        dims = {w: k, 1 - w: contract[1 - w][contract[w].index(k)]}
+        operands = [self._split(v, dims[n]) for n, v in enumerate(values)]
+        y = jax.vmap(wide_product)(*operands) if is_wide_product(i.eqn) else self._dot(i.eqn, operands)
+        whole = without_axis(as_spec(self.walked.splits[i.outs[0]] or ()), TENSOR)
+        return constrain(y, (TENSOR, *whole), self.mesh)
+
+    def _split_dim(self, i: Instruction, w: int) -> int:
+        """Return the dim of its weight that `tensor` splits."""
+        ref = i.ins[w]
+        assert isinstance(ref, int)
+        return tensor_dims(self.walked.splits[ref] or ())[0]
