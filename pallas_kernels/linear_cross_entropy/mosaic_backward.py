@@ -25,6 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import registers
 from pallas_kernels.linear_cross_entropy.kernel_config import COLUMNS
 from pallas_kernels.linear_cross_entropy.reference import Form
 from pallas_kernels.linear_cross_entropy.ring import COPIES, LOADER_REGISTERS, MULTIPLIER_REGISTERS, WARPGROUPS, Ring, loop
@@ -174,9 +175,7 @@ class _Multiplier:
             column += warpgroup * HALF
         # In pieces of 64 x 64, or the values between sums and slopes would not fit the registers.
         for r in range(0, rows, HALF):
-            label, lse, weight = (
-                plgpu.load(gmem, (pl.ds(row + r, HALF),), layout=ROW, optimized=False) for gmem in self.tokens
-            )
+            label, lse, weight = (registers.load(gmem.at[pl.ds(row + r, HALF)], ROW) for gmem in self.tokens)
             for c in range(0, columns, COLUMNS):
                 chunk = sums[r : r + HALF, c : c + COLUMNS]  # [tokens, vocabulary], for dx and for dw
 
@@ -205,21 +204,21 @@ class _Multiplier:
         out = self.out.at[sweep.own(row if sweep.of_x else column, d)]
 
         def finish(total: jax.Array) -> None:
-            out[...] = (total * self.unit[0]).astype(out.dtype)
+            registers.store(out, (total * self.unit[0]).astype(out.dtype))
 
         # A single group: the sums never leave the registers.
         if self.sums is None:
             finish(products())
             return
         sums = self.sums.at[(lax.axis_index("block"), *sweep.own(0, d))]
-        before = plgpu.load(sums, (), layout=LAYOUT, optimized=False)  # asked for now, on its way while products are made
+        before = registers.load(sums, LAYOUT)  # asked for now, on its way while products are made
         # The first group reads what was never written, or another item's sums: a select drops them, even if they are NaN.
         is_first = lax.broadcast_in_dim(group == 0, before.shape, ())
         total = jnp.where(is_first, 0.0, before) + products()
 
         @pl.when(group < sweep.num_groups - 1)
         def _():
-            sums[...] = total
+            registers.store(sums, total)
 
         @pl.when(group == sweep.num_groups - 1)
         def _():

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import registers
 from pallas_kernels.linear_cross_entropy.kernel_config import COLUMNS, ROWS, KernelConfig
 from pallas_kernels.linear_cross_entropy.reference import Form
 from pallas_kernels.linear_cross_entropy.ring import COPIES, LOADER_REGISTERS, MULTIPLIER_REGISTERS, WARPGROUPS, Ring, loop
@@ -58,7 +59,7 @@ def stats(
             first = part * tiles_a_part
             return lax.div(index, num_parts) * ROWS, part, first, jnp.minimum(num_tiles - first, tiles_a_part)
 
-        def load(ring: Ring) -> None:
+        def fill(ring: Ring) -> None:
             plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
 
             def load_item(item: Any, done: Any) -> Any:
@@ -92,8 +93,7 @@ def stats(
             def multiply_item(item: Any, done: Any) -> Any:
                 row, part, first, tiles = place(item)
                 tokens = pl.ds(row + start, HALF)
-                # A layout of rows has no vectorised load, and by default JAX refuses any other.
-                label = plgpu.load(labels_gmem, (tokens,), layout=ROW, optimized=False)
+                label = registers.load(labels_gmem.at[tokens], ROW)
 
                 def of_tile(tile: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     sums = ring.products(
@@ -115,7 +115,7 @@ def stats(
 
         def scope(x_smem: Any, w_smem: Any, full: Any, empty: Any) -> None:
             ring = Ring(config.num_stages, x_smem, w_smem, full, empty)
-            lax.cond(lax.axis_index("warpgroup") == WARPGROUPS, lambda: load(ring), lambda: multiply(ring))
+            lax.cond(lax.axis_index("warpgroup") == WARPGROUPS, lambda: fill(ring), lambda: multiply(ring))
 
         pl.run_scoped(
             scope,

@@ -20,8 +20,9 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
 from jax._src.state import types as state_types
 from jax.experimental.mosaic import gpu as mosaic_gpu  # it sets MOSAIC_GPU_CUDA_ROOT  # noqa: F401
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels import registers
 
 IS_0_10 = jax.__version__.startswith("0.10.")
 
@@ -33,7 +34,8 @@ def races(monkeypatch) -> Iterator[Callable[[], contextlib.AbstractContextManage
         _behave_like_hardware(monkeypatch)
     # Which thread has which element is nothing to the interpreter, and of jax 0.10 it does not know the word.
     mlir.register_lowering(gpu_core.layout_cast_p, lambda _, x, new_layout: [x], platform="cpu")
-    monkeypatch.setattr(plgpu, "load", lambda ref, index, **_: ref[index])  # the same read, which says how threads share it
+    monkeypatch.setattr(registers, "load", lambda ref, _: ref[...])  # the same, without a layout
+    monkeypatch.setattr(registers, "store", lambda ref, value: ref.__setitem__(..., value))
 
     @contextlib.contextmanager
     def interpret() -> Iterator[None]:
