@@ -1,7 +1,8 @@
-"""The `zerojax` command: closed forms on the command line, what a disk gives, and what a checkpoint holds.
+"""The `zerojax` command: closed forms, predictions from compiled programs, what a disk gives, and what a checkpoint holds.
 
 zerojax memory --params 7.5e9 --shards 64 --precision bf16
 zerojax memory --layers 48 --hidden 6144 --heads 64 --seq 2048 --shards 2 --tensor 8 --sequence-parallel --activations selective
+zerojax simulate PROGRAM.txt --link 50e9
 zerojax bench-io FOLDER
 zerojax inspect CHECKPOINTS
 zerojax export CHECKPOINTS OUT --format safetensors --dtype bfloat16
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from host_offload.disk import SwapError
 from zerojax.activations import MODES
 from zerojax.checkpoint import CheckpointError, NoCheckpointError, inspect
+from zerojax.hlo import CALLBACKS, RATES, STREAMS, Rates, Simulation, dumped_text, module_name, read_thunks, simulate
 from zerojax.memory import (
     collective_elements,
     korthikanti_layer_bytes,
@@ -87,7 +89,7 @@ class Shape:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="zerojax", description="ZeRO in JAX: bytes of model states and collectives, of disks, and of checkpoints"
+        prog="zerojax", description="ZeRO in JAX: model states and collectives, compiled programs, disks, and checkpoints"
     )
     commands = parser.add_subparsers(dest="command", required=True)
     states = commands.add_parser(
@@ -119,6 +121,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choices=list(MODES),
         help="what a layer keeps; without it, a line for each. A tier keeps what remat does, there",
     )
+    simulation = commands.add_parser(
+        "simulate",
+        help="predict a step from its compiled program: seconds, idle compute, bytes over the link to the host, waits",
+    )
+    simulation.add_argument(
+        "program", help="text of compiled.as_text(), or the folder of one program that XLA dumped to (xla_dump_to)"
+    )
+    simulation.add_argument("--thunks", help="that folder, where the program is given as text")
+    simulation.add_argument("--rates", choices=list(RATES), default="h200", help="assumed ones, by name; those below go before")
+    for field in dataclasses.fields(Rates):
+        simulation.add_argument(f"--{field.name.replace('_', '-')}", type=float, help="a second, as in zerojax.hlo.Rates")
+    simulation.add_argument("--streams", choices=list(STREAMS), help="; ".join(f"{k}: {v}" for k, v in STREAMS.items()))
+    simulation.add_argument("--kernels", choices=["exclusive", "beside"], default="exclusive", help="that move host memory")
+    simulation.add_argument("--callbacks", choices=list(CALLBACKS), default="plain", help="what those of the program do")
     disk = commands.add_parser("bench-io", help="bandwidth of a folder's disk, and the models and step times that it supports")
     disk.add_argument("folder", help="an existing folder, such as a swap_dir; only a small file with the settings found stays")
     disk.add_argument("--gib", type=float, default=1.0, help="GiB that each reader writes and reads in a round")
@@ -165,8 +181,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except (ValueError, SwapError) as error:
             parser.exit(1, f"zerojax bench-io: {error}\n")
         return
+    if options.command == "simulate":
+        try:
+            print(_simulation(options))
+        except (ValueError, OSError) as error:
+            parser.exit(1, f"zerojax simulate: {error}\n")
+        return
     # The command that is left is `memory`.
     _memory(states, options)
+
+
+def _simulation(options: argparse.Namespace) -> Simulation:
+    """Predict the step that `zerojax simulate` was given.
+
+    Raises:
+      ValueError: the program, its thunks or a rate cannot be used.
+      OSError: the program cannot be read.
+    """
+    folder = options.program if os.path.isdir(options.program) else options.thunks
+    if folder == options.program:
+        text = dumped_text(folder)
+    else:
+        with open(options.program) as file:
+            text = file.read()
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Rates)}
+    return simulate(
+        text,
+        rates=dataclasses.replace(RATES[options.rates], **{name: rate for name, rate in given.items() if rate is not None}),
+        thunks=None if folder is None else read_thunks(folder, module_name(text)),
+        streams=options.streams,
+        kernels=options.kernels,
+        callbacks=options.callbacks,
+    )
 
 
 def _memory(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -77,3 +77,39 @@ def test_memory_refuses_what_does_not_fit_together(arguments, words, capsys):
         cli.main(["memory", *arguments])
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
+
+
+SCHEDULED = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (h: f32[1000,1000]) -> f32[1000,1000] {
+  %h = f32[1000,1000]{1,0:S(5)} parameter(0)
+  %up = (f32[1000,1000]{1,0}, f32[1000,1000]{1,0:S(5)}, u32[]) copy-start(%h)
+  ROOT %x = f32[1000,1000]{1,0} copy-done(%up)
+}
+"""
+
+
+def test_simulate_prints_predictions_at_the_rates_given(tmp_path, capsys):
+    path = tmp_path / "program.txt"
+    path.write_text(SCHEDULED)
+    cli.main(["simulate", str(path), "--link", "4e6", "--launch-seconds", "0", "--issue-seconds", "0", "--streams", "turns"])
+    told = capsys.readouterr().out
+    # 4e6 bytes at 4e6 a second.
+    assert "predicted step 1000.0 ms: compute 0.0 ms, idle 100.0 %" in told
+    assert "nothing here was measured" in told
+    assert "before 0.12" in told
+    assert "link 4e+06" in told
+
+
+def test_simulate_says_what_it_cannot_read(tmp_path, capsys):
+    path = tmp_path / "program.txt"
+    path.write_text(SCHEDULED)
+    for arguments, message in (
+        ([str(tmp_path)], "holds no program that XLA dumped for a GPU"),
+        ([str(tmp_path / "none")], "No such file"),
+        ([str(path), "--link", "0"], "link = 0.0: it is a rate, above 0 a second"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(["simulate", *arguments])
+        assert caught.value.code == 1
+        assert message in capsys.readouterr().err

@@ -33,3 +33,9 @@ def test_steps_run_what_was_compiled_ahead_of_time(tier, tmp_path, caplog):
             shorter = toys.batches(1, size=toys.BATCH // 2)[0]  # of another shape: compiled when it comes
             assert np.isfinite(float(program.step(state, shorter)[1]["loss"]))
     np.testing.assert_array_equal(*losses)
+
+
+def test_host_copies_are_read_from_programs_for_gpus():
+    program = zj.build_train_step(toys.layered(), toys.optimizer(), zj.ZeroConfig(), zj.make_mesh(devices=jax.devices()[:1]))
+    with pytest.raises(NotImplementedError, match="reads programs for GPUs, and this mesh is of platform 'cpu'"):
+        program.host_copies(toys.batches(1)[0])

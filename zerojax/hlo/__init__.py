@@ -1,5 +1,6 @@
-"""Facts of compiled programs, read from their HLO: collectives, copies between host and device, overlap."""
+"""Facts of compiled programs, read from their HLO: collectives, copies between host and device, overlap; and predictions."""
 
+from zerojax.hlo.callbacks import CALLBACKS as CALLBACKS
 from zerojax.hlo.communication import COLLECTIVES as COLLECTIVES
 from zerojax.hlo.communication import Collective as Collective
 from zerojax.hlo.communication import collective_bytes as collective_bytes
@@ -16,3 +17,16 @@ from zerojax.hlo.overlap import Span as Span
 from zerojax.hlo.overlap import carried_arrays as carried_arrays
 from zerojax.hlo.overlap import num_products as num_products
 from zerojax.hlo.overlap import spans as spans
+from zerojax.hlo.parse import module_name as module_name
+from zerojax.hlo.rates import RATES as RATES
+from zerojax.hlo.rates import Rates as Rates
+from zerojax.hlo.simulation import STREAMS as STREAMS
+from zerojax.hlo.simulation import Loop as Loop
+from zerojax.hlo.simulation import Simulation as Simulation
+from zerojax.hlo.simulation import simulate as simulate
+from zerojax.hlo.thunks import Thunks as Thunks
+from zerojax.hlo.thunks import dumped_text as dumped_text
+from zerojax.hlo.thunks import read_thunks as read_thunks
+from zerojax.hlo.traffic import HostMove as HostMove
+from zerojax.hlo.traffic import HostTraffic as HostTraffic
+from zerojax.hlo.traffic import host_traffic as host_traffic

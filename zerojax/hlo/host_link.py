@@ -56,6 +56,7 @@ class HostSlice:
       has_descriptor: whether XLA fixed its address.
       descriptor: that address; None without one, or where its form is not understood.
       proven: the descriptor gives the address of the record asked for in every iteration.
+      instruction: its name in the computation.
     """
 
     computation: str
@@ -67,6 +68,7 @@ class HostSlice:
     has_descriptor: bool
     descriptor: Descriptor | None
     proven: bool
+    instruction: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class HostCopy:
       direction: "to_device", "to_host" or "host_to_host".
       num_bytes: bytes that it moves each time.
       times: how often it runs in a step.
+      instruction: its name in the computation.
     """
 
     computation: str
@@ -86,6 +89,7 @@ class HostCopy:
     direction: str
     num_bytes: int
     times: int
+    instruction: str
 
 
 def host_slices(text: str, unknown_trips: int | None = None) -> list[HostSlice]:
@@ -181,6 +185,7 @@ def _host_slice(frame: Frame, i: Instruction, times: int | None) -> HostSlice:
         has_descriptor=has,
         descriptor=descriptor,
         proven=descriptor is not None and address is not None and _gives(descriptor, address, frame),
+        instruction=i.result,
     )
 
 
@@ -233,4 +238,5 @@ def _host_copy(frame: Frame, i: Instruction, times: int | None) -> HostCopy | No
         direction=_direction(bool(host_sources), bool(host_results)),
         num_bytes=sum(a.num_bytes for a in (host_sources if whole else results)),
         times=_known(times, frame, i),
+        instruction=i.result,
     )

@@ -20,6 +20,7 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
 _TRIPS = re.compile(r"known_trip_count\D+(\d+)")
 
 
@@ -77,7 +78,7 @@ class Instruction:
     def operands(self) -> list[str]:
         """Names of the results that it reads."""
         # Attributes such as control-predecessors name results too, so only the text up to the operands' end is read.
-        return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
+        return re.findall(r"%([\w.\-#]+)", self.rest.split("), ")[0])
 
     @property
     def called(self) -> list[str]:
@@ -122,11 +123,51 @@ def parse_module(text: str) -> Module:
     entry, computations = "", {}
     for is_entry, name, lines in _computations(text):
         matches = [match.groups() for line in lines if (match := _INSTRUCTION.match(line)) is not None]
-        instructions = {result: Instruction(result, *texts) for _, result, *texts in matches}
+        instructions = dict[str, Instruction]()
+        for _, result, *texts in matches:
+            i = Instruction(result, *texts)
+            instructions |= _elements(i, instructions)
+            instructions[result] = i
         root = next((result for is_root, result, *_ in matches if is_root), "")
         computations[name] = Computation(name, root, instructions)
         entry = name if is_entry else entry
     return Module(entry, computations)
+
+
+def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, Instruction]:
+    """Return the elements of tuples that an instruction reads by number, as `%loop#2`, which dumps of jax 0.12 hold.
+
+    Each is the get-tuple-element that the number stands for, named "loop#2".
+    """
+    found = {}
+    for name, number in _ELEMENT.findall(i.rest.split("), ")[0]):
+        if name in before and f"{name}#{number}" not in before:
+            result = f"{name}#{number}"
+            shape = _tuple_shapes(before[name].shape)[int(number)]
+            found[result] = Instruction(result, shape, "get-tuple-element", f"%{name}), index={number}")
+    return found
+
+
+def _tuple_shapes(shape: str) -> list[str]:
+    """Return the shapes that a tuple's is made of."""
+    depth, parts = 0, [""]
+    for c in re.sub(r"/\*[^*]*\*/", "", shape)[1:-1]:
+        depth += (c in "({[") - (c in ")}]")
+        if c == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += c
+    return [part.strip() for part in parts]
+
+
+def module_name(text: str) -> str:
+    """Return the name of a program, such as "jit_step".
+
+    Args:
+      text: `compiled.as_text()`.
+    """
+    name = re.match(r"HloModule ([\w.\-]+)", text)
+    return "" if name is None else name.group(1)
 
 
 def _computations(text: str) -> Iterator[tuple[bool, str, list[str]]]:

@@ -9,6 +9,7 @@ allocated, so it can be lowered and accounted for on a mesh that is not there. A
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -21,6 +22,7 @@ import optax
 
 from host_offload.schedule import Move, Schedule
 from zerojax.activations import BlockProduct, SequenceParallelism
+from zerojax.hlo import HostTraffic, host_traffic, module_name, read_thunks
 from zerojax.memory import KeptValues, MemoryReport, kept_by_program, program_memory
 from zerojax.models import LayeredModel, Model
 from zerojax.program.compile import LoweredStep, ScratchMemory, StepCompiler
@@ -141,6 +143,34 @@ class Program:
         check_batch(batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
             return kept_by_program(self.records, self._step, self.abstract_batch(batch))
+
+    def host_copies(self, batch: Any) -> HostTraffic:
+        """Return what a step moves over each device's link to the host, by copies and by kernels; compiled facts, not times.
+
+        The step is compiled, and XLA's own list of what it will do (its thunks) tells copies by the GPU's copy engines from
+        kernels, which read and write host memory from the cores. What callbacks move (`update_on="host"`, nvme) is not in the
+        program, and so not counted. Where the devices are there, steps over batches of this shape run what was compiled.
+
+            print(program.host_copies(batch))  # bytes up and down, and the leaves that kernels move
+            program.host_copies(batch).share_of_copies
+
+        Args:
+          batch: arrays, or a tree of ShapeDtypeStruct.
+
+        Raises:
+          NotImplementedError: the mesh is of CPUs, whose programs do not tell host memory from a device's.
+        """
+        platform = self.mesh.devices.flat[0].platform
+        if platform not in ("gpu", "cuda"):
+            raise NotImplementedError(
+                f"host_copies reads programs for GPUs, and this mesh is of platform {platform!r}: build the program on "
+                'zerojax.aot.gpu_mesh("h200"), whose devices need not be there'
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            text = self.lower(batch).compile({"xla_dump_to": folder}).as_text()
+            assert text is not None
+            # A streamed step's loops of unknown trip count run once.
+            return host_traffic(text, read_thunks(folder, module_name(text)), unknown_trips=1)
 
     def check(self, batch: Any) -> None:
         """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained. Nothing runs."""

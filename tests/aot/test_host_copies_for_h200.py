@@ -1,0 +1,70 @@
+"""What a streamed step moves over the link to the host, by copies and by kernels, compiled for one H200."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax as zj
+from zerojax import aot, hlo
+
+D, L = 16, 4
+H = "pinned_host"
+
+
+def program(**config) -> zj.Program:
+    model = zj.LayeredModel(
+        L,
+        lambda k: jnp.ones((8, D)),
+        lambda p, b, k: p[b["tokens"]],
+        lambda k: {"w": jax.random.normal(k, (D, D))},
+        lambda p, x, k: x + jnp.tanh(x @ p["w"]),
+        lambda k: {"w": jnp.ones((D, 8))},
+        lambda p, e, x, b, k: jnp.mean((x @ p["w"]) ** 2),
+    )
+    config = {"precision": "bf16", "activations": "remat", "update": "in_backward"} | config
+    return zj.build_train_step(model, optax.adamw(1e-3), zj.ZeroConfig(**config), aot.gpu_mesh("h200", gpus_per_host=1))
+
+
+BATCH = {"tokens": jax.ShapeDtypeStruct((4, 4), jnp.int32)}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("h200")
+@pytest.mark.parametrize("config", [{"opt_state": H}, {"params": H, "grads": H, "opt_state": H}], ids=["opt_state", "all"])
+def test_host_copies_are_those_of_the_thunks(tmp_path, config):
+    zero = program(**config)
+    found = zero.host_copies(BATCH)
+    compiled = zero.lower(BATCH).compile({"xla_dump_to": str(tmp_path)})
+    text = compiled.as_text()
+    total = hlo.host_link_bytes(text, unknown_trips=1)
+    assert {way: found.by_copies[way] + found.by_kernels[way] for way in total} == total
+    assert found.source == "thunks"
+    # Each copy of the dump is one of the program's, and each kernel that slices host memory is one of its kernels.
+    (sequence,) = tmp_path.glob("*.thunk_sequence.txt")
+    starts = re.findall(r"kAsyncStart.*\n\s+\d+: (k\w+)", sequence.read_text())
+    moved = [m for m in found.moves if m.instruction in hlo.read_thunks(tmp_path).streams]
+    assert len(moved) == len(starts) > 10
+    assert sum(m.by == "kernel" for m in moved) == starts.count("kCustomKernel")
+    # Records that the schedule's order picks are named by their leaves.
+    stacks = {"state.master['blocks']['w']", "state.opt_state[0].mu['blocks']['w']", "state.opt_state[0].nu['blocks']['w']"}
+    assert stacks <= {m.leaf for m in found.moves}
+    moves = [m for m in found.moves if m.leaf in stacks]
+    assert {(m.num_bytes, m.shape) for m in moves} == {(4 * D * D, f"f32[{L},{D},{D}]")}
+    # Each record once each way; one of a loop may be moved before or after it.
+    times = {
+        (leaf, way): sum(m.times for m in moves if (m.leaf, m.direction) == (leaf, way)) for leaf in stacks for way in total
+    }
+    assert times == dict.fromkeys(times, L)
+    # The dump's own text, in its own notation, tells the same.
+    dumped = hlo.host_traffic(hlo.dumped_text(tmp_path), hlo.read_thunks(tmp_path), 1)
+    assert dumped.moves == found.moves
+    assert hlo.simulate(text, thunks=hlo.read_thunks(tmp_path)).traffic.moves == found.moves
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("h200")
+def test_a_resident_step_moves_nothing():
+    assert program(update="after_backward", stage=0).host_copies(BATCH).moves == ()

@@ -1,0 +1,284 @@
+"""Schedules made by hand, whose times can be computed by hand.
+
+An array is bf16[1000,1000], 2e6 bytes. A product of two is 2e9 FLOPs. The rates make each of these take 2 s: a product, a copy
+of an array over the link, and a kernel that reads one over it. What is not told a rate takes next to no time.
+"""
+
+import dataclasses
+
+import pytest
+
+from zerojax import hlo
+
+A = "bf16[1000,1000]{1,0}"
+HOST_A = "bf16[1000,1000]{1,0:S(5)}"
+STACK = "bf16[4,1000,1000]{2,1,0:S(5)}"
+PART = "bf16[1,1000,1000]{2,1,0}"
+RATES = hlo.Rates(
+    products=1e9, products_float32=1e9, attention=1e9, attention_backward=1e9, memory=1e15, link=1e6, kernel_link=1e6,
+    launch_seconds=0, issue_seconds=0, sync_seconds=0, callback_seconds=0, leaf_seconds=0, disk_read=1e6, disk_write=1e6,
+    host_kernel=14e6, host_copy=6e6,
+)  # fmt: skip
+DOT = "dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+UP = f"({A}, {HOST_A}, u32[]) copy-start(%h)"
+DOWN = f"({HOST_A}, {A}, u32[]) copy-start(%x)"
+SLICE = f"(({STACK}, s32[], s32[], s32[]), {PART}, u32[]) fusion-start(%s, %i, %i, %i), kind=kLoop, calls=%read"
+CALLBACK = 'custom_call_target="xla_buffer_python_gpu_callback", custom_call_has_side_effect=true'
+LINEAR = ', backend_config={"dynamic_slice_config":{"loop_index":"0","byte_offset":"0","byte_stride":"2000000"}}'
+TUPLE = f"(s32[], {A}, {HOST_A}, {STACK})"
+
+
+def module(entry: str, body: str = "", condition: str = "  ROOT %less = pred[] compare(%i, %i), direction=LT", read: str = ""):
+    """Return a program whose computations hold x on the device, h and a stack s on the host, and an integer i."""
+    inside = "\n".join(
+        f"  %{name} = {shape} get-tuple-element(%p), index={n}"
+        for n, (name, shape) in enumerate(zip("ixhs", ("s32[]", A, HOST_A, STACK), strict=True))
+    )
+    return f"""HloModule jit_step, is_scheduled=true
+
+%read (stack: {STACK}, a: s32[], b: s32[], c: s32[]) -> {PART} {{
+  %stack = {STACK} parameter(0)
+  %a = s32[] parameter(1)
+  %b = s32[] parameter(2)
+  %c = s32[] parameter(3)
+  ROOT %slice = {PART} dynamic-slice(%stack, %a, %b, %c), dynamic_slice_sizes={{1,1000,1000}}{read}
+}}
+
+%body (p: {TUPLE}) -> {TUPLE} {{
+  %p = {TUPLE} parameter(0)
+{inside}
+{body}
+  ROOT %t = {TUPLE} tuple(%i, %x, %h, %s)
+}}
+
+%condition (p: {TUPLE}) -> pred[] {{
+  %p = {TUPLE} parameter(0)
+{inside}
+{condition}
+}}
+
+ENTRY %main (i: s32[], x: {A}, h: {HOST_A}, s: {STACK}) -> {A} {{
+  %i = s32[] parameter(0), metadata={{op_name="arrays.index"}}
+  %x = {A} parameter(1), metadata={{op_name="state.params[\\'w\\']"}}
+  %h = {HOST_A} parameter(2), metadata={{op_name="state.master[\\'head\\']"}}
+  %s = {STACK} parameter(3), metadata={{op_name="state.master[\\'blocks\\']"}}
+{entry}
+  ROOT %out = {A} bitcast(%x)
+}}
+"""
+
+
+def product(name: str) -> str:
+    return f"  %{name} = {A} {DOT}"
+
+
+def start(name: str, work: str = UP) -> str:
+    return f"  %{name} = {work}"
+
+
+def done(name: str, op: str = "copy-done") -> str:
+    return f"  %{name}.done = {A} {op}(%{name})"
+
+
+def loop(name: str, trips: int | None) -> str:
+    known = "" if trips is None else f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+    return f"""  %{name}.in = {TUPLE} tuple(%i, %x, %h, %s)
+  %{name} = {TUPLE} while(%{name}.in), condition=%condition, body=%body{known}"""
+
+
+def lines(*texts: str) -> str:
+    return "\n".join(texts)
+
+
+def seconds(found: hlo.Simulation):
+    """Return seconds of the step, of compute, and those that the main stream waits for transfers; about so many."""
+    return pytest.approx((found.seconds, found.compute_seconds, found.transfer_wait_seconds), abs=1e-6)
+
+
+def test_a_copy_beside_a_product_costs_nothing():
+    text = module(lines(start("c"), product("d1"), done("c"), product("d2")))
+    found = hlo.simulate(text, rates=RATES)
+    # The copy 0..2 beside d1 0..2, then d2 2..4.
+    assert seconds(found) == (4, 4, 0)
+    assert found.idle == pytest.approx(0, abs=1e-6)
+    assert found.traffic.by_copies == {"to_device": 2_000_000, "to_host": 0}
+    assert found.busy["link up"] == pytest.approx(2)
+    assert found.flops == 4e9
+    assert found.floor_seconds == pytest.approx(4, abs=1e-6)
+
+
+def test_a_product_waits_for_a_copy_that_takes_longer():
+    text = module(lines(start("c"), product("d1"), done("c"), product("d2")))
+    found = hlo.simulate(text, rates=dataclasses.replace(RATES, link=0.5e6))
+    # The copy 0..4, d1 0..2, the main stream waits 2..4, d2 4..6.
+    assert seconds(found) == (6, 4, 2)
+    assert found.idle == pytest.approx(1 / 3, abs=1e-6)
+
+
+def test_a_copy_is_begun_where_the_main_stream_is():
+    text = module(lines(product("d1"), start("c"), product("d2"), done("c")))
+    # d1 0..2, then the copy and d2 2..4.
+    assert seconds(hlo.simulate(text, rates=RATES)) == (4, 4, 0)
+    waited = module(lines(product("d1"), start("c", UP + ', backend_config={"is_sync":true}'), product("d2"), done("c")))
+    # d1 0..2, the copy 2..4, d2 4..6.
+    assert seconds(hlo.simulate(waited, rates=RATES)) == (6, 4, 0)
+
+
+def test_two_loops_run_as_often_as_their_trips():
+    body = lines(start("c"), product("d1"), done("c"), product("d2"))
+    found = hlo.simulate(module(lines(loop("w1", 3), product("d0"), loop("w2", 2)), body), rates=RATES)
+    # An iteration takes 4 s: 3 of them, a product of 2 s, 2 of them.
+    assert seconds(found) == (22, 22, 0)
+    assert [(one.name, one.trips, one.is_known) for one in found.loops] == [("w1", 3, True), ("w2", 2, True)]
+    assert [one.seconds for one in found.loops] == pytest.approx([12, 8], abs=1e-6)
+    assert found.traffic.by_copies["to_device"] == 5 * 2_000_000
+    assert found.num_host_waits == 0
+
+
+def test_the_host_waits_at_a_loop_of_unknown_trip_count():
+    rates = dataclasses.replace(RATES, issue_seconds=1, sync_seconds=0.5)
+    known = hlo.simulate(module(loop("w", 2), product("d")), rates=rates)
+    # Enqueued at 1 and 2; the products run 1..3 and 3..5.
+    assert seconds(known) == (5, 4, 0)
+    assert (known.num_host_waits, known.host_wait_seconds) == (0, 0)
+    found = hlo.simulate(module(loop("w", None), product("d")), rates=rates, unknown_trips=2)
+    # Condition enqueued 0..1, waited for until 1.5; product enqueued until 2.5, runs 2.5..4.5; condition enqueued until 3.5,
+    # runs at 4.5, waited for until 5; product enqueued until 6, runs 6..8; condition at 8, waited for until 8.5.
+    assert seconds(found) == (8.5, 4, 0)
+    # 0.5, then 3.5 .. 5, then 7 .. 8.5.
+    assert (found.num_host_waits, found.host_wait_seconds) == (3, pytest.approx(3.5, abs=1e-6))
+    assert not found.loops[0].is_known
+    assert found.loops[0].seconds == pytest.approx(8, abs=1e-6)
+
+
+@pytest.mark.parametrize(("kernels", "expected"), [("exclusive", (4, 2, 0)), ("beside", (2, 2, 0))])
+def test_kernels_and_products_share_the_cores_or_not(kernels, expected):
+    text = module(lines(start("c", SLICE), product("d"), done("c", "fusion-done")))
+    found = hlo.simulate(text, rates=RATES, kernels=kernels)
+    # Without a descriptor the slice is a kernel: it has the cores 0..2 and the product 2..4, or both run 0..2.
+    assert seconds(found) == expected
+    assert found.idle == pytest.approx(1 - expected[1] / expected[0])
+    assert found.traffic.by_kernels == {"to_device": 2_000_000, "to_host": 0}
+    linear = text.replace("dynamic_slice_sizes={1,1000,1000}", "dynamic_slice_sizes={1,1000,1000}" + LINEAR)
+    # With one it is a copy, and leaves the cores alone.
+    assert seconds(hlo.simulate(linear, rates=RATES, kernels=kernels)) == (2, 2, 0)
+
+
+@pytest.mark.parametrize(("streams", "expected"), [("turns", 10), ("each", 8), ("direction", 8)])
+def test_four_streams_in_turn_let_an_upload_wait_for_a_download(streams, expected):
+    downs = [start(f"down{n}", DOWN) for n in range(4)]
+    rest = [done("up"), product("d1"), product("d2"), product("d3"), *[done(f"down{n}") for n in range(4)]]
+    found = hlo.simulate(module(lines(*downs, start("up"), *rest)), rates=RATES, streams=streams)
+    # Downloads one after the other, 0..8. In turn, the upload is behind the first: 2..4, and three products end at 10. With a
+    # stream of its own, or of its direction: 0..2, and they end at 8.
+    assert found.seconds == pytest.approx(expected, abs=1e-6)
+    assert found.streams == hlo.STREAMS[streams]
+
+
+def test_streams_are_those_of_the_installed_xla_if_nothing_says_otherwise(monkeypatch):
+    downs = [start(f"down{n}", DOWN) for n in range(4)]
+    text = module(lines(*downs, start("up"), done("up"), product("d1"), product("d2"), product("d3")))
+    for version, expected in (("0.10.2", 10), ("0.11.2", 10), ("0.12.0.1", 8)):
+        monkeypatch.setattr("importlib.metadata.version", lambda _, version=version: version)
+        found = hlo.simulate(text, rates=RATES)
+        assert found.seconds == pytest.approx(expected, abs=1e-6)
+        assert f"assumed: jaxlib {version} is installed" in found.streams
+    kinds = dict.fromkeys(("up", *(f"down{n}" for n in range(4))), "kAsyncStart/kCopy")
+    # Thunks that put the upload behind the last download, which has been ready since 0 and so goes second: 2..4. The upload
+    # 4..6, the products until 12.
+    streams = {"up": "one", "down0": "two", "down1": "two", "down2": "two", "down3": "one"}
+    found = hlo.simulate(text, rates=RATES, thunks=hlo.Thunks(kinds, streams))
+    assert found.seconds == pytest.approx(12, abs=1e-6)
+    assert found.streams == "as the program's thunks name them"
+
+
+CALLS = lines(product("d1"), f"  %cb = {A} custom-call(%i, %x), {CALLBACK}", product("d2"))
+CALL_RATES = dataclasses.replace(RATES, sync_seconds=0.25, callback_seconds=0.5, leaf_seconds=0.125)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "expected", "waits"),
+    [
+        # d1 0..2; the host waits until 2.25; Python 0.5 and 0.125 for each of two arrays, until 3; d2 3..5.
+        pytest.param("plain", 5, 2.25, id="plain"),
+        # From 3: gradients down 2 s, the update of 1e6 parameters 28e6 / 14e6 = 2 s, parameters up 2 s; d2 9..11.
+        pytest.param("update", 11, 8.25, id="update"),
+        # From 3: down 2 s, up 2 s, copies of 2e6 + 2 x 2e6 bytes in host memory 1 s; d2 8..10.
+        pytest.param("delayed", 10, 6.25, id="delayed"),
+    ],
+)
+def test_a_callback_drains_the_stream(callbacks, expected, waits):
+    found = hlo.simulate(module(CALLS), rates=CALL_RATES, callbacks=callbacks)
+    assert seconds(found) == (expected, 4, 0)
+    assert (found.num_callbacks, found.num_host_waits) == (1, 1)
+    assert found.host_wait_seconds == pytest.approx(waits, abs=1e-6)
+    moved = 0 if callbacks == "plain" else 2_000_000
+    assert found.callback_bytes == {"to_device": moved, "to_host": moved}
+    assert found.traffic.moves == ()
+
+
+def test_records_are_read_one_use_ahead():
+    body = lines(f"  %cb = {A} custom-call(%i), {CALLBACK}", product("d"))
+    found = hlo.simulate(module(loop("w", 2), body), rates=CALL_RATES, callbacks="nvme")
+    # Drained 0.25, Python 0.5 and 0.125: 0.875. The disk 0.875..2.875, up ..4.875, d ..6.875. Again until 7.75; that record has
+    # been read 2.875..4.875 meanwhile; up ..9.75, d ..11.75.
+    assert seconds(found) == (11.75, 4, 0)
+    assert found.busy["disk"] == pytest.approx(4)
+
+
+def test_records_are_written_from_two_buffers():
+    body = f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}"
+    found = hlo.simulate(module(loop("w", 3), body), rates=CALL_RATES, callbacks="nvme")
+    # Callbacks go on at 0.875 and 1.75: down 0.875..2.875 and 2.875..4.875, written 2.875..4.875 and 4.875..6.875. The third is
+    # at 2.625, goes down 4.875..6.875, is written 6.875..8.875, and waits for the first record's buffer until 4.875.
+    assert found.seconds == pytest.approx(8.875, abs=1e-6)
+    assert found.callback_bytes == {"to_device": 0, "to_host": 6_000_000}
+    # Drains of 0.25 each, and 4.875 - 2.625.
+    assert found.host_wait_seconds == pytest.approx(0.75 + 2.25, abs=1e-6)
+
+
+def test_the_host_updates_from_the_disk():
+    body = f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}"
+    rates = dataclasses.replace(CALL_RATES, disk_read=4e6, disk_write=12e6)
+    found = hlo.simulate(module(loop("w", 2), body), rates=rates, callbacks="nvme_update")
+    # 0.875, gradients down until 2.875, the update until 4.875; then 12e6 bytes of its state are read in 3 s and written in
+    # 1 s, until 8.875. Again 5.75, 7.75, 9.75, and the disk until 13.75.
+    assert found.seconds == pytest.approx(13.75, abs=1e-6)
+    assert found.busy["host kernel"] == pytest.approx(4)
+
+
+def test_a_simulation_says_that_it_is_predicted_and_what_it_assumes():
+    text = str(hlo.simulate(module(CALLS), rates="h200", callbacks="update", streams="turns"))
+    assert text.startswith("predicted from the compiled program at assumed rates; nothing here was measured")
+    assert "streams: four streams in turn, as XLA before 0.12 does" in text
+    numbers = [row for row in text.splitlines() if " ms" in row and not row.startswith("  ")]
+    assert len(numbers) == 3
+    assert all(row.startswith("predicted") for row in numbers)
+    assert "products 7e+14" in text
+    unknown = f'  %k = {A} custom-call(%x), custom_call_target="mosaic_gpu_v2"'
+    assert hlo.simulate(module(unknown), rates=RATES).not_priced == ("mosaic_gpu_v2",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rates": "h300"}, "rates 'h300' are unknown: choose from h200"),
+        ({"kernels": "both"}, "kernels='both': 'exclusive' or 'beside'"),
+        ({"callbacks": "host"}, "callbacks='host': choose from plain, update"),
+        ({"streams": "4"}, "streams='4': choose from turns, direction, each"),
+    ],
+)
+def test_arguments_that_name_nothing_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        hlo.simulate(module(product("d")), **arguments)
+
+
+def test_programs_that_cannot_be_walked_are_refused():
+    with pytest.raises(ValueError, match="not scheduled: give the text of a compiled one"):
+        hlo.simulate(module(product("d")).replace(", is_scheduled=true", ""))
+    with pytest.raises(ValueError, match="g is a collective: a program of one device is simulated"):
+        hlo.simulate(module(f"  %g = {A} all-reduce(%x), to_apply=%condition"))
+    with pytest.raises(ValueError, match="link = 0: it is a rate, above 0 a second"):
+        hlo.Rates(link=0)
+    with pytest.raises(ValueError, match="sync_seconds = -1: it is a duration"):
+        hlo.Rates(sync_seconds=-1)

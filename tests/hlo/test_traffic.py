@@ -1,0 +1,145 @@
+"""Who moves what over the link to the host: programs and dumps written by hand."""
+
+import pytest
+
+from zerojax import hlo
+
+STACK = "f32[4,8,8]{2,1,0:S(5)}"
+PART = "f32[1,8,8]{2,1,0}"
+CARRY = f"(s32[], {STACK}, {STACK}, {PART})"
+LINEAR = ', backend_config={"dynamic_slice_config":{"loop_index":"0","byte_offset":"0","byte_stride":"256"}}'
+TEXT = f"""HloModule jit_step, is_scheduled=true
+
+%read (s: {STACK}, i: s32[], z: s32[]) -> {PART} {{
+  %s = {STACK} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] parameter(2)
+  ROOT %slice = {PART} dynamic-slice(%s, %i, %z, %z), dynamic_slice_sizes={{1,8,8}}
+}}
+
+%write (t: {STACK}, v: {PART}, j: s32[], y: s32[]) -> {STACK} {{
+  %t = {STACK} parameter(0)
+  %v = {PART} parameter(1)
+  %j = s32[] parameter(2)
+  %y = s32[] parameter(3)
+  ROOT %update = {STACK} dynamic-update-slice(%t, %v, %j, %y, %y){LINEAR}
+}}
+
+%body (p: {CARRY}) -> {CARRY} {{
+  %p = {CARRY} parameter(0)
+  %n = s32[] get-tuple-element(%p), index=0
+  %mu = {STACK} get-tuple-element(%p), index=1
+  %nu = {STACK} get-tuple-element(%p), index=2
+  %zero = s32[] constant(0)
+  %one = s32[] constant(1)
+  %get = (({STACK}, s32[], s32[]), {PART}, u32[]) fusion-start(%mu, %n, %zero), kind=kLoop, calls=%read
+  %got = {PART} fusion-done(%get)
+  %put = (({STACK}, {PART}, s32[], s32[]), {STACK}, u32[]) fusion-start(%nu, %got, %n, %zero), kind=kCustom, calls=%write
+  %nu2 = {STACK} fusion-done(%put)
+  %next = s32[] add(%n, %one)
+  ROOT %out = {CARRY} tuple(%next, %mu, %nu2, %got)
+}}
+
+%condition (q: {CARRY}) -> pred[] {{
+  %q = {CARRY} parameter(0)
+  ROOT %less = pred[] constant(true)
+}}
+
+ENTRY %main (a: {STACK}, b: {STACK}, h: f32[8]) -> {CARRY} {{
+  %a = {STACK} parameter(0), metadata={{op_name="state.mu[\\'w\\']"}}
+  %b = {STACK} parameter(1), metadata={{op_name="state.nu[\\'w\\']"}}
+  %h = f32[8]{{0:S(5)}} parameter(2), metadata={{op_name="state.mu[\\'head\\']"}}
+  %start = s32[] constant(0)
+  %zeros = {PART} broadcast(%start), dimensions={{}}
+  %up = (f32[8]{{0}}, f32[8]{{0:S(5)}}, u32[]) copy-start(%h)
+  %head = f32[8]{{0}} copy-done(%up)
+  %in = {CARRY} tuple(%start, %a, %b, %zeros)
+  ROOT %loop = {CARRY} while(%in), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"4"}}}}
+}}
+"""
+SEQUENCE = """001: kAsyncStart   [source | next=002 (1)] stream=memcpy_h2d_stream, async_id=1
+    002: kCopy [source | sink] kCopy
+003: kWhile        [prev=001 (1) | sink]
+condition:
+    004: kCustomKernel [source | sink] wrapped grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
+  body:
+    006: kAsyncStart   [source | next=007 (1)] stream=computation_stream[1], async_id=6
+        005: kCustomKernel [source | sink] wrapped_dynamic_slice grid: [1, 1, 1] threads: [64, 1, 1]  shared_memory: 0 bytes
+    007: kAsyncStart   [source | sink] stream=computation_stream[2], async_id=7
+        009: kDynamicSliceFusion [source | sink] params=1, results=1
+            008: kCopy [source | sink] kCopy
+    010: kAsyncDone [source | sink] async_id=7
+"""
+NAMES = {1: "up", 2: "copy", 3: "loop", 4: "less", 5: "slice", 6: "get", 7: "put", 8: "inner", 9: "update", 10: "nu2"}
+
+
+def dump(folder, name="module_0001.jit_step", sequence=SEQUENCE):
+    info = [
+        f'thunk_metadata {{\n  thunk_info {{\n    profile_annotation: "{n}"\n    thunk_id: {i}\n  }}\n}}'
+        for i, n in NAMES.items()
+    ]
+    (folder / f"{name}.thunk_sequence.txt").write_text(sequence)
+    (folder / f"{name}.thunk_metadata.txt").write_text("\n".join(info))
+    (folder / f"{name}.sm_9.0a_gpu_after_optimizations.txt").write_text(TEXT)
+    return folder
+
+
+def test_a_slice_with_a_descriptor_is_a_copy_and_one_without_a_kernel():
+    found = hlo.host_traffic(TEXT)
+    assert [(m.instruction, m.by, m.direction, m.num_bytes, m.times, m.leaf) for m in found.moves] == [
+        ("get", "kernel", "to_device", 256, 4, "state.mu['w']"),
+        ("put", "copy", "to_host", 256, 4, "state.nu['w']"),
+        ("up", "copy", "to_device", 32, 1, "state.mu['head']"),
+    ]
+    assert found.by_copies == {"to_device": 32, "to_host": 1024}
+    assert found.by_kernels == {"to_device": 1024, "to_host": 0}
+    assert found.share_of_copies == pytest.approx(1056 / 2080)
+    (kernel,) = found.kernels
+    assert (kernel.computation, kernel.shape) == ("body", "f32[4,8,8]")
+    assert found.source == "descriptors"
+    assert "kernel to_device      4 x           256  state.mu['w'] f32[4,8,8]" in str(found)
+
+
+def test_thunks_tell_copies_from_kernels_and_name_streams(tmp_path):
+    thunks = hlo.read_thunks(dump(tmp_path))
+    assert thunks.streams == {"up": "memcpy_h2d_stream", "get": "computation_stream[1]", "put": "computation_stream[2]"}
+    assert thunks.kinds["put"] == "kAsyncStart/kDynamicSliceFusion/kCopy"
+    assert hlo.host_traffic(TEXT, thunks).moves == hlo.host_traffic(TEXT).moves
+    assert hlo.host_traffic(TEXT, thunks).source == "thunks"
+    # What the thunks say counts, whatever the text suggests.
+    (tmp_path / "other").mkdir()
+    other = hlo.read_thunks(dump(tmp_path / "other", sequence=SEQUENCE.replace("005: kCustomKernel", "005: kCopy")))
+    assert hlo.host_traffic(TEXT, other).kernels == ()
+    assert hlo.host_traffic(TEXT, other).share_of_copies == 1
+
+
+def test_thunks_of_another_program_are_refused(tmp_path):
+    thunks = hlo.read_thunks(dump(tmp_path))
+    with pytest.raises(ValueError, match="no thunk of the dump is that of 'fetch'"):
+        hlo.host_traffic(TEXT.replace("%get ", "%fetch ").replace("%get)", "%fetch)"), thunks)
+
+
+def test_a_folder_of_several_programs_wants_the_name_of_one(tmp_path):
+    with pytest.raises(ValueError, match="holds no program that XLA dumped for a GPU"):
+        hlo.read_thunks(tmp_path)
+    dump(tmp_path)
+    dump(tmp_path, "module_0002.jit_eval")
+    with pytest.raises(ValueError, match=r"several programs: module_0001\.jit_step\.thunk_sequence\.txt, module_0002"):
+        hlo.read_thunks(tmp_path)
+    assert hlo.read_thunks(tmp_path, hlo.module_name(TEXT)) == hlo.read_thunks(
+        tmp_path / "module_0002.jit_eval.thunk_sequence.txt"
+    )
+    assert hlo.dumped_text(tmp_path, "jit_eval") == TEXT
+    with pytest.raises(ValueError, match=r"thunks are read from a file ...\.thunk_sequence\.txt"):
+        hlo.read_thunks(tmp_path / "module_0001.jit_step.sm_9.0a_gpu_after_optimizations.txt")
+
+
+def test_elements_of_tuples_may_be_written_by_number():
+    """As in dumps of jax 0.12."""
+    short = TEXT
+    for name, index in (("n", 0), ("mu", 1), ("nu", 2)):
+        rows = [row for row in short.splitlines() if not row.startswith(f"  %{name} = ")]
+        short = "\n".join(rows).replace(f"%{name},", f"%p#{index},").replace(f"%{name})", f"%p#{index})")
+    assert "%p#1" in short
+    assert "get-tuple-element" not in short
+    assert hlo.host_traffic(short).moves == hlo.host_traffic(TEXT).moves

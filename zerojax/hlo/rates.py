@@ -1,0 +1,81 @@
+"""Rates that a simulation assumes of a machine: of the device, of its link to the host, of the host and of its disk.
+
+No run stands behind the figures of `RATES`. Each is a vendor's figure times a share that such work commonly reaches, or a
+guess; the attribute says which. Seconds that follow from them are predicted. `dataclasses.replace` puts measured ones in their
+place:
+
+    rates = dataclasses.replace(hlo.RATES["h200"], link=48e9)
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What a machine does in a second; the defaults are those of one H200 on PCIe 5 and are assumed, not measured.
+
+    Attributes:
+      products: FLOPs a second of products in 16 bits. 989e12 is the vendor's, 0.7 of it assumed.
+      products_float32: FLOPs a second of products whose left side is float32. 67e12 is the vendor's, 0.9 of it assumed.
+      attention: FLOPs a second of cuDNN's attention forward; assumed.
+      attention_backward: the same backward; assumed.
+      memory: bytes a second from and to device memory. 4.8e12 is the vendor's, 0.83 of it assumed.
+      link: bytes a second each way by a copy engine. 63e9 is what PCIe 5 x16 can do, 0.87 of it assumed.
+      kernel_link: bytes a second each way of a kernel that reads or writes host memory; assumed.
+      launch_seconds: the least that a kernel or a copy takes; assumed.
+      issue_seconds: what the host's thread takes to enqueue one operation; assumed.
+      sync_seconds: from the end of the device's work until the host's thread that waits for it goes on; assumed.
+      callback_seconds: Python's time in one callback; assumed.
+      leaf_seconds: more of it for each array of 64 KiB or more; assumed.
+      disk_read: bytes a second read from the disk; a vendor's figure for PCIe 4 x4.
+      disk_write: bytes a second written to it; the same.
+      host_kernel: bytes a second from and to host memory that the kernel of the host's update moves; assumed.
+      host_copy: bytes a second that one thread copies within host memory; assumed.
+
+    Raises:
+      ValueError: a rate is not above 0, or a duration is below 0.
+    """
+
+    products: float = 700e12
+    products_float32: float = 60e12
+    attention: float = 550e12
+    attention_backward: float = 450e12
+    memory: float = 4.0e12
+    link: float = 55e9
+    kernel_link: float = 45e9
+    launch_seconds: float = 3e-6
+    issue_seconds: float = 2e-6
+    sync_seconds: float = 15e-6
+    callback_seconds: float = 150e-6
+    leaf_seconds: float = 15e-6
+    disk_read: float = 7e9
+    disk_write: float = 5e9
+    host_kernel: float = 150e9
+    host_copy: float = 10e9
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            is_duration = field.name.endswith("_seconds")
+            if not (value >= 0 if is_duration else value > 0):
+                kind = "a duration, at least 0 seconds" if is_duration else "a rate, above 0 a second"
+                raise ValueError(f"{field.name} = {value}: it is {kind}")
+
+
+RATES: Mapping[str, Rates] = MappingProxyType({"h200": Rates()})
+"""Rates by name. "h200": one H200 with a link of PCIe 5 x16; assumed, see `Rates`."""
+
+
+def rates_of(rates: Rates | str) -> Rates:
+    """Return rates, or those of a name.
+
+    Raises:
+      ValueError: no rates have that name.
+    """
+    if isinstance(rates, Rates):
+        return rates
+    if rates not in RATES:
+        raise ValueError(f"rates {rates!r} are unknown: choose from {', '.join(RATES)}, or give a Rates")
+    return RATES[rates]

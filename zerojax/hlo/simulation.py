@@ -1,0 +1,410 @@
+"""Predict a step from its compiled program: seconds, idle compute, what the link to the host carries, what waits for what.
+
+XLA's scheduled HLO is the order in which a host thread enqueues operations on a device. It is walked in that order, loops as
+often as they run, and each operation becomes a task on a timeline (`zerojax.hlo.timeline`):
+
+    host thread   enqueues one operation after another; waits for the device at a loop whose trip count XLA does not know, at a
+                  conditional, and in a callback (`zerojax.hlo.callbacks`)
+    main stream   every operation that is not asynchronous, one after the other, on the cores
+    streams       asynchronous ones: begun once the main stream has come to where it was when they were enqueued, and in turn on
+                  their stream; a `done` lets the main stream wait for its start
+    link up, link down    a copy engine each; cores, disk and the host's kernel are one resource each, too
+
+A slice of host memory is a copy, which occupies its direction of the link alone, or a kernel, which occupies the cores, too
+(`zerojax.hlo.traffic`). With `kernels="beside"` a kernel costs products nothing. The truth lies between; only a GPU can tell.
+
+Streams: XLA before 0.12 deals asynchronous operations out to four streams in turn, so that a download blocks the upload behind
+it. From 0.12 on it has one stream for each direction. Dumped thunks name the streams; without them the installed jaxlib is
+assumed to have compiled the text.
+
+Everything here is predicted, and moves with the rates (`zerojax.hlo.rates`). It is meant for choosing between programs. What
+it leaves out: copies slow no product by taking device memory's bandwidth, both directions of the link do not slow each other,
+and each kernel is launched by itself, where XLA puts some in CUDA graphs. Programs of several devices are refused, since
+collectives have no rates.
+"""
+
+import dataclasses
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from zerojax.hlo.callbacks import CALLBACKS, CORES, DISK, DOWN, HOST, HOST_KERNEL, MAIN, UP, WAIT, Callbacks
+from zerojax.hlo.communication import COLLECTIVES
+from zerojax.hlo.costs import Cost, Costs
+from zerojax.hlo.parse import Instruction, parse_arrays, parse_module
+from zerojax.hlo.rates import Rates, rates_of
+from zerojax.hlo.thunks import Thunks
+from zerojax.hlo.timeline import Timeline
+from zerojax.hlo.traffic import COPY, KERNEL, HostMove, HostTraffic, host_traffic
+
+STREAMS: Mapping[str, str] = {
+    "turns": "four streams in turn, as XLA before 0.12 does",
+    "direction": "one stream each way, as XLA does from 0.12 on",
+    "each": "a stream for each operation",
+}
+"""How asynchronous operations are dealt out to streams, by name."""
+
+_NUM_STREAMS = 4
+_TO_DEVICE, _TO_HOST = "to_device", "to_host"
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "optimization-barrier", "after-all",
+    "add-dependency", "partition-id", "replica-id", "iota",
+}  # fmt: skip
+_WAITED = re.compile(r'"is_sync":\s*true')
+_TARGET = re.compile(r'custom_call_target="[^"]*callback[^"]*"')
+_DONE, _START = "-done", "-start"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop of the program's entry, as it was walked.
+
+    Attributes:
+      name: of its instruction.
+      trips: iterations.
+      is_known: whether XLA knows that number; else the host waits for the device in each.
+      seconds: predicted, on the main stream.
+    """
+
+    name: str
+    trips: int
+    is_known: bool
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """A step, predicted from its compiled program at stated rates. It prints as a table. Nothing in it was measured.
+
+    Attributes:
+      seconds: of a step.
+      compute_seconds: in which the cores run products or other kernels of the program, those that move host memory left out.
+      busy: seconds in which each resource is occupied: "compute", "link up", "link down", "disk", "host kernel", "host thread".
+      work: (times, seconds) by kind of work, of the most seconds first.
+      flops: of products and attention.
+      traffic: what the program moves over the link, by copies and by kernels.
+      callback_bytes: what callbacks move over it, by direction: "to_device", "to_host".
+      num_callbacks: callbacks.
+      num_host_waits: how often the host's thread waits until the device has done all that was enqueued, callbacks included.
+      host_wait_seconds: for which it enqueues nothing because it waits: for the device, and in callbacks for their copies, the
+        host's kernel and the disk.
+      transfer_wait_seconds: for which the main stream waits for asynchronous operations.
+      loops: of the entry, in order.
+      not_priced: targets of library calls that count as their bytes alone, since their FLOPs are not in the text.
+      streams: how asynchronous operations were dealt out, in words.
+      rates: assumed.
+    """
+
+    seconds: float
+    compute_seconds: float
+    busy: Mapping[str, float]
+    work: Mapping[str, tuple[int, float]]
+    flops: float
+    traffic: HostTraffic
+    callback_bytes: Mapping[str, int]
+    num_callbacks: int
+    num_host_waits: int
+    host_wait_seconds: float
+    transfer_wait_seconds: float
+    loops: tuple[Loop, ...]
+    not_priced: tuple[str, ...]
+    streams: str
+    rates: Rates
+
+    @property
+    def idle(self) -> float:
+        """The predicted share of the step in which the cores do nothing but, at most, move host memory."""
+        return 1 - self.compute_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def floor_seconds(self) -> float:
+        """The predicted least that a step with these bytes and FLOPs can take: its busiest resource alone, all bytes by copies.
+
+        That is the most of compute, the link's busier direction at `rates.link`, disk, and host kernel.
+        """
+        by = (self.traffic.by_copies, self.traffic.by_kernels, self.callback_bytes)
+        moved = max(sum(b[way] for b in by) for way in (_TO_DEVICE, _TO_HOST))
+        return max(self.compute_seconds, moved / self.rates.link, self.busy[DISK], self.busy[HOST_KERNEL])
+
+    def __str__(self) -> str:
+        """Return a table, which says that it is predicted."""
+        copies, kernels, callbacks = self.traffic.by_copies, self.traffic.by_kernels, self.callback_bytes
+        rows = [
+            "predicted from the compiled program at assumed rates; nothing here was measured",
+            f"streams: {self.streams}; copies told from kernels by the program's {self.traffic.source}",
+            f"predicted step {_ms(self.seconds)}: compute {_ms(self.compute_seconds)}, idle {100 * self.idle:.1f} %, "
+            f"{self.flops / max(self.seconds, 1e-12) / 1e12:.0f} TF/s",
+            f"predicted waits: main stream for transfers {_ms(self.transfer_wait_seconds)}; "
+            f"host's thread {_ms(self.host_wait_seconds)}, with {self.num_host_waits} drains of the device; "
+            f"{self.num_callbacks} callbacks; floor {_ms(self.floor_seconds)}",
+            f"{'predicted GB over the link':<28} {'by copies':>10} {'by kernels':>10} {'callbacks':>10}",
+        ]
+        for name, way in (("up, to the device", _TO_DEVICE), ("down, to the host", _TO_HOST)):
+            rows.append(f"  {name:<26} {copies[way] / 1e9:>10.2f} {kernels[way] / 1e9:>10.2f} {callbacks[way] / 1e9:>10.2f}")
+        rows.append("predicted busy:  " + ", ".join(f"{name} {_ms(s)}" for name, s in self.busy.items()))
+        rows += [f"  {kind:<40} {n:>7} x {_ms(s):>12}" for kind, (n, s) in self.work.items()]
+        for loop in self.loops:
+            known = "" if loop.is_known else ", not known to XLA: the host waits in each"
+            rows.append(f"  loop {loop.name:<12} {loop.trips:>5} trips {_ms(loop.seconds):>12}{known}")
+        if self.not_priced:
+            rows.append(f"not priced but for their bytes: {', '.join(self.not_priced)}")
+        rates = dataclasses.asdict(self.rates)
+        rows.append("rates: " + ", ".join(f"{name} {value:g}" for name, value in rates.items()))
+        return "\n".join(rows)
+
+
+def simulate(
+    text: str,
+    *,
+    rates: Rates | str = "h200",
+    thunks: Thunks | None = None,
+    streams: str | None = None,
+    kernels: Literal["exclusive", "beside"] = "exclusive",
+    callbacks: str = "plain",
+    unknown_trips: int = 1,
+) -> Simulation:
+    """Walk a compiled program, and predict a step of it. Every figure of the result is predicted, none measured.
+
+        simulation = hlo.simulate(compiled.as_text(), rates="h200", thunks=hlo.read_thunks(folder))
+        print(simulation)
+
+    Args:
+      text: scheduled HLO of one device, as `compiled.as_text()`.
+      rates: of the machine, or the name of some in `RATES`.
+      thunks: of the same compilation; they tell copies from kernels, and the streams.
+      streams: "turns", "direction" or "each" (`STREAMS`). None: as the thunks say, else as the jaxlib that is installed does.
+      kernels: whether a kernel that moves host memory has the cores to itself, or runs beside products at no cost to them.
+      callbacks: what callbacks to the host do: "plain", "update", "delayed", "nvme" or "nvme_update", told in
+        `zerojax.hlo.callbacks`. The text does not say.
+      unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step that is 1.
+
+    Raises:
+      ValueError: the program is one of several devices or not scheduled, or an argument is none of those.
+    """
+    if kernels not in ("exclusive", "beside"):
+        raise ValueError(f"kernels={kernels!r}: 'exclusive' or 'beside'")
+    if callbacks not in CALLBACKS:
+        raise ValueError(f"callbacks={callbacks!r}: choose from {', '.join(CALLBACKS)}")
+    if streams is not None and streams not in STREAMS:
+        raise ValueError(f"streams={streams!r}: choose from {', '.join(STREAMS)}")
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        raise ValueError("the program is not scheduled: give the text of a compiled one, compiled.as_text()")
+    walk = _Walk(text, rates_of(rates), thunks, streams, kernels == "exclusive", callbacks, unknown_trips)
+    walk.run(walk.module.entry)
+    return walk.result()
+
+
+def streams_of(version: str) -> str:
+    """Return how the XLA of a jaxlib deals asynchronous operations out: "turns" before 0.12, else "direction"."""
+    major, minor = (int(n) for n in version.split(".")[:2])
+    return "turns" if (major, minor) < (0, 12) else "direction"
+
+
+class _Walk:
+    """One walk through a program, which fills a timeline."""
+
+    def __init__(
+        self,
+        text: str,
+        rates: Rates,
+        thunks: Thunks | None,
+        streams: str | None,
+        exclusive: bool,
+        callbacks: str,
+        unknown_trips: int,
+    ) -> None:
+        self.module, self.rates, self.exclusive, self.unknown_trips = parse_module(text), rates, exclusive, unknown_trips
+        self.traffic = host_traffic(text, thunks, unknown_trips)
+        self.timeline = Timeline()
+        self.callbacks = Callbacks(callbacks, rates, self.timeline)
+        self._moves: dict[tuple[str, str], list[HostMove]] = {}
+        for move in self.traffic.moves:
+            self._moves.setdefault((move.computation, move.instruction), []).append(move)
+        self._costs, self._cost = Costs(self.module), dict[tuple[str, str], Cost]()
+        self._started: dict[str, int] = {}
+        self._flops, self._unpriced = 0.0, dict[str, None]()
+        self._dones: list[int] = []
+        self._loops: list[tuple[Instruction, int, int | None, int | None]] = []
+        self._depth = 0
+        self._streams, self.streams = self._lanes(thunks, streams)
+
+    def _lanes(self, thunks: Thunks | None, streams: str | None) -> tuple[Mapping[str, str], str]:
+        """Return the stream of each asynchronous start, and in words where that is from."""
+        if streams is None and thunks is not None:
+            return thunks.streams, "as the program's thunks name them"
+        installed = importlib.metadata.version("jaxlib")
+        rule = streams or streams_of(installed)
+        starts = [(c, i) for c in self._scheduled() for i in self.module.instructions(c) if i.op.endswith(_START)]
+        lanes = {}
+        for number, (computation, i) in enumerate(starts):
+            way = self._way(computation, i)
+            lanes[i.result] = {
+                "turns": f"stream {number % _NUM_STREAMS}",
+                "direction": f"stream {way}" if way else "stream",
+                "each": i.result,
+            }[rule]
+        assumed = "" if streams else f" (assumed: jaxlib {installed} is installed)"
+        return lanes, STREAMS[rule] + assumed
+
+    def _way(self, computation: str, i: Instruction) -> str:
+        moves = self._moves.get((computation, i.result))
+        return moves[0].direction if moves else ""
+
+    def _scheduled(self) -> list[str]:
+        """Return the computations whose instructions are enqueued one by one: the entry, and those of control flow."""
+        found = [self.module.entry]
+        for computation in found:
+            for i in self.module.instructions(computation):
+                if i.op in ("while", "conditional", "call"):
+                    found += [c for c in i.called if c not in found]
+        return found
+
+    # --- the walk ----------------------------------------------------------------------------------------------------------
+
+    def run(self, computation: str) -> None:
+        for i in self.module.instructions(computation):
+            if i.op in _FREE:
+                continue
+            if i.op.removesuffix(_START) in COLLECTIVES:
+                raise ValueError(
+                    f"{i.result} is a collective: a program of one device is simulated, and this is one of several"
+                )
+            if i.op == "while":
+                self._while(i)
+            elif i.op == "conditional":
+                # XLA reads the condition back. Of a jax.lax.cond the last branch is that of True.
+                self._wait_for_device()
+                self.run(i.called[-1])
+            elif i.op == "call":
+                self.run(i.called[0])
+            elif i.op == "custom-call" and _TARGET.search(i.rest):
+                of = self.module.computations[computation].instructions
+                given = [sum(a.num_bytes for a in parse_arrays(of[o].shape)) for o in i.operands if o in of]
+                self.callbacks.call(given, [a.num_bytes for a in parse_arrays(i.shape)])
+            elif i.op.endswith(_DONE):
+                if (start := self._started.pop(i.operands[0], None)) is not None:
+                    self._dones.append(self.timeline.add(MAIN, after=[start, self.timeline.last.get(HOST)]))
+            elif i.op.endswith(_START) and not _WAITED.search(i.rest):
+                self._started[i.result] = self._operation(computation, i, self._streams.get(i.result, i.result))
+            else:
+                self._operation(computation, i, MAIN)
+
+    def _while(self, i: Instruction) -> None:
+        condition, body = _loop_parts(i)
+        trips = self.unknown_trips if i.trips is None else i.trips
+        before = self.timeline.last.get(MAIN)
+        self._depth += 1
+        for trip in range(trips + (i.trips is None)):
+            if i.trips is None:  # computed on the device, and read back, before each iteration and after the last
+                self.run(condition)
+                self._wait_for_device()
+            if trip < trips:
+                self.run(body)
+        self._depth -= 1
+        if not self._depth:
+            self._loops.append((i, trips, before, self.timeline.last.get(MAIN)))
+
+    def _wait_for_device(self) -> None:
+        self.timeline.add(HOST, self.rates.sync_seconds, after=[self.timeline.last.get(MAIN)], label=WAIT)
+
+    def _operation(self, computation: str, i: Instruction, lane: str) -> int:
+        """Add an operation to a lane, after the host's thread has enqueued it, and return its task."""
+        enqueued = self.timeline.add(HOST, self.rates.issue_seconds)
+        after = [enqueued, self.timeline.last.get(MAIN)]
+        moves = self._moves.get((computation, i.result))
+        if moves:
+            return self._move(moves, lane, after)
+        if (computation, i.result) not in self._cost:
+            self._cost[computation, i.result] = self._costs.of(computation, i)
+        cost = self._cost[computation, i.result]
+        self._flops += cost.flops
+        if cost.target:
+            self._unpriced[cost.target] = None
+        rates = self.rates
+        seconds = max(cost.flops / getattr(rates, cost.rate), cost.num_bytes / rates.memory, rates.launch_seconds)
+        return self.timeline.add(lane, seconds, (CORES,), after, cost.kind)
+
+    def _move(self, moves: list[HostMove], lane: str, after: list[int | None]) -> int:
+        """Add an operation that moves host memory: both directions at once, where it does both."""
+        by = KERNEL if any(m.by == KERNEL for m in moves) else COPY
+        rate = self.rates.kernel_link if by == KERNEL else self.rates.link
+        ways = {UP: (_TO_DEVICE, "host_to_host"), DOWN: (_TO_HOST, "host_to_host")}
+        num_bytes = {way: sum(m.num_bytes for m in moves if m.direction in of) for way, of in ways.items()}
+        used = tuple(way for way, n in num_bytes.items() if n)
+        seconds = max(num_bytes.values()) / rate + self.rates.launch_seconds
+        cores = (CORES,) if by == KERNEL and self.exclusive else ()
+        return self.timeline.add(lane, seconds, (*used, *cores), after, f"{' and '.join(used)}: {_BY[by]}")
+
+    # --- what came of it ---------------------------------------------------------------------------------------------------
+
+    def result(self) -> Simulation:
+        spans, tasks = self.timeline.play(), self.timeline.tasks
+        busy: dict[str, float] = dict.fromkeys((CORES, UP, DOWN, DISK, HOST_KERNEL, HOST), 0.0)
+        work: dict[str, tuple[int, float]] = {}
+        compute = waits = 0.0
+        num_waits, host_end = 0, 0.0
+        for task, (start, end) in zip(tasks, spans, strict=True):
+            for resource in task.resources:
+                busy[resource] += task.seconds
+            if task.lane == HOST:
+                num_waits += task.label == WAIT
+                # From the end of its last work until it goes on.
+                waits += start - host_end + (task.seconds if task.label == WAIT else 0.0)
+                busy[HOST] += task.seconds if task.label != WAIT else 0.0
+                host_end = end
+            if task.label and task.label != WAIT:
+                times, seconds = work.get(task.label, (0, 0.0))
+                work[task.label] = (times + 1, seconds + task.seconds)
+            compute += task.seconds if CORES in task.resources and not {UP, DOWN} & set(task.resources) else 0.0
+        traffic_waits = self._transfer_waits(spans)
+        loops = tuple(
+            Loop(i.result, trips, i.trips is not None, _end(spans, after) - _end(spans, before))
+            for i, trips, before, after in self._loops
+        )
+        return Simulation(
+            seconds=max((end for _, end in spans), default=0.0),
+            compute_seconds=compute,
+            busy=busy,
+            work=dict(sorted(work.items(), key=lambda item: -item[1][1])),
+            flops=self._flops,
+            traffic=self.traffic,
+            callback_bytes={_TO_DEVICE: self.callbacks.bytes_up, _TO_HOST: self.callbacks.bytes_down},
+            num_callbacks=self.callbacks.count,
+            num_host_waits=num_waits,
+            host_wait_seconds=waits,
+            transfer_wait_seconds=traffic_waits,
+            loops=loops,
+            not_priced=tuple(self._unpriced),
+            streams=self.streams,
+            rates=self.rates,
+        )
+
+    def _transfer_waits(self, spans: list[tuple[float, float]]) -> float:
+        """Return for how long the main stream waits in dones, when all before them on it is over and they are enqueued."""
+        tasks, dones = self.timeline.tasks, set(self._dones)
+        total, main_end = 0.0, 0.0
+        for number, task in enumerate(tasks):
+            if task.lane == MAIN:
+                if number in dones:
+                    enqueued = max((spans[n][1] for n in task.after if tasks[n].lane == HOST), default=0.0)
+                    total += max(0.0, spans[number][1] - max(main_end, enqueued))
+                main_end = spans[number][1]
+        return total
+
+
+_BY = {COPY: "copies", KERNEL: "kernels"}
+
+
+def _loop_parts(i: Instruction) -> tuple[str, str]:
+    """Return a loop's condition and body."""
+    parts = {key: match[1] for key in ("condition", "body") if (match := re.search(rf"{key}=%?([\w.\-]+)", i.rest))}
+    return parts["condition"], parts["body"]
+
+
+def _end(spans: list[tuple[float, float]], task: int | None) -> float:
+    return 0.0 if task is None else spans[task][1]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
