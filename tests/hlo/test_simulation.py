@@ -117,8 +117,8 @@ def test_a_product_waits_for_a_copy_that_takes_longer():
 
 def test_a_copy_is_begun_where_the_main_stream_is():
     text = module(lines(product("d1"), start("c"), product("d2"), done("c")))
-    # d1 0..2, then the copy and d2 2..4.
-    assert seconds(hlo.simulate(text, rates=RATES)) == (4, 4, 0)
+    # d1 0..2, then the copy 2..6 and d2 2..4.
+    assert seconds(hlo.simulate(text, rates=dataclasses.replace(RATES, link=0.5e6))) == (6, 4, 2)
     waited = module(lines(product("d1"), start("c", UP + ', backend_config={"is_sync":true}'), product("d2"), done("c")))
     # d1 0..2, the copy 2..4, d2 4..6.
     assert seconds(hlo.simulate(waited, rates=RATES)) == (6, 4, 0)
@@ -190,6 +190,54 @@ def test_streams_are_those_of_the_installed_xla_if_nothing_says_otherwise(monkey
     found = hlo.simulate(text, rates=RATES, thunks=hlo.Thunks(kinds, streams))
     assert found.seconds == pytest.approx(12, abs=1e-6)
     assert found.streams == "as the program's thunks name them"
+
+
+def test_the_host_waits_at_a_conditional_and_its_last_branch_runs():
+    branch = f"  %b = {A} conditional(%i, %x, %x), branch_computations={{%less, %more}}"
+    text = module(lines(product("d1"), branch, product("d2")))
+    for name, rows in (("less", ""), ("more", lines(product("m1"), product("m2")))):
+        text += f"\n%{name} (x: {A}) -> {A} {{\n  %x = {A} parameter(0)\n{rows}\n  ROOT %r = {A} bitcast(%x)\n}}\n"
+    found = hlo.simulate(text, rates=dataclasses.replace(RATES, sync_seconds=0.5))
+    # d1 0..2, waited for until 2.5, two products of the last branch and d2 2.5..8.5.
+    assert seconds(found) == (8.5, 8, 0)
+    assert (found.num_host_waits, found.host_wait_seconds) == (1, pytest.approx(2.5, abs=1e-6))
+
+
+FUSED = """
+%fused (s: f32[6,500,500], v: f32[1,500,500], i: s32[]) -> f32[6,500,500] {
+  %s = f32[6,500,500]{2,1,0} parameter(0)
+  %v = f32[1,500,500]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %old = f32[1,500,500]{2,1,0} dynamic-slice(%s, %i, %i, %i), dynamic_slice_sizes={1,500,500}
+  %new = f32[1,500,500]{2,1,0} add(%old, %v)
+  ROOT %update = f32[6,500,500]{2,1,0} dynamic-update-slice(%s, %new, %i, %i, %i)
+}
+"""
+ATTENTION = """  %f = (bf16[2,4,100,8]{3,1,2,0}, f32[2,4,100]{2,1,0}) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxBACKWARD", backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["2","4","100","100"]},"mask_type":"MASK"}}"""  # noqa: E501
+
+
+def test_a_fusion_takes_the_time_of_the_bytes_that_it_reads_and_writes():
+    stack = "f32[6,500,500]{2,1,0}"
+    text = module(f"  %k = {stack} fusion(%stack, %x, %i), kind=kLoop, calls=%fused") + FUSED
+    found = hlo.simulate(text, rates=dataclasses.replace(RATES, memory=1e6))
+    # A part is 1e6 bytes: that of the stack and what is added to it are read, that of the stack is written. And an index.
+    assert found.seconds == pytest.approx(3, abs=1e-5)
+    assert list(found.work) == ["fusions"]
+
+
+@pytest.mark.parametrize(
+    ("direction", "mask", "flops"),
+    [("", "NO_MASK", 1), ("", "CAUSAL", 0.5), ("Backward", "NO_MASK", 2.5), ("Backward", "CAUSAL", 1.25)],
+)
+def test_attention_counts_its_scores(direction, mask, flops):
+    rows = lines(
+        "  %q = bf16[2,100,4,8]{3,2,1,0} bitcast(%x)", ATTENTION.replace("BACKWARD", direction).replace('"MASK"', f'"{mask}"')
+    )
+    rates = dataclasses.replace(RATES, attention=1e5, attention_backward=2e5)
+    found = hlo.simulate(module(rows), rates=rates)
+    # Forward 4 x 2 x 4 x 100 x 100 x 8 FLOPs; half under a causal mask; backward 2.5 times that.
+    assert found.flops == flops * 2_560_000
+    assert found.seconds == pytest.approx(found.flops / (2e5 if direction else 1e5))
 
 
 CALLS = lines(product("d1"), f"  %cb = {A} custom-call(%i, %x), {CALLBACK}", product("d2"))

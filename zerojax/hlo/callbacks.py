@@ -75,7 +75,6 @@ class Callbacks:
             self._fetch(tuple(made))
         elif self.mode == "nvme" and down:
             self._store(down)
-        t.add(MAIN, after=[t.last[HOST]])
 
     def _work(self, seconds: float, label: str) -> None:
         self.timeline.add(HOST, seconds, label=label)
