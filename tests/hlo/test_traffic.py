@@ -98,6 +98,22 @@ def test_a_slice_with_a_descriptor_is_a_copy_and_one_without_a_kernel():
     assert (kernel.computation, kernel.shape) == ("body", "f32[4,8,8]")
     assert found.source == "descriptors"
     assert "kernel to_device      4 x           256  state.mu['w'] f32[4,8,8]" in str(found)
+    assert not found.has_callbacks
+    assert "callbacks" not in str(found)
+
+
+def test_a_copy_to_the_host_makes_an_array_of_its_own():
+    down = '  %v = f32[8]{0} parameter(3), metadata={op_name="x"}\n  %c = (f32[8]{0:S(5)}, f32[8]{0}, u32[]) copy-start(%v)\n'
+    found = hlo.host_traffic(TEXT.replace("  %up = ", f"{down}  %up = "))
+    assert [(m.leaf, m.shape, m.direction) for m in found.moves if m.instruction == "c"] == [("", "f32[8]", "to_host")]
+
+
+def test_what_callbacks_move_is_not_counted_and_that_is_said():
+    call = '  %cb = f32[8]{0} custom-call(%head), custom_call_target="xla_buffer_python_gpu_callback"\n'
+    found = hlo.host_traffic(TEXT.replace("  %in = ", f"{call}  %in = "))
+    assert found.has_callbacks
+    assert "besides what the program's callbacks move, which it does not say" in str(found)
+    assert found.moves == hlo.host_traffic(TEXT).moves
 
 
 def test_thunks_tell_copies_from_kernels_and_name_streams(tmp_path):

@@ -10,8 +10,10 @@ until the device has done all that was enqueued, because it reads an index from 
     "nvme_update"  parameters as in "nvme"; gradients as in "update", with the optimizer's state from and to the disk
     "plain"        Python's time alone
 
-The disk reads a record one use ahead, and two buffers are written from. The host's update moves 28 bytes a parameter: master
-and two moments in float32 read and written, a gradient and a parameter in 16 bits.
+The disk reads a record one use ahead. It goes up to its kind's slot as soon as it is read and the program has taken the one
+before from there; the callback waits until it is there. A record down leaves its slot beside what comes next, and two buffers
+are written from. Records whose arrays have the same bytes count as one kind. The host's update moves 28 bytes a parameter:
+master and two moments in float32 read and written, a gradient and a parameter in 16 bits.
 """
 
 from zerojax.hlo.rates import Rates
@@ -43,6 +45,8 @@ class Callbacks:
         self.mode, self.rates, self.timeline = mode, rates, timeline
         self.count = self.bytes_up = self.bytes_down = 0
         self._read_after: dict[tuple[int, ...], int] = {}  # by the record's arrays: the call after which it is read ahead
+        self._up_slot: dict[tuple[int, ...], int] = {}  # by the same: the program's last copy out of the slot
+        self._down_slot: dict[int, int] = {}  # by the record's bytes: the last copy down from the slot
         self._writes: list[int] = []
         self._states: int | None = None
 
@@ -83,16 +87,17 @@ class Callbacks:
         if task is not None:
             self.timeline.add(HOST, after=[task])
 
-    def _link(self, way: str, num_bytes: int, after: int | None = None) -> int:
-        """Add a copy by a copy engine that the host's thread waits for."""
+    def _copy(self, way: str, num_bytes: int, after: list[int | None]) -> int:
+        """Add a copy by a copy engine."""
         if way == UP:
             self.bytes_up += num_bytes
         else:
             self.bytes_down += num_bytes
-        begun = [self.timeline.last.get(HOST), after]
-        copied = self.timeline.add("", num_bytes / self.rates.link, (way,), begun, f"{way}: callbacks' copies")
-        self._wait(copied)
-        return copied
+        return self.timeline.add("", num_bytes / self.rates.link, (way,), after, f"{way}: callbacks' copies")
+
+    def _link(self, way: str, num_bytes: int) -> None:
+        """Add a copy that the host's thread begins and waits for."""
+        self._wait(self._copy(way, num_bytes, [self.timeline.last.get(HOST)]))
 
     def _update(self, down: int, up: int) -> None:
         self._link(DOWN, down)
@@ -100,10 +105,10 @@ class Callbacks:
         self._wait(self.timeline.add("", seconds, (HOST_KERNEL,), [self.timeline.last[HOST]], "host kernel: update"))
         self._link(UP, up)
 
-    def _slot(self, num_bytes: int) -> int:
+    def _slot(self, num_bytes: int, after: int | None = None) -> int:
         # Read and written once on the device, in the program's stream.
         seconds, t = 2 * num_bytes / self.rates.memory, self.timeline
-        return t.add(MAIN, seconds, (CORES,), [t.last[HOST]], "copies on the device: slots")
+        return t.add(MAIN, seconds, (CORES,), [t.last[HOST], after], "copies on the device: slots")
 
     def _fetch(self, record: tuple[int, ...]) -> None:
         t, num_bytes = self.timeline, sum(record)
@@ -111,14 +116,14 @@ class Callbacks:
         begun = self._read_after.get(record, t.last[HOST])
         self._read_after[record] = t.last[HOST]
         read = t.add("", num_bytes / self.rates.disk_read, (DISK,), [begun], "disk: records read")
-        self._link(UP, num_bytes, after=read)
-        self._slot(num_bytes)
+        self._wait(self._copy(UP, num_bytes, [read, self._up_slot.get(record)]))
+        self._up_slot[record] = self._slot(num_bytes)
 
     def _store(self, num_bytes: int) -> None:
         t = self.timeline
-        slot = self._slot(num_bytes)
-        self.bytes_down += num_bytes
-        copied = t.add("", num_bytes / self.rates.link, (DOWN,), [slot], f"{DOWN}: callbacks' copies")
+        # The slot must have been emptied.
+        slot = self._slot(num_bytes, self._down_slot.get(num_bytes))
+        self._down_slot[num_bytes] = copied = self._copy(DOWN, num_bytes, [slot])
         self._writes.append(t.add("", num_bytes / self.rates.disk_write, (DISK,), [copied], "disk: records written"))
         if len(self._writes) > _WRITTEN_FROM:
             self._wait(self._writes[-1 - _WRITTEN_FROM])

@@ -286,7 +286,7 @@ class _Walk:
                 if (start := self._started.pop(i.operands[0], None)) is not None:
                     self._dones.append(self.timeline.add(MAIN, after=[start, self.timeline.last.get(HOST)]))
             elif i.op.endswith(_START) and not _WAITED.search(i.rest):
-                self._started[i.result] = self._operation(computation, i, self._streams.get(i.result, i.result))
+                self._started[i.result] = self._operation(computation, i, self._streams.get(i.result, MAIN))
             else:
                 self._operation(computation, i, MAIN)
 

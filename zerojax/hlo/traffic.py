@@ -25,6 +25,7 @@ DIRECTIONS = ("to_device", "to_host")
 _COPIES = ("copy", "copy-start")
 _CONTROL = ("while", "conditional", "call")
 _SAME = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "dynamic-update-slice", "opt-barrier", "optimization-barrier")
+_CALLBACK = re.compile(r'custom_call_target="[^"]*callback[^"]*"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _INDEX = re.compile(r"index=(\d+)")
 
@@ -41,7 +42,7 @@ class HostMove:
       num_bytes: bytes that it moves each time.
       times: how often it runs in a step.
       leaf: the argument of the program that the array in host memory is, such as "state.master['blocks']['w1']"; empty where it
-        is none.
+        is none, as what a copy to the host makes.
       shape: of that array, as "f32[32,4096,11008]".
     """
 
@@ -59,15 +60,17 @@ class HostMove:
 class HostTraffic:
     """What a program moves over the link to the host in a step of one device. It prints as a table.
 
-    What callbacks to the host move is not in the program, and so not here.
+    What callbacks to the host move is not in the program, and so not here: `has_callbacks` tells whether there are some.
 
     Attributes:
       moves: each operation: slices, then whole arrays, each in the order of the schedule.
       source: "thunks" where those of the program told copies from kernels, "descriptors" where the HLO did.
+      has_callbacks: whether the program calls back, and so may move more than it says.
     """
 
     moves: tuple[HostMove, ...]
     source: str
+    has_callbacks: bool = False
 
     @property
     def by_copies(self) -> dict[str, int]:
@@ -104,6 +107,8 @@ class HostTraffic:
         for by, total in ((COPY, self.by_copies), (KERNEL, self.by_kernels)):
             rows.append(f"  by {by:<6}  to device {total['to_device']:>16,}  to host {total['to_host']:>16,}")
         rows.append(f"  {100 * self.share_of_copies:.1f} % by copies")
+        if self.has_callbacks:
+            rows.append("  besides what the program's callbacks move, which it does not say")
         for m in self.kernels:
             what = m.leaf or "an array of the program's own"
             rows.append(f"  kernel {m.direction:<9} {m.times:>6} x {m.num_bytes:>13,}  {what} {m.shape}")
@@ -127,7 +132,8 @@ def host_traffic(text: str, thunks: Thunks | None = None, unknown_trips: int | N
         move, key = _move(tree, found, thunks), (found.computation, found.instruction)
         # What two loops call is found in each.
         moves[key] = dataclasses.replace(move, times=move.times + moves[key].times) if key in moves else move
-    return HostTraffic(tuple(moves.values()), "descriptors" if thunks is None else "thunks")
+    has_callbacks = _CALLBACK.search(text) is not None
+    return HostTraffic(tuple(moves.values()), "descriptors" if thunks is None else "thunks", has_callbacks)
 
 
 def _move(tree: "_CallTree", found: HostSlice | HostCopy, thunks: Thunks | None) -> HostMove:
@@ -140,7 +146,8 @@ def _move(tree: "_CallTree", found: HostSlice | HostCopy, thunks: Thunks | None)
         # A copy inside of a fusion is part of a kernel.
         is_copy = found.op in _COPIES and scheduled == found.instruction
     of, name = tree.host_array(found.computation, found.instruction)
-    array, leaf = tree.leaf(found.computation, name)
+    # What a copy to the host makes is a new array, whatever it is a copy of.
+    array, leaf = (None, "") if name == found.instruction else tree.leaf(found.computation, name)
     dims = ",".join(map(str, (array or of).dims))
     return HostMove(
         computation=computation,
