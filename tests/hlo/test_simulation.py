@@ -119,6 +119,9 @@ def test_a_copy_is_begun_where_the_main_stream_is():
     text = module(lines(product("d1"), start("c"), product("d2"), done("c")))
     # d1 0..2, then the copy 2..6 and d2 2..4.
     assert seconds(hlo.simulate(text, rates=dataclasses.replace(RATES, link=0.5e6))) == (6, 4, 2)
+    # One that XLA's runtime does not start on a stream of its own, by its thunks: d1 0..2, the copy 2..4, d2 4..6.
+    thunks = hlo.Thunks({"c": "kCopy"}, {})
+    assert seconds(hlo.simulate(text, rates=RATES, thunks=thunks)) == (6, 4, 0)
     waited = module(lines(product("d1"), start("c", UP + ', backend_config={"is_sync":true}'), product("d2"), done("c")))
     # d1 0..2, the copy 2..4, d2 4..6.
     assert seconds(hlo.simulate(waited, rates=RATES)) == (6, 4, 0)
@@ -272,6 +275,23 @@ def test_records_are_read_one_use_ahead():
     # been read 2.875..4.875 meanwhile, and gone up ..6.875 when its slot was free; d ..9.75.
     assert seconds(found) == (9.75, 4, 0)
     assert found.busy["disk"] == pytest.approx(4)
+
+
+def test_a_record_goes_up_when_its_slot_is_free():
+    body = lines(f"  %cb = {A} custom-call(%i), {CALLBACK}", product("d"))
+    rates = dataclasses.replace(CALL_RATES, disk_read=4e6, link=0.5e6, memory=4e6)
+    found = hlo.simulate(module(loop("w", 2), body), rates=rates, callbacks="nvme")
+    # The disk 0.875..1.375, up ..5.375, out of the slot ..6.375, d ..8.375. The second record, read by 1.875, goes up
+    # 6.375..10.375; its callback is there at 9.25; out of the slot ..11.375, d ..13.375.
+    assert found.seconds == pytest.approx(13.375, abs=1e-6)
+
+
+def test_a_record_goes_down_when_its_slot_is_free():
+    body = lines(f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}", product("d"))
+    found = hlo.simulate(module(loop("w", 2), body), rates=dataclasses.replace(CALL_RATES, link=0.5e6), callbacks="nvme")
+    # Down 0.875..4.875 beside d ..2.875. The second callback is there at 3.75, its slot at 4.875, and d ..6.875; down ..8.875.
+    assert found.loops[0].seconds == pytest.approx(6.875, abs=1e-6)
+    assert found.seconds == pytest.approx(10.875, abs=1e-6)
 
 
 def test_records_are_written_from_two_buffers():
