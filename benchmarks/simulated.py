@@ -148,17 +148,15 @@ def simulated(
     ]
 
 
-def row(name: str, found: list[hlo.Simulation], compute: float | None) -> str:
+def row(name: str, found: list[hlo.Simulation]) -> str:
     """Return a line of the table."""
     s, beside = found
     ways = ("to_device", "to_host")
     moved = [f"{of[way] / 1e9:.1f}" for way in ways for of in (s.traffic.by_copies, s.traffic.by_kernels, s.callback_bytes)]
     seconds = f"{s.seconds:.2f}" if abs(s.seconds - beside.seconds) < 0.005 else f"{beside.seconds:.2f}-{s.seconds:.2f}"
-    over = "" if compute is None else f"{s.seconds / compute:.2f}"
-    cells = [
-        name, seconds, f"{100 * s.idle:.0f} %", over, f"{s.compute_seconds:.2f}", f"{s.floor_seconds:.2f}",
-        *moved, f"{s.host_wait_seconds:.2f}", str(s.num_host_waits), f"{s.flops / s.seconds / 1e12:.0f}",
-    ]  # fmt: skip
+    over = (s.compute_seconds, s.floor_seconds)
+    cells = [name, seconds, f"{100 * s.idle:.0f} %", *(cell for n in over for cell in (f"{n:.2f}", f"{s.seconds / n:.2f}"))]
+    cells += [*moved, f"{s.host_wait_seconds:.2f}", str(s.num_host_waits), f"{s.flops / s.seconds / 1e12:.0f}"]
     return f"| {' | '.join(cells)} |"
 
 
@@ -169,29 +167,28 @@ def table(
     rows = [
         f"Predicted steps of {tokens:,} tokens, {layers} layers:",
         "",
-        "| states | s | idle | over resident | compute s | floor s | up: copies GB | kernels | callbacks | down: copies GB "
-        "| kernels | callbacks | host waits s | drains | TF/s |",
-        "|" + "---|" * 15,
+        "| states | s | idle | compute s | over compute | floor s | over floor | up: copies GB | kernels | callbacks "
+        "| down: copies GB | kernels | callbacks | host waits s | drains | TF/s |",
+        "|" + "---|" * 16,
     ]
-    resident = None
     for name in names:
         print(f"{tokens} tokens, {name}", flush=True)
         path = None if keep is None else keep / f"{jax.__version__}_{tokens}_{name.replace(' ', '_').replace(',', '')}.txt"
         found = simulated(MODES[name], tokens, layers, rates, path, streams)
-        resident = found[0].seconds if name == "resident" else resident
-        rows.append(row(name, found, resident))
+        rows.append(row(name, found))
         print(rows[-1], flush=True)
     return [*rows, ""]
 
 
-def section(names: list[str], tokens: list[int], layers: int, rates: hlo.Rates, keep: pathlib.Path | None) -> str:
-    """Return the part of the file that is of this version of jax."""
+def section(names: list[str], tokens: list[int], layers: int, rates: hlo.Rates, keep: pathlib.Path | None, title: str) -> str:
+    """Return the part of the file that is of this version of jax, and perhaps of a title."""
     versions = f"jaxlib {importlib.metadata.version('jaxlib')}, Python {platform.python_version()}"
     tables, streams = [], set[str]()
     for count in tokens:
         tables += table(count, names, layers, rates, keep, streams)
     told = ", ".join(f"`{stream}`" for stream in sorted(streams)) or "none"
-    return "\n".join([f"## jax {jax.__version__}", "", f"{versions}. Streams that its thunks name: {told}.", "", *tables])
+    name = f"## jax {jax.__version__}{f', {title}' if title else ''}"
+    return "\n".join([name, "", f"{versions}. Streams that its thunks name: {told}.", "", *tables])
 
 
 def head(rates: hlo.Rates) -> str:
@@ -209,8 +206,9 @@ def head(rates: hlo.Rates) -> str:
             "",
             "`s`: where kernels move host memory, from kernels that run beside products at no cost to kernels that have the",
             "cores to themselves; the other columns are of the latter. `idle`: the share of the step in which the cores do",
-            "nothing but move host memory. `floor`: the busiest resource alone, all bytes by copies. `callbacks`: GB that",
-            "callbacks copy. `drains`: how often the host's thread waits until the device has done everything.",
+            "nothing but move host memory. `compute`: products and other kernels alone. `floor`: the busiest resource alone,",
+            "all bytes by copies. `callbacks`: GB that callbacks copy. `drains`: how often the host's thread waits until the",
+            "device has done everything. In the resident step of 32,768 tokens XLA recomputes more, to keep its memory limit.",
             "",
             "",
         ]
@@ -233,12 +231,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--rate", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of hlo.Rates")
     parser.add_argument("--keep", type=pathlib.Path, help="a folder for the HLO texts")
+    parser.add_argument("--title", default="", help="of the section, beside the version")
     parser.add_argument("--save", type=pathlib.Path, help="the file to write")
     options = parser.parse_args()
     rates = dataclasses.replace(hlo.RATES["h200"], **{name: float(value) for name, value in options.rate})
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
-    text = section(options.modes, options.tokens, options.layers, rates, options.keep)
+    text = section(options.modes, options.tokens, options.layers, rates, options.keep, options.title)
     print(f"\n{head(rates)}{text}")
     if options.save:
         save(options.save, text, rates)
