@@ -10,7 +10,7 @@ vocabulary of the token embedding and of the head:
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ class GPTConfig:
       loss_tiles: tiles of the vocabulary in which the loss is computed, without logits[B, T, V]; 0 keeps them whole. None tiles
         them where that lowers the peak of memory (`zerojax.memory.tiled_loss_pays`), in tiles chosen by size.
       mlp_tiles: tiles of the hidden dim in which a block's MLP is stored and used, one at a time; 0 is two dense layers.
+      mlp_implementation: of the tiles' products, as `zj.TiledMLP` has it: "mosaic" is the kernel for Hopper GPUs.
     """
 
     vocab: int = 256
@@ -46,6 +47,7 @@ class GPTConfig:
     tensor_axis: str | None = None
     loss_tiles: int | None = None
     mlp_tiles: int = 0
+    mlp_implementation: Literal["mosaic", "xla", "reference"] | None = None
 
     @property
     def num_params(self) -> int:
@@ -125,8 +127,9 @@ def mlp(c: GPTConfig, std: float, rngs: nnx.Rngs) -> zj.TiledMLP:
     up_init, up_bias_init = initializers(c, std, (None, c.tensor_axis))
     down_init, down_bias_init = initializers(c, std / (2 * c.layers) ** 0.5, (c.tensor_axis, None))
     return zj.TiledMLP(
-        c.hidden, 4 * c.hidden, num_tiles=c.mlp_tiles, activation=lambda x: jax.nn.gelu(x, approximate=True), dtype=c.dtype,
-        up_init=up_init, down_init=down_init, bias_init=up_bias_init, down_bias_init=down_bias_init, rngs=rngs,
+        c.hidden, 4 * c.hidden, num_tiles=c.mlp_tiles, activation=jax.nn.gelu, dtype=c.dtype,
+        implementation=c.mlp_implementation, up_init=up_init, down_init=down_init, bias_init=up_bias_init,
+        down_bias_init=down_bias_init, rngs=rngs,
     )  # fmt: skip
 
 

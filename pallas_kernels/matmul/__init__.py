@@ -10,6 +10,7 @@ What there was already, and why this is written all the same (read in jax 0.10.2
 | M, N, K | multiples of the blocks | the same | any; N and K that are no multiples of 64, and M of 8, cost copies |
 | between two tiles | the pipeline drains and fills | the same | the next tile's loads go on in the epilogue |
 | gradient | no | yes | yes, products left to cuBLAS |
+| over devices | no | no | rows, columns, and parts of a sum (`Split`) |
 | clusters that share loads | yes | yes | no: not tested by the interpreter, and unmeasured here |
 
 So a plain product with dims that blocks divide is served by what JAX ships, and by XLA's cuBLAS; this one is for what they do
@@ -28,6 +29,7 @@ from pallas_kernels.matmul import mosaic, reference, vjp
 from pallas_kernels.matmul.config import Config as Config
 from pallas_kernels.matmul.config import Problem, choose
 from pallas_kernels.matmul.reference import ACTIVATIONS, Form
+from pallas_kernels.matmul.split import Split as Split
 from pallas_kernels.varying import vary_alike
 
 Pair = tuple[jax.Array, jax.Array]
@@ -44,11 +46,12 @@ def matmul(
     *,
     preferred_element_type: Any = None,
     config: Config | None = None,
+    split: Split | None = None,
 ) -> jax.Array:
     """Return `activation(x @ w + bias + accumulate)`, or of two weights `activation(z_0) * z_1` with `z_i` such sums.
 
     `x[..., K] @ w[K, N] -> y[..., N]`, summed in float32 and rounded once. Differentiable in every array. On several devices
-    call it in `jax.shard_map` on each device's own pieces: the kernel is opaque to the partitioner.
+    give a `split`, or call it in `jax.shard_map` on each device's own pieces: the kernel is opaque to the partitioner.
 
     Args:
       x: bfloat16 or float16 for the kernel; any float dtype otherwise.
@@ -61,6 +64,8 @@ def matmul(
       implementation: "mosaic" (the Hopper kernel), "xla", "reference" (float32), or None to have it chosen and logged.
       preferred_element_type: dtype of the result; None is that of `accumulate`, else x's. float32 is for sums that go on.
       config: sizes of the kernel's blocks; None chooses them by shape and dtype.
+      split: how the arrays are split over a mesh; what is in place stays so. Where it splits K, over P devices, the result and
+        `accumulate` are `[P, ..., N]`, the parts of the sum. None: nothing is split, or the call is inside a `jax.shard_map`.
 
     Raises:
       ValueError: dims or dtypes that do not fit each other, an unknown activation or implementation, blocks that do not fit.
@@ -70,17 +75,20 @@ def matmul(
     weights, biases, accumulates = _tuple(w), _tuple(bias), _tuple(accumulate)
     accumulate_dtype = accumulates[0].dtype if accumulates else None
     dtype = jnp.dtype(preferred_element_type or accumulate_dtype or x.dtype)
-    _check(x, weights, biases, accumulates, activation, dtype)
+    num_parts = 0 if split is None else split.num_parts
+    _check(x, weights, biases, accumulates, activation, dtype, num_parts)
     form = Form(activation, dtype)
     k, n = weights[0].shape
     m = math.prod(x.shape[:-1])
+    shard_m, shard_n, shard_k = (m, n, k) if split is None else split.shard(m, n, k)
     # Below here everything is a matrix: the leading dims are rows.
     rows = x.reshape(m, k)
-    accumulates = tuple(a.reshape(m, n) for a in accumulates)
+    parts = (num_parts,) if num_parts else ()
+    accumulates = tuple(a.reshape(*parts, m, n) for a in accumulates)
     problem = Problem(
-        m=m,
-        n=n,
-        k=k,
+        m=shard_m,
+        n=shard_n,
+        k=shard_k,
         num_weights=len(weights),
         dtype=x.dtype,
         out_dtype=dtype,
@@ -96,22 +104,24 @@ def matmul(
     )
     if chosen == "reference":
         # Not by the rule of `vjp`: its gradients are JAX's own.
-        y = reference.matmul(form, rows, weights, biases, accumulates)
+        y = reference.matmul(form, rows, weights, biases, accumulates, num_parts)
     else:
         if chosen == "mosaic":
             config = config or choose(problem, target.num_cores)
             problem.check(config)
-        call = vjp.Call(form, config if chosen == "mosaic" else None, problem.bias_dtype, accumulate_dtype)
+        call = vjp.Call(form, config if chosen == "mosaic" else None, split, problem.bias_dtype, accumulate_dtype)
         # Cast outside of the rule, so that JAX sums a replicated weight's gradient over the shards (see `varying`).
         y: Any = vjp.matmul(call, *vary_alike((rows, weights, biases, accumulates)))
-    return y.reshape((*x.shape[:-1], n))
+    return y.reshape((*parts, *x.shape[:-1], n))
 
 
 def _tuple(value: jax.Array | Pair | None) -> tuple[jax.Array, ...]:
     return () if value is None else tuple(value) if isinstance(value, tuple | list) else (value,)
 
 
-def _check(x: Any, weights: Any, biases: Any, accumulates: Any, activation: str | None, dtype: jnp.dtype) -> None:
+def _check(
+    x: Any, weights: Any, biases: Any, accumulates: Any, activation: str | None, dtype: jnp.dtype, num_parts: int
+) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"matmul: activation={activation!r} is unknown: choose from {', '.join(map(repr, ACTIVATIONS))}")
     if len(weights) not in (1, 2):
@@ -121,7 +131,13 @@ def _check(x: Any, weights: Any, biases: Any, accumulates: Any, activation: str 
         raise ValueError(f"matmul: x is {x.dtype}{list(x.shape)}: [..., K] of a float dtype is needed")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"matmul: preferred_element_type={dtype}: a float dtype is needed")
-    for name, terms, shape in (("w", weights, (k, n)), ("bias", biases, (n,)), ("accumulate", accumulates, (*x.shape[:-1], n))):
+    if num_parts and (len(weights) > 1 or biases or activation is not None):
+        raise ValueError(
+            f"matmul: K is split over {num_parts} devices, and bias, activation and gate come after the sum of their parts: "
+            f"one weight alone is needed, not {len(weights)} with {len(biases)} biases and activation={activation!r}"
+        )
+    y_shape = (*((num_parts,) if num_parts else ()), *x.shape[:-1], n)
+    for name, terms, shape in (("w", weights, (k, n)), ("bias", biases, (n,)), ("accumulate", accumulates, y_shape)):
         if terms and len(terms) != len(weights):
             raise ValueError(f"matmul: {len(terms)} of {name} for {len(weights)} of w: one for each weight is needed")
         for term in terms:

@@ -30,8 +30,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
+from jax._src.state.discharge import discharge_state  # pyright: ignore[reportPrivateImportUsage]  it has no public face
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -147,10 +149,17 @@ def _kernel(
     )
     if not in_place:
         return list(call(x, list(weights), list(biases), list(accumulates)))
-    # XLA lets the Ref have the array's memory, and copies only where the old value is used again.
-    place = jax.new_ref(accumulates[0], memory_space=plgpu.GMEM)
-    products = call(x, list(weights), list(biases), [place, *accumulates[1:]])
-    return [jax.freeze(place), *products]
+
+    def run(x: jax.Array, weights: Any, biases: Any, accumulates: Any) -> list[jax.Array]:
+        # XLA lets the Ref have the array's memory, and copies only where the old value is used again.
+        place = jax.new_ref(accumulates[0], memory_space=plgpu.GMEM)
+        products = call(x, weights, biases, [place, *accumulates[1:]])
+        return [jax.freeze(place), *products]
+
+    operands = (x, list(weights), list(biases), list(accumulates))
+    # The Ref begins and ends here. Taken out of the program now, it is no effect in it that others would have to look at.
+    pure = discharge_state(jax.make_jaxpr(run)(*operands))
+    return jex.jaxpr_as_fun(pure)(*jax.tree.leaves(operands))
 
 
 class _Tiles:

@@ -12,6 +12,7 @@ Its gradients are JAX's own.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +39,26 @@ class Form:
 
 
 def matmul(
-    form: Form, x: jax.Array, weights: Sequence[jax.Array], biases: Sequence[jax.Array], accumulates: Sequence[jax.Array]
+    form: Form,
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
+    accumulates: Sequence[jax.Array],
+    num_parts: int = 0,
 ) -> jax.Array:
-    """Return y[M, N] for x[M, K] and one or two of w[K, N], bias[N] and accumulate[M, N], as above."""
+    """Return y[M, N] for x[M, K] and one or two of w[K, N], bias[N] and accumulate[M, N]; or parts y[P, M, N]."""
     wide = x.astype(jnp.float32)
     # By default accelerators multiply float32 with fewer bits (TF32 on GPUs).
-    products = [jnp.dot(wide, w.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST) for w in weights]
+    products = [product(wide, w.astype(jnp.float32), num_parts, precision=jax.lax.Precision.HIGHEST) for w in weights]
     for terms in (biases, accumulates):
         if terms:
             products = [z + term.astype(jnp.float32) for z, term in zip(products, terms, strict=True)]
     return form.join(products).astype(form.dtype)
+
+
+def product(x: jax.Array, w: jax.Array, num_parts: int, **options: Any) -> jax.Array:
+    """Return x[M, K] w[K, N]; in P parts x[M, P, K / P] w[P, K / P, N] -> y[P, M, N]."""
+    if not num_parts:
+        return jnp.dot(x, w, **options)
+    x, w = x.reshape(len(x), num_parts, -1), w.reshape(num_parts, -1, w.shape[1])
+    return jax.lax.dot_general(x, w, (((2,), (1,)), ((1,), (0,))), **options)

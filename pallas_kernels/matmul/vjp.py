@@ -19,20 +19,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from pallas_kernels.matmul import mosaic, xla
 from pallas_kernels.matmul.config import Config
 from pallas_kernels.matmul.reference import Form
+from pallas_kernels.matmul.split import Split
 
 Terms = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is static about a call: its form, who computes it (`config`: the kernel; None: XLA), and the dtypes of its terms."""
+    """What is static about a call: its form, who computes it (`config`: the kernel; None: XLA), over which mesh, and the dtypes
+    of its terms.
+    """
 
     form: Form
     config: Config | None
+    split: Split | None
     bias_dtype: jnp.dtype | None
     accumulate_dtype: jnp.dtype | None
 
@@ -41,8 +46,26 @@ class Call:
     ) -> tuple[jax.Array, Terms]:
         """Return y, and the products where they are kept."""
         if self.config is None:
-            return xla.matmul(self.form, x, weights, biases, accumulates, keeps_products)
-        return mosaic.matmul(self.form, self.config, x, weights, biases, accumulates, keeps_products)
+            return xla.matmul(self.form, x, weights, biases, accumulates, keeps_products, self.num_parts)
+        kernel = functools.partial(mosaic.matmul, self.form, self.config, keeps_products=keeps_products)
+        if self.split is None:
+            return kernel(x, weights, biases, accumulates)
+
+        def on_one_device(x: jax.Array, weights: Terms, biases: Terms, accumulates: Terms) -> tuple[jax.Array, Terms]:
+            if not self.num_parts:
+                return kernel(x, weights, biases, accumulates)
+            y, products = kernel(x, weights, biases, tuple(a[0] for a in accumulates))
+            return y[None], products
+
+        # Nothing is differentiated in there, so no axes need be followed; and unfollowed, what is accumulated is in place.
+        ins, outs = (self.split.x, self.split.w, self.split.bias, self.split.y), (self.split.y, self.split.y)
+        mapped = jax.shard_map(on_one_device, mesh=self.split.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        return mapped(x, weights, biases, accumulates)
+
+    @property
+    def num_parts(self) -> int:
+        """P, or 0."""
+        return 0 if self.split is None else self.split.num_parts
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -59,23 +82,40 @@ def _forward(call: Call, x: jax.Array, weights: Terms, biases: Terms, accumulate
 
 def _backward(call: Call, residuals: Any, dy: jax.Array) -> tuple[jax.Array, Terms, Terms, Terms]:
     x, weights, products = residuals
+    if call.num_parts:
+        dx, dw = _derivative_of_parts(call, x, weights[0], dy.astype(x.dtype))
+        return dx, (dw,), (), () if call.accumulate_dtype is None else (dy.astype(call.accumulate_dtype),)
     dzs = (dy.astype(jnp.float32),)
     # Where none were kept z is y, and its cotangent is dy.
     if products:
         dzs = jax.vjp(lambda *z: call.form.join(z), *(z.astype(jnp.float32) for z in products))[1](*dzs)
     # Rounded for the two products alone: sums of biases are made of the float32 ones.
     narrow = [dz.astype(x.dtype) for dz in dzs]  # [M, N] each
-    parts = [_contract(dz, w, 1, 1) for dz, w in zip(narrow, weights, strict=True)]  # [M, N] [K, N] -> [M, K]
+    # On a mesh devices sum these products, in the dtype that they come in: that of x, as those of a dense layer.
+    dtype = jnp.float32 if call.split is None else x.dtype
+    parts = [_contract(dz, w, 1, 1, dtype) for dz, w in zip(narrow, weights, strict=True)]  # [M, N] [K, N] -> [M, K]
     # The parts of two weights are added before they are rounded.
     dx = functools.reduce(jnp.add, parts).astype(x.dtype)
-    dweights = tuple(_contract(x, dz, 0, 0).astype(x.dtype) for dz in narrow)  # [M, K] [M, N] -> [K, N]
+    dweights = tuple(_contract(x, dz, 0, 0, dtype).astype(x.dtype) for dz in narrow)  # [M, K] [M, N] -> [K, N]
     dbiases = () if call.bias_dtype is None else tuple(dz.sum(0).astype(call.bias_dtype) for dz in dzs)
     daccumulates = () if call.accumulate_dtype is None else tuple(dz.astype(call.accumulate_dtype) for dz in dzs)
     return dx, dweights, dbiases, daccumulates
 
 
-def _contract(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:
-    return jax.lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((), ())), preferred_element_type=jnp.float32)
+def _derivative_of_parts(call: Call, x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return dx[M, K] and dw[K, N] of y[P, M, N], whose parts each read their K / P columns of x and rows of w."""
+    assert call.split is not None
+    count = call.num_parts
+    # The parts have one cotangent, which every device has. Left to itself, the partitioner may split another dim of its copies.
+    dy = jax.lax.with_sharding_constraint(dy, NamedSharding(call.split.mesh, call.split.y))
+    xs, ws = x.reshape(len(x), count, -1), w.reshape(count, -1, w.shape[1])
+    dx = jnp.einsum("pmn,pkn->mpk", dy, ws, preferred_element_type=x.dtype)
+    dw = jnp.einsum("mpk,pmn->pkn", xs, dy, preferred_element_type=x.dtype)
+    return dx.reshape(x.shape), dw.reshape(w.shape)
+
+
+def _contract(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int, dtype: Any) -> jax.Array:
+    return jax.lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((), ())), preferred_element_type=dtype)
 
 
 matmul.defvjp(_forward, _backward)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.matmul.reference import Form
+from pallas_kernels.matmul.reference import Form, product
 
 
 def matmul(
@@ -15,9 +15,10 @@ def matmul(
     biases: Sequence[jax.Array],
     accumulates: Sequence[jax.Array],
     keeps_products: bool,
+    num_parts: int = 0,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Return y[M, N], and where `keeps_products` the z_i[M, N] that it was made of, in the result's dtype."""
-    products = [jnp.dot(x, w, preferred_element_type=jnp.float32) for w in weights]
+    """Return y[M, N], and where `keeps_products` the z_i[M, N] that it was made of, in the result's dtype; or y[P, M, N]."""
+    products = [product(x, w, num_parts, preferred_element_type=jnp.float32) for w in weights]
     for terms in (biases, accumulates):
         if terms:
             products = [z + term.astype(jnp.float32) for z, term in zip(products, terms, strict=True)]

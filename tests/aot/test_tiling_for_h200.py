@@ -1,7 +1,9 @@
 """Facts of tiled models compiled for H200s that are not there: one tile is gathered, or fetched, at a time."""
 
+import dataclasses
 import functools
 
+import gpt
 import jax
 import jax.numpy as jnp
 import optax
@@ -128,3 +130,55 @@ def test_the_widest_mlp_that_fits_is_found():
     assert found.total <= 7e9 < tiling.compile_width(width + tiling.STEP, 1, **case).total
     with pytest.raises(ValueError, match=r"a width of 4096 takes \d+ bytes, more than the budget of 1000000"):
         tiling.widest(1, **case, budget=1e6, start=tiling.STEP)
+
+
+# --- on the kernel of pallas_kernels.matmul ----------------------------------------------------------------------------------
+
+
+def gpt_step(implementation, axes, **fields):
+    """Return a GPT's compiled step: the kernels of each loop that has any, bytes of collectives by kind, temporaries."""
+    sizes = gpt.GPTConfig(layers=4, hidden=1024, heads=8, seq=1024, vocab=1024, dtype=jnp.bfloat16, mlp_tiles=4)
+    tensor_axis = "tensor" if axes.get("tensor", 1) > 1 else None
+    c = dataclasses.replace(sizes, mlp_implementation=implementation, tensor_axis=tensor_axis)
+    mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=4, **axes)
+    program = zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-3), zj.ZeroConfig(precision="bf16", **fields), mesh)
+    tokens = jax.ShapeDtypeStruct((8, c.seq), jnp.int32)
+    step = program.lower({"tokens": tokens, "targets": tokens}).compile()
+    text = step.as_text()
+    computations = text.split("\n}\n")
+    kernels = [[line for line in c.splitlines() if 'custom_call_target="mosaic_gpu_v2"' in line] for c in computations]
+    moved = hlo.collective_bytes(text, least_bytes=1 << 16, unknown_trips=1)
+    return [lines for lines in kernels if lines], moved, step.memory_analysis().temp_size_in_bytes
+
+
+HOST = {"params": "pinned_host", "grads": "pinned_host", "opt_state": "pinned_host"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("axes", "fields"),
+    [
+        ({"fsdp": 4}, {"stage": 3}),
+        ({"fsdp": 2, "tensor": 2}, {"stage": 3}),
+        ({"fsdp": 4}, {**HOST, "num_microbatches": 2}),
+        ({"fsdp": 2, "tensor": 2}, HOST),
+    ],
+    ids=["resident", "resident-tensor", "streamed", "streamed-tensor"],
+)
+def test_a_tiled_step_holds_the_kernel_forward_and_backward_and_moves_what_it_did(axes, fields):
+    loops, moved, temp = gpt_step("mosaic", axes, **fields)
+    # Down, which is added to the sum where it is, is forward's alone.
+    in_place = [sum("output_to_operand_aliasing" in line for line in lines) for lines in loops]
+    forward = [(len(lines), n) for lines, n in zip(loops, in_place, strict=True) if n]
+    backward = [len(lines) for lines, n in zip(loops, in_place, strict=True) if not n]
+    assert forward
+    assert set(forward) == {(2, 1)}  # up with its bias and activation; down
+    assert backward
+    assert set(backward) == {1}  # up, made again
+    none, expected, expected_temp = gpt_step(None, axes, **fields)
+    assert none == []
+    assert temp <= 1.01 * expected_temp
+    # Gathers and reductions of weights are those of XLA's products; over tensor a layer's sum is reduced once, in 16 bits.
+    assert moved.get("all-reduce", 0) <= expected.get("all-reduce", 0)
+    for kind in {*moved, *expected} - {"all-reduce"}:
+        assert moved[kind] == pytest.approx(expected[kind], rel=0.01)

@@ -12,12 +12,17 @@ from typing import Any
 import jax
 import numpy
 import pytest
+from jax._src import effects
 from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic.interpret import shared_memory
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+from jax._src.pallas.mosaic_gpu.interpret.params import (
+    InterpretGPUParams,
+    force_gpu_interpret_mode,
+    get_interpret_effects,
+)
 from jax._src.state import types as state_types
 from jax.experimental.mosaic import gpu as mosaic_gpu  # it sets MOSAIC_GPU_CUDA_ROOT  # noqa: F401
 from jax.sharding import NamedSharding, PartitionSpec
@@ -36,6 +41,9 @@ def races(monkeypatch) -> Iterator[Callable[[], contextlib.AbstractContextManage
     mlir.register_lowering(gpu_core.layout_cast_p, lambda _, x, new_layout: [x], platform="cpu")
     monkeypatch.setattr(registers, "load", lambda ref, _: ref[...])  # the same, without a layout
     monkeypatch.setattr(registers, "store", lambda ref, value: ref.__setitem__(..., value))
+    # A kernel has no effect when it is compiled; interpreted it has one, which a checkpoint would refuse.
+    allowed = effects.remat_allowed_effects
+    monkeypatch.setattr(allowed, "_effect_types", allowed._effect_types | set(map(type, get_interpret_effects())))
 
     @contextlib.contextmanager
     def interpret() -> Iterator[None]:

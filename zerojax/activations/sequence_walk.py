@@ -301,6 +301,8 @@ class Walk:
         self, i: Instruction, loop: TileLoop, values: list[Any], splits: list[Split | None]
     ) -> tuple[Sequence[Any], Sequence[Split | None]]:
         """Run a loop over tiles: its operands are gathered before it, its result is scattered after it."""
+        if loop.accumulates:
+            return self._loop_of_kernels(i, loop, values, splits)
         unit = flatten(loop.unit, ())
         params = self.inner_params(i, unit.inputs)
 
@@ -346,6 +348,24 @@ class Walk:
             why = f"{whys[product.kind]} {where[product.kind]} over tiles" if product.kind in whys else product.why
             self.rule.products.append(dataclasses.replace(product, why=why))
         return [y], [tuple(map(axes_of, spec))] if spec is not None else outs_of(i.eqn, splits, self.mesh.shape)
+
+    def _loop_of_kernels(
+        self, i: Instruction, loop: TileLoop, values: list[Any], splits: list[Split | None]
+    ) -> tuple[Sequence[Any], Sequence[Split | None]]:
+        """Run a loop whose kernels add to its sum: each says itself how it is split, and takes and returns whole sequences."""
+        values, spec, rows = list(values), None, loop.result.shape[:-1]
+        for n, (ref, split) in enumerate(zip(i.ins, splits, strict=True)):
+            if ref in self.params or split is None or not tensor_dims(split):
+                continue
+            # Gathered before the loop, and not in it a tile at a time.
+            values[n] = gather_sequence(values[n], as_spec(split), self.mesh)
+            of_tile = slice(1, None) if n in loop.parts else slice(None)
+            if values[n].shape[of_tile][:-1] == rows and tensor_dims(split[of_tile][:-1]):
+                spec = (None, *as_spec(split[of_tile]))
+        y = bind(i.eqn, values)[0]
+        if spec is None:
+            return [y], [None]
+        return [scatter_sequence(y, spec, self.mesh)], [tuple(map(axes_of, spec))]
 
 
 def split_as_batch(a: Any, mesh: Mesh) -> Split:

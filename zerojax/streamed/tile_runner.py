@@ -76,7 +76,7 @@ class TileRunner:
             full = self._gather(group, now)
 
             def one(y: Array, *each: Any) -> Array:
-                return loop.put(y, now.layer, loop.run(_operands(call, full, each, now.layer)))
+                return loop.put(y, now.layer, _operands(call, full, each, now.layer))
 
             if microbatches.count == 1:
                 return beside(one, (y,), now.landing)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from pallas_kernels.dispatch import Implementation
+from zerojax.tiling.kernels import check_implementation
 from zerojax.tiling.operators import tiled_dense, tiled_mlp
 from zerojax.tiling.weights import check_tiles, tile_kernel, tiles_of
 
@@ -27,6 +29,12 @@ def _tiled(init: Initializer, tile: Callable[[Array], Array]) -> Initializer:
     return make
 
 
+def _annotation(init: Initializer, shape: tuple[int, ...]) -> tuple[str | None, ...] | None:
+    """Return the mesh axes of a parameter's dims, as `nn.with_partitioning` says them, or None."""
+    box = jax.eval_shape(lambda key: init(key, shape, jnp.float32), jax.eval_shape(lambda: jax.random.key(0)))
+    return tuple(box.names) if isinstance(box, nn.Partitioned) else None
+
+
 class TiledDense(nn.Module):
     """A dense layer y = x W + b whose W is gathered, fetched, used and released one tile at a time.
 
@@ -37,6 +45,7 @@ class TiledDense(nn.Module):
       use_bias: whether there is one.
       dtype: of x, products and result; that of x by default.
       param_dtype: of the weights.
+      implementation: of the products, as of `zerojax.tiling.tiled_dense`; None is XLA's. An unknown one is a ValueError.
       kernel_init: makes [D, F]; may be `nn.with_partitioning`.
       bias_init: makes [F].
     """
@@ -49,6 +58,11 @@ class TiledDense(nn.Module):
     param_dtype: Any = jnp.float32
     kernel_init: Initializer = nn.linear.default_kernel_init
     bias_init: Initializer = nn.initializers.zeros_init()
+    implementation: Implementation | None = None
+
+    def __post_init__(self) -> None:
+        check_implementation(self.implementation, "TiledDense")
+        super().__post_init__()
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -63,7 +77,8 @@ class TiledDense(nn.Module):
         init = _tiled(self.kernel_init, lambda w: tile_kernel(w, in_tiles=self.in_tiles, out_tiles=tiles))
         kernel = self.param("kernel", init, (size, self.features), self.param_dtype)
         bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype) if self.use_bias else None
-        return tiled_dense(x, kernel, bias, in_tiles=self.in_tiles)
+        spec = _annotation(self.kernel_init, (size, self.features))
+        return tiled_dense(x, kernel, bias, in_tiles=self.in_tiles, implementation=self.implementation, spec=spec)
 
 
 class TiledMLP(nn.Module):
@@ -78,6 +93,7 @@ class TiledMLP(nn.Module):
       use_bias: whether there are biases.
       dtype: of x, products and result; that of x by default.
       param_dtype: of the weights.
+      implementation: of the products, as of `zerojax.tiling.tiled_mlp`; None is XLA's. An unknown one is a ValueError.
       up_init: makes [D, H], of up and gate; may be `nn.with_partitioning`.
       down_init: makes [H, D]; may be `nn.with_partitioning`.
       bias_init: makes [H], of up and gate; may be `nn.with_partitioning`.
@@ -96,6 +112,11 @@ class TiledMLP(nn.Module):
     down_init: Initializer = nn.linear.default_kernel_init
     bias_init: Initializer = nn.initializers.zeros_init()
     down_bias_init: Initializer = nn.initializers.zeros_init()
+    implementation: Implementation | None = None
+
+    def __post_init__(self) -> None:
+        check_implementation(self.implementation, "TiledMLP")
+        super().__post_init__()
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -114,4 +135,4 @@ class TiledMLP(nn.Module):
         weights["down"] = self.param("down", down, (hidden, size), self.param_dtype)
         if self.use_bias:
             weights["down_bias"] = self.param("down_bias", self.down_bias_init, (size,), self.param_dtype)
-        return tiled_mlp(x, weights, self.activation, seq_tiles=self.seq_tiles)
+        return tiled_mlp(x, weights, self.activation, seq_tiles=self.seq_tiles, implementation=self.implementation)

@@ -37,12 +37,14 @@ class TileLoop:
     """One loop over tiles.
 
     Attributes:
-      unit: jaxpr of `function(tile, x, part)`; constants, what the function closed over, come before its arguments.
+      unit: jaxpr of `function(tile, x, part)`; constants, what the function closed over, come before its arguments. Where it
+        accumulates, of `function(tile, x, part, total)`.
       sizes: how many arrays consts, tiles, x and parts are.
       num_tiles: T.
       num_out: leading dim of the result; T / num_out successive tiles make one of its entries.
       summed: whether these are summed, in float32.
       result: ShapeDtypeStruct of the unit's result.
+      accumulates: whether the unit itself adds to the sum so far, and returns the new one.
     """
 
     unit: jex.Jaxpr
@@ -51,6 +53,7 @@ class TileLoop:
     num_out: int
     summed: bool
     result: jax.ShapeDtypeStruct
+    accumulates: bool = False
 
     @property
     def out(self) -> jax.ShapeDtypeStruct:
@@ -67,8 +70,13 @@ class TileLoop:
         """Which operands are read a slice at a time, one for each tile."""
         return range(sum(self.sizes[:3]), sum(self.sizes))
 
-    def run(self, values: Sequence[Any]) -> Array:
-        """Return the function's result for one tile. `values` are the operands in order, one slice of stacks and parts."""
+    def run(self, values: Sequence[Any], total: Array | None = None) -> Array:
+        """Return the function's result for one tile, of a sum that starts at `total` (None: at zero) where it accumulates.
+
+        `values` are the operands in order, one slice of stacks and parts.
+        """
+        if self.accumulates:
+            values = [*values, jnp.zeros(self.result.shape, self.result.dtype) if total is None else total]
         num_consts = len(self.unit.constvars)
         program = flatten(self.unit, values[:num_consts])
         slots: dict[int, Any] = dict(zip(program.inputs, values[num_consts:], strict=True))
@@ -80,8 +88,15 @@ class TileLoop:
         """Return the entry of the result that a tile is part of: i32[]."""
         return tile // (self.num_tiles // self.num_out)
 
-    def put(self, y: Array, tile: Array, part: Array) -> Array:
-        """Return the loop's result `y` after one tile's result `part` was added or put into it."""
+    def put(self, y: Array, tile: Array, values: Sequence[Any]) -> Array:
+        """Return the loop's result `y` after one tile's result, of operands `values`, was added or put into it."""
+        if self.accumulates:
+            if self.num_out == 1:  # of the whole array: what adds in place does so in the memory that the loop carries
+                return self.run(values, y[0])[None]
+            place = self.place(tile)
+            total = jax.lax.dynamic_index_in_dim(y, place, 0, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(y, self.run(values, total), place, 0)
+        part = self.run(values)
         if self.summed and self.num_out == 1:
             return y + part.astype(y.dtype)[None]
         return y.at[self.place(tile)].add(part) if self.summed else jax.lax.dynamic_update_index_in_dim(y, part, tile, 0)
@@ -92,6 +107,8 @@ class TileLoop:
 
     def scan(self, operands: Sequence[Any]) -> Array:
         """Return the loop's result, from whole stacks. Backward computes each tile again."""
+        if self.accumulates:
+            return self._scan_that_accumulates(operands)
         # Else the scan would stack the residuals of every tile. `parse` also finds the unit by this equation.
         unit = jax.checkpoint(lambda *values: self.run(values))
         shared = list(operands[: self.sizes[0]])
@@ -108,10 +125,29 @@ class TileLoop:
             return jax.lax.scan(add, jnp.zeros(self.result.shape, jnp.float32), (tiles, parts))[0][None]
 
         def put(y: Array, each: Any) -> tuple[Array, None]:
-            return self.put(y, each[2], unit(*shared, *each[0], *x, *each[1])), None
+            return y.at[self.place(each[2])].add(unit(*shared, *each[0], *x, *each[1])), None
 
         y = jnp.zeros(self.out.shape, jnp.float32)
         return jax.lax.scan(put, y, (tiles, parts, jnp.arange(self.num_tiles)))[0]
+
+    def _scan_that_accumulates(self, operands: Sequence[Any]) -> Array:
+        """Return the loop's result of a unit that adds to the sum so far."""
+        unit = jax.checkpoint(lambda *values: self.run(values[:-1], values[-1]))
+        shared, x = operands[: self.sizes[0]], operands[self.tiles.stop : self.parts.start]
+        tiles, parts = ([operands[p] for p in at] for at in (self.tiles, self.parts))
+
+        def whole(total: Array, each: Any) -> tuple[Array, None]:
+            return unit(*shared, *each[0], *x, *each[1], total), None
+
+        if self.num_out == 1:
+            return jax.lax.scan(whole, jnp.zeros(self.result.shape, jnp.float32), (tiles, parts))[0][None]
+
+        def entry(y: Array, each: Any) -> tuple[Array, None]:
+            place = self.place(each[2])
+            total = jax.lax.dynamic_index_in_dim(y, place, 0, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(y, whole(total, each)[0], place, 0), None
+
+        return jax.lax.scan(entry, jnp.zeros(self.out.shape, jnp.float32), (tiles, parts, jnp.arange(self.num_tiles)))[0]
 
     def derivable(self, number: int, operands: Sequence[Any]) -> Array:
         """Return a placeholder equation for the loop, whose derivative is a placeholder too. Neither is ever run."""
@@ -154,7 +190,14 @@ def marked(eqn: jex.JaxprEqn) -> tuple[int, bool] | None:
 
 
 def loop_over(
-    function: Callable[..., Array], tiles: Any, x: Any, parts: Any = None, *, num_out: int = 1, summed: bool = True
+    function: Callable[..., Array],
+    tiles: Any,
+    x: Any,
+    parts: Any = None,
+    *,
+    num_out: int = 1,
+    summed: bool = True,
+    accumulates: bool = False,
 ) -> Array:
     """Return [num_out, ...]: function(tiles[k], x, parts[k]), summed over every T / num_out successive tiles, or each alone.
 
@@ -165,6 +208,8 @@ def loop_over(
       parts: tree of [T, ...], or None.
       num_out: a divisor of T; T itself if not summed.
       summed: in float32.
+      accumulates: the function is `function(tile, x, part, total)`, and returns total, the float32 sum so far, with its own
+        result added, which a kernel does in place; its own result alone where total is None.
 
     Raises:
       ValueError: there is no tile, the stacks differ in length, or the function returns something else.
@@ -182,8 +227,9 @@ def loop_over(
     is_stack = [i not in middle for i in at]
 
     def unit(*values: Array) -> Array:
-        by_index = dict(zip(at, values, strict=True))
-        y = function(*jax.tree.unflatten(structure, [by_index.get(i, leaf) for i, leaf in enumerate(leaves)]))
+        by_index = dict(zip(at, values, strict=False))
+        total = (values[len(at) :] or (None,)) if accumulates else ()
+        y = function(*jax.tree.unflatten(structure, [by_index.get(i, leaf) for i, leaf in enumerate(leaves)]), *total)
         if not isinstance(y, jax.Array):
             raise ValueError(f"a function of a tile returns one array, not {type(y).__name__}")
         return y
@@ -191,11 +237,13 @@ def loop_over(
     pairs = zip(arrays, is_stack, strict=True)
     # Weak types are kept: without them the unit's dtypes would be promoted unlike the caller's.
     shapes = [jax.ShapeDtypeStruct(a.shape[1:] if s else a.shape, a.dtype, weak_type=a.weak_type) for a, s in pairs]
+    if accumulates:
+        shapes.append(jax.ShapeDtypeStruct(jax.eval_shape(unit, *shapes).shape, jnp.float32))
     closed, result = jax.make_jaxpr(unit, return_shape=True)(*shapes)
     # What the function closed over becomes an operand, so that the equation shows all that the loop reads.
     consts = list(map(jnp.asarray, closed.consts))
     sizes = (len(consts), counts[0], len(at) - counts[0] - counts[2], counts[2])
-    loop = TileLoop(closed.jaxpr, sizes, lengths.pop(), num_out, summed, result)
+    loop = TileLoop(closed.jaxpr, sizes, lengths.pop(), num_out, summed, result, accumulates)
     if loop.num_tiles == 1:  # one tile is the whole: there is nothing to stream
         return loop.scan([*consts, *arrays])
 
@@ -210,7 +258,7 @@ def loop_over(
 def _name(loop: TileLoop, operands: Sequence[Any]) -> str:
     shapes = str([(tuple(a.shape), str(a.dtype)) for a in (*operands, loop.out)])
     # vmap and jvp change the operands and keep the name, so the name holds a checksum of the operands' shapes.
-    numbers = (*loop.sizes, loop.num_tiles, loop.num_out, int(loop.summed), zlib.crc32(shapes.encode()))
+    numbers = (*loop.sizes, loop.num_tiles, loop.num_out, loop.summed + loop.accumulates, zlib.crc32(shapes.encode()))
     return "_".join([NAME, *map(str, numbers)])
 
 
@@ -224,12 +272,15 @@ def parse(eqn: jex.JaxprEqn) -> TileLoop | None:
     *sizes, num_tiles, num_out, summed, _ = map(int, name.removeprefix(f"{NAME}_").split("_"))
     scans = [e for e in eqn.params["jaxpr"].jaxpr.eqns if e.primitive.name == "scan"]
     units = [e.params["jaxpr"] for s in scans for e in s.params["jaxpr"].jaxpr.eqns if e.primitive.name in _CHECKPOINT]
+    accumulates = summed == 2
     # A transformation keeps the name and may rewrite what is inside. A loop as written is one scan of one checkpointed unit.
-    if len(scans) != 1 or len(units) != 1 or len(units[0].invars) != sum(sizes) or len(eqn.invars) != sum(sizes):
+    if len(scans) != 1 or len(units) != 1 or len(eqn.invars) != sum(sizes):
+        return None
+    if len(units[0].invars) != sum(sizes) + accumulates:
         return None
     aval: Any = units[0].outvars[0].aval
     result = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    loop = TileLoop(units[0], tuple(sizes), num_tiles, num_out, bool(summed), result)  # pyright: ignore[reportArgumentType]
+    loop = TileLoop(units[0], tuple(sizes), num_tiles, num_out, bool(summed), result, accumulates)  # pyright: ignore[reportArgumentType]
     return loop if _name(loop, [v.aval for v in eqn.invars]) == name else None
 
 

@@ -12,11 +12,15 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 
+from pallas_kernels.dispatch import Implementation
+from zerojax.tiling.kernels import check_implementation
 from zerojax.tiling.operators import tiled_dense, tiled_mlp
 from zerojax.tiling.weights import check_tiles, tile_kernel, tiles_of
 
 Array = jax.Array
 Initializer = Callable[..., Any]
+_ANNOTATIONS = ("out_sharding", "sharding_names", "sharding")
+"""Versions of Flax differ in the name of an annotation."""
 
 
 def _param(param: Any, in_tiles: int, tile: Callable[[Array], Array]) -> nnx.Param[Array]:
@@ -30,8 +34,8 @@ def _param(param: Any, in_tiles: int, tile: Callable[[Array], Array]) -> nnx.Par
         return nnx.Param(value, tiles=(in_tiles, value.ndim))
     value = tile(param.raw_value)
     metadata: dict[str, Any] = {**param.metadata, "tiles": (in_tiles, value.ndim)}
-    # The dim that numbers the tiles comes first, and no axis splits it. Versions of Flax differ in the annotation's name.
-    for name in ("out_sharding", "sharding_names", "sharding"):
+    # The dim that numbers the tiles comes first, and no axis splits it.
+    for name in _ANNOTATIONS:
         if metadata.get(name) is not None:
             metadata[name] = (None, *metadata[name])
     return nnx.Param(value, **metadata)
@@ -55,6 +59,7 @@ class TiledDense(nnx.Module):
         use_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
         kernel_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
         rngs: nnx.Rngs,
@@ -69,27 +74,37 @@ class TiledDense(nnx.Module):
           use_bias: whether there is one.
           dtype: of x, products and result; that of x by default.
           param_dtype: of the weights.
+          implementation: of the products, as of `zerojax.tiling.tiled_dense`; None is XLA's.
           kernel_init: makes [D, F]; may be `nnx.with_partitioning`.
           bias_init: makes [F]; may be `nnx.with_partitioning`.
           rngs: streams.
 
         Raises:
-          ValueError: tiles that do not divide a dim.
+          ValueError: tiles that do not divide a dim, or an unknown implementation.
         """
+        check_implementation(implementation, "TiledDense")
         check_tiles(in_tiles, in_features, "in_tiles")
         # Float32 bytes of [D / in_tiles, F], which `num_tiles` divides along F.
         num_bytes = 4 * in_features * out_features // in_tiles
         tiles = tiles_of(num_tiles, out_features, num_bytes, f"a dense kernel [{in_features}, {out_features}]")
-        self.in_tiles, self.dtype = in_tiles, dtype
+        self.in_tiles, self.dtype, self.implementation = in_tiles, dtype, implementation
         # Initialized whole and then cut, so fan-in and random numbers are those of `nnx.Linear`.
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
         self.kernel = _param(kernel, in_tiles, lambda w: tile_kernel(w, in_tiles=in_tiles, out_tiles=tiles))
+        self.spec = annotation(kernel)
         self.bias = _bias(bias_init(rngs.params(), (out_features,), param_dtype)) if use_bias else nnx.data(None)
 
     def __call__(self, x: Array) -> Array:
         """Return x W + b: x[..., D] -> [..., F]."""
         x = x if self.dtype is None else x.astype(self.dtype)
-        return tiled_dense(x, self.kernel[...], None if self.bias is None else self.bias[...], in_tiles=self.in_tiles)
+        options: Any = {"in_tiles": self.in_tiles, "implementation": self.implementation, "spec": self.spec}
+        return tiled_dense(x, self.kernel[...], None if self.bias is None else self.bias[...], **options)
+
+
+def annotation(param: Any) -> tuple[str | None, ...] | None:
+    """Return the mesh axes of a parameter's dims, as `nnx.with_partitioning` says them, or None."""
+    metadata = param.metadata if isinstance(param, nnx.VariableMetadata) else {}
+    return next((tuple(metadata[name]) for name in _ANNOTATIONS if metadata.get(name) is not None), None)
 
 
 def _bias(param: Any) -> nnx.Param[Array]:
@@ -121,6 +136,7 @@ class TiledMLP(nnx.Module):
         use_bias: bool = True,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
         up_init: Initializer = default_kernel_init,
         down_init: Initializer = default_kernel_init,
         bias_init: Initializer = default_bias_init,
@@ -139,6 +155,7 @@ class TiledMLP(nnx.Module):
           use_bias: whether there are biases.
           dtype: of x, products and result; that of x by default.
           param_dtype: of the weights.
+          implementation: of the products, as of `zerojax.tiling.tiled_mlp`; None is XLA's.
           up_init: makes [D, H], of up and gate; may be `nnx.with_partitioning`.
           down_init: makes [H, D]; may be `nnx.with_partitioning`.
           bias_init: makes [H], of up and gate; may be `nnx.with_partitioning`.
@@ -146,12 +163,14 @@ class TiledMLP(nnx.Module):
           rngs: streams.
 
         Raises:
-          ValueError: tiles that do not divide the hidden dim.
+          ValueError: tiles that do not divide the hidden dim, or an unknown implementation.
         """
+        check_implementation(implementation, "TiledMLP")
         # Float32 bytes of all weights of which a tile has a slice: up and down, and gate.
         num_bytes = 4 * features * hidden * (3 if gated else 2)
         tiles = tiles_of(num_tiles, hidden, num_bytes, f"an MLP [{features}, {hidden}]")
         self.num_tiles, self.seq_tiles, self.activation, self.dtype = tiles, seq_tiles, activation, dtype
+        self.implementation = implementation
 
         def column() -> tuple[Any, Any]:
             # The kernel before its bias, as `nnx.Linear` draws from the stream.
@@ -171,4 +190,5 @@ class TiledMLP(nnx.Module):
         x = x if self.dtype is None else x.astype(self.dtype)
         names = ("up", "gate", "down", "up_bias", "gate_bias", "down_bias")
         weights = {name: a[...] for name in names if (a := getattr(self, name)) is not None}
-        return tiled_mlp(x, weights, self.activation, seq_tiles=self.seq_tiles)
+        options: Any = {"seq_tiles": self.seq_tiles, "implementation": self.implementation}
+        return tiled_mlp(x, weights, self.activation, **options)

@@ -18,7 +18,8 @@ scan over a stack whose tile dim is not split, so gather-on-use slices the stack
 DeepSpeed's TiledLinear makes a module of each tile, so that its hooks gather it; here the tiles are one leaf.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.dispatch import Implementation
+from zerojax.tiling.kernels import check_implementation, joined, product, tensor_dims, use_mlp
 from zerojax.tiling.loops import loop_over
 from zerojax.tiling.weights import check_tiles
 
@@ -72,7 +75,15 @@ def in_chunks(function: Callable[[Any, Array], Array], num_chunks: int) -> Calla
     return chunked
 
 
-def tiled_dense(x: Array, kernel: Array, bias: Array | None = None, *, in_tiles: int = 1) -> Array:
+def tiled_dense(
+    x: Array,
+    kernel: Array,
+    bias: Array | None = None,
+    *,
+    in_tiles: int = 1,
+    implementation: Implementation | None = None,
+    spec: Sequence[str | None] | None = None,
+) -> Array:
     """Return x W + b, one tile of W at a time.
 
     Args:
@@ -80,19 +91,35 @@ def tiled_dense(x: Array, kernel: Array, bias: Array | None = None, *, in_tiles:
       kernel: [out_tiles * in_tiles, D / in_tiles, F / out_tiles], as `tile_kernel` makes it; in the dtype of x.
       bias: [F], or None.
       in_tiles: tiles along D.
+      implementation: of the products: "mosaic" (`pallas_kernels.matmul`'s kernel for Hopper GPUs, 16-bit dtypes), "xla" or
+        "reference" of that op; None is XLA's products, until the op has a measurement in favour of the kernel.
+      spec: for the kernel, the mesh axes of W's dims (D, F): it is run on the columns, or the rows, that a device of a tensor
+        group has. None: on whole tiles.
 
     Returns:
       [..., F] in the dtype of x; products are summed in float32.
 
     Raises:
-      ValueError: x and the tiles do not fit, or `in_tiles` does not divide the tiles.
+      ValueError: x and the tiles do not fit, `in_tiles` does not divide the tiles, or the implementation is unknown.
+      NotImplementedError: the named implementation does not serve this dtype or this device.
     """
+    check_implementation(implementation, "tiled_dense")
     count, d, f = kernel.shape
     check_tiles(in_tiles, count, "in_tiles")
     if x.shape[-1] != in_tiles * d:
         raise ValueError(f"x has {x.shape[-1]} features, and {in_tiles} tiles of {d} take {in_tiles * d}")
     out_tiles, lead = count // in_tiles, x.shape[:-1]
-    if in_tiles == 1:
+    if implementation is not None:
+        columns, summed = tensor_dims(spec)
+        run = functools.partial(product, implementation=implementation, columns=columns, summed=summed)
+        if in_tiles == 1 and summed is None:
+            # The bias is the kernel's, a part for each tile.
+            parts = None if bias is None else bias.reshape(count, f)
+            y = loop_over(lambda w, x, b: run(x, w, b), kernel, x, parts, num_out=count, summed=False)
+            y, bias = jnp.moveaxis(y, 0, -2).reshape(*lead, count * f), None
+        else:
+            y = _accumulated(functools.partial(run, preferred_element_type=jnp.float32), kernel, x, in_tiles)
+    elif in_tiles == 1:
         y = tile_stack(lambda w, x: x @ w.astype(x.dtype), kernel, x)  # [t, ..., F/t]
         y = jnp.moveaxis(y, 0, -2).reshape(*lead, count * f)
     else:
@@ -103,6 +130,22 @@ def tiled_dense(x: Array, kernel: Array, bias: Array | None = None, *, in_tiles:
             y = _both(kernel, parts, out_tiles)
         y = y.astype(x.dtype)
     return y if bias is None else y + bias.astype(y.dtype)
+
+
+def _accumulated(run: Callable[..., Array], kernel: Array, x: Array, in_tiles: int) -> Array:
+    """Return y[..., F] of tiles along D in x's dtype, each product added by its kernel to the float32 sum of those before."""
+    lead, out_tiles = x.shape[:-1], kernel.shape[0] // in_tiles
+    parts = jnp.moveaxis(x.reshape(*lead, in_tiles, -1), -2, 0)  # [i, ..., D/i]
+    if out_tiles == 1:
+        y = loop_over(lambda w, _, part, total: run(part, w, accumulate=total), kernel, None, parts, accumulates=True)
+        return joined(y[0], x.ndim, x.dtype)
+
+    def unit(w: Array, parts: Array, j: Array, total: Array | None) -> Array:
+        return run(jax.lax.dynamic_index_in_dim(parts, j, 0, keepdims=False), w, accumulate=total)
+
+    y = loop_over(unit, kernel, parts, jnp.arange(kernel.shape[0]) % in_tiles, num_out=out_tiles, accumulates=True)
+    y = joined(jnp.moveaxis(y, 0, -2), x.ndim + 1, x.dtype)  # [..., o, F/o]
+    return y.reshape(*lead, -1)
 
 
 def _both(kernel: Array, parts: Array, out_tiles: int) -> Array:
@@ -120,7 +163,12 @@ def _both(kernel: Array, parts: Array, out_tiles: int) -> Array:
 
 
 def tiled_mlp(
-    x: Array, weights: Mapping[str, Array], activation: Callable[[Array], Array] = jax.nn.gelu, *, seq_tiles: int = 1
+    x: Array,
+    weights: Mapping[str, Array],
+    activation: Callable[[Array], Array] = jax.nn.gelu,
+    *,
+    seq_tiles: int = 1,
+    implementation: Implementation | None = None,
 ) -> Array:
     """Return an MLP's result, one tile of its hidden dim at a time: y = sum_k f(x up[k] + b[k]) down[k] + c.
 
@@ -132,13 +180,17 @@ def tiled_mlp(
         "gate_bias"[t, H/t] and "down_bias"[F]; as `tile_mlp` makes them, in the dtype of x.
       activation: f.
       seq_tiles: pieces of S in which each tile is used, so that the hidden activations are [..., S / seq_tiles, H / t].
+      implementation: of the products, as of `tiled_dense`. The kernel takes in biases, a gate, and f where that is
+        `jax.nn.gelu` or `jax.nn.silu`; another f follows it. It adds a tile to the sum in place where `seq_tiles` is 1.
 
     Returns:
       [..., S, F] in the dtype of x; summed in float32.
 
     Raises:
-      ValueError: weights that do not belong together, or tiles that do not divide S.
+      ValueError: weights that do not belong together, tiles that do not divide S, or an unknown implementation.
+      NotImplementedError: the named implementation does not serve this dtype or this device.
     """
+    check_implementation(implementation, "tiled_mlp")
     tiles = {name: a for name, a in weights.items() if name != "down_bias"}
     if unknown := sorted(set(tiles) - {"up", "down", "gate", "up_bias", "gate_bias"}):
         raise ValueError(f"an MLP has up, down, gate, up_bias, gate_bias and down_bias, not {unknown}")
@@ -152,6 +204,9 @@ def tiled_mlp(
         raise ValueError(f"these tiles do not belong together, or not to x {x.shape}: {shapes}")
 
     def use(tile: Mapping[str, Array], x: Array) -> Array:
+        if implementation is not None:
+            return joined(use_mlp(tile, x, activation, implementation), x.ndim, jnp.float32)
+
         def make(name: str) -> Array:
             product = x @ tile[name].astype(x.dtype)  # [..., S / seq_tiles, H / t]
             return product if f"{name}_bias" not in tile else product + tile[f"{name}_bias"].astype(x.dtype)
@@ -159,8 +214,12 @@ def tiled_mlp(
         hidden = activation(make("gate")) * make("up") if "gate" in tile else activation(make("up"))
         return wide_product(hidden, tile["down"].astype(x.dtype))
 
-    chunked = in_chunks(use, seq_tiles)
-    y = tile_sum(lambda tile, x, _: chunked(tile, x), tiles, x).astype(x.dtype)
+    if implementation is not None and seq_tiles == 1:
+        unit = lambda tile, x, _, total: use_mlp(tile, x, activation, implementation, total)  # noqa: E731
+        y = joined(loop_over(unit, tiles, x, accumulates=True)[0], x.ndim, x.dtype)
+    else:
+        chunked = in_chunks(use, seq_tiles)
+        y = tile_sum(lambda tile, x, _: chunked(tile, x), tiles, x).astype(x.dtype)
     return y + weights["down_bias"].astype(y.dtype) if "down_bias" in weights else y
 
 

@@ -1,0 +1,89 @@
+"""How the kernel of `matmul` is split over a mesh: the partitioner sees nothing of a kernel, so a `jax.shard_map` says it.
+
+    x[M_rows, K] @ w[K, N_columns] -> y[M_rows, N_columns]
+    x[M_rows, K_summed] @ w[K_summed, N] -> y[P_summed, M_rows, N]     each device's part of the sum: sum(y, 0) is the product
+
+No collective in either: who wants the product adds the parts up, after as many products as were added to them. Only what
+runs forward is inside. The derivative's products are XLA's, on whole arrays, and the partitioner has their sums over devices
+as those of any dense layer.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Axes of a mesh that split the arrays of a product.
+
+    Attributes:
+      mesh: concrete or abstract.
+      rows: axes that split M.
+      columns: axes that split N; not with `summed`.
+      summed: axes that split K, over P devices. Of one weight, without bias and activation: these come after the sum.
+
+    Raises:
+      ValueError: an unknown axis, or one named twice.
+    """
+
+    mesh: Any
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        used = (*self.rows, *self.columns, *self.summed)
+        if unknown := [axis for axis in used if axis not in self.mesh.axis_names]:
+            raise ValueError(f"matmul: the mesh has axes {self.mesh.axis_names}, and not {unknown}")
+        if len(set(used)) < len(used) or (self.columns and self.summed):
+            raise ValueError(
+                f"matmul: M, N and K are split over {self.rows}, {self.columns} and {self.summed}: each axis once is needed, "
+                "and not both N and K"
+            )
+
+    @property
+    def num_parts(self) -> int:
+        """P, or 0 where K is whole."""
+        return self.size(self.summed) if self.summed else 0
+
+    @property
+    def x(self) -> PartitionSpec:
+        """Spec of x[M, K]."""
+        return PartitionSpec(self.rows or None, self.summed or None)
+
+    @property
+    def w(self) -> PartitionSpec:
+        """Spec of a weight [K, N]."""
+        return PartitionSpec(self.summed or None, self.columns or None)
+
+    @property
+    def bias(self) -> PartitionSpec:
+        """Spec of a bias [N]."""
+        return PartitionSpec(self.columns or None)
+
+    @property
+    def y(self) -> PartitionSpec:
+        """Spec of y, and of what is accumulated: [M, N], or [P, M, N]."""
+        whole = (self.rows or None, self.columns or None)
+        return PartitionSpec(self.summed, *whole) if self.summed else PartitionSpec(*whole)
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """Return the number of pieces that `axes` make."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    def shard(self, m: int, n: int, k: int) -> tuple[int, int, int]:
+        """Return M, N and K of one device's product.
+
+        Raises:
+          ValueError: a dim that its axes do not divide.
+        """
+        for name, size, axes in (("M", m, self.rows), ("N", n, self.columns), ("K", k, self.summed)):
+            if size % self.size(axes):
+                raise ValueError(
+                    f"matmul: {name}={size} does not divide by {self.size(axes)}, the devices along {' x '.join(axes)}: "
+                    "pad it, or choose another split"
+                )
+        return m // self.size(self.rows), n // self.size(self.columns), k // self.size(self.summed)

@@ -1,0 +1,129 @@
+"""Products of tiles by `pallas_kernels.matmul`, on the mesh in scope.
+
+    up      h[B_(data, fsdp), S, H_t/t] = f(x up + b)      one kernel: product, bias, activation, and a gate if there is one
+    down    y[B_(data, fsdp), S, D]    += h down           one kernel, which adds to y where it is
+
+The partitioner sees nothing of a kernel, so each is in a `jax.shard_map` of its own: rows of x as batches are, columns over
+`tensor` where it divides them. Where `tensor` splits the summed dim each device adds up its own part, over all tiles and in
+place, y[t_tensor, B, S, D]; the parts are added after the loop, in one all_reduce in the dtype of x. Only what runs forward
+is in there. Backward is XLA's products, and the partitioner's collectives, as those of a dense layer.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import matmul as op
+from pallas_kernels.dispatch import Implementation
+from zerojax.sharding import TENSOR, batch_axes, num_batch_shards
+
+Array = jax.Array
+
+
+def check_implementation(implementation: str | None, what: str) -> None:
+    """Raise ValueError unless `implementation` is one of `pallas_kernels`, or None."""
+    names = get_args(Implementation)
+    if implementation is not None and implementation not in names:
+        raise ValueError(f"{what}: implementation={implementation!r} is unknown: choose from {', '.join(names)}, or None")
+
+
+def name_of(activation: Callable[[Array], Array]) -> str | None:
+    """Return the kernel's name of an activation, or None where it has none: the activation then follows the kernel."""
+    if isinstance(activation, functools.partial) and activation.func is jax.nn.gelu and not activation.args:
+        return "gelu" if activation.keywords == {"approximate": True} else None
+    return {jax.nn.gelu: "gelu", jax.nn.silu: "silu"}.get(activation)
+
+
+def product(
+    x: Array,
+    w: Array | tuple[Array, Array],
+    bias: Any = None,
+    activation: str | None = None,
+    accumulate: Array | None = None,
+    *,
+    implementation: Implementation,
+    columns: str | None = None,
+    summed: str | None = None,
+    preferred_element_type: Any = None,
+) -> Array:
+    """Return `pallas_kernels.matmul.matmul` of x[..., K] and w[K, N] as the mesh in scope has them.
+
+    Args:
+      x: dim 0 is split over `data` and `fsdp` where they divide it; else every device has all rows.
+      w: cast to x's dtype. Two of them make a gated product.
+      bias: of N; one for each weight.
+      activation: by name.
+      accumulate: float32, what is added to.
+      implementation: as of that function.
+      columns: mesh axis that splits N where it divides, or None.
+      summed: likewise of K; then the result and `accumulate` are the parts of the sum, [t_tensor, ..., N].
+      preferred_element_type: of the result.
+
+    Raises:
+      NotImplementedError: the named implementation does not serve this call.
+    """
+    w = jax.tree.map(lambda a: a.astype(x.dtype), w)
+    first = w[0] if isinstance(w, tuple) else w
+    return op.matmul(
+        x, w, bias, activation, accumulate, implementation, preferred_element_type=preferred_element_type,
+        split=_split(x, first.shape, columns, summed),
+    )  # fmt: skip
+
+
+def _split(x: Array, shape: tuple[int, ...], columns: str | None, summed: str | None) -> op.Split | None:
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    # Under shard_map (manual axes) the arrays are one device's already.
+    if mesh.empty or mesh.size == 1 or getattr(mesh, "manual_axes", ()):
+        return None
+    has_rows = x.ndim > 1 and x.shape[0] % num_batch_shards(mesh) == 0
+
+    def axes(axis: str | None, size: int) -> tuple[str, ...]:
+        count = 1 if axis is None else mesh.shape.get(axis, 1)
+        return (axis,) if axis is not None and count > 1 and size % count == 0 else ()
+
+    return op.Split(mesh, batch_axes(mesh) if has_rows else (), axes(columns, shape[1]), axes(summed, shape[0]))
+
+
+def joined(y: Array, ndim: int, dtype: Any) -> Array:
+    """Return a product of `ndim` dims in a dtype: the sum of its parts y[t_tensor, ..., N], where it comes in parts."""
+    y = y.astype(dtype)
+    # lax.reduce, since jnp.sum would widen 16 bits, and send twice the bytes. With a known zero JAX can transpose it.
+    return y if y.ndim == ndim else jax.lax.reduce(y, np.zeros((), dtype), jax.lax.add, (0,))
+
+
+def tensor_dims(spec: Any) -> tuple[str | None, str | None]:
+    """Return the axes that split the columns and the summed dim of W[D, F], given its annotation.
+
+    Of `tensor` alone: the shards of other axes are gathered before a tile is used.
+    """
+    summed, columns = (*(spec or ()), None, None)[:2]
+    return TENSOR if columns == TENSOR else None, TENSOR if summed == TENSOR else None
+
+
+def use_mlp(
+    tile: Any, x: Array, activation: Callable[[Array], Array], implementation: Implementation, total: Array | None = None
+) -> Array:
+    """Return what one tile of an MLP's hidden dim adds to its result, added to `total`: float32 [..., S, D], or in parts.
+
+    Args:
+      tile: "up"[D, h], "down"[h, D], and "gate", "up_bias" and "gate_bias" if there are such.
+      x: [..., S, D].
+      activation: of the hidden activations.
+      implementation: of the products.
+      total: like the result, overwritten by a kernel; or None.
+    """
+    run = functools.partial(product, implementation=implementation)
+    name, bias = name_of(activation), lambda *names: tuple(tile[n] for n in names) if names[0] in tile else None
+    if "gate" in tile and name is not None:
+        hidden = run(x, (tile["gate"], tile["up"]), bias("gate_bias", "up_bias"), name, columns=TENSOR)
+    elif "gate" in tile:
+        gate = run(x, tile["gate"], bias("gate_bias"), columns=TENSOR)
+        hidden = activation(gate) * run(x, tile["up"], bias("up_bias"), columns=TENSOR)
+    else:
+        hidden = run(x, tile["up"], bias("up_bias"), name, columns=TENSOR)
+        hidden = hidden if name is not None else activation(hidden)
+    return run(hidden, tile["down"], accumulate=total, summed=TENSOR, preferred_element_type=jnp.float32)
