@@ -208,7 +208,7 @@ def head(rates: hlo.Rates) -> str:
             "cores to themselves; the other columns are of the latter. `idle`: the share of the step in which the cores do",
             "nothing but move host memory. `compute`: products and other kernels alone. `floor`: the busiest resource alone,",
             "all bytes by copies. `callbacks`: GB that callbacks copy. `drains`: how often the host's thread waits until the",
-            "device has done everything. In the resident step of 32,768 tokens XLA recomputes more, to keep its memory limit.",
+            "device has done everything. In the resident step of 32,768 tokens jax 0.12 recomputes more, to save memory.",
             "",
             "",
         ]
