@@ -42,12 +42,15 @@ def test_host_copies_are_those_of_the_thunks(tmp_path, config):
     total = hlo.host_link_bytes(text, unknown_trips=1)
     assert {way: found.by_copies[way] + found.by_kernels[way] for way in total} == total
     assert found.source == "thunks"
-    # Each copy of the dump is one of the program's, and each kernel that slices host memory is one of its kernels.
-    (sequence,) = tmp_path.glob("*.thunk_sequence.txt")
-    starts = re.findall(r"kAsyncStart.*\n\s+\d+: (k\w+)", sequence.read_text())
-    moved = [m for m in found.moves if m.instruction in hlo.read_thunks(tmp_path).streams]
-    assert len(moved) == len(starts) > 10
-    assert sum(m.by == "kernel" for m in moved) == starts.count("kCustomKernel")
+    # Each asynchronous thunk of the dump that touches host memory is a move of the program: by a kernel if it starts one.
+    (sequence,), (metadata,) = tmp_path.glob("*.thunk_sequence.txt"), tmp_path.glob("*.thunk_metadata.txt")
+    names = {int(n): name for name, n in re.findall(r'annotation: "(.*)"\s+thunk_id: (\d+)', metadata.read_text())}
+    starts = {int(n): kind for n, kind in re.findall(r"(\d+): kAsyncStart.*\n\s+\d+: (k\w+)", sequence.read_text())}
+    shapes = dict(re.findall(r"^\s+%(\S+) = (.*?) [\w-]+-start\(", text, re.MULTILINE))
+    told = {names[n]: kind for n, kind in starts.items() if "S(5)" in shapes[names[n]]}
+    assert len(told) > 10
+    moves = {m.instruction: m.by for m in found.moves if m.instruction in shapes}
+    assert moves == {name: "kernel" if kind == "kCustomKernel" else "copy" for name, kind in told.items()}
     # Records that the schedule's order picks are named by their leaves.
     stacks = {"state.master['blocks']['w']", "state.opt_state[0].mu['blocks']['w']", "state.opt_state[0].nu['blocks']['w']"}
     assert stacks <= {m.leaf for m in found.moves}
