@@ -53,7 +53,7 @@ BATCH = 8
 
 def model_of(c: gpt.GPTConfig, tensor: int, **fields: Any) -> tuple[gpt.GPTConfig, zj.LayeredModel]:
     """Return sizes with some fields, annotated where `tensor` has several devices, and the model."""
-    c = dataclasses.replace(c, tensor_axis="tensor" if tensor > 1 else None, loss_tiles=0, **fields)
+    c = dataclasses.replace(c, tensor_axis="tensor" if tensor > 1 else None, loss_tiles=0, attention="xla", **fields)
     return c, gpt.layered_gpt(c)
 
 

@@ -80,7 +80,7 @@ def main() -> None:
     options = parser.parse_args()
     c = gpt.GPTConfig(
         layers=options.layers, hidden=options.hidden, heads=options.hidden // 128, seq=512, vocab=4096,
-        tied=False, dtype=jnp.bfloat16,
+        tied=False, dtype=jnp.bfloat16, attention="xla",
     )  # fmt: skip
     layer = 2 * (12 * c.hidden**2 + 13 * c.hidden)
     cases: list[tuple[str, str, dict[str, Any]]] = [("plain GSPMD", form, {"stage": 3, "plain": True}) for form in FORMS]

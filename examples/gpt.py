@@ -9,6 +9,8 @@ vocabulary of the token embedding and of the head:
 """
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,9 +20,12 @@ import optax
 from flax import nnx
 
 import zerojax as zj
+from pallas_kernels.dispatch import Target, target_of
 from zerojax import memory
 
 Batch = dict[str, jax.Array]
+Attention = Literal["auto", "xla", "cudnn"]
+logger = logging.getLogger("zerojax.examples")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,9 @@ class GPTConfig:
       loss_tiles: tiles of the vocabulary in which the loss is computed, without logits[B, T, V]; 0 keeps them whole. None tiles
         them where that lowers the peak of memory (`zerojax.memory.tiled_loss_pays`), in tiles chosen by size.
       mlp_tiles: tiles of the hidden dim in which a block's MLP is stored and used, one at a time; 0 is two dense layers.
+      attention: "xla", whose scores [B, heads, T, T] are arrays; "cudnn", whose scores stay on the chip, for NVIDIA GPUs,
+        16-bit `dtype` and heads of at most 128 in steps of 8; or "auto": cuDNN's where it serves, else XLA's. The reason is
+        logged.
       mlp_implementation: of the tiles' products, as `zj.TiledMLP` has it: "mosaic" is the kernel for Hopper GPUs.
     """
 
@@ -47,6 +55,7 @@ class GPTConfig:
     tensor_axis: str | None = None
     loss_tiles: int | None = None
     mlp_tiles: int = 0
+    attention: Attention = "auto"
     mlp_implementation: Literal["mosaic", "xla", "reference"] | None = None
 
     @property
@@ -147,11 +156,19 @@ class Embed(nnx.Module):
         return self.token(tokens) + self.position(jnp.arange(tokens.shape[1]))
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention: q, k, v[B, T, heads, width] -> [B, T, heads, width]."""
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, implementation: Attention = "xla") -> jax.Array:
+    """Causal attention: q, k, v[B, T, heads, width] -> [B, T, heads, width].
+
+    Raises:
+      ValueError: an unknown implementation, or cuDNN's for what it does not serve.
+    """
+    if implementation not in ("auto", "xla", "cudnn"):
+        raise ValueError(f"attention={implementation!r} is unknown: choose from auto, xla, cudnn")
+    if implementation != "xla" and takes_cudnn(q.dtype, q.shape[-1], target_of(q), implementation == "cudnn"):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
     def run(*qkv: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(*qkv, is_causal=True)
+        return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="xla")
 
     def widened(*qkv: jax.Array) -> jax.Array:
         return run(*(a.astype(jnp.float32) for a in qkv)).astype(q.dtype)
@@ -161,12 +178,32 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(q, k, v, cpu=widened, default=run)  # XLA on CPU lacks this product in float16
 
 
+@functools.cache  # a choice is logged once
+def takes_cudnn(dtype: Any, width: int, target: Target, is_named: bool) -> bool:
+    """Tell whether a program for a device takes cuDNN's attention, and log it.
+
+    Raises:
+      ValueError: it is named, and does not serve.
+    """
+    reason = None
+    if target.platform != "gpu" or not target.kind.startswith("NVIDIA"):
+        reason = f"it is for NVIDIA GPUs, and the program for {target.platform} {target.kind!r}"
+    elif dtype not in (jnp.bfloat16, jnp.float16):
+        reason = f"it takes bfloat16 and float16, not {dtype}"
+    elif width % 8 or width > 128:
+        reason = f"it takes heads of at most 128 in steps of 8, not {width}"
+    if is_named and reason is not None:
+        raise ValueError(f"attention='cudnn' does not serve: {reason}; choose auto or xla")
+    logger.info("attention runs as %s", "cudnn" if reason is None else f"xla (not cudnn: {reason})")
+    return reason is None
+
+
 class Block(nnx.Module):
     """Attention and MLP, each behind a norm and added to the stream: x[B, T, H] -> x[B, T, H]."""
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
         h, t, std = c.hidden, c.tensor_axis, 0.02
-        self.heads, self.tensor_axis = c.heads, t
+        self.heads, self.tensor_axis, self.attention = c.heads, t, c.attention
         self.ln1 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         self.qkv = linear(c, h, 3 * h, std, (None, t), rngs)
         # As in GPT-2: of the 2 L matrices that add to the stream, each starts smaller by the square root of their number.
@@ -186,7 +223,7 @@ class Block(nnx.Module):
         batch, seq, hidden = x.shape
         qkv = self.qkv(self.ln1(x)).reshape(batch, seq, self.heads, 3, hidden // self.heads)  # heads first: whole heads a shard
         q, k, v = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]  # [B, T, heads, H / heads]
-        a = attention(q, k, v).reshape(x.shape)
+        a = attention(q, k, v, self.attention).reshape(x.shape)
         x = x + self._drop(self.proj(a))
         z = self.ln2(x)
         return x + self._drop(self.mlp(z) if self.tiles_mlp else self.out(jax.nn.gelu(self.fc(z), approximate=True)))

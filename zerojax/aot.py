@@ -6,17 +6,21 @@
     compiled.memory_analysis().argument_size_in_bytes
 
 XLA compiles for a described chip as it would beside one, except that it cannot time kernels, so it does not tune them. A
-program that exceeds the chip's memory still compiles: compare bytes yourself. Needs `pip install zerojax[aot]`, and
-JAX_PLATFORMS=cpu in the environment of a machine without a driver, before JAX starts.
+program that exceeds the chip's memory still compiles: compare bytes yourself. cuDNN's attention,
+`jax.nn.dot_product_attention(implementation="cudnn")`, compiles too, without the workspace that cuDNN may ask for.
+
+Needs `pip install zerojax[aot]`, and JAX_PLATFORMS=cpu in the environment of a machine without a driver, before JAX starts.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo as fused_attention  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]  it has no public face
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -54,6 +58,10 @@ CHIPS: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
 )
 """Chips that can be compiled for: name, device memory in bytes, its bandwidth in bytes a second, clock."""
 
+_CUDNN = (9, 10, 0)
+_CAPABILITY = (9, 0)
+"""Versions that the chips are described with: of cuDNN, and of the instructions."""
+
 _LEVELS = frozenset({"exec_time_optimization_effort", "memory_fitting_effort", "optimization_level", "memory_fitting_level"})
 """Options that are no flags of XLA: JAX sets them apart from these."""
 
@@ -72,17 +80,18 @@ def target_config(chip: str) -> str:
         f"  memory_bandwidth: {facts['bandwidth']}",
         f"  device_memory_size: {facts['memory']}",
         f"  clock_rate_ghz: {facts['clock_ghz']}",
-        "  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }",
+        f"  cuda_compute_capability {{ major: {_CAPABILITY[0]} feature_extension: ACCELERATED_FEATURES }}",
         '  device_vendor: "NVIDIA Corporation"',
         '  platform_version: "Compute Capability 9.0a"',
         f'  name: "{facts["name"]}"',
         '  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"',
-        '  dnn_version: "9.10.0" ecc_enabled: true device_interconnect_info { active_links: 18 }',
+        f'  dnn_version: "{".".join(map(str, _CUDNN))}" ecc_enabled: true device_interconnect_info {{ active_links: 18 }}',
     ]
     body = "\n".join(lines)
     return (
         f'gpu_device_info {{\n{body}\n}}\nplatform_name: "CUDA"\n'
-        f'dnn_version_info {{ major: 9 minor: 10 patch: 0 }}\ndevice_description_str: "{facts["name"]}"\n'
+        f"dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} patch: {_CUDNN[2]} }}\n"
+        f'device_description_str: "{facts["name"]}"\n'
     )
 
 
@@ -92,6 +101,7 @@ def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> list[Any]:
     Raises:
       RuntimeError: the CUDA plugin is missing, or JAX looked for a driver.
     """
+    _answer_cudnn()
     try:
         topology = topologies.get_topology_desc(
             platform="cuda", topology=f"1x{hosts}x{gpus_per_host}", target_config=target_config(chip)
@@ -102,6 +112,38 @@ def gpu_devices(chip: str, hosts: int, gpus_per_host: int) -> list[Any]:
             "before JAX starts where there is no GPU driver"
         ) from e
     return list(topology.devices)
+
+
+def _answer_cudnn() -> None:
+    """Let JAX trace cuDNN's attention for a described chip: it asks the machine for a GPU and its cuDNN while it traces.
+
+    Only where the mesh in scope is of such chips is the answer theirs. Everywhere else JAX asks the machine, as before.
+    """
+    answers: dict[str, Callable[..., Any]] = {
+        "check_cudnn_version": lambda: _CUDNN[0] * 10000 + _CUDNN[1] * 100 + _CUDNN[2],
+        "check_compute_capability": lambda least: _version(least) <= _CAPABILITY,
+        "is_cuda_compute_capability_equal": lambda exact: _version(exact) == _CAPABILITY,
+    }
+    for name, answer in answers.items():
+        ask = getattr(fused_attention, name)
+        if not hasattr(ask, "__wrapped__"):  # once
+            setattr(fused_attention, name, _of_described(ask, answer))
+
+
+def _of_described(ask: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    names = {facts["name"] for facts in CHIPS.values()}
+
+    @functools.wraps(ask)
+    def either(*args: Any) -> Any:
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        is_described = device is not None and device.device_kind in names and jax.default_backend() != "gpu"
+        return answer(*args) if is_described else ask(*args)
+
+    return either
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
 
 
 @dataclasses.dataclass(frozen=True)

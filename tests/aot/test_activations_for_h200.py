@@ -6,6 +6,7 @@ known by their first two dims.
 
 import dataclasses
 import functools
+from typing import Any
 
 import gpt
 import jax
@@ -22,9 +23,12 @@ SIZES = {"seq": 256, "hidden": 512, "heads": 8, "vocab": 256, "loss_tiles": 0}
 
 
 @functools.cache
-def compiled(activations, tensor=1, layers=LAYERS, precision="bf16", form="layered", preset=None, **fields):
+def compiled(
+    activations, tensor=1, layers=LAYERS, precision="bf16", form="layered", preset=None, attention: Any = "xla", **fields
+):
     of_axis = {"layers": layers, "dtype": jnp.bfloat16, "tensor_axis": "tensor" if tensor > 1 else None}
-    c = dataclasses.replace(gpt.GPTConfig(**SIZES) if preset is None else gpt.PRESETS[preset], loss_tiles=0, **of_axis)
+    sizes = gpt.GPTConfig(**SIZES) if preset is None else gpt.PRESETS[preset]
+    c = dataclasses.replace(sizes, loss_tiles=0, attention=attention, **of_axis)
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=tensor, fsdp=1, tensor=tensor)
     model = {"layered": gpt.layered_gpt, "unrolled": gpt.unrolled_gpt}[form](c)
     config = zj.ZeroConfig(stage=1, precision=precision, activations=activations, **fields)
@@ -32,6 +36,44 @@ def compiled(activations, tensor=1, layers=LAYERS, precision="bf16", form="layer
     tokens = jax.ShapeDtypeStruct((ROWS, c.seq), jnp.int32)
     batch = program.abstract_batch({"tokens": tokens, "targets": tokens})
     return program.lower(batch).compile(), program.kept(batch), program
+
+
+def fused(activations, attention, **settings):
+    """Return cuDNN's calls in a step, forward and backward, and its bytes beside the arguments."""
+    program, kept, _ = compiled(activations, attention=attention, **settings)
+    text = program.as_text()
+    calls = [text.count(f'custom_call_target="__cudnn$fmhaSoftmax{kind}"') for kind in ("", "Backward")]
+    of_layers = sum(value.num_bytes for value in kept if value.count == LAYERS) / LAYERS
+    return calls, program.memory_analysis().temp_size_in_bytes, of_layers
+
+
+# Each call runs once a layer with "save". Else backward runs the forward one again: its logsumexp is no product, and not kept.
+@pytest.mark.by_default("save-fields2-1")
+@pytest.mark.parametrize(
+    ("fields", "tensor"),
+    [
+        ({}, 1),
+        ({"sequence_parallel": True}, 4),
+        ({"update": "in_backward"}, 1),
+        ({"update": "in_backward"}, 4),
+        ({"form": "unrolled"}, 1),
+    ],
+)
+@pytest.mark.parametrize("activations", ["save", "selective", "remat"])
+def test_cudnns_attention_compiles_and_its_scores_are_nowhere(activations, fields, tensor):
+    calls, temp, kept = fused(activations, "cudnn", tensor=tensor, **fields)
+    none, temp_of_xla, kept_of_xla = fused(activations, "xla", tensor=tensor, **fields)
+    assert none == [0, 0]
+    layers = LAYERS if "form" in fields else 1
+    streams = "update" in fields
+    if not streams:  # a streamed step has its first and its last ticks outside of the loops
+        assert calls == [(1 if activations == "save" else 2) * layers, layers]
+    assert min(calls) >= 1
+    scores = 4 * ROWS * SIZES["heads"] // tensor * SIZES["seq"] ** 2
+    logsumexp = 4 * ROWS * SIZES["heads"] // tensor * SIZES["seq"]
+    assert temp_of_xla - temp >= scores
+    if activations == "save" and not fields:
+        assert kept == pytest.approx(kept_of_xla - scores + logsumexp, rel=0.01)
 
 
 def stack_bytes(text, layers=LAYERS):

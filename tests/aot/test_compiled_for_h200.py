@@ -22,7 +22,7 @@ from zerojax import aot, hlo, memory
 from zerojax.memory.report import MemoryReport
 from zerojax.program import gathering
 
-CONFIG = gpt.GPTConfig(layers=8, hidden=4096, heads=32, seq=512, vocab=4096, dtype=jnp.bfloat16, tied=False)
+CONFIG = gpt.GPTConfig(layers=8, hidden=4096, heads=32, seq=512, vocab=4096, dtype=jnp.bfloat16, tied=False, attention="xla")
 LAYER_BYTES = 2 * (12 * CONFIG.hidden**2 + 13 * CONFIG.hidden)
 pytestmark = pytest.mark.xdist_group("h200")  # tests share compiled programs, so they share a process
 KINDS = {"layered": gpt.layered_gpt, "unrolled": gpt.unrolled_gpt}
@@ -198,7 +198,7 @@ ON_HOST = {"params": "pinned_host", "grads": "pinned_host", "opt_state": "pinned
 def test_the_vocabulary_stays_split_over_tensor(capfd, axes, fields, loss_tiles, tied):
     c = gpt.GPTConfig(
         layers=2, hidden=512, heads=8, seq=256, vocab=4096, dtype=jnp.bfloat16, tied=tied, tensor_axis="tensor",
-        loss_tiles=loss_tiles,
+        loss_tiles=loss_tiles, attention="xla",
     )  # fmt: skip
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, **axes)
     config = zj.ZeroConfig(precision="bf16", **fields)
@@ -254,7 +254,7 @@ def test_microbatches_multiply_gathers_and_keep_memory(capfd):
 
 
 def test_a_trillion_parameters_compile_for_512_gpus(capfd):
-    c = gpt.GPTConfig(layers=128, hidden=25600, heads=160, seq=1024, vocab=50304, dtype=jnp.bfloat16)
+    c = gpt.GPTConfig(layers=128, hidden=25600, heads=160, seq=1024, vocab=50304, dtype=jnp.bfloat16, attention="xla")
     assert c.num_params > 1e12
     start = time.monotonic()
     config = zj.ZeroConfig(stage=3, precision="bf16", clip_norm=1.0, activations="remat")

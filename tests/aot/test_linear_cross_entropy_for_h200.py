@@ -124,7 +124,7 @@ def test_gradients_of_a_whole_w_are_reduce_scattered(axes, moved):
 @pytest.mark.exhaustive
 def test_a_gpt_step_has_the_same_collectives_and_less_memory():
     """A GPT-2 of 124 M parameters with its own vocabulary, which the closed form gives tiles: 8 GPUs at stage 3."""
-    c = dataclasses.replace(gpt.PRESETS["124m"], vocab=50304, dtype=jnp.bfloat16)
+    c = dataclasses.replace(gpt.PRESETS["124m"], vocab=50304, dtype=jnp.bfloat16, attention="xla")
     assert c.tiles_loss
     mesh = aot.gpu_mesh("h200", gpus_per_host=8)
     tokens = jax.ShapeDtypeStruct((64, c.seq), jnp.int32)

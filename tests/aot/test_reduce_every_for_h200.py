@@ -21,7 +21,16 @@ HOST = "pinned_host"
 ALL = {"params": HOST, "grads": HOST, "opt_state": HOST, "activations": HOST}
 FSDP, HYBRID, TENSOR = {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}
 CONFIG = gpt.GPTConfig(
-    vocab=1024, seq=256, hidden=256, layers=4, heads=4, dtype=jnp.bfloat16, tensor_axis="tensor", loss_tiles=4, dropout=0.1
+    vocab=1024,
+    seq=256,
+    hidden=256,
+    layers=4,
+    heads=4,
+    dtype=jnp.bfloat16,
+    tensor_axis="tensor",
+    loss_tiles=4,
+    dropout=0.1,
+    attention="xla",
 )
 COUNT, SMALL = 8, 64  # microbatches; bytes of losses, weights and norms
 CASES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,15 @@ import zerojax as zj
 from zerojax import aot, hlo
 
 CONFIG = gpt.GPTConfig(
-    vocab=1024, seq=2048, hidden=2048, layers=4, heads=16, dtype=jnp.bfloat16, tensor_axis="tensor", loss_tiles=0
+    vocab=1024,
+    seq=2048,
+    hidden=2048,
+    layers=4,
+    heads=16,
+    dtype=jnp.bfloat16,
+    tensor_axis="tensor",
+    loss_tiles=0,
+    attention="xla",
 )
 SBH = 2 * CONFIG.seq * CONFIG.hidden  # bytes
 pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("h200")]

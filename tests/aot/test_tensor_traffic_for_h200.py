@@ -15,7 +15,15 @@ from zerojax import aot, hlo
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.xdist_group("h200")]
 CONFIG = gpt.GPTConfig(
-    vocab=1024, seq=256, hidden=512, layers=3, heads=8, dtype=jnp.bfloat16, tensor_axis="tensor", loss_tiles=0
+    vocab=1024,
+    seq=256,
+    hidden=512,
+    layers=3,
+    heads=8,
+    dtype=jnp.bfloat16,
+    tensor_axis="tensor",
+    loss_tiles=0,
+    attention="xla",
 )
 SP, PA = {"sequence_parallel": True}, {"partition_activations": True}
 

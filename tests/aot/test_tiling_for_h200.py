@@ -137,7 +137,9 @@ def test_the_widest_mlp_that_fits_is_found():
 
 def gpt_step(implementation, axes, **fields):
     """Return a GPT's compiled step: the kernels of each loop that has any, bytes of collectives by kind, temporaries."""
-    sizes = gpt.GPTConfig(layers=4, hidden=1024, heads=8, seq=1024, vocab=1024, dtype=jnp.bfloat16, mlp_tiles=4)
+    sizes = gpt.GPTConfig(
+        layers=4, hidden=1024, heads=8, seq=1024, vocab=1024, dtype=jnp.bfloat16, mlp_tiles=4, attention="xla"
+    )
     tensor_axis = "tensor" if axes.get("tensor", 1) > 1 else None
     c = dataclasses.replace(sizes, mlp_implementation=implementation, tensor_axis=tensor_axis)
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=4, **axes)

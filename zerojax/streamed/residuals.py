@@ -156,7 +156,8 @@ class TracedBlock:
         self, apart: Apart, slots: Sequence[int], values: list[Any], residuals: dict[int, jax.Array] | None
     ) -> list[Any]:
         """Return the results of an equation that is taken apart, and what is kept for its derivative."""
-        outs, kept = apart.forward(values)
+        # Its derivative is that of `derivable`. What runs forward may have none: a kernel such as cuDNN's attention.
+        outs, kept = apart.forward(values if residuals is None else jax.lax.stop_gradient(values))
         if residuals is None:
             return [*outs, *kept]
         # What was kept takes the place of what is computed here, which nothing reads then.

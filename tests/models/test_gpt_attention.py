@@ -1,0 +1,54 @@
+"""Which attention the example's GPT takes: cuDNN's on NVIDIA GPUs in 16 bits, XLA's elsewhere; and what it refuses."""
+
+import logging
+
+import gpt
+import jax
+import jax.numpy as jnp
+import pytest
+from devices import on_gpu
+
+from zerojax import aot
+
+
+def traced(implementation, dtype=jnp.bfloat16, width=64):
+    q = jax.ShapeDtypeStruct((2, 8, 4, width), dtype)
+    return str(jax.make_jaxpr(lambda q: gpt.attention(q, q, q, implementation))(q))
+
+
+def test_attention_is_cudnns_for_a_described_gpu_in_16_bits_and_xlas_elsewhere(h200_compiler, caplog):
+    mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=1)
+    gpt.takes_cudnn.cache_clear()
+    with caplog.at_level(logging.INFO, logger="zerojax.examples"):
+        with jax.set_mesh(mesh):
+            assert "dot_product_attention" in traced("auto")
+            assert "dot_general" in traced("xla")
+            assert "dot_general" in traced("auto", jnp.float32)
+        assert "dot_general" in traced("auto")
+        assert "dot_general" in traced("auto")  # logged once
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0] == "attention runs as cudnn"
+    assert messages[1] == "attention runs as xla (not cudnn: it takes bfloat16 and float16, not float32)"
+    assert messages[2:] == ["attention runs as xla (not cudnn: it is for NVIDIA GPUs, and the program for cpu 'cpu')"]
+
+
+def test_cudnns_attention_named_where_it_does_not_serve_is_refused():
+    with pytest.raises(ValueError, match=r"attention='cudnn' does not serve: it is for NVIDIA GPUs.*choose auto or xla"):
+        traced("cudnn")
+    for dtype, width, reason in (
+        (jnp.float32, 64, "16, not float32"),
+        (jnp.bfloat16, 144, "not 144"),
+        (jnp.bfloat16, 60, "60"),
+    ):
+        with on_gpu("NVIDIA H200"), pytest.raises(ValueError, match=reason):
+            traced("cudnn", dtype, width)
+    with pytest.raises(ValueError, match="attention='flash' is unknown: choose from auto, xla, cudnn"):
+        traced("flash")
+
+
+def test_a_machine_that_is_there_is_asked_itself(h200_compiler):
+    """The answers for described GPUs are not those for another mesh: JAX finds no GPU here."""
+    aot.gpu_devices("h200", 1, 1)
+    qkv = [jax.ShapeDtypeStruct((2, 8, 4, 256), jnp.bfloat16)] * 3  # heads of 256: for Hopper, which this process is not
+    with on_gpu("NVIDIA A100-SXM4-80GB"), pytest.raises((NotImplementedError, RuntimeError)):
+        jax.eval_shape(lambda *qkv: jax.nn.dot_product_attention(*qkv, implementation="cudnn"), *qkv)
