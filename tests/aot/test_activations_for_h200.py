@@ -48,7 +48,7 @@ def fused(activations, attention, **settings):
 
 
 # Each call runs once a layer with "save". Else backward runs the forward one again: its logsumexp is no product, and not kept.
-@pytest.mark.by_default("save-fields2-1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("fields", "tensor"),
     [
