@@ -39,6 +39,7 @@ def test_host_copies_are_those_of_the_thunks(tmp_path, config):
     found = zero.host_copies(BATCH)
     compiled = zero.lower(BATCH).compile({"xla_dump_to": str(tmp_path)})
     text = compiled.as_text()
+    assert text is not None
     total = hlo.host_link_bytes(text, unknown_trips=1)
     assert {way: found.by_copies[way] + found.by_kernels[way] for way in total} == total
     assert found.source == "thunks"
