@@ -14,8 +14,8 @@ A slice of host memory is a copy, which occupies its direction of the link alone
 (`zerojax.hlo.traffic`). With `kernels="beside"` a kernel costs products nothing. The truth lies between; only a GPU can tell.
 
 Streams: XLA before 0.12 deals asynchronous operations out to four streams in turn, so that a download blocks the upload behind
-it. From 0.12 on it has one stream for each direction. Dumped thunks name the streams; without them the installed jaxlib is
-assumed to have compiled the text.
+it. From 0.12 on those that move host memory have one stream for each direction. Dumped thunks name the streams; without them
+the installed jaxlib is assumed to have compiled the text.
 
 Everything here is predicted, and moves with the rates (`zerojax.hlo.rates`). It is meant for choosing between programs. What
 it leaves out: copies slow no product by taking device memory's bandwidth, both directions of the link do not slow each other,
@@ -40,7 +40,7 @@ from zerojax.hlo.traffic import COPY, KERNEL, HostMove, HostTraffic, host_traffi
 
 STREAMS: Mapping[str, str] = {
     "turns": "four streams in turn, as XLA before 0.12 does",
-    "direction": "one stream each way, as XLA does from 0.12 on",
+    "direction": "one stream each way for host memory and four in turn for the rest, as XLA does from 0.12 on",
     "each": "a stream for each operation",
 }
 """How asynchronous operations are dealt out to streams, by name."""
@@ -241,7 +241,7 @@ class _Walk:
             way = self._way(computation, i)
             lanes[i.result] = {
                 "turns": f"stream {number % _NUM_STREAMS}",
-                "direction": f"stream {way}" if way else "stream",
+                "direction": f"stream {way}" if way else f"stream {number % _NUM_STREAMS}",
                 "each": i.result,
             }[rule]
         assumed = "" if streams else f" (assumed: jaxlib {installed} is installed)"
