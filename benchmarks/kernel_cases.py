@@ -13,7 +13,7 @@ import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from pallas_kernels.linear_cross_entropy import linear_cross_entropy
+from pallas_kernels.linear_cross_entropy import KernelConfig, linear_cross_entropy
 from pallas_kernels.matmul import matmul
 from pallas_kernels.matmul.reference import ACTIVATIONS
 from pallas_kernels.nf4 import Nf4, dequantize_nf4, quantize_nf4
@@ -304,7 +304,8 @@ def loss_case(tokens: int, hidden: int, vocab: int) -> Case:
 
     def op(implementation: Any) -> Step:
         def call(arrays: Any, _: Any) -> Any:
-            loss = functools.partial(linear_cross_entropy, labels=labels(), implementation=implementation)
+            config = KernelConfig(backward=True) if implementation == MOSAIC else None
+            loss = functools.partial(linear_cross_entropy, labels=labels(), implementation=implementation, config=config)
             return jax.value_and_grad(loss, argnums=(0, 1))(arrays[0], arrays[1])
 
         return call

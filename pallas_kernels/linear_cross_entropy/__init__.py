@@ -82,8 +82,9 @@ def linear_cross_entropy(
         one of `jax.experimental.checkify`, whose `err.throw()` raises it, and without `checkify` the NaN is what tells. A
         callback that raised would leave other devices waiting in a collective.
       num_tiles: of each device's part of the vocabulary; None has them chosen, by memory.
-      implementation: "mosaic" (the Hopper kernels; 16-bit dtypes, w whole on its device), "xla" (in tiles),
-        "reference" (whole logits in float32), or None to have it chosen and logged.
+      implementation: "mosaic" (the Hopper kernel forward, 16-bit dtypes, w whole on its device; backward is XLA's loops unless
+        `KernelConfig(backward=True)` asks for the kernels), "xla" (in tiles), "reference" (whole logits in float32), or None to
+        have it chosen and logged.
       split: how the arrays are split over a mesh; None: they are not, or the call is inside a `jax.shard_map` on whole w.
       config: sizes of the tiles on one device, a `KernelConfig` of the kernels or a `Config` of XLA's loops; None has them
         chosen. Not with `num_tiles`.

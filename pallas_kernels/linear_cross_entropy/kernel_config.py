@@ -36,6 +36,8 @@ class KernelConfig:
       num_slopes: tiles of slopes in shared memory.
       num_backward_stages: as `num_stages`, of backward.
       num_cores: blocks that run at a time; None is those of the GPU.
+      backward: whether backward is the kernels' too. By default it is XLA's loops, from forward's log-sum-exps: products of a
+        gradient are 64 columns wide in the kernels, and their float32 sums pass through memory.
     """
 
     block_v: int = 256
@@ -45,6 +47,7 @@ class KernelConfig:
     num_slopes: int = 4
     num_backward_stages: int = 3
     num_cores: int | None = None
+    backward: bool = False
 
     def __post_init__(self):
         for name in ("block_v", "width"):

@@ -10,7 +10,8 @@ What is traded. Logits are computed three times, where XLA's loops with one pass
 both gradients would have to add to one of them from many blocks at once, with atomic operations, in an order that changes from
 run to run. Sums of a gradient lie in global memory in float32, 4 * 128 * D bytes a core (264 MiB on an H200 at D = 4096),
 and are read and written once for 512 columns or tokens (`kernel_config` counts it). XLA's tiles are wider, 2048, and cuBLAS
-multiplies them: whether the kernels are faster is for a GPU to say.
+multiplies them: whether the kernels are faster is for a GPU to say. Until those of backward are wider than COLUMNS and keep
+their sums out of memory nobody takes them who does not ask (`KernelConfig.backward`): backward is XLA's loops.
 
 What there was, and whether it serves (read in 2026):
 

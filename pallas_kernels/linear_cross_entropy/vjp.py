@@ -37,7 +37,8 @@ class Call:
       config: tiles; None has them chosen.
       num_tiles: of each device's columns; None has them chosen. Not with `config`.
       split: over a mesh, or None.
-      kernel: sizes of the Hopper kernels, which run where it is given; `config` and `num_tiles` are of XLA's loops.
+      kernel: sizes of the Hopper kernels; where it is given forward's runs, and backward's where it says so. `config` and
+        `num_tiles` are of XLA's loops.
     """
 
     form: Form
@@ -90,7 +91,7 @@ def _backward(call: Call, residuals: Any, dloss: Array) -> tuple[Array, Array, N
     def run(x: Array, w: Array, labels: Array, lse: Array, dloss: Array) -> tuple[Array, Array]:
         # The cotangent of a token that counts nothing may be anything, NaN included.
         weight = jnp.where(labels >= 0, dloss, 0)
-        if call.kernel is not None:
+        if call.kernel is not None and call.kernel.backward:
             grads = mosaic.backward(call.form, call.kernel, x, w, call.places(w, labels), lse, weight)
             return call.split.reduce_gradients(*grads) if call.split else grads
         return xla.backward(call.pieces(x, w, labels), lse, weight)

@@ -26,7 +26,7 @@ from pallas_kernels.linear_cross_entropy.reference import Form
 pytestmark = pytest.mark.xdist_group("kernels")
 # One block goes through all tiles and uses its slots again and again: the interpreter compiles the program of each block.
 SMALL: dict[str, Any] = {"block_v": 64, "num_stages": 2, "num_parts": 2, "num_cores": 1}
-SMALL |= {"width": 64, "num_slopes": 1, "num_backward_stages": 2}
+SMALL |= {"width": 64, "num_slopes": 1, "num_backward_stages": 2, "backward": True}
 mosaic = functools.partial(linear_cross_entropy, implementation="mosaic")
 
 
@@ -35,6 +35,13 @@ def test_loss_kernels_interpreted_equal_float64_without_races(races):
     arrays = problem("bfloat16", (130, 72, 140), 0.5)
     with races():
         check(*arrays, dtype="bfloat16", implementation="mosaic", config=KernelConfig(**SMALL), **OPTIONS["all"])
+
+
+@pytest.mark.exhaustive
+def test_loss_kernel_interpreted_with_xlas_backward_equals_float64_without_races(races):
+    config = KernelConfig(**SMALL | {"backward": False})
+    with races():
+        check(*problem("bfloat16", (40, 24, 101)), dtype="bfloat16", implementation="mosaic", config=config)
 
 
 def test_loss_kernels_interpreted_keep_large_logits_of_either_sign_without_races(races):
@@ -87,9 +94,8 @@ def test_loss_kernels_on_split_arrays_are_joined_as_on_one_device(monkeypatch, a
     size = math.prod(axes.values())
     mesh = zj.make_mesh(**{"data": 1, "fsdp": 1} | axes, devices=jax.devices()[:size])
     split = Split(mesh, ("data", "fsdp"), w, dw)
-    check(
-        *problem("bfloat16", (40, 24, 104)), "bfloat16", implementation="mosaic", split=split, label_smoothing=0.1, z_loss=0.01
-    )
+    options = {"implementation": "mosaic", "split": split, "label_smoothing": 0.1, "z_loss": 0.01}
+    check(*problem("bfloat16", (40, 24, 104)), "bfloat16", **options, config=KernelConfig(backward=True))
 
 
 BF16 = problem("bfloat16", (8, 64, 128))
@@ -133,7 +139,8 @@ def test_loss_of_a_matrix_that_rests_on_shards_is_xlas():
 def test_loss_kernels_in_shard_map_run_on_each_devices_tokens(checks):
     def gradients(implementation, x, w, labels):
         def of_shard(x, w, labels):
-            total = linear_cross_entropy(x, w, labels, reduction="sum", implementation=implementation)
+            config = KernelConfig(backward=True) if implementation == "mosaic" else None
+            total = linear_cross_entropy(x, w, labels, reduction="sum", implementation=implementation, config=config)
             return jax.lax.psum(total, "data")
 
         specs = (P("data"), P(), P("data"))
@@ -143,6 +150,15 @@ def test_loss_kernels_in_shard_map_run_on_each_devices_tokens(checks):
         found, expected = (str(jax.make_jaxpr(functools.partial(gradients, name))(*BF16)) for name in ("mosaic", "xla"))
     assert found.count("mpmd_map[") == 3 > expected.count("mpmd_map[")
     assert found.count("psum") == expected.count("psum") > 0
+
+
+def test_backward_of_the_kernels_runs_where_a_config_asks_for_it_alone():
+    def kernels(config):
+        jaxpr = jax.make_jaxpr(jax.grad(functools.partial(mosaic, config=config), argnums=(0, 1)))(*BF16)
+        return str(jaxpr).count("mpmd_map[")
+
+    with on_gpu("NVIDIA H200"):
+        assert [kernels(config) for config in (None, KernelConfig(), KernelConfig(backward=True))] == [1, 1, 3]
 
 
 def test_loss_on_hopper_is_xlas_until_a_measurement_says_otherwise(caplog):
