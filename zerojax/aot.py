@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import compiler
 from jax._src.cudnn import fused_attention_stablehlo as fused_attention  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]  it has no public face
 from jax.experimental import topologies
@@ -63,7 +64,7 @@ _CAPABILITY = (9, 0)
 """Versions that the chips are described with: of cuDNN, and of the instructions."""
 
 _LEVELS = frozenset({"exec_time_optimization_effort", "memory_fitting_effort", "optimization_level", "memory_fitting_level"})
-"""Options that are no flags of XLA: JAX sets them apart from these."""
+"""Options that are no flags of XLA: JAX sets them apart from these. The efforts are gone in jax 0.11."""
 
 
 def target_config(chip: str) -> str:
@@ -179,8 +180,10 @@ def compile_with_callbacks(lowered: jax.stages.Lowered, mesh: Mesh, options: Map
     build.use_spmd_partitioning = build.use_shardy_partitioner = True
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(size).reshape(1, size))
     given = dict(options or {})
-    for name in _LEVELS & given.keys():
-        setattr(build, name, given.pop(name))
+    levels = getattr(compiler, "CompilerEffortLevel", None)  # as of jax 0.11, which takes names such as "O1", too
+    for name in _LEVELS & given.keys() & set(dir(build)):
+        level = given.pop(name)
+        setattr(build, name, level if levels is None else levels(level).value)
     compile_options.env_option_overrides = list(given.items())
     devices = tuple(mesh.devices.flat)
     compiled = devices[0].client.compile(lowered.compiler_ir("stablehlo"), _jax.DeviceList(devices), compile_options)
