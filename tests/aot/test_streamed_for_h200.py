@@ -244,6 +244,17 @@ def test_gradients_are_reduced_to_their_shards_inside_the_backward_loop(name):
     assert all(c.num_bytes <= 1.01 * LAYER_BYTES for c in found)
 
 
+def test_over_fsdp_and_tensor_no_activation_is_replicated():
+    """Rows of the look-up's gradient travel to their shards. Left to itself XLA of jax 0.11 and 0.12 sums whole activations."""
+    c = compiled("tensor")
+    stream = 2 * ACTIVATION_BYTES  # of 4 devices over fsdp, for 8
+    found = [e for e in hlo.collectives(c.text, unknown_trips=1, mesh=c.program.mesh) if e.num_bytes == stream]
+    assert {(e.op, e.axes) for e in found if e.axes != "tensor"} == {("all-to-all", "fsdp")}
+    assert sum(e.times for e in found if e.axes == "fsdp") == 1
+    gathered = [e.num_bytes for e in hlo.collectives(c.text, unknown_trips=1) if e.op == "all-gather"]
+    assert min(gathered) == 4 * BATCH * GPUS * SEQ  # tokens, int32: 4 KiB
+
+
 # --- overlap ---------------------------------------------------------------------------------------------------------------
 
 
