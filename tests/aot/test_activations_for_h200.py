@@ -71,9 +71,11 @@ def test_cudnns_attention_compiles_and_its_scores_are_nowhere(activations, field
     assert min(calls) >= 1
     scores = 4 * ROWS * SIZES["heads"] // tensor * SIZES["seq"] ** 2
     logsumexp = 4 * ROWS * SIZES["heads"] // tensor * SIZES["seq"]
-    assert temp_of_xla - temp >= scores
-    if activations == "save" and not fields:
-        assert kept == pytest.approx(kept_of_xla - scores + logsumexp, rel=0.01)
+    assert temp < temp_of_xla
+    if activations == "save":
+        assert temp_of_xla - temp >= scores
+    if not streams and "form" not in fields:  # the heads of what cuDNN's makes are known to be split
+        assert kept == pytest.approx(kept_of_xla - (scores - logsumexp if activations == "save" else 0), rel=0.01)
 
 
 def stack_bytes(text, layers=LAYERS):

@@ -320,6 +320,15 @@ def _gather(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -
     return [tuple(out)]
 
 
+def _fused_attention(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split]:
+    """cuDNN's: of q, k, v[B, T, N, H] (or [B, N, T, H]) the output, split as q, and logsumexp[B, N, T]; backward dq, dk, dv."""
+    seq = 2 if eqn.params["layout"] else 1
+    for split in ins[:3]:
+        _unsplit(split, (seq, 3))
+    of_rows = (ins[0][0], ins[0][3 - seq], ())
+    return [of_rows if _ndim(v) == 3 else ins[n] for n, v in enumerate(eqn.outvars)]
+
+
 def _constraint(eqn: jex.JaxprEqn, ins: Sequence[Split], sizes: Mapping[str, int]) -> list[Split | None]:
     spec = getattr(eqn.params["sharding"], "spec", None)
     if spec is None:
@@ -418,6 +427,8 @@ _RULES: dict[str, _Rule] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "dot_general": _dot_general,
     "gather": _gather,
+    "dot_product_attention_fwd_wrapper": _fused_attention,
+    "dot_product_attention_bwd_wrapper": _fused_attention,
     "sharding_constraint": _constraint,
     **_ENTERED,
 }
