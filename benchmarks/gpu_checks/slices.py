@@ -14,13 +14,14 @@ def check_slices(sizes: Sizes) -> Iterator[Row]:
     """Run each form of access to host memory, in both directions."""
     import jax
 
-    from host_offload.device import build_form, forms, records
+    from host_offload.device import build_form, forms, has_linear_fix, records
 
     del sizes
-    for name, form in forms().items():
+    kinds = (("", False), (", linear", True)) if has_linear_fix() else (("", False),)
+    for name, form, is_linear in [(name + of, form, linear) for name, form in forms().items() for of, linear in kinds]:
 
-        def rows(name: str = name, form: Any = form) -> Iterator[Row]:
-            program, wrong = build_form(form, jax.devices()[0]), []
+        def rows(name: str = name, form: Any = form, is_linear: bool = is_linear) -> Iterator[Row]:
+            program, wrong = build_form(form, jax.devices()[0], is_linear=is_linear), []
             stack = records()
             for direction, order in (("ascending", range(len(stack))), ("descending", reversed(range(len(stack))))):
                 order = np.array(list(order), np.int32)

@@ -1,13 +1,16 @@
 """Check, once, that this device slices a stack in host memory at the records it is asked for.
 
-A streamed step slices stacks `W[L, D, F]` in pinned host memory inside compiled loops, at an index read from its schedule.
-XLA for GPUs may turn such a slice into a copy whose address is `offset + stride * i`, with i the count of iterations. The XLA
-of jax 0.10 and 0.11 derives that address as if the index were i itself even where it is a function of i: a reversed scan, a
-prefetch of i + 1, `fori_loop(1, L)` (openxla/xla 46231, fixed by 46308 of 2026-07-27). Then wrong layers are trained,
-without any error. CPUs compute all of it correctly, so no test without a GPU sees it.
+A streamed step slices stacks `W[L, D, F]` in pinned host memory inside compiled loops. There are two forms of index:
 
-An index that is read from an argument of the program is no function of i, and is read where it is used. Each form below
-slices that way, as the streamed step does, on records of distinct integers, and is compared exactly with numpy:
+    array     order[i], read from an argument of the program: no function of the loop's counter i, read where it is used.
+              XLA moves the record by a kernel, whose threads read host memory over the link.
+    linear    first + step * i, in a loop whose bounds XLA knows. XLA derives the address `offset + stride * i` when it
+              compiles, and moves the record by a copy engine, which leaves the cores to the products.
+
+Up to jaxlib 0.11.0 XLA derives that address as if the index were i itself (openxla/xla 46231, fixed by 46308 of 2026-07-27 and
+in jaxlib from 0.11.1 on). Then wrong layers are trained, without any error. CPUs compute all of it correctly, so no test
+without a GPU sees it. Each form below slices both ways, as the streamed step does, on records of distinct integers, and is
+compared exactly with numpy:
 
     read           load order[i]
     read_ahead     load order[i + d] into a ring of d slots, take the one loaded d ticks ago
@@ -15,6 +18,7 @@ slices that way, as the streamed step does, on records of distinct integers, and
     update_ahead   the same with the next record loaded before this one is stored
     activations    store at order[i], then a second loop loads in the reverse order
 
+A tick without another of its kind is a loop of one trip (`host_offload.device.loops`) where the index is linear.
 `zerojax.hlo.host_link` finds the same fault in a program that was compiled and not run.
 """
 
@@ -30,9 +34,37 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from host_offload.device.loops import one_trip
+
+LINEAR_SINCE = (0, 11, 1)
+"""The first jaxlib whose XLA derives the address of a linear index rightly."""
 DISTANCE = 2
 """d, the ring's slots in `read_ahead`."""
 _SHAPE = (6, 32, 128)  # L, D, F: 16 KiB a record
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinearOrder:
+    """An order that is linear in the tick: `order[i] = first + step * i`, of which nothing is read from an array.
+
+    Attributes:
+      first: order[0].
+      step: between ticks.
+      num: L.
+    """
+
+    first: int
+    step: int
+    num: int
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, i: Any) -> Any:
+        return jnp.int32(self.first) + jnp.int32(self.step) * i
+
+
+Order = jax.Array | LinearOrder
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,17 +72,18 @@ class Form:
     """One way in which a step uses a stack.
 
     Attributes:
-      run: (order: int32[L], stack[L, D, F] in host memory, kind) -> (stack, taken[L, D, F] in device memory), jittable with
-        kind static. `taken[i]` is the record that tick i computed with. The stack may be donated.
+      run: (order, stack[L, D, F] in host memory, kind) -> (stack, taken[L, D, F] in device memory), jittable with kind static.
+        The order is an int32[L], or a LinearOrder, which is static. `taken[i]` is the record that tick i computed with. The
+        stack may be donated.
       expect: the same with numpy: (order, stack) -> (stack, taken).
     """
 
-    run: Callable[[jax.Array, jax.Array, str], tuple[jax.Array, jax.Array]]
+    run: Callable[[Order, jax.Array, str], tuple[jax.Array, jax.Array]]
     expect: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def check_host_slices(device: Any = None) -> None:
-    """Run every form on `device`, in ascending and in descending order; once for each device of a process.
+    """Run every form on `device` with an index read from an array, up and down; once for each device of a process.
 
     Args:
       device: a jax.Device; the first local one by default.
@@ -58,21 +91,42 @@ def check_host_slices(device: Any = None) -> None:
     Raises:
       RuntimeError: a form loaded or stored the wrong record.
     """
-    wrong = _wrong_forms(jax.local_devices()[0] if device is None else device)
+    wrong = _wrong_forms(_given(device), False)
     if wrong:
         versions = f"jax {jax.__version__}, jaxlib {importlib.metadata.version('jaxlib')}"
         raise RuntimeError(
             f"this device slices host memory at the wrong records: {', '.join(wrong)} ({versions}); training would be silently "
-            "wrong. Upgrade jaxlib to one with the fix of openxla/xla issue 46231 (after 2026-07-27; 0.12 has it), or set "
+            "wrong. Upgrade jaxlib to one with the fix of openxla/xla issue 46231 (0.11.1 and later have it), or set "
             "XLA_FLAGS=--xla_disable_hlo_passes=dynamic-slice-annotator before JAX starts"
         )
 
 
+def has_linear_fix() -> bool:
+    """Tell whether this jaxlib is said to have the fix of openxla/xla issue 46231. `linear_slices_are_right` asks a device."""
+    return tuple(int(n) for n in importlib.metadata.version("jaxlib").split(".")[:3]) >= LINEAR_SINCE
+
+
+def linear_slices_are_right(device: Any = None) -> bool:
+    """Run every form on `device` with a linear index, up and down; once for each device of a process.
+
+    Args:
+      device: a jax.Device; the first local one by default.
+
+    Returns:
+      Whether each loaded and stored the right records.
+    """
+    return not _wrong_forms(_given(device), True)
+
+
+def _given(device: Any) -> Any:
+    return jax.local_devices()[0] if device is None else device
+
+
 @functools.cache
-def _wrong_forms(device: Any) -> tuple[str, ...]:
+def _wrong_forms(device: Any, is_linear: bool) -> tuple[str, ...]:
     wrong = []
     for name, form in forms().items():
-        program = build_form(form, device)
+        program = build_form(form, device, is_linear=is_linear)
         # The fault reads record i instead of order[i]. In ascending order these may be the same.
         for direction, order in (("ascending", range(_SHAPE[0])), ("descending", reversed(range(_SHAPE[0])))):
             order, stack = np.array(list(order), np.int32), records()
@@ -87,19 +141,39 @@ def forms() -> Mapping[str, Form]:
     return _FORMS
 
 
-def build_form(form: Form, device: Any, kind: str = "pinned_host") -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Build (order, stack) -> (stack, taken) on `device`, with the stack in memory of `kind`.
+def build_form(
+    form: Form, device: Any, kind: str = "pinned_host", is_linear: bool = False
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Build (order: int32[L], stack) -> (stack, taken) on `device`, with the stack in memory of `kind`.
 
-    The first call compiles. Both arguments are copied to the device first, and the copy of the stack is donated.
+    The first call compiles; where the index is linear, of each order. Both arguments are copied to the device first, and the
+    copy of the stack is donated.
+
+    Raises:
+      ValueError: when called, an order that is not linear where the index is to be.
     """
     here, there = SingleDeviceSharding(device, memory_kind="device"), SingleDeviceSharding(device, memory_kind=kind)
-    step = jax.jit(lambda order, stack: form.run(order, stack, kind), donate_argnums=1, out_shardings=(there, here))
+    jitted = functools.partial(jax.jit, donate_argnums=1, out_shardings=(there, here))
+    of_array = jitted(lambda order, stack: form.run(order, stack, kind))
+    of_linear = jitted(lambda order, stack: form.run(order, stack, kind), static_argnums=0)
 
     def run(order: Any, stack: Any) -> tuple[Any, Any]:
-        out = step(jax.device_put(order, here), jax.device_put(stack, there, may_alias=False))
-        return jax.block_until_ready(out)
+        step, order = (of_linear, linear_order(order)) if is_linear else (of_array, jax.device_put(order, here))
+        return jax.block_until_ready(step(order, jax.device_put(stack, there, may_alias=False)))
 
     return run
+
+
+def linear_order(order: np.ndarray) -> LinearOrder:
+    """Return the same order as a linear one.
+
+    Raises:
+      ValueError: it is not linear.
+    """
+    steps = np.diff(order)
+    if len(set(steps.tolist())) > 1:
+        raise ValueError(f"the order {order.tolist()} is not linear: its steps are {steps.tolist()}")
+    return LinearOrder(int(order[0]), int(steps[0]) if len(steps) else 1, len(order))
 
 
 def records(shape: tuple[int, int, int] = _SHAPE) -> np.ndarray:
@@ -127,7 +201,12 @@ def _compute(record: Any) -> Any:
     return 3 * record + 1
 
 
-def _read(order: jax.Array, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+def _once(order: Order, tick: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """Run one tick. With an index from an array it may be inlined: its slice reads the array all the same."""
+    return one_trip(tick, body, carry) if isinstance(order, LinearOrder) else body(tick, carry)
+
+
+def _read(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     del kind
 
     def tick(i: jax.Array, taken: jax.Array) -> jax.Array:
@@ -136,20 +215,27 @@ def _read(order: jax.Array, stack: jax.Array, kind: str) -> tuple[jax.Array, jax
     return stack, jax.lax.fori_loop(0, len(order), tick, _empty(stack))
 
 
-def _read_ahead(order: jax.Array, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+def _read_ahead(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     del kind
-    padded = jnp.concatenate([order, order[:DISTANCE]])  # the last ticks fetch what nobody takes
+    fetching = len(order) - DISTANCE
+
+    def preload(i: jax.Array, ring: jax.Array) -> jax.Array:
+        return ring.at[i].set(_load(stack, order[i]))
+
+    def last(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        ring, taken = carry  # [d, D, F], [L, D, F]
+        return ring, taken.at[i].set(ring[i % DISTANCE])
 
     def tick(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        ring, taken = carry  # [d, D, F], [L, D, F]
-        slot = i % DISTANCE
-        return ring.at[slot].set(_load(stack, padded[i + DISTANCE])), taken.at[i].set(ring[slot])
+        ring, taken = last(i, carry)
+        return ring.at[i % DISTANCE].set(_load(stack, order[i + DISTANCE])), taken
 
-    ring = jnp.stack([_load(stack, order[t]) for t in range(DISTANCE)])
-    return stack, jax.lax.fori_loop(0, len(order), tick, (ring, _empty(stack)))[1]
+    ring = jax.lax.fori_loop(0, DISTANCE, preload, jnp.zeros((DISTANCE, *stack.shape[1:]), stack.dtype))
+    carry = jax.lax.fori_loop(0, fetching, tick, (ring, _empty(stack)))
+    return stack, jax.lax.fori_loop(fetching, len(order), last, carry)[1]
 
 
-def _update(order: jax.Array, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+def _update(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     def tick(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         stack, taken = carry
         record = _load(stack, order[i])
@@ -158,33 +244,38 @@ def _update(order: jax.Array, stack: jax.Array, kind: str) -> tuple[jax.Array, j
     return jax.lax.fori_loop(0, len(order), tick, (stack, _empty(stack)))
 
 
-def _update_ahead(order: jax.Array, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
-    padded = jnp.concatenate([order, order[-1:]])
+def _update_ahead(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+    last = len(order) - 1
 
-    def tick(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def tick(
+        i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array], fetches: bool = True
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         stack, record, taken = carry
-        ahead = _load(stack, padded[i + 1])
+        ahead = _load(stack, order[i + 1]) if fetches else record
         stack, ahead = jax.lax.optimization_barrier((stack, ahead))  # a write may not pass the read, or it copies the stack
         return _store(stack, _compute(record), order[i], kind), ahead, taken.at[i].set(record)
 
-    stack, _, taken = jax.lax.fori_loop(0, len(order), tick, (stack, _load(stack, order[0]), _empty(stack)))
+    record = _once(order, 0, lambda i, record: record + _load(stack, order[i]), jnp.zeros(stack.shape[1:], stack.dtype))
+    carry = jax.lax.fori_loop(0, last, tick, (stack, record, _empty(stack)))
+    stack, _, taken = _once(order, last, functools.partial(tick, fetches=False), carry)
     return stack, taken
 
 
-def _activations(order: jax.Array, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+def _activations(order: Order, stack: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+    num = len(order)
+
     def forward(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         stack, x = carry
         return _store(stack, x, order[i], kind), _compute(x)
 
     def backward(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         taken, total = carry
-        x = _load(stack, back[i])
+        x = _load(stack, order[num - 1 - i])
         return taken.at[i].set(x + total), total + x
 
-    back = order[::-1]
-    x = _load(stack, order[0])
-    stack, _ = jax.lax.fori_loop(0, len(order), forward, (stack, x))
-    taken, _ = jax.lax.fori_loop(0, len(order), backward, (_empty(stack), jnp.zeros_like(x)))
+    x = _once(order, 0, lambda i, x: x + _load(stack, order[i]), jnp.zeros(stack.shape[1:], stack.dtype))
+    stack, _ = jax.lax.fori_loop(0, num, forward, (stack, x))
+    taken, _ = jax.lax.fori_loop(0, num, backward, (_empty(stack), jnp.zeros_like(x)))
     return stack, taken
 
 

@@ -10,6 +10,7 @@ from zerojax.state.frozen import split_frozen as split_frozen
 from zerojax.state.host_memory import allocate_all as allocate_all
 from zerojax.state.host_memory import check_host_reads as check_host_reads
 from zerojax.state.host_memory import is_away as is_away
+from zerojax.state.host_memory import takes_linear_slices as takes_linear_slices
 from zerojax.state.layout import Layout as Layout
 from zerojax.state.layout import StackLeaves as StackLeaves
 from zerojax.state.layout import build_layout as build_layout

@@ -1,9 +1,10 @@
 """Reads and writes of one record inside of a jitted loop: how layers and tiles move between tiers.
 
 A stack holds one leaf of all layers, `[L, ...]`, in its tier. Reading layer l slices it and moves the slice to the device;
-writing moves a value to the tier and puts it in place. Every index is read from the schedule's arrays, which enter the
-program as arguments: XLA (openxla/xla 46231) compiles a host-memory slice whose index it can derive from the loop counter as
-if it were the counter itself, so a table known at compile time, or l+1, or L-1-l, would silently read another layer.
+writing moves a value to the tier and puts it in place. An index is linear in the counter of the loop, where XLA derives the
+address rightly (`takes_linear_slices`): a copy engine moves the record. Elsewhere it is read from the schedule's arrays, which
+enter the program as arguments: the XLA of jaxlib up to 0.11.0 (openxla/xla 46231) compiles a host-memory slice whose index it
+can derive from the loop counter as if it were the counter itself, so that l+1, or L-1-l, would silently read another layer.
 
     for t in ticks:     take = ring[use_slot[t]];  ring[fetch_slot[t]] = read(stack, fetch[t]);  tick(take)
 

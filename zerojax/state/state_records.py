@@ -17,6 +17,7 @@ parameter (`OptStateMap`), so that checkpoints, init, reading and the counting o
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,9 +25,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from host_offload.device import one_trip
 from host_offload.schedule import Move
 from zerojax.sharding import STAGES, stored_spec
 from zerojax.state.disk_layout import DiskLayout
+from zerojax.state.host_memory import takes_linear_slices
 from zerojax.state.layout import Layout
 from zerojax.state.ordering import wait_for
 from zerojax.state.records import Index, RecordSpec, pick, read_layer, store_leaves, write_layer
@@ -113,6 +116,13 @@ class StateRecords:
             self._declare_params(layout.disk)
             self._declare_opt_state(layout.disk)
             self._declare_frozen(layout.disk)
+
+    @functools.cached_property
+    def linear_slices(self) -> bool:
+        """Whether indices of host memory are linear in the counters of loops: records then move by copy engines."""
+        config = self.layout.config
+        tiers = (config.params, config.grads, config.opt_state, config.activations, self.layout.frozen_tier)
+        return "pinned_host" in tiers and takes_linear_slices(self.mesh)
 
     # --- on disk -----------------------------------------------------------------------------------------------------------
 
@@ -350,8 +360,8 @@ class StateRecords:
     ) -> tuple[FlatState, Array]:
         """Write a leaf that is no stack of layers, and its state.
 
-        What is off the device is written in a loop of one trip whose bound XLA does not know. Unrolled, XLA would start the
-        copies of all such leaves at the top of the program, and hold all their state on the device at once.
+        What is off the device is written in a loop of one trip that XLA does not unroll. Unrolled, XLA would start the copies
+        of all such leaves at the top of the program, and hold all their state on the device at once.
 
         Args:
           states: all leaves.
@@ -372,7 +382,12 @@ class StateRecords:
 
         carry = ((states.params[index], self.opt_states(states, (index,))), one)
         away = any(r.is_away for r in (self.params[index], *records))
-        (param, opt), one = jax.lax.fori_loop(0, one, body, carry) if away else body(one, carry)
+        if not away:
+            (param, opt), one = body(one, carry)
+        elif self.linear_slices:
+            (param, opt), one = one_trip(0, body, carry, self.mesh)
+        else:
+            (param, opt), one = jax.lax.fori_loop(0, one, body, carry)
         params = [*states.params[:index], param, *states.params[index + 1 :]]
         if tokens := [a.token for a in (*opt, param) if isinstance(a, OnDisk)]:  # the next leaf waits for them, not for 1
             one, _ = wait_for(one, tokens, self.mesh)

@@ -160,7 +160,9 @@ class ByLayers(StoredGrads):
             loops.append(UpdateLoop(stack.schedule.phase("update"), mine.phase("update"), stack.blocks, on_device))
             for group, tiles in stack.loops:
                 at = partial(Tile.numbered, of=group.num_tiles)
-                loops.append(UpdateLoop(tiles.phase("update"), mine.phase(tiles.plan("update")), group.leaves, 0, at))
+                # A record's number makes two indices, of which neither is linear in it.
+                of_tiles = dataclasses.replace(mine.phase(tiles.plan("update")), linear=None)
+                loops.append(UpdateLoop(tiles.phase("update"), of_tiles, group.leaves, 0, at))
         tokens: list[Array] = []
         for loop in loops:
             if tokens:  # the engine reads and writes records in one order, so loops over them may not be exchanged

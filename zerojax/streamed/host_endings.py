@@ -43,11 +43,13 @@ class HostInBackward(InBackward):
         squares = carried.squares + self.plan.squares(record.grads, record.part, state)
         # The gathered layer is at hand: its shard is cut out of it, and not read again.
         old = self.plan.on_shards(record.params, record.part) if self.host.needs_weights else []
+        grads, landing = record.grads, record.landing
+        if record.now.lands_first:  # the new parameters are written to the stacks that it comes from
+            grads, landing = jax.lax.optimization_barrier((grads, landing))
         states, token = self.host.update_layer(
-            carried.states, record.part, record.now.write, record.grads, old, jnp.isfinite(squares), carried.scalars,
-            carried.token,
-        )  # fmt: skip
-        return dataclasses.replace(carried, states=states, squares=squares, token=token), record.landing
+            carried.states, record.part, record.now.write, grads, old, jnp.isfinite(squares), carried.scalars, carried.token
+        )
+        return dataclasses.replace(carried, states=states, squares=squares, token=token), landing
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         carried, norm = result.carried, self.norm(result)

@@ -13,7 +13,7 @@ from zerojax.state import TrainState
 from zerojax.streamed.activations import BlockTracer, ResidualPlan
 from zerojax.streamed.ending import GradsTaker, RecordGrads, loss_scale
 from zerojax.streamed.microbatches import LayerInputs, Microbatches, key_of
-from zerojax.streamed.phases import ScheduleArrays, Tick, beside, run_phase
+from zerojax.streamed.phases import ScheduleArrays, Tick, beside, fetch_first, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
 
@@ -91,7 +91,8 @@ class StackLoops:
         # With gather_ahead a tick is handed its layer gathered: the first one has no tick before it that does so.
         first = None
         if self.config.gather_ahead:
-            first = plan.gather(plan.read_params(params, stack.layer, phase.columns["first"][0]), stack.layer)
+            record = fetch_first(stack.schedule.phase("forward"), phase, partial(fetch, None))
+            first = plan.gather(plan.take_params(params, stack.layer, record, phase.columns["first"][0]), stack.layer)
         adds = self.tracer.abstract_added(x, inputs, microbatches.count)
         none = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), adds)
         carry = (x, first, stacks, none)
@@ -192,7 +193,7 @@ class StackLoops:
         first = fetched = None
         if ahead:
             # The layer of the first tick is gathered before the loop, and its residuals come with it.
-            record = fetch((carried,), phase.columns["first"][0])
+            record = fetch_first(stack.schedule.phase("backward"), phase, partial(fetch, (carried,)))
             shards = plan.take_params(params(carried), stack.layer, record[:num_params], phase.columns["first"][0])
             first, fetched = plan.gather(shards, stack.layer), record[num_params:]
         # Backward reads optimizer state only if it updates.

@@ -131,7 +131,8 @@ class StreamedStep:
 
     def arrays(self) -> ScheduleArrays:
         """Return the schedule's arrays, in numpy."""
-        return ScheduleArrays(self.schedule.arrays(), np.asarray(1, np.int32))
+        linear = self.mesh if self.plan.state_records.linear_slices else None
+        return ScheduleArrays(self.schedule.arrays(), np.asarray(1, np.int32), linear)
 
     def abstract_residuals(self, abstract_batch: Any) -> list[ResidualPlan]:
         """Return what forward saves of a batch, of a layer of each stack."""

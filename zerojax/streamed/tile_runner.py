@@ -184,7 +184,8 @@ class TileRunner:
             shards = self.plan.take_params(self.stacks(carried(carry)), group.weights, now.record or [], index)
             return tick(carry, dataclasses.replace(now, record=shards))
 
-        arrays = self.arrays.phase(loops.plan(phase))
+        # The index of a tile is that of its layer and its own, from the counters of two loops: XLA knows no address for it.
+        arrays = dataclasses.replace(self.arrays.phase(loops.plan(phase)), linear=None)
         if self._before is not None and self.plan.layout.disk is not None:  # the disk sees one order
             arrays = arrays.after(self._before, self.plan.mesh)
         after = run_phase(loops.phase(phase), arrays, carry, take, fetch=read)

@@ -21,26 +21,47 @@ def _fresh():
     self_test._wrong_forms.cache_clear()
 
 
-@pytest.mark.parametrize("kind", ["pinned_host", "device"])
+@pytest.mark.parametrize(("kind", "is_linear"), [("pinned_host", False), ("device", False), ("pinned_host", True)])
 @pytest.mark.parametrize("name", self_test.forms())
-def test_forms_equal_numpy_exactly(name, kind):
+def test_forms_equal_numpy_exactly(name, kind, is_linear):
     form = self_test.forms()[name]
-    run = self_test.build_form(form, jax.devices()[0], kind)
-    for order in ORDERS.values():
+    run = self_test.build_form(form, jax.devices()[0], kind, is_linear)
+    for order in list(ORDERS.values())[: 2 if is_linear else 3]:
         found = run(order.astype(np.int32), self_test.records())
         for f, e in zip(found, form.expect(order, self_test.records()), strict=True):
             np.testing.assert_array_equal(f, e)
         assert [f.sharding.memory_kind for f in found] == [kind, "device"]
 
 
-def test_check_passes_and_runs_once_for_each_device(monkeypatch):
-    built = []
+def test_an_order_that_is_not_linear_is_refused():
+    run = self_test.build_form(self_test.forms()["read"], jax.devices()[0], is_linear=True)
+    with pytest.raises(ValueError, match=r"\[3, 0, 5, 1, 4, 2\] is not linear: its steps are \[-3, 5"):
+        run(ORDERS["shuffled"], self_test.records())
+
+
+@pytest.mark.parametrize("is_linear", [False, True])
+def test_check_passes_and_runs_once_for_each_device(monkeypatch, is_linear):
+    built, one = [], {"read": self_test.forms()["read"]}
     build_form = self_test.build_form
-    monkeypatch.setattr(self_test, "build_form", lambda form, device: built.append(device) or build_form(form, device))
+    monkeypatch.setattr(self_test, "_FORMS", types.MappingProxyType(one))
+    monkeypatch.setattr(
+        self_test, "build_form",
+        lambda form, device, is_linear: built.append((device, is_linear)) or build_form(form, device, is_linear=is_linear),
+    )  # fmt: skip
     first, second = jax.devices()[:2]
     for device in (None, first, first, second):
-        self_test.check_host_slices(device)
-    assert built == [first] * len(self_test.forms()) + [second] * len(self_test.forms())
+        if is_linear:
+            assert self_test.linear_slices_are_right(device)
+        else:
+            self_test.check_host_slices(device)
+    assert built == [(first, is_linear), (second, is_linear)]
+
+
+def test_linear_slices_at_another_record_are_seen(monkeypatch):
+    """As XLA of jax 0.10 reads them on a GPU: at the counter, whatever function of it the index is."""
+    monkeypatch.setattr(self_test.LinearOrder, "__getitem__", lambda order, i: jax.numpy.int32(i))
+    assert not self_test.linear_slices_are_right()
+    assert self_test._wrong_forms(jax.local_devices()[0], False) == ()
 
 
 @pytest.mark.parametrize("name", self_test.forms())
