@@ -30,6 +30,7 @@ def build_schedule(
     gather_ahead: bool = False,
     master: bool = True,
     device_layers: int = 0,
+    stores_late: bool = False,
     record_bytes: Mapping[str, int] | None = None,
     budget_bytes: int | None = None,
 ) -> Schedule:
@@ -43,6 +44,7 @@ def build_schedule(
       gather_ahead: take and gather the next layer while one computes; two layers are then whole at once.
       master: parameters have float32 masters, which rest and move with opt_state; without, an update reads the parameters.
       device_layers: opt_state of layers 0 .. device_layers-1 stays on the device.
+      stores_late: a backward that updates stores each record in the tick after the one that updated it.
       record_bytes: bytes of one layer on one device, by kind (params: its shard), and "gathered" (whole); missing ones are 0.
       budget_bytes: the most bytes that may be in flight on a device.
 
@@ -75,7 +77,7 @@ def build_schedule(
             master=master,
             tiers=MappingProxyType(where),
             device_layers=device_layers,
-            phases=_build_phases(num_layers, distance, where, update, gather_ahead, master, device_layers),
+            phases=_build_phases(num_layers, distance, where, update, gather_ahead, master, device_layers, stores_late),
             record_bytes=size,
         )
 
@@ -105,7 +107,14 @@ def advise(build: Callable[[int, bool], Schedule], distance: int, gather_ahead: 
 
 
 def _build_phases(
-    num_layers: int, distance: int, tiers: Mapping[str, str], update: str, gather_ahead: bool, master: bool, device_layers: int
+    num_layers: int,
+    distance: int,
+    tiers: Mapping[str, str],
+    update: str,
+    gather_ahead: bool,
+    master: bool,
+    device_layers: int,
+    stores_late: bool,
 ) -> tuple[Phase, ...]:
     moving = {kind for kind, tier in tiers.items() if tier != "device"}
     if device_layers == num_layers:
@@ -119,6 +128,8 @@ def _build_phases(
         takes = consume[moved(kinds[0], consume, device_layers)]
         slots = np.arange(len(takes)) % distance if distance else np.full(len(takes), -1)
         use_slot, fetch = (padded(array, num_layers) for array in (slots, takes[distance:]))
+        store = np.where(moved(kinds[2], layer, device_layers), layer, -1)
+        late = stores_late and name == "backward" and update == "in_backward" and bool(kinds[2])
         return Phase(
             name=name,
             layer=int32(layer),
@@ -126,7 +137,8 @@ def _build_phases(
             use_slot=use_slot,
             fetch=fetch,
             fetch_slot=int32(np.where(fetch >= 0, use_slot, -1)),
-            store=int32(np.where(moved(kinds[2], layer, device_layers), layer, -1)),
+            store=int32([-1, *store[:-1]] if late else store),
+            drain=int32(store[-1:] if late else []),
             preload=int32(takes[:distance]),
             preload_slot=int32(slots[:distance]),
             first=int(layer[0]) if ahead else -1,

@@ -112,6 +112,8 @@ def _moves_of_phase(
         add((*phase.reads, *reads), layer)
         add(phase.writes, int(phase.store[tick]), writes=True)
         add(writes, layer, writes=True)
+    for layer in phase.drain.tolist():
+        add(phase.writes, layer, writes=True)
     return moves
 
 

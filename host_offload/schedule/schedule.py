@@ -41,6 +41,10 @@ updated. The optimizer state of layers 0 .. device_layers-1 may stay on the devi
 visits these layers last, and fetches nothing for them unless another kind is off the device. In backward the optimizer state is
 read in the tick that uses it: that copy hides behind the tick's own derivative, and so takes no slot.
 
+**Late stores.** What backward updates may be stored a tick late: tick t stores what tick t - 1 updated, store[t] = layer[t-1],
+beside its own products and in the other direction than its loads. The first tick then stores nothing, and the record of the
+last one is stored after the loop (`drain`).
+
 All ticks count the same here. A schedule bounds layers and bytes; seconds have to be measured.
 """
 
@@ -68,6 +72,7 @@ class Phase:
       fetch: int32[T], the layer whose `fetches` start to move to the device.
       fetch_slot: int32[T], the ring slot that they fill, after the take of the same tick.
       store: int32[T], the layer whose `writes` are written.
+      drain: int32[n], layers whose `writes` are written after the last tick: one where stores are late, else none.
       preload: int32[n], layers fetched before tick 0; not empty exactly where the phase has a ring.
       preload_slot: int32[n], the slots that they fill.
       first: the layer fetched and taken before tick 0, outside of the ring (gather_ahead), else -1.
@@ -84,6 +89,7 @@ class Phase:
     fetch: np.ndarray
     fetch_slot: np.ndarray
     store: np.ndarray
+    drain: np.ndarray
     preload: np.ndarray
     preload_slot: np.ndarray
     first: int
@@ -91,6 +97,11 @@ class Phase:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     device_layers: int
+
+    @property
+    def stores_late(self) -> bool:
+        """Whether a tick stores what the one before it updated."""
+        return len(self.drain) > 0
 
     def kinds_of(self, tick: int) -> tuple[str, ...]:
         """Return those of `fetches` that are off the device for the layer of `tick`: all, or all but opt_state."""
@@ -130,13 +141,16 @@ class Phase:
             put(boxes["gather"], int(self.consume[tick]), ("gathered",) if self.name != "update" else (), tick)
             put(boxes["compute"], layer, ("compute",), tick)
             put(boxes["store"], int(self.store[tick]), self._off_device(self.writes, layer), tick)
+        for layer in self.drain.tolist():
+            put(boxes["store"], layer, self._off_device(self.writes, layer), len(self.layer))
         lanes = [Lane(name=name, boxes=tuple(b)) for name, b in boxes.items()]
         lanes += [Lane(name=f"slot {slot}", boxes=tuple(b)) for slot, b in slots.items()]
-        return Strip(name=self.name, note=self._note(), start=start, stop=len(self.layer), lanes=tuple(lanes))
+        return Strip(name=self.name, note=self._note(), start=start, stop=len(self.layer) + len(self.drain), lanes=tuple(lanes))
 
     def _note(self) -> str:
         parts = (("fetches", self.fetches), ("reads", self.reads), ("writes", self.writes))
         text = "; ".join(f"{verb} {', '.join(kinds)}" for verb, kinds in parts if kinds)
+        text += " a tick late" if self.stores_late else ""
         return f": {text or 'nothing moves'}"
 
     def _rows(self) -> list[str]:
@@ -147,6 +161,7 @@ class Phase:
         # A fetch fills the slot that the take of its tick has emptied: where both are given they are equal.
         slot = np.maximum(self.use_slot, self.fetch_slot)
         rows += zip(range(len(self.layer)), self.fetch, slot, self.consume, self.layer, self.store, strict=True)
+        rows += [("after", -1, -1, -1, -1, layer) for layer in self.drain]
         return [
             f"{self.name:<8} {tick:>6}" + "".join(f" {layer if layer >= 0 else '-':>7}" for layer in layers)
             for tick, *layers in rows

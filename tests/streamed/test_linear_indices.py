@@ -24,6 +24,8 @@ CASES = {
     "in_backward": {**ALL, "update": "in_backward", "gather_ahead": True},
     "in_backward_bf16": {**ALL, "update": "in_backward", "precision": "bf16"},
     "opt_state": {"opt_state": HOST, "clip_norm": 0.5},
+    "in_backward_2": {**ALL, "update": "in_backward", "prefetch_distance": 2, "num_microbatches": 2},
+    "in_backward_0": {**ALL, "update": "in_backward", "prefetch_distance": 0},
     "opt_state_in_backward": {"opt_state": HOST, "update": "in_backward", "activations": "remat"},
     "half": {**ALL, "opt_state_device_fraction": 0.5},
     "microbatches": {**ALL, "num_microbatches": 4},
@@ -43,7 +45,8 @@ def train(config, tiles):
     tx = optax.adamw(1e-2)
     with zj.build_train_step(model, tx, config, zj.make_mesh(devices=jax.devices()[:1])) as program:
         losses, state = toys.run(program, program.init(jax.random.key(0)), data)
-        return np.asarray([losses]), *map(np.asarray, jax.tree.leaves(program.params(state)))
+        leaves = jax.tree.leaves([tree for _, tree in program.iter_params(state)])
+        return np.asarray(losses), *map(np.asarray, leaves)
 
 
 @pytest.mark.by_default("in_backward")

@@ -114,6 +114,23 @@ class RecordUpdate:
         weights, opt, landing = order_read_before_write(ok, move, keep, values, self.mesh)
         return self.records.write_layer(states, part, index, weights, opt), landing
 
+    def updated_layer(
+        self,
+        part: Sequence[int],
+        grads: Sequence[Array],
+        read: Sequence[Array],
+        shared: Sequence[Array],
+        loss: Array,
+        ok: Array,
+    ) -> tuple[list[Array], list[Array]]:
+        """Return the float32 weights and the optimizer state of one layer after its update, to be written later.
+
+        Args and order are those of `update_layer`.
+        """
+        count = len(part)
+        grads, read = jax.lax.optimization_barrier((list(grads), list(read)))
+        return jax.lax.optimization_barrier(self._move(part, grads, read[:count], read[count:], shared, loss, ok))
+
     def _move(
         self, part: Sequence[int], grads: Any, old: Any, opt: Any, shared: Any, loss: Array, ok: Array
     ) -> tuple[list[Array], list[Array]]:

@@ -319,14 +319,17 @@ class StateRecords:
     ) -> FlatState:
         """Write one layer or tile: float32 weights, and the leaves of its optimizer state."""
         # The parameters are the new weights, cast; masters and optimizer state are one record.
-        params = list(states.params)
-        compute = [self.cast(i, value) for i, value in zip(part, weights, strict=True)]
-        param_stacks = write_layer(pick(self.params, part), pick(params, part), index, compute)
-        for i, stack in zip(part, param_stacks, strict=True):
-            params[i] = stack
+        states = self.write_params(states, part, index, [self.cast(i, value) for i, value in zip(part, weights, strict=True)])
         values = [*(weights if states.master is not None else ()), *opt]
         stacks = write_layer(self.opt_records(part), self.opt_states(states, part), index, values)
-        return self.replace(dataclasses.replace(states, params=params), part, stacks)
+        return self.replace(states, part, stacks)
+
+    def write_params(self, states: FlatState, part: Sequence[int], index: Index, values: Sequence[Array]) -> FlatState:
+        """Write parameters of one layer or tile, in the compute dtype."""
+        params = list(states.params)
+        for i, stack in zip(part, write_layer(pick(self.params, part), pick(params, part), index, values), strict=True):
+            params[i] = stack
+        return dataclasses.replace(states, params=params)
 
     def cast(self, index: int, value: Array) -> Array:
         """Return a weight in the compute dtype, on its shard: the cast comes before the gather of stages 1 and 2."""

@@ -1,14 +1,14 @@
 """What a streamed step does with gradients: the interface of its endings, and what backward hands to them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.optim import RecordUpdate, finish
-from zerojax.state import FlatState, Pending, TrainState
+from zerojax.state import FlatState, Pending, RecordSpec, StateRecords, TrainState, read_layer, write_layer
 from zerojax.streamed.phases import ScheduleArrays, Tick
 
 Array = jax.Array
@@ -47,6 +47,8 @@ class RecordGrads:
       grads: summed over microbatches, on their shards.
       params: of these leaves, gathered.
       landing: what this tick fetches.
+      crossing: what crosses the link beside the tick's products, where stores are late.
+      crossed: what came of it.
     """
 
     now: Tick
@@ -54,6 +56,113 @@ class RecordGrads:
     grads: list[Array]
     params: list[Array]
     landing: Any
+    crossing: "Crossing | None" = None
+    crossed: "Crossed | None" = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Crossed:
+    """The state, and what was loaded of it, while a tick computes.
+
+    Attributes:
+      states: all leaves, of which the stacks in host memory are written in turns.
+      loaded: what was loaded so far, by its place in the record.
+    """
+
+    states: FlatState
+    loaded: dict[int, Array]
+
+
+class Crossing:
+    """Loads of the record that a tick updates, and stores of the one that the tick before updated, beside its products.
+
+    A record's arrays are its masters, where there are any, its optimizer state, and its parameters where they rest in host
+    memory: of these the tick loads what a later tick takes. A link carries both directions at once. But no array may be read
+    and written at once: XLA would copy it. So the arrays are dealt out to groups of equal bytes, and in each turn one group is
+    loaded while another one is stored:
+
+        turn   0  1  2  3
+        load   0  1  2  3
+        store  2  3  0  1
+    """
+
+    def __init__(
+        self, records: StateRecords, part: Sequence[int], num_groups: int, now: Tick, pending: list[Array], states: FlatState
+    ) -> None:
+        """Plan the turns of a tick.
+
+        Args:
+          records: how the state rests.
+          part: indices of the record's leaves.
+          num_groups: at most.
+          now: the tick.
+          pending: the record that the tick before updated, on the device.
+          states: all leaves.
+        """
+        self.records, self.part, self.now, self.pending, self.states = records, part, now, pending, states
+        self.specs, self.num_opt = record_specs(records, part), len(records.opt_records(part))
+        sizes = [a.size * a.dtype.itemsize for a in pending]
+        self.groups: list[list[int]] = [[] for _ in range(min(num_groups, len(sizes)))]
+        filled = [0] * len(self.groups)
+        for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
+            least = filled.index(min(filled))
+            self.groups[least].append(n)
+            filled[least] += sizes[n]
+
+    @property
+    def num_turns(self) -> int:
+        """As many as there are groups."""
+        return len(self.groups)
+
+    def begin(self) -> Crossed:
+        """Start the first turn."""
+        return self.turn(0, Crossed(self.states, {}))
+
+    def turn(self, number: int, crossed: Crossed) -> Crossed:
+        """Start a turn. What the turns before it started has to be done."""
+        up, down = self.groups[number], self.groups[(number + self.num_turns // 2) % self.num_turns]
+        stacks, loaded = record_stacks(self.records, crossed.states, self.part), {}
+        for n in up:
+            index = self.now.layer if n < self.num_opt else self.now.fetch
+            if index is not None:
+                (loaded[n],) = read_layer([self.specs[n]], [stacks[n]], index)
+        states = crossed.states
+        if self.now.stored is not None:
+            states = store_record(self.records, states, self.part, self.now.stored, {n: self.pending[n] for n in down})
+        return Crossed(states, crossed.loaded | loaded)
+
+    def loaded(self, crossed: Crossed) -> tuple[list[Array], list[Array]]:
+        """Return what was loaded: of the record that is updated, and parameters of the one that is taken later."""
+        arrays = [crossed.loaded[n] for n in sorted(crossed.loaded)]
+        return arrays[: self.num_opt], arrays[self.num_opt :]
+
+
+def record_specs(records: StateRecords, part: Sequence[int]) -> list[RecordSpec]:
+    """Return how the arrays of a record rest, in its order: masters and optimizer state, then parameters off the device."""
+    return [*records.opt_records(part), *(records.params[i] for i in _away(records, part))]
+
+
+def record_stacks(records: StateRecords, states: FlatState, part: Sequence[int]) -> list[Any]:
+    """Return the stacks of the same arrays."""
+    return [*records.opt_states(states, part), *(states.params[i] for i in _away(records, part))]
+
+
+def store_record(
+    records: StateRecords, states: FlatState, part: Sequence[int], layer: Array, values: Mapping[int, Array]
+) -> FlatState:
+    """Return the state with some arrays of a record, by their places in it, written at a layer."""
+    specs, stacks = record_specs(records, part), record_stacks(records, states, part)
+    for n, value in values.items():
+        (stacks[n],) = write_layer([specs[n]], [stacks[n]], layer, [value])
+    num_opt, params = len(records.opt_records(part)), list(states.params)
+    for i, stack in zip(_away(records, part), stacks[num_opt:], strict=True):
+        params[i] = stack
+    return records.replace(dataclasses.replace(states, params=params), part, stacks[:num_opt])
+
+
+def _away(records: StateRecords, part: Sequence[int]) -> list[int]:
+    return [i for i in part if records.params[i].is_away]
 
 
 class GradsTaker(Protocol[Carried]):
@@ -69,6 +178,14 @@ class GradsTaker(Protocol[Carried]):
 
     def use(self, state: TrainState, carried: Carried, record: RecordGrads) -> tuple[Carried, Any]:
         """Take one record's gradients; returns what is carried on, and `landing`."""
+        ...
+
+    def crossing(self, carried: Carried, now: Tick, part: Sequence[int]) -> Crossing | None:
+        """Return what crosses the link beside the products of a tick, if it is more than the record that lands."""
+        ...
+
+    def drain(self, part: Sequence[int], layer: Array, carried: Carried) -> Carried:
+        """Store what the last tick updated of some leaves, where stores are late."""
         ...
 
     def grads(self, carried: Carried) -> list[Array]:

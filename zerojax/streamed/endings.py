@@ -4,6 +4,7 @@
     WholeTree       store g[l] on the device                      norm, clip, one update of the whole tree
     ByLayers        store g[l] in its tier                        norm; for each layer: fetch, scale, update, write back
     InBackward      fetch w[l], s[l]; update; write back          the leaves that are no stack of layers
+      stores late   store s[l+1] while s[l] is fetched; update    the record of layer 0, then the other leaves
     OnHost          store g[l], on the device or on the host      norm; the host updates each layer
       in backward   the host updates layer l                      the other leaves
     Delayed         store g[l] on the host                        take over what the host made of the last step's gradients
@@ -28,7 +29,16 @@ from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
 from zerojax.optim import RecordUpdate, build_update, clip_factor
 from zerojax.state import FlatState, Index, Tile, TrainState, is_stored, pick, read_layer, write_layer
-from zerojax.streamed.ending import BackwardResult, RecordGrads, Result, closed
+from zerojax.streamed.ending import (
+    BackwardResult,
+    Crossing,
+    RecordGrads,
+    Result,
+    closed,
+    record_specs,
+    record_stacks,
+    store_record,
+)
 from zerojax.streamed.phases import PhaseArrays, Tick, run_phase
 from zerojax.streamed.plan import StreamedPlan
 
@@ -77,6 +87,13 @@ class StoredGrads:
         plan, part = self.plan, record.part
         after = write_layer(pick(plan.grads, part), plan.pick(carried.grads, part), record.now.write, record.grads)
         return dataclasses.replace(carried, grads=plan.put(carried.grads, part, after))
+
+    def crossing(self, carried: GradStacks, now: Tick, part: Sequence[int]) -> Crossing | None:
+        del carried, now, part
+        return None
+
+    def drain(self, part: Sequence[int], layer: Array, carried: GradStacks) -> GradStacks:
+        raise AssertionError(f"gradients are not stored late: {part}, {layer}")
 
     def grads(self, carried: GradStacks) -> list[Array]:
         return carried.grads if self.plan.grads_in_memory else []
@@ -251,6 +268,7 @@ class UpdatedState:
       squares: f32[], the sum of squares of the unscaled gradients so far.
       states: of layers whose backward is over, after the step.
       token: orders the callbacks of the host's update.
+      pending: of each stack whose stores are late, by the first of its leaves, the record that the tick before updated.
     """
 
     loss: Array
@@ -258,6 +276,7 @@ class UpdatedState:
     squares: Array
     states: FlatState
     token: Array
+    pending: dict[int, list[Array]]
 
 
 class InBackward:
@@ -273,7 +292,20 @@ class InBackward:
 
     def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> UpdatedState:
         del grads
-        return UpdatedState(loss, None, jnp.float32(0), self.records.flat(state), token)
+        states = self.records.flat(state)
+        late = [s.blocks for s in self.plan.of_stacks if s.schedule.phase("backward").stores_late]
+        pending = {part[0]: self._nothing_updated(states, part) for part in late}
+        return UpdatedState(loss, None, jnp.float32(0), states, token, pending)
+
+    def _nothing_updated(self, states: FlatState, part: Sequence[int]) -> list[Array]:
+        """Return room for a record that was updated and not stored yet."""
+        pairs = zip(record_specs(self.records, part), record_stacks(self.records, states, part), strict=True)
+        return [jax.lax.with_sharding_constraint(jnp.zeros(a.shape[1:], a.dtype), spec.sharding) for spec, a in pairs]
+
+    def crossing(self, carried: UpdatedState, now: Tick, part: Sequence[int]) -> Crossing | None:
+        if not part or part[0] not in carried.pending:
+            return None
+        return Crossing(self.records, part, self.plan.num_link_groups, now, carried.pending[part[0]], carried.states)
 
     def params(self, state: TrainState, carried: UpdatedState) -> list[Array]:
         del state
@@ -281,6 +313,8 @@ class InBackward:
         return [carried.states.params[i] for i in self.plan.stacked]
 
     def use(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
+        if record.crossing is not None:
+            return self._use_late(state, carried, record)
         plan, records, states, now, part = self.plan, self.records, carried.states, record.now, record.part
         # The gathered layer is at hand: its shard is cut out of it, and not fetched again.
         old = plan.on_shards(record.params, part) if states.master is None else []
@@ -293,6 +327,29 @@ class InBackward:
             states, part, now.write_index(), mean, arrays, shared, carried.loss, ok, record.landing
         )
         return dataclasses.replace(carried, states=states, squares=squares), landing
+
+    def _use_late(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
+        """Update what was loaded beside the products, and leave it on the device: the next tick stores it."""
+        plan, records, part, crossed = self.plan, self.records, record.part, record.crossed
+        assert record.crossing is not None
+        assert crossed is not None
+        states, (opt, fetched) = crossed.states, record.crossing.loaded(crossed)
+        old = plan.on_shards(record.params, part) if states.master is None else []
+        squares = carried.squares + plan.squares(record.grads, part, state)
+        # As in `use`.
+        shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
+        weights, after = self.record_update.updated_layer(part, mean, old + opt, shared, carried.loss, ok)
+        params = [records.cast(i, w) for i, w in zip(part, weights, strict=True)]
+        if not plan.params_away:  # on the device they are written in place
+            states, params = records.write_params(states, part, record.now.layer, params), []
+        updated = [*(weights if states.master is not None else ()), *after, *params]
+        pending = carried.pending | {part[0]: updated}
+        landing = None if record.now.fetch is None else [*fetched, *(record.landing or ())]
+        return dataclasses.replace(carried, states=states, squares=squares, pending=pending), landing
+
+    def drain(self, part: Sequence[int], layer: Array, carried: UpdatedState) -> UpdatedState:
+        values = dict(enumerate(carried.pending[part[0]]))
+        return dataclasses.replace(carried, states=store_record(self.records, carried.states, part, layer, values))
 
     def grads(self, carried: UpdatedState) -> list[Array]:
         del carried

@@ -1,5 +1,6 @@
 """The loops of a streamed step over the layers of one stack: forward, and backward, which derives one layer at a time."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -7,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.beside import Turn, beside
 from zerojax.models import Given, Loss, call_block, floating, summed
 from zerojax.sharding import ActivationSpec
 from zerojax.state import TrainState
 from zerojax.streamed.activations import BlockTracer, ResidualPlan
-from zerojax.streamed.ending import GradsTaker, RecordGrads, loss_scale
+from zerojax.streamed.ending import Crossed, Crossing, GradsTaker, RecordGrads, loss_scale
 from zerojax.streamed.microbatches import LayerInputs, Microbatches, key_of
-from zerojax.streamed.phases import ScheduleArrays, Tick, beside, fetch_first, run_phase
+from zerojax.streamed.phases import ScheduleArrays, Tick, fetch_first, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tile_runner import TileRunner
 
@@ -166,6 +168,10 @@ class StackLoops:
             # The stacks of residuals are only read in this phase, so the loop does not carry them.
             return plan.read_params(params(carry[-1]), plan.away(stack.layer), layer) + residuals.fetch(stacks, layer)
 
+        def fetch_besides(carried: Any, layer: Array) -> list[Array]:
+            of_frozen = plan.read_params(params(carried), plan.away(stack.leaves.frozen_blocks), layer)
+            return of_frozen + residuals.fetch(stacks, layer)
+
         def tick(carry: Any, now: Tick) -> Any:
             dx, d_context, full, fetched, carried = carry
             record = now.record or []
@@ -175,9 +181,13 @@ class StackLoops:
             arrived = record[num_params:]
             fetched, next_fetched = (fetched, arrived if now.takes_record else fetched) if ahead else (arrived, None)
             values = residuals.read(stacks, fetched, now.layer)
+            crossing = crossed = None
             if residuals.tiled is None:
-                derived = self._derive_block(residuals, full, values, inputs, dx, d_added, now, next_full)
-                grads, dx, of_context, next_full, landing = derived
+                crossing = taker.crossing(carried, now, stack.blocks)
+                if now.fetch is not None:  # the trained parameters cross with the record that is updated
+                    now = dataclasses.replace(now, landing=fetch_besides(carried, now.fetch))
+                derived = self._derive_block(residuals, full, values, inputs, dx, d_added, now, next_full, crossing)
+                grads, dx, of_context, next_full, landing, crossed = derived
             else:
                 tiles, use = TileRunner(plan, stack, self.microbatches, arrays, now, params, carried), partial(taker.use, state)
                 grads, dx, of_context = self._derive_tiles(residuals, full, values, inputs, dx, d_added, tiles, use)
@@ -185,8 +195,13 @@ class StackLoops:
             # Summed over layers in float32, which each read the same context.
             d_context = jax.tree.map(lambda d, a: d + a.astype(d.dtype), d_context, of_context)
             trained = full[: len(stack.blocks)]
-            carried, landing = taker.use(state, carried, RecordGrads(now, stack.blocks, grads, trained, landing))
+            carried, landing = taker.use(
+                state, carried, RecordGrads(now, stack.blocks, grads, trained, landing, crossing, crossed)
+            )
             return (dx, d_context, next_full, next_fetched, carried), landing
+
+        def drain(layer: Array, carry: Any) -> Any:
+            return (*carry[:-1], taker.drain(stack.blocks, layer, carry[-1]))
 
         # What the layers add is part of the loss as it is: its derivative is the scale.
         d_added = loss_scale(state) if residuals.block.adds else None
@@ -203,7 +218,7 @@ class StackLoops:
         d_context = self.microbatches.constrain(zeros)
         dx, d_context, _, _, carried = run_phase(
             stack.schedule.phase("backward"), phase, (dy, d_context, first, fetched, carried), tick,
-            fetch=fetch, device_layers=on_device,
+            fetch=fetch, device_layers=on_device, drain=drain,
         )  # fmt: skip
         return dx, jax.tree.map(lambda d, a: d.astype(a.dtype), d_context, context), carried
 
@@ -217,32 +232,49 @@ class StackLoops:
         d_added: Any,
         now: Tick,
         next_full: Any,
-    ) -> tuple[list[Array], Any, Any, Any, Any]:
-        """Return a layer's gradients, its input's, its context's, the next layer, gathered, and the record on its way."""
+        crossing: Crossing | None,
+    ) -> tuple[list[Array], Any, Any, Any, Any, Crossed | None]:
+        """Return a layer's gradients, its input's, its context's, the next layer, gathered, the record on its way, and what
+        crossed the link besides.
+        """
         plan, stack, count = self.plan, self.stack, self.microbatches.count
         params = self.tracer.block_tree(stack.without_tiles(full))
-        work = (next_full if now.takes_record else None, now.landing) if count == 1 else None
+        crossed = None if crossing is None else crossing.begin()
+        work = (next_full if now.takes_record else None, now.landing, crossed) if count == 1 else None
+        turns = [] if crossing is None else [partial(_turn, crossing, n) for n in range(1, crossing.num_turns)]
 
         def derive(dx: Any, values: list[Array], key: Any, context: Any) -> tuple[list[Array], Any]:
             x, saved = residuals.split(values)
             given = inputs.given(context, now.layer)
             key, constrain = key_of(key, stack.number(now.layer)), plan.stream.constrain
             (g, dx, d_context), done = beside(
-                residuals.block.backward, (params, constrain(x), key, given, saved, dx, d_added), work
+                residuals.block.backward,
+                (params, constrain(x), key, given, saved, dx, d_added),
+                work,
+                turns if count == 1 else (),
             )
             d_context = ActivationSpec(self.mesh).constrain(d_context)
             return plan.summed_at(jax.tree.leaves(g), stack.blocks), (constrain(dx), d_context, done)
 
+        def between(turn: Turn, total: list[Array]) -> list[Array]:
+            nonlocal crossed
+            total, (_, _, crossed) = turn(total, (None, None, crossed))
+            return total
+
         total = plan.zero_grads(stack.blocks) if count > 1 else []
-        grads, (dx, d_context, done) = self.microbatches.fold(derive, total, dx, values, inputs.keys, inputs.context)
+        trees = (dx, values, inputs.keys, inputs.context)
+        grads, (dx, d_context, done) = self.microbatches.fold(
+            derive, total, *trees, between=[partial(between, turn) for turn in turns]
+        )
         next_full, landing = _after(work, done, next_full, now)
+        crossed = crossed if work is None else done[2]
         if plan.layout.reduces_once:
             grads = plan.reduced(grads, stack.blocks)
         # What uses the gradients waits for dx, so that they are reduced beside the products that are left.
         grads, dx = jax.lax.optimization_barrier((grads, dx))
         if count > 1:  # else what runs beside the microbatches' loop would start after it
             grads, next_full, landing = jax.lax.optimization_barrier((grads, next_full, landing))
-        return grads, dx, d_context, next_full, landing
+        return grads, dx, d_context, next_full, landing, crossed
 
     def _derive_tiles(
         self,
@@ -279,6 +311,16 @@ class StackLoops:
             return self.plan.gather(take(), self.stack.layer), None
         # A tick that takes no record hands its own layer on: what a loop carries keeps its shape.
         return full, (self.plan.gather(take(), self.stack.layer) if now.takes_record else full)
+
+
+def _turn(crossing: Crossing, number: int, operands: Any, work: Any) -> tuple[Any, Any]:
+    """Take a turn in front of a product. The last one also waits for the next layer, gathered, and the record that lands."""
+    next_full, landing, crossed = work
+    if number < crossing.num_turns - 1:
+        operands, crossed = jax.lax.optimization_barrier((operands, crossed))
+    else:
+        operands, (next_full, landing, crossed) = jax.lax.optimization_barrier((operands, work))
+    return operands, (next_full, landing, crossing.turn(number, crossed))
 
 
 def _after(work: Any, done: Any, next_full: Any, now: Tick) -> tuple[Any, Any]:

@@ -6,7 +6,8 @@ microbatch has no such dim, no loop, and gradients in their own dtype.
 """
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,9 +38,20 @@ class Microbatches:
         return function(*trees) if self.count == 1 else jax.lax.map(lambda one: function(*one), trees)
 
     def fold(
-        self, function: Callable[..., tuple[list[Array], Any]], total: list[Array], *trees: Any
+        self,
+        function: Callable[..., tuple[list[Array], Any]],
+        total: list[Array],
+        *trees: Any,
+        between: Sequence[Callable[[list[Array]], list[Array]]] = (),
     ) -> tuple[list[Array], Any]:
-        """Sum over microbatches the first result of `function`, in float32 where there are several; return the second."""
+        """Sum over microbatches the first result of `function`, in float32 where there are several; return the second.
+
+        Args:
+          function: of one microbatch.
+          total: the sum so far.
+          *trees: microbatches are dim 0 of them, where there are several.
+          between: of several microbatches, what is done with the sum after each of len(between) + 1 equal parts but the last.
+        """
         if self.count == 1:
             return function(*trees)
 
@@ -47,7 +59,16 @@ class Microbatches:
             values, out = function(*one)
             return [t + v.astype(jnp.float32) for t, v in zip(total, values, strict=True)], out
 
-        return jax.lax.scan(body, total, trees)
+        if not between:
+            return jax.lax.scan(body, total, trees)
+        outs = []
+        ends = [self.count * n // (len(between) + 1) for n in range(len(between) + 2)]
+        for n, (start, end) in enumerate(itertools.pairwise(ends)):
+            if end > start:
+                total, out = jax.lax.scan(body, total, jax.tree.map(lambda a, s=start, e=end: a[s:e], trees))
+                outs.append(out)
+            total = between[n](total) if n < len(between) else total
+        return total, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outs)
 
     def split(self, batch: Any, key: Any) -> tuple[Any, Any]:
         """Return the microbatches and their keys."""

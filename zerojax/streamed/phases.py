@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from host_offload.device import one_trip
 from host_offload.schedule import Phase
-from zerojax.jaxprs import evaluate, flatten
 from zerojax.state import Index, OnDevice, Plan, wait_for
 
 Array = jax.Array
@@ -89,6 +88,8 @@ class Tick:
       landing: the record on its way, or None; a tick returns it.
       takes_record: whether a record is taken in this tick.
       on_device: whether the layer's optimizer state stays on the device.
+      fetch: i32[], the layer whose record the tick fetches itself, where stores are late; else None.
+      stored: i32[], the layer that the tick before updated, where this tick stores it (`Phase.stores_late`); else None.
       lands_first: the phase writes the stacks that it fetches from, and `write` does not say so: what the tick writes there has
         to wait for `landing`.
     """
@@ -101,6 +102,8 @@ class Tick:
     takes_record: bool
     on_device: bool
     lands_first: bool = False
+    fetch: Array | None = None
+    stored: Array | None = None
 
     def index(self, at: Callable[[Any], Index] = lambda layer: layer) -> Index:
         """Return the index of the record in stacks of optimizer state, given that of a layer or tile by its number."""
@@ -119,6 +122,7 @@ def run_phase(
     *,
     fetch: Callable[[Any, Array], list[Array]],
     device_layers: int = 0,
+    drain: Callable[[Array, Any], Any] | None = None,
 ) -> Any:
     """Run the ticks of a phase as loops.
 
@@ -134,6 +138,7 @@ def run_phase(
         before that operation, and overlaps what comes earlier.
       fetch: `fetch(carry, layer) -> record`, the arrays that are fetched ahead.
       device_layers: layers whose optimizer state stays on the device.
+      drain: `drain(layer, carry) -> carry` stores what the last tick updated, where stores are late.
     """
     ring, columns = None, arrays.columns
     single = len(phase.preload) == 1  # one slot is carried as it is
@@ -161,7 +166,10 @@ def run_phase(
             record, landing, write_index, lands_first = None, None, index, False
             if kind.takes and kind.from_ring:
                 record = ring if single else [take(r, columns["use_slot"][t]) for r in ring]
-            if kind.fetches and ring is not None:
+            late, fetched = phase.stores_late, None
+            if kind.fetches and ring is not None and late:
+                fetched = at("fetch", t)
+            elif kind.fetches and ring is not None:
                 landing = fetch(carry, at("fetch", t))
                 # A stack that is read and written in one tick: unless the write waits for the read, XLA copies the stack.
                 lands_first = bool(set(phase.fetches) & set(phase.writes))
@@ -171,7 +179,9 @@ def run_phase(
             elif kind.fetches:
                 record = fetch(carry, consume)
             lands_first = lands_first and arrays.linear is not None
-            now = Tick(index, write_index, consume, record, landing, kind.takes, kind.on_device, lands_first)
+            # Only a linear index may be of another layer than the tick's own (`StreamedPlan.stores_late`).
+            stored = at("store", t) if late and kind.stores else None
+            now = Tick(index, write_index, consume, record, landing, kind.takes, kind.on_device, lands_first, fetched, stored)
             carry, landed = tick(carry, now)
             if landed is not None:
                 # After the record was taken: this may be the slot that it was in.
@@ -186,6 +196,10 @@ def run_phase(
             end = stop if stop - start > 1 else start + arrays.one
             carry, ring = jax.lax.fori_loop(start, end, body, (carry, ring))
         start = stop
+    for layer in phase.drain.tolist():
+        assert drain is not None
+        assert arrays.linear is not None
+        carry = one_trip(layer, drain, carry, arrays.linear)
     return carry
 
 
@@ -247,43 +261,21 @@ class _TickKind:
       takes: a record is taken.
       from_ring: it was fetched in an earlier tick.
       on_device: the layer's optimizer state stays on the device.
+      stores: a record is stored.
     """
 
     fetches: bool
     takes: bool
     from_ring: bool
     on_device: bool
+    stores: bool
 
 
 def _kinds(phase: Phase, device_layers: int) -> list[_TickKind]:
     """Return the kind of each tick."""
-    ticks = zip(phase.fetch, phase.consume, phase.use_slot, phase.layer, strict=True)
-    return [_TickKind(int(f) >= 0, int(c) >= 0, int(slot) >= 0, int(layer) < device_layers) for f, c, slot, layer in ticks]
-
-
-def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any) -> tuple[Any, Any]:
-    """Return `function(*args)`, and `work`, which is done before the last quarter of the function's matrix products.
-
-    XLA's scheduler starts a collective or a copy as late as the first use of its result allows. What only the next layer needs
-    would start where this layer ends, and overlap nothing. So its result is tied to a product of this layer, and it overlaps
-    the products before that one.
-    """
-    if not jax.tree.leaves(work):
-        return function(*args), work
-    closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
-    # Evaluated equation by equation, so that a barrier can be put in front of one of them.
-    program = flatten(closed.jaxpr, closed.consts)
-    slots: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
-    products = [n for n, i in enumerate(program.instructions) if i.eqn.primitive.name == "dot_general"]
-    # Of a GPT block of hidden 2048, compiled for 8 H200s, fetches run beside 4 products in forward and 10 in backward. Half of
-    # the products gives 3 and 6, all but the last 5 and 14, and either holds 6 % more memory: 373 MB instead of 351.
-    last = products[3 * len(products) // 4] if products else None
-    for number, i in enumerate(program.instructions):
-        if number == last:
-            # The product waits for `work`, since its operands pass the same barrier. What comes before it runs beside the work.
-            operands = {ref: slots[ref] for ref in i.ins if isinstance(ref, int)}
-            operands, work = jax.lax.optimization_barrier((operands, work))
-            slots.update(operands)
-        evaluate([i], slots)
-    leaves = [slots[ref] if isinstance(ref, int) else ref.value for ref in program.outputs]
-    return jax.tree.unflatten(jax.tree.structure(out), leaves), work
+    ticks = zip(phase.fetch, phase.consume, phase.use_slot, phase.layer, phase.store, strict=True)
+    # Where stores are not late, each tick of a phase does store, or what it stores is on the device as its state is.
+    return [
+        _TickKind(int(f) >= 0, int(c) >= 0, int(slot) >= 0, int(layer) < device_layers, not phase.stores_late or int(s) >= 0)
+        for f, c, slot, layer, s in ticks
+    ]

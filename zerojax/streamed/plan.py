@@ -6,7 +6,7 @@ gathers a record, and takes means and squares of gradients.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -138,6 +138,7 @@ class StreamedPlan:
       stacks: all stacks of parameters: `stacked`, then those that are frozen.
       params: how each parameter rests.
       grads: how each gradient rests from backward to update.
+      num_link_groups: of arrays of a record, of which one is loaded while another is stored, where stores are late.
       params_away: whether trained parameters rest off the device.
       grads_away: whether gradients rest off the device.
       grads_in_memory: whether they rest in stacks in host memory, which XLA writes and reads.
@@ -171,6 +172,7 @@ class StreamedPlan:
         pairs = zip(state_records.grads, layout.leaves, strict=True)
         # The ends' gradients stay on the device: head and embedding both add to them.
         self.grads = [dataclasses.replace(r, tier=grads_tier if leaf.is_stacked else "device") for r, leaf in pairs]
+        self.num_link_groups = 4 if jax.__version_info__ >= (0, 12) else 2
         self.params_away = config.params != "device"
         self.grads_away = grads_tier != "device" and after_backward
         self.grads_in_memory = self.grads_away and grads_tier == "pinned_host"
@@ -442,4 +444,27 @@ def _plan_schedule(
         groups = {group.name: group.num_tiles for group in stack.groups}
         sizes = [record_bytes(records, group.leaves, group.frozen) for group in stack.groups]
         return build_tiled_schedule(num_layers, distance, groups=groups, group_bytes=sizes, **options)
-    return build_schedule(num_layers, distance, gather_ahead=ahead, device_layers=stack.device_layers, **options)
+    late = _stores_late(records, stack, tiers)
+    return build_schedule(
+        num_layers, distance, gather_ahead=ahead, device_layers=stack.device_layers, stores_late=late, **options
+    )
+
+
+def _stores_late(records: StateRecords, stack: StackLeaves, tiers: Mapping[str, str]) -> bool:
+    """Tell whether backward stores a record a tick after it was updated, while the next one is loaded.
+
+    Only copy engines move both directions at once. An array of a record is loaded while another one is stored, so that there
+    must be two. Records on disk are moved by the engine, which has its own order. Parameters that are fetched in the tick that
+    takes them are read before its products, and there is nothing to store them beside.
+    """
+    num_arrays = len(records.opt_records(stack.blocks))
+    return (
+        records.linear_slices
+        and tiers["opt_state"] == "pinned_host"
+        and "nvme" not in tiers.values()
+        and records.layout.config.update == "in_backward"
+        and not stack.device_layers
+        and stack.num_layers > 1
+        and num_arrays > 1
+        and (records.layout.config.prefetch_distance > 0 or tiers["params"] == "device")
+    )

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from host_offload.schedule import TileLoops
+from zerojax.beside import beside
 from zerojax.state import Tile, TileGroup
 from zerojax.streamed.ending import RecordGrads
 from zerojax.streamed.microbatches import Microbatches
-from zerojax.streamed.phases import ScheduleArrays, Tick, beside, run_phase
+from zerojax.streamed.phases import ScheduleArrays, Tick, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan
 from zerojax.streamed.tiled_block import TileLoopCall
 

@@ -1,0 +1,166 @@
+"""What is loaded and stored beside a tick's products: in which turns, and in front of which products."""
+
+import dataclasses
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from host_offload.schedule import build_schedule, moves_of
+from zerojax.beside import beside
+from zerojax.streamed import ending
+from zerojax.streamed.phases import Tick
+
+HOST = "pinned_host"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Stands for a stack in host memory; tells what is done with it."""
+
+    name: str
+    log: list
+
+    def read(self, stack, index):
+        self.log.append(("load", self.name, index))
+        return f"{self.name}[{index}]"
+
+    def write(self, stack, index, value):
+        self.log.append(("store", self.name, index, value.name))
+        return stack
+
+
+class Records:
+    """A record of some arrays of optimizer state and of parameters in host memory."""
+
+    def __init__(self, num_opt, num_params):
+        self.log = []
+        self.opt = [Stack(f"opt{n}", self.log) for n in range(num_opt)]
+        self.params = [Stack(f"param{n}", self.log) for n in range(num_params)]
+        for stack in self.params:
+            object.__setattr__(stack, "is_away", True)
+
+    def opt_records(self, part):
+        return self.opt
+
+    def opt_states(self, states, part):
+        return list(self.opt)
+
+    def replace(self, states, part, stacks):
+        return states
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    params: tuple
+
+
+def crossing(sizes, num_groups, fetch=7, stored=9, num_params=0):
+    records = Records(len(sizes) - num_params, num_params)
+    pending = [types.SimpleNamespace(name=f"new{n}", size=size, dtype=np.dtype("int8")) for n, size in enumerate(sizes)]
+    now = Tick(8, 8, None, None, None, True, False, fetch=fetch, stored=stored)
+    part = range(max(num_params, 1)) if num_params else []
+    return records, ending.Crossing(records, part, num_groups, now, pending, State(tuple(records.params)))
+
+
+@pytest.mark.parametrize("num_groups", [2, 3, 4])
+@pytest.mark.parametrize(("sizes", "num_params"), [([5, 4, 3, 3, 2, 1], 0), ([9, 9, 9, 4, 4, 4, 1, 1, 1], 3), ([7, 2], 0)])
+def test_each_array_is_loaded_and_stored_once_and_never_in_one_turn(sizes, num_params, num_groups):
+    records, crosses = crossing(sizes, num_groups, num_params=num_params)
+    crossed, turns = crosses.begin(), []
+    for number in range(crosses.num_turns):
+        if number:
+            crossed = crosses.turn(number, crossed)
+        turns.append(list(records.log))
+        records.log.clear()
+    names = {stack.name for stack in (*records.opt, *records.params)}
+    for verb in ("load", "store"):
+        assert sorted(move[1] for turn in turns for move in turn if move[0] == verb) == sorted(names)
+    for turn in turns:
+        assert not {m[1] for m in turn if m[0] == "load"} & {m[1] for m in turn if m[0] == "store"}
+        loaded = [m for m in turn if m[0] == "load"]
+        # Optimizer state of the layer that is updated, parameters of the one that is fetched; the one before is stored.
+        assert all(m[2] == (7 if m[1].startswith("param") else 8) for m in loaded)
+        assert all(m[2] == 9 for m in turn if m[0] == "store")
+    filled = [sum(sizes[n] for n in group) for group in crosses.groups]
+    assert max(filled) - min(filled) <= max(sizes)
+    opt, params = crosses.loaded(crossed)
+    assert opt == [f"opt{n}[8]" for n in range(len(sizes) - num_params)]
+    assert params == [f"param{n}[7]" for n in range(num_params)]
+
+
+def test_the_first_tick_stores_nothing_and_the_last_one_fetches_nothing():
+    records, crosses = crossing([3, 2, 1, 1], 2, fetch=None, stored=None, num_params=2)
+    crosses.turn(1, crosses.begin())
+    assert {m[1] for m in records.log} == {"opt0", "opt1"}
+    assert {m[0] for m in records.log} == {"load"}
+
+
+def names_of(function, args, turns):
+    """Return the products and barriers of what `beside` makes, in order."""
+    jaxpr = jax.make_jaxpr(lambda *args: beside(function, args, jnp.zeros(2), turns)[0])(*args)
+    short = {"dot_general": "m", "optimization_barrier": "|"}
+    return "".join(short.get(eqn.primitive.name, "") for eqn in jaxpr.eqns)
+
+
+def turn(operands, work):
+    return jax.lax.optimization_barrier((operands, work))
+
+
+@pytest.mark.parametrize(
+    ("widths", "num_turns", "expected"),
+    [
+        ([8, 8, 8, 8, 8], 3, "m|m|m|m"),  # FLOPs 1 1 1 1: turns at 1/4, 1/2 and 3/4 of them
+        ([8, 8, 8, 8, 8], 1, "mm|mm"),
+        ([8, 8, 8, 8, 8], 0, "mmm|m"),  # the work alone
+        ([64, 8, 8, 8, 8], 1, "m|mmm"),  # FLOPs 8 1 1 1
+        ([8, 8, 64], 2, "m||m"),  # the last product is most of all
+    ],
+)
+def test_turns_are_taken_at_equal_shares_of_the_flops(widths, num_turns, expected):
+    args = [jnp.ones((4, widths[0])), *(jnp.ones(shape) for shape in itertools.pairwise(widths))]
+
+    def chain(x, *weights):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    assert names_of(chain, args, [turn] * num_turns) == expected
+
+
+def test_results_are_computed_before_the_turn_that_follows_them():
+    """XLA would else move a gradient that nothing waits for behind the last turn."""
+
+    def two(x, a, b):
+        return x @ a, (x @ b) @ b
+
+    args = [jnp.ones((4, 4))] * 3
+    jaxpr = jax.make_jaxpr(lambda *args: beside(two, args, jnp.zeros(2), [turn, turn])[0])(*args)
+    barriers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier"]
+    first_product = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general").outvars[0]
+    assert first_product in barriers[0].invars
+    assert barriers[0].outvars[list(barriers[0].invars).index(first_product)] in jaxpr.jaxpr.outvars
+
+
+def test_a_function_without_products_takes_its_turns_after_it():
+    (y, work) = beside(jnp.tanh, (jnp.zeros(3),), 1, [lambda o, w: (o, w + 1), lambda o, w: (o, 10 * w)])
+    assert (y.shape, work) == ((3,), 20)
+
+
+def test_late_stores_are_those_of_the_tick_before_and_the_last_one_is_drained():
+    tiers = {"opt_state": HOST, "params": HOST}
+    late, now = (build_schedule(4, 1, tiers=tiers, update="in_backward", stores_late=late) for late in (True, False))
+    phase, same = late.phase("backward"), now.phase("backward")
+    assert (phase.store.tolist(), phase.drain.tolist()) == ([-1, 3, 2, 1], [0])
+    assert (same.store.tolist(), same.drain.tolist()) == ([3, 2, 1, 0], [])
+    assert phase.stores_late
+    assert not late.phase("forward").stores_late
+    assert "writes opt_state, params a tick late" in str(late)
+    assert str(late).splitlines()[-1].split() == ["backward", "after", "-", "-", "-", "-", "0"]
+    assert "late" not in str(now)
+    kinds = ("opt_state", "params")
+    assert sorted(moves_of(late, kinds)) == sorted(moves_of(now, kinds))  # in another order
+    assert late.arrays()["backward"].keys() == now.arrays()["backward"].keys()  # no argument more

@@ -1,0 +1,87 @@
+"""Run work beside a function's matrix products: transfers and collectives that only something later needs.
+
+XLA's scheduler starts a collective or a copy as late as the first use of its result allows. What only the next layer needs
+would start where this layer ends, and overlap nothing. So its result is tied to a product of this layer by a barrier, and it
+overlaps the products before that one.
+
+Work that has to be done in turns, such as reading one group of arrays while another is written and the other way round, is
+started turn by turn: the products are cut into as many parts of equal FLOPs as there are turns.
+
+    turns of 3    | start a | products | wait for a, start b | products | wait for b, start c | products |
+
+The function is evaluated equation by equation, so that a barrier can be put in front of one of them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from zerojax.jaxprs import FlatJaxpr, evaluate, flatten
+
+Turn = Callable[[Any, Any], tuple[Any, Any]]
+"""(operands of a product, work so far) -> the same: a barrier between both, then what is started there."""
+
+
+def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any, turns: Sequence[Turn] = ()) -> tuple[Any, Any]:
+    """Return `function(*args)`, and `work`, after all turns.
+
+    Args:
+      function: whose products the work runs beside.
+      args: of it.
+      work: what was started; a pytree.
+      turns: each is taken in front of a product, after its share of FLOPs. Without any, the work is done when three quarters of
+        them are.
+    """
+    if not turns and not jax.tree.leaves(work):
+        return function(*args), work
+    closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
+    program = flatten(closed.jaxpr, closed.consts)
+    slots: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
+    places = _places(program, turns)
+    made: list[int] = []  # results of the function, since the last turn
+    for number, i in enumerate(program.instructions):
+        for turn in places.pop(number, ()):
+            # The product waits for the turn, since its operands pass the same barrier. So do results of the function: XLA would
+            # else put products that nothing waits for, such as gradients of weights, behind the last turn.
+            tied = [*i.reads, *(made if turns else ())]
+            operands, work = turn({ref: slots[ref] for ref in tied}, work)
+            slots.update(operands)
+            made.clear()
+        evaluate([i], slots)
+        made += [ref for ref in i.outs if program.last_read.get(ref, -1) == len(program.instructions)]
+    for turn in (turn for some in places.values() for turn in some):  # of a function without products
+        _, work = turn({}, work)
+    leaves = [slots[ref] if isinstance(ref, int) else ref.value for ref in program.outputs]
+    return jax.tree.unflatten(jax.tree.structure(out), leaves), work
+
+
+def wait(operands: Any, work: Any) -> tuple[Any, Any]:
+    """Tie a product to all of the work: a turn that starts nothing."""
+    return jax.lax.optimization_barrier((operands, work))
+
+
+def _places(program: FlatJaxpr, turns: Sequence[Turn]) -> dict[int, list[Turn]]:
+    """Return the turns in front of each instruction; those that found no product, at -1."""
+    products = [n for n, i in enumerate(program.instructions) if i.eqn.primitive.name == "dot_general"]
+    if not products:
+        return {-1: list(turns)}
+    shares = [(n / (len(turns) + 1), turn) for n, turn in enumerate(turns, 1)] or [(0.75, wait)]
+    total = sum(flops := [_flops(program.instructions[n].eqn) for n in products])
+    places: dict[int, list[Turn]] = {}
+    done = 0.0
+    for n, size in zip(products, flops, strict=True):
+        while shares and done >= total * shares[0][0]:
+            places.setdefault(n, []).append(shares.pop(0)[1])
+        done += size
+    # Those after a share that only the last product completes.
+    places.setdefault(products[-1], []).extend(turn for _, turn in shares)
+    return places
+
+
+def _flops(eqn: Any) -> float:
+    """Return the FLOPs of a dot_general."""
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    lhs = eqn.invars[0].aval.shape
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contracted)
