@@ -17,6 +17,7 @@ PACKAGES = {"zerojax": {"host_offload", "pallas_kernels"}, "host_offload": set()
 ROOMS = {
     # files that are low floors under several folders
     "zerojax.jaxprs": (),
+    "zerojax.beside": ("jaxprs",),
     "zerojax.precision": (),
     "zerojax.metrics": ("precision",),
     "zerojax.config": ("sharding", "precision"),
@@ -29,14 +30,15 @@ ROOMS = {
     "zerojax.tiling": ("jaxprs", "sharding"),
     "zerojax.models": ("tiling", "jaxprs", "sharding"),
     "zerojax.activations": ("models", "tiling", "jaxprs", "sharding"),
-    "zerojax.state": ("models", "sharding", "config", "precision"),
+    "zerojax.state": ("models", "sharding", "aot", "config", "precision"),
     "zerojax.runtime": ("state",),
     "zerojax.optim": ("state", "runtime", "sharding", "jaxprs", "config", "precision", "metrics"),
     "zerojax.resident": (
         "activations", "optim", "state", "models", "float32_grads", "unreduced", "sharding", "jaxprs", "metrics",
     ),
     "zerojax.streamed": (
-        "activations", "optim", "state", "models", "tiling", "float32_grads", "unreduced", "sharding", "jaxprs", "metrics",
+        "activations", "optim", "state", "models", "tiling", "float32_grads", "unreduced", "sharding", "beside", "jaxprs",
+        "metrics",
     ),
     "zerojax.memory": ("streamed", "resident", "state", "activations", "jaxprs", "sharding", "precision"),
     "zerojax.program": (
