@@ -8,6 +8,7 @@ Linen shapes parameters by a call, so an example batch is needed. It may be abst
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import flax.core
@@ -45,7 +46,9 @@ class LinenPart:
         self.tiles: Any = False
         # Linen parameters carry no mark like that of NNX's tiled layers, so the stacks are found by tracing.
         if name in ("block", "module"):
-            args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tuple(self.args))
+            # Of numpy int64 int32: jax 0.12 warns of abstract arrays that it would narrow.
+            canonical = partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
+            args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, canonical(a.dtype)), tuple(self.args))
             key = jax.random.key(0) if calls.rngs else None
             state = nn.unbox({c: variables[c] for c in self.collections})
 
