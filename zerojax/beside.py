@@ -31,8 +31,8 @@ def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any, turns
       function: whose products the work runs beside.
       args: of it.
       work: what was started; a pytree.
-      turns: each is taken in front of a product, after its share of FLOPs. Without any, the work is done when three quarters of
-        them are.
+      turns: each is taken in front of a product, after its share of FLOPs. Without any, the work is done when two thirds of them
+        are.
     """
     if not turns and not jax.tree.leaves(work):
         return function(*args), work
@@ -67,7 +67,7 @@ def _places(program: FlatJaxpr, turns: Sequence[Turn]) -> dict[int, list[Turn]]:
     products = [n for n, i in enumerate(program.instructions) if i.eqn.primitive.name == "dot_general"]
     if not products:
         return {-1: list(turns)}
-    shares = [(n / (len(turns) + 1), turn) for n, turn in enumerate(turns, 1)] or [(0.75, wait)]
+    shares = [(n / (len(turns) + 1), turn) for n, turn in enumerate(turns, 1)] or [(2 / 3, wait)]
     total = sum(flops := [_flops(program.instructions[n].eqn) for n in products])
     places: dict[int, list[Turn]] = {}
     done = 0.0

@@ -256,7 +256,7 @@ def test_linear_forms_of_the_self_test_are_copies_at_proven_addresses(name, step
 
 def test_a_loop_of_one_trip_is_kept_and_its_bound_is_known():
     def program(order: Any, stack: Any, x: Any) -> Any:
-        mesh = aot.gpu_mesh("h200", gpus_per_host=GPUS)
+        mesh: Any = jax.sharding.get_abstract_mesh()
         return x + one_trip(3, lambda i, t: t + load(stack, i), jnp.zeros((D, D), jnp.int32), mesh)[:8]
 
     text = compile_text(program)
@@ -264,7 +264,8 @@ def test_a_loop_of_one_trip_is_kept_and_its_bound_is_known():
     (found,) = hlo.host_slices(text)
     assert (found.num_bytes, found.times, found.index) == (RECORD, 1, "constant")
     assert found.has_descriptor  # a copy; outside of a loop it would be a kernel
-    assert hlo.collectives(text) == []  # each device draws for itself
+    # Of the sum's shards, for x. Each device draws for itself: a number that one of them sent would be reduced.
+    assert {c.op for c in hlo.collectives(text)} <= {"all-gather"}
 
 
 def test_a_form_at_the_raw_counter_is_told_from_one_at_the_argument():
