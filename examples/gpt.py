@@ -203,7 +203,8 @@ class Block(nnx.Module):
 
     def __init__(self, c: GPTConfig, *, rngs: nnx.Rngs) -> None:
         h, t, std = c.hidden, c.tensor_axis, 0.02
-        self.heads, self.tensor_axis, self.attention = c.heads, t, c.attention
+        self.heads, self.tensor_axis = c.heads, t
+        self.attention: Attention = c.attention
         self.ln1 = nnx.LayerNorm(h, epsilon=1e-5, dtype=c.dtype, rngs=rngs)
         self.qkv = linear(c, h, 3 * h, std, (None, t), rngs)
         # As in GPT-2: of the 2 L matrices that add to the stream, each starts smaller by the square root of their number.

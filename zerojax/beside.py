@@ -31,8 +31,8 @@ def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any, turns
       function: whose products the work runs beside.
       args: of it.
       work: what was started; a pytree.
-      turns: each is taken in front of a product, after its share of FLOPs. Without any, the work is done when two thirds of them
-        are.
+      turns: each is taken in front of a product, after its share of FLOPs. Without any, the work is done when two thirds of
+        the FLOPs are.
     """
     if not turns and not jax.tree.leaves(work):
         return function(*args), work
