@@ -25,6 +25,7 @@ A tick without another of its kind is a loop of one trip (`host_offload.device.l
 import dataclasses
 import functools
 import importlib.metadata
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -103,7 +104,8 @@ def check_host_slices(device: Any = None) -> None:
 
 def has_linear_fix() -> bool:
     """Tell whether this jaxlib is said to have the fix of openxla/xla issue 46231. `linear_slices_are_right` asks a device."""
-    return tuple(int(n) for n in importlib.metadata.version("jaxlib").split(".")[:3]) >= LINEAR_SINCE
+    # Of "0.12.0rc1" and "0.11.1.dev20260801" as well.
+    return tuple(map(int, re.findall(r"\d+", importlib.metadata.version("jaxlib"))[:3])) >= LINEAR_SINCE
 
 
 def linear_slices_are_right(device: Any = None) -> bool:

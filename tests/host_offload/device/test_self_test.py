@@ -39,6 +39,22 @@ def test_an_order_that_is_not_linear_is_refused():
         run(ORDERS["shuffled"], self_test.records())
 
 
+@pytest.mark.parametrize(
+    ("version", "is_fixed"),
+    [
+        ("0.10.2", False),
+        ("0.11.0", False),
+        ("0.11.1", True),
+        ("0.11.1.dev20260801", True),
+        ("0.12.0rc1", True),
+        ("0.12.0.1", True),
+    ],
+)
+def test_the_fix_is_known_by_the_version_of_jaxlib(monkeypatch, version, is_fixed):
+    monkeypatch.setattr(self_test.importlib.metadata, "version", lambda name: version)
+    assert self_test.has_linear_fix() == is_fixed
+
+
 @pytest.mark.parametrize("is_linear", [False, True])
 def test_check_passes_and_runs_once_for_each_device(monkeypatch, is_linear):
     built, one = [], {"read": self_test.forms()["read"]}
