@@ -43,7 +43,7 @@ ROOMS = {
     "zerojax.memory": ("streamed", "resident", "state", "activations", "jaxprs", "sharding", "precision"),
     "zerojax.program": (
         "activations", "memory", "streamed", "resident", "optim", "gather", "runtime", "state", "models", "sharding", "aot",
-        "config", "precision", "hlo",
+        "config", "precision", "hlo", "jaxprs",
     ),
     "zerojax.checkpoint": ("program", "runtime", "state", "models", "sharding", "precision"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config"),
@@ -56,7 +56,8 @@ ROOMS = {
     "host_offload.device": (),
     "host_offload.schedule": ("tiers",),
     "host_offload.disk": ("device", "fields"),
-    "host_offload.engine": ("device", "disk", "schedule"),
+    "host_offload.calls": ("device", "disk"),
+    "host_offload.engine": ("calls", "device", "disk", "schedule"),
     "host_offload.host_update": ("device", "disk", "engine"),
     "host_offload.trace": ("engine", "disk", "schedule"),
 }  # fmt: skip

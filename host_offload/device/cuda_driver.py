@@ -22,6 +22,10 @@ class Driver:
         """Return the primary context of a GPU, which is the one that XLA uses."""
         return int(self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", ordinal)))
 
+    def context_of_stream(self, stream: int) -> int:
+        """Return the context of a stream."""
+        return int(self._call("cuStreamGetCtx", stream))
+
     def use(self, context: int) -> None:
         """Make a context current in the calling thread."""
         self._call("cuCtxSetCurrent", context)

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from host_offload.device import Copies, Link, copies_of, link_of
+from host_offload.calls import Calls, Site
+from host_offload.device import Copies, copies_of
 from host_offload.disk import LeafFormat, RecordFormat, SwapError
 from host_offload.engine.engine import Engine
 
@@ -41,25 +42,29 @@ class Swap:
     Attributes:
       mesh: the device mesh.
       engine: set before a program runs; a program that is only compiled has none.
-      generation: number of the state that is on disk; 0 where there is none.
+      calls: of the programs.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.engine: Engine | None = None
-        self.generation = 0
+        self.calls = Calls(list(mesh.devices.flat))
 
-    @functools.cached_property
-    def link(self) -> Link:
-        """How callbacks read their small operands."""
-        return link_of(self.mesh.devices.flat[0].platform)
+    @property
+    def generation(self) -> int:
+        """Number of the state that is on disk; 0 where there is none."""
+        return self.calls.number
+
+    @generation.setter
+    def generation(self, number: int) -> None:
+        self.calls.number = number
 
     @functools.cached_property
     def copies(self) -> Copies:
         """How records cross to the devices."""
         return copies_of(list(self.mesh.devices.flat))
 
-    def on_fetch(self, context: Any, out: Any, where: Any, token: Any, *, kind: str) -> None:
+    def on_fetch(self, context: Any, out: Any, where: Any, token: Any, *, kind: str, site: Site) -> None:
         """Fill the leaves of a record.
 
         Args:
@@ -68,11 +73,12 @@ class Swap:
           where: i32[3], device, layer, and the state's number or 0.
           token: orders callbacks.
           kind: of the record.
+          site: the callback's.
         """
         del token
         layer = None
         try:
-            rank, layer, number = self.link.read(context, where, (kind, "where")).tolist()
+            rank, layer, number = site.ask(context, where)
             engine = self.engine_of(number)
             engine.fetch(kind, rank, layer, lambda views: self.copies.load(context, kind, rank, views, out))
         except BaseException as error:  # a callback must not raise: see the module's docstring
@@ -80,11 +86,11 @@ class Swap:
             # The outputs are uninitialized memory. Zeros let the program reach the end of its step, where `check` raises.
             self._try(lambda: self.copies.clear(context, out))
 
-    def on_store(self, context: Any, out: Any, where: Any, token: Any, *values: Any, kind: str) -> None:
+    def on_store(self, context: Any, out: Any, where: Any, token: Any, *values: Any, kind: str, site: Site) -> None:
         """Take the leaves of a record; `out` is the next token."""
         layer = None
         try:
-            rank, layer, number = self.link.read(context, where, (kind, "where")).tolist()
+            rank, layer, number = site.ask(context, where)
             engine = self.engine_of(number)
             engine.store(kind, rank, layer, lambda views: self.copies.save(context, kind, rank, values, views))
         except BaseException as error:  # as above
@@ -192,7 +198,7 @@ class DiskRecords:
         every = PartitionSpec(self.swap.mesh.axis_names)
 
         def local(position: Array, token: Array, layer: Array) -> list[Array]:
-            callback = functools.partial(self.swap.on_fetch, kind=self.kind)
+            callback = functools.partial(self.swap.on_fetch, kind=self.kind, site=self._site("fetch"))
             where = self._where(position, token, layer)
             # Without a side effect XLA may merge two fetches of the same operands, or remove one whose values are not used.
             return buffer_callback(callback, self._local_shapes, has_side_effect=True)(where, token)
@@ -212,7 +218,7 @@ class DiskRecords:
         every = PartitionSpec(self.swap.mesh.axis_names)
 
         def local(position: Array, token: Array, layer: Array, values: list[Array]) -> Array:
-            callback = functools.partial(self.swap.on_store, kind=self.kind)
+            callback = functools.partial(self.swap.on_store, kind=self.kind, site=self._site("store"))
             after = jax.ShapeDtypeStruct((1,), jnp.int32)
             where = self._where(position, token, layer)
             return buffer_callback(callback, after, has_side_effect=True)(where, token, *values)
@@ -228,9 +234,10 @@ class DiskRecords:
         return island(self._positions(), token, layer, values)
 
     def _where(self, position: Array, token: Array, layer: Array) -> Array:
-        # One small operand instead of three: on a GPU every operand that is read waits for the stream.
-        number = token if self.lifetime == "state" else jnp.zeros_like(token)
-        return jnp.concatenate([position, layer[None].astype(jnp.int32), number])
+        return Calls.where(position, layer, token if self.lifetime == "state" else jnp.zeros_like(token))
+
+    def _site(self, verb: str) -> Site:
+        return Site(self.swap.calls, f"{verb} {self.kind}", of_state=self.lifetime == "state")
 
     def _positions(self) -> Array:
         # Sharded over all axes, so that each device finds its own position in its one element.

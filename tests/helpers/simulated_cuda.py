@@ -11,7 +11,7 @@ import threading
 import time
 import types
 
-CONTEXT = 77
+CONTEXT = 77  # of the first GPU; the others' follow
 
 
 class Failure(int):
@@ -41,6 +41,7 @@ class SimulatedCuda(types.ModuleType):
         self.events, self.streams = {}, {}  # event -> what its last record waits for; stream -> its queue
         self.copies = []  # (stream, source, bytes) of every copy
         self.fail_copies = False
+        self.contexts = {}  # of each stream
         self._context, self._next, self._lock = threading.local(), 100, threading.Lock()
 
     def _number(self):
@@ -58,14 +59,15 @@ class SimulatedCuda(types.ModuleType):
         return 0, ordinal
 
     def cuDevicePrimaryCtxRetain(self, device):  # noqa: N802
-        return 0, CONTEXT
+        return 0, CONTEXT + device
 
     def cuCtxSetCurrent(self, context):  # noqa: N802
         self._context.current = context
         return (0,)
 
     def cuMemHostRegister(self, address, num_bytes, flags):  # noqa: N802
-        assert (self._context.current, flags) == (CONTEXT, 1)
+        assert self._context.current >= CONTEXT
+        assert flags == 1
         if len(self.registered) == self.most_registered:
             return (Failure(2),)
         self.registered[address] = num_bytes
@@ -75,9 +77,9 @@ class SimulatedCuda(types.ModuleType):
         return (0,) if self.registered.pop(address, None) else (Failure(713),)
 
     def cuStreamCreate(self, flags):  # noqa: N802
-        assert self._context.current == CONTEXT
+        assert self._context.current >= CONTEXT
         number, todo = self._number(), queue.SimpleQueue()
-        self.streams[number] = todo
+        self.streams[number], self.contexts[number] = todo, self._context.current
 
         def run():
             while (call := todo.get()) is not None:
@@ -86,12 +88,15 @@ class SimulatedCuda(types.ModuleType):
         threading.Thread(target=run, daemon=True).start()
         return 0, number
 
+    def cuStreamGetCtx(self, stream):  # noqa: N802
+        return 0, self.contexts[stream]
+
     def cuStreamDestroy(self, stream):  # noqa: N802
         self.streams.pop(stream).put(None)
         return (0,)
 
     def cuEventCreate(self, flags):  # noqa: N802
-        assert self._context.current == CONTEXT
+        assert self._context.current >= CONTEXT
         number = self._number()
         self.events[number] = None
         return 0, number
@@ -101,7 +106,7 @@ class SimulatedCuda(types.ModuleType):
         return (0,)
 
     def _queue(self, stream, call):
-        assert self._context.current == CONTEXT, "a call from a thread without the context"
+        assert self._context.current >= CONTEXT, "a call from a thread without the context"
         if stream == 0:
             call()
         else:
@@ -118,7 +123,7 @@ class SimulatedCuda(types.ModuleType):
         return self._queue(stream, happened.wait) if happened is not None else (0,)
 
     def cuEventSynchronize(self, event):  # noqa: N802
-        assert self._context.current == CONTEXT
+        assert self._context.current >= CONTEXT
         if (happened := self.events[event]) is not None:
             happened.wait()
         return (0,)

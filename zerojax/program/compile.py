@@ -24,6 +24,7 @@ from zerojax.aot import CompiledProgram, compile_with_callbacks, is_there
 from zerojax.config import streams
 from zerojax.models import LayeredModel, Model
 from zerojax.optim import LearningRates, learning_rates
+from zerojax.program.call_order import order_calls
 from zerojax.program.step import Scratch, Step
 from zerojax.sharding import FSDP, STAGES, ActivationSpec, Rows, batch_size, explicit, named
 from zerojax.state import Layout, TrainState, allocate_all, check_host_reads, numbered_next, unit_bytes
@@ -104,12 +105,14 @@ class CompiledStep:
       abstract_scratch: those of the last one.
       written: records on disk that it writes before it reads them.
       run: what a step calls: `step`, or what it was compiled into ahead of time.
+      is_ordered: its callbacks know the order of their calls.
     """
 
     step: Any
     abstract_args: tuple[Any, Any, Any, Scratch]
     written: Sequence[DiskRecords] = ()
     run: Any = None
+    is_ordered: bool = False
 
     def __post_init__(self) -> None:
         self.run = self.step
@@ -135,6 +138,7 @@ class StepCompiler:
         self._evals: dict[Rows | None, Any] = {}
         self._applies: dict[Any, Any] = {}
         self._rates = learning_rates(layout)
+        self._ordered: dict[int, Any] = {}  # traced programs by their ids
 
     @cached_property
     def arrays(self) -> Any:
@@ -147,6 +151,26 @@ class StepCompiler:
         if key not in self._by_shape:
             self._by_shape[key] = self._jit(batch)
         return self._by_shape[key]
+
+    def order(self, program: Any, args: Sequence[Any], schedule_at: int) -> Any:
+        """Tell the callbacks of a jitted program in which order they are called; returns the program as it was traced.
+
+        To be called under the mesh, before the program runs: a call with the same arguments is not traced again.
+
+        Args:
+          program: takes `arrays`, among others.
+          args: its arguments, abstract or not.
+          schedule_at: which of them is `arrays`.
+        """
+        traced = program.trace(*args)
+        closed = traced.jaxpr
+        if id(closed) not in self._ordered:
+            known: list[Any] = []
+            for place, arg in enumerate(args):
+                known += jax.tree.leaves(self._step.arrays()) if place == schedule_at else [None] * len(jax.tree.leaves(arg))
+            order_calls(closed, known)
+            self._ordered[id(closed)] = closed
+        return traced
 
     def eval(self, rows: Rows | None) -> Any:
         """Return `eval(params, model_state, batch, arrays)`, jitted, for batches of any shape.
@@ -226,7 +250,7 @@ class StepCompiler:
 
     def clear(self) -> None:
         """Forget what was compiled."""
-        for compiled in (self._by_shape, self._grads_by_shape, self._evals, self._applies):
+        for compiled in (self._by_shape, self._grads_by_shape, self._evals, self._applies, self._ordered):
             compiled.clear()
 
 

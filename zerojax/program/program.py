@@ -188,7 +188,10 @@ class Program:
         check_batch(abstract_batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
             compiled = self._compiler.step(self.abstract_batch(abstract_batch))
-            lowered = compiled.step.lower(*compiled.abstract_args)
+            if self._runner.calls_back:
+                lowered = self._compiler.order(compiled.step, compiled.abstract_args, 2).lower()
+            else:
+                lowered = compiled.step.lower(*compiled.abstract_args)
         return LoweredStep(lowered, self.mesh, self._compiler.options, self._runner.calls_back, compiled)
 
     # --- what it does ------------------------------------------------------------------------------------------------------
@@ -239,8 +242,13 @@ class Program:
             # Before the moves: these follow from the block's loops over tiles, which a trace finds.
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)
+            args = (state, batch, self._compiler.arrays, scratch)
+            if self._runner.calls_back and not compiled.is_ordered:
+                self._compiler.order(compiled.step, as_arguments(args), 2)
+                compiled.is_ordered = True
             addresses = self._runner.begin_step(state, self._moves, compiled.written)
-            results = self._runner.call(compiled.run, state, batch, self._compiler.arrays, scratch)
+            results = self._runner.call(compiled.run, *args)
+            del args  # of which some were donated
             (state, scratch), metrics = self._runner.finished(results)
             # Before errors are raised: this memory has come back, whatever happened to the disk.
             self._scratch.keep(compiled.abstract_scratch, scratch)
@@ -293,10 +301,8 @@ class Program:
             params = self.layout.join(state)
             args = (params, state.model_state, batch, self._compiler.arrays)
             program = compiled(*as_arguments(args))
-            if self.swap is not None:
-                jax.eval_shape(
-                    program, *as_arguments(args)
-                )  # which loops over tiles it has, and so its moves, are known once it is traced
+            if self.swap is not None:  # which loops over tiles it has, and so its moves, are known once it is traced
+                self._compiler.order(program, as_arguments(args), 3)
             return self._runner.run(name, program, *args, reads=params, moves=self._eval_moves)
 
     def grads(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
@@ -327,6 +333,8 @@ class Program:
             # What is not read stays where it rests.
             reads = dataclasses.replace(state, master=None, opt_state=None, pending=None)
             args = (reads, batch, self._compiler.arrays, scratch)
+            if self._runner.calls_back:
+                self._compiler.order(program, as_arguments(args), 2)
             result, scratch = self._runner.run(
                 "grads", program, *args, reads=reads, moves=self._grads_moves, written=step.written
             )

@@ -293,6 +293,7 @@ class SwapSession:
         self._check_numbers(leaves)
         self._make_files(scratch)
         self._recorder.begin(name, moves, engine)
+        self.swap.calls.begin()
         with self._loss_is_noted():  # it looks for errors once more
             engine.begin(moves)
         self._run = _Run(leaves, self._state)
@@ -347,6 +348,10 @@ class SwapSession:
         assert self._run is not None, "no program has begun"
         self._advance("finish")
         self._run = None
+        try:
+            self.swap.calls.check()
+        except Exception as error:  # not of the disk: the next call must know of it, too
+            engine.fail(error)
         try:
             with self._loss_is_noted():
                 self._processes.do(engine.check)

@@ -32,12 +32,20 @@ def wait_for(plan: PlanT, values: Any, mesh: Mesh) -> tuple[PlanT, Any]:
     if array is None:
         return plan, values
     # One element will do: an array is there as a whole.
-    first = jnp.ravel(array)[0]
-    if jnp.issubdtype(array.dtype, jnp.floating):
-        never = (first != first) & (first == first)
-    else:  # of integers XLA knows the above; a token is the number of a state, or 0
-        never = first == jnp.iinfo(array.dtype).min
+    never = is_never(jnp.ravel(array)[0])
     return jax.tree.map(lambda a: a + never.astype(a.dtype), plan), values
+
+
+@jax.jit
+def is_never(value: Array) -> Array:
+    """Return False, computed from a number in a way that XLA for CPUs does not see through.
+
+    A function of its own, by whose name `zerojax.program.call_order` knows the result.
+    """
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        return (value != value) & (value == value)
+    # Of integers XLA knows the above; a token is the number of a state, or 0.
+    return value == jnp.iinfo(value.dtype).min
 
 
 def order_read_before_write(

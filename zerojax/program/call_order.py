@@ -1,0 +1,357 @@
+"""In which order each callback of a traced program asks for records: the program's own computation of indices, carried out.
+
+A program computes the index of a record from the counters of its loops and from the arrays of the schedule, which are arguments
+with known values. No index depends on data. So its indices are computed here as the program will, with everything else left
+out:
+
+    while, scan     run as often as they will: bounds are known as indices are
+    cond            the branch that will be taken, where that is known
+    an equation     evaluated where all of its operands are known, and only if an index or a bound depends on it
+
+For each site (`host_offload.calls`) this gives its layers in order. A callback in a loop or a branch that depends on data has
+no order that could be known. It is named in a warning, and waits for its index.
+"""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.extend.core as jex
+import numpy as np
+
+from host_offload.calls import Site, site_of
+from zerojax.jaxprs import scan_arity
+
+logger = logging.getLogger("zerojax")
+_MOST_TRIPS = 1 << 24
+_MOST_ENTRIES = 1 << 20  # of a constant that is an array of indices
+_NEVER = "is_never"  # `zerojax.state.ordering`
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """A concatenation of which some operands are known."""
+
+    values: tuple[Any, ...]
+
+
+def order_calls(closed: jex.ClosedJaxpr, known: Sequence[np.ndarray | None]) -> list[Site]:
+    """Tell each site of a program the order of its calls.
+
+    Args:
+      closed: the traced program.
+      known: of each argument its value, or None where it is not known.
+
+    Returns:
+      The sites.
+    """
+    walk = _Walk()
+    walk.run(closed.jaxpr, closed.consts, known, frozenset())
+    for site, layers in walk.layers.items():
+        site.order = layers
+    for calls in {site.calls for site in walk.layers}:
+        calls.reserve(sum(len(layers or ()) for site, layers in walk.layers.items() if site.calls is calls))
+    if waiting := sorted({site.name for site, layers in walk.layers.items() if layers is None}):
+        logger.warning("callbacks whose order depends on data wait for the device at each call: %s", ", ".join(waiting))
+    return list(walk.layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """What of a jaxpr has to be evaluated.
+
+    Attributes:
+      eqns: in order, each with the places of its results that are needed.
+      inputs: places of the arguments that are needed.
+    """
+
+    eqns: tuple[tuple[jex.JaxprEqn, frozenset[int]], ...]
+    inputs: frozenset[int]
+
+
+class _Walk:
+    """Evaluates indices.
+
+    Attributes:
+      layers: of each site, one for each call; None where they are not known.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[Site, list[int] | None] = {}
+        self._slices: dict[tuple[int, frozenset[int]], _Slice] = {}
+        self._has_sites: dict[int, bool] = {}
+        self._kept: list[Any] = []  # what is named by its id above
+
+    def run(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any], wanted: frozenset[int]) -> list[Any]:
+        """Evaluate a jaxpr; returns its results, None where they are not wanted or not known."""
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_small, consts), strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def value(atom: Any) -> Any:
+            return _small(atom.val) if isinstance(atom, jex.Literal) else env.get(atom)
+
+        for eqn, outs in self._slice(jaxpr, wanted).eqns:
+            for var, result in zip(eqn.outvars, self._eqn(eqn, [value(v) for v in eqn.invars], outs), strict=True):
+                env[var] = result
+        return [value(v) if i in wanted else None for i, v in enumerate(jaxpr.outvars)]
+
+    # --- what is needed ----------------------------------------------------------------------------------------------------
+
+    def _slice(self, jaxpr: jex.Jaxpr, wanted: frozenset[int]) -> _Slice:
+        """Return what of a jaxpr its sites, and the results at `wanted`, depend on."""
+        key = (id(jaxpr), wanted)
+        if key not in self._slices:
+            self._kept.append(jaxpr)
+            needed = {v for i, v in enumerate(jaxpr.outvars) if i in wanted and not isinstance(v, jex.Literal)}
+            eqns = []
+            for eqn in reversed(jaxpr.eqns):
+                outs = frozenset(i for i, v in enumerate(eqn.outvars) if v in needed)
+                if outs or self._calls(eqn):
+                    eqns.append((eqn, outs))
+                    operands = [eqn.invars[i] for i in self._needs(eqn, outs)]
+                    needed.update(v for v in operands if not isinstance(v, jex.Literal))
+            inputs = frozenset(i for i, v in enumerate(jaxpr.invars) if v in needed)
+            self._slices[key] = _Slice(tuple(reversed(eqns)), inputs)
+        return self._slices[key]
+
+    def _calls(self, eqn: jex.JaxprEqn) -> bool:
+        """Tell whether an equation is a site, or holds one."""
+        if eqn.primitive.name == "buffer_callback":
+            return site_of(eqn.params["callback"]) is not None
+        return any(self._calls_in(jaxpr) for jaxpr in jex.jaxprs_in_params(eqn.params))
+
+    def _calls_in(self, jaxpr: jex.Jaxpr) -> bool:
+        if id(jaxpr) not in self._has_sites:
+            self._kept.append(jaxpr)
+            self._has_sites[id(jaxpr)] = any(self._calls(eqn) for eqn in jaxpr.eqns)
+        return self._has_sites[id(jaxpr)]
+
+    def _needs(self, eqn: jex.JaxprEqn, outs: frozenset[int]) -> frozenset[int]:
+        """Return the places of the operands that an equation needs for its sites, and for its results at `outs`."""
+        name, params = eqn.primitive.name, eqn.params
+        if name == "buffer_callback":
+            return frozenset({0})
+        if name == "optimization_barrier":
+            return outs
+        if name == "while":
+            num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+            of_cond = self._slice(params["cond_jaxpr"].jaxpr, frozenset({0})).inputs
+            carried = outs | {i - num_cond for i in of_cond if i >= num_cond}
+            carried, of_body = self._carried(params["body_jaxpr"].jaxpr, carried, num_body)
+            return (
+                frozenset(i for i in of_cond if i < num_cond)
+                | frozenset(num_cond + i for i in of_body if i < num_body)
+                | frozenset(num_cond + num_body + i for i in carried)
+            )
+        if name == "scan":
+            num_consts, num_carry = scan_arity(params, len(eqn.invars))
+            carried, of_body = self._carried(params["jaxpr"].jaxpr, outs, num_consts, num_carry)
+            return frozenset(i for i in of_body if not num_consts <= i < num_consts + num_carry) | frozenset(
+                num_consts + i for i in carried if i < num_carry
+            )
+        if name == "cond":
+            return frozenset({0}) | {1 + i for branch in params["branches"] for i in self._slice(branch.jaxpr, outs).inputs}
+        if (inner := _inner(eqn)) is not None:
+            return self._slice(inner[0], outs).inputs
+        return frozenset(range(len(eqn.invars)))
+
+    def _carried(
+        self, body: jex.Jaxpr, wanted: frozenset[int], num_consts: int, num_carry: int | None = None
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the results of a loop's body that are needed, in the end, and its arguments that they need."""
+        last = len(body.invars) if num_carry is None else num_consts + num_carry
+        while True:
+            inputs = self._slice(body, wanted).inputs
+            more = wanted | {i - num_consts for i in inputs if num_consts <= i < last}
+            if more == wanted:
+                return wanted, inputs
+            wanted = more
+
+    # --- evaluation --------------------------------------------------------------------------------------------------------
+
+    def _eqn(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
+        """Return the results of an equation, None where they are not known."""
+        name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
+        if name == "buffer_callback":
+            self._ask(eqn, ins[0])
+            return nothing
+        if name == "optimization_barrier":
+            return ins
+        if name == "while":
+            return self._while(eqn, ins, outs)
+        if name == "scan":
+            return self._scan(eqn, ins, outs)
+        if name == "cond":
+            branches = eqn.params["branches"]
+            if not _is_known(ins[0]):
+                for branch in branches:
+                    self._give_up(branch.jaxpr)
+                return nothing
+            branch = branches[min(max(int(ins[0]), 0), len(branches) - 1)]
+            return self.run(branch.jaxpr, branch.consts, ins[1:], outs)
+        if eqn.params.get("name") == _NEVER:
+            return [np.zeros((), np.bool_)]
+        if (inner := _inner(eqn)) is not None:
+            if name == "shard_map":  # what is split has other values on each device
+                ins = [
+                    None if any(axes is not None for axes in spec) else v
+                    for v, spec in zip(ins, eqn.params["in_specs"], strict=True)
+                ]
+                self.run(*inner, ins, frozenset())
+                return nothing
+            return self.run(*inner, ins, outs)
+        if name == "concatenate" and not all(map(_is_known, ins)):
+            return [_Parts(tuple(ins))]
+        rule = _RULES.get(name)
+        if rule is None or not all(map(_is_known, ins)):
+            for jaxpr in jex.jaxprs_in_params(eqn.params):
+                self._give_up(jaxpr)
+            return nothing
+        with np.errstate(all="ignore"):
+            results = rule(eqn.params, *ins)
+        return results if eqn.primitive.multiple_results else [np.asarray(results, _dtype(eqn))]
+
+    def _ask(self, eqn: jex.JaxprEqn, where: Any) -> None:
+        """Note the layer of a call, which is the second part of what is sent along."""
+        site = site_of(eqn.params["callback"])
+        assert site is not None
+        layers = self.layers.setdefault(site, [])
+        layer = where.values[1] if isinstance(where, _Parts) else None if where is None else where[1:2]
+        if layer is None or isinstance(layer, _Parts):
+            self.layers[site] = None
+        elif layers is not None:
+            layers.append(int(layer[0]))
+
+    def _give_up(self, jaxpr: jex.Jaxpr) -> None:
+        """Note that the order of all sites in a jaxpr is unknown."""
+        for eqn in jaxpr.eqns:
+            if not self._calls(eqn):
+                continue
+            if eqn.primitive.name == "buffer_callback":
+                site = site_of(eqn.params["callback"])
+                assert site is not None
+                self.layers[site] = None
+            for inner in jex.jaxprs_in_params(eqn.params):
+                self._give_up(inner)
+
+    def _while(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
+        params = eqn.params
+        num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+        cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+        of_cond, of_body, carry = ins[:num_cond], ins[num_cond : num_cond + num_body], ins[num_cond + num_body :]
+        needed = frozenset(i - num_cond for i in self._slice(cond.jaxpr, frozenset({0})).inputs if i >= num_cond)
+        wanted, _ = self._carried(body.jaxpr, outs | needed, num_body)
+        for _ in range(_MOST_TRIPS):
+            (go,) = self.run(cond.jaxpr, cond.consts, [*of_cond, *carry], frozenset({0}))
+            if not _is_known(go):
+                break
+            if not go:
+                return carry
+            carry = self.run(body.jaxpr, body.consts, [*of_body, *carry], wanted)
+        self._give_up(body.jaxpr)
+        return [None] * len(eqn.outvars)
+
+    def _scan(self, eqn: jex.JaxprEqn, ins: list[Any], outs: frozenset[int]) -> list[Any]:
+        params, body = eqn.params, eqn.params["jaxpr"]
+        num_consts, num_carry = scan_arity(params, len(ins))
+        consts, carry, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
+        wanted, _ = self._carried(body.jaxpr, outs, num_consts, num_carry)
+        trips = range(params["length"])
+        for t in reversed(trips) if params["reverse"] else trips:
+            slices = [x[t] if _is_known(x) else None for x in xs]
+            carry = self.run(body.jaxpr, body.consts, [*consts, *carry, *slices], wanted)[:num_carry]
+        # Stacked results: no index is made of them.
+        return [*carry, *[None] * (len(eqn.outvars) - num_carry)]
+
+
+def _inner(eqn: jex.JaxprEqn) -> tuple[jex.Jaxpr, Sequence[Any]] | None:
+    """Return the jaxpr of a call, which takes what the equation takes, and its constants; None of any other equation."""
+    inner = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
+    if isinstance(inner, jex.ClosedJaxpr):
+        jaxpr, consts = inner.jaxpr, inner.consts
+    elif isinstance(inner, jex.Jaxpr):
+        jaxpr, consts = inner, ()
+    else:
+        return None
+    return (jaxpr, consts) if len(jaxpr.invars) == len(eqn.invars) and not jaxpr.constvars[len(consts) :] else None
+
+
+def _is_known(value: Any) -> bool:
+    return value is not None and not isinstance(value, _Parts)
+
+
+def _dtype(eqn: jex.JaxprEqn) -> Any:
+    aval: Any = eqn.outvars[0].aval
+    return aval.dtype
+
+
+def _small(value: Any) -> np.ndarray | None:
+    """Return a constant, if it may be part of an index."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        value = np.asarray(value)
+        dtype = value.dtype
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "iub" or math.prod(np.shape(value)) > _MOST_ENTRIES:
+        return None
+    return np.asarray(value)
+
+
+def _dynamic_slice(params: Mapping[str, Any], array: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+    sizes = params["slice_sizes"]
+    at = [min(max(int(s), 0), n - size) for s, n, size in zip(starts, array.shape, sizes, strict=True)]
+    return array[tuple(slice(s, s + size) for s, size in zip(at, sizes, strict=True))]
+
+
+def _slice(params: Mapping[str, Any], array: np.ndarray) -> np.ndarray:
+    steps = params["strides"] or [1] * array.ndim
+    return array[tuple(map(slice, params["start_indices"], params["limit_indices"], steps))]
+
+
+def _broadcast(params: Mapping[str, Any], array: np.ndarray, *_: Any) -> np.ndarray:
+    lead = [1] * len(params["shape"])
+    for dim, size in zip(params["broadcast_dimensions"], array.shape, strict=True):
+        lead[dim] = size
+    return np.broadcast_to(array.reshape(lead), params["shape"])
+
+
+def _quotient(_: Mapping[str, Any], a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    # XLA rounds toward zero, numpy down.
+    return np.sign(a) * np.sign(b) * (np.abs(a) // np.maximum(np.abs(b), 1))
+
+
+def _iota(params: Mapping[str, Any]) -> np.ndarray:
+    lead = [1] * len(params["shape"])
+    lead[params["dimension"]] = -1
+    return np.broadcast_to(np.arange(params["shape"][params["dimension"]]).reshape(lead), params["shape"])
+
+
+def _binary(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda params, a, b: function(a, b)
+
+
+_SAME: Callable[..., Any] = lambda params, a, *_: a  # noqa: E731
+_RULES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("convert_element_type", "copy", "copy_p", "stop_gradient", "name"), _SAME),
+    **dict.fromkeys(("sharding_constraint", "pvary", "pcast", "reshard", "mesh_cast"), _SAME),
+    "add": _binary(np.add), "sub": _binary(np.subtract), "mul": _binary(np.multiply), "max": _binary(np.maximum),
+    "min": _binary(np.minimum), "lt": _binary(np.less), "le": _binary(np.less_equal), "gt": _binary(np.greater),
+    "ge": _binary(np.greater_equal), "eq": _binary(np.equal), "ne": _binary(np.not_equal), "and": _binary(np.bitwise_and),
+    "or": _binary(np.bitwise_or), "xor": _binary(np.bitwise_xor), "rem": _binary(np.fmod), "add_any": _binary(np.add),
+    "div": _quotient,
+    "neg": lambda params, a: -a,
+    "sign": lambda params, a: np.sign(a),
+    "not": lambda params, a: ~a,
+    "clamp": lambda params, low, a, high: np.clip(a, low, high),
+    "select_n": lambda params, which, *cases: np.choose(which.astype(np.intp), cases),
+    "squeeze": lambda params, a: np.squeeze(a, tuple(params["dimensions"])),
+    "reshape": lambda params, a, *_: a.reshape(params["new_sizes"]),
+    "broadcast_in_dim": _broadcast,
+    "dynamic_slice": _dynamic_slice,
+    "slice": _slice,
+    "concatenate": lambda params, *parts: np.concatenate(parts, params["dimension"]),
+    "iota": _iota,
+    "device_put": lambda params, *values: list(values),
+}  # fmt: skip
+"""What equations make of known integers: (parameters, *operands) -> result, or results."""
