@@ -4,6 +4,7 @@ from host_offload.device.buffers import Ring as Ring
 from host_offload.device.buffers import allocate as allocate
 from host_offload.device.copies import Copies as Copies
 from host_offload.device.copies import HostCopies as HostCopies
+from host_offload.device.copies import num_bytes as num_bytes
 from host_offload.device.cuda_driver import Driver as Driver
 from host_offload.device.cuda_driver import driver as driver
 from host_offload.device.gpu_copies import copies_of as copies_of

@@ -9,15 +9,16 @@ A callback must never raise: another device may be waiting for it in a collectiv
 raises the first one when the step is over. Errors of the disk go to the engine, whose own `check` raises them.
 """
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from host_offload.device import Link, writable
 from host_offload.disk import SwapError
-from host_offload.engine import Swap, Views
+from host_offload.engine import Mode, Swap, Views
 from host_offload.host_update.leaf_kernel import LeafKernel, Traffic
 
 Place = tuple[int, int]
@@ -133,6 +134,29 @@ class HostLeaves:
         # The kernel works in place, so this must be a view: it is one because a record is contiguous.
         inputs = [array.reshape(-1) for array in (grad, weight, *states)]
         kernel.kernel([*inputs, *scalars[kernel.scalars]], [None if a is None else a.reshape(-1) for a in outputs])
+
+    def stashed_grad(self, device: int, leaf: int, layer: int, views: Mapping[str, Views]) -> np.ndarray:
+        """Return the memory of a stashed gradient; `views` are of the records that are borrowed."""
+        if (rest := self.kernels[leaf].grad) is not None:
+            return views[rest.kind][rest.leaf]
+        return self.record(self.stashed[device, leaf], leaf, layer)
+
+    @contextlib.contextmanager
+    def borrowed(self, device: int, layer: int, modes: Mapping[str, Mode], number: int) -> Iterator[dict[str, Views]]:
+        """Borrow one layer's records of several kinds on disk; `number` is that of their state."""
+        with contextlib.ExitStack() as stack:
+            if not modes:
+                yield {}
+                return
+            assert self.swap is not None
+            engine = self.swap.engine_of(number)
+            yield {kind: stack.enter_context(engine.borrow(kind, device, layer, mode)) for kind, mode in modes.items()}
+
+    def skip(self, device: int, layer: int, modes: Mapping[str, Mode], number: int) -> None:
+        """Pass over the records that an update would have borrowed."""
+        for kind, mode in modes.items():
+            assert self.swap is not None
+            self.swap.engine_of(number).skip(kind, device, layer, mode)
 
     # --- the end of a callback ---------------------------------------------------------------------------------------------
 

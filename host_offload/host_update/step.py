@@ -19,8 +19,7 @@ Tokens order the callbacks of a device, and hold the number of the state that is
 step see `host_offload.host_update.delayed`.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -52,9 +51,9 @@ class HostStep:
             device, layer, number = link.read(context, where, "where").tolist()
             kernels = self.leaves.kernels[first : first + len(grads)]
             modes: dict[str, Mode] = {kernel.grad.kind: "write" for kernel in kernels if kernel.grad is not None}
-            with self._borrowed(device, layer, modes, number) as views:
+            with self.leaves.borrowed(device, layer, modes, number) as views:
                 for leaf, grad in enumerate(grads, first):
-                    room = self._stashed(device, leaf, layer, views)
+                    room = self.leaves.stashed_grad(device, leaf, layer, views)
                     np.copyto(room, link.read(context, grad, (device, leaf, "grad")))
                     self.leaves.count(to_host=room.nbytes)
         except BaseException as error:  # a callback must not raise
@@ -105,9 +104,9 @@ class HostStep:
             for part in [leaves] if kernels[first].stacked else [[leaf] for leaf in leaves]:
                 modes: dict[str, Mode] = {kind: mode for leaf in part for kind, mode in kernels[leaf].records.items()}
                 if not go:  # a gradient was not finite: what was read ahead for this update gives back its buffers
-                    self._skip(device, layer, modes, number)
+                    self.leaves.skip(device, layer, modes, number)
                     continue
-                with self._borrowed(device, layer, modes, number) as views:
+                with self.leaves.borrowed(device, layer, modes, number) as views:
                     for leaf in part:
                         i = leaf - first
                         self._update_leaf(context, device, leaf, layer, grads[i], weights[i], params[i], values, views)
@@ -135,7 +134,7 @@ class HostStep:
             w = link.read(context, weight, (device, leaf, "weight"))
             leaves.count(to_host=w.nbytes)
         if grad is None:
-            g = self._stashed(device, leaf, layer, views)
+            g = self.leaves.stashed_grad(device, leaf, layer, views)
         else:
             g = link.read(context, grad, (device, leaf, "grad"))
             leaves.count(to_host=g.nbytes)
@@ -145,27 +144,3 @@ class HostStep:
         if room is not None:
             link.write(context, params, (device, leaf, "params"))
             leaves.count(to_device=room.nbytes)
-
-    # --- records on disk ---------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _borrowed(self, device: int, layer: int, modes: Mapping[str, Mode], number: int) -> Iterator[dict[str, Views]]:
-        """Borrow one layer's records of several kinds; `number` is that of their state."""
-        with contextlib.ExitStack() as stack:
-            if not modes:
-                yield {}
-                return
-            assert self.leaves.swap is not None
-            engine = self.leaves.swap.engine_of(number)
-            yield {kind: stack.enter_context(engine.borrow(kind, device, layer, mode)) for kind, mode in modes.items()}
-
-    def _skip(self, device: int, layer: int, modes: Mapping[str, Mode], number: int) -> None:
-        for kind, mode in modes.items():
-            assert self.leaves.swap is not None
-            self.leaves.swap.engine_of(number).skip(kind, device, layer, mode)
-
-    def _stashed(self, device: int, leaf: int, layer: int, views: Mapping[str, Views]) -> np.ndarray:
-        """Return the memory of a stashed gradient."""
-        if (rest := self.leaves.kernels[leaf].grad) is not None:
-            return views[rest.kind][rest.leaf]
-        return self.leaves.record(self.leaves.stashed[device, leaf], leaf, layer)

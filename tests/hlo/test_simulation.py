@@ -252,8 +252,6 @@ CALL_RATES = dataclasses.replace(RATES, sync_seconds=0.25, callback_seconds=0.5,
     [
         # d1 0..2; the host waits until 2.25; Python 0.5 and 0.125 for each of two arrays, until 3; d2 3..5.
         pytest.param("plain", 5, 2.25, id="plain"),
-        # From 3: gradients down 2 s, the update of 1e6 parameters 28e6 / 14e6 = 2 s, parameters up 2 s; d2 9..11.
-        pytest.param("update", 11, 8.25, id="update"),
         # From 3: down 2 s, up 2 s, copies of 2e6 + 2 x 2e6 bytes in host memory 1 s; d2 8..10.
         pytest.param("delayed", 10, 6.25, id="delayed"),
     ],
@@ -266,6 +264,34 @@ def test_a_callback_drains_the_stream(callbacks, expected, waits):
     moved = 0 if callbacks == "plain" else 2_000_000
     assert found.callback_bytes == {"to_device": moved, "to_host": moved}
     assert found.traffic.moves == ()
+
+
+def test_layers_are_updated_by_a_worker_beside_the_program():
+    body = lines(product("d"), f"  %cb = {A} custom-call(%i, %x), {CALLBACK}")
+    takes = [f"  %take{n} = {A} custom-call(%i), {CALLBACK}" for n in range(2)]
+    found = hlo.simulate(module(lines(loop("w", 4), *takes), body), rates=CALL_RATES, callbacks="update")
+    # Python 0.75 where gradients and parameters cross, 0.625 where parameters do. Nothing waits for the device:
+    #   d 0..2, down 2..4, kernel 4..6, up 6..8;  d 2..4, down 4..6, kernel 6..8, up 8..10.
+    # The third call is there at 1.5 and waits from 2.25 for the first kernel, until 6:
+    #   d 4..6, down 6..8, the first parameters at 8, kernel 8..10, up 10..12.
+    # The fourth waits from 6.75 until 8:  d 8..10, down 10..12, kernel 12..14, up 14..16.
+    # The others wait from 8.625 until 10 and from 10.625 until 14.
+    assert seconds(found) == (16, 8, 0)
+    assert (found.num_callbacks, found.num_host_waits) == (6, 0)
+    assert found.host_wait_seconds == pytest.approx(3.75 + 1.25 + 1.375 + 3.375, abs=1e-6)
+    assert found.callback_bytes == {"to_device": 8_000_000, "to_host": 8_000_000}
+    assert found.busy["host kernel"] == pytest.approx(8)
+
+
+def test_arrays_outside_of_loops_are_updated_one_after_the_other():
+    give = f"  %give = s32[] custom-call(%i, %x, %y), {CALLBACK}"
+    rows = lines(
+        product("d"), "  %y = f32[500,1000]{1,0} bitcast(%x)", give, f"  %take = ({A}, {A}) custom-call(%i), {CALLBACK}"
+    )
+    found = hlo.simulate(module(rows), rates=CALL_RATES, callbacks="update")
+    # d 0..2, down 2..4 and 4..6, kernels 4..6 and 6..8, for each of which the second call waits; up 6..8 and 8..10.
+    assert seconds(found) == (10, 2, 0)
+    assert found.callback_bytes == {"to_device": 4_000_000, "to_host": 4_000_000}
 
 
 def test_records_are_read_one_use_ahead():
@@ -309,9 +335,9 @@ def test_the_host_updates_from_the_disk():
     body = f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}"
     rates = dataclasses.replace(CALL_RATES, disk_read=4e6, disk_write=12e6)
     found = hlo.simulate(module(loop("w", 2), body), rates=rates, callbacks="nvme_update")
-    # 0.875, gradients down until 2.875, the update until 4.875; then 12e6 bytes of its state are read in 3 s and written in
-    # 1 s, until 8.875. Again 5.75, 7.75, 9.75, and the disk until 13.75.
-    assert found.seconds == pytest.approx(13.75, abs=1e-6)
+    # 12e6 bytes of a layer's state are read in 3 s, 0.625..3.625 and, ahead, 3.625..6.625. Gradients are down at 2.625, the
+    # kernels 3.625..5.625 and 6.625..8.625. The state is written in 1 s, 6.625..7.625 and 8.625..9.625.
+    assert found.seconds == pytest.approx(9.625, abs=1e-6)
     assert found.busy["host kernel"] == pytest.approx(4)
 
 

@@ -1,14 +1,19 @@
 """What this package's callbacks to the host do today, as work on a timeline.
 
-XLA calls them on the thread that enqueues the program's operations, so nothing is enqueued until one returns. Each first waits
-until the device has done all that was enqueued, because it reads an index from device memory. Then, by mode:
+XLA calls them on the thread that enqueues the program's operations, so nothing is enqueued until one returns. By mode:
 
-    "update"       gradients down, the host's update, new parameters up: one after the other (`update_on="host"`)
+    "update"       gradients down, the host's update in a worker, new parameters up (`update_on="host"`)
     "delayed"      gradients down, new parameters of the last step up, and copies of both within host memory (`delayed_update`)
     "nvme"         a record up from a buffer that the disk has filled, or one down into a buffer that goes to the disk; with
                    a copy to or from a slot on the device each time
     "nvme_update"  parameters as in "nvme"; gradients as in "update", with the optimizer's state from and to the disk
     "plain"        Python's time alone
+
+The callbacks of an update do not wait for the device. In a loop they copy a layer's gradients to a slot, from where they go
+down beside the program; the worker's kernels follow; the new parameters go up to a slot, from where a callback `LAG` layers
+later copies them, which waits for that layer's kernels. Outside of loops gradients and parameters are copied in the program's
+stream, array by array. All other callbacks wait until the device has done all that was enqueued, because they read an index
+from device memory.
 
 The disk reads a record one use ahead. It goes up to its kind's slot as soon as it is read and the program has taken the one
 before from there; the callback waits until it is there. A record down leaves its slot beside what comes next, and two buffers
@@ -16,12 +21,15 @@ are written from. Records whose arrays have the same bytes count as one kind. Th
 master and two moments in float32 read and written, a gradient and a parameter in 16 bits.
 """
 
+import collections
+
+from host_offload.host_update import LAG
 from zerojax.hlo.rates import Rates
 from zerojax.hlo.timeline import Timeline
 
 CALLBACKS = ("plain", "update", "delayed", "nvme", "nvme_update")
 HOST, MAIN, CORES, UP, DOWN = "host thread", "main stream", "compute", "link up", "link down"
-DISK, HOST_KERNEL = "disk", "host kernel"
+DISK, HOST_KERNEL, WORKER = "disk", "host kernel", "worker"
 WAIT = "host waits for the device"
 LEAST_BYTES = 1 << 16
 """Smaller arrays are indices and flags, which a callback does not move."""
@@ -48,29 +56,33 @@ class Callbacks:
         self._up_slot: dict[tuple[int, ...], int] = {}  # by the same: the program's last copy out of the slot
         self._down_slot: dict[int, int] = {}  # by the record's bytes: the last copy down from the slot
         self._writes: list[int] = []
-        self._states: int | None = None
+        self._handed: int | None = None  # the last call that handed over gradients
+        self._down: dict[tuple[int, ...], int] = {}  # by the arrays of a layer: the last copy of its gradients to the host
+        # By the new parameters of a layer, or of one array: the kernel, and the copy up to a slot where it has one.
+        self._updates: dict[tuple[int, ...], collections.deque[tuple[int, int | None]]] = {}
 
-    def call(self, given: list[int], made: list[int]) -> None:
+    def call(self, given: list[int], made: list[int], in_loop: bool = True) -> None:
         """Add one callback.
 
         Args:
           given: bytes of each array that it gets from the program.
           made: bytes of each array that it gives to it.
+          in_loop: whether a loop of the program calls it.
         """
         given, made = [n for n in given if n >= LEAST_BYTES], [n for n in made if n >= LEAST_BYTES]
         down, up, t = sum(given), sum(made), self.timeline
         self.count += 1
-        t.add(HOST, self.rates.sync_seconds, after=[t.last.get(MAIN)], label=WAIT)
+        updates = self.mode == "update" or (self.mode == "nvme_update" and (bool(down) or not up))
+        if not updates:
+            t.add(HOST, self.rates.sync_seconds, after=[t.last.get(MAIN)], label=WAIT)
         python = self.rates.callback_seconds + self.rates.leaf_seconds * (len(given) + len(made))
         self._work(python, f"callbacks: Python ({self.mode})")
-        if self.mode == "update" and down:
-            self._update(down, up)
-        elif self.mode == "nvme_update" and down and not up:
-            self._update(down, up)
-            # One record's state is read and written while the next one's gradients are computed.
-            before, seconds = self._states, down / _ITEM * _STATES * (1 / self.rates.disk_read + 1 / self.rates.disk_write)
-            self._states = t.add("", seconds, (DISK,), [t.last[HOST]], "disk: optimizer state")
-            self._wait(before)
+        if updates and down and in_loop:
+            self._update_layer(given, made)
+        elif updates and down:
+            self._update_arrays(given)
+        elif updates:
+            self._take(made)
         elif self.mode == "delayed" and (down or up):
             self._link(DOWN, down)
             self._link(UP, up)
@@ -87,23 +99,66 @@ class Callbacks:
         if task is not None:
             self.timeline.add(HOST, after=[task])
 
-    def _copy(self, way: str, num_bytes: int, after: list[int | None]) -> int:
+    def _copy(self, way: str, num_bytes: int, after: list[int | None], lane: str = "") -> int:
         """Add a copy by a copy engine."""
         if way == UP:
             self.bytes_up += num_bytes
         else:
             self.bytes_down += num_bytes
-        return self.timeline.add("", num_bytes / self.rates.link, (way,), after, f"{way}: callbacks' copies")
+        return self.timeline.add(lane, num_bytes / self.rates.link, (way,), after, f"{way}: callbacks' copies")
 
     def _link(self, way: str, num_bytes: int) -> None:
         """Add a copy that the host's thread begins and waits for."""
         self._wait(self._copy(way, num_bytes, [self.timeline.last.get(HOST)]))
 
-    def _update(self, down: int, up: int) -> None:
-        self._link(DOWN, down)
-        seconds = down / _ITEM * _UPDATED / self.rates.host_kernel
-        self._wait(self.timeline.add("", seconds, (HOST_KERNEL,), [self.timeline.last[HOST]], "host kernel: update"))
-        self._link(UP, up)
+    def _kernel(self, num_bytes: int, arrived: int) -> int:
+        """Add the kernels of an update whose gradients have so many bytes, which the worker runs in turn."""
+        t, read, state_bytes = self.timeline, None, num_bytes / _ITEM * _STATES
+        if self.mode == "nvme_update":  # read since the gradients of the layer before were handed over
+            begun, self._handed = self._handed, t.last[HOST]
+            after = [t.last[HOST] if begun is None else begun]
+            read = t.add("", state_bytes / self.rates.disk_read, (DISK,), after, "disk: optimizer state")
+        seconds = num_bytes / _ITEM * _UPDATED / self.rates.host_kernel
+        kernel = t.add(WORKER, seconds, (HOST_KERNEL,), [arrived, t.last[HOST], read], "host kernel: update")
+        if read is not None:
+            t.add("", state_bytes / self.rates.disk_write, (DISK,), [kernel], "disk: optimizer state")
+        return kernel
+
+    def _update_layer(self, given: list[int], made: list[int]) -> None:
+        down, record = sum(given), tuple(made)
+        slot = self._slot(down, self._down.get(tuple(given)))
+        self._down[tuple(given)] = arrived = self._copy(DOWN, down, [slot])
+        before = self._updates.setdefault(record, collections.deque())
+        if len(before) == LAG:
+            self._take(made)
+        kernel = self._kernel(down, arrived)
+        # The slot is empty when the program has taken what the layer before has made; its stream does so in order.
+        taken = self.timeline.last[MAIN] if record else None
+        before.append((kernel, self._copy(UP, sum(made), [kernel, taken]) if record else None))
+
+    def _update_arrays(self, given: list[int]) -> None:
+        for num_bytes in given:
+            arrived = self._main_copy(DOWN, num_bytes)
+            self._updates.setdefault((), collections.deque()).append((self._kernel(num_bytes, arrived), None))
+
+    def _take(self, made: list[int]) -> None:
+        """Take what an update made: of a layer the oldest, of other arrays each."""
+        record = tuple(made)
+        if record and self._updates.get(record):
+            kernel, up = self._updates[record].popleft()
+            self._wait(kernel)
+            self._slot(sum(made), up)
+            return
+        waiting = self._updates.get((), collections.deque())
+        for num_bytes in made or [0] * len(waiting):
+            if waiting:
+                self._wait(waiting.popleft()[0])
+            if num_bytes:
+                self._main_copy(UP, num_bytes)
+
+    def _main_copy(self, way: str, num_bytes: int) -> int:
+        """Add a copy that the program's own stream makes."""
+        return self._copy(way, num_bytes, [self.timeline.last.get(HOST)], MAIN)
 
     def _slot(self, num_bytes: int, after: int | None = None) -> int:
         # Read and written once on the device, in the program's stream.

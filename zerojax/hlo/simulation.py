@@ -281,7 +281,7 @@ class _Walk:
             elif i.op == "custom-call" and _TARGET.search(i.rest):
                 of = self.module.computations[computation].instructions
                 given = [sum(a.num_bytes for a in parse_arrays(of[o].shape)) for o in i.operands if o in of]
-                self.callbacks.call(given, [a.num_bytes for a in parse_arrays(i.shape)])
+                self.callbacks.call(given, [a.num_bytes for a in parse_arrays(i.shape)], in_loop=self._depth > 0)
             elif i.op.endswith(_DONE):
                 if (start := self._started.pop(i.operands[0], None)) is not None:
                     self._dones.append(self.timeline.add(MAIN, after=[start, self.timeline.last.get(HOST)]))

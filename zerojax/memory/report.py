@@ -25,12 +25,13 @@ class MemoryReport:
           - "gathered": the largest layer or leaf held whole; two layers with gather_ahead.
           - "in_flight": other records on their way between tiers, and a layer's gradient before it is stored, in the tick that
             holds the most. With "gathered" it is the peak of the schedule.
-          - "slots": of the nvme tier on a GPU, where records are on their way beside the program.
+          - "slots": on a GPU, where records of the nvme tier, and what an update on the host is given and makes, are on their
+            way beside the program.
 
         Gradients and activations of a streamed step in "pinned_host" are arguments too, as are the "pending" gradients of a
         delayed update. No argument are the gradients that callbacks keep for an update on the host, "stashed", the
-        parameters that a delayed one makes beside the old ones, "made", and the "buffers" of the nvme tier. On disk the
-        masters are part of "opt_state", and bytes are those of files.
+        parameters that a delayed one makes beside the old ones, "made", and the "buffers" of the nvme tier and, on a
+        GPU, of the update on the host. On disk the masters are part of "opt_state", and bytes are those of files.
       collectives: bytes that each device sends, by collective: "all_gather", "reduce_scatter", "all_reduce" and so on of states
         and gradients, and of activations over `tensor` "tensor_all_gather", "tensor_reduce_scatter", "tensor_all_reduce" and
         "tensor_permute".

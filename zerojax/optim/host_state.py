@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from host_offload.device import view
-from host_offload.host_update import HostLeaves, OnRecord, Rest
+from host_offload.host_update import HostLeaves, OnRecord, QueuedStep, Rest
 from zerojax.runtime import AllProcesses
 from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, StackLeaves, StateRecords, TrainState
 
@@ -96,10 +96,15 @@ class HostState:
 
 
 class HostBinding:
-    """Binds a state's memory to the kernels before a step, and checks the state and the kernels' errors after it."""
+    """Binds a state's memory to the kernels before a step, and checks the state and the kernels' errors after it.
+
+    Attributes:
+      queued: the callbacks of a program for GPUs whose kernels run in workers, or None.
+    """
 
     def __init__(self, state: HostState, host: HostLeaves) -> None:
         self.state, self.host = state, host
+        self.queued: QueuedStep | None = None
         self._together = AllProcesses(state.mesh, "the optimizer's update on the host", RuntimeError)
 
     def prepare(self, state: TrainState) -> list[int]:
@@ -117,6 +122,8 @@ class HostBinding:
         local = [positions[d] for d in mesh.local_devices]
         # Reserved before the step, since a callback must not raise and so cannot report that memory ran out.
         self._reserve(local)
+        if self.queued is not None:
+            self.queued.prepare(local)
         return [] if self.state.hands_over else self._bind(state, positions, local)
 
     def _reserve(self, local: Sequence[int]) -> None:

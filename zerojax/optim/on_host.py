@@ -16,6 +16,7 @@ the state is on disk the host reads a layer's records, updates them in their buf
     disk:  w[l], s[l]  -->  buffer, in place  -->  disk        while the device computes, and the disk reads ahead, other layers
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -23,11 +24,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import PartitionSpec
 
-from host_offload.device import link_of
-from host_offload.host_update import DelayedStep, HostLeaves, HostStep, LeafKernel, build_kernel
+from host_offload.device import driver, link_of
+from host_offload.host_update import LAG, DelayedStep, HostLeaves, HostStep, LeafKernel, PartSpec, QueuedStep, build_kernel
 from zerojax.optim.by_record import RecordUpdate
 from zerojax.optim.host_kernel import HostRule
 from zerojax.optim.host_state import HostBinding, HostState, rest_of
@@ -35,6 +37,25 @@ from zerojax.optim.whole_tree import Update, clip_factor, finish, scale_grads
 from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, TrainState, is_stored
 
 Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Handed:
+    """Layers of a stack whose gradients were handed over, and whose parameters were not taken yet, oldest first.
+
+    Attributes:
+      layers: i32[lag].
+      goes: bool[lag], whether they are updated; False of none.
+    """
+
+    layers: Array
+    goes: Array
+
+    def then(self, layer: Array, go: Array) -> "Handed":
+        """Return the same without the oldest, and with one more."""
+        layers = jnp.concatenate([self.layers[1:], layer[None].astype(jnp.int32)])
+        return Handed(layers, jnp.concatenate([self.goes[1:], go[None]]))
 
 
 class HostUpdate:
@@ -48,6 +69,7 @@ class HostUpdate:
       on_disk: how those that wait on disk rest, by the leaf's index.
       params_away: parameters rest off the device.
       needs_weights: float32 weights rest on the device, and are handed over.
+      lag: calls between the one that hands over a layer's gradients and the one that takes its parameters; 0: it is the same.
     """
 
     def __init__(
@@ -78,6 +100,10 @@ class HostUpdate:
         self.host = HostLeaves(leaves, link_of(self.mesh.devices.flat[0].platform), None if disk is None else disk.swap)
         self.binding = HostBinding(self.state, self.host)
         self._step, self._delayed = HostStep(self.host), DelayedStep(self.host)
+        # On a CPU callbacks are handed everything in host memory, and update at once.
+        self.lag = 0 if self.state.hands_over or self.config.delayed_update else LAG
+        if self.lag:
+            self.binding.queued = QueuedStep(self.host, self.parts(), list(self.mesh.devices.flat), driver)
 
     def _leaf(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
         weight_on_device, delayed = self.needs_weights, self.config.delayed_update
@@ -101,6 +127,47 @@ class HostUpdate:
             delayed=delayed,
             grad=None if stash is None else rest_of(stash),
         )
+
+    def parts(self) -> list[PartSpec]:
+        """Return what is updated together, and what crosses of it on a GPU; nothing where callbacks wait instead."""
+        if self.config.delayed_update or self.state.hands_over:
+            return []
+        num_scalars = max(1, sum(len(rule.crossing) for rule in self.rules))
+        specs = []
+        for part in (*(stack.blocks for stack in self.layout.stacks), self.layout.ends):
+            if not part:
+                continue
+            stacked = part[0] in self.layout.blocks
+            shapes = [self.state.shard_shape(i)[int(stacked) :] for i in part]
+            kinds = [(self.state.grad_dtype(i), jnp.float32, self.layout.leaves[i].dtype) for i in part]
+            grads, weights, params = (
+                tuple((shape, np.dtype(dtypes[n])) for shape, dtypes in zip(shapes, kinds, strict=True)) for n in range(3)
+            )
+            first = self._first(part)
+            specs.append(
+                PartSpec(
+                    leaves=range(first, first + len(part)),
+                    grads=() if stacked and self.stashes else grads,
+                    weights=weights if self.needs_weights else (),
+                    params=() if self.params_away else params,
+                    num_scalars=num_scalars,
+                    stacked=stacked,
+                )
+            )
+        return specs
+
+    def close(self) -> None:
+        """End the workers, and drop all references to memory; what a later step needs is made again."""
+        if self.binding.queued is not None:
+            self.binding.queued.close()
+        self.host.release()
+
+    def nothing_handed(self) -> dict[int, Handed]:
+        """Return what is carried through loops in which results lag, by the first leaf of each stack."""
+        if not self.lag:
+            return {}
+        none = Handed(jnp.zeros(self.lag, jnp.int32), jnp.zeros(self.lag, bool))
+        return {stack.blocks[0]: none for stack in self.layout.stacks if stack.blocks}
 
     def scalars(self, shared: Sequence[Array], loss: Array, factor: Array, scale: Array) -> Array:
         """Return the scalars of every leaf's kernel: f32[n]."""
@@ -127,8 +194,9 @@ class HostUpdate:
         go: Array,
         scalars: Array,
         token: Array,
-    ) -> tuple[FlatState, Array]:
-        """Update one layer.
+        handed: Mapping[int, Handed],
+    ) -> tuple[FlatState, Array, dict[int, Handed]]:
+        """Update one layer. Its parameters on the device are written in the call `lag` layers later, or by `update_ends`.
 
         Args:
           states: all leaves.
@@ -139,14 +207,26 @@ class HostUpdate:
           go: bool[], whether to update.
           scalars: from `scalars`.
           token: orders the callbacks of a device.
+          handed: from `nothing_handed`, or the call before.
         """
+        handed = dict(handed)
+        if not part:
+            return states, token, handed
         new, token = self._update(states, part, layer, grads, old, go, scalars, token)
+        if self.lag:
+            before = handed[part[0]]
+            handed[part[0]] = before.then(layer, go)
+            layer, go = before.layers[0], before.goes[0]
+        return self._write_layer(states, part, layer, new, go), token, handed
+
+    def _write_layer(self, states: FlatState, part: Sequence[int], layer: Array, new: Sequence[Array], go: Array) -> FlatState:
+        """Write the parameters of one layer that callbacks made, if any."""
         params = list(states.params)
         for i, value in zip(part, new, strict=False):
             before = self.records.params[i].read(params[i], layer)
             # Where there was no update the callback has written nothing to its result.
             params[i] = self.records.params[i].write(params[i], layer, jnp.where(go, value, before))
-        return FlatState(params, states.master, states.opt), token
+        return FlatState(params, states.master, states.opt)
 
     def start(self, states: FlatState, pending: Pending, token: Array) -> Array:
         """Begin the update that the step before left; returns a token."""
@@ -180,18 +260,42 @@ class HostUpdate:
         return FlatState(params, states.master, states.opt), token
 
     def update_ends(
-        self, states: FlatState, grads: Sequence[Array], go: Array, scalars: Array, token: Array
+        self,
+        states: FlatState,
+        grads: Sequence[Array],
+        go: Array,
+        scalars: Array,
+        token: Array,
+        handed: Mapping[int, Handed],
     ) -> tuple[FlatState, Array]:
-        """Update every leaf that is no stack of layers. The weights on the device, if any, are read from `states`."""
+        """Update every leaf that is no stack of layers, and take what was handed over of the stacks and not taken yet.
+
+        The weights on the device, if any, are read from `states`.
+        """
         ends = self.layout.ends
         old = [states.params[i] for i in ends] if self.needs_weights else []
         # Each device hands over the shard that it updates: below stage 3 it has the whole weight.
         old = [jax.lax.with_sharding_constraint(v, self.records.grads[i].sharding) for v, i in zip(old, ends, strict=False)]
         new, token = self._update(states, ends, jnp.int32(0), grads, old, go, scalars, token)
+        for stack in self.layout.stacks:
+            if handed and stack.blocks:
+                last = handed[stack.blocks[0]]
+                for n in range(self.lag):
+                    of_layer, token = self._take(stack.blocks, token)
+                    states = self._write_layer(states, stack.blocks, last.layers[n], of_layer, last.goes[n])
+        if self.lag and ends:
+            new, token = self._take(ends, token)
         params = list(states.params)
         for i, value in zip(ends, new, strict=False):
             params[i] = self.records.params[i].store(jnp.where(go, value, params[i]))
         return FlatState(params, states.master, states.opt), token
+
+    def _take(self, part: Sequence[int], token: Array) -> tuple[list[Array], Array]:
+        """Take what the oldest update of a part made that was not taken yet."""
+        assert self.binding.queued is not None
+        callback = functools.partial(self.binding.queued.take, first=self._first(part))
+        results = () if self.params_away else tuple(part)
+        return self._call(callback, results, [jnp.int32(0)], None, None, (), (), token, small=False)
 
     def _update(
         self,
@@ -208,9 +312,16 @@ class HostUpdate:
             return [], token
         records = [self.records.grads[i] for i in part]
         results = () if self.params_away else tuple(part)
+        where, operands = [layer, go.astype(jnp.int32)], [*grads, *old]
+        if self.lag:
+            assert self.binding.queued is not None
+            queued = functools.partial(self.binding.queued.update, first=self._first(part))
+            # Of leaves that are no stack the results are taken by a call of their own.
+            results = results if part[0] in self.layout.blocks else ()
+            of_operands = records * (bool(grads) + bool(old))
+            return self._call(queued, results, where, None, scalars, operands, of_operands, token, small=False)
         callback = functools.partial(self._step.update, first=self._first(part), count=len(part), stashed=not grads)
-        where = [layer, go.astype(jnp.int32)]
-        memory, operands = self.state.operands(states, part, None), [*grads, *old]
+        memory = self.state.operands(states, part, None)
         return self._call(callback, results, where, memory, scalars, operands, records * (bool(grads) + bool(old)), token)
 
     def _call(
@@ -291,7 +402,7 @@ def update_on_host(host: HostUpdate) -> Update:
         states = records.flat(state)
         scalars = host.scalars(records.shared_of(states), value, factor, scale)
         grads = [g.astype(host.state.grad_dtype(i)) for i, g in enumerate(jax.tree.leaves(grads))]  # exact: cast up before
-        states, _ = host.update_ends(states, grads, ok, scalars, host.first_token(state))
+        states, _ = host.update_ends(states, grads, ok, scalars, host.first_token(state), {})
         states = records.with_shared(states, host.record_update.shared(states, value, ok))
         return finish(state, *records.trees(state, states), value, norm, ok, config.loss_scaling)
 

@@ -156,7 +156,7 @@ class Runner:
     def close(self) -> None:
         """Release host memory and the disk."""
         if self.host is not None:
-            self.host.host.release()
+            self.host.close()
         if self.swap is not None:
             self.swap.close()
 

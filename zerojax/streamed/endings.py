@@ -27,7 +27,7 @@ import optax
 
 from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
-from zerojax.optim import RecordUpdate, build_update, clip_factor
+from zerojax.optim import Handed, RecordUpdate, build_update, clip_factor
 from zerojax.state import FlatState, Index, Tile, TrainState, is_stored, pick, read_layer, write_layer
 from zerojax.streamed.ending import (
     BackwardResult,
@@ -269,6 +269,7 @@ class UpdatedState:
       states: of layers whose backward is over, after the step.
       token: orders the callbacks of the host's update.
       pending: of each stack whose stores are late, by the first of its leaves, the record that the tick before updated.
+      handed: layers that the host updates, and whose parameters were not taken yet.
     """
 
     loss: Array
@@ -277,6 +278,7 @@ class UpdatedState:
     states: FlatState
     token: Array
     pending: dict[int, list[Array]]
+    handed: dict[int, Handed] = dataclasses.field(default_factory=dict)
 
 
 class InBackward:

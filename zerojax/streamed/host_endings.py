@@ -36,7 +36,8 @@ class HostInBackward(InBackward):
         carried = super().begin(state, loss, grads, token)
         # Neither clipped nor unscaled: the norm is not known before all layers are updated, and there is no loss scale.
         shared, one = self.records.shared_of(carried.states), jnp.float32(1)
-        return dataclasses.replace(carried, scalars=self.host.scalars(shared, loss, one, one))
+        scalars = self.host.scalars(shared, loss, one, one)
+        return dataclasses.replace(carried, scalars=scalars, handed=self.host.nothing_handed())
 
     def use(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
         assert carried.scalars is not None
@@ -46,16 +47,17 @@ class HostInBackward(InBackward):
         grads, landing = record.grads, record.landing
         if record.now.lands_first:  # the new parameters are written to the stacks that it comes from
             grads, landing = jax.lax.optimization_barrier((grads, landing))
-        states, token = self.host.update_layer(
-            carried.states, record.part, record.now.write, grads, old, jnp.isfinite(squares), carried.scalars, carried.token
-        )
-        return dataclasses.replace(carried, states=states, squares=squares, token=token), landing
+        states, token, handed = self.host.update_layer(
+            carried.states, record.part, record.now.write, grads, old, jnp.isfinite(squares), carried.scalars, carried.token,
+            carried.handed,
+        )  # fmt: skip
+        return dataclasses.replace(carried, states=states, squares=squares, token=token, handed=handed), landing
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         carried, norm = result.carried, self.norm(result)
         assert carried.scalars is not None
         ok = jnp.isfinite(norm)
-        states, _ = self.host.update_ends(carried.states, result.ends, ok, carried.scalars, carried.token)
+        states, _ = self.host.update_ends(carried.states, result.ends, ok, carried.scalars, carried.token, carried.handed)
         return closed(self.record_update, result, states, norm)
 
 
@@ -95,14 +97,14 @@ class OnHost(StoredGrads):
         )
 
         def tick(part: Sequence[int], carry: Any, now: Tick) -> Any:
-            states, token = carry
+            states, token, handed = carry
             # Stashed gradients wait in host memory or on disk, where the kernels find them by layer.
             grads = [] if host.stashes else self.read_grads(result.carried, part, now.layer)
             old = records.read_params(states, part, now.layer) if host.needs_weights else []
-            return host.update_layer(states, part, now.write, grads, old, ok, scalars, token), now.landing
+            return host.update_layer(states, part, now.write, grads, old, ok, scalars, token, handed), now.landing
 
-        states, token = self.of_layers(result, tick, (states, result.carried.token))
-        states, _ = host.update_ends(states, result.ends, ok, scalars, token)
+        states, token, handed = self.of_layers(result, tick, (states, result.carried.token, host.nothing_handed()))
+        states, _ = host.update_ends(states, result.ends, ok, scalars, token, handed)
         return closed(self.record_update, result, states, norm)
 
 

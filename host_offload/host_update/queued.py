@@ -1,0 +1,159 @@
+"""An update on the host beside a GPU's program: callbacks that queue copies and return, and kernels in a worker.
+
+    update(layer, scalars, g)     queue the copies down of one layer; hand back the parameters of the layer `LAG` calls before
+    take()                        hand back those of the oldest layer that was not taken yet
+
+`host_offload.host_update.gpu_worker` has the streams, slots and events. What the program computes, such as whether to update at
+all, is not there yet when a callback runs: it goes down with the gradients, and the worker reads it. So no callback waits for
+the program. That a program has ended implies that all is updated: its last callbacks wait for the worker.
+
+A callback must never raise, and a job that fails is done, too: errors go to `HostLeaves.fail`.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from host_offload.device import Driver, num_bytes, pointer, stream_of
+from host_offload.engine import Mode
+from host_offload.host_update.gpu_worker import GpuWorker, Job, PartSpec
+from host_offload.host_update.host_leaves import HostLeaves
+
+
+class QueuedStep:
+    """The callbacks of one program for GPUs that update in the same step.
+
+    Attributes:
+      leaves: that are updated.
+      specs: of the parts in which they cross.
+    """
+
+    def __init__(
+        self, leaves: HostLeaves, specs: Sequence[PartSpec], devices: Sequence[Any], driver: Callable[[], Driver]
+    ) -> None:
+        """Serve the devices of a mesh.
+
+        Args:
+          leaves: that are updated.
+          specs: of the parts in which they cross.
+          devices: in the order of the mesh.
+          driver: returns that of this machine; asked when a step is prepared, not when it is compiled.
+        """
+        self.leaves, self.specs, self._devices, self._driver = leaves, tuple(specs), list(devices), driver
+        self._workers: dict[int, GpuWorker] = {}
+        self._by_stream: dict[int, GpuWorker] = {}
+        self._lock = threading.Lock()
+
+    # --- callbacks ---------------------------------------------------------------------------------------------------------
+
+    def update(self, context: Any, out: Any, where: Any, after: Any, scalars: Any, *operands: Any, first: int) -> None:
+        """Queue an update of a part, of one layer where it is stacked, and take what the one `LAG` calls before has made.
+
+        Args:
+          context: of the callback.
+          out: (list of new parameters, of the layer before, where it is stacked and they rest on the device; token).
+          where: i32[4], device, layer, whether to update at all, and the number of the state on disk.
+          after: the token of the device's callback before this one.
+          scalars: f32[n], of every leaf.
+          *operands: gradients unless they are stashed, then weights that live on the device.
+          first: index of the part's first leaf.
+        """
+        results, token = out
+
+        def update() -> None:
+            worker, stream = self._worker(stream_of(context)), stream_of(context)
+            part = worker.parts[first]
+            jobs, error = worker.bring(stream, part, (where, scalars, *operands))
+            try:
+                part.waiting.extend(jobs)
+                if part.spec.stacked:
+                    self.leaves.count(to_device=worker.take(stream, part, results))
+            finally:
+                worker.submit(jobs)
+            if error is not None:
+                raise error
+            self.leaves.count(to_host=sum(map(num_bytes, operands)))
+
+        self._try(update)
+        self._try(lambda: self._pass_on(context, after, token))
+
+    def take(self, context: Any, out: Any, where: Any, after: Any, *, first: int) -> None:
+        """Take what the oldest update of a part has made.
+
+        Args:
+          context: of the callback.
+          out: (list of new parameters; token).
+          where: i32[3], which is not read.
+          after: as in `update`.
+          first: as in `update`.
+        """
+        del where
+        results, token = out
+
+        def take() -> None:
+            worker, stream = self._worker(stream_of(context)), stream_of(context)
+            self.leaves.count(to_device=worker.take(stream, worker.parts[first], results))
+
+        self._try(take)
+        self._try(lambda: self._pass_on(context, after, token))
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:  # a callback must not raise
+            self.leaves.fail(error)
+
+    def _pass_on(self, context: Any, after: Any, token: Any) -> None:
+        # The number of the state goes from token to token on the device.
+        self._driver().copy(pointer(token), pointer(after), num_bytes(token), stream_of(context))
+
+    def _worker(self, stream: int) -> GpuWorker:
+        """Return the worker of the device to which a program's stream belongs."""
+        with self._lock:
+            if (worker := self._by_stream.get(stream)) is None:
+                context = self._driver().context_of_stream(stream)
+                (worker,) = [w for w in self._workers.values() if w.context == context]
+                self._by_stream[stream] = worker
+            return worker
+
+    # --- kernels -----------------------------------------------------------------------------------------------------------
+
+    def _run(self, rank: int, job: Job) -> bool:
+        """Run the kernels of a job in the worker; returns whether it updated."""
+        leaves, spec = self.leaves, job.part.spec
+        told, scalars, *arrays = job.part.buffers[job.buffer]
+        device, layer, go, number = told.tolist()
+        if device != rank:  # by its stream it was another one, whose memory must not be touched
+            raise RuntimeError(f"gradients of device {device} came on a stream of device {rank}")
+        modes: dict[str, Mode] = {kind: mode for leaf in job.leaves for kind, mode in leaves.kernels[leaf].records.items()}
+        if not go:  # a gradient was not finite: what was read ahead for this update gives back its buffers
+            leaves.skip(device, layer, modes, number)
+            return False
+        grads, weights = arrays[: len(spec.grads)], arrays[len(spec.grads) :]
+        with leaves.borrowed(device, layer, modes, number) as views:
+            for leaf in job.leaves:
+                n = leaf - spec.leaves.start
+                g = grads[n] if grads else leaves.stashed_grad(device, leaf, layer, views)
+                room = job.part.rooms[job.room][n] if spec.params else None
+                weight = weights[n] if weights else None
+                leaves.run_kernel(device, leaf, layer, g, scalars, weight=weight, result=room, views=views)
+        return True
+
+    # --- around a step -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, ranks: Sequence[int]) -> None:
+        """Make streams, memory and workers for these devices, unless they are there, and expect a step."""
+        for rank in ranks:
+            if rank not in self._workers:
+                worker = GpuWorker(self._driver(), self._devices[rank], rank, self.specs, self._run, self.leaves.fail)
+                self._workers[rank] = worker
+        self._by_stream.clear()
+        for worker in self._workers.values():
+            worker.reset()
+
+    def close(self) -> None:
+        """End the workers, and free what they have."""
+        workers, self._workers = self._workers, {}
+        self._by_stream.clear()
+        for worker in workers.values():
+            worker.close()
