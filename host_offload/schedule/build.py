@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from host_offload.schedule.schedule import KINDS, SIZES, UPDATES, Phase, Schedule, int32, moved, padded
+from host_offload.schedule.schedule import KINDS, SIZES, UPDATES, EndsMove, Phase, Schedule, int32, moved, padded
 from host_offload.tiers import TIERS
 
 
@@ -31,6 +31,7 @@ def build_schedule(
     master: bool = True,
     device_layers: int = 0,
     stores_late: bool = False,
+    ends: Mapping[str, int] | None = None,
     record_bytes: Mapping[str, int] | None = None,
     budget_bytes: int | None = None,
 ) -> Schedule:
@@ -45,6 +46,8 @@ def build_schedule(
       master: parameters have float32 masters, which rest and move with opt_state; without, an update reads the parameters.
       device_layers: opt_state of layers 0 .. device_layers-1 stays on the device.
       stores_late: a backward that updates stores each record in the tick after the one that updated it.
+      ends: bytes of the records of leaves that are no stack of layers and are updated beside a backward whose stores are late:
+        "head", whose gradients are complete before it, and "embed", whose are complete after it.
       record_bytes: bytes of one layer on one device, by kind (params: its shard), and "gathered" (whole); missing ones are 0.
       budget_bytes: the most bytes that may be in flight on a device.
 
@@ -56,6 +59,7 @@ def build_schedule(
     _check_int("distance", distance, 0)
     _check_int("device_layers", device_layers, 0, num_layers)
     _check_names("tiers", tiers or {}, KINDS)
+    _check_names("ends", ends or {}, ("head", "embed"))
     _check_names("record_bytes", record_bytes or {}, SIZES)
     for kind, tier in (tiers or {}).items():
         if tier not in TIERS:
@@ -77,7 +81,9 @@ def build_schedule(
             master=master,
             tiers=MappingProxyType(where),
             device_layers=device_layers,
-            phases=_build_phases(num_layers, distance, where, update, gather_ahead, master, device_layers, stores_late),
+            phases=_build_phases(
+                num_layers, distance, where, update, gather_ahead, master, device_layers, stores_late, ends or {}
+            ),
             record_bytes=size,
         )
 
@@ -115,6 +121,7 @@ def _build_phases(
     master: bool,
     device_layers: int,
     stores_late: bool,
+    ends: Mapping[str, int],
 ) -> tuple[Phase, ...]:
     moving = {kind for kind, tier in tiers.items() if tier != "device"}
     if device_layers == num_layers:
@@ -146,8 +153,11 @@ def _build_phases(
             reads=kinds[1],
             writes=kinds[2],
             device_layers=device_layers,
+            ends=beside if late else (),
         )
 
+    ticks = {"head": (-1, 0), "embed": (num_layers, num_layers + 1)}
+    beside = tuple(EndsMove(name=name, fetch=ticks[name][0], store=ticks[name][1], num_bytes=n) for name, n in ends.items())
     layers = np.arange(num_layers)
     forward = phase("forward", layers, "params frozen", "activations")
     if update == "in_backward":

@@ -45,6 +45,10 @@ read in the tick that uses it: that copy hides behind the tick's own derivative,
 beside its own products and in the other direction than its loads. The first tick then stores nothing, and the record of the
 last one is stored after the loop (`drain`).
 
+**Ends.** Leaves that are no stack of layers are updated beside such a backward (`ends`). What only the head uses has its
+gradient before the first tick, in which nothing else is stored: it is loaded before the loop, and stored in that tick. The
+others have theirs after the last tick: they are loaded while its record is drained, and stored then.
+
 All ticks count the same here. A schedule bounds layers and bytes; seconds have to be measured.
 """
 
@@ -58,6 +62,23 @@ from host_offload.schedule.timeline import Box, Lane, Strip, draw_html, draw_svg
 KINDS = ("params", "frozen", "grads", "opt_state", "activations")
 UPDATES = ("after_backward", "in_backward")
 SIZES = ("gathered", *KINDS)  # what record_bytes may hold
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EndsMove:
+    """When the optimizer state of leaves that are no stack of layers crosses the link, beside a loop.
+
+    Attributes:
+      name: of the leaves, "head" or "embed".
+      fetch: the tick beside which it is loaded; -1 is before the loop, the number of ticks is after it.
+      store: the tick beside which it is stored, after its update.
+      num_bytes: of it, on one device.
+    """
+
+    name: str
+    fetch: int
+    store: int
+    num_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,6 +101,7 @@ class Phase:
       reads: kinds read in the tick that uses them.
       writes: kinds written.
       device_layers: opt_state of the layers below this one is on the device, whatever its tier.
+      ends: what else crosses the link beside the loop.
     """
 
     name: str
@@ -97,6 +119,7 @@ class Phase:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     device_layers: int
+    ends: tuple[EndsMove, ...] = ()
 
     @property
     def stores_late(self) -> bool:
@@ -145,12 +168,24 @@ class Phase:
             put(boxes["store"], layer, self._off_device(self.writes, layer), len(self.layer))
         lanes = [Lane(name=name, boxes=tuple(b)) for name, b in boxes.items()]
         lanes += [Lane(name=f"slot {slot}", boxes=tuple(b)) for slot, b in slots.items()]
-        return Strip(name=self.name, note=self._note(), start=start, stop=len(self.layer) + len(self.drain), lanes=tuple(lanes))
+        for name, ticks in (("fetch ends", [e.fetch for e in self.ends]), ("store ends", [e.store for e in self.ends])):
+            pairs = zip(self.ends, ticks, strict=True)
+            ends = [Box(layer=e.name[0].upper(), start=tick, stop=tick + 1, kinds=("opt_state",)) for e, tick in pairs]
+            lanes.append(Lane(name=name, boxes=tuple(ends)))
+        start = min([start, *(e.fetch for e in self.ends)])
+        stop = max([len(self.layer) + len(self.drain), *(e.store + 1 for e in self.ends)])
+        return Strip(name=self.name, note=self._note(), start=start, stop=stop, lanes=tuple(lanes))
 
     def _note(self) -> str:
         parts = (("fetches", self.fetches), ("reads", self.reads), ("writes", self.writes))
         text = "; ".join(f"{verb} {', '.join(kinds)}" for verb, kinds in parts if kinds)
         text += " a tick late" if self.stores_late else ""
+        for e in self.ends:
+            at = [
+                "before the loop" if t < 0 else f"tick {t}" if t < len(self.layer) else "after the loop"
+                for t in (e.fetch, e.store)
+            ]
+            text += f"; {e.name}: fetched {at[0]}, stored {at[1]}" if at[0] != at[1] else f"; {e.name}: {at[0]}"
         return f": {text or 'nothing moves'}"
 
     def _rows(self) -> list[str]:
@@ -240,7 +275,8 @@ class Schedule:
           - the layer gathered, and with gather_ahead the next one, and what was taken for this layer a tick ago and is not
             used up by its gather (activations; params that the tick updates);
           - `reads` and `writes` of the layer;
-          - in backward the layer's gradient, whatever the tier of gradients.
+          - in backward the layer's gradient, whatever the tier of gradients;
+          - of `ends` what a tick stores, and in such a tick the room for the record that it leaves to the next one.
 
         Arrays that stay on the device, and what a layer's own computation needs, are not counted; nor are the ticks before 0.
 
@@ -263,6 +299,10 @@ class Schedule:
         add(phase.fetches, phase.fetch)
         add(phase.reads, phase.layer)
         add(phase.writes, phase.store)
+        for move in phase.ends:
+            # The loop of that tick has the room that later ticks have for a record that was updated and is not stored yet.
+            room = sum(size[kind] for kind in phase.writes)
+            total[move.store : move.store + 1] += move.num_bytes + room
         if phase.name != "update":
             total += size["gathered"]
         if phase.name == "backward" and "grads" not in phase.writes:

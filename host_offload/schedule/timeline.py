@@ -28,13 +28,13 @@ class Box:
     """A lane's work for one layer, in ticks start .. stop-1.
 
     Attributes:
-      layer: the number in the box.
+      layer: the number in the box; of what is no layer, a letter.
       start: first tick.
       stop: tick after the last.
       kinds: what is moved or held; keys of COLOURS, one stripe each.
     """
 
-    layer: int
+    layer: int | str
     start: int
     stop: int
     kinds: tuple[str, ...]

@@ -305,3 +305,22 @@ def test_backward_loads_and_stores_at_once_beside_its_products():
     assert len(stored) == 12  # master, two moments and the parameters of three matrices
     assert len(moves) == 24
     assert all(s.is_async and s.products >= 1 for s in moves)
+
+
+@pytest.mark.skipif(not has_linear_fix(), reason="before jaxlib 0.11.1 records move by kernels, one way at a time")
+def test_the_head_is_stored_beside_backward_and_the_embedding_is_loaded_while_the_last_record_is_stored():
+    c = compiled("in_backward")
+    spans = [s for s in hlo.spans(c.text) if s.times == 1 and s.is_async]
+    of_end = 4 * VOCAB * HIDDEN // GPUS  # a master or a moment of one of both
+
+    def moves(kind: str, computation: str, num_bytes: int = of_end) -> list[hlo.Span]:
+        return [s for s in spans if (s.kind, s.computation, s.num_bytes) == (kind, computation, num_bytes)]
+
+    names = {s.computation for s in spans}
+    (drain,) = (name for name in names if len(moves("to_device", name)) == 3 and len(moves("to_host", name)) == 3)
+    assert len(moves("to_host", drain, 2 * MATRIX_SHARD)) == 9  # of the last layer
+    (outside,) = (name for name in names - {drain} if len(moves("to_device", name)) == 3)
+    assert all(s.products >= 1 for s in moves("to_device", outside))  # the head's
+    (first,) = (name for name in names - {drain} if len(moves("to_host", name)) == 3)
+    assert len(moves("to_device", first, 2 * MATRIX_SHARD)) == 9
+    assert sum(s.products >= 1 for s in moves("to_host", first)) >= 2

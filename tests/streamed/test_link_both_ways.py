@@ -4,13 +4,17 @@ import dataclasses
 import itertools
 import types
 
+import encoder_decoder
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import zerojax as zj
 from host_offload.schedule import build_schedule, moves_of
 from zerojax.beside import beside
+from zerojax.state import state_records
 from zerojax.streamed import ending
 from zerojax.streamed.phases import Tick
 
@@ -164,3 +168,51 @@ def test_late_stores_are_those_of_the_tick_before_and_the_last_one_is_drained():
     kinds = ("opt_state", "params")
     assert sorted(moves_of(late, kinds)) == sorted(moves_of(now, kinds))  # in another order
     assert late.arrays()["backward"].keys() == now.arrays()["backward"].keys()  # no argument more
+
+
+# --- leaves that are no stack of layers ------------------------------------------------------------------------------------
+
+
+def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_the_drain():
+    tiers, sizes = {"opt_state": HOST, "params": HOST}, {"opt_state": 100, "params": 10, "grads": 1, "gathered": 20}
+    options = {"tiers": tiers, "update": "in_backward", "record_bytes": sizes}
+    late = build_schedule(4, 1, stores_late=True, ends={"head": 30, "embed": 7}, **options)
+    phase, plain = late.phase("backward"), build_schedule(4, 1, stores_late=True, **options)
+    assert [(move.name, move.fetch, move.store) for move in phase.ends] == [("head", -1, 0), ("embed", 4, 5)]
+    more = late.in_flight()["backward"] - plain.in_flight()["backward"]
+    assert more.tolist() == [30 + 110, 0, 0, 0]  # and room for the record that the first tick updates
+    assert "head: fetched before the loop, stored tick 0; embed: after the loop" in str(late)
+    lanes = [line.split() for line in late.timeline().splitlines() if "ends" in line]
+    assert lanes == [["fetch", "ends", *"H|....E."], ["store", "ends", *".|H....E"]]
+    assert not build_schedule(4, 1, ends={"head": 30}, **options).phase("backward").ends  # stores are not late
+    with pytest.raises(ValueError, match="ends has 'tail': known are head, embed"):
+        build_schedule(4, 1, ends={"tail": 1}, **options)
+
+
+def in_backward(**fields):
+    return zj.ZeroConfig(stage=3, opt_state=HOST, update="in_backward", **fields)
+
+
+def two_stacks(config):
+    """Return losses and trained state of three steps of a model of two stacks, and its schedule."""
+    with zj.build_train_step(encoder_decoder.model(), optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:2])) as p:
+        state, losses = p.init(jax.random.key(0)), []
+        for batch in encoder_decoder.batches(3):
+            state, metrics = p.step(state, batch)
+            losses.append([metrics["loss"], metrics["grad_norm"]])
+        leaves = jax.tree.leaves([tree for _, tree in p.iter_params(state)])
+        return [np.asarray(a) for a in (losses, *leaves)], p.schedule
+
+
+@pytest.mark.exhaustive
+def test_two_stacks_update_ends_beside_backward_to_the_same_numbers(monkeypatch):
+    """The head is stored by the last stack's first tick, and the others beside the drain of the first stack."""
+    config = in_backward(num_microbatches=2)
+    expected, plain = two_stacks(config)
+    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
+    found, schedule = two_stacks(config)
+    moves = {phase.name: [move.name for move in phase.ends] for phase in schedule.phases if phase.ends}
+    assert moves == {"decoder/backward": ["head"], "encoder/backward": ["embed"]}
+    assert not any(phase.ends for phase in plain.phases)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))

@@ -8,7 +8,8 @@ Leaves that are not stacked (the embedding, the head, every leaf of a Model) are
 is done. Where each record rests, and how it is read and written, is known to `zerojax.state.StateRecords`.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -158,21 +159,59 @@ class RecordUpdate:
         return weights, [v.reshape(o.shape) for v, o in zip(after, opt, strict=True)]
 
     def update_ends(
-        self, states: FlatState, grads: Sequence[Array], shared: Sequence[Array], loss: Array, ok: Array, one: Array
+        self,
+        states: FlatState,
+        grads: Mapping[int, Array],
+        shared: Sequence[Array],
+        loss: Array,
+        ok: Array,
+        one: Array,
     ) -> FlatState:
-        """Update every leaf that is no stack of layers, one after the other.
+        """Update leaves that are no stack of layers, one after the other.
 
         Args:
           states: all leaves.
-          grads: float32, sharded; one for each of `Layout.ends`.
+          grads: float32, sharded; by leaf, of some of `Layout.ends`.
           shared: the scalars of the optimizer state before the step.
           loss: f32[].
           ok: bool[].
           one: i32[] holding 1, an argument of the program.
         """
-        for index, grad in zip(self.layout.ends, grads, strict=True):
+        for index, grad in grads.items():
             states, one = self._update_leaf(states, index, grad, shared, loss, ok, one)
         return states
+
+    def load_end(self, states: FlatState, index: int) -> list[Array]:
+        """Return the weight and the optimizer state of a leaf that is no stack of layers, on the device."""
+        records = self.records
+        # Without masters the parameter is the weight.
+        weight = [records.params[index].load(states.params[index])] if states.master is None else []
+        return weight + load_leaves(records.opt_records((index,)), records.opt_states(states, (index,)))
+
+    def updated_end(
+        self, states: FlatState, index: int, grad: Array, loaded: Sequence[Array], loss: Array, ok: Array
+    ) -> tuple[FlatState, list[Array]]:
+        """Update a leaf that is no stack of layers, on the device.
+
+        Args:
+          states: all leaves.
+          index: of the leaf.
+          grad: float32, sharded, the mean over microbatches.
+          loaded: what `load_end` returned.
+          loss: f32[].
+          ok: bool[], whether to update at all.
+
+        Returns:
+          The states, with the parameter where it rests on the device, and what else is to be stored: masters, optimizer state,
+          and the parameter where it rests off the device.
+        """
+        records = self.records
+        weights, after = self.updated_layer((index,), [grad], loaded, records.shared_of(states), loss, ok)
+        values, param = [*(weights if states.master is not None else ()), *after], records.cast(index, weights[0])
+        if records.params[index].is_away:
+            return states, [*values, param]
+        params = [param if i == index else a for i, a in enumerate(states.params)]
+        return dataclasses.replace(states, params=params), values
 
     def _update_leaf(
         self, states: FlatState, index: int, grad: Array, shared: Sequence[Array], loss: Array, ok: Array, one: Array
@@ -201,7 +240,8 @@ def update_by_record(update: RecordUpdate, one: Array) -> Update:
     def step_update(state: TrainState, value: Array, grads: Any) -> tuple[TrainState, dict[str, Array]]:
         grads, norm, finite = scale_grads(config, state, grads, update.unused)
         states = records.flat(state)
-        states = update.update_ends(states, jax.tree.leaves(grads), records.shared_of(states), value, finite, one)
+        by_leaf = dict(zip(update.layout.ends, jax.tree.leaves(grads), strict=True))
+        states = update.update_ends(states, by_leaf, records.shared_of(states), value, finite, one)
         states = records.with_shared(states, update.shared(states, value, finite))
         return finish(state, *records.trees(state, states), value, norm, finite, config.loss_scaling)
 

@@ -38,6 +38,21 @@ class BackwardResult(Generic[Carried]):
 
 
 @dataclasses.dataclass(frozen=True)
+class HeadDone:
+    """What is known when the head is done and backward of the layers begins.
+
+    Attributes:
+      loss: f32[], the mean over microbatches.
+      grads: of the leaves that are no stack of layers, as far as the head made them.
+      loaded: what `GradsTaker.load_ends` loaded.
+    """
+
+    loss: Array
+    grads: list[Array]
+    loaded: dict[int, list[Array]]
+
+
+@dataclasses.dataclass(frozen=True)
 class RecordGrads:
     """What a tick of backward makes of a record, a layer or a tile of one.
 
@@ -68,10 +83,12 @@ class Crossed:
     Attributes:
       states: all leaves, of which the stacks in host memory are written in turns.
       loaded: what was loaded so far, by its place in the record.
+      ends: records of leaves that are no stack of layers, by leaf, which the tick stores; `states` lacks them meanwhile.
     """
 
     states: FlatState
     loaded: dict[int, Array]
+    ends: dict[int, list[Any]]
 
 
 class Crossing:
@@ -88,7 +105,14 @@ class Crossing:
     """
 
     def __init__(
-        self, records: StateRecords, part: Sequence[int], num_groups: int, now: Tick, pending: list[Array], states: FlatState
+        self,
+        records: StateRecords,
+        part: Sequence[int],
+        num_groups: int,
+        now: Tick,
+        pending: list[Array],
+        states: FlatState,
+        ends: Mapping[int, list[Array]] | None = None,
     ) -> None:
         """Plan the turns of a tick.
 
@@ -99,8 +123,10 @@ class Crossing:
           now: the tick.
           pending: the record that the tick before updated, on the device.
           states: all leaves.
+          ends: updated records of leaves that are no stack of layers, by leaf, on the device: this tick stores them.
         """
         self.records, self.part, self.now, self.pending, self.states = records, part, now, pending, states
+        self.ends = ends or {}
         self.specs, self.num_opt = record_specs(records, part), len(records.opt_records(part))
         sizes = [a.size * a.dtype.itemsize for a in pending]
         self.groups: list[list[int]] = [[] for _ in range(min(num_groups, len(sizes)))]
@@ -117,7 +143,7 @@ class Crossing:
 
     def begin(self) -> Crossed:
         """Start the first turn."""
-        return self.turn(0, Crossed(self.states, {}))
+        return self.turn(0, Crossed(without_ends(self.records, self.states, list(self.ends)), {}, {i: [] for i in self.ends}))
 
     def turn(self, number: int, crossed: Crossed) -> Crossed:
         """Start a turn. What the turns before it started has to be done."""
@@ -130,7 +156,24 @@ class Crossing:
         states = crossed.states
         if self.now.stored is not None:
             states = store_record(self.records, states, self.part, self.now.stored, {n: self.pending[n] for n in down})
-        return Crossed(states, crossed.loaded | loaded)
+        return Crossed(states, crossed.loaded | loaded, self._ends_of(number, crossed.ends))
+
+    def _ends_of(self, number: int, stored: dict[int, list[Any]]) -> dict[int, list[Any]]:
+        """Start the stores of a turn's share of other leaves. XLA starts a store as late as its turn allows."""
+        each = [
+            (i, spec, a)
+            for i, some in self.ends.items()
+            for spec, a in zip(record_specs(self.records, (i,)), some, strict=True)
+        ]
+        stored = {i: list(arrays) for i, arrays in stored.items()}
+        for n, (i, spec, value) in enumerate(each):
+            if n * self.num_turns // len(each) == number:
+                stored[i].append(spec.store(value))
+        return stored
+
+    def states_of(self, crossed: Crossed) -> FlatState:
+        """Return the state, when all turns were taken."""
+        return with_ends(self.records, crossed.states, crossed.ends)
 
     def loaded(self, crossed: Crossed) -> tuple[list[Array], list[Array]]:
         """Return what was loaded: of the record that is updated, and parameters of the one that is taken later."""
@@ -161,6 +204,20 @@ def store_record(
     return records.replace(dataclasses.replace(states, params=params), part, stacks[:num_opt])
 
 
+def with_ends(records: StateRecords, states: FlatState, ends: Mapping[int, Sequence[Any]]) -> FlatState:
+    """Return the state with other records of leaves that are no stack of layers, where they rest, in their order."""
+    for i, arrays in ends.items():
+        num_opt, params = len(records.opt_records((i,))), list(states.params)
+        params[i : i + 1] = arrays[num_opt:] or params[i : i + 1]
+        states = records.replace(dataclasses.replace(states, params=params), (i,), arrays[:num_opt])
+    return states
+
+
+def without_ends(records: StateRecords, states: FlatState, ends: Sequence[int]) -> FlatState:
+    """Return the state with nothing in place of these leaves' records: their old arrays are over as soon as new ones begin."""
+    return with_ends(records, states, {i: [None] * len(record_specs(records, (i,))) for i in ends})
+
+
 def _away(records: StateRecords, part: Sequence[int]) -> list[int]:
     return [i for i in part if records.params[i].is_away]
 
@@ -168,8 +225,16 @@ def _away(records: StateRecords, part: Sequence[int]) -> list[int]:
 class GradsTaker(Protocol[Carried]):
     """What takes the gradients as backward makes them."""
 
-    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> Carried:
+    def load_ends(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
+        """Return the head's input, and the records of leaves whose gradients the head completes, loaded beside it."""
+        ...
+
+    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> Carried:
         """Return what backward carries; `grads` are the stacks in host memory, if any."""
+        ...
+
+    def split_ends(self, carried: Carried) -> tuple[Carried, dict[int, list[Array]]]:
+        """Return what backward carries, and apart from it the updated records that its first tick stores."""
         ...
 
     def params(self, state: TrainState, carried: Carried) -> list[Array]:
@@ -180,8 +245,11 @@ class GradsTaker(Protocol[Carried]):
         """Take one record's gradients; returns what is carried on, and `landing`."""
         ...
 
-    def crossing(self, carried: Carried, now: Tick, part: Sequence[int]) -> Crossing | None:
-        """Return what crosses the link beside the products of a tick, if it is more than the record that lands."""
+    def crossing(self, carried: Carried, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]) -> Crossing | None:
+        """Return what crosses the link beside the products of a tick, if it is more than the record that lands.
+
+        `ends` are records of leaves that are no stack of layers, which the tick stores.
+        """
         ...
 
     def drain(self, part: Sequence[int], layer: Array, carried: Carried) -> Carried:

@@ -4,7 +4,7 @@
     WholeTree       store g[l] on the device                      norm, clip, one update of the whole tree
     ByLayers        store g[l] in its tier                        norm; for each layer: fetch, scale, update, write back
     InBackward      fetch w[l], s[l]; update; write back          the leaves that are no stack of layers
-      stores late   store s[l+1] while s[l] is fetched; update    the record of layer 0, then the other leaves
+      stores late   store s[l+1] while s[l] is fetched; update    the record of layer 0; fetch, update, write back the others
     OnHost          store g[l], on the device or on the host      norm; the host updates each layer
       in backward   the host updates layer l                      the other leaves
     Delayed         store g[l] on the host                        take over what the host made of the last step's gradients
@@ -17,7 +17,7 @@ The endings whose optimizer runs on the host are in `zerojax.streamed.host_endin
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from host_offload.device import one_trip
 from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
 from zerojax.optim import Handed, RecordUpdate, build_update, clip_factor
@@ -32,12 +33,14 @@ from zerojax.state import FlatState, Index, Tile, TrainState, is_stored, pick, r
 from zerojax.streamed.ending import (
     BackwardResult,
     Crossing,
+    HeadDone,
     RecordGrads,
     Result,
     closed,
     record_specs,
     record_stacks,
     store_record,
+    with_ends,
 )
 from zerojax.streamed.phases import PhaseArrays, Tick, run_phase
 from zerojax.streamed.plan import StreamedPlan
@@ -69,8 +72,15 @@ class StoredGrads:
     def __init__(self, plan: StreamedPlan) -> None:
         self.plan, self.config = plan, plan.config
 
-    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> GradStacks:
-        del state, loss
+    def load_ends(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
+        del state
+        return y, {}
+
+    def split_ends(self, carried: GradStacks) -> tuple[GradStacks, dict[int, list[Array]]]:
+        return carried, {}
+
+    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> GradStacks:
+        del state, head
         # Stacks in host memory come from outside of the program, which writes them in place; the others are made here.
         return GradStacks(grads if self.plan.grads_in_memory else self.plan.empty_grads(), jnp.float32(0), token)
 
@@ -88,8 +98,8 @@ class StoredGrads:
         after = write_layer(pick(plan.grads, part), plan.pick(carried.grads, part), record.now.write, record.grads)
         return dataclasses.replace(carried, grads=plan.put(carried.grads, part, after))
 
-    def crossing(self, carried: GradStacks, now: Tick, part: Sequence[int]) -> Crossing | None:
-        del carried, now, part
+    def crossing(self, carried: GradStacks, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]) -> Crossing | None:
+        del carried, now, part, ends
         return None
 
     def drain(self, part: Sequence[int], layer: Array, carried: GradStacks) -> GradStacks:
@@ -166,7 +176,7 @@ class ByLayers(StoredGrads):
         shared = records.shared_of(states)
         ends = [ready(g) for g in result.ends]
         if self.ends_first:
-            states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one)
+            states = update.update_ends(states, dict(zip(plan.ends, ends, strict=True)), shared, result.loss, ok, arrays.one)
             # The engine was told that the layers' records come after those of the ends (`step_moves`).
             if (token := records.end_token(states)) is not None:
                 arrays, _ = arrays.after(token, plan.mesh)
@@ -188,7 +198,7 @@ class ByLayers(StoredGrads):
             # A loop with nothing on disk has no tokens: the next one waits for those of the loop before it.
             tokens = records.tokens(states, loop.part) or tokens
         if not self.ends_first:
-            states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one)
+            states = update.update_ends(states, dict(zip(plan.ends, ends, strict=True)), shared, result.loss, ok, arrays.one)
         return closed(update, result, states, norm)
 
     def update_records(
@@ -270,6 +280,7 @@ class UpdatedState:
       token: orders the callbacks of the host's update.
       pending: of each stack whose stores are late, by the first of its leaves, the record that the tick before updated.
       handed: layers that the host updates, and whose parameters were not taken yet.
+      ends: updated records of leaves whose gradients the head completed, by leaf, which the first tick stores.
     """
 
     loss: Array
@@ -278,6 +289,7 @@ class UpdatedState:
     states: FlatState
     token: Array
     pending: dict[int, list[Array]]
+    ends: dict[int, list[Array]]
     handed: dict[int, Handed] = dataclasses.field(default_factory=dict)
 
 
@@ -292,22 +304,42 @@ class InBackward:
     def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
         self.plan, self.record_update, self.records = plan, update, update.records
 
-    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> UpdatedState:
-        del grads
+    def load_ends(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
         states = self.records.flat(state)
-        late = [s.blocks for s in self.plan.of_stacks if s.schedule.phase("backward").stores_late]
+        loaded = dict[int, list[Array]]()
+        if self.plan.early_ends:
+            # They cross the link beside the head, and not beside the layers before it.
+            y, states = jax.lax.optimization_barrier((y, states))
+            loaded = {i: self.record_update.load_end(states, i) for i in self.plan.early_ends}
+        return y, loaded
+
+    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> UpdatedState:
+        del grads
+        plan, states = self.plan, self.records.flat(state)
+        late = [s.blocks for s in plan.of_stacks if s.schedule.phase("backward").stores_late]
         pending = {part[0]: self._nothing_updated(states, part) for part in late}
-        return UpdatedState(loss, None, jnp.float32(0), states, token, pending)
+        complete = dict(zip(plan.ends, head.grads, strict=True))
+        of_head = {i: _rounded(plan.reduced([complete[i]], [i])[0]) for i in plan.early_ends}
+        squares, ends = plan.squares(list(of_head.values()), list(of_head), state), dict[int, list[Array]]()
+        for i, grad in of_head.items():
+            loaded, ok = head.loaded[i], jnp.isfinite(squares)
+            states, ends[i] = self.record_update.updated_end(states, i, plan.mean(grad), loaded, head.loss, ok)
+        return UpdatedState(head.loss, None, squares, states, token, pending, ends)
+
+    def split_ends(self, carried: UpdatedState) -> tuple[UpdatedState, dict[int, list[Array]]]:
+        return dataclasses.replace(carried, ends={}), carried.ends
 
     def _nothing_updated(self, states: FlatState, part: Sequence[int]) -> list[Array]:
         """Return room for a record that was updated and not stored yet."""
         pairs = zip(record_specs(self.records, part), record_stacks(self.records, states, part), strict=True)
         return [jax.lax.with_sharding_constraint(jnp.zeros(a.shape[1:], a.dtype), spec.sharding) for spec, a in pairs]
 
-    def crossing(self, carried: UpdatedState, now: Tick, part: Sequence[int]) -> Crossing | None:
+    def crossing(
+        self, carried: UpdatedState, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
+    ) -> Crossing | None:
         if not part or part[0] not in carried.pending:
             return None
-        return Crossing(self.records, part, self.plan.num_link_groups, now, carried.pending[part[0]], carried.states)
+        return Crossing(self.records, part, self.plan.num_link_groups, now, carried.pending[part[0]], carried.states, ends)
 
     def params(self, state: TrainState, carried: UpdatedState) -> list[Array]:
         del state
@@ -335,7 +367,7 @@ class InBackward:
         plan, records, part, crossed = self.plan, self.records, record.part, record.crossed
         assert record.crossing is not None
         assert crossed is not None
-        states, (opt, fetched) = crossed.states, record.crossing.loaded(crossed)
+        states, (opt, fetched) = record.crossing.states_of(crossed), record.crossing.loaded(crossed)
         old = plan.on_shards(record.params, part) if states.master is None else []
         squares = carried.squares + plan.squares(record.grads, part, state)
         # As in `use`.
@@ -359,10 +391,60 @@ class InBackward:
 
     def norm(self, result: BackwardResult[UpdatedState]) -> Array:
         """Return the global norm of the gradients."""
-        return jnp.sqrt(result.carried.squares + self.plan.squares(result.ends, self.plan.ends, result.state))
+        ends = self._late_ends(result)
+        return jnp.sqrt(result.carried.squares + self.plan.squares(list(ends.values()), list(ends), result.state))
+
+    def _late_ends(self, result: BackwardResult[UpdatedState]) -> dict[int, Array]:
+        """Return the gradients of the leaves that are no stack of layers, but for those that were updated before backward."""
+        grads = dict(zip(self.plan.ends, result.ends, strict=True))
+        return {i: grads[i] for i in self.plan.late_ends}
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
-        update, states, norm = self.record_update, result.carried.states, self.norm(result)
-        ends, shared = [self.plan.mean(g) for g in result.ends], self.records.shared_of(states)
-        states = update.update_ends(states, ends, shared, result.loss, jnp.isfinite(norm), result.arrays.one)
+        plan, update, states, norm = self.plan, self.record_update, result.carried.states, self.norm(result)
+        ends, ok = {i: plan.mean(g) for i, g in self._late_ends(result).items()}, jnp.isfinite(norm)
+        if plan.drains_beside_ends:
+            states = self._end_beside_drain(result, ends, ok)
+        else:
+            states = update.update_ends(states, ends, self.records.shared_of(states), result.loss, ok, result.arrays.one)
         return closed(update, result, states, norm)
+
+    def _end_beside_drain(self, result: BackwardResult[UpdatedState], grads: dict[int, Array], ok: Array) -> FlatState:
+        """Update leaves while the record that backward updated last is stored; each group is stored while the next is loaded.
+
+        Args:
+          result: of backward.
+          grads: float32, means over microbatches, by leaf.
+          ok: bool[], whether to update at all.
+        """
+        records, update, groups = self.records, self.record_update, self.plan.end_groups()
+        first = self.plan.of_stacks[0]  # backward ends with it
+        pending = dict(enumerate(result.carried.pending[first.blocks[0]]))
+
+        def load(states: FlatState, group: Sequence[int]) -> dict[int, list[Array]]:
+            return {i: update.load_end(states, i) for i in group}
+
+        def body(layer: Array, states: FlatState) -> FlatState:
+            states = store_record(records, states, first.blocks, layer, pending)
+            loaded = load(states, groups[0])
+            for number, group in enumerate(groups):
+                stored = dict[int, list[Array]]()
+                for i in group:
+                    states, stored[i] = update.updated_end(states, i, grads[i], loaded[i], result.loss, ok)
+                if number + 1 < len(groups):
+                    stored, following = jax.lax.optimization_barrier((stored, states))
+                    loaded = load(following, groups[number + 1])
+                for i, values in stored.items():
+                    specs = record_specs(records, (i,))
+                    states = with_ends(records, states, {i: [s.store(v) for s, v in zip(specs, values, strict=True)]})
+            return states
+
+        (layer,) = first.schedule.phase("backward").drain.tolist()
+        return one_trip(layer, body, result.carried.states, self.plan.mesh)
+
+
+def _rounded(grad: Array) -> Array:
+    """Return a gradient rounded to its dtype: XLA may leave that out where a gradient is used as soon as it is made."""
+    if grad.dtype == jnp.float32:
+        return grad
+    bits = jnp.finfo(grad.dtype)
+    return jax.lax.reduce_precision(grad, bits.nexp, bits.nmant)

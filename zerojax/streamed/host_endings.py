@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from zerojax.optim import HostUpdate, RecordUpdate, clip_factor
 from zerojax.state import Pending, TrainState
-from zerojax.streamed.ending import BackwardResult, RecordGrads, Result, closed, loss_scale
+from zerojax.streamed.ending import BackwardResult, HeadDone, RecordGrads, Result, closed, loss_scale
 from zerojax.streamed.endings import GradStacks, InBackward, StoredGrads, UpdatedState
 from zerojax.streamed.phases import Tick, run_phase
 from zerojax.streamed.plan import StreamedPlan
@@ -32,11 +32,11 @@ class HostInBackward(InBackward):
         super().__init__(plan, update)
         self.host = host
 
-    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> UpdatedState:
-        carried = super().begin(state, loss, grads, token)
+    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> UpdatedState:
+        carried = super().begin(state, head, grads, token)
         # Neither clipped nor unscaled: the norm is not known before all layers are updated, and there is no loss scale.
         shared, one = self.records.shared_of(carried.states), jnp.float32(1)
-        scalars = self.host.scalars(shared, loss, one, one)
+        scalars = self.host.scalars(shared, head.loss, one, one)
         return dataclasses.replace(carried, scalars=scalars, handed=self.host.nothing_handed())
 
     def use(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
@@ -68,8 +68,8 @@ class OnHost(StoredGrads):
         super().__init__(plan)
         self.record_update, self.records, self.host = update, update.records, host
 
-    def begin(self, state: TrainState, loss: Array, grads: list[Array], token: Array) -> GradStacks:
-        carried = super().begin(state, loss, grads, token)
+    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> GradStacks:
+        carried = super().begin(state, head, grads, token)
         # Callbacks keep the gradients, so that the loop of backward carries no stacks of them.
         return dataclasses.replace(carried, grads=[]) if self.host.stashes else carried
 

@@ -183,7 +183,7 @@ class StackLoops:
             values = residuals.read(stacks, fetched, now.layer)
             crossing = crossed = None
             if residuals.tiled is None:
-                crossing = taker.crossing(carried, now, stack.blocks)
+                crossing = taker.crossing(carried, now, stack.blocks, ends if now.stores_ends else {})
                 if now.fetch is not None:  # the trained parameters cross with the record that is updated
                     now = dataclasses.replace(now, landing=fetch_besides(carried, now.fetch))
                 derived = self._derive_block(residuals, full, values, inputs, dx, d_added, now, next_full, crossing)
@@ -203,6 +203,8 @@ class StackLoops:
         def drain(layer: Array, carry: Any) -> Any:
             return (*carry[:-1], taker.drain(stack.blocks, layer, carry[-1]))
 
+        # Not carried by the loops: the first tick alone uses them.
+        carried, ends = taker.split_ends(carried)
         # What the layers add is part of the loss as it is: its derivative is the scale.
         d_added = loss_scale(state) if residuals.block.adds else None
         first = fetched = None
@@ -218,7 +220,7 @@ class StackLoops:
         d_context = self.microbatches.constrain(zeros)
         dx, d_context, _, _, carried = run_phase(
             stack.schedule.phase("backward"), phase, (dy, d_context, first, fetched, carried), tick,
-            fetch=fetch, device_layers=on_device, drain=drain,
+            fetch=fetch, device_layers=on_device, drain=None if stack.drains_beside_ends else drain,
         )  # fmt: skip
         return dx, jax.tree.map(lambda d, a: d.astype(a.dtype), d_context, context), carried
 

@@ -90,6 +90,7 @@ class Tick:
       on_device: whether the layer's optimizer state stays on the device.
       fetch: i32[], the layer whose record the tick fetches itself, where stores are late; else None.
       stored: i32[], the layer that the tick before updated, where this tick stores it (`Phase.stores_late`); else None.
+      stores_ends: whether it stores the records of leaves that the head completed (`Phase.ends`).
       lands_first: the phase writes the stacks that it fetches from, and `write` does not say so: what the tick writes there has
         to wait for `landing`.
     """
@@ -104,6 +105,7 @@ class Tick:
     lands_first: bool = False
     fetch: Array | None = None
     stored: Array | None = None
+    stores_ends: bool = False
 
     def index(self, at: Callable[[Any], Index] = lambda layer: layer) -> Index:
         """Return the index of the record in stacks of optimizer state, given that of a layer or tile by its number."""
@@ -138,7 +140,8 @@ def run_phase(
         before that operation, and overlaps what comes earlier.
       fetch: `fetch(carry, layer) -> record`, the arrays that are fetched ahead.
       device_layers: layers whose optimizer state stays on the device.
-      drain: `drain(layer, carry) -> carry` stores what the last tick updated, where stores are late.
+      drain: `drain(layer, carry) -> carry` stores what the last tick updated, where stores are late; None: whoever runs the
+        phase stores it.
     """
     ring, columns = None, arrays.columns
     single = len(phase.preload) == 1  # one slot is carried as it is
@@ -181,7 +184,10 @@ def run_phase(
             lands_first = lands_first and arrays.linear is not None
             # Only a linear index may be of another layer than the tick's own (`StreamedPlan.stores_late`).
             stored = at("store", t) if late and kind.stores else None
-            now = Tick(index, write_index, consume, record, landing, kind.takes, kind.on_device, lands_first, fetched, stored)
+            now = Tick(
+                index, write_index, consume, record, landing, kind.takes, kind.on_device, lands_first, fetched, stored,
+                kind.stores_ends,
+            )  # fmt: skip
             carry, landed = tick(carry, now)
             if landed is not None:
                 # After the record was taken: this may be the slot that it was in.
@@ -196,10 +202,10 @@ def run_phase(
             end = stop if stop - start > 1 else start + arrays.one
             carry, ring = jax.lax.fori_loop(start, end, body, (carry, ring))
         start = stop
-    for layer in phase.drain.tolist():
-        assert drain is not None
-        assert arrays.linear is not None
-        carry = one_trip(layer, drain, carry, arrays.linear)
+    if drain is not None:
+        for layer in phase.drain.tolist():
+            assert arrays.linear is not None
+            carry = one_trip(layer, drain, carry, arrays.linear)
     return carry
 
 
@@ -262,6 +268,7 @@ class _TickKind:
       from_ring: it was fetched in an earlier tick.
       on_device: the layer's optimizer state stays on the device.
       stores: a record is stored.
+      stores_ends: so are leaves that the head completed.
     """
 
     fetches: bool
@@ -269,13 +276,22 @@ class _TickKind:
     from_ring: bool
     on_device: bool
     stores: bool
+    stores_ends: bool
 
 
 def _kinds(phase: Phase, device_layers: int) -> list[_TickKind]:
     """Return the kind of each tick."""
-    ticks = zip(phase.fetch, phase.consume, phase.use_slot, phase.layer, phase.store, strict=True)
+    ticks = zip(phase.fetch, phase.consume, phase.use_slot, phase.layer, phase.store, range(len(phase.layer)), strict=True)
+    ends = [move.store for move in phase.ends]
     # Where stores are not late, each tick of a phase does store, or what it stores is on the device as its state is.
     return [
-        _TickKind(int(f) >= 0, int(c) >= 0, int(slot) >= 0, int(layer) < device_layers, not phase.stores_late or int(s) >= 0)
-        for f, c, slot, layer, s in ticks
+        _TickKind(
+            int(f) >= 0,
+            int(c) >= 0,
+            int(slot) >= 0,
+            int(layer) < device_layers,
+            not phase.stores_late or int(s) >= 0,
+            t in ends,
+        )
+        for f, c, slot, layer, s, t in ticks
     ]

@@ -6,6 +6,7 @@ gathers a record, and takes means and squares of gradients.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -110,6 +111,11 @@ class StackPlan:
         """The groups, and the loops over their tiles."""
         return list(zip(self.groups, self.schedule.tiles, strict=True)) if isinstance(self.schedule, TiledSchedule) else []
 
+    @property
+    def drains_beside_ends(self) -> bool:
+        """Whether the record that backward updates last is stored while leaves that are no stack of layers are loaded."""
+        return any(move.name == "embed" for move in self.schedule.phase("backward").ends)
+
     def number(self, layer: Any) -> Any:
         """Return the number of one of its layers among those of all stacks, of which keys are made."""
         return layer + self.stack.first if self.stack.first else layer
@@ -135,6 +141,9 @@ class StreamedPlan:
       schedule: of the step.
       stacked: the trained leaves of all stacks of layers, in order.
       ends: the other trained ones.
+      early_ends: those of them that are updated before backward of the layers, and stored in its first tick.
+      late_ends: the others.
+      drains_beside_ends: whether these are loaded while the record that backward updates last is stored.
       stacks: all stacks of parameters: `stacked`, then those that are frozen.
       params: how each parameter rests.
       grads: how each gradient rests from backward to update.
@@ -165,6 +174,10 @@ class StreamedPlan:
         stacks = zip(stacks_of(model), layout.stacks, schedules.values(), strict=True)
         self.of_stacks = tuple(_stack_plan(stack, leaves, schedule, layout) for stack, leaves, schedule in stacks)
         self.schedule = stacked_schedule(schedules)
+        self.drains_beside_ends = self.of_stacks[0].drains_beside_ends
+        starts_with = self.of_stacks[-1].schedule.phase("backward")
+        self.early_ends = early_ends(state_records) if any(move.name == "head" for move in starts_with.ends) else ()
+        self.late_ends = tuple(i for i in self.ends if i not in self.early_ends)
         grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
         frozen = sorted(i for stack in layout.stacks for part in stack.frozen_parts for i in part)
         self.stacks = (*layout.stacked, *frozen)
@@ -199,6 +212,18 @@ class StreamedPlan:
             # An update on the host moves whole layers (`whole_layers`), so that no record of a gradient is a tile.
             on_disk = {i: self.grads[i] for i in layout.blocks if self.grads[i].disk_records is not None}
             self.host = HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=on_disk)
+
+    def end_groups(self) -> list[list[int]]:
+        """Return `late_ends` in groups, the largest leaf first: one leaf, or as many as are together no larger than a layer."""
+        blocks = self.of_stacks[0].blocks
+        sizes = {i: math.prod(self.leaves[i].record_shape) for i in (*self.late_ends, *blocks)}
+        most, groups, filled = sum(sizes[i] for i in blocks), list[list[int]](), 0
+        for i in sorted(self.late_ends, key=lambda i: -sizes[i]):
+            if not groups or filled + sizes[i] > most:
+                groups, filled = [*groups, []], 0
+            groups[-1].append(i)
+            filled += sizes[i]
+        return groups
 
     def derivative(self, derivative: Derivative) -> Derivative:
         """Return a derivative whose gradients are summed in `reduce_dtype`; each device's own where they are reduced once."""
@@ -448,9 +473,36 @@ def _plan_schedule(
         sizes = [record_bytes(records, group.leaves, group.frozen) for group in stack.groups]
         return build_tiled_schedule(num_layers, distance, groups=groups, group_bytes=sizes, **options)
     late = _stores_late(records, stack, tiers)
+    early = early_ends(records) if late else ()
+    others = [i for i in layout.ends if i not in early]
+    # Backward begins with the last stack, and ends with the first one.
+    ends = {
+        **({"head": _stored_bytes(records, early)} if early and stack is layout.stacks[-1] else {}),
+        **({"embed": _stored_bytes(records, others)} if others and stack is layout.stacks[0] else {}),
+    }
     return build_schedule(
-        num_layers, distance, gather_ahead=ahead, device_layers=stack.device_layers, stores_late=late, **options
+        num_layers, distance, gather_ahead=ahead, device_layers=stack.device_layers, stores_late=late, ends=ends, **options
     )
+
+
+def early_ends(records: StateRecords) -> tuple[int, ...]:
+    """Return leaves that the head alone uses, as many as are together no larger than a layer's record.
+
+    Their gradients are complete before backward of the layers. In its first tick no layer's record waits to be stored.
+    """
+    layout = records.layout
+    tree = jax.tree.unflatten(jax.tree.structure(layout.abstract_params), range(len(layout.leaves)))
+    most, early = _stored_bytes(records, layout.stacks[-1].blocks), list[int]()
+    for i in jax.tree.leaves(tree["head"]):
+        if _stored_bytes(records, (*early, i)) <= most:
+            early.append(i)
+    return tuple(early)
+
+
+def _stored_bytes(records: StateRecords, part: Sequence[int]) -> int:
+    """Return the bytes that an update of some leaves stores off the device, of one record."""
+    sizes = record_bytes(records, part)
+    return sizes["opt_state"] + (sizes["params"] if any(records.params[i].is_away for i in part) else 0)
 
 
 def _stores_late(records: StateRecords, stack: StackLeaves, tiers: Mapping[str, str]) -> bool:

@@ -40,7 +40,7 @@ from zerojax.models import BLOCKS, LayeredModel, Loss, divided, joined, together
 from zerojax.optim import RecordUpdate
 from zerojax.state import StateRecords, TrainState, with_model_state
 from zerojax.streamed.activations import ResidualPlan, Scratch
-from zerojax.streamed.ending import BackwardResult, Ending, GradsTaker, loss_scale
+from zerojax.streamed.ending import BackwardResult, Ending, GradsTaker, HeadDone, loss_scale
 from zerojax.streamed.endings import ByLayers, GradsAlone, InBackward, WholeTree
 from zerojax.streamed.ends import Ends, ends_state
 from zerojax.streamed.host_endings import Delayed, HostInBackward, OnHost
@@ -257,9 +257,10 @@ class StreamedStep:
             all_added.append(added)
         # What backward fetches first may overlap the head, and not the layers.
         arrays, y = arrays.after(y, self.mesh)
+        y, loaded = taker.load_ends(state, y)
         head = self.ends.head_and_grads(ends, y, batch, keys, loss_scale(state), read_by_head)
         loss, own = _with_added(head.loss, head.metrics, together(all_added))
-        carried = taker.begin(state, loss, scratch["grads"], token)
+        carried = taker.begin(state, HeadDone(loss, head.grads, loaded), scratch["grads"], token)
         dx, g_ends = head.dy, head.grads
         for done in reversed(passes):
             if done is not passes[-1]:
