@@ -10,18 +10,22 @@ and a GPU has two streams of its own:
             slot --down stream--> buffer -> disk      beside whatever the program does next
 
     event           recorded after       waited for by
-    up, full        the copy up          the program's stream, before it reads the slot; the host, before it reuses the buffer
+    up, full        the copy up          the program's stream, before it reads the slot; a thread, which gives the buffer back
     up, empty       the program read     the up stream, before the next copy into the slot
     down, full      the program wrote    the down stream, before it reads the slot
     down, empty     the copy down        the program's stream, before it fills the slot again
-    down, saved     the copy down        the host, before it writes the buffer to disk
+    down, saved     the copy down        a thread, before the buffer is written to disk
 
 A copy could also be two callbacks of one loop body, a start and a wait, between which XLA computes. A slot needs no such place
 in the program: copies up run ahead by a whole tick, copies down end after it, for every kind, and no buffer of the program is
 in flight where XLA may copy or reuse it. The price is one record of device memory for each kind and direction.
 
 A kind of a single record has nothing to be copied ahead of. It has no slot, and is copied on the program's stream, from and
-to page-locked memory.
+to page-locked memory; so is a record that was not read early enough. An event on that stream then tells when its buffer is
+free, or filled.
+
+No callback waits for the program. What bounds how far it runs ahead of the GPU are the buffers: one that a copy still needs is
+not free, and a callback that finds none waits for one, as it does for a slow disk.
 """
 
 from collections.abc import Sequence
@@ -31,6 +35,8 @@ from typing import Any, Protocol
 import numpy as np
 
 Views = Sequence[np.ndarray]
+Parts = Sequence[tuple[int, int]]
+"""Where each leaf begins in a record, and how many bytes it has."""
 
 
 class Copies(Protocol):
@@ -42,8 +48,8 @@ class Copies(Protocol):
 
     lifts: bool
 
-    def add(self, kind: str, rank: int, num_bytes: int, *, up: bool, down: bool) -> None:
-        """Make slots for a kind's records of `num_bytes`, in the wanted directions."""
+    def add(self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool) -> None:
+        """Make slots for a kind's records of `num_bytes`, in the wanted directions; `parts` are their leaves."""
         ...
 
     def remove(self, kind: str) -> None:
@@ -54,12 +60,12 @@ class Copies(Protocol):
         """Start to copy a buffer's record to its slot on the device ("lift" it), if the slot is free."""
         ...
 
-    def drop(self, kind: str, rank: int, buffer: np.ndarray) -> None:
-        """Wait until no copy reads the buffer any more, and forget that it was lifted."""
+    def drop(self, kind: str, rank: int, buffer: np.ndarray) -> "Future[None] | None":
+        """Forget that a buffer was lifted; return a future of the end of the copy that reads it, or None if none does."""
         ...
 
-    def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> None:
-        """Copy a record's leaves to a callback's buffers; `views` may be reused afterwards."""
+    def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> "Future[None] | None":
+        """Copy a record's leaves to a callback's buffers; return when `views` may be reused, or None if at once."""
         ...
 
     def save(self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views) -> "Future[None] | None":
@@ -84,8 +90,8 @@ class HostCopies:
 
     lifts = False
 
-    def add(self, kind: str, rank: int, num_bytes: int, *, up: bool, down: bool) -> None:
-        del kind, rank, num_bytes, up, down
+    def add(self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool) -> None:
+        del kind, rank, num_bytes, parts, up, down
 
     def remove(self, kind: str) -> None:
         del kind

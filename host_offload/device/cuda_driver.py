@@ -5,7 +5,8 @@ A thin layer over the package cuda-bindings. Streams, events and addresses are p
 
 import functools
 import importlib
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -15,7 +16,7 @@ class Driver:
 
     def __init__(self, api: Any) -> None:
         """Use the module `api`: cuda.bindings.driver, or one with the same functions."""
-        self._api = api
+        self._api, self._success = api, api.CUresult.CUDA_SUCCESS
         self._call("cuInit", 0)
 
     def context_of(self, ordinal: int) -> int:
@@ -52,6 +53,14 @@ class Driver:
         """Copy between any two of host and device; host memory must be registered."""
         if num_bytes:
             self._call("cuMemcpyAsync", target, source, num_bytes, stream)
+
+    def copy_all(self, copies: Iterable[tuple[int, int, int]], stream: int) -> None:
+        """Copy (target, source, bytes) each."""
+        # A callback that moves a record makes one such call for each leaf: nothing is looked up inside of the loop.
+        copy, success = self._api.cuMemcpyAsync, self._success
+        for target, source, num_bytes in copies:
+            if (status := copy(target, source, num_bytes, stream)[0]) != success:
+                self._refuse("cuMemcpyAsync", status)
 
     def clear(self, target: int, num_bytes: int, stream: int) -> None:
         """Fill device memory with zeros."""
@@ -92,10 +101,13 @@ class Driver:
         self._call("cuEventDestroy", event)
 
     def _call(self, name: str, *args: Any) -> Any:
-        status, *rest = getattr(self._api, name)(*args)
-        if status != self._api.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"{name} failed with {status.name} ({int(status)})")
-        return rest[0] if rest else None
+        result = getattr(self._api, name)(*args)
+        if result[0] != self._success:
+            self._refuse(name, result[0])
+        return result[1] if len(result) > 1 else None
+
+    def _refuse(self, name: str, status: Any) -> NoReturn:
+        raise RuntimeError(f"{name} failed with {status.name} ({int(status)})")
 
 
 @functools.cache

@@ -4,9 +4,9 @@
 them. This module has the slots, the streams and the calls of the driver.
 
 A callback runs in a thread of XLA while the program is being queued, so what it adds to the program's stream runs in the
-program's order. What it adds to the streams up and down does not: an event orders each such copy against the program. A buffer
-of the host is reused only when an event says that its copy is over; one thread for each GPU waits for the copies down and then
-completes the futures for which the disk waits.
+program's order. What it adds to the streams up and down does not: an event orders each such copy against the program. No
+callback waits for the GPU. A buffer of the host is used again when an event says that its copy is over: threads of each GPU
+wait for these events, and then complete the futures for which disk and rings wait.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from host_offload.device.copies import Copies, HostCopies, Views, num_bytes
+from host_offload.device.copies import Copies, HostCopies, Parts, Views, num_bytes
 from host_offload.device.cuda_driver import Driver, driver
 from host_offload.device.link import pointer, stream_of
 
@@ -32,7 +32,7 @@ class _Slot:
 
     Attributes:
       memory: uint8[n] on the device.
-      full: event, a record is in it.
+      full: event, a record is in it; up: of the copy that `source` names.
       empty: event, the record was copied out of it; recorded once `used`.
       used: whether it ever held a record.
       source: up: address of the buffer whose record is in the slot, or on its way there.
@@ -45,13 +45,48 @@ class _Slot:
     source: int | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-    @property
-    def address(self) -> int:
-        return self.memory.unsafe_buffer_pointer()
+    def __post_init__(self) -> None:
+        self.address: int = self.memory.unsafe_buffer_pointer()
+
+
+class _Watch:
+    """A thread that waits for events, in the order in which it is told of them, and completes a future for each."""
+
+    def __init__(self, gpu: "_Gpu", name: str) -> None:
+        self.gpu = gpu
+        self._told: queue.SimpleQueue[tuple[int, Future[None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def future_of(self, event: int) -> "Future[None]":
+        """Return a future that is done when `event` has happened; the event is used again then."""
+        done: Future[None] = Future()
+        self._told.put((event, done))
+        return done
+
+    def _run(self) -> None:
+        # A current context is a property of a thread, so this one sets its own.
+        self.gpu.driver.use(self.gpu.context)
+        while (job := self._told.get()) is not None:
+            event, done = job
+            try:
+                self.gpu.driver.finish_event(event)
+            except BaseException as error:  # the thread must go on
+                # The event is not used again: after an error nothing is known of it.
+                done.set_exception(error)
+                continue
+            self.gpu.give_event(event)
+            # This runs the callbacks of the future, which start the write to disk, or give a buffer back.
+            done.set_result(None)
+
+    def close(self) -> None:
+        """Complete all futures, and end the thread."""
+        self._told.put(None)
+        self._thread.join()
 
 
 class _Gpu:
-    """Streams of one GPU, and the thread that waits for copies down."""
+    """Streams of one GPU, its events, and the threads that wait for them."""
 
     def __init__(self, driver: Driver, device: Any, rank: int) -> None:
         self.driver = driver
@@ -60,23 +95,26 @@ class _Gpu:
         driver.use(self.context)
         # One stream for each direction: the link carries both at once, but a stream runs its copies one by one.
         self.up, self.down = driver.make_stream(), driver.make_stream()
-        self.events: list[int] = []
+        self._events: list[int] = []
         self._lock = threading.Lock()
-        self._saved: queue.SimpleQueue[tuple[int, Future[None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._watch, name=f"zerojax-copies-{rank}", daemon=True)
-        self._thread.start()
+        # Two threads: what is over early must not wait behind what the program comes to late.
+        self.lifted, self.passed = (_Watch(self, f"zerojax-copies-{rank}-{name}") for name in ("lifted", "passed"))
 
     def take_event(self) -> int:
         with self._lock:
-            if self.events:
-                return self.events.pop()
+            if self._events:
+                return self._events.pop()
         return self.driver.make_event()
 
-    def future_of(self, event: int) -> "Future[None]":
-        """Return a future that is done when `event` has happened; the event is reused then."""
-        done: Future[None] = Future()
-        self._saved.put((event, done))
-        return done
+    def give_event(self, event: int) -> None:
+        with self._lock:
+            self._events.append(event)
+
+    def after(self, stream: int) -> "Future[None]":
+        """Return a future that is done when all is done that is queued on a stream by now."""
+        event = self.take_event()
+        self.driver.record(event, stream)
+        return self.passed.future_of(event)
 
     @contextlib.contextmanager
     def finishing(self, stream: int) -> Iterator[None]:
@@ -92,31 +130,15 @@ class _Gpu:
                 self.driver.finish_stream(stream)
             raise
 
-    def _watch(self) -> None:
-        # A current context is a property of a thread, so this one sets its own.
-        self.driver.use(self.context)
-        while (job := self._saved.get()) is not None:
-            event, done = job
-            try:
-                self.driver.finish_event(event)
-            except BaseException as error:  # the thread must go on
-                # The event is not reused: after an error nothing is known of it.
-                done.set_exception(error)
-                continue
-            with self._lock:
-                self.events.append(event)
-            # Outside of the lock: this runs the callbacks of the future, which start the write to disk.
-            done.set_result(None)
-
     def close(self) -> None:
-        """Complete all futures, and end the thread."""
-        self._saved.put(None)
-        self._thread.join()
+        """Complete all futures, and end the threads."""
+        self.lifted.close()
+        self.passed.close()
         self.driver.use(self.context)
         for stream in (self.up, self.down):
             self.driver.finish_stream(stream)
             self.driver.destroy_stream(stream)
-        for event in self.events:
+        for event in self._events:
             self.driver.destroy_event(event)
 
 
@@ -129,103 +151,117 @@ class GpuCopies:
         """Serve the devices of a mesh, in its order. Those of other processes are listed, but never used."""
         self.devices, self.driver = list(devices), driver
         self._gpus: dict[int, _Gpu] = {}
+        self._parts: dict[str, Parts] = {}
         self._up: dict[tuple[str, int], _Slot] = {}
         self._down: dict[tuple[str, int], _Slot] = {}
 
-    def add(self, kind: str, rank: int, num_bytes: int, *, up: bool, down: bool) -> None:
+    def add(self, kind: str, rank: int, num_bytes: int, parts: Parts, *, up: bool, down: bool) -> None:
         if rank not in self._gpus:
             self._gpus[rank] = _Gpu(self.driver, self.devices[rank], rank)
+        self._parts[kind] = tuple(parts)
         self.driver.use(self._gpus[rank].context)
         for wanted, slots in ((up, self._up), (down, self._down)):
             if wanted:
                 # XLA must have filled the memory first: nothing orders XLA's streams before those that are used here.
                 memory = jax.device_put(jnp.zeros(num_bytes, jnp.uint8), self.devices[rank]).block_until_ready()
-                slots[kind, rank] = _Slot(memory, self.driver.make_event(), self.driver.make_event())
+                slots[kind, rank] = _Slot(memory, self._gpus[rank].take_event(), self.driver.make_event())
 
     def remove(self, kind: str) -> None:
         for slots in (self._up, self._down):
             for key in [key for key in slots if key[0] == kind]:
                 slot, gpu = slots.pop(key), self._gpus[key[1]]
                 self.driver.use(gpu.context)
-                for event in (slot.full, slot.empty):  # nothing may still read or fill the memory
+                # Nothing may still read or fill the memory, a copy that was dropped included.
+                self.driver.finish_stream(gpu.up if slots is self._up else gpu.down)
+                for event in (slot.full, slot.empty):
                     self.driver.finish_event(event)
                     self.driver.destroy_event(event)
 
     def lift(self, kind: str, rank: int, buffer: np.ndarray) -> None:
         slot = self._up.get((kind, rank))
-        if slot is None:
+        # The slot may hold a record that nobody has taken yet: it stays until `load` or `drop`.
+        if slot is None or slot.source is not None:
             return
         with slot.lock:
-            # The slot holds a record that nobody has taken yet: it stays until `load` or `drop`.
             if slot.source is not None:
                 return
-            gpu, call = self._gpus[rank], self.driver
+            gpu, call, address = self._gpus[rank], self.driver, buffer.ctypes.data
             call.use(gpu.context)
             with gpu.finishing(gpu.up):
                 if slot.used:
                     call.wait(gpu.up, slot.empty)
-                call.copy(slot.address, buffer.ctypes.data, buffer.nbytes, gpu.up)
+                call.copy(slot.address, address, buffer.nbytes, gpu.up)
                 call.record(slot.full, gpu.up)
             # Last, so that a copy that failed is never taken for a record.
-            slot.source = buffer.ctypes.data
+            slot.source = address
 
-    def drop(self, kind: str, rank: int, buffer: np.ndarray) -> None:
+    def drop(self, kind: str, rank: int, buffer: np.ndarray) -> "Future[None] | None":
         slot = self._up.get((kind, rank))
-        if slot is None:
-            return
+        if slot is None or slot.source is None:
+            return None
         with slot.lock:
-            if slot.source == buffer.ctypes.data:
-                self.driver.use(self._gpus[rank].context)
-                self.driver.finish_event(slot.full)
-                slot.source = None
+            if slot.source != buffer.ctypes.data:
+                return None
+            return self._emptied(slot, self._gpus[rank])
 
-    def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> None:
-        call, stream = self.driver, stream_of(context)
-        call.use(self._gpus[rank].context)
-        slot = self._up.get((kind, rank))
-        base = views[0].ctypes.data if views else 0  # a record's first leaf lies at its start
+    def _emptied(self, slot: _Slot, gpu: _Gpu) -> "Future[None]":
+        """Let the slot be filled again; return a future of the copy that filled it."""
+        # That copy has its event for itself from here on: the next one is recorded before a thread has waited for it.
+        self.driver.use(gpu.context)
+        event, slot.full, slot.source = slot.full, gpu.take_event(), None
+        return gpu.lifted.future_of(event)
+
+    def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> "Future[None] | None":
+        if not views:
+            return None
+        call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
+        call.use(gpu.context)
+        slot, base = self._up.get((kind, rank)), views[0].ctypes.data  # a record's first leaf lies at its start
         if slot is not None:
             with slot.lock:
                 if slot.source == base:
                     call.wait(stream, slot.full)
-                    for target, view in zip(out, views, strict=True):
-                        call.copy(pointer(target), slot.address + view.ctypes.data - base, view.nbytes, stream)
+                    call.copy_all(self._to(kind, out, slot.address), stream)
                     call.record(slot.empty, stream)
                     slot.used = True
-                    # The caller reuses the buffer when this returns. Only the copy up must be over, not what the program does.
-                    call.finish_event(slot.full)
-                    slot.source = None
-                    return
-        # The record was not lifted: copy it on the stream of the program, and wait, because the buffer is reused.
-        for target, view in zip(out, views, strict=True):
-            call.copy(pointer(target), view.ctypes.data, view.nbytes, stream)
-        call.finish_stream(stream)
+                    # The buffer is free when the copy up is over, whatever the program does.
+                    return self._emptied(slot, gpu)
+        # The record was not lifted: it is copied on the stream of the program, which then keeps the buffer for so long.
+        with gpu.finishing(stream):
+            call.copy_all(self._to(kind, out, base), stream)
+            return gpu.after(stream)
 
     def save(self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views) -> "Future[None] | None":
+        if not views:
+            return None
         call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
         call.use(gpu.context)
-        slot = self._down.get((kind, rank))
+        slot, base = self._down.get((kind, rank)), views[0].ctypes.data
         if slot is None:
-            for value, view in zip(values, views, strict=True):
-                call.copy(view.ctypes.data, pointer(value), view.nbytes, stream)
-            call.finish_stream(stream)
-            return None
-        base = views[0].ctypes.data
+            with gpu.finishing(stream):
+                call.copy_all(self._from(kind, values, base), stream)
+                return gpu.after(stream)
         with slot.lock, gpu.finishing(gpu.down):
             if slot.used:
                 call.wait(stream, slot.empty)
-            for value, view in zip(values, views, strict=True):
-                call.copy(slot.address + view.ctypes.data - base, pointer(value), view.nbytes, stream)
+            call.copy_all(self._from(kind, values, slot.address), stream)
             call.record(slot.full, stream)
             call.wait(gpu.down, slot.full)
-            for view in views:
-                call.copy(view.ctypes.data, slot.address + view.ctypes.data - base, view.nbytes, gpu.down)
+            # The record as a whole: its leaves lie in the slot as in the buffer.
+            offset, last = self._parts[kind][-1]
+            call.copy(base, slot.address, offset + last, gpu.down)
             call.record(slot.empty, gpu.down)
             slot.used = True
             # An event for this store alone: `empty` may be recorded again before the thread has waited for this copy.
-            event = gpu.take_event()
-            call.record(event, gpu.down)
-        return gpu.future_of(event)
+            return gpu.after(gpu.down)
+
+    def _to(self, kind: str, out: Sequence[Any], base: int) -> list[tuple[int, int, int]]:
+        """Return the copies of a record's leaves to a callback's buffers: target, source, bytes."""
+        return [(pointer(b), base + offset, size) for b, (offset, size) in zip(out, self._parts[kind], strict=True) if size]
+
+    def _from(self, kind: str, values: Sequence[Any], base: int) -> list[tuple[int, int, int]]:
+        """Return those of a callback's buffers to the leaves of a record."""
+        return [(base + offset, pointer(b), size) for b, (offset, size) in zip(values, self._parts[kind], strict=True) if size]
 
     def pass_on(self, context: Any, source: Any, out: Any) -> None:
         self.driver.copy(pointer(out), pointer(source), num_bytes(out), stream_of(context))

@@ -101,7 +101,18 @@ class DeviceRecords:
 
     store: Store
     buffers: BufferSet
+    _records: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    _views: dict[int, list[np.ndarray]] = dataclasses.field(default_factory=dict)
 
     def record_in(self, buffer: np.ndarray) -> np.ndarray:
-        """Return the part of a buffer that holds a record: shared buffers may be longer."""
-        return buffer[: self.store.format.padded_bytes]
+        """Return the part of a buffer that holds a record, the same array each time: shared buffers may be longer."""
+        # A ring keeps its buffers, and this keeps their parts, so that they are known by their ids.
+        if (record := self._records.get(id(buffer))) is None:
+            record = self._records[id(buffer)] = buffer[: self.store.format.padded_bytes]
+        return record
+
+    def views(self, record: np.ndarray) -> list[np.ndarray]:
+        """Return the leaves of what `record_in` returned, made once for each buffer."""
+        if (views := self._views.get(id(record))) is None:
+            views = self._views[id(record)] = self.store.format.views(record)
+        return views

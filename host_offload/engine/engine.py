@@ -2,7 +2,7 @@
 
 Callbacks of the program ask for a record or hand one over (`host_offload.engine.ops`), one after the other on each device:
 
-    fetch(kind, rank, layer)     wait for its buffer, copy out of it, give it back; then start the reads that may start now
+    fetch(kind, rank, layer)     wait for its buffer, copy out of it; give it back when that is over, and start the next reads
     store(kind, rank, layer)     wait for an empty buffer, copy into it, start the write
     borrow(kind, rank, layer)    the buffer itself, for an update in host memory: read, updated in place, or filled
 
@@ -47,6 +47,8 @@ Key = tuple[str, int]
 """Kind and layer of a record."""
 Filled = Future[None] | None
 """Done when a buffer holds the record to be written; None if it holds it already."""
+Freed = Future[None] | None
+"""Done when nothing reads a buffer any more; None if nothing does."""
 Mode = Literal["read", "update", "write"]
 """How a borrowed record is used: its views are read; read and written; or filled, whatever their contents."""
 
@@ -75,6 +77,9 @@ class _Lane:
         # Records for which a callback takes a buffer, and the ring of each: reading ahead must leave it one.
         self.wanted: list[Key] = []
         self.claims: list[Ring] = []
+        # Buffers that copies toward the device still read: they come back by themselves.
+        self.leaving: list[Ring] = []
+        self.given = threading.Condition(self.lock)  # one of them has come back
 
 
 class Engine:
@@ -127,7 +132,8 @@ class Engine:
         elif (buffers := lane.shared) is None:
             buffers = BufferSet.make(2 * (self.distance + 1), shared_bytes, self.distance, in_place, self.pin)
             lane.shared = buffers
-        self.copies.add(kind, rank, size, up=up, down=down)
+        parts = [(start, leaf.num_bytes) for start, leaf in zip(store.format.offsets, store.format.leaves, strict=True)]
+        self.copies.add(kind, rank, size, parts, up=up, down=down)
         with lane.lock:
             lane.records[kind] = DeviceRecords(store, buffers)
             if up and self.copies.lifts:
@@ -138,6 +144,7 @@ class Engine:
         for lane in self._lanes.values():
             self._forget(lane, lambda key: key[0] == kind)
             self._wait_for_writes(lane)
+            self._wait_for_leaving(lane)
             with lane.lock:
                 records = lane.records.pop(kind, None)
                 lane.lifted.discard(kind)
@@ -244,14 +251,14 @@ class Engine:
 
     # --- inside a program --------------------------------------------------------------------------------------------------
 
-    def fetch(self, kind: str, rank: int, layer: int, use: Callable[[Views], None]) -> None:
-        """Let `use` read the leaves of a record.
+    def fetch(self, kind: str, rank: int, layer: int, use: Callable[[Views], Freed]) -> None:
+        """Let `use` read the leaves of a record: until it returns, or until the future is done that it returns.
 
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
         """
-        with self._reading(kind, rank, layer) as (records, buffer):
-            use(records.store.format.views(buffer))
+        with self._reading(kind, rank, layer) as (records, buffer, freed):
+            freed.append(use(records.views(buffer)))
 
     def store(self, kind: str, rank: int, layer: int, fill: Callable[[Views], Filled]) -> None:
         """Write a record whose leaves `fill` fills: when it returns, or when the future is done that it returns.
@@ -260,7 +267,7 @@ class Engine:
           SwapError: an earlier move failed.
         """
         with self._writing(kind, rank, layer) as (records, buffer, filled):
-            filled.append(fill(records.store.format.views(buffer)))
+            filled.append(fill(records.views(buffer)))
 
     @contextlib.contextmanager
     def borrow(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> Iterator[Views]:
@@ -279,31 +286,34 @@ class Engine:
         """
         if mode == "write":
             with self._writing(kind, rank, layer) as (records, buffer, _):
-                yield records.store.format.views(buffer)
+                yield records.views(buffer)
             return
-        with self._reading(kind, rank, layer, update=mode == "update") as (records, buffer):
+        with self._reading(kind, rank, layer, update=mode == "update") as (records, buffer, _):
             # A copy toward the device may be reading the buffer that the host is about to change.
-            self.copies.drop(kind, rank, buffer)
-            yield records.store.format.views(buffer)
+            if (freed := self.copies.drop(kind, rank, buffer)) is not None:
+                freed.result()
+            yield records.views(buffer)
 
     @contextlib.contextmanager
-    def _reading(self, kind: str, rank: int, layer: int, update: bool = False) -> Iterator[tuple[DeviceRecords, np.ndarray]]:
-        """Lend a buffer that holds a record, and give it back, or write it."""
+    def _reading(
+        self, kind: str, rank: int, layer: int, update: bool = False
+    ) -> Iterator[tuple[DeviceRecords, np.ndarray, list[Freed]]]:
+        """Lend a buffer that holds a record, and write it, or give it back when the future is done that is put in the list."""
         self.check()
         lane = self._lanes[rank]
         records = lane.records[kind]
         assert not update or records.buffers.reads is records.buffers.writes, f"{kind} was not added to be updated in place"
-        buffer = self._read(lane, records, kind, rank, layer)
+        buffer, freed = self._read(lane, records, kind, rank, layer), list[Freed]()
         try:
-            yield records, buffer
+            yield records, buffer, freed
         except BaseException:
             # A buffer that is lost in an error would be missing in every later step.
-            self._give(records, kind, rank, buffer)
+            self._give(lane, records, kind, buffer)
             raise
         if update:
             self._write(lane, records, Event("write", kind, rank, layer, next(self._numbers)), buffer, None)
         else:
-            self._give(records, kind, rank, buffer)
+            self._give(lane, records, kind, buffer, freed[0] if freed else None)
         self._read_ahead(lane)
 
     @contextlib.contextmanager
@@ -447,7 +457,8 @@ class Engine:
         """If no buffer is free, drop the last record that was read ahead."""
         with lane.lock:
             ahead = [key for key in lane.reading if lane.records[key[0]].buffers is buffers]
-            if buffers.reads.free or not ahead:
+            # A buffer that comes back by itself is worth the wait, and what was read ahead is not read again.
+            if buffers.reads.free or buffers.reads in lane.leaving or not ahead:
                 return
             (kind, _), spare = ahead[-1], lane.reading.pop(ahead[-1])
             records = lane.records[kind]
@@ -508,12 +519,32 @@ class Engine:
     def _drop(self, lane: _Lane, records: DeviceRecords, kind: str, read: _Read) -> None:
         """Wait for a read that is not needed, and give back its buffer. An error of it does not matter."""
         read.done.exception()  # waits
-        self._give(records, kind, lane.rank, read.buffer)
+        self._give(lane, records, kind, read.buffer)
 
-    def _give(self, records: DeviceRecords, kind: str, rank: int, buffer: np.ndarray) -> None:
-        """Give back a buffer that was read into."""
-        self.copies.drop(kind, rank, buffer)
-        records.buffers.reads.give(buffer)
+    def _give(self, lane: _Lane, records: DeviceRecords, kind: str, buffer: np.ndarray, freed: Freed = None) -> None:
+        """Give back a buffer that was read into, when `freed` is done."""
+        ring = records.buffers.reads
+        if freed is None:
+            freed = self.copies.drop(kind, lane.rank, buffer)  # of a record that no callback took
+        if freed is None:
+            ring.give(buffer)
+            return
+        with lane.lock:
+            lane.leaving.append(ring)
+
+        def give(done: Future[None]) -> None:  # in a thread that waits for the device, which must go on
+            try:
+                if (error := done.exception()) is not None:
+                    self.fail(error, kind)
+                with lane.lock:
+                    lane.leaving.remove(ring)
+                    ring.give(buffer)
+                    lane.given.notify_all()
+                self._read_ahead(lane)
+            except BaseException as error:
+                self.fail(error, kind)
+
+        freed.add_done_callback(give)
 
     def _drain(self, lane: _Lane) -> None:
         """Expect no moves, and wait for all transfers."""
@@ -521,6 +552,12 @@ class Engine:
             lane.window = Window((), 0)
         self._forget(lane, lambda _: True)
         self._wait_for_writes(lane)
+        self._wait_for_leaving(lane)
+
+    def _wait_for_leaving(self, lane: _Lane) -> None:
+        """Wait until no copy toward the device reads a buffer that no callback uses."""
+        with lane.lock:
+            lane.given.wait_for(lambda: not lane.leaving)
 
     def _wait_for_writes(self, lane: _Lane) -> None:
         with lane.lock:

@@ -41,6 +41,8 @@ class SimulatedCuda(types.ModuleType):
         self.events, self.streams = {}, {}  # event -> what its last record waits for; stream -> its queue
         self.copies = []  # (stream, source, bytes) of every copy
         self.fail_copies = False
+        self.late = {}  # stream -> seconds that each of its copies takes, instead of `delay`
+        self.finished = []  # streams that a caller waited for, and not an event of theirs
         self.contexts = {}  # of each stream
         self._context, self._next, self._lock = threading.local(), 100, threading.Lock()
 
@@ -129,6 +131,7 @@ class SimulatedCuda(types.ModuleType):
         return (0,)
 
     def cuStreamSynchronize(self, stream):  # noqa: N802
+        self.finished.append(stream)
         done = threading.Event()
         self._queue(stream, done.set)
         done.wait()
@@ -136,7 +139,9 @@ class SimulatedCuda(types.ModuleType):
 
     def _late(self, stream, call):
         def run():
-            if stream and self.delay:
+            if stream in self.late:
+                time.sleep(self.late[stream])
+            elif stream and self.delay:
                 time.sleep(random.random() * self.delay)
             call()
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from simulated_cuda import Failure, SimulatedCuda
+from simulated_cuda import SimulatedCuda
 
 from host_offload.device.copies import HostCopies
 from host_offload.device.cuda_driver import Driver
@@ -21,6 +21,7 @@ from host_offload.engine.engine import Engine
 from host_offload.schedule.moves import Move
 
 FORMAT = RecordFormat((LeafFormat("w", (40, 30), "float32"), LeafFormat("b", (7,), "bfloat16")))
+PARTS = [(start, leaf.num_bytes) for start, leaf in zip(FORMAT.offsets, FORMAT.leaves, strict=True)]
 LAYERS = 6
 
 
@@ -88,7 +89,7 @@ def record(value):
 @pytest.fixture
 def gpu():
     gpu = Gpu()
-    gpu.copies.add("params", 0, FORMAT.padded_bytes, up=True, down=True)
+    gpu.copies.add("params", 0, FORMAT.padded_bytes, PARTS, up=True, down=True)
     yield gpu
     gpu.copies.close()
     gpu.driver.destroy_stream(gpu.stream)
@@ -102,9 +103,10 @@ def test_a_lifted_record_comes_from_its_slot_and_its_buffer_is_free(gpu):
         gpu.copies.lift("params", 0, buffer)
         gpu.cuda.copies.clear()
         out = gpu.values()
-        gpu.copies.load(gpu.context, "params", 0, views, out)
+        freed = gpu.copies.load(gpu.context, "params", 0, views, out)
         assert [copy[:2] for copy in gpu.cuda.copies if copy[1] in {view.ctypes.data for view in views}] == []
         assert {stream for stream, *_ in gpu.cuda.copies} == {gpu.stream}
+        freed.result(10)
         buffer[...] = 255  # the disk reads the next record into it
         assert gpu.get(out) == value
 
@@ -124,7 +126,7 @@ def test_a_record_that_was_not_lifted_is_copied_all_the_same(gpu):
     (first, _), (second, views), out = record(1), record(2), gpu.values()
     gpu.copies.lift("params", 0, first)
     gpu.copies.lift("params", 0, second)  # the slot is taken
-    gpu.copies.load(gpu.context, "params", 0, views, out)
+    gpu.copies.load(gpu.context, "params", 0, views, out).result(10)
     second[...] = 255
     assert gpu.get(out) == 2
     gpu.copies.load(gpu.context, "params", 0, FORMAT.views(first), out)
@@ -146,8 +148,11 @@ def test_a_dropped_buffer_is_read_no_more(gpu):
     gpu.cuda._queue(gpu.up, lambda: time.sleep(0.05))
     buffer, _ = record(1)
     gpu.copies.lift("params", 0, buffer)
-    gpu.copies.drop("params", 0, buffer)
+    freed = gpu.copies.drop("params", 0, buffer)
+    assert not freed.done()
+    freed.result(10)
     assert all(happened is None or happened.is_set() for happened in gpu.cuda.events.values())
+    assert gpu.copies.drop("params", 0, buffer) is None
 
 
 def test_a_slot_is_not_filled_before_it_is_copied_down(gpu):
@@ -175,14 +180,14 @@ def test_stored_records_are_those_of_their_callback(gpu):
 
 
 def test_a_kind_of_one_record_is_copied_on_the_programs_stream(gpu):
-    gpu.copies.add("head", 0, FORMAT.padded_bytes, up=False, down=False)
+    gpu.copies.add("head", 0, FORMAT.padded_bytes, PARTS, up=False, down=False)
     values, out = gpu.values(), gpu.values()
     buffer, views = empty()
     gpu.set(values, 3)
-    assert gpu.copies.save(gpu.context, "head", 0, values, views) is None
+    gpu.copies.save(gpu.context, "head", 0, values, views).result(10)
     assert all((view == np.float32(3)).all() for view in views)
     gpu.copies.lift("head", 0, buffer)
-    gpu.copies.load(gpu.context, "head", 0, views, out)
+    gpu.copies.load(gpu.context, "head", 0, views, out).result(10)
     buffer[...] = 255
     assert gpu.get(out) == 3
 
@@ -204,15 +209,15 @@ def test_a_copy_that_the_driver_refuses_is_told(gpu):
 
 def test_a_store_that_fails_leaves_no_copy_under_way(gpu, monkeypatch):
     gpu.cuda._queue(gpu.down, lambda: time.sleep(0.05))
-    values, (buffer, views), calls = gpu.values(1), empty(), []
-    copy = gpu.cuda.cuMemcpyAsync
+    values, (buffer, views), record_event = gpu.values(1), empty(), gpu.driver.record
 
-    def fourth_fails(*args):
-        calls.append(args)
-        return copy(*args) if len(calls) != 4 else (Failure(700),)
+    def fails(event, stream):  # when the copy down is queued
+        if stream == gpu.down:
+            raise RuntimeError("cuEventRecord failed")
+        record_event(event, stream)
 
-    monkeypatch.setattr(gpu.cuda, "cuMemcpyAsync", fourth_fails)
-    with pytest.raises(RuntimeError, match="cuMemcpyAsync failed"):
+    monkeypatch.setattr(gpu.driver, "record", fails)
+    with pytest.raises(RuntimeError, match="cuEventRecord failed"):
         gpu.copies.save(gpu.context, "params", 0, values, views)
     assert (views[0] == 1).all()  # the one copy down that was queued has ended
     buffer[...] = 7

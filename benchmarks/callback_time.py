@@ -1,0 +1,146 @@
+"""Time of the nvme tier's callbacks for a GPU, without the GPU: a driver whose calls do nothing, and a disk that does nothing.
+
+What is left is what a callback does in Python: which record, its buffer, the calls of the driver, what to read next. While it runs,
+the GPU gets no new work. The package cuda-bindings takes another 1 to 3 us for each call of the driver, which is not in here.
+
+    python benchmarks/callback_time.py
+"""
+
+import enum
+import statistics
+import tempfile
+import time
+from concurrent.futures import Future
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from host_offload.calls import CallLog, Site
+from host_offload.device.cuda_driver import Driver
+from host_offload.device.gpu_copies import GpuCopies
+from host_offload.disk import LeafFormat, RecordFormat, Store
+from host_offload.engine import Engine, Swap
+from host_offload.schedule import Move
+
+LAYERS, DISTANCE, ENDS = 32, 1, 6
+ROUNDS = 9
+
+
+class Nothing(ModuleType):
+    """Stands for cuda.bindings.driver, and counts the calls."""
+
+    CU_MEMHOSTREGISTER_PORTABLE = 1
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=SimpleNamespace(value=1))
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=SimpleNamespace(value=2))
+
+    class CUresult(enum.IntEnum):
+        CUDA_SUCCESS = 0
+
+    def __init__(self) -> None:
+        super().__init__("cuda.bindings.driver")
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*_: Any) -> Any:
+            self.calls += 1
+            return Nothing.CUresult.CUDA_SUCCESS, 77
+
+        return call
+
+
+class NoDisk:
+    """Reads and writes nothing, at once."""
+
+    def _done(self, *_: Any) -> "Future[float]":
+        done: Future[float] = Future()
+        done.set_result(0.0)
+        return done
+
+    read = write = _done
+
+    def close(self) -> None:
+        pass
+
+
+class Buffer:
+    """A callback's buffer."""
+
+    def __init__(self, address: int, leaf: LeafFormat) -> None:
+        self.shape, self.dtype = leaf.shape, np.dtype(leaf.dtype)
+        self.__cuda_array_interface__ = {"data": (address, False)}
+
+
+def measure(num_leaves: int) -> dict[str, tuple[float, float]]:
+    """Return microseconds and calls of the driver for a callback of each sort, on records of so many leaves."""
+    api = Nothing()
+    driver = Driver(api)
+    device = jax.devices("cpu")[0]
+    mesh = jax.sharding.Mesh(np.array([device]), ("fsdp",))
+    leaf = LeafFormat("w", (64, 64), "float32")
+    form, one = RecordFormat((leaf,) * num_leaves), RecordFormat((leaf,))
+    swap = Swap(mesh)
+    swap.calls.log = CallLog([device], driver)
+    copies = swap.__dict__["copies"] = GpuCopies([device], driver)
+    context = SimpleNamespace(stream=7)
+    token = Buffer(1 << 20, LeafFormat("", (1,), "int32"))
+    where = Buffer(1 << 20, LeafFormat("", (3,), "int32"))
+    outs = [Buffer((2 + i) << 20, leaf) for i in range(num_leaves)]  # XLA gives each value a buffer of its own
+    moves = [Move("params", layer) for layer in range(LAYERS)]
+    moves += [move for layer in range(LAYERS) for move in (Move("opt_state", layer), Move("opt_state", layer, True))]
+    moves += [move for i in range(ENDS) for move in (Move(f"params.{i}", 0), Move(f"params.{i}", 0, True))]
+    sites = {name: Site(swap.calls, name) for name in ("fetch", "store", "one")}
+    for name in ("fetch", "store"):
+        sites[name].order = list(range(LAYERS))
+    sites["params"] = Site(swap.calls, "fetch params")
+    sites["params"].order = list(range(LAYERS))
+    times: dict[str, list[float]] = {"fetch": [], "store": []}
+    counts: dict[str, int] = dict.fromkeys(times, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = swap.engine = Engine(NoDisk(), DISTANCE, pin="none", copies=copies)
+        for kind in ("params", "opt_state"):
+            engine.add(kind, 0, Store(folder, kind, 0, LAYERS, form))
+        for i in range(ENDS):
+            engine.add(f"params.{i}", 0, Store(folder, f"params.{i}", 0, 1, one), up=False, down=False)
+
+        def timed(name: str, call: Any) -> None:
+            before, start = api.calls, time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+            counts[name] += api.calls - before
+
+        for _ in range(ROUNDS):
+            swap.calls.begin()
+            engine.begin(moves)
+            for layer in range(LAYERS):
+                swap.on_fetch(context, outs, where, token, kind="params", site=sites["params"])
+            for layer in range(LAYERS):
+                time.sleep(1e-4)  # the threads beside it come to their end
+                timed("fetch", lambda: swap.on_fetch(context, outs, where, token, kind="opt_state", site=sites["fetch"]))
+                time.sleep(1e-4)
+                timed("store", lambda: swap.on_store(context, token, where, token, *outs, kind="opt_state", site=sites["store"]))
+            for i in range(ENDS):
+                for name in ("fetch", "store"):
+                    site = Site(swap.calls, name)
+                    site.order = [0]
+                    if name == "fetch":
+                        swap.on_fetch(context, outs[:1], where, token, kind=f"params.{i}", site=site)
+                    else:
+                        swap.on_store(context, token, where, token, outs[0], kind=f"params.{i}", site=site)
+        engine.check()
+        engine.close()
+    return {name: (1e6 * statistics.median(times[name]), counts[name] / len(times[name])) for name in times}
+
+
+def main() -> None:
+    for num_leaves in (1, 9, 27):
+        for name, (us, calls) in measure(num_leaves).items():
+            print(f"{num_leaves:3d} leaves, {name:6s} {us:7.1f} us, {calls:.0f} calls of the driver")
+
+
+if __name__ == "__main__":
+    main()
