@@ -1,7 +1,9 @@
 """Time of the nvme tier's callbacks for a GPU, without the GPU: a driver whose calls do nothing, and a disk that does nothing.
 
-What is left is what a callback does in Python: which record, its buffer, the calls of the driver, what to read next. While it runs,
-the GPU gets no new work. The package cuda-bindings takes another 1 to 3 us for each call of the driver, which is not in here.
+What is left is what a callback does in Python: which record, its buffer, the calls of the driver, what to read next. While it
+runs, the GPU gets no new work. The copies alone (what is asked for, and the driver) are told apart from the whole. Threads that
+wait for events run beside it, as soon as they are told, and their share of the interpreter is in both figures. The package
+cuda-bindings takes another 1 to 3 us for each call of the driver, which is not in here.
 
     python benchmarks/callback_time.py
 """
@@ -36,6 +38,8 @@ class Nothing(ModuleType):
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=SimpleNamespace(value=2))
 
     class CUresult(enum.IntEnum):
+        """Of every call."""
+
         CUDA_SUCCESS = 0
 
     def __init__(self) -> None:
@@ -75,8 +79,8 @@ class Buffer:
         self.__cuda_array_interface__ = {"data": (address, False)}
 
 
-def measure(num_leaves: int) -> dict[str, tuple[float, float]]:
-    """Return microseconds and calls of the driver for a callback of each sort, on records of so many leaves."""
+def measure(num_leaves: int) -> dict[str, tuple[float, float, float]]:
+    """Return microseconds of a callback of each sort, those of its copies, and calls of the driver, on so many leaves."""
     api = Nothing()
     driver = Driver(api)
     device = jax.devices("cpu")[0]
@@ -98,6 +102,23 @@ def measure(num_leaves: int) -> dict[str, tuple[float, float]]:
         sites[name].order = list(range(LAYERS))
     sites["params"] = Site(swap.calls, "fetch params")
     sites["params"].order = list(range(LAYERS))
+    spent = [0.0]
+
+    def apart(call: Any) -> Any:
+        """Return a function that adds the time of its calls to `spent`."""
+
+        def run(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args)
+            spent[0] += time.perf_counter() - start
+            return result
+
+        return run
+
+    copies.load, copies.save = apart(copies.load), apart(copies.save)
+    for site in sites.values():
+        site.ask = apart(site.ask)
+    of_copies: dict[str, list[float]] = {"fetch": [], "store": []}
     times: dict[str, list[float]] = {"fetch": [], "store": []}
     counts: dict[str, int] = dict.fromkeys(times, 0)
     with tempfile.TemporaryDirectory() as folder:
@@ -108,21 +129,23 @@ def measure(num_leaves: int) -> dict[str, tuple[float, float]]:
             engine.add(f"params.{i}", 0, Store(folder, f"params.{i}", 0, 1, one), up=False, down=False)
 
         def timed(name: str, call: Any) -> None:
-            before, start = api.calls, time.perf_counter()
+            spent[0], before, start = 0.0, api.calls, time.perf_counter()
             call()
             times[name].append(time.perf_counter() - start)
+            of_copies[name].append(spent[0])
             counts[name] += api.calls - before
 
         for _ in range(ROUNDS):
             swap.calls.begin()
             engine.begin(moves)
-            for layer in range(LAYERS):
+            for _ in range(LAYERS):
                 swap.on_fetch(context, outs, where, token, kind="params", site=sites["params"])
-            for layer in range(LAYERS):
+            for _ in range(LAYERS):
                 time.sleep(1e-4)  # the threads beside it come to their end
                 timed("fetch", lambda: swap.on_fetch(context, outs, where, token, kind="opt_state", site=sites["fetch"]))
                 time.sleep(1e-4)
-                timed("store", lambda: swap.on_store(context, token, where, token, *outs, kind="opt_state", site=sites["store"]))
+                store = lambda: swap.on_store(context, token, where, token, *outs, kind="opt_state", site=sites["store"])  # noqa: E731
+                timed("store", store)
             for i in range(ENDS):
                 for name in ("fetch", "store"):
                     site = Site(swap.calls, name)
@@ -133,13 +156,17 @@ def measure(num_leaves: int) -> dict[str, tuple[float, float]]:
                         swap.on_store(context, token, where, token, outs[0], kind=f"params.{i}", site=site)
         engine.check()
         engine.close()
-    return {name: (1e6 * statistics.median(times[name]), counts[name] / len(times[name])) for name in times}
+    return {
+        name: (1e6 * statistics.median(times[name]), 1e6 * statistics.median(of_copies[name]), counts[name] / len(times[name]))
+        for name in times
+    }
 
 
 def main() -> None:
+    """Print a table."""
     for num_leaves in (1, 9, 27):
-        for name, (us, calls) in measure(num_leaves).items():
-            print(f"{num_leaves:3d} leaves, {name:6s} {us:7.1f} us, {calls:.0f} calls of the driver")
+        for name, (whole, copies, calls) in measure(num_leaves).items():
+            print(f"{num_leaves:3d} leaves, {name} {whole:7.1f} us, copies {copies:6.1f} us, {calls:.0f} calls of the driver")
 
 
 if __name__ == "__main__":

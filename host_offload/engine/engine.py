@@ -314,6 +314,8 @@ class Engine:
             self._write(lane, records, Event("write", kind, rank, layer, next(self._numbers)), buffer, None)
         else:
             self._give(lane, records, kind, buffer, freed[0] if freed else None)
+            if freed and freed[0] is not None:  # there is no buffer yet, and when it is there it is read into
+                return
         self._read_ahead(lane)
 
     @contextlib.contextmanager
