@@ -20,7 +20,7 @@ _BYTES = 4 * _WIDTH
 
 
 class CallLog:
-    """The calls of this process's GPUs. Each GPU calls from one thread at a time, and has memory of its own."""
+    """The calls of this process's GPUs, each of which has memory of its own."""
 
     def __init__(self, devices: Sequence[Any], driver: Driver, process: int = 0) -> None:
         """Serve the devices of a mesh, in its order.
@@ -35,8 +35,6 @@ class CallLog:
         self._contexts = {rank: driver.context_of(device.local_hardware_id or 0) for rank, device in local}
         self._by_stream: dict[int, int] = {}
         self._of_rank = {rank: _Calls() for rank in self._contexts}
-        self._rooms: dict[int, np.ndarray] = {}  # for what is waited for, by stream
-        self._lock = threading.Lock()
         memory = [calls.memory for calls in self._of_rank.values()]
         weakref.finalize(self, _unregister, driver, memory)
 
@@ -55,11 +53,9 @@ class CallLog:
     def read(self, context: Any, where: Any) -> Sent:
         """Return what a call sends; waits for all that the program has queued."""
         stream, call = stream_of(context), self.driver
-        with self._lock:
-            if stream not in self._rooms:
-                self._rooms[stream] = np.zeros(_WIDTH, np.int32)
         # Into memory that is not page-locked the driver copies before it returns, or before the stream is finished.
-        room = self._rooms[stream]
+        room = np.zeros(_WIDTH, np.int32)
+        call.ensure_context()
         call.copy(room.ctypes.data, pointer(where), _BYTES, stream)
         call.finish_stream(stream)
         rank, layer, number = room.tolist()
@@ -68,13 +64,14 @@ class CallLog:
     def append(self, context: Any, where: Any, assumed: Any, rank: int) -> None:
         """Queue the copy of what a call sends, and keep what was assumed beside it."""
         calls, stream = self._of_rank[rank], stream_of(context)
-        count = len(calls.assumed)
-        if count == _CALLS * len(calls.memory):
-            self._grow(rank)
-        address = calls.addresses[count // _CALLS] + _BYTES * (count % _CALLS)
-        self.driver.copy(address, pointer(where), _BYTES, stream)
-        calls.assumed.append(assumed)
-        calls.streams.add(stream)
+        with calls.lock:
+            count = len(calls.assumed)
+            if count == _CALLS * len(calls.memory):
+                self._grow(rank)
+            calls.assumed.append(assumed)
+            calls.streams.add(stream)
+        self.driver.use(self._contexts[rank])
+        self.driver.copy(calls.addresses[count // _CALLS] + _BYTES * (count % _CALLS), pointer(where), _BYTES, stream)
 
     def reserve(self, num_calls: int) -> None:
         """Have memory for so many calls of each device."""
@@ -121,9 +118,11 @@ class _Calls:
       addresses: of the pieces.
       assumed: of each call.
       streams: from which they came.
+      lock: of all of these: what nothing orders in a program may call at once.
     """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.memory: list[np.ndarray] = []
         self.addresses: list[int] = []
         self.assumed: list[Any] = []

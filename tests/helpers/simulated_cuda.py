@@ -43,6 +43,7 @@ class SimulatedCuda(types.ModuleType):
         self.fail_copies = False
         self.late = {}  # stream -> seconds that each of its copies takes, instead of `delay`
         self.finished = []  # streams that a caller waited for, and not an event of theirs
+        self.waits = []  # threads that waited for a stream or an event
         self.contexts = {}  # of each stream
         self._context, self._next, self._lock = threading.local(), 100, threading.Lock()
 
@@ -126,12 +127,14 @@ class SimulatedCuda(types.ModuleType):
 
     def cuEventSynchronize(self, event):  # noqa: N802
         assert self._context.current >= CONTEXT
+        self.waits.append(threading.get_ident())
         if (happened := self.events[event]) is not None:
             happened.wait()
         return (0,)
 
     def cuStreamSynchronize(self, stream):  # noqa: N802
         self.finished.append(stream)
+        self.waits.append(threading.get_ident())
         done = threading.Event()
         self._queue(stream, done.set)
         done.wait()

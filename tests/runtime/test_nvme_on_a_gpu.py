@@ -1,5 +1,7 @@
 """Whole programs whose records cross by the GPU's way, slots and streams, on a driver that is simulated: the same numbers."""
 
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -7,9 +9,12 @@ import toys
 from simulated_cuda import SimulatedCuda
 
 import zerojax as zj
+from host_offload.calls import log
 from host_offload.device import copies, gpu_copies
 from host_offload.device.cuda_driver import Driver
 from host_offload.device.gpu_copies import GpuCopies
+from host_offload.disk import SwapError
+from host_offload.engine import Swap
 
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
@@ -20,12 +25,59 @@ CASES = {
 }
 
 
-def train(swap_dir, fields, steps=3):
+def train(swap_dir, fields, steps=3, simulated=None):
     config = zj.ZeroConfig(stage=3, swap_dir=str(swap_dir), **ALL, **fields)
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
     with zj.build_train_step(toys.layered(), toys.optimizer(), config, mesh) as program:
-        losses, state = toys.run(program, program.init(jax.random.key(0)), toys.batches(steps))
+        if simulated is not None:
+            program.swap.swap.calls.log = simulated.log(list(mesh.devices.flat))
+        state = program.init(jax.random.key(0))
+        if simulated is not None:
+            simulated.is_step = True
+        losses, state = toys.run(program, state, toys.batches(steps))
+        if simulated is not None:
+            simulated.is_step = False
         return losses, jax.device_get(list(program.iter_params(state))), program.swap.engine.copies
+
+
+class Simulated:
+    """Takes the place of a GPU's driver for the callbacks of programs on CPUs, and watches what they wait for.
+
+    Attributes:
+      waits: of each callback of a step, how often it waited for a stream or an event.
+    """
+
+    def __init__(self, monkeypatch):
+        self.cuda, self.is_step, self.waits, self.logged = SimulatedCuda(delay=0.001), False, [], []
+        self.driver = Driver(self.cuda)
+        monkeypatch.setattr("host_offload.engine.ops.copies_of", lambda devices: GpuCopies(devices, self.driver))
+        for module in (gpu_copies, log):
+            monkeypatch.setattr(module, "pointer", lambda buffer: np.asarray(buffer).ctypes.data)
+            monkeypatch.setattr(module, "stream_of", lambda context: 0)
+        # Both devices are on stream 0, which runs at once, so the stream does not tell them apart.
+        monkeypatch.setattr(log.CallLog, "rank_of", lambda log, context, where: int(np.asarray(where)[0]))
+        entries = log.CallLog.entries
+
+        def noted(calls):
+            for entry in entries(calls):
+                self.logged.append(entry)
+                yield entry
+
+        monkeypatch.setattr(log.CallLog, "entries", noted)
+        for name in ("on_fetch", "on_store"):
+            monkeypatch.setattr(Swap, name, self._watched(getattr(Swap, name)))
+
+    def log(self, devices):
+        return log.CallLog(devices, self.driver)
+
+    def _watched(self, callback):
+        def run(*args, **options):
+            before = self.cuda.waits.count(threading.get_ident())
+            callback(*args, **options)
+            if self.is_step:
+                self.waits.append(self.cuda.waits.count(threading.get_ident()) - before)
+
+        return run
 
 
 @pytest.mark.by_default("in backward")
@@ -33,15 +85,27 @@ def train(swap_dir, fields, steps=3):
 def test_records_that_cross_by_slots_and_streams_are_the_same(name, tmp_path, monkeypatch):
     expected, params, way = train(tmp_path, CASES[name])
     assert isinstance(way, copies.HostCopies)
-    cuda = SimulatedCuda(delay=0.001)
-    monkeypatch.setattr("host_offload.engine.ops.copies_of", lambda devices: GpuCopies(devices, Driver(cuda)))
-    monkeypatch.setattr(gpu_copies, "pointer", lambda buffer: np.asarray(buffer).ctypes.data)
-    monkeypatch.setattr(gpu_copies, "stream_of", lambda context: 0)
-    losses, same, way = train(tmp_path, CASES[name])
+    simulated = Simulated(monkeypatch)
+    cuda = simulated.cuda
+    losses, same, way = train(tmp_path, CASES[name], simulated=simulated)
     assert isinstance(way, GpuCopies)
     assert losses == expected
     toys.assert_trees_close([tree for _, tree in same], [tree for _, tree in params], atol=0)
+    # No callback of a step waited, and each was sent what it had assumed.
+    assert simulated.waits == [0] * len(simulated.logged)
+    assert simulated.waits
     beside = sum(num_bytes for stream, _, num_bytes in cuda.copies if stream)
     least = 0 if "update_on" in CASES[name] else 0.25  # half of a way is between slot and program
     assert beside > least * sum(num_bytes for *_, num_bytes in cuda.copies)
     assert cuda.streams == cuda.events == {}
+
+
+def test_an_order_that_the_log_contradicts_is_an_error(tmp_path, monkeypatch):
+    simulated, rank_of = Simulated(monkeypatch), log.CallLog.rank_of
+
+    def swapped(calls, context, where):  # the other device's records are moved
+        return 1 - rank_of(calls, context, where) if simulated.is_step else rank_of(calls, context, where)
+
+    monkeypatch.setattr(log.CallLog, "rank_of", swapped)
+    with pytest.raises(SwapError, match=r"call 1 of a step was for device \d and not \d as scheduled.*disk is lost"):
+        train(tmp_path, CASES["in backward"], steps=1, simulated=simulated)
