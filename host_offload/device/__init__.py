@@ -7,6 +7,7 @@ from host_offload.device.copies import HostCopies as HostCopies
 from host_offload.device.copies import num_bytes as num_bytes
 from host_offload.device.cuda_driver import Driver as Driver
 from host_offload.device.cuda_driver import driver as driver
+from host_offload.device.gpu_copies import GpuCopies as GpuCopies
 from host_offload.device.gpu_copies import copies_of as copies_of
 from host_offload.device.limits import available_bytes as available_bytes
 from host_offload.device.limits import check_host_memory as check_host_memory
