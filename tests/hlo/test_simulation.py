@@ -297,9 +297,9 @@ def test_arrays_outside_of_loops_are_updated_one_after_the_other():
 def test_records_are_read_one_use_ahead():
     body = lines(f"  %cb = {A} custom-call(%i), {CALLBACK}", product("d"))
     found = hlo.simulate(module(loop("w", 2), body), rates=CALL_RATES, callbacks="nvme")
-    # Drained 0.25, Python 0.5 and 0.125: 0.875. The disk 0.875..2.875, up ..4.875, d ..6.875. Again until 7.75; that record has
-    # been read 2.875..4.875 meanwhile, and gone up ..6.875 when its slot was free; d ..9.75.
-    assert seconds(found) == (9.75, 4, 0)
+    # Python 0.5 and 0.125. The disk 0.625..2.625, up ..4.625, d ..6.625. The second callback is there at 3.25, its record read
+    # 2.625..4.625; up ..6.625, d ..8.625.
+    assert seconds(found) == (8.625, 4, 0)
     assert found.busy["disk"] == pytest.approx(4)
 
 
@@ -307,28 +307,37 @@ def test_a_record_goes_up_when_its_slot_is_free():
     body = lines(f"  %cb = {A} custom-call(%i), {CALLBACK}", product("d"))
     rates = dataclasses.replace(CALL_RATES, disk_read=4e6, link=0.5e6, memory=4e6)
     found = hlo.simulate(module(loop("w", 2), body), rates=rates, callbacks="nvme")
-    # The disk 0.875..1.375, up ..5.375, out of the slot ..6.375, d ..8.375. The second record, read by 1.875, goes up
-    # 6.375..10.375; its callback is there at 9.25; out of the slot ..11.375, d ..13.375.
-    assert found.seconds == pytest.approx(13.375, abs=1e-6)
+    # The disk 0.625..1.125, up ..5.125, out of the slot ..6.125, d ..8.125. The second record, read by 1.625, goes up
+    # 6.125..10.125; out of the slot ..11.125, d ..13.125.
+    assert found.seconds == pytest.approx(13.125, abs=1e-6)
+
+
+def test_a_record_is_read_when_a_buffer_is_free():
+    body = f"  %cb = {A} custom-call(%i), {CALLBACK}"
+    rates = dataclasses.replace(CALL_RATES, disk_read=4e6, link=0.5e6)
+    found = hlo.simulate(module(loop("w", 4), body), rates=rates, callbacks="nvme")
+    # The disk 0.625..1.125, up ..5.125; read by 1.625, up ..9.125. The third is read when the first is up, 5.125..5.625, the
+    # fourth when the second is, 9.125..9.625; up ..13.125 and ..17.125.
+    assert found.seconds == pytest.approx(17.125, abs=1e-6)
+    assert found.host_wait_seconds == pytest.approx(0.5 + (5.625 - 2.375) + (9.625 - 6.25), abs=1e-6)
 
 
 def test_a_record_goes_down_when_its_slot_is_free():
     body = lines(f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}", product("d"))
     found = hlo.simulate(module(loop("w", 2), body), rates=dataclasses.replace(CALL_RATES, link=0.5e6), callbacks="nvme")
-    # Down 0.875..4.875 beside d ..2.875. The second callback is there at 3.75, its slot at 4.875, and d ..6.875; down ..8.875.
-    assert found.loops[0].seconds == pytest.approx(6.875, abs=1e-6)
-    assert found.seconds == pytest.approx(10.875, abs=1e-6)
+    # Down 0.625..4.625 beside d ..2.625. The slot of the second is free at 4.625, d ..6.625; down ..8.625, written ..10.625.
+    assert found.loops[0].seconds == pytest.approx(6.625, abs=1e-6)
+    assert found.seconds == pytest.approx(10.625, abs=1e-6)
 
 
 def test_records_are_written_from_two_buffers():
     body = f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}"
     found = hlo.simulate(module(loop("w", 3), body), rates=CALL_RATES, callbacks="nvme")
-    # Callbacks go on at 0.875 and 1.75: down 0.875..2.875 and 2.875..4.875, written 2.875..4.875 and 4.875..6.875. The third is
-    # at 2.625, goes down 4.875..6.875, is written 6.875..8.875, and waits for the first record's buffer until 4.875.
-    assert found.seconds == pytest.approx(8.875, abs=1e-6)
+    # Callbacks go on at 0.625 and 1.25: down 0.625..2.625 and 2.625..4.625, written 2.625..4.625 and 4.625..6.625. The third is
+    # at 1.875, goes down 4.625..6.625, is written 6.625..8.625, and waits for the first record's buffer until 4.625.
+    assert found.seconds == pytest.approx(8.625, abs=1e-6)
     assert found.callback_bytes == {"to_device": 0, "to_host": 6_000_000}
-    # Drains of 0.25 each, and 4.875 - 2.625.
-    assert found.host_wait_seconds == pytest.approx(0.75 + 2.25, abs=1e-6)
+    assert found.host_wait_seconds == pytest.approx(4.625 - 1.875, abs=1e-6)
 
 
 def test_the_host_updates_from_the_disk():

@@ -12,13 +12,14 @@ XLA calls them on the thread that enqueues the program's operations, so nothing 
 The callbacks of an update do not wait for the device. In a loop they copy a layer's gradients to a slot, from where they go
 down beside the program; the worker's kernels follow; the new parameters go up to a slot, from where a callback `LAG` layers
 later copies them, which waits for that layer's kernels. Outside of loops gradients and parameters are copied in the program's
-stream, array by array. All other callbacks wait until the device has done all that was enqueued, because they read an index
-from device memory.
+stream, array by array. Those of the nvme tier wait for the disk and for buffers, and not for the device. All other callbacks
+wait until the device has done all that was enqueued, because they read an index from device memory.
 
-The disk reads a record one use ahead. It goes up to its kind's slot as soon as it is read and the program has taken the one
-before from there; the callback waits until it is there. A record down leaves its slot beside what comes next, and two buffers
-are written from. Records whose arrays have the same bytes count as one kind. The host's update moves 28 bytes a parameter:
-master and two moments in float32 read and written, a gradient and a parameter in 16 bits.
+The disk reads a record one use ahead, into two buffers in turn. The callback waits until it is read. It goes up to its kind's
+slot as soon as it is read and the program has taken the one before from there, and its buffer is then free; the program waits
+until it is there. A record down leaves its slot beside what comes next, and two buffers are written from. Records whose arrays
+have the same bytes count as one kind. The host's update moves 28 bytes a parameter: master and two moments in float32 read and
+written, a gradient and a parameter in 16 bits.
 """
 
 import collections
@@ -37,7 +38,7 @@ LEAST_BYTES = 1 << 16
 _UPDATED = 28  # bytes a parameter
 _STATES = 12  # bytes a parameter of master and moments on the disk
 _ITEM = 2  # bytes of a gradient
-_WRITTEN_FROM = 2  # buffers
+_READ_INTO = _WRITTEN_FROM = 2  # buffers
 
 
 class Callbacks:
@@ -54,6 +55,7 @@ class Callbacks:
         self.count = self.bytes_up = self.bytes_down = 0
         self._read_after: dict[tuple[int, ...], int] = {}  # by the record's arrays: the call after which it is read ahead
         self._up_slot: dict[tuple[int, ...], int] = {}  # by the same: the program's last copy out of the slot
+        self._ups: dict[tuple[int, ...], collections.deque[int]] = {}  # by the same: the last copies up, which free buffers
         self._down_slot: dict[int, int] = {}  # by the record's bytes: the last copy down from the slot
         self._writes: list[int] = []
         self._handed: int | None = None  # the last call that handed over gradients
@@ -73,7 +75,7 @@ class Callbacks:
         down, up, t = sum(given), sum(made), self.timeline
         self.count += 1
         updates = self.mode == "update" or (self.mode == "nvme_update" and (bool(down) or not up))
-        if not updates:
+        if not (updates or self.mode.startswith("nvme")):
             t.add(HOST, self.rates.sync_seconds, after=[t.last.get(MAIN)], label=WAIT)
         python = self.rates.callback_seconds + self.rates.leaf_seconds * (len(given) + len(made))
         self._work(python, f"callbacks: Python ({self.mode})")
@@ -170,9 +172,12 @@ class Callbacks:
         # The disk has read it since the last fetch of such a record began; the first one is read now.
         begun = self._read_after.get(record, t.last[HOST])
         self._read_after[record] = t.last[HOST]
-        read = t.add("", num_bytes / self.rates.disk_read, (DISK,), [begun], "disk: records read")
-        self._wait(self._copy(UP, num_bytes, [read, self._up_slot.get(record)]))
-        self._up_slot[record] = self._slot(num_bytes)
+        ups = self._ups.setdefault(record, collections.deque(maxlen=_READ_INTO))
+        freed = ups[0] if len(ups) == _READ_INTO else None
+        read = t.add("", num_bytes / self.rates.disk_read, (DISK,), [begun, freed], "disk: records read")
+        self._wait(read)
+        ups.append(self._copy(UP, num_bytes, [read, self._up_slot.get(record)]))
+        self._up_slot[record] = self._slot(num_bytes, ups[-1])
 
     def _store(self, num_bytes: int) -> None:
         t = self.timeline
