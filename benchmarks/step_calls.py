@@ -40,7 +40,8 @@ class Calls:
         make = buffer_callback.buffer_callback
 
         def counted(callback: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            def run(*given: Any) -> Any:  # in a thread of XLA or, on one device, in that of the step
+            def run(*given: Any, site: Any = None) -> Any:  # in a thread of XLA or, on one device, in that of the step
+                del site
                 before = sys.getprofile()
                 sys.setprofile(beside)
                 try:
@@ -48,7 +49,9 @@ class Calls:
                 finally:
                     sys.setprofile(before)
 
-            return make(run, *args, **options)
+            # The site stays where it is looked for (`host_offload.calls.site_of`).
+            known = functools.partial(run, site=getattr(callback, "keywords", {}).get("site"))
+            return make(known, *args, **options)
 
         buffer_callback.buffer_callback = counted
 

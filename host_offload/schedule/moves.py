@@ -14,6 +14,7 @@ A `Window` follows one device through the sequence. Callbacks of a program may c
 out all the same: the sequence decides what to read early, never what is correct.
 """
 
+import bisect
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -145,6 +146,8 @@ class Window:
         """Start before the first move; `distance` records of a kind are read ahead."""
         self.moves, self.distance = tuple(moves), distance
         self._after = ready_after(self.moves).tolist()  # a list: callbacks read single numbers of it
+        # Places of the reads in two rounds: half of the moves are writes, which nobody reads ahead.
+        self._reads = [i for i in range(2 * len(self.moves)) if not self.moves[i % len(self.moves)].writes]
         self._horizon = horizon_of(self.moves, distance)
         self._done = [False] * len(self.moves)
         self.position = 0
@@ -183,11 +186,13 @@ class Window:
         for kind, _ in waiting:
             count[kind] = count.get(kind, 0) + 1
         coming: dict[str, int] = {}  # reads of each kind that were passed: a later one would take their buffers
-        for i in range(position, position + self._horizon):
+        places = self._reads
+        for at in range(bisect.bisect_left(places, position), bisect.bisect_left(places, position + self._horizon)):
+            i = places[at]
             move = moves[i % n]
-            kind, layer, writes = move
+            kind, layer, _ = move
             # From n on these are moves of the next step, of which none has been made.
-            if writes or (i < n and done[i]) or coming.get(kind, 0) == distance:
+            if (i < n and done[i]) or coming.get(kind, 0) == distance:
                 continue
             coming[kind] = coming.get(kind, 0) + 1
             write = after[i]  # that the read must see: has it been handed over?
