@@ -9,7 +9,7 @@ its operand, on each device: callbacks of several devices run at once.
 import ctypes
 import math
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +32,14 @@ class Link(Protocol):
         """Copy the contents of `room(context, buffer, place)` to the buffer."""
         ...
 
+    def allocate(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        """Return zeros in memory that copies beside a program reach."""
+        ...
+
+    def free(self, arrays: Iterable[np.ndarray]) -> None:
+        """Give up memory from `allocate`, before its last reference goes."""
+        ...
+
 
 class HostLink:
     """Buffers of the CPU backend."""
@@ -47,6 +55,12 @@ class HostLink:
 
     def write(self, context: Any, buffer: Any, place: Hashable) -> None:
         del context, buffer, place
+
+    def allocate(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def free(self, arrays: Iterable[np.ndarray]) -> None:
+        del arrays
 
 
 class CudaLink:
@@ -79,6 +93,17 @@ class CudaLink:
         host, call = self.room(context, buffer, place), driver()
         call.copy(pointer(buffer), host.ctypes.data, host.nbytes, stream_of(context))
         call.finish_stream(stream_of(context))  # the staging memory is used again
+
+    def allocate(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        array = np.zeros(shape, dtype)
+        if array.nbytes:
+            driver().register(array)
+        return array
+
+    def free(self, arrays: Iterable[np.ndarray]) -> None:
+        for array in arrays:
+            if array.nbytes:
+                driver().unregister(array)
 
 
 def stream_of(context: Any) -> int:

@@ -4,9 +4,10 @@ The kernels work on the gradients of the step before while this one computes, an
 that it reads:
 
     start(scalars)          start to update every leaf with the pending gradients
-    install(layer)          wait for the update; hand over the new parameters; make this step's gradients the pending ones
+    install(layer)          wait for the update; hand over the new parameters
 
-The update of a device runs in a thread of its own, so `start` returns at once. A delayed update uses no records on disk.
+This step's gradients are stashed, and after the step they are the pending ones: two sets of arrays exchange their roles. The
+update of a device runs in a thread of its own, so `start` returns at once. A delayed update uses no records on disk.
 """
 
 import threading
@@ -61,7 +62,7 @@ class DelayedStep:
             leaves.fail(error)
 
     def install(self, context: Any, out: Any, where: Any, after: Any, memory: Any, *, first: int, count: int) -> None:
-        """Hand over one layer's new parameters, and make its stashed gradients the pending ones.
+        """Hand over one layer's new parameters.
 
         Args:
           context: of the callback.
@@ -86,9 +87,6 @@ class DelayedStep:
                 params = next(buffers) if leaves.kernels[leaf].params_on_device else None
                 if job is not None:
                     self._install_leaf(context, device, leaf, layer, params)
-                # The kernels have read the old gradients: the job was joined.
-                pending = leaves.record(leaves.pending[device, leaf], leaf, layer)
-                np.copyto(pending, leaves.record(leaves.stashed[device, leaf], leaf, layer))
         except BaseException as error:  # as above
             leaves.fail(error)
         leaves.finish(context, token, number)

@@ -46,6 +46,7 @@ class HostLeaves:
         self.pending: dict[Place, np.ndarray] = {}
         self.new_params: dict[Place, np.ndarray] = {}
         self.traffic = Traffic()
+        self._own: list[np.ndarray] = []
         # Of a delayed update the pending gradients are one array more.
         self._num_memory = tuple(kernel.arrays.count(None) + kernel.delayed for kernel in self.kernels)
         self._errors: list[BaseException] = []
@@ -75,17 +76,27 @@ class HostLeaves:
     def reserve(self, device: int, leaf: int, shape: Sequence[int], dtype: Any) -> None:
         """Allocate memory for a leaf's gradients of this step, unless it is there."""
         if (device, leaf) not in self.stashed:
-            self.stashed[device, leaf] = np.zeros(shape, dtype)
+            self.stashed[device, leaf] = self._allocated(shape, dtype)
+
+    def bind_stash(self, device: int, leaf: int, grads: np.ndarray) -> None:
+        """Set the memory for a leaf's gradients of this step."""
+        self.stashed[device, leaf] = grads
 
     def reserve_new_params(self, device: int, leaf: int, shape: Sequence[int], dtype: Any) -> None:
         """Allocate memory for a leaf's new parameters, unless it is there."""
         if (device, leaf) not in self.new_params:
-            self.new_params[device, leaf] = np.zeros(shape, dtype)
+            self.new_params[device, leaf] = self._allocated(shape, dtype)
+
+    def _allocated(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        self._own.append(self.link.allocate(shape, dtype))
+        return self._own[-1]
 
     def release(self) -> None:
         """Drop all references to memory; what a later step needs is bound and reserved again."""
         for memory in (self.arrays, self.stashed, self.pending, self.new_params):
             memory.clear()
+        self.link.free(self._own)
+        self._own.clear()
 
     def record(self, array: np.ndarray, leaf: int, layer: int) -> np.ndarray:
         """Return one layer's record of a leaf's array, as a view."""

@@ -5,6 +5,7 @@ callback: there the addresses are bound before a step, and compared after it. Th
 in place, so they are the same; were they not, the kernels would have worked on memory that is no longer the state's.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from host_offload.device import view
 from host_offload.host_update import HostLeaves, OnRecord, QueuedStep, Rest
 from zerojax.runtime import AllProcesses
-from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, StackLeaves, StateRecords, TrainState
+from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, StackLeaves, StateRecords, TrainState, allocate_all
 
 Array = jax.Array
 
@@ -105,6 +106,7 @@ class HostBinding:
     def __init__(self, state: HostState, host: HostLeaves) -> None:
         self.state, self.host = state, host
         self.queued: QueuedStep | None = None
+        self._spare: list[Any] = []  # of a delayed update: arrays for this step's gradients
         self._together = AllProcesses(state.mesh, "the optimizer's update on the host", RuntimeError)
 
     def prepare(self, state: TrainState) -> list[int]:
@@ -132,10 +134,31 @@ class HostBinding:
         for leaf, index in enumerate(self.state.order):
             shape = self.state.shard_shape(index)
             for device in local:
-                if delayed or (stashes_in_memory and index in layout.blocks):
+                if not delayed and stashes_in_memory and index in layout.blocks:
                     self.host.reserve(device, leaf, shape, self.state.grad_dtype(index))
                 if delayed:
                     self.host.reserve_new_params(device, leaf, shape, layout.leaves[index].dtype)
+        pending = layout.abstract_state.pending
+        if pending is None:
+            return
+        if not self._spare:
+            self._spare = allocate_all(pending.grads)
+        positions = {device: n for n, device in enumerate(self.state.mesh.devices.flat)}
+        for leaf, array in enumerate(self._spare):
+            for shard in array.addressable_shards:
+                self.host.bind_stash(positions[shard.device], leaf, view(shard.data))
+
+    def exchange(self, state: TrainState) -> TrainState:
+        """Return the state after a step whose gradients are the pending ones; the arrays of those before take the next."""
+        if state.pending is None:
+            return state
+        grads, self._spare = self._spare, state.pending.grads
+        return dataclasses.replace(state, pending=dataclasses.replace(state.pending, grads=grads))
+
+    def release(self) -> None:
+        """Drop the references to memory."""
+        self._spare = []
+        self.host.release()
 
     def _bind(self, state: TrainState, positions: dict[Any, int], local: Sequence[int]) -> list[int]:
         states, addresses = self.state.records.flat(state), []

@@ -160,7 +160,7 @@ class HostUpdate:
         """End the workers, and drop all references to memory; what a later step needs is made again."""
         if self.binding.queued is not None:
             self.binding.queued.close()
-        self.host.release()
+        self.binding.release()
 
     def nothing_handed(self) -> dict[int, Handed]:
         """Return what is carried through loops in which results lag, by the first leaf of each stack."""

@@ -252,7 +252,8 @@ class Program:
             (state, scratch), metrics = self._runner.finished(results)
             # Before errors are raised: this memory has come back, whatever happened to the disk.
             self._scratch.keep(compiled.abstract_scratch, scratch)
-            return state, metrics | self._runner.end_step(state, addresses)
+            state, of_disk = self._runner.end_step(state, addresses)
+            return state, metrics | of_disk
 
     def eval(self, state: TrainState, batch: Any) -> Any:
         """Return the loss of a batch, f32[], with key=None: deterministic, and without an update.

@@ -141,8 +141,8 @@ class Runner:
             self._left = None
         return results
 
-    def end_step(self, state: TrainState, addresses: list[int]) -> dict[str, float]:
-        """Return the metrics of the disk, after a step that made `state`.
+    def end_step(self, state: TrainState, addresses: list[int]) -> tuple[TrainState, dict[str, float]]:
+        """Return the state, and the metrics of the disk, after a step that made `state`.
 
         Raises:
           RuntimeError: an update on the host failed.
@@ -151,7 +151,8 @@ class Runner:
         metrics = {} if self.swap is None else self.swap.finish(is_step=True)
         if self.host is not None:
             self.host.binding.check(addresses, state)
-        return metrics
+            state = self.host.binding.exchange(state)
+        return state, metrics
 
     def close(self) -> None:
         """Release host memory and the disk."""
