@@ -58,7 +58,7 @@ ROOMS = {
     "host_offload.disk": ("device", "fields"),
     "host_offload.calls": ("device", "disk"),
     "host_offload.engine": ("calls", "device", "disk", "schedule"),
-    "host_offload.host_update": ("device", "disk", "engine"),
+    "host_offload.host_update": ("calls", "device", "disk", "engine"),
     "host_offload.trace": ("engine", "disk", "schedule"),
 }  # fmt: skip
 """What each folder or file of a package may import of the same package."""

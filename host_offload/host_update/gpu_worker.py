@@ -29,6 +29,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -59,6 +60,7 @@ class PartSpec:
       params: of each leaf, where they rest on the device.
       num_scalars: of the vector of all scalars.
       stacked: whether they are stacks of layers.
+      stashes: the gradients only go down to host memory, where they wait.
     """
 
     leaves: range
@@ -67,10 +69,13 @@ class PartSpec:
     params: tuple[Spec, ...]
     num_scalars: int
     stacked: bool
+    stashes: bool = False
 
     @property
     def down(self) -> "Packing":
-        """Of what goes down: what the callback is told, scalars, gradients and weights."""
+        """Of what goes down: what the callback is told, scalars, gradients and weights; of a stash gradients alone."""
+        if self.stashes:
+            return Packing(self.grads)
         told = [((4,), np.dtype(np.int32)), ((self.num_scalars,), np.dtype(np.float32))]
         return Packing([*told, *self.grads, *self.weights])
 
@@ -87,7 +92,7 @@ class PartSpec:
     @property
     def host_bytes(self) -> int:
         """Bytes of page-locked host memory that buffers and rooms take."""
-        buffers, rooms = (LAG + 1, LAG) if self.stacked else (1, 1)
+        buffers, rooms = (0, 0) if self.stashes else (LAG + 1, LAG) if self.stacked else (1, 1)
         return buffers * self.down.num_bytes + rooms * self.up.num_bytes
 
 
@@ -126,16 +131,20 @@ class Job:
       arrived: event, they are there.
       failed: they could not be sent: there is nothing to do.
       made: new parameters are in the room, and if they cross by a slot, on their way to it.
+      work: what the worker does in the place of kernels.
+      failure: is told why that was not done.
       done: the worker has done with it.
     """
 
-    part: "Part"
+    part: "Part | None"
     leaves: range
     buffer: int
     room: int
     arrived: int
     failed: bool = False
     made: bool = False
+    work: Callable[[], bool] | None = None
+    failure: Callable[[BaseException], None] | None = None
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def finish(self) -> None:
@@ -149,12 +158,14 @@ class Part:
     def __init__(self, spec: PartSpec, driver: Driver, device: Any) -> None:
         self.spec, self.driver, self.down, self.up = spec, driver, spec.down, spec.up
         by_slots, self._memory = spec.stacked, list[np.ndarray]()
-        self.buffers = [self.down.views(self._host(self.down)) for _ in range(LAG + 1 if by_slots else 1)]
+        num_buffers = 0 if spec.stashes else LAG + 1 if by_slots else 1
+        self.buffers = [self.down.views(self._host(self.down)) for _ in range(num_buffers)]
         self.rooms = [self.up.views(self._host(self.up)) for _ in range(LAG if by_slots else 1)] if spec.params else []
         self.slot_down = self._slot(self.down, device) if by_slots else None
         self.slots_up = [self._slot(self.up, device) for _ in self.rooms] if by_slots else []
         self.full = driver.make_event()
-        self.arrived = [driver.make_event() for _ in (self.buffers if by_slots else spec.leaves)]
+        num_events = 1 if spec.stashes else num_buffers if by_slots else len(spec.leaves)
+        self.arrived = [driver.make_event() for _ in range(num_events)]
         self.sent, self.empty = ([driver.make_event() for _ in self.slots_up] for _ in range(2))
         self.reset()
 
@@ -187,6 +198,7 @@ class GpuWorker:
     Attributes:
       context: of the driver.
       parts: by the index of their first leaf.
+      stashes: those of gradients that wait in host memory.
     """
 
     def __init__(
@@ -214,7 +226,9 @@ class GpuWorker:
         driver.use(self.context)
         # One stream for each direction: the link carries both at once, but a stream runs its copies one by one.
         self.up, self.down = driver.make_stream(), driver.make_stream()
-        self.parts = {spec.leaves.start: Part(spec, driver, device) for spec in specs if spec.leaves}
+        parts = [Part(spec, driver, device) for spec in specs if spec.leaves]
+        self.parts = {part.spec.leaves.start: part for part in parts if not part.spec.stashes}
+        self.stashes = {part.spec.leaves.start: part for part in parts if part.spec.stashes}
         self._jobs: queue.SimpleQueue[Job | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"zerojax-update-{rank}", daemon=True)
         self._thread.start()
@@ -305,6 +319,39 @@ class GpuWorker:
                 num_bytes += part.up.sizes[n]
         return num_bytes
 
+    def stash(self, stream: int, part: Part, grads: Sequence[Any], targets: Sequence[np.ndarray]) -> int:
+        """Queue the copies of gradients down to where they wait; returns the event that they are there."""
+        call, (arrived,) = self.driver, part.arrived
+        call.use(self.context)
+        if part.slot_down is None:
+            for grad, target, size in zip(grads, targets, part.down.sizes, strict=True):
+                call.copy(target.ctypes.data, pointer(grad), size, stream)
+            call.record(arrived, stream)
+            return arrived
+        slot = part.slot_down.unsafe_buffer_pointer()
+        if part.count:
+            call.wait(stream, arrived)
+        part.count += 1
+        for grad, start, size in zip(grads, part.down.starts, part.down.sizes, strict=True):
+            call.copy(slot + start, pointer(grad), size, stream)
+        call.record(part.full, stream)
+        call.wait(self.down, part.full)
+        for target, start, size in zip(targets, part.down.starts, part.down.sizes, strict=True):
+            call.copy(target.ctypes.data, slot + start, size, self.down)
+        call.record(arrived, self.down)
+        return arrived
+
+    def future_of(self, event: int) -> "Future[None]":
+        """Return a future that is done when an event has happened that is not recorded again before."""
+        done: Future[None] = Future()
+
+        def work() -> bool:
+            done.set_result(None)
+            return False
+
+        self.submit([Job(None, range(0), 0, 0, event, work=work, failure=done.set_exception)])
+        return done
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Let the worker do jobs."""
         for job in jobs:
@@ -324,12 +371,17 @@ class GpuWorker:
                     self._do(job)
             except BaseException as error:  # the thread must go on
                 self._fail(error)
+                if job.failure is not None:
+                    job.failure(error)
             finally:
                 job.done.set()
 
     def _do(self, job: Job) -> None:
         call, part = self.driver, job.part
         call.finish_event(job.arrived)
+        if job.work is not None or part is None:
+            job.made = job.work is not None and job.work()
+            return
         if part.slots_up:
             call.finish_event(part.sent[job.room])  # the last copy from this room
         made = self._run(self.rank, job)
@@ -347,7 +399,11 @@ class GpuWorker:
         idle = threading.Event()
         self._jobs.put(idle)
         idle.wait()
-        for part in self.parts.values():
+        # What is stashed by the end of a step may still be on its way.
+        self.driver.use(self.context)
+        for stream in (self.down, self.up):
+            self.driver.finish_stream(stream)
+        for part in (*self.parts.values(), *self.stashes.values()):
             part.reset()
 
     def close(self) -> None:
@@ -358,7 +414,6 @@ class GpuWorker:
             self._thread.join()
         self.driver.use(self.context)
         for stream in (self.up, self.down):
-            self.driver.finish_stream(stream)
             self.driver.destroy_stream(stream)
-        for part in self.parts.values():
+        for part in (*self.parts.values(), *self.stashes.values()):
             part.close()

@@ -12,10 +12,12 @@ A callback must never raise, and a job that fails is done, too: errors go to `Ho
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
+from host_offload.calls import Site
 from host_offload.device import Driver, num_bytes, pointer, stream_of
-from host_offload.engine import Mode
+from host_offload.engine import Mode, Views
 from host_offload.host_update.gpu_worker import GpuWorker, Job, PartSpec
 from host_offload.host_update.host_leaves import HostLeaves
 
@@ -97,6 +99,40 @@ class QueuedStep:
         self._try(take)
         self._try(lambda: self._pass_on(context, after, token))
 
+    def stash(self, context: Any, out: Any, where: Any, after: Any, *grads: Any, first: int, site: Site) -> None:
+        """Queue the copies of gradients down to host memory, or to the buffer of a record.
+
+        Args:
+          context: of the callback.
+          out: i32[1], a token.
+          where: i32[3], device, layer, and the number of the state on disk.
+          after: as in `update`.
+          *grads: one for each leaf of the part.
+          first: as in `update`.
+          site: the callback's.
+        """
+
+        def stash() -> None:
+            rank, layer, number = site.ask(context, where)
+            worker, stream, leaves = self._workers[rank], stream_of(context), self.leaves
+            part = worker.stashes[first]
+            rests = [leaves.kernels[leaf].grad for leaf in part.spec.leaves]
+            if (rest := rests[0]) is None:
+                targets = [leaves.record(leaves.stashed[rank, leaf], leaf, layer) for leaf in part.spec.leaves]
+                worker.stash(stream, part, grads, targets)
+            else:
+                assert leaves.swap is not None
+
+                def fill(views: Views) -> "Future[None]":
+                    event = worker.stash(stream, part, grads, [views[r.leaf] for r in rests if r is not None])
+                    return worker.future_of(event)
+
+                leaves.swap.engine_of(number).store(rest.kind, rank, layer, fill)
+            leaves.count(to_host=sum(map(num_bytes, grads)))
+
+        self._try(stash)
+        self._try(lambda: self._pass_on(context, after, out))
+
     def _try(self, call: Callable[[], None]) -> None:
         try:
             call()
@@ -120,9 +156,15 @@ class QueuedStep:
 
     def _run(self, rank: int, job: Job) -> bool:
         """Run the kernels of a job in the worker; returns whether it updated."""
-        leaves, spec = self.leaves, job.part.spec
-        told, scalars, *arrays = job.part.buffers[job.buffer]
+        leaves, part = self.leaves, job.part
+        assert part is not None
+        spec = part.spec
+        told, scalars, *arrays = part.buffers[job.buffer]
         device, layer, go, number = told.tolist()
+        worker = self._workers[rank]
+        if not spec.grads and spec.leaves.start in worker.stashes:
+            # The last one that was recorded: those before it on the same stream have come, too.
+            worker.driver.finish_event(worker.stashes[spec.leaves.start].arrived[0])
         if device != rank:  # by its stream it was another one, whose memory must not be touched
             raise RuntimeError(f"gradients of device {device} came on a stream of device {rank}")
         modes: dict[str, Mode] = {kind: mode for leaf in job.leaves for kind, mode in leaves.kernels[leaf].records.items()}
@@ -134,7 +176,7 @@ class QueuedStep:
             for leaf in job.leaves:
                 n = leaf - spec.leaves.start
                 g = grads[n] if grads else leaves.stashed_grad(device, leaf, layer, views)
-                room = job.part.rooms[job.room][n] if spec.params else None
+                room = part.rooms[job.room][n] if spec.params else None
                 weight = weights[n] if weights else None
                 leaves.run_kernel(device, leaf, layer, g, scalars, weight=weight, result=room, views=views)
         return True

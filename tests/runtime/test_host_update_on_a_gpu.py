@@ -83,6 +83,8 @@ CASES: dict[str, dict] = {
     "resident": {"stage": 1, "clip_norm": 0.5},
     "state on disk": {"opt_state": DISK, "update": "in_backward"},
     "state on disk, after backward": {"opt_state": DISK, "clip_norm": 0.5},
+    "gradients on the host": {"grads": HOST, "clip_norm": 0.5},
+    "gradients on disk": {"grads": DISK, "opt_state": DISK, "params": HOST, "clip_norm": 0.5},
 }
 MODELS = {"two stacks": encoder_decoder.model, "resident": toys.unrolled}
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from host_offload.calls import Calls
 from host_offload.device import view
 from host_offload.host_update import HostLeaves, OnRecord, QueuedStep, Rest
 from zerojax.runtime import AllProcesses
@@ -103,8 +104,9 @@ class HostBinding:
       queued: the callbacks of a program for GPUs whose kernels run in workers, or None.
     """
 
-    def __init__(self, state: HostState, host: HostLeaves) -> None:
-        self.state, self.host = state, host
+    def __init__(self, state: HostState, host: HostLeaves, calls: Calls | None) -> None:
+        """Bind memory of `state` to `host`; `calls` are of its program, where no other part of it counts them."""
+        self.state, self.host, self._calls = state, host, calls
         self.queued: QueuedStep | None = None
         self._spare: list[Any] = []  # of a delayed update: arrays for this step's gradients
         self._together = AllProcesses(state.mesh, "the optimizer's update on the host", RuntimeError)
@@ -118,6 +120,8 @@ class HostBinding:
           The addresses bound.
         """
         self.host.take_errors()
+        if self._calls is not None:
+            self._calls.begin()
         mesh = self.state.mesh
         # The number by which a program tells its callbacks on which device they are.
         positions = {device: n for n, device in enumerate(mesh.devices.flat)}
@@ -183,6 +187,8 @@ class HostBinding:
 
         def check() -> None:
             self.host.check()
+            if self._calls is not None:
+                self._calls.check()
             # Binding the returned state yields its addresses. If they differ, the kernels updated other memory.
             if self.prepare(state) != before:
                 raise RuntimeError(

@@ -28,6 +28,7 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 from jax.sharding import PartitionSpec
 
+from host_offload.calls import Calls, Site
 from host_offload.device import driver, link_of
 from host_offload.host_update import LAG, DelayedStep, HostLeaves, HostStep, LeafKernel, PartSpec, QueuedStep, build_kernel
 from zerojax.optim.by_record import RecordUpdate
@@ -98,7 +99,8 @@ class HostUpdate:
             leaves.append(self._leaf(rule, index, scalars))
         disk = self.layout.disk
         self.host = HostLeaves(leaves, link_of(self.mesh.devices.flat[0].platform), None if disk is None else disk.swap)
-        self.binding = HostBinding(self.state, self.host)
+        self.calls = Calls(list(self.mesh.devices.flat)) if disk is None else disk.swap.calls
+        self.binding = HostBinding(self.state, self.host, self.calls if disk is None else None)
         self._step, self._delayed = HostStep(self.host), DelayedStep(self.host)
         # On a CPU callbacks are handed everything in host memory, and update at once.
         self.lag = 0 if self.state.hands_over or self.config.delayed_update else LAG
@@ -154,6 +156,9 @@ class HostUpdate:
                     stacked=stacked,
                 )
             )
+            if stacked and self.stashes:
+                at = dataclasses.replace(specs[-1], grads=grads, weights=(), params=(), num_scalars=0, stashes=True)
+                specs.append(at)
         return specs
 
     def close(self) -> None:
@@ -177,7 +182,11 @@ class HostUpdate:
     def stash(self, part: Sequence[int], layer: Array, grads: Sequence[Array], token: Array) -> Array:
         """Keep the gradients of some leaves, of one layer where they are stacked, in host memory; returns a token."""
         records = [self.records.grads[i] for i in part]
-        callback = functools.partial(self._step.stash, first=self._first(part))
+        if self.binding.queued is not None:
+            site = Site(self.calls, "stash")
+            callback = functools.partial(self.binding.queued.stash, first=self._first(part), site=site)
+        else:
+            callback = functools.partial(self._step.stash, first=self._first(part))
         return self._call(callback, (), [layer], None, None, grads, records, token)[1]
 
     def _first(self, part: Sequence[int]) -> int:
