@@ -42,7 +42,7 @@ class DelayedStep:
             device, go, number = link.read(context, where, "where").tolist()
             self.leaves.take(device, 0, len(self.leaves.kernels), memory)
             values = link.read(context, scalars, "scalars").copy()  # the thread outlives the callback's buffers
-            job = threading.Thread(target=self._update_all, args=(device, values), daemon=True) if go else None
+            job = threading.Thread(target=self._update, args=(device, values), daemon=True) if go else None
             self._jobs[device] = job
             if job is not None:
                 job.start()
@@ -50,16 +50,11 @@ class DelayedStep:
             self.leaves.fail(error)
         self.leaves.finish(context, out, number)
 
-    def _update_all(self, device: int, scalars: np.ndarray) -> None:
-        leaves = self.leaves
+    def _update(self, device: int, scalars: np.ndarray) -> None:
         try:
-            for leaf, kernel in enumerate(leaves.kernels):
-                grads, params = leaves.pending[device, leaf], leaves.new_params[device, leaf]
-                for layer in range(len(grads)) if kernel.stacked else (0,):
-                    grad, result = leaves.record(grads, leaf, layer), leaves.record(params, leaf, layer)
-                    leaves.run_kernel(device, leaf, layer, grad, scalars, result=result)
+            update_pending(self.leaves, device, scalars)
         except BaseException as error:  # nobody joins a thread to be raised at: `check` raises it
-            leaves.fail(error)
+            self.leaves.fail(error)
 
     def install(self, context: Any, out: Any, where: Any, after: Any, memory: Any, *, first: int, count: int) -> None:
         """Hand over one layer's new parameters.
@@ -94,13 +89,26 @@ class DelayedStep:
     def _install_leaf(self, context: Any, device: int, leaf: int, layer: int, params: Any) -> None:
         """Copy one record's new parameters to a buffer of the device, or where they rest in host memory."""
         leaves = self.leaves
-        new = leaves.record(leaves.new_params[device, leaf], leaf, layer)
         if params is None:
-            arrays = leaves.arrays[device, leaf]
-            target = arrays[-1] if leaves.kernels[leaf].casts else arrays[0]
-            np.copyto(leaves.record(target, leaf, layer), new)
+            install_on_host(leaves, device, leaf, layer)
             return
         room = leaves.link.room(context, params, (device, leaf, "params"))
-        np.copyto(room, new)
+        np.copyto(room, leaves.record(leaves.new_params[device, leaf], leaf, layer))
         leaves.link.write(context, params, (device, leaf, "params"))
         leaves.count(to_device=room.nbytes)
+
+
+def update_pending(leaves: HostLeaves, device: int, scalars: np.ndarray) -> None:
+    """Update every leaf of a device with its pending gradients; the new parameters are stored beside the old ones."""
+    for leaf, kernel in enumerate(leaves.kernels):
+        grads, params = leaves.pending[device, leaf], leaves.new_params[device, leaf]
+        for layer in range(len(grads)) if kernel.stacked else (0,):
+            grad, result = leaves.record(grads, leaf, layer), leaves.record(params, leaf, layer)
+            leaves.run_kernel(device, leaf, layer, grad, scalars, result=result)
+
+
+def install_on_host(leaves: HostLeaves, device: int, leaf: int, layer: int) -> None:
+    """Copy one record's new parameters to where they rest in host memory."""
+    arrays = leaves.arrays[device, leaf]
+    target = arrays[-1] if leaves.kernels[leaf].casts else arrays[0]
+    np.copyto(leaves.record(target, leaf, layer), leaves.record(leaves.new_params[device, leaf], leaf, layer))

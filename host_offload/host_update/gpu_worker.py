@@ -164,7 +164,7 @@ class Part:
         self.slot_down = self._slot(self.down, device) if by_slots else None
         self.slots_up = [self._slot(self.up, device) for _ in self.rooms] if by_slots else []
         self.full = driver.make_event()
-        num_events = 1 if spec.stashes else num_buffers if by_slots else len(spec.leaves)
+        num_events = 1 if spec.stashes else num_buffers if by_slots else max(1, len(spec.leaves))
         self.arrived = [driver.make_event() for _ in range(num_events)]
         self.sent, self.empty = ([driver.make_event() for _ in self.slots_up] for _ in range(2))
         self.reset()
@@ -226,7 +226,7 @@ class GpuWorker:
         driver.use(self.context)
         # One stream for each direction: the link carries both at once, but a stream runs its copies one by one.
         self.up, self.down = driver.make_stream(), driver.make_stream()
-        parts = [Part(spec, driver, device) for spec in specs if spec.leaves]
+        parts = [Part(spec, driver, device) for spec in specs]
         self.parts = {part.spec.leaves.start: part for part in parts if not part.spec.stashes}
         self.stashes = {part.spec.leaves.start: part for part in parts if part.spec.stashes}
         self._jobs: queue.SimpleQueue[Job | threading.Event | None] = queue.SimpleQueue()
@@ -341,8 +341,19 @@ class GpuWorker:
         call.record(arrived, self.down)
         return arrived
 
+    def start(self, stream: int, part: Part, told: Sequence[Any], work: Callable[[], bool]) -> Job:
+        """Queue the copies down of scalars, and submit a job that does `work` when they are there."""
+        call, (buffer,), (arrived,) = self.driver, part.buffers, part.arrived
+        call.use(self.context)
+        for target, source, size in zip(buffer, told, part.down.sizes, strict=True):
+            call.copy(target.ctypes.data, pointer(source), size, stream)
+        call.record(arrived, stream)
+        job = Job(None, range(0), 0, 0, arrived, work=work)
+        self.submit([job])
+        return job
+
     def future_of(self, event: int) -> "Future[None]":
-        """Return a future that is done when an event has happened that is not recorded again before."""
+        """Return a future that is done when an event has happened; if it is recorded again meanwhile, the later one."""
         done: Future[None] = Future()
 
         def work() -> bool:

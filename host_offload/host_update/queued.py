@@ -2,6 +2,8 @@
 
     update(layer, scalars, g)     queue the copies down of one layer; hand back the parameters of the layer `LAG` calls before
     take()                        hand back those of the oldest layer that was not taken yet
+    stash(layer, g)               queue the copies down to where gradients wait for their norm, or for the next step
+    start(), install(layer)       of a delayed update (`host_offload.host_update.delayed`)
 
 `host_offload.host_update.gpu_worker` has the streams, slots and events. What the program computes, such as whether to update at
 all, is not there yet when a callback runs: it goes down with the gradients, and the worker reads it. So no callback waits for
@@ -10,6 +12,7 @@ the program. That a program has ended implies that all is updated: its last call
 A callback must never raise, and a job that fails is done, too: errors go to `HostLeaves.fail`.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,6 +21,7 @@ from typing import Any
 from host_offload.calls import Site
 from host_offload.device import Driver, num_bytes, pointer, stream_of
 from host_offload.engine import Mode, Views
+from host_offload.host_update.delayed import install_on_host, update_pending
 from host_offload.host_update.gpu_worker import GpuWorker, Job, PartSpec
 from host_offload.host_update.host_leaves import HostLeaves
 
@@ -44,6 +48,7 @@ class QueuedStep:
         self.leaves, self.specs, self._devices, self._driver = leaves, tuple(specs), list(devices), driver
         self._workers: dict[int, GpuWorker] = {}
         self._by_stream: dict[int, GpuWorker] = {}
+        self._started: dict[int, Job] = {}  # of delayed updates, by device
         self._lock = threading.Lock()
 
     # --- callbacks ---------------------------------------------------------------------------------------------------------
@@ -124,7 +129,13 @@ class QueuedStep:
                 assert leaves.swap is not None
 
                 def fill(views: Views) -> "Future[None]":
-                    event = worker.stash(stream, part, grads, [views[r.leaf] for r in rests if r is not None])
+                    try:
+                        event = worker.stash(stream, part, grads, [views[r.leaf] for r in rests if r is not None])
+                    except BaseException:
+                        # The buffer is given back, and filled again at once: no copy may still write into it.
+                        with contextlib.suppress(RuntimeError):
+                            worker.driver.finish_stream(worker.down)
+                        raise
                     return worker.future_of(event)
 
                 leaves.swap.engine_of(number).store(rest.kind, rank, layer, fill)
@@ -132,6 +143,69 @@ class QueuedStep:
 
         self._try(stash)
         self._try(lambda: self._pass_on(context, after, out))
+
+    def start(self, context: Any, out: Any, where: Any, after: Any, scalars: Any) -> None:
+        """Start to update every leaf with the pending gradients, of a delayed update.
+
+        Args:
+          context: of the callback.
+          out: i32[1], a token.
+          where: i32[4], device, whether to update at all, 0, and the number of the state on disk.
+          after: as in `update`.
+          scalars: f32[n], of every leaf.
+        """
+
+        def start() -> None:
+            worker, stream = self._worker(stream_of(context)), stream_of(context)
+            self._started.pop(worker.rank, None)
+            part = worker.parts[0]
+            told, values = part.buffers[0]
+
+            def work() -> bool:
+                device, go, *_ = told.tolist()
+                _check_device(device, worker.rank)
+                if go:
+                    update_pending(self.leaves, device, values)
+                return bool(go)
+
+            self._started[worker.rank] = worker.start(stream, part, (where, scalars), work)
+
+        self._try(start)
+        self._try(lambda: self._pass_on(context, after, out))
+
+    def install(self, context: Any, out: Any, where: Any, after: Any, *, first: int, count: int, site: Site) -> None:
+        """Hand over one layer's new parameters, of a delayed update.
+
+        Args:
+          context: of the callback.
+          out: (list of new parameters that live on the device; token).
+          where: i32[3], device, layer, and the number of the state on disk.
+          after: as in `update`.
+          first: index of a leaf.
+          count: leaves.
+          site: the callback's.
+        """
+        results, token = out
+
+        def install() -> None:
+            rank, layer, _ = site.ask(context, where)
+            job, leaves = self._started.get(rank), self.leaves
+            if job is None:
+                return
+            job.finish()  # every layer asks, and only the first one waits
+            self._driver().use(self._workers[rank].context)
+            if not job.made:
+                return
+            for leaf in range(first, first + count):
+                if leaves.kernels[leaf].params_on_device:
+                    room, target = leaves.record(leaves.new_params[rank, leaf], leaf, layer), results[leaf - first]
+                    self._driver().copy(pointer(target), room.ctypes.data, room.nbytes, stream_of(context))
+                    leaves.count(to_device=room.nbytes)
+                else:
+                    install_on_host(leaves, rank, leaf, layer)
+
+        self._try(install)
+        self._try(lambda: self._pass_on(context, after, token))
 
     def _try(self, call: Callable[[], None]) -> None:
         try:
@@ -165,8 +239,7 @@ class QueuedStep:
         if not spec.grads and spec.leaves.start in worker.stashes:
             # The last one that was recorded: those before it on the same stream have come, too.
             worker.driver.finish_event(worker.stashes[spec.leaves.start].arrived[0])
-        if device != rank:  # by its stream it was another one, whose memory must not be touched
-            raise RuntimeError(f"gradients of device {device} came on a stream of device {rank}")
+        _check_device(device, rank)
         modes: dict[str, Mode] = {kind: mode for leaf in job.leaves for kind, mode in leaves.kernels[leaf].records.items()}
         if not go:  # a gradient was not finite: what was read ahead for this update gives back its buffers
             leaves.skip(device, layer, modes, number)
@@ -192,6 +265,7 @@ class QueuedStep:
         self._by_stream.clear()
         for worker in self._workers.values():
             worker.reset()
+        self._started.clear()
 
     def close(self) -> None:
         """End the workers, and free what they have."""
@@ -199,3 +273,8 @@ class QueuedStep:
         self._by_stream.clear()
         for worker in workers.values():
             worker.close()
+
+
+def _check_device(told: int, rank: int) -> None:
+    if told != rank:  # by its stream it was another one, whose memory must not be touched
+        raise RuntimeError(f"gradients of device {told} came on a stream of device {rank}")

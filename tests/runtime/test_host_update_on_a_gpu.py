@@ -85,6 +85,8 @@ CASES: dict[str, dict] = {
     "state on disk, after backward": {"opt_state": DISK, "clip_norm": 0.5},
     "gradients on the host": {"grads": HOST, "clip_norm": 0.5},
     "gradients on disk": {"grads": DISK, "opt_state": DISK, "params": HOST, "clip_norm": 0.5},
+    "delayed": {"delayed_update": True},
+    "delayed, params on the host": {"delayed_update": True, "params": HOST, "clip_norm": 0.5},
 }
 MODELS = {"two stacks": encoder_decoder.model, "resident": toys.unrolled}
 

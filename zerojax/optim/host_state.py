@@ -117,7 +117,7 @@ class HostBinding:
         Errors of a step that was given up for another reason are forgotten.
 
         Returns:
-          The addresses bound.
+          The addresses bound of what kernels write.
         """
         self.host.take_errors()
         if self._calls is not None:
@@ -172,9 +172,9 @@ class HostBinding:
             for device in local:
                 # In the order that `arrays` and the kernels have: the pending gradient comes last.
                 views = [shard[device] for shard in shards]
-                addresses += [v.ctypes.data for v in views]
-                if state.pending is not None:
+                if state.pending is not None:  # which kernels only read
                     self.host.bind_pending(device, leaf, views.pop())
+                addresses += [v.ctypes.data for v in views]
                 self.host.bind(device, leaf, views)
         return addresses
 

@@ -104,7 +104,7 @@ class HostUpdate:
         self._step, self._delayed = HostStep(self.host), DelayedStep(self.host)
         # On a CPU callbacks are handed everything in host memory, and update at once.
         self.lag = 0 if self.state.hands_over or self.config.delayed_update else LAG
-        if self.lag:
+        if not self.state.hands_over:
             self.binding.queued = QueuedStep(self.host, self.parts(), list(self.mesh.devices.flat), driver)
 
     def _leaf(self, rule: HostRule, index: int, scalars: slice) -> LeafKernel:
@@ -131,11 +131,12 @@ class HostUpdate:
         )
 
     def parts(self) -> list[PartSpec]:
-        """Return what is updated together, and what crosses of it on a GPU; nothing where callbacks wait instead."""
-        if self.config.delayed_update or self.state.hands_over:
+        """Return what crosses together on a GPU; nothing of a mesh of CPUs."""
+        if self.state.hands_over:
             return []
+        delayed = self.config.delayed_update
         num_scalars = max(1, sum(len(rule.crossing) for rule in self.rules))
-        specs = []
+        specs = [PartSpec(range(0), (), (), (), num_scalars, stacked=False)] if delayed else []
         for part in (*(stack.blocks for stack in self.layout.stacks), self.layout.ends):
             if not part:
                 continue
@@ -146,19 +147,18 @@ class HostUpdate:
                 tuple((shape, np.dtype(dtypes[n])) for shape, dtypes in zip(shapes, kinds, strict=True)) for n in range(3)
             )
             first = self._first(part)
-            specs.append(
-                PartSpec(
-                    leaves=range(first, first + len(part)),
-                    grads=() if stacked and self.stashes else grads,
-                    weights=weights if self.needs_weights else (),
-                    params=() if self.params_away else params,
-                    num_scalars=num_scalars,
-                    stacked=stacked,
-                )
+            stashes = delayed or (stacked and self.stashes)
+            spec = PartSpec(
+                leaves=range(first, first + len(part)),
+                grads=() if stashes else grads,
+                weights=weights if self.needs_weights else (),
+                params=() if self.params_away else params,
+                num_scalars=num_scalars,
+                stacked=stacked,
             )
-            if stacked and self.stashes:
-                at = dataclasses.replace(specs[-1], grads=grads, weights=(), params=(), num_scalars=0, stashes=True)
-                specs.append(at)
+            specs += [] if delayed else [spec]
+            if stashes:
+                specs.append(dataclasses.replace(spec, grads=grads, weights=(), params=(), num_scalars=0, stashes=True))
         return specs
 
     def close(self) -> None:
@@ -239,9 +239,12 @@ class HostUpdate:
 
     def start(self, states: FlatState, pending: Pending, token: Array) -> Array:
         """Begin the update that the step before left; returns a token."""
-        memory = self.state.operands(states, self.state.order, pending)
         scalars = self.scalars(pending.shared, *pending.scalars)
         ready = pending.ready.astype(jnp.int32)
+        if self.binding.queued is not None:
+            where = [ready, jnp.int32(0)]
+            return self._call(self.binding.queued.start, (), where, None, scalars, (), (), token, small=True)[1]
+        memory = self.state.operands(states, self.state.order, pending)
         return self._call(self._delayed.start, (), [ready], memory, scalars, (), (), token, small=True)[1]
 
     def stash_ends(self, grads: Sequence[Array], token: Array) -> Array:
@@ -256,8 +259,12 @@ class HostUpdate:
             return states, token
         stacked = self.layout.leaves[part[0]].is_stacked
         results = () if self.params_away else tuple(part)
-        callback = functools.partial(self._delayed.install, first=self._first(part), count=len(part))
-        memory = self.state.operands(states, part, pending)
+        if self.binding.queued is not None:
+            site, memory = Site(self.calls, "install"), None
+            callback = functools.partial(self.binding.queued.install, first=self._first(part), count=len(part), site=site)
+        else:
+            callback = functools.partial(self._delayed.install, first=self._first(part), count=len(part))
+            memory = self.state.operands(states, part, pending)
         new, token = self._call(callback, results, [layer], memory, None, (), (), token, small=False)
         params = list(states.params)
         for i, value in zip(part, new, strict=False):
@@ -390,7 +397,9 @@ class HostUpdate:
             check_vma=False,
         )
         positions = jnp.arange(self.mesh.size, dtype=jnp.int32)
-        return island(positions, token, jnp.stack(list(where)), arrays, scalars, list(operands))
+        # Not stacked: from concatenations `zerojax.program.call_order` knows the layers.
+        told = jnp.concatenate([value[None].astype(jnp.int32) for value in where])
+        return island(positions, token, told, arrays, scalars, list(operands))
 
     def first_token(self, state: TrainState) -> Array:
         """Return the token before a step's first callback, i32[devices]: the number of the state that is on disk, or 0."""
