@@ -58,7 +58,7 @@ class Calls:
         """Serve the devices of a mesh, in its order. They need not be there before a program runs."""
         self._devices, self.number = list(devices), 0
         self.log: CallLog | None = None
-        self._runs, self._run = itertools.count(1), 0
+        self._runs, self._run, self._most = itertools.count(1), 0, 0
 
     @property
     def run(self) -> int:
@@ -76,12 +76,13 @@ class Calls:
     def _make_log(self) -> None:
         if self.log is None and self._devices[0].platform != "cpu":
             self.log = CallLog(self._devices, driver(), jax.process_index())
+        if self.log is not None:
+            self.log.reserve(self._most)
 
     def reserve(self, num_calls: int) -> None:
-        """Make room for what a program sends on each device, so that no callback has to."""
-        self._make_log()
-        if self.log is not None:
-            self.log.reserve(num_calls)
+        """Make room for what a program sends on each device, before it runs, so that no callback has to."""
+        # A program that is only compiled has no driver, and needs no room.
+        self._most = max(self._most, num_calls)
 
     def check(self) -> None:
         """Compare what the program has sent since `begin` with what was assumed, when the program is over.

@@ -247,23 +247,28 @@ CALLS = lines(product("d1"), f"  %cb = {A} custom-call(%i, %x), {CALLBACK}", pro
 CALL_RATES = dataclasses.replace(RATES, sync_seconds=0.25, callback_seconds=0.5, leaf_seconds=0.125)
 
 
-@pytest.mark.parametrize(
-    ("callbacks", "expected", "waits"),
-    [
-        # d1 0..2; the host waits until 2.25; Python 0.5 and 0.125 for each of two arrays, until 3; d2 3..5.
-        pytest.param("plain", 5, 2.25, id="plain"),
-        # From 3: down 2 s, up 2 s, copies of 2e6 + 2 x 2e6 bytes in host memory 1 s; d2 8..10.
-        pytest.param("delayed", 10, 6.25, id="delayed"),
-    ],
-)
-def test_a_callback_drains_the_stream(callbacks, expected, waits):
-    found = hlo.simulate(module(CALLS), rates=CALL_RATES, callbacks=callbacks)
-    assert seconds(found) == (expected, 4, 0)
+def test_a_callback_drains_the_stream():
+    found = hlo.simulate(module(CALLS), rates=CALL_RATES, callbacks="plain")
+    # d1 0..2; the host waits until 2.25; Python 0.5 and 0.125 for each of two arrays, until 3; d2 3..5.
+    assert seconds(found) == (5, 4, 0)
     assert (found.num_callbacks, found.num_host_waits) == (1, 1)
-    assert found.host_wait_seconds == pytest.approx(waits, abs=1e-6)
-    moved = 0 if callbacks == "plain" else 2_000_000
-    assert found.callback_bytes == {"to_device": moved, "to_host": moved}
+    assert found.host_wait_seconds == pytest.approx(2.25, abs=1e-6)
+    assert found.callback_bytes == {"to_device": 0, "to_host": 0}
     assert found.traffic.moves == ()
+
+
+def test_a_delayed_update_has_all_of_the_step():
+    body = lines(product("d"), f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}")
+    start = f"  %start = s32[] custom-call(%i), {CALLBACK}"
+    installs = [f"  %new{n} = {A} custom-call(%i), {CALLBACK}" for n in range(2)]
+    found = hlo.simulate(module(lines(start, loop("w", 2), *installs), body), rates=CALL_RATES, callbacks="delayed")
+    # The first call ends at 0.5, when the update of 2e6 parameters begins, 56e6 / 14e6 = 4 s, until 4.5. d 0.5..2.5, down
+    # 2.5..4.5; d 2.5..4.5, down 4.5..6.5. The host waits from 2.375 for the update; up 4.5..6.5 and 6.5..8.5.
+    assert seconds(found) == (8.5, 4, 0)
+    assert (found.num_callbacks, found.num_host_waits) == (5, 0)
+    assert found.host_wait_seconds == pytest.approx(2.125, abs=1e-6)
+    assert found.callback_bytes == {"to_device": 4_000_000, "to_host": 4_000_000}
+    assert found.busy["host kernel"] == pytest.approx(4)
 
 
 def test_layers_are_updated_by_a_worker_beside_the_program():

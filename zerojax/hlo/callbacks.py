@@ -3,7 +3,8 @@
 XLA calls them on the thread that enqueues the program's operations, so nothing is enqueued until one returns. By mode:
 
     "update"       gradients down, the host's update in a worker, new parameters up (`update_on="host"`)
-    "delayed"      gradients down, new parameters of the last step up, and copies of both within host memory (`delayed_update`)
+    "delayed"      the worker updates with the last step's gradients from the first callback on; gradients down, and when it has
+                   done, parameters up (`delayed_update`)
     "nvme"         a record up from a buffer that the disk has filled, or one down into a buffer that goes to the disk; with
                    a copy to or from a slot on the device each time
     "nvme_update"  parameters as in "nvme"; gradients as in "update", with the optimizer's state from and to the disk
@@ -12,8 +13,9 @@ XLA calls them on the thread that enqueues the program's operations, so nothing 
 The callbacks of an update do not wait for the device. In a loop they copy a layer's gradients to a slot, from where they go
 down beside the program; the worker's kernels follow; the new parameters go up to a slot, from where a callback `LAG` layers
 later copies them, which waits for that layer's kernels. Outside of loops gradients and parameters are copied in the program's
-stream, array by array. Those of the nvme tier wait for the disk and for buffers, and not for the device. All other callbacks
-wait until the device has done all that was enqueued, because they read an index from device memory.
+stream, array by array. A delayed update's gradients go down likewise, and its parameters up in the program's stream. Those of
+the nvme tier wait for the disk and for buffers, and not for the device. Of other callbacks it is assumed that they wait until
+the device has done all that was enqueued, as one that reads an index from device memory.
 
 The disk reads a record one use ahead, into two buffers in turn. The callback waits until it is read. It goes up to its kind's
 slot as soon as it is read and the program has taken the one before from there, and its buffer is then free; the program waits
@@ -58,7 +60,7 @@ class Callbacks:
         self._ups: dict[tuple[int, ...], collections.deque[int]] = {}  # by the same: the last copies up, which free buffers
         self._down_slot: dict[int, int] = {}  # by the record's bytes: the last copy down from the slot
         self._writes: list[int] = []
-        self._handed: int | None = None  # the last call that handed over gradients
+        self._handed: int | None = None  # the last call that handed over gradients, or began an update
         self._down: dict[tuple[int, ...], int] = {}  # by the arrays of a layer: the last copy of its gradients to the host
         # By the new parameters of a layer, or of one array: the kernel, and the copy up to a slot where it has one.
         self._updates: dict[tuple[int, ...], collections.deque[tuple[int, int | None]]] = {}
@@ -74,21 +76,19 @@ class Callbacks:
         given, made = [n for n in given if n >= LEAST_BYTES], [n for n in made if n >= LEAST_BYTES]
         down, up, t = sum(given), sum(made), self.timeline
         self.count += 1
-        updates = self.mode == "update" or (self.mode == "nvme_update" and (bool(down) or not up))
-        if not (updates or self.mode.startswith("nvme")):
+        updates = self.mode in ("update", "delayed") or (self.mode == "nvme_update" and (bool(down) or not up))
+        if self.mode == "plain":
             t.add(HOST, self.rates.sync_seconds, after=[t.last.get(MAIN)], label=WAIT)
         python = self.rates.callback_seconds + self.rates.leaf_seconds * (len(given) + len(made))
         self._work(python, f"callbacks: Python ({self.mode})")
-        if updates and down and in_loop:
+        if self.mode == "delayed":
+            self._delayed(given, made, in_loop)
+        elif updates and down and in_loop:
             self._update_layer(given, made)
         elif updates and down:
             self._update_arrays(given)
         elif updates:
             self._take(made)
-        elif self.mode == "delayed" and (down or up):
-            self._link(DOWN, down)
-            self._link(UP, up)
-            self._work((down + 2 * up) / self.rates.host_copy, "callbacks: copies in host memory")
         elif self.mode in ("nvme", "nvme_update") and up:
             self._fetch(tuple(made))
         elif self.mode == "nvme" and down:
@@ -108,10 +108,6 @@ class Callbacks:
         else:
             self.bytes_down += num_bytes
         return self.timeline.add(lane, num_bytes / self.rates.link, (way,), after, f"{way}: callbacks' copies")
-
-    def _link(self, way: str, num_bytes: int) -> None:
-        """Add a copy that the host's thread begins and waits for."""
-        self._wait(self._copy(way, num_bytes, [self.timeline.last.get(HOST)]))
 
     def _kernel(self, num_bytes: int, arrived: int) -> int:
         """Add the kernels of an update whose gradients have so many bytes, which the worker runs in turn."""
@@ -137,6 +133,22 @@ class Callbacks:
         # The slot is empty when the program has taken what the layer before has made; its stream does so in order.
         taken = self.timeline.last[MAIN] if record else None
         before.append((kernel, self._copy(UP, sum(made), [kernel, taken]) if record else None))
+
+    def _delayed(self, given: list[int], made: list[int], in_loop: bool) -> None:
+        t, down, up = self.timeline, sum(given), sum(made)
+        if self._handed is None:  # the first call begins the update
+            self._handed = t.last[HOST]
+        if down and in_loop:
+            slot = self._slot(down, self._down.get(tuple(given)))
+            self._down[tuple(given)] = self._copy(DOWN, down, [slot])
+        elif down:
+            self._main_copy(DOWN, down)
+        if up:
+            if WORKER not in t.last:  # with as many gradients as have gone down in this step
+                seconds = self.bytes_down / _ITEM * _UPDATED / self.rates.host_kernel
+                t.add(WORKER, seconds, (HOST_KERNEL,), [self._handed], "host kernel: update")
+            self._wait(t.last[WORKER])
+            self._main_copy(UP, up)
 
     def _update_arrays(self, given: list[int]) -> None:
         for num_bytes in given:
