@@ -83,6 +83,8 @@ class Calls:
         """Make room for what a program sends on each device, before it runs, so that no callback has to."""
         # A program that is only compiled has no driver, and needs no room.
         self._most = max(self._most, num_calls)
+        if self.log is not None:
+            self.log.reserve(num_calls)
 
     def check(self) -> None:
         """Compare what the program has sent since `begin` with what was assumed, when the program is over.
