@@ -45,9 +45,9 @@ def build_schedule(
       gather_ahead: take and gather the next layer while one computes; two layers are then whole at once.
       master: parameters have float32 masters, which rest and move with opt_state; without, an update reads the parameters.
       device_layers: opt_state of layers 0 .. device_layers-1 stays on the device.
-      stores_late: a backward that updates stores each record in the tick after the one that updated it.
-      ends: bytes of the records of leaves that are no stack of layers and are updated beside a backward whose stores are late:
-        "head", whose gradients are complete before it, and "embed", whose are complete after it.
+      stores_late: what updates, backward or update, stores each record in the tick after the one that updated it.
+      ends: bytes of the records of leaves that are no stack of layers and are updated beside ticks whose stores are late:
+        "head", whose gradients are complete before backward, and "embed", which are updated when the layers are.
       record_bytes: bytes of one layer on one device, by kind (params: its shard), and "gathered" (whole); missing ones are 0.
       budget_bytes: the most bytes that may be in flight on a device.
 
@@ -127,6 +127,8 @@ def _build_phases(
     if device_layers == num_layers:
         moving.discard("opt_state")
 
+    updating = "backward" if update == "in_backward" else "update"
+
     def phase(name: str, layer: np.ndarray, fetches: str, writes: str, reads: str = "") -> Phase:
         ahead = gather_ahead and name != "update"
         kinds = [tuple(kind for kind in text.split() if kind in moving) for text in (fetches, reads, writes)]
@@ -136,7 +138,7 @@ def _build_phases(
         slots = np.arange(len(takes)) % distance if distance else np.full(len(takes), -1)
         use_slot, fetch = (padded(array, num_layers) for array in (slots, takes[distance:]))
         store = np.where(moved(kinds[2], layer, device_layers), layer, -1)
-        late = stores_late and name == "backward" and update == "in_backward" and bool(kinds[2])
+        late = stores_late and name == updating and bool(kinds[2])
         return Phase(
             name=name,
             layer=int32(layer),
@@ -164,6 +166,10 @@ def _build_phases(
         return forward, phase("backward", layers[::-1], "params frozen activations", "opt_state params", "opt_state")
     backward = phase("backward", layers[::-1], "params frozen activations", "grads")
     reads = "grads opt_state" if master else "grads opt_state params"
+    if (
+        stores_late
+    ):  # loaded in the tick that updates it, while the record before it is stored: there is nothing else to wait for
+        return forward, backward, phase("update", layers, "", "opt_state params", reads)
     # Rolled: the layers whose state is on the device come last, so that fetches begin with the first tick.
     return forward, backward, phase("update", np.roll(layers, -device_layers), reads, "opt_state params")
 

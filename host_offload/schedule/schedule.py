@@ -41,9 +41,9 @@ updated. The optimizer state of layers 0 .. device_layers-1 may stay on the devi
 visits these layers last, and fetches nothing for them unless another kind is off the device. In backward the optimizer state is
 read in the tick that uses it: that copy hides behind the tick's own derivative, and so takes no slot.
 
-**Late stores.** What backward updates may be stored a tick late: tick t stores what tick t - 1 updated, store[t] = layer[t-1],
-beside its own products and in the other direction than its loads. The first tick then stores nothing, and the record of the
-last one is stored after the loop (`drain`).
+**Late stores.** What is updated may be stored a tick late: tick t stores what tick t - 1 updated, store[t] = layer[t-1], in the
+other direction than its loads, and in backward beside its own products. The first tick then stores nothing, and the record of
+the last one is stored after the loop (`drain`). Such an update phase has no ring: a tick loads the record that it updates.
 
 **Ends.** Leaves that are no stack of layers are updated beside such a backward (`ends`). What only the head uses has its
 gradient before the first tick, in which nothing else is stored: it is loaded before the loop, and stored in that tick. The

@@ -216,3 +216,16 @@ def test_two_stacks_update_ends_beside_backward_to_the_same_numbers(monkeypatch)
     assert not any(phase.ends for phase in plain.phases)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))
+
+
+def test_an_update_after_backward_loads_in_its_tick_and_stores_a_tick_late():
+    tiers = {"opt_state": HOST}
+    late, plain = (build_schedule(4, 1, tiers=tiers, stores_late=is_late, ends={"embed": 7}) for is_late in (True, False))
+    phase = late.phase("update")
+    assert (phase.store.tolist(), phase.drain.tolist(), len(phase.preload)) == ([-1, 0, 1, 2], [3], 0)
+    assert (phase.fetches, phase.reads, phase.writes) == ((), ("opt_state",), ("opt_state",))
+    assert [(move.name, move.fetch, move.store) for move in phase.ends] == [("embed", 4, 5)]
+    assert not late.phase("backward").stores_late
+    assert plain.phase("update").fetches == ("opt_state",)
+    kinds = ("opt_state",)
+    assert sorted(moves_of(late, kinds)) == sorted(moves_of(plain, kinds))  # in another order

@@ -154,17 +154,17 @@ def _peak_bytes(streamed: StreamedStep, stacks: Sequence[_StackBytes]) -> int:
     """Return the most bytes that are on their way at once, with those gathered.
 
     Leaves that are not stacked are updated after all layers: one at a time by the device, all at once by callbacks. Where
-    backward stores late, those of the head are updated at once before it, and the others in groups, each of which is stored
-    while the next one is loaded.
+    records are stored late, those that the head completes are updated at once before backward, and the others in groups, each of
+    which is stored while the next one is loaded.
     """
     plan, records = streamed.plan, streamed.plan.state_records
     copied, called = moved_by_updates(records, plan.ends)
     peaks = [max(map(both_ways, copied), default=0), summed(called)["to_device"]]
     if plan.early_ends:
         peaks.append(both_ways(summed(moved_by_updates(records, plan.early_ends)[0])))
-    if plan.drains_beside_ends:
-        first = plan.of_stacks[0]
-        waits = sum(stacks[0].sizes[0][kind] for kind in first.schedule.phase("backward").writes)
+    if plan.drained is not None:
+        (phase,) = (phase for phase in plan.drained.schedule.phases if phase.stores_late)
+        waits = sum(stacks[plan.of_stacks.index(plan.drained)].sizes[0][kind] for kind in phase.writes)
         for group in plan.end_groups():
             moved = summed(moved_by_updates(records, group)[0])
             peaks.append(waits + both_ways(moved))

@@ -29,7 +29,7 @@ from host_offload.device import one_trip
 from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
 from zerojax.optim import Handed, RecordUpdate, build_update, clip_factor
-from zerojax.state import FlatState, Index, Tile, TrainState, is_stored, pick, read_layer, write_layer
+from zerojax.state import FlatState, Index, StateRecords, Tile, TrainState, is_stored, pick, read_layer, write_layer
 from zerojax.streamed.ending import (
     BackwardResult,
     Crossing,
@@ -184,20 +184,27 @@ class ByLayers(StoredGrads):
         loops = []
         for stack in plan.of_stacks:
             mine, on_device = arrays.of_stack(stack.name), stack.leaves.device_layers
-            loops.append(UpdateLoop(stack.schedule.phase("update"), mine.phase("update"), stack.blocks, on_device))
+            phase, is_last = stack.schedule.phase("update"), stack is plan.drained
+            loops.append(UpdateLoop(phase, mine.phase("update"), stack.blocks, on_device, is_last=is_last))
             for group, tiles in stack.loops:
                 at = partial(Tile.numbered, of=group.num_tiles)
                 # A record's number makes two indices, of which neither is linear in it.
                 of_tiles = dataclasses.replace(mine.phase(tiles.plan("update")), linear=None)
                 loops.append(UpdateLoop(tiles.phase("update"), of_tiles, group.leaves, 0, at))
-        tokens: list[Array] = []
+        tokens, pending = list[Array](), dict[int, list[Array]]()
         for loop in loops:
             if tokens:  # the engine reads and writes records in one order, so loops over them may not be exchanged
                 loop = dataclasses.replace(loop, arrays=loop.arrays.after(tokens, plan.mesh))
-            states = self.update_records(result, states, loop, ready, ok)
+            if loop.phase.stores_late:
+                states, pending = self.update_records_late(result, states, loop, ready, ok)
+            else:
+                states = self.update_records(result, states, loop, ready, ok)
             # A loop with nothing on disk has no tokens: the next one waits for those of the loop before it.
             tokens = records.tokens(states, loop.part) or tokens
-        if not self.ends_first:
+        if plan.drained is not None:
+            of_ends = dict(zip(plan.ends, ends, strict=True))
+            states = _end_beside_drain(plan, update, states, pending, of_ends, result.loss, ok)
+        elif not self.ends_first:
             states = update.update_ends(states, dict(zip(plan.ends, ends, strict=True)), shared, result.loss, ok, arrays.one)
         return closed(update, result, states, norm)
 
@@ -247,6 +254,45 @@ class ByLayers(StoredGrads):
 
         return run_phase(loop.phase, loop.arrays, states, tick, fetch=fetch, device_layers=loop.on_device)
 
+    def update_records_late(
+        self,
+        result: BackwardResult[GradStacks],
+        states: FlatState,
+        loop: "UpdateLoop",
+        ready: Callable[[Array], Array],
+        ok: Array,
+    ) -> tuple[FlatState, dict[int, list[Array]]]:
+        """Update the records of one loop, each stored while the next one is loaded.
+
+        Args are those of `update_records`. Returns the states, and the last record where it is stored with the ends.
+        """
+        records, part, shared = self.records, loop.part, self.records.shared_of(states)
+
+        def tick(carry: Any, now: Tick) -> tuple[Any, None]:
+            states, pending = carry
+            grads, old = self.read_grads(result.carried, part, now.layer), list[Array]()
+            # Two groups: no products part the turns, so that each more would only wait for the longer of two directions.
+            crossing = Crossing(records, part, 2, now, pending, states)
+            crossed = crossing.begin()
+            for number in range(1, crossing.num_turns):
+                crossed = crossing.turn(number, jax.lax.optimization_barrier(crossed))
+            states, (opt, _) = crossing.states_of(crossed), crossing.loaded(crossed)
+            if states.master is None:
+                old = records.read_params(states, part, now.layer)
+            mean = [ready(g) for g in grads]
+            moved = self.record_update.updated_layer(part, mean, old + opt, shared, result.loss, ok)
+            return _kept(records, states, part, now.layer, *moved), None
+
+        def drain(layer: Array, carry: Any) -> Any:
+            states, pending = carry
+            return store_record(records, states, part, layer, dict(enumerate(pending))), pending
+
+        carry = states, _nothing_updated(records, states, part)
+        states, pending = run_phase(
+            loop.phase, loop.arrays, carry, tick, fetch=lambda carry, layer: [], drain=None if loop.is_last else drain
+        )
+        return states, {part[0]: pending}
+
 
 @dataclasses.dataclass(frozen=True)
 class UpdateLoop:
@@ -258,6 +304,7 @@ class UpdateLoop:
       part: the leaves of a record.
       on_device: layers whose optimizer state stays on the device.
       at: number of a record -> its index.
+      is_last: whether the last record is stored with the leaves that are no stack of layers, where stores are late.
     """
 
     phase: Phase
@@ -265,6 +312,7 @@ class UpdateLoop:
     part: Sequence[int]
     on_device: int
     at: Callable[[Array], Index] = lambda layer: layer
+    is_last: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -317,7 +365,7 @@ class InBackward:
         del grads
         plan, states = self.plan, self.records.flat(state)
         late = [s.blocks for s in plan.of_stacks if s.schedule.phase("backward").stores_late]
-        pending = {part[0]: self._nothing_updated(states, part) for part in late}
+        pending = {part[0]: _nothing_updated(self.records, states, part) for part in late}
         complete = dict(zip(plan.ends, head.grads, strict=True))
         of_head = {i: _rounded(plan.reduced([complete[i]], [i])[0]) for i in plan.early_ends}
         squares, ends = plan.squares(list(of_head.values()), list(of_head), state), dict[int, list[Array]]()
@@ -328,11 +376,6 @@ class InBackward:
 
     def split_ends(self, carried: UpdatedState) -> tuple[UpdatedState, dict[int, list[Array]]]:
         return dataclasses.replace(carried, ends={}), carried.ends
-
-    def _nothing_updated(self, states: FlatState, part: Sequence[int]) -> list[Array]:
-        """Return room for a record that was updated and not stored yet."""
-        pairs = zip(record_specs(self.records, part), record_stacks(self.records, states, part), strict=True)
-        return [jax.lax.with_sharding_constraint(jnp.zeros(a.shape[1:], a.dtype), spec.sharding) for spec, a in pairs]
 
     def crossing(
         self, carried: UpdatedState, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
@@ -372,11 +415,8 @@ class InBackward:
         squares = carried.squares + plan.squares(record.grads, part, state)
         # As in `use`.
         shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
-        weights, after = self.record_update.updated_layer(part, mean, old + opt, shared, carried.loss, ok)
-        params = [records.cast(i, w) for i, w in zip(part, weights, strict=True)]
-        if not plan.params_away:  # on the device they are written in place
-            states, params = records.write_params(states, part, record.now.layer, params), []
-        updated = [*(weights if states.master is not None else ()), *after, *params]
+        moved = self.record_update.updated_layer(part, mean, old + opt, shared, carried.loss, ok)
+        states, updated = _kept(records, states, part, record.now.layer, *moved)
         pending = carried.pending | {part[0]: updated}
         landing = None if record.now.fetch is None else [*fetched, *(record.landing or ())]
         return dataclasses.replace(carried, states=states, squares=squares, pending=pending), landing
@@ -402,44 +442,11 @@ class InBackward:
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         plan, update, states, norm = self.plan, self.record_update, result.carried.states, self.norm(result)
         ends, ok = {i: plan.mean(g) for i, g in self._late_ends(result).items()}, jnp.isfinite(norm)
-        if plan.drains_beside_ends:
-            states = self._end_beside_drain(result, ends, ok)
+        if plan.drained is not None:
+            states = _end_beside_drain(plan, update, states, result.carried.pending, ends, result.loss, ok)
         else:
             states = update.update_ends(states, ends, self.records.shared_of(states), result.loss, ok, result.arrays.one)
         return closed(update, result, states, norm)
-
-    def _end_beside_drain(self, result: BackwardResult[UpdatedState], grads: dict[int, Array], ok: Array) -> FlatState:
-        """Update leaves while the record that backward updated last is stored; each group is stored while the next is loaded.
-
-        Args:
-          result: of backward.
-          grads: float32, means over microbatches, by leaf.
-          ok: bool[], whether to update at all.
-        """
-        records, update, groups = self.records, self.record_update, self.plan.end_groups()
-        first = self.plan.of_stacks[0]  # backward ends with it
-        pending = dict(enumerate(result.carried.pending[first.blocks[0]]))
-
-        def load(states: FlatState, group: Sequence[int]) -> dict[int, list[Array]]:
-            return {i: update.load_end(states, i) for i in group}
-
-        def body(layer: Array, states: FlatState) -> FlatState:
-            states = store_record(records, states, first.blocks, layer, pending)
-            loaded = load(states, groups[0])
-            for number, group in enumerate(groups):
-                stored = dict[int, list[Array]]()
-                for i in group:
-                    states, stored[i] = update.updated_end(states, i, grads[i], loaded[i], result.loss, ok)
-                if number + 1 < len(groups):
-                    stored, following = jax.lax.optimization_barrier((stored, states))
-                    loaded = load(following, groups[number + 1])
-                for i, values in stored.items():
-                    specs = record_specs(records, (i,))
-                    states = with_ends(records, states, {i: [s.store(v) for s, v in zip(specs, values, strict=True)]})
-            return states
-
-        (layer,) = first.schedule.phase("backward").drain.tolist()
-        return one_trip(layer, body, result.carried.states, self.plan.mesh)
 
 
 def _rounded(grad: Array) -> Array:
@@ -448,3 +455,64 @@ def _rounded(grad: Array) -> Array:
         return grad
     bits = jnp.finfo(grad.dtype)
     return jax.lax.reduce_precision(grad, bits.nexp, bits.nmant)
+
+
+def _nothing_updated(records: StateRecords, states: FlatState, part: Sequence[int]) -> list[Array]:
+    """Return room for a record that was updated and not stored yet."""
+    pairs = zip(record_specs(records, part), record_stacks(records, states, part), strict=True)
+    return [jax.lax.with_sharding_constraint(jnp.zeros(a.shape[1:], a.dtype), spec.sharding) for spec, a in pairs]
+
+
+def _kept(
+    records: StateRecords, states: FlatState, part: Sequence[int], layer: Array, weights: list[Array], opt: list[Array]
+) -> tuple[FlatState, list[Array]]:
+    """Return the state with a layer's new parameters where they rest on the device, and the record that the next tick stores."""
+    params = [records.cast(i, w) for i, w in zip(part, weights, strict=True)]
+    if not any(records.params[i].is_away for i in part):  # on the device they are written in place
+        states, params = records.write_params(states, part, layer, params), []
+    return states, [*(weights if states.master is not None else ()), *opt, *params]
+
+
+def _end_beside_drain(
+    plan: StreamedPlan,
+    update: RecordUpdate,
+    states: FlatState,
+    pending: Mapping[int, list[Array]],
+    grads: Mapping[int, Array],
+    loss: Array,
+    ok: Array,
+) -> FlatState:
+    """Update leaves while the record that was updated last is stored; each group is stored while the next one is loaded.
+
+    Args:
+      plan: of the step.
+      update: of records.
+      states: all leaves.
+      pending: updated records of layers, by the first of their leaves.
+      grads: float32, means over microbatches, by leaf.
+      loss: f32[].
+      ok: bool[], whether to update at all.
+    """
+    records, groups, last = update.records, plan.end_groups(), plan.drained
+    assert last is not None
+
+    def load(states: FlatState, group: Sequence[int]) -> dict[int, list[Array]]:
+        return {i: update.load_end(states, i) for i in group}
+
+    def body(layer: Array, states: FlatState) -> FlatState:
+        states = store_record(records, states, last.blocks, layer, dict(enumerate(pending[last.blocks[0]])))
+        loaded = load(states, groups[0])
+        for number, group in enumerate(groups):
+            stored = dict[int, list[Array]]()
+            for i in group:
+                states, stored[i] = update.updated_end(states, i, grads[i], loaded[i], loss, ok)
+            if number + 1 < len(groups):
+                stored, following = jax.lax.optimization_barrier((stored, states))
+                loaded = load(following, groups[number + 1])
+            for i, values in stored.items():
+                specs = record_specs(records, (i,))
+                states = with_ends(records, states, {i: [s.store(v) for s, v in zip(specs, values, strict=True)]})
+        return states
+
+    (layer,) = (n for phase in last.schedule.phases for n in phase.drain.tolist())
+    return one_trip(layer, body, states, plan.mesh)

@@ -113,8 +113,8 @@ class StackPlan:
 
     @property
     def drains_beside_ends(self) -> bool:
-        """Whether the record that backward updates last is stored while leaves that are no stack of layers are loaded."""
-        return any(move.name == "embed" for move in self.schedule.phase("backward").ends)
+        """Whether the record that is updated last is stored while leaves that are no stack of layers are loaded."""
+        return any(move.name == "embed" for phase in self.schedule.phases for move in phase.ends)
 
     def number(self, layer: Any) -> Any:
         """Return the number of one of its layers among those of all stacks, of which keys are made."""
@@ -143,7 +143,7 @@ class StreamedPlan:
       ends: the other trained ones.
       early_ends: those of them that are updated before backward of the layers, and stored in its first tick.
       late_ends: the others.
-      drains_beside_ends: whether these are loaded while the record that backward updates last is stored.
+      drained: the stack whose last record is stored while these are loaded, or None.
       stacks: all stacks of parameters: `stacked`, then those that are frozen.
       params: how each parameter rests.
       grads: how each gradient rests from backward to update.
@@ -174,7 +174,7 @@ class StreamedPlan:
         stacks = zip(stacks_of(model), layout.stacks, schedules.values(), strict=True)
         self.of_stacks = tuple(_stack_plan(stack, leaves, schedule, layout) for stack, leaves, schedule in stacks)
         self.schedule = stacked_schedule(schedules)
-        self.drains_beside_ends = self.of_stacks[0].drains_beside_ends
+        self.drained = next((stack for stack in self.of_stacks if stack.drains_beside_ends), None)
         starts_with = self.of_stacks[-1].schedule.phase("backward")
         self.early_ends = early_ends(state_records) if any(move.name == "head" for move in starts_with.ends) else ()
         self.late_ends = tuple(i for i in self.ends if i not in self.early_ends)
@@ -215,7 +215,8 @@ class StreamedPlan:
 
     def end_groups(self) -> list[list[int]]:
         """Return `late_ends` in groups, the largest leaf first: one leaf, or as many as are together no larger than a layer."""
-        blocks = self.of_stacks[0].blocks
+        assert self.drained is not None
+        blocks = self.drained.blocks
         sizes = {i: math.prod(self.leaves[i].record_shape) for i in (*self.late_ends, *blocks)}
         most, groups, filled = sum(sizes[i] for i in blocks), list[list[int]](), 0
         for i in sorted(self.late_ends, key=lambda i: -sizes[i]):
@@ -473,12 +474,14 @@ def _plan_schedule(
         sizes = [record_bytes(records, group.leaves, group.frozen) for group in stack.groups]
         return build_tiled_schedule(num_layers, distance, groups=groups, group_bytes=sizes, **options)
     late = _stores_late(records, stack, tiers)
-    early = early_ends(records) if late else ()
+    in_backward = config.update == "in_backward"
+    early = early_ends(records) if late and in_backward else ()
     others = [i for i in layout.ends if i not in early]
-    # Backward begins with the last stack, and ends with the first one.
+    last = layout.stacks[0 if in_backward else -1]
+    # Backward begins with the last stack, and ends with the first one; an update ends with the last one.
     ends = {
         **({"head": _stored_bytes(records, early)} if early and stack is layout.stacks[-1] else {}),
-        **({"embed": _stored_bytes(records, others)} if others and stack is layout.stacks[0] else {}),
+        **({"embed": _stored_bytes(records, others)} if others and stack is last else {}),
     }
     return build_schedule(
         num_layers, distance, gather_ahead=ahead, device_layers=stack.device_layers, stores_late=late, ends=ends, **options
@@ -506,20 +509,24 @@ def _stored_bytes(records: StateRecords, part: Sequence[int]) -> int:
 
 
 def _stores_late(records: StateRecords, stack: StackLeaves, tiers: Mapping[str, str]) -> bool:
-    """Tell whether backward stores a record a tick after it was updated, while the next one is loaded.
+    """Tell whether a record is stored a tick after it was updated, while the next one is loaded.
 
     Only copy engines move both directions at once. An array of a record is loaded while another one is stored, so that there
     must be two. Records on disk are moved by the engine, which has its own order. Parameters that are fetched in the tick that
-    takes them are read before its products, and there is nothing to store them beside.
+    takes them are read before its products, and there is nothing to store them beside. An update would have to load parameters
+    that are their own masters, too, where they rest off the device.
     """
-    num_arrays = len(records.opt_records(stack.blocks))
+    num_arrays, config = len(records.opt_records(stack.blocks)), records.layout.config
+    if config.update == "in_backward":
+        possible = config.prefetch_distance > 0 or tiers["params"] == "device"
+    else:
+        possible = config.update_on != "host" and (records.layout.has_master or tiers["params"] == "device")
     return (
         records.linear_slices
         and tiers["opt_state"] == "pinned_host"
         and "nvme" not in tiers.values()
-        and records.layout.config.update == "in_backward"
+        and possible
         and not stack.device_layers
         and stack.num_layers > 1
         and num_arrays > 1
-        and (records.layout.config.prefetch_distance > 0 or tiers["params"] == "device")
     )
