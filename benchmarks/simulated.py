@@ -62,6 +62,7 @@ _NO_DISK = {"disk_read": NO_DISK, "disk_write": NO_DISK}
 MODES = {
     "resident": Mode(config={}),
     "opt_state on the host": Mode(config={"opt_state": HOST, **_IN_BACKWARD}),
+    "opt_state on the host, clip_norm": Mode(config={"opt_state": HOST, "clip_norm": 1.0}),
     "params, grads, opt_state on the host": Mode(config={"params": HOST, "grads": HOST, "opt_state": HOST, **_IN_BACKWARD}),
     "opt_state on the host, update_on host": Mode(config={**_ON_HOST, **_IN_BACKWARD}, callbacks="update"),
     "the same, delayed_update": Mode(config={**_ON_HOST, "delayed_update": True}, callbacks="delayed"),

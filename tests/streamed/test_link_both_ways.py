@@ -189,10 +189,6 @@ def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_t
         build_schedule(4, 1, ends={"tail": 1}, **options)
 
 
-def in_backward(**fields):
-    return zj.ZeroConfig(stage=3, opt_state=HOST, update="in_backward", **fields)
-
-
 def two_stacks(config):
     """Return losses and trained state of three steps of a model of two stacks, and its schedule."""
     with zj.build_train_step(encoder_decoder.model(), optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:2])) as p:
@@ -205,14 +201,22 @@ def two_stacks(config):
 
 
 @pytest.mark.exhaustive
-def test_two_stacks_update_ends_beside_backward_to_the_same_numbers(monkeypatch):
-    """The head is stored by the last stack's first tick, and the others beside the drain of the first stack."""
-    config = in_backward(num_microbatches=2)
+@pytest.mark.parametrize(
+    ("fields", "expected_moves"),
+    [
+        ({"update": "in_backward"}, {"decoder/backward": ["head"], "encoder/backward": ["embed"]}),
+        ({"clip_norm": 0.5}, {"decoder/update": ["embed"]}),
+    ],
+    ids=["in_backward", "after_backward"],
+)
+def test_two_stacks_update_ends_beside_the_last_store_to_the_same_numbers(fields, expected_moves, monkeypatch):
+    """In backward the head is stored by the last stack's first tick."""
+    config = zj.ZeroConfig(stage=3, opt_state=HOST, num_microbatches=2, **fields)
     expected, plain = two_stacks(config)
     monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
     found, schedule = two_stacks(config)
     moves = {phase.name: [move.name for move in phase.ends] for phase in schedule.phases if phase.ends}
-    assert moves == {"decoder/backward": ["head"], "encoder/backward": ["embed"]}
+    assert moves == expected_moves
     assert not any(phase.ends for phase in plain.phases)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))

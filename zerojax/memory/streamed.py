@@ -154,8 +154,8 @@ def _peak_bytes(streamed: StreamedStep, stacks: Sequence[_StackBytes]) -> int:
     """Return the most bytes that are on their way at once, with those gathered.
 
     Leaves that are not stacked are updated after all layers: one at a time by the device, all at once by callbacks. Where
-    records are stored late, those that the head completes are updated at once before backward, and the others in groups, each of
-    which is stored while the next one is loaded.
+    records are stored late, those that the head completes are updated at once before backward, and the others in groups, each
+    of which is stored while the next one is loaded.
     """
     plan, records = streamed.plan, streamed.plan.state_records
     copied, called = moved_by_updates(records, plan.ends)

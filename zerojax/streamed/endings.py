@@ -3,6 +3,7 @@
     ending          backward, at layer l                          after backward
     WholeTree       store g[l] on the device                      norm, clip, one update of the whole tree
     ByLayers        store g[l] in its tier                        norm; for each layer: fetch, scale, update, write back
+      stores late                                                 the same; store s[l-1] while s[l] is fetched
     InBackward      fetch w[l], s[l]; update; write back          the leaves that are no stack of layers
       stores late   store s[l+1] while s[l] is fetched; update    the record of layer 0; fetch, update, write back the others
     OnHost          store g[l], on the device or on the host      norm; the host updates each layer
@@ -466,7 +467,7 @@ def _nothing_updated(records: StateRecords, states: FlatState, part: Sequence[in
 def _kept(
     records: StateRecords, states: FlatState, part: Sequence[int], layer: Array, weights: list[Array], opt: list[Array]
 ) -> tuple[FlatState, list[Array]]:
-    """Return the state with a layer's new parameters where they rest on the device, and the record that the next tick stores."""
+    """Return the state with a layer's new parameters, where they rest on the device, and the record that is stored later."""
     params = [records.cast(i, w) for i, w in zip(part, weights, strict=True)]
     if not any(records.params[i].is_away for i in part):  # on the device they are written in place
         states, params = records.write_params(states, part, layer, params), []
