@@ -82,7 +82,7 @@ def test_the_partitioners_warning_is_seen_when_there_is_one(capfd):
     assert INVOLUNTARY in capfd.readouterr().err
 
 
-@pytest.mark.by_default("layered-0", "layered-3")
+@pytest.mark.by_default("layered-3")
 @pytest.mark.parametrize(("kind", "stage"), STAGES)
 def test_collectives_move_2p_2p_3p_elements(capfd, kind, stage):
     gathers, scatters, reduces = [(0, 0, 1), (1, 1, 0), (1, 1, 0), (2, 1, 0)][stage]
@@ -111,7 +111,7 @@ def test_gathers_are_bfloat16(capfd, kind, stage):
     assert wide < 0.001 * CONFIG.num_params
 
 
-@pytest.mark.by_default("layered-0", "layered-3")
+@pytest.mark.by_default("layered-3")
 @pytest.mark.parametrize(("kind", "stage"), STAGES)
 def test_argument_bytes_equal_the_account(capfd, kind, stage):
     c = compile_step(capfd, kind, stage=stage)
@@ -140,6 +140,7 @@ def test_stage_3_with_remat_gathers_a_layer_at_a_time(capfd, num_microbatches):
     assert c.stats.temp_size_in_bytes < 2.5 * LAYER_BYTES + sums  # of 8 layers; activations are 32 MiB of it
 
 
+@pytest.mark.exhaustive  # by default the test above has remat of layers, and the one before it separate blocks
 def test_remat_of_separate_blocks_keeps_what_crosses_the_cuts(capfd):
     saved = compile_step(capfd, "unrolled", stage=3)
     c = compile_step(capfd, "unrolled", stage=3, activations="remat")

@@ -141,7 +141,7 @@ def schedule_bytes(program: zj.Program) -> int:
 # --- memory ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_default("all_96_layers-1", "ahead-1")
+@pytest.mark.by_default("all_96_layers-1")
 @pytest.mark.parametrize(
     ("name", "distance"),
     [("all_distance_0", 0), ("all", 1), ("all_96_layers", 1), ("all_distance_2", 2), ("ahead", 1), ("ahead_distance_2", 2)],

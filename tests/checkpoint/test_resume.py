@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-@pytest.mark.by_default("disk", "delayed")
+@pytest.mark.by_default("disk")
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_losses_are_those_of_the_run_that_went_on(name, tmp_path):
     """With saves in the background, after which the run goes on at once: what is saved is the state of that step."""
@@ -80,7 +80,7 @@ def test_resumed_elsewhere_losses_agree_within_rounding(fields, axes, rtol, tmp_
     np.testing.assert_allclose(losses_after(ckpt, fields, tmp_path / "b", axes=axes), expected, rtol=rtol)
 
 
-@pytest.mark.by_default("disk")
+@pytest.mark.by_default("device")
 @pytest.mark.parametrize("fields", [{"stage": 3}, {"stage": 1, "opt_state": DISK}], ids=["device", "disk"])
 def test_a_model_without_layers_is_restored_from_and_onto_disk(fields, tmp_path):
     found = []

@@ -33,7 +33,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SMALL = problem.Problem(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=4)
 
 
-@pytest.mark.by_default("some")
+@pytest.mark.exhaustive  # by default gpu_check.py runs as a process, and what follows calls this benchmark's parts
 @pytest.mark.parametrize(
     ("only", "names"),
     [

@@ -118,6 +118,7 @@ def test_processes_stop_at_one_step_and_one_process_goes_on(tmp_path, whole):
             )
 
 
+@pytest.mark.exhaustive  # by default test_larger_than_memory.py trains a GPT on disk, and test_kill.py compares such losses
 def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path, whole):
     """Losses, validation and the sampled text are the same; the lines tell of the disk, and nothing stays on it."""
     text, expected, in_memory = whole

@@ -117,7 +117,7 @@ def check_writes(program, moved):
         assert len(base) == (2 * toys.LAYERS if "frozen" in layout.disk.kinds else 0)  # forward and backward
 
 
-@pytest.mark.by_default("stage_3", "base_on_disk")
+@pytest.mark.by_default("base_on_disk")
 @pytest.mark.parametrize("case", CASES)
 def test_frozen_weights_equal_updates_set_to_zero(case, tmp_path):
     fields = dict(CASES[case])

@@ -147,7 +147,7 @@ def build(format, tmp_path, /, model=MODEL, devices=2, **fields):
     return zj.build_train_step(model, optax.adamw(1e-2), config, mesh)
 
 
-@pytest.mark.by_default("nf4-stage_3", "int8-base_on_disk")
+@pytest.mark.by_default("nf4-stage_3")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("format", ["int8", "nf4"])
 def test_training_equals_that_of_the_decoded_weights(format, case, tmp_path):

@@ -35,7 +35,7 @@ def expected(count):
     return full_model.plain_run(full_model.batches(STEPS), count, TX)
 
 
-@pytest.mark.by_default("remat-2", "in_backward-2")
+@pytest.mark.by_default("in_backward-2")
 @pytest.mark.parametrize(("name", "count"), [*itertools.product(STEPS_OF, (1, 2, 4))])
 def test_a_model_that_uses_everything_equals_a_plain_loop(name, count, tmp_path):
     data, (metrics, params, state) = full_model.batches(STEPS), expected(count)

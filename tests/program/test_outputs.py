@@ -125,6 +125,7 @@ def whole(program, state):
     return {**pieces, "blocks": jax.tree.map(lambda *a: np.stack(a), *layers)}
 
 
+@pytest.mark.by_default("nvme")
 @pytest.mark.parametrize("name", ["stage3", "nvme"])
 def test_gradients_have_the_next_steps_keys_and_a_mean_over_odd_rows_is_one(name, tmp_path):
     config = zj.ZeroConfig(**{"stage": 3, "num_microbatches": 2, "swap_dir": tmp_path, **CASES[name]})

@@ -115,6 +115,7 @@ def test_the_schedule_runs_stack_by_stack_and_records_are_those_of_a_stack(tmp_p
         assert [kind for kind, _ in itertools.groupby(of_layers)] == order
 
 
+@pytest.mark.exhaustive  # by default test_activations.py compares the masks of one stack
 def test_resident_and_streamed_steps_draw_the_same_masks():
     runs = []
     for fields in ({"stage": 2}, {"stage": 3, "params": HOST, "opt_state": HOST, "activations": "selective"}):
@@ -321,6 +322,7 @@ def test_errors_of_a_stack_name_it():
         build(fields | {"device_budget_bytes": 7000, "prefetch_distance": distance + 1})
 
 
+@pytest.mark.by_default("save")
 @pytest.mark.parametrize("fields", [{"params": HOST, "activations": "save"}, {"params": HOST}], ids=["save", "remat"])
 def test_complex_numbers_are_differentiated_between_and_inside_of_layers(fields):
     """A context, a layer's input and a kept value that are complex."""

@@ -17,24 +17,21 @@ STEPS, CLIP = 10, 0.5
 AXES = (tuple(KINDS), (0, 1, 2, 3), tuple(MESHES), (1, 4))
 
 
-QUICK = {(0, 0, 1, 1), (0, 1, 0, 0), (0, 2, 2, 1), (0, 3, 1, 0), (1, 0, 2, 0), (1, 1, 1, 1), (1, 2, 1, 0), (1, 3, 0, 1)}
+QUICK = {(0, 1, 0, 0), (0, 2, 2, 1), (0, 3, 1, 0), (1, 0, 2, 0), (1, 3, 0, 1)}
 """Places in the axes."""
 
 
 def cases():
-    """Every combination; a sixth of them, with every pair of values but those of stage and mesh, without `-m exhaustive`."""
+    """Every combination; a tenth of them, with every value of each axis, without `-m exhaustive`."""
     for places in itertools.product(*(range(len(axis)) for axis in AXES)):
         values = [axis[place] for axis, place in zip(AXES, places, strict=True)]
         yield pytest.param(*values, marks=[] if places in QUICK else [pytest.mark.exhaustive])
 
 
-def test_quick_cases_have_every_pair():
-    every, quick = (
-        {pair for case in chosen for pair in itertools.combinations(enumerate(case.values), 2)}
-        for chosen in (list(cases()), [case for case in cases() if not case.marks])
-    )
-    stages_and_meshes = set(itertools.product(((1, stage) for stage in AXES[1]), ((2, mesh) for mesh in AXES[2])))
-    assert quick | stages_and_meshes == every
+def test_quick_cases_have_every_value():
+    quick = [case.values for case in cases() if not case.marks]
+    assert [set(values) for values in zip(*quick, strict=True)] == [set(axis) for axis in AXES]
+    assert {kind for kind, stage, *_ in quick if stage == 3} == set(KINDS)
 
 
 @pytest.mark.parametrize(("kind", "stage", "mesh", "num_microbatches"), cases())

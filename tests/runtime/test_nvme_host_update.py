@@ -67,8 +67,9 @@ def test_disk_and_host_memory_agree_bit_for_bit(fields, tiers, tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.exhaustive  # by default `test_equivalence_of_tiers.py` runs one, and the test above compares the bits of layers
 @pytest.mark.usefixtures("default_fusions")
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_resident_model_with_its_optimizer_state_on_disk(precision, tmp_path):
     """Of its leaves some are numbers: they rest where the others do."""
     fields = {"stage": 1, "clip_norm": 0.5, "num_microbatches": 4, "precision": precision}

@@ -74,7 +74,7 @@ def cases():
     return itertools.product(*AXES.values())
 
 
-@pytest.mark.by_default("empty-nvme-device-in_backward", "zero-pinned_host-host-after_backward")
+@pytest.mark.by_default("empty-nvme-device-in_backward")
 @pytest.mark.parametrize(tuple(AXES), cases())
 def test_a_leaf_of_no_elements_trains_in_every_tier(name, tier, update_on, update, tmp_path):
     fields = dict.fromkeys(EVERYTHING, tier) | {"update_on": update_on, "update": update, "swap_dir": str(tmp_path)}

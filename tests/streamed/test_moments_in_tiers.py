@@ -51,7 +51,7 @@ def moved(program, reference):
 # --- the same bits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_default("disk")
+@pytest.mark.by_default("in_backward")  # on disk `test_nvme_host_update.py` has them
 @pytest.mark.parametrize(
     ("precision", "tiers"),
     [

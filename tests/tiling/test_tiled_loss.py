@@ -63,6 +63,7 @@ def test_in_16_bits_they_agree_to_its_rounding(precision):
     np.testing.assert_allclose(run(dataclasses.replace(c, loss_tiles=3)), run(dataclasses.replace(c, loss_tiles=0)), rtol=2e-2)
 
 
+@pytest.mark.by_default("0-layered", "3-layered")
 @pytest.mark.parametrize("kind", ["layered", "unrolled"])
 @pytest.mark.parametrize("tiles", [0, 3])
 def test_logits_are_in_the_program_of_whole_logits_alone(kind, tiles):

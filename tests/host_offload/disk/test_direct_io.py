@@ -412,6 +412,7 @@ def test_a_record_that_was_never_written_is_no_zeros(store, io):
         io.read(store, 3, random_record(store)).result(60)
 
 
+@pytest.mark.by_default("3-EIO", "0-EDQUOT")
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT, errno.EMFILE], ids=errno.errorcode.get)
 @pytest.mark.parametrize("block", [0, 3])
 def test_an_error_of_the_disk_comes_out_of_the_future(store, direct, monkeypatch, number, block):

@@ -475,7 +475,8 @@ def test_a_folder_that_goes_between_two_looks_at_it_is_made_anew(tmp_path, monke
     assert calls
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+@pytest.mark.by_default("ENOSYS")
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK], ids=lambda number: errno.errorcode[number])
 def test_a_file_system_without_locks_is_refused_and_left_as_it_was(tmp_path, monkeypatch, number):
     def refuse(fd, operation):
         raise OSError(number, os.strerror(number))
