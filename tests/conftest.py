@@ -6,10 +6,12 @@ import os
 import pathlib
 import sys
 
-# Small programs take longer to compile than to run: leave LLVM's optimizations out, and XLA's in. Fusions without MLIR compile
-# in half the time, and round in another way; later versions of XLA have no such flag.
+# Small programs take longer to compile than to run: leave LLVM's optimizations out, and XLA's in, and compile in one thread, as
+# each worker has a core. Fusions without MLIR compile in half the time, and round in another way; later versions of XLA have no
+# such flag.
 HAS_FUSION_FLAG = importlib.metadata.version("jax").startswith("0.10.")
-FLAGS = ["--xla_backend_optimization_level=0", *(["--xla_cpu_use_fusion_emitters=false"] if HAS_FUSION_FLAG else [])]
+SMALL_MODULES = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+FLAGS = [*SMALL_MODULES, *(["--xla_cpu_use_fusion_emitters=false"] if HAS_FUSION_FLAG else [])]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX starts: the compile-only GPU topology must not look for a driver
 

@@ -138,26 +138,27 @@ def held(tree: Any, kind: str) -> int:
     return sum(a.addressable_shards[0].data.nbytes for a, off in zip(leaves, away, strict=True) if off == (kind == HOST))
 
 
-def test_tiers_add_up_to_the_same_totals():
+@pytest.mark.by_default("bf16-1")
+@pytest.mark.parametrize(("precision", "count"), [("bf16", 1), ("fp32", 4)])
+def test_tiers_add_up_to_the_same_totals(precision, count):
     def totals(report):
         return {k: sum(report.tiers[t].get(k, 0) for t in report.tiers) for k in (*STATE_KINDS, "grads", "activations")}
 
     everywhere = list(itertools.product(["device", HOST], repeat=4))
-    for precision, count in (("bf16", 1), ("fp32", 4)):
-        config = {"precision": precision, "num_microbatches": count}
-        on_device = report_of(**config)
-        assert not any(on_device.tiers[HOST].values())
-        for tiers in everywhere:
-            chosen = dict(zip(("params", "grads", "opt_state", "activations"), tiers, strict=True))
-            kept = {"activations": HOST if chosen["activations"] == HOST else "remat"}
-            report = report_of(**config, **(chosen | kept))
-            assert totals(report) == totals(on_device)
-            assert report.model_state_bytes == on_device.model_state_bytes
-            for kind, tier in chosen.items():
-                assert (report.tiers[HOST][kind] > 0) == (tier == HOST)
-        split = report_of(**config, opt_state=HOST, opt_state_device_fraction=0.5)
-        assert totals(split) == totals(on_device)
-        assert 0 < split.tiers[HOST]["opt_state"] < report_of(**config, opt_state=HOST).tiers[HOST]["opt_state"]
+    config = {"precision": precision, "num_microbatches": count}
+    on_device = report_of(**config)
+    assert not any(on_device.tiers[HOST].values())
+    for tiers in everywhere:
+        chosen = dict(zip(("params", "grads", "opt_state", "activations"), tiers, strict=True))
+        kept = {"activations": HOST if chosen["activations"] == HOST else "remat"}
+        report = report_of(**config, **(chosen | kept))
+        assert totals(report) == totals(on_device)
+        assert report.model_state_bytes == on_device.model_state_bytes
+        for kind, tier in chosen.items():
+            assert (report.tiers[HOST][kind] > 0) == (tier == HOST)
+    split = report_of(**config, opt_state=HOST, opt_state_device_fraction=0.5)
+    assert totals(split) == totals(on_device)
+    assert 0 < split.tiers[HOST]["opt_state"] < report_of(**config, opt_state=HOST).tiers[HOST]["opt_state"]
 
 
 @pytest.mark.parametrize(
