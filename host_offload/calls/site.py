@@ -17,7 +17,6 @@ the end of the step, before anybody is told its results (`Calls.check`). Another
 A site without an order, as of a program that makes a state or reads one, waits for what it is sent.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +50,7 @@ class Calls:
 
     Attributes:
       number: of the state that the program reads and updates; 0 where none is on disk.
+      run: number of the program that runs.
       log: what programs on GPUs send, from the first one on; None on CPUs.
     """
 
@@ -58,17 +58,12 @@ class Calls:
         """Serve the devices of a mesh, in its order. They need not be there before a program runs."""
         self._devices, self.number = list(devices), 0
         self.log: CallLog | None = None
-        self._runs, self._run, self._most = itertools.count(1), 0, 0
-
-    @property
-    def run(self) -> int:
-        """Number of the program that runs."""
-        return self._run
+        self.run, self._most = 0, 0
 
     def begin(self) -> None:
         """Expect a program, from its first call on."""
         # A new number, so that each site counts from 0, also after a program that was left in the middle.
-        self._run = next(self._runs)
+        self.run += 1
         self._make_log()
         if self.log is not None:
             self.log.clear()
@@ -156,9 +151,10 @@ class Site:
     def _count(self, rank: int) -> int:
         """Return the number of this call on a device, from 0 in each run."""
         # One device makes one call at a time, and devices share no entry.
-        run, made = self._made.get(rank, (0, 0))
-        made = made if run == self.calls.run else 0
-        self._made[rank] = (self.calls.run, made + 1)
+        last, made = self._made.get(rank, (0, 0))
+        run = self.calls.run
+        made = made if last == run else 0
+        self._made[rank] = (run, made + 1)
         return made
 
     def _layer(self, count: int, rank: int) -> int:
