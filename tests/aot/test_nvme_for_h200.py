@@ -83,4 +83,6 @@ def test_nvme_state_that_the_host_updates_takes_no_room_on_the_device():
     program, _, report = compiled("8 GPUs, update on the host")
     kinds = program.layout.disk.kinds
     assert kinds["opt_state"].slot_bytes == kinds["grads"].slot_bytes == 0
-    assert report.tiers["device"]["slots"] == kinds["params"].num_bytes + 2 * kinds["activations"].num_bytes
+    # One slot for what goes down to the worker, gradients with a few scalars. Parameters rest on disk, and none come up.
+    given = report.tiers["device"]["slots"] - kinds["params"].num_bytes - 2 * kinds["activations"].num_bytes
+    assert given == pytest.approx(kinds["params"].num_bytes, rel=1e-3)
