@@ -45,6 +45,7 @@ class Leaves(HostLeaves):
         super().__init__([kernel, kernel], link.CudaLink())
 
     def run_kernel(self, device, leaf, layer, grad, scalars, *, weight=None, result=None, views=None):
+        assert result is not None
         result[...] = grad * scalars[leaf] + layer
 
 
