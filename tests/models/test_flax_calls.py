@@ -64,7 +64,7 @@ def test_layers_that_take_rngs_at_the_call_draw_anew_in_each_layer(kind):
     model = zj.from_flax(
         embed=lambda rngs: kind(rngs),
         block=lambda rngs: kind(rngs),
-        head=lambda rngs: nnx.LayerNorm(8, rngs=rngs),
+        head=lambda rngs: nnx.Linear(8, 8, rngs=rngs),
         num_layers=2,
         loss=lambda head, embed, x, batch: jnp.mean((head(x) - batch["x"]) ** 2),
     )

@@ -91,7 +91,7 @@ CASES: dict[str, dict] = {
 MODELS = {"two stacks": encoder_decoder.model, "resident": toys.unrolled}
 
 
-@pytest.mark.by_default("in backward", "state on disk")
+@pytest.mark.by_default("state on disk")
 @pytest.mark.parametrize("name", CASES)
 def test_workers_make_the_same_numbers_and_no_callback_waits_for_the_program(name, monkeypatch, tmp_path):
     disk = {"swap_dir": str(tmp_path)} if DISK in CASES[name].values() else {}

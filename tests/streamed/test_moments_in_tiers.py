@@ -51,7 +51,7 @@ def moved(program, reference):
 # --- the same bits -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_default("in_backward")  # on disk `test_nvme_host_update.py` has them
+@pytest.mark.exhaustive  # by default `test_nvme_host_update.py` compares the bits of memory and disk
 @pytest.mark.parametrize(
     ("precision", "tiers"),
     [

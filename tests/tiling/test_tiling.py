@@ -276,7 +276,7 @@ def dense_gpt_losses(make):
     return gpt_losses(make, 0, {}, {"fsdp": 1})
 
 
-@pytest.mark.by_default("nvme")
+@pytest.mark.by_default("tensor")  # on disk `test_tiles.py` trains tiles
 @pytest.mark.parametrize(
     ("fields", "axes"),
     [
