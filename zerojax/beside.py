@@ -18,7 +18,10 @@ from typing import Any
 
 import jax
 
-from zerojax.jaxprs import FlatJaxpr, evaluate, flatten
+from zerojax.jaxprs import Instruction, evaluate, flatten
+
+SHARE_OF_WAIT = 3 / 5
+"""Share of FLOPs after which a product waits for the work. What is tied to the last product could start only before it."""
 
 Turn = Callable[[Any, Any], tuple[Any, Any]]
 """(operands of a product, work so far) -> the same: a barrier between both, then what is started there."""
@@ -31,17 +34,20 @@ def beside(function: Callable[..., Any], args: tuple[Any, ...], work: Any, turns
       function: whose products the work runs beside.
       args: of it.
       work: what was started; a pytree.
-      turns: each is taken in front of a product, after its share of FLOPs. Without any, the work is done when two thirds of
-        the FLOPs are.
+      turns: each is taken in front of a product, after its share of FLOPs. Without any, the work is done when `SHARE_OF_WAIT`
+        of the FLOPs are.
     """
     if not turns and not jax.tree.leaves(work):
         return function(*args), work
     closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
     program = flatten(closed.jaxpr, closed.consts)
     slots: dict[int, Any] = dict(zip(program.inputs, jax.tree.leaves(args), strict=True))
-    places = _places(program, turns)
+    # XLA drops what nothing reads, such as the last product of a forward pass that is computed again for its gradients. Turns
+    # in front of it would have no products between them.
+    live = program.live(program.outputs, is_root=lambda i: bool(i.eqn.effects))
+    places = _places(live, turns)
     made: list[int] = []  # results of the function, since the last turn
-    for number, i in enumerate(program.instructions):
+    for number, i in enumerate(live):
         for turn in places.pop(number, ()):
             # The product waits for the turn, since its operands pass the same barrier. So do results of the function: XLA would
             # else put products that nothing waits for, such as gradients of weights, behind the last turn.
@@ -62,13 +68,13 @@ def wait(operands: Any, work: Any) -> tuple[Any, Any]:
     return jax.lax.optimization_barrier((operands, work))
 
 
-def _places(program: FlatJaxpr, turns: Sequence[Turn]) -> dict[int, list[Turn]]:
+def _places(instructions: Sequence[Instruction], turns: Sequence[Turn]) -> dict[int, list[Turn]]:
     """Return the turns in front of each instruction; those that found no product, at -1."""
-    products = [n for n, i in enumerate(program.instructions) if i.eqn.primitive.name == "dot_general"]
+    products = [n for n, i in enumerate(instructions) if i.eqn.primitive.name == "dot_general"]
     if not products:
         return {-1: list(turns)}
-    shares = [(n / (len(turns) + 1), turn) for n, turn in enumerate(turns, 1)] or [(2 / 3, wait)]
-    total = sum(flops := [_flops(program.instructions[n].eqn) for n in products])
+    shares = [(n / (len(turns) + 1), turn) for n, turn in enumerate(turns, 1)] or [(SHARE_OF_WAIT, wait)]
+    total = sum(flops := [_flops(instructions[n].eqn) for n in products])
     places: dict[int, list[Turn]] = {}
     done = 0.0
     for n, size in zip(products, flops, strict=True):

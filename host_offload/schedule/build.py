@@ -166,9 +166,8 @@ def _build_phases(
         return forward, phase("backward", layers[::-1], "params frozen activations", "opt_state params", "opt_state")
     backward = phase("backward", layers[::-1], "params frozen activations", "grads")
     reads = "grads opt_state" if master else "grads opt_state params"
-    if (
-        stores_late
-    ):  # loaded in the tick that updates it, while the record before it is stored: there is nothing else to wait for
+    if stores_late:
+        # A record is loaded in the tick that updates it, while the one before it is stored: there is nothing else to wait for.
         return forward, backward, phase("update", layers, "", "opt_state params", reads)
     # Rolled: the layers whose state is on the device come last, so that fetches begin with the first tick.
     return forward, backward, phase("update", np.roll(layers, -device_layers), reads, "opt_state params")

@@ -26,6 +26,9 @@ LAYER_BYTES = 2 * LAYER_PARAMS
 MATRIX_SHARD = 2 * HIDDEN**2 // GPUS
 ACTIVATION_BYTES = 2 * BATCH * SEQ * HIDDEN  # a layer's input on one GPU
 SMALL = 1 << 21  # below: scalars, activations, leaves that are not stacked
+LAST_LOADS_ARE_LATE = jax.__version_info__ < (0, 12)
+"""Before 0.12 XLA starts the loads of a tick's last turn beside the reductions of gradients. The products here are small; in a
+model of 6.7 B every load has products beside it."""
 INVOLUNTARY = "nvoluntary full rematerialization"
 
 HOST = "pinned_host"
@@ -273,7 +276,10 @@ def test_with_gather_ahead_gathers_and_fetches_run_beside_products(name):
     assert all(s.is_async and s.products >= 2 for s in gathers)
     fetches = [s for s in c.beside("to_device") if s.computation in loops and s.num_bytes == MATRIX_SHARD]
     assert len({s.computation for s in fetches}) == 2
-    assert all(s.is_async and s.products >= 2 for s in fetches)
+    assert all(s.is_async for s in fetches)
+    # Where a layer's record is updated in backward it is loaded in turns, and the last turn has the last product.
+    least = 1 if name == "in_backward" else 2
+    assert sum(s.products < least for s in fetches) <= (1 if name == "in_backward" and LAST_LOADS_ARE_LATE else 0)
 
 
 def test_without_gather_ahead_a_layer_waits_for_its_gather_and_not_for_its_fetch():
@@ -304,7 +310,10 @@ def test_backward_loads_and_stores_at_once_beside_its_products():
     stored = [s for s in moves if s.kind == "to_host"]
     assert len(stored) == 12  # master, two moments and the parameters of three matrices
     assert len(moves) == 24
-    assert all(s.is_async and s.products >= 1 for s in moves)
+    assert all(s.is_async for s in moves)
+    assert all(s.products >= 1 for s in stored)
+    alone = [s for s in moves if not s.products]
+    assert sum(s.num_bytes for s in alone) <= (LAYER_BYTES * 7 / GPUS / 4 if LAST_LOADS_ARE_LATE else 0)
 
 
 @pytest.mark.skipif(not has_linear_fix(), reason="before jaxlib 0.11.1 records move by kernels, one way at a time")

@@ -149,6 +149,16 @@ def test_results_are_computed_before_the_turn_that_follows_them():
     assert barriers[0].outvars[list(barriers[0].invars).index(first_product)] in jaxpr.jaxpr.outvars
 
 
+def test_products_that_nothing_reads_part_no_turns():
+    """XLA drops them, and two turns would be one."""
+
+    def two(x, a, b):
+        unread = x @ a @ b @ b  # noqa: F841
+        return x @ a @ b
+
+    assert names_of(two, [jnp.ones((4, 4))] * 3, [turn]) == "m|m"
+
+
 def test_a_function_without_products_takes_its_turns_after_it():
     (y, work) = beside(jnp.tanh, (jnp.zeros(3),), 1, [lambda o, w: (o, w + 1), lambda o, w: (o, 10 * w)])
     assert (y.shape, work) == ((3,), 20)
