@@ -1,95 +1,235 @@
-"""What a GPU does that tests on a CPU cannot show: the right records, the same numbers, the link's speed, overlap, peak memory.
+"""What a GPU does that tests on a CPU cannot show: the right records, the link's speed, idle time, the same numbers, peak memory.
 
-    python benchmarks/gpu_check.py --out benchmarks/results/NAME.md --json NAME.json     # under 8 minutes on one H200
-    python benchmarks/gpu_check.py --peer-python PEER/bin/python                         # PEER: an environment with torch
-    python benchmarks/gpu_check.py --small                                               # everything, as small as it goes
-    python benchmarks/gpu_check.py --compile-only                                        # for an H200 that is not there
+    python benchmarks/gpu_check.py --list                                   # the parts, what each needs, their checks
+    python benchmarks/gpu_check.py --part first --out results               # one part, at most 8 minutes on one H200
+    python benchmarks/gpu_check.py --join results --save benchmarks/results/NAME.md     # one table of all that were run
+    python benchmarks/gpu_check.py --small                                  # every part with tiny sizes, anywhere
+    python benchmarks/gpu_check.py --compile-only                           # for an H200 that is not there
 
-Every check runs in a process of its own, one after the other, and yields rows (figure, bound, whether it holds) as it goes; one
-that fails, crashes or hangs leaves its rows and stops none of the others. The checks, on one device:
+Parts run apart, on one machine or on several, and join: each writes `PART.jsonl` below --out, line by line as its checks find
+something, so that a run that is cut off loses nothing that it had found. A part keeps its own limit. A check is not begun where
+fewer seconds are left than it is said to need, and is listed as not run. Each runs in a process that a crash or a hang takes with
+it alone. What lacks a package or a device says so, and fails nothing.
 
-    slices         each form in which a step slices host memory, against numpy
-    fp32, bf16     10 steps with every mix of tiers against the resident step: losses, parameters
-    activations    gradients with activations in host memory against recomputed ones
-    tiles          10 steps with MLPs whose tiles are records, in mixes of tiers, against the resident step
-    memory         peak device memory over `program.memory` and over the compiler's own count; a process for each mix
-    nvme           10 steps with mixes on disk against the resident step; the disk's speed; time and stall of such steps
-    speed          the link's bandwidth; step time of each mix over the resident step, interleaved; overlap; FSDP2 offloaded
-    kernels        each op of pallas_kernels beside XLA's: error against float64, time, share of the measured peak
+    first             records by both forms of index, copies alone and beside products, both ways at once, a short streamed step
+    steps-*           a Llama of 6.7 B: 16K and 32K tokens, with its states in a mode; seconds, idle share, bytes over the link
+                      by copies and by kernels, peak memory, a profile kept as a file, beside what `hlo.simulate` predicts
+    disks             3.9 B with everything on the host, on a RAM disk and on a disk
+    kernels           each op of pallas_kernels beside XLA's
+    peers             FSDP2 and DeepSpeed with their states on the host, with the same attention, beside ours
+    equality, nvme    steps with mixes of tiers against the resident step: losses, parameters
+    memory, mixes     peak device memory over `program.memory`; mixes of tiers in turn with the resident step
 
-The resident step recomputes its layers, as the mixes do, so that the extra of a mix is its transfers. With c its time, b the
-bytes that a mix moves over the measured bandwidth (both ways at once) and s the time of the mix, max(c, b) is the floor, and
-
-    hidden = (c + b - s) / min(c, b)
-
-is 1 where the shorter of the two is free and 0 where they take turns. What each does is in `gpu_checks`; later checks are
-added to `CHECKS`.
+What each does is in `gpu_checks`. A GPU's seconds in `Needs` are assumed, since no GPU has run this version.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import datetime
+import functools
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from gpu_checks import equality, kernels, memory, slices, speed, swap
+from gpu_checks import equality, joined, kernels, memory, speed, swap
 from gpu_checks.compiled import compile_rows
 from gpu_checks.jobs import Job, platform_name
+from gpu_checks.link import copies, rates, slices
 from gpu_checks.mixes import CPU, GPU, SMALL, Sizes
-from gpu_checks.rows import Row, attempt, line
+from gpu_checks.parts import TIME_LIMIT, Check, Context, Group, Needs, Part, seconds_of
+from gpu_checks.rows import Row
+from gpu_checks.runner import Run, results_only, serve
+from gpu_checks.steps import disks, llamas, peers
 from step_time import cpu_name
 
-TIME_LIMIT = 480.0  # seconds, for all checks
+ALL_MEMORY: Mapping[str, str] = MappingProxyType({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"})
+"""Of a process that takes device memory in one piece, as a training run does."""
+MOST_MEMORY: Mapping[str, str] = MappingProxyType({**ALL_MEMORY, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Check:
-    """What a worker does.
+def of_jobs(name: str, run: Callable[[Sizes], Iterator[Row]], jobs: Callable[[Sizes], list[Job]], needs: Needs) -> Check:
+    """Return a check of programs of `Job`s."""
 
-    Attributes:
-      run: (sizes, peer's python) -> rows.
-      programs: the jobs that it compiles.
-      preallocates: take device memory in one piece, as a training run does.
-    """
+    def compiled(context: Context) -> Iterator[Row]:
+        return compile_rows(name, jobs(context.sizes), context.sizes)
 
-    run: Callable[[Sizes, str | None], Iterator[Row]]
-    programs: Callable[[Sizes], list[Job]]
-    preallocates: bool = False
+    return Check(name=name, run=lambda context: run(context.sizes), compiled=compiled, needs=needs)
 
 
-def equal(precision: str) -> Check:
+def equal(precision: str, needs: Needs) -> Check:
     """Return the check of one precision."""
-
-    def programs(sizes: Sizes) -> list[Job]:
-        return equality.equal_jobs(precision, sizes)
-
-    return Check(run=lambda sizes, _: equality.compare_jobs(programs(sizes)), programs=programs)
+    jobs = functools.partial(equality.equal_jobs, precision)
+    return of_jobs(precision, lambda sizes: equality.compare_jobs(jobs(sizes)), jobs, needs)
 
 
-CHECKS: Mapping[str, Check] = {
-    "slices": Check(run=lambda s, _: slices.check_slices(s), programs=lambda _: []),
-    "fp32": equal("fp32"),
-    "bf16": equal("bf16"),
-    "activations": Check(
-        run=lambda s, _: equality.compare_jobs(equality.activation_jobs(s)), programs=equality.activation_jobs
-    ),
-    "tiles": Check(run=lambda s, _: equality.compare_jobs(equality.tile_jobs(s)), programs=equality.tile_jobs),
-    "memory": Check(run=lambda s, _: memory.check_memory(s), programs=memory.memory_jobs),
-    "nvme": Check(run=lambda s, _: swap.check_swap(s), programs=swap.swap_jobs),
-    "speed": Check(run=speed.check_speed, programs=speed.speed_jobs, preallocates=True),
-    "kernels": Check(run=lambda s, _: kernels.check_kernels(s), programs=lambda _: []),
+def kernel(kind: str, needs: Needs) -> Check:
+    """Return the check of one kind of kernels."""
+    return of_jobs(kind, functools.partial(kernels.check_kernels, kind), lambda _: [], needs)
+
+
+def measured_rates() -> Check:
+    """Return the check that tells a part the rates of its machine."""
+    return Check(name="rates", run=rates.check_rates, compiled=None, needs=Needs(gpu=35, compiled=10, small=12))
+
+
+def host_kernel() -> Check:
+    """Return the check of the host's kernel."""
+    return Check(name="host kernel", run=rates.check_host_kernel, compiled=None, needs=Needs(gpu=30, compiled=10, small=12))
+
+
+def copied(way: str) -> Check:
+    """Return the check of copies one way, or both ways at once."""
+    needs = Needs(gpu=30, compiled=20, small=15)
+    return Check(name=f"copies {way}", run=copies.check_copies(way), compiled=copies.compile_copies(way), needs=needs)
+
+
+def stepped(name: str, mode: str, needs: Needs, which: int = 0, short: bool = False) -> Check:
+    """Return the check of a step in one mode, at the first or the second number of tokens."""
+
+    def case(context: Context) -> llamas.Case:
+        sizes = context.sizes.short if short else context.sizes.llama
+        is_largest = which == 1 and not short
+        return llamas.Case(mode=mode, sizes=sizes, tokens=sizes.tokens[which], is_largest=is_largest)
+
+    return Check(name=name, run=llamas.check_step(case), compiled=llamas.compile_step(case), needs=needs)
+
+
+def steps_part(name: str, mode: str, what: str, seconds: tuple[float, float], first: tuple[Check, ...] = ()) -> Part:
+    """Return the part of one mode: the rates of the machine, then both numbers of tokens, the larger by the same program."""
+    both = tuple(
+        stepped(f"{tokens} tokens", mode, Needs(gpu=need, compiled=60, small=30), which)
+        for which, (tokens, need) in enumerate(zip(("16K", "32K"), seconds, strict=True))
+    )
+    what = f"a Llama of 6.7 B, {what}: a step of 16K and of 32K tokens"
+    groups = (Group(checks=(measured_rates(),)), *(Group(checks=(check,)) for check in first))
+    return Part(name=f"steps-{name}", what=what, groups=(*groups, Group(checks=both, env=MOST_MEMORY)))
+
+
+def disk(name: str, where: str, seconds: float) -> Check:
+    """Return the check of steps from one place."""
+    needs = Needs(gpu=seconds, compiled=60, small=30)
+    # The same program is compiled for a disk and for a RAM disk.
+    compiled = None if where == disks.RAM else llamas.compile_step(disks.compiled_case(where))
+    return Check(name=name, run=disks.check_disk(where), compiled=compiled, needs=needs)
+
+
+def peer(name: str, seconds: float) -> Check:
+    """Return the check of a contender that is not ours."""
+    return Check(name=name, run=peers.check_peer(name), compiled=None, needs=Needs(gpu=seconds, compiled=10, small=30))
+
+
+def ours(name: str) -> Check:
+    """Return the check of one of ours."""
+
+    def compiled(context: Context) -> Iterator[Row]:
+        return compile_rows("speed", [job for job in peers.our_jobs(context) if job.name == name], context.sizes)
+
+    return Check(name=name, run=peers.check_ours(name), compiled=compiled, needs=Needs(gpu=70, compiled=60, small=25))
+
+
+def alone(*checks: Check, env: Mapping[str, str] = MappingProxyType({})) -> tuple[Group, ...]:
+    """Return a group, and so a process, for each check."""
+    return tuple(Group(checks=(check,), env=env) for check in checks)
+
+
+FORMS = of_jobs("slices", slices.check_slices, lambda _: [], Needs(gpu=40, compiled=25, small=25))
+PARTS: Mapping[str, Part] = {
+    part.name: part
+    for part in (
+        Part(
+            name="first",
+            what="records by both forms of index, copies alone and beside products, both ways at once, a short streamed step",
+            groups=(
+                Group(checks=(FORMS, measured_rates(), *(copied(way) for way in copies.WAYS))),
+                Group(checks=(host_kernel(),)),
+                Group(
+                    checks=(
+                        stepped("8 layers, resident", "resident", Needs(gpu=60, compiled=60, small=30), short=True),
+                        stepped(
+                            "8 layers, opt_state", "opt_state on the host", Needs(gpu=70, compiled=60, small=30), short=True
+                        ),
+                    ),
+                    env=MOST_MEMORY,
+                ),
+            ),
+        ),
+        steps_part("resident", "resident", "its states on the device", (130, 90)),
+        steps_part("opt_state", "opt_state on the host", "opt_state in host memory", (180, 100)),
+        steps_part("all", "params, grads, opt_state on the host", "params, grads and opt_state in host memory", (180, 100)),
+        steps_part("host", "opt_state on the host, update_on host", 'update_on="host"', (180, 100), (host_kernel(),)),
+        steps_part("delayed", "the same, delayed_update", 'update_on="host" and delayed_update', (180, 100), (host_kernel(),)),
+        Part(
+            name="disks",
+            what="3.9 B with everything on the host, on a RAM disk and on a disk: the engine's share, and the disk's",
+            groups=alone(
+                disk("host", disks.HOST, 110), disk("RAM disk", disks.RAM, 140), disk("disk", disks.DISK, 200), env=MOST_MEMORY
+            ),
+        ),
+        Part(
+            name="kernels",
+            what="each op of pallas_kernels beside XLA's: error against float64, time, share of the measured peak",
+            groups=alone(
+                kernel("matmul", Needs(gpu=120, compiled=40)),
+                kernel("linear_cross_entropy", Needs(gpu=60, compiled=30)),
+                kernel("quantize", Needs(gpu=60, compiled=30)),
+                kernel("nf4", Needs(gpu=60, compiled=30)),
+            ),
+        ),
+        Part(
+            name="peers",
+            what="FSDP2 and DeepSpeed with their states on the host, with the same attention, beside ours",
+            groups=alone(ours(peers.ON_HOST), ours(peers.ON_DEVICE), peer("FSDP2", 110), peer("DeepSpeed", 150)),
+        ),
+        Part(
+            name="equality",
+            what="10 steps with every mix of tiers against the resident step: losses, parameters, gradients; tiles",
+            groups=alone(
+                FORMS,
+                equal("fp32", Needs(gpu=90, compiled=120, small=25)),
+                of_jobs(
+                    "activations",
+                    lambda sizes: equality.compare_jobs(equality.activation_jobs(sizes)),
+                    equality.activation_jobs,
+                    Needs(gpu=50, compiled=45, small=25),
+                ),
+                of_jobs(
+                    "tiles",
+                    lambda sizes: equality.compare_jobs(equality.tile_jobs(sizes)),
+                    equality.tile_jobs,
+                    Needs(gpu=90, compiled=150, small=30),
+                ),
+                equal("bf16", Needs(gpu=90, compiled=125, small=25)),
+            ),
+        ),
+        Part(
+            name="nvme",
+            what="10 steps with mixes on disk against the resident step; the disk's speed; time and stall of such steps",
+            groups=alone(of_jobs("nvme", swap.check_swap, swap.swap_jobs, Needs(gpu=240, compiled=120, small=45))),
+        ),
+        Part(
+            name="memory",
+            what="peak device memory over program.memory and over the compiler's own count; a process for each mix",
+            groups=alone(of_jobs("memory", memory.check_memory, memory.memory_jobs, Needs(gpu=120, compiled=45, small=25))),
+        ),
+        Part(
+            name="mixes",
+            what="step time of each mix of tiers over the resident step, interleaved; how much of its transfers is hidden",
+            groups=alone(
+                of_jobs("speed", speed.check_speed, speed.speed_jobs, Needs(gpu=300, compiled=120, small=30)), env=ALL_MEMORY
+            ),
+        ),
+    )
 }
 
 
@@ -100,22 +240,21 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
     return CPU if platform_name() == "cpu" and not options.compile_only else GPU
 
 
-def head(sizes: Sizes) -> dict[str, Any]:
+def facts(sizes: Sizes) -> dict[str, Any]:
     """Return hardware, versions and sizes."""
     import jax
 
     device = jax.devices()[0]
-    driver = None
-    if platform_name() == "gpu" and shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
     versions = {"python": platform.python_version()}
     for name in ("jax", "jaxlib", "flax", "optax", "numba"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    if platform_name() == "gpu" and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        told = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
+        versions |= {"driver": told} if told else {}
     return {
         "hardware": f"{device.device_kind}, {os.cpu_count()} cores of {cpu_name()}",
-        "driver": driver,
         "platform": " ".join(device.client.platform_version.split()),
         "versions": versions,
         "sizes": dataclasses.asdict(sizes),
@@ -123,111 +262,74 @@ def head(sizes: Sizes) -> dict[str, Any]:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Run one check, and append a line of JSON to the file for its head and for each row."""
-    sizes, name = sizes_of(options), options.worker
-    with open(options.rows, "a", buffering=1) as rows:
-        rows.write(json.dumps({"head": head(sizes)}) + "\n")
-        check = CHECKS[name]
-
-        def run() -> Iterator[Row]:
-            if options.compile_only:
-                return compile_rows(name, check.programs(sizes), sizes)
-            return check.run(sizes, options.peer_python)
-
-        for row in attempt(name, run):
-            rows.write(json.dumps({"row": dataclasses.asdict(row)}) + "\n")
-            print(line(name, row), flush=True)
-
-
-def run_check(name: str, options: argparse.Namespace, folder: str, seconds: float) -> tuple[dict[str, Any], list[Row]]:
-    """Run a worker for at most `seconds`; returns its head and its rows."""
-    if seconds <= 0:
-        return {}, [Row(name, f"not run: the others took the {options.limit:g} s", ok=False)]
-    file = pathlib.Path(folder) / f"{name}.jsonl"
-    words = ["--worker", name, "--rows", str(file)]
-    words += ["--small"] if options.small else []
-    words += ["--compile-only"] if options.compile_only else []
-    words += ["--peer-python", options.peer_python] if options.peer_python else []
-    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache"}
-    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}  # keep what kernels were timed, and not programs
-    if CHECKS[name].preallocates:
-        env |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}  # the rest is the peer's
-    if options.compile_only:
-        env |= {"JAX_PLATFORMS": "cpu"}
-        if options.small:  # without a GPU to try on, XLA's Triton backend finds no tiles for products as small as these
-            env |= {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"}
-    errors = pathlib.Path(folder) / f"{name}.txt"
-    with errors.open("w") as out:
-        command = [sys.executable, str(pathlib.Path(__file__).resolve()), *words]
-        process = subprocess.Popen(command, env=env, stderr=out, start_new_session=True)
-        try:
-            status = process.wait(seconds if seconds < float("inf") else None)
-            why = f"exit status {status}"
-        except subprocess.TimeoutExpired:
-            status, why = 1, f"stopped after {seconds:.0f} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # a peer may be left
-            process.wait()
-    found = [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
-    rows = [Row(**one["row"]) for one in found if "row" in one]
-    if status:
-        tail = errors.read_text().strip().splitlines()[-1:]
-        rows.append(Row(name, ": ".join([why, *tail])[:400], ok=False))
-        print(line(name, rows[-1]), flush=True)
-        print(errors.read_text()[-4000:], file=sys.stderr)
-    return next((one["head"] for one in found if "head" in one), {}), rows
-
-
-def report(facts: Mapping[str, Any], results: Mapping[str, Sequence[Row]]) -> str:
-    """Return the table in Markdown."""
-    versions = [f"{name} {version}" for name, version in facts.get("versions", {}).items()]
-    sizes = facts.get("sizes", {})
-    fast = sizes.get("fast", {})
-    judged = [row.ok for rows in results.values() for row in rows if row.ok is not None]
-    device = "compiled for an H200 that is not there" if facts["compile_only"] else facts.get("hardware", "unknown")
-    driver = f", driver {facts['driver']}" if facts.get("driver") else ""
-    lines = [
-        f"# What the device does, {datetime.date.today():%Y-%m}",
-        "",
-        f"Hardware: {device}{driver}. Versions: {', '.join(versions)}.",
-        f"Command: `{facts['command']}`; {facts['seconds']:.0f} s "
-        f"({', '.join(f'{name} {seconds:.0f}' for name, seconds in facts['check_seconds'].items())}).",
-        "",
-    ]
-    if "speed" in results and not facts["compile_only"] and fast:
-        lines += [
-            f"Speed: {fast['layers']} layers x {fast['hidden']}, batch {fast['batch']} x {fast['seq']}, {fast['precision']}, "
-            f"{sizes['rounds']} rounds; a ratio is taken within a round, and its median and range are shown. `all` is params, "
-            "grads and opt_state in pinned_host; the resident step recomputes its layers, as the mixes do.",
-            "",
-        ]
-    lines += ["| check | what | figure | bound | ok |", "|---|---|---|---|---|"]
-    lines += [line(name, row) for name, rows in results.items() for row in rows]
-    lines += ["", f"{sum(judged)} of {len(judged)} bounds hold."]
-    return "\n".join(lines) + "\n"
+    """Run the checks of one group as they are asked for; what a worker does."""
+    send = results_only()
+    part, index = options.worker
+    sizes = sizes_of(options)
+    context = Context(
+        sizes=sizes, peer_python=options.peer_python, keep=pathlib.Path(options.out) / "profiles", swap_dir=options.swap_dir,
+        ram_dir=options.ram_dir,
+    )  # fmt: skip
+    checks = PARTS[part].groups[int(index)].checks
+    serve(checks, context, options.compile_only, lambda: facts(sizes), sys.stdin, send)
 
 
 def parse() -> argparse.Namespace:
     """Return the options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help="run these parts")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help="run these checks of the parts alone")
+    parser.add_argument("--list", action="store_true", help="list the parts and their checks")
+    parser.add_argument("--join", metavar="DIR", help="make one table of the results in and below a folder; nothing is run")
     parser.add_argument("--small", action="store_true", help="tiny sizes and few mixes")
     parser.add_argument("--compile-only", action="store_true", help="compile every program for an H200 that is not there")
-    parser.add_argument("--only", nargs="+", choices=list(CHECKS), default=list(CHECKS), help="run these checks alone")
     parser.add_argument("--peer-python", help="python of an environment with torch; this one if it has torch")
-    parser.add_argument("--limit", type=float, help=f"seconds for all checks; {TIME_LIMIT:g}, or none where nothing is run")
-    parser.add_argument("--json", help="write the rows here")
-    parser.add_argument("--out", help="write the table here")
-    for name in ("worker", "rows", "peak"):
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=float, default=TIME_LIMIT, help=f"seconds for a part; {TIME_LIMIT:g} by default")
+    parser.add_argument("--out", help="a folder for the results; a temporary one by default")
+    parser.add_argument("--save", help="write the table here")
+    parser.add_argument("--swap-dir", default=tempfile.gettempdir(), help="a folder of a disk, for what rests on one")
+    parser.add_argument("--ram-dir", default="/dev/shm", help="a folder of a RAM disk")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.limit is None:
-        options.limit = float("inf") if options.compile_only else TIME_LIMIT
+    names = {check.name for part in options.part for check in PARTS[part].checks}
+    if options.only and (unknown := set(options.only) - names):
+        parser.error(f"--only {', '.join(sorted(unknown))}: the checks of these parts are {', '.join(sorted(names))}")
     return options
 
 
+def listed(mode: str) -> str:
+    """Return the parts, their checks, and the seconds that each is said to need."""
+    lines = []
+    for part in PARTS.values():
+        needs = [seconds_of(check.needs, mode) for check in part.checks]
+        lines.append(f"{part.name} ({sum(needs):.0f} s): {part.what}")
+        lines += [f"    {check.name} ({seconds:.0f} s)" for check, seconds in zip(part.checks, needs, strict=True)]
+    return "\n".join(lines)
+
+
+def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path) -> None:
+    """Run the parts, one after the other."""
+    words = [w if w != options.peer_python else "PEER/bin/python" for w in sys.argv[1:]]
+    own = [sys.executable, str(pathlib.Path(__file__).resolve())]
+    own += [f"--{name}" for name in ("small", "compile-only") if getattr(options, name.replace("-", "_"))]
+    own += ["--peer-python", options.peer_python] if options.peer_python else []
+    for name in options.part:
+        with contextlib.ExitStack() as stack:
+            # What a check that was killed leaves on a disk goes with the part, if not before.
+            folders = {
+                option: stack.enter_context(tempfile.TemporaryDirectory(prefix="gpu_check_", dir=base))
+                for option, base in (("--swap-dir", options.swap_dir), ("--ram-dir", options.ram_dir))
+                if pathlib.Path(base).is_dir()
+            }
+            command = [*own, "--out", str(out), *(word for pair in folders.items() for word in pair), "--worker"]
+            told = shlex.join(["python", "benchmarks/gpu_check.py", *words])
+            run = Run(part=PARTS[name], only=options.only, mode=mode, limit=options.limit, out=out, command=command, told=told)
+            run(folders=[pathlib.Path(folder) for folder in folders.values()])
+
+
 def main() -> None:
-    """Run every check, print and save the table."""
+    """Run the parts, print and save their table; status 1 where a bound does not hold or a check has no result."""
     options = parse()
     if options.worker:
         work(options)
@@ -236,29 +338,22 @@ def main() -> None:
         job = next(job for job in memory.memory_jobs(sizes_of(options)) if job.name == options.peak)
         print("RESULT " + json.dumps(memory.peak_of(job)))
         return
-    words = [w if w != options.peer_python else "PEER/bin/python" for w in sys.argv[1:]]
-    facts: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/gpu_check.py", *words]),
-        "compile_only": options.compile_only,
-        "check_seconds": {},
-    }
-    results: dict[str, list[Row]] = {}
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.only:
-            began = time.monotonic()
-            seen, results[name] = run_check(name, options, folder, options.limit - (began - start))
-            facts |= seen
-            facts["check_seconds"] |= {name: round(time.monotonic() - began, 1)}
-    facts["seconds"] = time.monotonic() - start
-    text = report(facts, results)
+    mode = "small " * options.small + ("compile-only" if options.compile_only else "run")
+    if options.list:
+        print(listed(mode))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that workers and folders go too
+    out = pathlib.Path(options.join or options.out or tempfile.mkdtemp(prefix="gpu_check_"))
+    if not options.join:
+        run_parts(options, mode, out.resolve())
+    runs = joined.latest(joined.read_runs(out))
+    text = joined.table(runs, list(PARTS))
     print(f"\n{text}")
-    if options.out:
-        pathlib.Path(options.out).write_text(text)
-    if options.json:
-        rows = {name: [dataclasses.asdict(row) for row in rows] for name, rows in results.items()}
-        pathlib.Path(options.json).write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
-    sys.exit(1 if any(row.ok is False for rows in results.values() for row in rows) else 0)
+    if options.save:
+        pathlib.Path(options.save).write_text(text)
+    if not options.join:
+        print(f"results in {out}")
+    sys.exit(0 if joined.holds(runs) else 1)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,13 @@ def fill(n: int) -> tuple[np.ndarray, ...]:
     return np.resize(few, n), np.resize(few[::-1], n), np.resize(few**2, n), np.resize(few[1:], n)
 
 
+def to_low(a: np.ndarray) -> np.ndarray:
+    """Return an array in bfloat16."""
+    import jax.numpy as jnp
+
+    return np.asarray(a, jnp.bfloat16)
+
+
 # --- torch and DeepSpeed, in their own environment -----------------------------------------------------------------------
 
 
@@ -174,7 +181,7 @@ def largest_difference(n: int = 1_000_000) -> float:
     found = []
     for low in (False, True):
         g, m, v, p = fill(n)
-        g = np.asarray(g, jnp.bfloat16) if low else g
+        g = to_low(g) if low else g
         new, (state, *_), *_ = jax.jit(adamw_rule(low)[0])(jnp.array(p), jit_state(m, v), g)
         copy = np.zeros(n, jnp.bfloat16)
         build_adamw(low)(p, m, v, g, copy, 2)
@@ -196,7 +203,7 @@ def own_contenders(n: int, threads: int) -> tuple[Contender, dict[str, Contender
 
     numba.set_num_threads(threads)
     grads, m, v, params = fill(n)
-    low_grads, low_params = np.asarray(grads, jnp.bfloat16), np.asarray(params, jnp.bfloat16)
+    low_grads, low_params = to_low(grads), to_low(params)
     version = jax.__version__
     contenders: dict[str, Contender] = {}
     for low, name in ((False, "fp32"), (True, "bf16 gradients in, parameters out")):

@@ -1,7 +1,8 @@
 """The peers: the same GPT in plain torch, FSDP2 and DeepSpeed, on CPU (gloo) or GPUs (NCCL). Run by step_time.py,
 nvme_peers.py, gpu_check.py.
 
-"fsdp2-offload" is FSDP2 with parameters, gradients and optimizer state in host memory, and the optimizer run there.
+"fsdp2-offload" is FSDP2 with parameters, gradients and optimizer state in host memory, and the optimizer run there;
+"deepspeed3-offload" is ZeRO-3 with the same.
 "deepspeed3-nvme" is ZeRO-3 with parameters and optimizer state in files below --swap-dir (ZeRO-Infinity), removed at the end.
 Needs torch, and deepspeed for its modes, in the environment that runs it; nothing of zerojax. Prints one JSON line.
 """
@@ -76,6 +77,9 @@ def deepspeed_config(mode: str, p: Problem, folder: str | None) -> dict[str, Any
         },
         "steps_per_print": 10**9,
     }
+    if mode.endswith("offload"):
+        on_host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        zero |= {"offload_optimizer": on_host, "offload_param": on_host}
     if folder is None:
         return config
     on_disk = {"device": "nvme", "nvme_path": folder, "pin_memory": torch.cuda.is_available()}
@@ -169,9 +173,11 @@ def make_step(mode: str, p: Problem, device: torch.device, folder: str | None) -
 def main() -> None:
     """Run one contender and print its losses and step times."""
     parser = argparse.ArgumentParser()
-    modes = ["plain", "fsdp2", "fsdp2-offload", "deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3-nvme"]
+    modes = ["plain", "fsdp2", "fsdp2-offload"]
+    modes += ["deepspeed1", "deepspeed2", "deepspeed3", "deepspeed3-offload", "deepspeed3-nvme"]
     parser.add_argument("--mode", choices=modes, required=True)
     parser.add_argument("--swap-dir", help="where deepspeed3-nvme makes a folder for its files")
+    parser.add_argument("--attention", choices=["default", "cudnn"], default="default", help="torch's choice, or cuDNN's alone")
     add_arguments(parser)
     options = parser.parse_args()
     on_disk = options.mode.endswith("nvme")
@@ -179,6 +185,10 @@ def main() -> None:
         parser.error(f"--mode {options.mode} needs --swap-dir, a folder on the disk")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.swap_dir)) if on_disk else None
+        if options.attention == "cudnn":
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            stack.enter_context(sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
         train(options.mode, from_arguments(options), folder)
 
 

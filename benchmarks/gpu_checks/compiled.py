@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpu_checks.jobs import Job
-from gpu_checks.kernels import compile_kernels
+from gpu_checks.kernels import KINDS, compile_kernels
+from gpu_checks.link.slices import compile_forms
 from gpu_checks.memory import ACCOUNT_RATIO, memory_row
 from gpu_checks.mixes import Sizes
 from gpu_checks.rows import Row, attempt
-from gpu_checks.slices import compile_forms
 
 
 def compile_rows(check: str, jobs: Sequence[Job], sizes: Sizes) -> Iterator[Row]:
@@ -43,5 +43,5 @@ def compile_rows(check: str, jobs: Sequence[Job], sizes: Sizes) -> Iterator[Row]
         yield from attempt(job.name, lambda job=job: compile_job(job))
     if check == "slices":
         yield from compile_forms(mesh, judged)
-    if check == "kernels":
-        yield from compile_kernels(mesh, sizes, judged)
+    if check in KINDS:
+        yield from compile_kernels(check, mesh, sizes, judged)

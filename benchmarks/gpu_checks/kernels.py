@@ -8,9 +8,23 @@ from gpu_checks.jobs import platform_name
 from gpu_checks.mixes import Sizes
 from gpu_checks.rows import Row, attempt, skipped
 
+KINDS = ("matmul", "linear_cross_entropy", "quantize", "nf4")
+"""Of the cases of benchmarks/kernels.py, by their names: each kind is a check."""
 
-def check_kernels(sizes: Sizes) -> Iterator[Row]:
-    """Run every case of benchmarks/kernels.py."""
+
+def cases_of(kind: str, small: bool) -> list[Any]:
+    """Return the cases of a kind."""
+    import kernels
+
+    def kind_of(name: str) -> str:
+        op = name.split()[0]
+        return "nf4" if op.endswith("nf4") else "quantize" if op.endswith("quantize") else op
+
+    return [case for case in kernels.cases(small) if kind_of(case.name) == kind]
+
+
+def check_kernels(kind: str, sizes: Sizes) -> Iterator[Row]:
+    """Run the cases of a kind."""
     import kernels
 
     on_cpu = platform_name() == "cpu"
@@ -20,7 +34,7 @@ def check_kernels(sizes: Sizes) -> Iterator[Row]:
     peak = kernels.peaks(small)
     for unit, rate in peak.items():
         yield Row(f"peak, {unit} a second", f"{rate:.4g}", values={"rate": rate})
-    for case in kernels.cases(small):
+    for case in cases_of(kind, small):
 
         def rows(case: Any = case) -> Iterator[Row]:
             found = kernels.measure(case, sizes.rounds)
@@ -38,14 +52,13 @@ def check_kernels(sizes: Sizes) -> Iterator[Row]:
         yield from attempt(case.name, rows)
 
 
-def compile_kernels(mesh: Any, sizes: Sizes, judged: Callable[[str, Any, float], Row]) -> Iterator[Row]:
-    """Compile the kernel of every case, or XLA's form of an op that has none."""
+def compile_kernels(kind: str, mesh: Any, sizes: Sizes, judged: Callable[[str, Any, float], Row]) -> Iterator[Row]:
+    """Compile the kernel of every case of a kind, or XLA's form of an op that has none."""
     import jax
-    import kernels
 
     from zerojax.sharding import named
 
-    for case in kernels.cases(sizes.few):
+    for case in cases_of(kind, sizes.few):
 
         def rows(case: Any = case) -> Iterator[Row]:
             start = time.perf_counter()

@@ -15,6 +15,40 @@ ON_HOST: dict[str, Any] = {"opt_state": H, "update_on": "host"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaSizes:
+    """Sizes of a Llama, and the tokens of its steps.
+
+    Attributes:
+      tokens: of each step that is looked at.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    ff: int
+    vocab: int
+    seq: int
+    tokens: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copied:
+    """A stack of records in host memory, and products beside their copies.
+
+    Attributes:
+      shape: [L, D, F], float32.
+      left: [M, K] of `a @ b` in bfloat16.
+      right: [K, K].
+      products: in a tick: so few that a copy is the longer, and so many that they are.
+    """
+
+    shape: tuple[int, int, int]
+    left: tuple[int, int]
+    right: tuple[int, int]
+    products: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Sizes of every check.
 
@@ -25,6 +59,12 @@ class Sizes:
       swapped: of the timed steps of "nvme".
       rounds: timed steps of each mix.
       link_bytes: of the array that measures the link.
+      llama: of the steps with states in host memory.
+      short: of the same in the part "first".
+      on_disk: of the same on a disk and on a RAM disk; fewer layers where these are smaller.
+      copied: of the loops of copies.
+      host_params: of the host's kernel.
+      peer: of what runs beside other frameworks.
       few: run only the mixes of FEW.
     """
 
@@ -34,15 +74,28 @@ class Sizes:
     swapped: Problem
     rounds: int
     link_bytes: int
+    llama: LlamaSizes
+    short: LlamaSizes
+    on_disk: LlamaSizes
+    copied: Copied
+    host_params: int
+    peer: Problem
     few: bool = False
 
 
 _TINY = Problem(layers=3, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=10, learning_rate=1e-3)
 _LAPTOP = Problem(layers=8, hidden=128, heads=4, seq=64, vocab=512, batch=4, steps=10, learning_rate=1e-3)
 _LARGE = Problem(layers=16, hidden=2048, heads=16, seq=1024, vocab=32768, batch=8, steps=6, precision="bf16")
-SMALL = Sizes(equal=_TINY, lean=_TINY, fast=_TINY, swapped=_TINY, rounds=3, link_bytes=1 << 22, few=True)
+_TINY_LLAMA = LlamaSizes(layers=3, hidden=128, heads=2, ff=256, vocab=256, seq=64, tokens=(128, 256))
+_LLAMA = LlamaSizes(layers=32, hidden=4096, heads=32, ff=11008, vocab=32000, seq=2048, tokens=(16384, 32768))
+_TINY_COPIES = Copied(shape=(4, 32, 48), left=(64, 64), right=(64, 64), products=(1, 2))
+_SMALL_REST: dict[str, Any] = {
+    "llama": _TINY_LLAMA, "short": _TINY_LLAMA, "on_disk": _TINY_LLAMA, "copied": _TINY_COPIES, "host_params": 1 << 16,
+    "peer": dataclasses.replace(_TINY, steps=4, precision="bf16"),
+}  # fmt: skip
+SMALL = Sizes(equal=_TINY, lean=_TINY, fast=_TINY, swapped=_TINY, rounds=3, link_bytes=1 << 22, few=True, **_SMALL_REST)
 _FAST_LAPTOP = dataclasses.replace(_LAPTOP, hidden=256, seq=128)
-CPU = Sizes(equal=_LAPTOP, lean=_LAPTOP, fast=_FAST_LAPTOP, swapped=_FAST_LAPTOP, rounds=5, link_bytes=1 << 26)
+CPU = Sizes(equal=_LAPTOP, lean=_LAPTOP, fast=_FAST_LAPTOP, swapped=_FAST_LAPTOP, rounds=5, link_bytes=1 << 26, **_SMALL_REST)
 GPU = Sizes(
     equal=dataclasses.replace(_LAPTOP, hidden=256, seq=128, vocab=1024, batch=8),
     lean=dataclasses.replace(_LARGE, layers=8, seq=128, vocab=8192, batch=1),
@@ -50,6 +103,12 @@ GPU = Sizes(
     swapped=dataclasses.replace(_LARGE, layers=8, vocab=8192),
     rounds=6,
     link_bytes=1 << 30,
+    llama=_LLAMA,
+    short=dataclasses.replace(_LLAMA, layers=8),
+    on_disk=dataclasses.replace(_LLAMA, layers=18),
+    copied=Copied(shape=(32, 4096, 11008), left=(16384, 4096), right=(4096, 4096), products=(3, 6)),
+    host_params=100_000_000,
+    peer=dataclasses.replace(_LARGE, layers=24, hidden=2560, heads=20, seq=2048, batch=8),
 )
 
 

@@ -1,22 +1,17 @@
-"""The link, step times, overlap, and the peer."""
+"""The link, step times, and overlap."""
 
 import dataclasses
 import pathlib
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from problem import Problem
-from step_time import WARMUP, Contender, run_process
 
 from gpu_checks.jobs import Job, one_device, platform_name
-from gpu_checks.mixes import BESIDE_PEER, RESIDENT, RESIDENT_STEP, SPEED_MIXES, H, Sizes, chosen
-from gpu_checks.rows import Row, attempt, skipped
+from gpu_checks.mixes import RESIDENT, RESIDENT_STEP, SPEED_MIXES, H, Sizes, chosen
+from gpu_checks.rows import Row, attempt
 from gpu_checks.turns import Timed, Turns
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
@@ -24,8 +19,8 @@ HIDDEN = 0.5  # least part of the shorter of compute and transfers that a mix up
 
 
 def speed_jobs(sizes: Sizes) -> list[Job]:
-    """Return the jobs of "speed": first the resident step, then the mixes, last the one beside the peer."""
-    mixes = {RESIDENT_STEP: RESIDENT, **chosen("speed", SPEED_MIXES, sizes), "as the peer": BESIDE_PEER}
+    """Return the jobs of "speed": first the resident step, then the mixes."""
+    mixes = {RESIDENT_STEP: RESIDENT, **chosen("speed", SPEED_MIXES, sizes)}
     return [Job(name=name, problem=sizes.fast, fields=f) for name, f in mixes.items()]
 
 
@@ -67,24 +62,15 @@ def measure_link(mesh: Any, num_bytes: int, repeats: int = 5) -> Link:
     return Link(best((y, on_device)), best((x, on_host)), best((y, on_device), (x, on_host)))
 
 
-def check_speed(sizes: Sizes, peer_python: str | None) -> Iterator[Row]:
-    """Measure the link, each mix beside the resident step, and the peer."""
+def check_speed(sizes: Sizes) -> Iterator[Row]:
+    """Measure the link, and each mix beside the resident step."""
     link = measure_link(one_device(), sizes.link_bytes)
     for way, rate in dataclasses.asdict(link).items():
         yield Row(f"link, {way.replace('_', ' ')}", f"{rate / 1e9:.1f} GB/s", values={"bytes_per_second": rate})
     first, *others = speed_jobs(sizes)
-    beside, seconds = others[-1], float("nan")
     with Turns(first) as turns:
         for job in others:
-
-            def rows(job: Job = job) -> Iterator[Row]:
-                nonlocal seconds
-                timed = turns.time(job, sizes.rounds)
-                seconds = statistics.median(timed.seconds)
-                yield from speed_rows(job, timed, link)
-
-            yield from attempt(job.name, rows)
-    yield from attempt("FSDP2, CPUOffloadPolicy", lambda: peer_rows(sizes.fast, peer_python, beside.name, seconds))
+            yield from attempt(job.name, lambda job=job: speed_rows(job, turns.time(job, sizes.rounds), link))
 
 
 def speed_rows(job: Job, timed: Timed, link: Link) -> Iterator[Row]:
@@ -119,21 +105,3 @@ def ratio_row(name: str, timed: Timed) -> Row:
     finite = bool(np.isfinite([m["loss"] for m in timed.metrics]).all())
     values = {"ratio": ratio, "seconds": step, "resident_seconds": compute}
     return Row(f"{name}: step over resident", text, "finite losses", finite, values)
-
-
-def peer_rows(p: Problem, python: str | None, beside: str, seconds: float) -> Iterator[Row]:
-    """Time FSDP2 with its states and its optimizer on the host."""
-    name = "FSDP2, CPUOffloadPolicy"
-    python = python or sys.executable
-    if subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
-        yield skipped(name, "no torch: give --peer-python")
-        return
-    launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(HERE / "peer.py")]
-    p = dataclasses.replace(p, steps=WARMUP + 4)
-    with tempfile.TemporaryDirectory() as folder:
-        seen = run_process(Contender(name, 1, [*launch, *p.arguments(), "--mode", "fsdp2-offload"]), folder, python)
-    own = statistics.median(seen["seconds"][WARMUP:])
-    text = f"{1e3 * own:.1f} ms, {own / seconds:.2f} of ours {beside!r} ({seen['version']})"
-    yield Row(name, text, "finite losses", bool(np.isfinite(seen["losses"]).all()), {"seconds": own, "ratio": own / seconds})
-    if seen["peak_bytes"]:
-        yield Row(f"{name}: peak device memory", f"{seen['peak_bytes'] / 2**30:.2f} GiB", values={"bytes": seen["peak_bytes"]})

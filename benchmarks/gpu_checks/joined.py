@@ -1,0 +1,157 @@
+"""Join the results of parts that ran apart into one table."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gpu_checks.rows import Row, line
+from gpu_checks.runner import NOT_RUN
+
+CUT_OFF = "cut off"
+_MODES = {
+    "run": "",
+    "small run": "tiny sizes: that it runs, and no measurement",
+    "compile-only": "compiled for an H200 that is not there; nothing was run",
+    "small compile-only": "tiny sizes, compiled for an H200 that is not there; nothing was run",
+}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Found:
+    """What one run of a part left of one check: its rows, its status, its seconds."""
+
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    status: str = CUT_OFF
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class PartRun:
+    """What one run of a part left.
+
+    Attributes:
+      head: command, mode, limit, time, names of the checks.
+      facts: hardware, versions, sizes; empty where no check began.
+      checks: by name; those that were begun.
+      seconds: of all; None where the run was cut off.
+    """
+
+    head: Mapping[str, Any]
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    checks: dict[str, Found] = dataclasses.field(default_factory=dict)
+    seconds: float | None = None
+
+    @property
+    def versions(self) -> str:
+        """Names and versions in words."""
+        return ", ".join(f"{name} {version}" for name, version in self.facts.get("versions", {}).items())
+
+
+def read_runs(folder: pathlib.Path) -> list[PartRun]:
+    """Return what the files PART.jsonl in and below a folder hold, oldest first.
+
+    Raises:
+      ValueError: there is none.
+    """
+    found = [run for path in sorted(folder.rglob("*.jsonl")) for run in _read(path)]
+    if not found:
+        raise ValueError(f"{folder} holds no results: it is to be what --out named, or a folder of such")
+    return sorted(found, key=lambda run: run.head["time"])
+
+
+def _read(path: pathlib.Path) -> list[PartRun]:
+    runs: list[PartRun] = []
+    for text in path.read_text().splitlines():
+        try:
+            said = json.loads(text)
+        except json.JSONDecodeError:  # the last line of a run that was cut off
+            continue
+        if "head" in said:
+            runs.append(PartRun(head=said["head"]))
+        elif "facts" in said:
+            runs[-1].facts = said["facts"]
+        elif "seconds" in said:
+            runs[-1].seconds = said["seconds"]
+        else:
+            one = runs[-1].checks.setdefault(said["check"], Found())
+            if "row" in said:
+                one.rows.append(Row(**said["row"]))
+            else:
+                one.status, one.seconds = said["end"]["status"], said["end"]["seconds"]
+    return runs
+
+
+def latest(runs: Iterable[PartRun]) -> list[PartRun]:
+    """Return the runs with, of each check, what the last run of one mode and one version of jax says."""
+    kept: dict[tuple[str, ...], PartRun] = {}
+    for run in runs:
+        mode = (run.head["part"], run.head["mode"], run.facts.get("versions", {}).get("jax", ""), run.facts.get("hardware", ""))
+        for name in run.head["checks"]:
+            kept[*mode, name] = run
+    left = []
+    for run in {id(run): run for run in kept.values()}.values():
+        names = [key[-1] for key, last in kept.items() if last is run]
+        head = {**run.head, "checks": [name for name in run.head["checks"] if name in names]}
+        left.append(dataclasses.replace(run, head=head))
+    return left
+
+
+def missing(run: PartRun) -> list[tuple[str, str]]:
+    """Return each check without a result, and why."""
+    found = []
+    for name in run.head["checks"]:
+        one = run.checks.get(name)
+        if one is None:
+            found.append((name, "not run: the part was cut off before it"))
+        elif one.status == CUT_OFF:
+            found.append((name, "cut off; what it found until then is above"))
+        elif one.status == NOT_RUN:
+            found.append((name, one.rows[-1].figure))
+    return found
+
+
+def holds(runs: Iterable[PartRun]) -> bool:
+    """Tell whether every check was run and every bound holds."""
+    runs = list(runs)
+    return not any(missing(run) for run in runs) and all(
+        row.ok is not False for run in runs for name in run.head["checks"] for row in run.checks[name].rows
+    )
+
+
+def table(runs: Iterable[PartRun], order: list[str]) -> str:
+    """Return the table in Markdown; `order` is that of the parts."""
+    runs = sorted(
+        runs, key=lambda run: (order.index(run.head["part"]) if run.head["part"] in order else len(order), run.head["time"])
+    )
+    machines = list(dict.fromkeys((run.facts.get("hardware", "no check began"), run.versions) for run in runs))
+    lines = [f"# What the device does, {max(run.head['time'] for run in runs)[:7]}", ""]
+    for number, (hardware, versions) in enumerate(machines):
+        lines.append(f"{_letter(number)}: {hardware}. Versions: {versions or 'unknown'}.")
+    lines += ["", "| part | machine | command | seconds (limit) | seconds by check | what it is |", "|---|---|---|---|---|---|"]
+    judged: list[bool] = []
+    for run in runs:
+        machine = _letter(machines.index((run.facts.get("hardware", "no check began"), run.versions)))
+        seconds = CUT_OFF if run.seconds is None else f"{run.seconds:.0f}"
+        each = ", ".join(f"{name} {run.checks[name].seconds:.0f}" for name in run.head["checks"] if name in run.checks)
+        what = _MODES.get(run.head["mode"], run.head["mode"])
+        cells = (run.head["part"], machine, f"`{run.head['command']}`", f"{seconds} ({run.head['limit']:g})", each, what)
+        lines.append(f"| {' | '.join(cells)} |")
+    several = len({(run.head["mode"], run.versions) for run in runs}) > 1
+    for run in runs:
+        machine = _letter(machines.index((run.facts.get("hardware", "no check began"), run.versions)))
+        title = f"## {run.head['part']}" + (f", {run.head['mode']} on {machine}" if several else "")
+        lines += ["", title, "", "| check | what | figure | bound | ok |", "|---|---|---|---|---|"]
+        rows = [(name, row) for name in run.head["checks"] for row in getattr(run.checks.get(name), "rows", [])]
+        lines += [line(name, row) for name, row in rows]
+        judged += [row.ok for _, row in rows if row.ok is not None]
+    absent = [(run.head["part"], name, why) for run in runs for name, why in missing(run)]
+    if absent:
+        lines += ["", "## Not run", "", *(f"- {part}, {name}: {why}" for part, name, why in absent)]
+    lines += ["", f"{sum(judged)} of {len(judged)} bounds hold; {len(absent)} checks have no result."]
+    return "\n".join(lines) + "\n"
+
+
+def _letter(number: int) -> str:
+    return f"Machine {number + 1}"

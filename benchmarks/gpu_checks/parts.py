@@ -1,0 +1,107 @@
+"""What a check, a group of checks and a part are, and what a check is given."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from gpu_checks.mixes import Sizes
+from gpu_checks.rows import Row
+
+TIME_LIMIT = 480.0
+"""Seconds of a part."""
+KNOWN = "known."
+"""What a row's value is called, before its name, that later checks of the part are told."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Context:
+    """What a check is given.
+
+    Attributes:
+      sizes: of everything.
+      peer_python: an environment with torch, or None.
+      keep: the folder for files that are kept, such as profiles.
+      swap_dir: a folder on a disk.
+      ram_dir: a folder on a RAM disk.
+      known: what earlier checks of the part found, by name: rates, seconds.
+      shared: what checks of one process leave to each other.
+    """
+
+    sizes: Sizes
+    peer_python: str | None
+    keep: pathlib.Path
+    swap_dir: str
+    ram_dir: str
+    known: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    shared: MutableMapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Seconds that a check is said to need, with the start of its process: it is not begun where fewer are left.
+
+    Attributes:
+      gpu: on one H200 with 16 cores; assumed, since no GPU has run them.
+      compiled: by --compile-only, measured on 2 cores and rounded up.
+      small: by --small, with or without --compile-only; the same.
+    """
+
+    gpu: float
+    compiled: float
+    small: float = 20.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing that is looked at.
+
+    Attributes:
+      name: unique in its part.
+      run: context -> rows, each written as soon as it is there.
+      compiled: the same for an H200 that is not there; None where there is nothing to compile.
+      needs: its time.
+    """
+
+    name: str
+    run: Callable[[Context], Iterator[Row]]
+    compiled: Callable[[Context], Iterator[Row]] | None
+    needs: Needs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Checks that share a process while none of them crashes, hangs or breaks the device.
+
+    Attributes:
+      checks: in order.
+      env: of the process.
+    """
+
+    checks: tuple[Check, ...]
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one command runs within `TIME_LIMIT`.
+
+    Attributes:
+      name: for --part.
+      what: in words.
+      groups: in order, what decides most first.
+    """
+
+    name: str
+    what: str
+    groups: tuple[Group, ...]
+
+    @property
+    def checks(self) -> list[Check]:
+        """All checks, in order."""
+        return [check for group in self.groups for check in group.checks]
+
+
+def seconds_of(needs: Needs, mode: str) -> float:
+    """Return what a check needs in a mode: "run", "compile-only", or either with "small" before it."""
+    return needs.small if mode.startswith("small") else needs.compiled if mode == "compile-only" else needs.gpu

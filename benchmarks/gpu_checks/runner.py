@@ -1,0 +1,233 @@
+"""Run the checks of a part, each within its time, so that none takes another's with it.
+
+A worker is a process that runs checks as they are asked for, over a pipe, a line of JSON each way:
+
+    {"check": "copies up", "known": {"rates.link": 5.1e10}}     ->
+                                     <-  {"facts": {..}}  {"check": .., "row": {..}}  ..  {"check": .., "end": {..}}
+
+The runner appends each line to `PART.jsonl` as it arrives: what was found stays, whatever ends the run. It keeps the time. A
+check that is said to need more seconds than are left is not begun. One that takes so long that a later check would lose the
+seconds that it is said to need is stopped: the worker is killed, and the next check gets a new one, as after a crash.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+from gpu_checks.parts import KNOWN, Check, Context, Part, seconds_of
+from gpu_checks.rows import Row, attempt, line
+
+DONE, CRASHED, STOPPED, NOT_RUN = "done", "crashed", "stopped", "not run"
+Write = Callable[[Mapping[str, Any]], None]
+
+
+class Worker:
+    """A process that runs checks when asked to."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], errors: pathlib.Path) -> None:
+        self.errors = errors
+        with errors.open("w") as out:
+            self.process = subprocess.Popen(
+                command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True
+            )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for text in self.process.stdout:
+            self.lines.put(text)
+        self.lines.put(None)
+
+    def ask(self, check: str, known: Mapping[str, float], seconds: float, write: Write) -> tuple[str, str]:
+        """Let it run a check, and write what it says; returns a status and why."""
+        ends = time.monotonic() + seconds
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps({"check": check, "known": dict(known)}) + "\n")
+            self.process.stdin.flush()
+        while True:
+            try:
+                text = self.lines.get(timeout=max(0.0, ends - time.monotonic()))
+            except queue.Empty:
+                return STOPPED, f"stopped after {seconds:.0f} s"
+            if text is None:
+                return CRASHED, f"exit status {self.process.wait()}"
+            said = json.loads(text)
+            if "end" in said:
+                return said["end"], ""
+            write(said)
+
+    def last_line(self) -> str:
+        """Return the last line of what it wrote beside its results."""
+        return next(iter(self.errors.read_text(errors="replace").strip().splitlines()[::-1]), "")
+
+    def kill(self) -> None:
+        """End it, and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@dataclasses.dataclass(kw_only=True)
+class Run:
+    """One run of a part.
+
+    Attributes:
+      part: what is run.
+      only: names of the checks to run; all where it is None.
+      mode: "run", "compile-only", or either with "small " before it.
+      limit: seconds.
+      out: the folder of the results.
+      command: of a worker, without the part and the group.
+      told: of the head: the command, as a user gave it.
+    """
+
+    part: Part
+    only: Sequence[str] | None
+    mode: str
+    limit: float
+    out: pathlib.Path
+    command: Sequence[str]
+    told: str
+
+    def __call__(self, folders: Sequence[pathlib.Path] = ()) -> None:
+        """Run the checks, one after the other; `folders` are emptied of what a lost check leaves there."""
+        starts = time.monotonic()
+        chosen = [check for check in self.part.checks if self.only is None or check.name in self.only]
+        waiting = [check.name for check in chosen]
+        self.out.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context((self.out / f"{self.part.name}.jsonl").open("a"))
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            known: dict[str, float] = {}
+            head = {"part": self.part.name, "command": self.told, "mode": self.mode, "limit": self.limit}
+            _append(file, {"head": head | {"time": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), "checks": waiting}})
+
+            def write(said: Mapping[str, Any]) -> None:
+                _append(file, said)
+                if "row" in said:
+                    row = Row(**said["row"])
+                    known.update({k.removeprefix(KNOWN): v for k, v in row.values.items() if k.startswith(KNOWN)})
+                    print(line(said["check"], row), flush=True)
+
+            worker: Worker | None = None
+            stack.callback(lambda: worker and worker.kill())
+            for index, group in enumerate(self.part.groups):
+                for check in (check for check in group.checks if check in chosen):
+                    waiting.remove(check.name)
+                    began = time.monotonic()
+                    left, needs = self.limit - (began - starts), seconds_of(check.needs, self.mode)
+                    later = sum(seconds_of(c.needs, self.mode) for c in chosen if c.name in waiting)
+                    if left < needs:
+                        why = f"not run: it needs {needs:.0f} s, and {max(0.0, left):.0f} s of {self.limit:g} s were left"
+                        self._end(write, check, NOT_RUN, Row(check.name, why), 0.0)
+                        continue
+                    worker = worker or Worker(
+                        [*self.command, self.part.name, str(index)], self._env(group.env, folder), self._errors(check)
+                    )
+                    status, why = worker.ask(check.name, known, max(needs, left - later), write)
+                    lost = status in (CRASHED, STOPPED)
+                    last = worker.last_line() if lost else ""
+                    row = Row(check.name, ": ".join([why, *([last] if last else [])])[:400], ok=False) if lost else None
+                    if status != DONE:
+                        worker.kill()
+                        worker = None
+                        _empty(folders)
+                    self._end(write, check, status if lost else DONE, row, time.monotonic() - began)
+                if worker is not None:
+                    worker.kill()
+                    worker = None
+            _append(file, {"seconds": time.monotonic() - starts})
+
+    def _errors(self, check: Check) -> pathlib.Path:
+        folder = self.out / "logs"
+        folder.mkdir(exist_ok=True)
+        return folder / f"{self.part.name}.{check.name.replace(' ', '_').replace('/', '_')}.txt"
+
+    def _env(self, own: Mapping[str, str], folder: str) -> dict[str, str]:
+        env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache"}
+        env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}  # keep what kernels were timed, and not programs
+        env |= {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "110", **own}
+        if self.mode.endswith("compile-only"):
+            env |= {"JAX_PLATFORMS": "cpu"}
+            if self.mode.startswith("small"):  # without a GPU to try on, XLA's Triton backend finds no tiles for such products
+                env |= {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_triton_gemm=false"}
+        return env
+
+    @staticmethod
+    def _end(write: Write, check: Check, status: str, row: Row | None, seconds: float) -> None:
+        if row is not None:
+            write({"check": check.name, "row": dataclasses.asdict(row)})
+        write({"check": check.name, "end": {"status": status, "seconds": round(seconds, 2)}})
+
+
+def _append(file: TextIO, said: Mapping[str, Any]) -> None:
+    file.write(json.dumps(said) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _empty(folders: Sequence[pathlib.Path]) -> None:
+    for folder in folders:
+        for path in folder.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def serve(
+    checks: Sequence[Check],
+    context: Context,
+    compiled: bool,
+    facts: Callable[[], Mapping[str, Any]],
+    read: TextIO,
+    send: TextIO,
+) -> None:
+    """Run the checks that are asked for, until the pipe ends; what a worker does."""
+
+    def say(said: Mapping[str, Any]) -> None:
+        send.write(json.dumps(said) + "\n")
+        send.flush()
+
+    by_name = {check.name: check for check in checks}
+    for number, text in enumerate(read):
+        asked = json.loads(text)
+        name, context.known = asked["check"], asked["known"]
+        check, broken = by_name[name], False
+        if number == 0:
+            say({"facts": facts()})
+
+        def rows(check: Check = check) -> Iterator[Row]:
+            run = check.compiled if compiled else check.run
+            if run is None:
+                raise NotImplementedError("there is nothing to compile")
+            yield from run(context)
+
+        for row in attempt(name, rows):
+            say({"check": name, "row": dataclasses.asdict(row)})
+            broken |= row.ok is False and _breaks(row.figure)
+        say({"check": name, "end": "broken" if broken else DONE})
+
+
+def _breaks(figure: str) -> bool:
+    """Tell whether an error may have left the device unusable to its process, as a kernel's wrong address does."""
+    return "JaxRuntimeError" in figure.partition(":")[0] and "RESOURCE_EXHAUSTED" not in figure
+
+
+def results_only() -> TextIO:
+    """Return a file for what a worker says; whatever else prints to the standard output goes where errors go."""
+    send = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    return send

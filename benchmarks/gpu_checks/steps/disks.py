@@ -1,0 +1,131 @@
+"""The same step with everything in host memory, on a RAM disk and on a disk: what is the engine's, and what is the disk's.
+
+A RAM disk takes no time worth telling, so what a step from it takes longer than one from host memory is the engine's. What a step
+from the disk takes longer than that is the disk's, whose bandwidth is measured in the same folder just before.
+"""
+
+import dataclasses
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+
+from gpu_checks.jobs import one_device
+from gpu_checks.mixes import LlamaSizes
+from gpu_checks.parts import KNOWN, Context
+from gpu_checks.rows import Row, attempt
+from gpu_checks.steps.llamas import Case, Stepped, judges
+from gpu_checks.swap import measure_disk
+
+HOST, RAM, DISK = "host", "RAM disk", "disk"
+MODES = {HOST: "params, grads, opt_state on the host", RAM: "all on nvme", DISK: "all on nvme"}
+ENGINE = 1.10
+"""The most that a step from a RAM disk is to take over one from host memory."""
+BANDWIDTH = 0.95
+"""The least share of the disk's bandwidth that a step reaches while the disk is its bound."""
+BYTES = 16
+"""Of a parameter on disk: two of bf16 and three float32 arrays, and a gradient in bf16 where it is stored."""
+SPARE, HOST_SPARE = 2 << 30, 40 << 30
+"""Bytes of a disk, and of the memory behind a RAM disk, that are left free: buffers, the program, the system."""
+
+
+def fitting(sizes: LlamaSizes, folders: dict[str, str]) -> LlamaSizes:
+    """Return the sizes with as many layers as both disks have room for.
+
+    Raises:
+      NotImplementedError: not even one.
+    """
+    from host_offload.device import available_bytes
+
+    room = {name: shutil.disk_usage(path).free - SPARE for name, path in folders.items()}
+    available = available_bytes()
+    if available is not None:
+        room[RAM] = min(room[RAM], available - (HOST_SPARE if sizes.hidden > 1024 else 0))
+    a_layer = BYTES * (4 * sizes.hidden**2 + 3 * sizes.hidden * sizes.ff)
+    layers = min(sizes.layers, *((size - 2 * BYTES * sizes.vocab * sizes.hidden) // a_layer for size in room.values()))
+    if layers < 1:
+        told = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in room.items())
+        raise NotImplementedError(f"no layer of {a_layer / 2**30:.2f} GiB fits beside what is left free: {told}")
+    return dataclasses.replace(sizes, layers=int(layers))
+
+
+def case_of(where: str, context: Context) -> Case:
+    """Return what is run: the same model in each place, at the first number of tokens."""
+    sizes = context.sizes.on_disk
+    layers = context.known.get("on_disk.layers")  # of the first check: files of another may be in the way of the next count
+    if layers is None:
+        sizes = fitting(sizes, {RAM: context.ram_dir, DISK: context.swap_dir})
+    else:
+        sizes = dataclasses.replace(sizes, layers=int(layers))
+    return Case(mode=MODES[where], sizes=sizes, tokens=sizes.tokens[0])
+
+
+def compiled_case(where: str) -> Callable[[Context], Case]:
+    """Return the case that is compiled without a disk."""
+    return lambda context: Case(mode=MODES[where], sizes=context.sizes.on_disk, tokens=context.sizes.on_disk.tokens[0])
+
+
+def check_disk(where: str) -> Callable[[Context], Iterator[Row]]:
+    """Return the check of one place."""
+
+    def rows(context: Context) -> Iterator[Row]:
+        case = case_of(where, context)
+        layers = case.sizes.layers
+        yield Row("layers", str(layers), values={f"{KNOWN}on_disk.layers": float(layers)})
+        base = {HOST: None, RAM: context.ram_dir, DISK: context.swap_dir}[where]
+        if base is None:
+            with case.build(one_device()) as program:
+                yield from told(where, context, Stepped(case, context, program, None), 0.0)
+            return
+        with tempfile.TemporaryDirectory(dir=base) as folder:
+            best = 0.0
+            for name, rate in measure_disk(folder, context.sizes.link_bytes).items():
+                text = f"{rate.read / 1e9:.2f} GB/s read, {rate.write / 1e9:.2f} GB/s written"
+                yield Row(f"{where}: {name}", text, values={"read": rate.read, "write": rate.write})
+                best = max(best, 2 / (1 / rate.read + 1 / rate.write))
+            with case.build(one_device(), tempfile.mkdtemp(dir=folder)) as program:
+                yield from told(where, context, Stepped(case, context, program, None), best)
+
+    return rows
+
+
+def told(where: str, context: Context, stepped: Stepped, best: float) -> Iterator[Row]:
+    """Run the steps, and compare with those from host memory and with the disk's bandwidth."""
+    seconds = None
+    for row in stepped.rows(timed=2 if where == DISK else 3):
+        if row.name == "step":
+            seconds = row.values["seconds"]
+            row = dataclasses.replace(row, values={**row.values, f"{KNOWN}on_disk.{where}": seconds})
+        yield row
+    if seconds is None or where == HOST:
+        return
+    yield from attempt("waits", lambda: disk_rows(where, context, stepped, seconds, best))
+
+
+def disk_rows(where: str, context: Context, stepped: Stepped, seconds: float, best: float) -> Iterator[Row]:
+    """Say what was read, written and waited for."""
+    read, written, stall = (
+        statistics.median(m[f"swap_{key}"] for m in stepped.metrics[1:])
+        for key in ("read_bytes", "write_bytes", "stall_seconds")
+    )
+    rate, judged = (read + written) / seconds, judges(context)
+    share = rate / best
+    is_bound = where == DISK and stall > 0.05 * seconds
+    yield Row(
+        "reached",
+        f"{read / 1e9:.2f} GB read, {written / 1e9:.2f} GB written: {rate / 1e9:.2f} GB/s, {share:.2f} of the disk's, reads and "
+        f"writes in turn; stall {stall:.3g} s",
+        f"at least {BANDWIDTH:g} while the disk is the bound" if is_bound and judged else "",
+        share >= BANDWIDTH if is_bound and judged else None,
+        {"read_bytes": read, "write_bytes": written, "stall_seconds": stall, "share": share},
+    )
+    host = context.known.get(f"on_disk.{HOST}")
+    if host is not None:
+        bounded = where == RAM and judged
+        yield Row(
+            f"step over the one from {HOST} memory",
+            f"{seconds / host:.2f} ({seconds:.4g} s over {host:.4g})",
+            f"at most {ENGINE:g}" if bounded else "",
+            seconds / host <= ENGINE if bounded else None,
+            {"ratio": seconds / host},
+        )

@@ -1,0 +1,377 @@
+"""Steps of a Llama with its states in one mode: time, idle share, bytes, memory; beside them what was predicted.
+
+The steps that are timed are those of the program whose HLO and thunks are read: it is compiled once, with a dump. Seconds are the
+median of a few steps, each waited for. Idle share and overlap come from a profile of more of them, run back to back. What
+`hlo.simulate` predicts of the same program stands beside it twice: at the rates that it assumes, and at those that "rates" found
+on this machine.
+"""
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from llama import MODES, Mode, flops_per_token, llama, num_params
+
+from gpu_checks.jobs import one_device, platform_name
+from gpu_checks.mixes import LlamaSizes
+from gpu_checks.parts import Context
+from gpu_checks.rows import Row, attempt, skipped
+from gpu_checks.steps.profile import DOWN, UP, Measured, keep_profile, measure
+
+WARMUP, TIMED, PROFILED = 2, 4, 2
+AGREES = 0.15
+"""How far a measured step may be from the predicted one at measured rates."""
+COPIED = 0.99
+"""The least share of the link's bytes that copies are to move."""
+COMPUTE = {
+    "opt_state on the host": 0.90,
+    "params, grads, opt_state on the host": 0.85,
+    "opt_state on the host, update_on host": 0.85,
+}
+"""By mode, the least that compute alone is to be of a step of most tokens."""
+TERAFLOPS = {"opt_state on the host": 400.0}
+"""By mode, the least TF/s of a step of most tokens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One mode at one number of tokens.
+
+    Attributes:
+      mode: of `llama.MODES`.
+      sizes: of the model.
+      tokens: of a step.
+      is_largest: whether the bounds of the most tokens hold for it.
+    """
+
+    mode: str
+    sizes: LlamaSizes
+    tokens: int
+    is_largest: bool = False
+
+    @property
+    def of(self) -> Mode:
+        """The mode."""
+        return MODES[self.mode]
+
+    @property
+    def name(self) -> str:
+        """For files and rows."""
+        return f"{self.mode}, {self.sizes.layers} layers, {self.tokens} tokens"
+
+    def build(self, mesh: Any, swap_dir: str | None = None) -> Any:
+        """Return the program; attention is cuDNN's on GPUs."""
+        import optax
+
+        import zerojax as zj
+
+        s = self.sizes
+        attention = "xla" if mesh.devices.flat[0].platform == "cpu" else "cudnn"
+        fields = self.of.config | ({} if swap_dir is None else {"swap_dir": swap_dir})
+        config = zj.ZeroConfig(precision="bf16", activations="remat", **fields)
+        model = llama(s.layers, s.hidden, s.heads, s.ff, s.vocab, attention)
+        return zj.build_train_step(model, optax.adamw(1e-4), config, mesh)
+
+    def abstract_batch(self) -> Any:
+        """Return the batch's shapes."""
+        import jax
+
+        shape = (self.tokens // self.sizes.seq, self.sizes.seq)
+        return {name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("tokens", "targets")}
+
+    def batch(self) -> Any:
+        """Return a batch: each token's target is the next one."""
+        rows = np.random.default_rng(0).integers(0, self.sizes.vocab, (self.tokens // self.sizes.seq, self.sizes.seq + 1))
+        return {"tokens": rows[:, :-1].astype(np.int32), "targets": rows[:, 1:].astype(np.int32)}
+
+    @property
+    def model_flops(self) -> float:
+        """Of a step, without recomputation."""
+        s = self.sizes
+        return self.tokens * flops_per_token(s.layers, s.hidden, s.ff, s.vocab, s.seq)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Read:
+    """What a compiled program says of itself: its text, its thunks, seconds to compile it, bytes on the device."""
+
+    text: str
+    thunks: Any
+    seconds: float
+    taken: int
+
+
+def compile_case(program: Any, batch: Any, options: dict[str, Any]) -> Read:
+    """Compile a program for a batch with a dump, and read it."""
+    from zerojax import hlo
+
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = program.lower(batch).compile({**options, "xla_dump_to": folder})
+        seconds = time.perf_counter() - start
+        text = compiled.as_text() or ""
+        is_gpu = program.mesh.devices.flat[0].platform != "cpu"
+        thunks = hlo.read_thunks(folder, hlo.module_name(text)) if is_gpu else None
+    stats = compiled.memory_analysis()
+    return Read(text=text, thunks=thunks, seconds=seconds, taken=stats.argument_size_in_bytes + stats.temp_size_in_bytes)
+
+
+def program_rows(case: Case, read: Read) -> Iterator[Row]:
+    """Say what moves over the link, and by whom."""
+    from host_offload.device import has_linear_fix
+    from zerojax import hlo
+
+    if read.thunks is None:
+        raise NotImplementedError("a program for a CPU does not tell host memory from a device's")
+    unsafe = hlo.unsafe_host_slices(read.text, unknown_trips=1)
+    yield Row("slices of host memory not provably right", str(len(unsafe)), "0", not unsafe, {"unsafe": len(unsafe)})
+    traffic = hlo.host_traffic(read.text, read.thunks, unknown_trips=1)
+    copies, kernels = traffic.by_copies, traffic.by_kernels
+    crosses = sum(copies.values()) + sum(kernels.values()) > 0
+    judged = crosses and has_linear_fix() and not traffic.has_callbacks
+    share = traffic.share_of_copies
+    text = (
+        f"by copies {copies['to_device'] / 1e9:.2f} GB up, {copies['to_host'] / 1e9:.2f} down; by kernels "
+        f"{kernels['to_device'] / 1e9:.2f} up, {kernels['to_host'] / 1e9:.2f} down; {100 * share:.1f} % by copies"
+        + (", and what callbacks move" if traffic.has_callbacks else "")
+    )
+    values = {f"copies_{way}": float(size) for way, size in copies.items()}
+    values |= {f"kernels_{way}": float(size) for way, size in kernels.items()}
+    yield Row("over the link, by its thunks", text, f"{100 * COPIED:g} % by copies" if judged else "",
+              share >= COPIED if judged else None, values)  # fmt: skip
+
+
+def predict(case: Case, read: Read, rates: dict[str, float]) -> Any:
+    """Return what `hlo.simulate` predicts of a program at its rates, or with some of them replaced."""
+    from zerojax import hlo
+
+    known = {field.name for field in dataclasses.fields(hlo.Rates)}
+    given = {name: rate for name, rate in rates.items() if name in known}
+    replaced = dataclasses.replace(hlo.RATES["h200"], **{**case.of.rates, **given})
+    return hlo.simulate(read.text, rates=replaced, thunks=read.thunks, callbacks=case.of.callbacks)
+
+
+def predicted_row(name: str, predicted: Any) -> Row:
+    """Say what was predicted."""
+    text = (
+        f"predicted {predicted.seconds:.4g} s, idle {100 * predicted.idle:.0f} %, compute {predicted.compute_seconds:.4g} s, "
+        f"floor {predicted.floor_seconds:.4g} s, {predicted.flops / predicted.seconds / 1e12:.0f} TF/s, "
+        f"{predicted.num_host_waits} drains"
+    )
+    values = {"predicted_seconds": predicted.seconds, "predicted_idle": predicted.idle, "flops": predicted.flops}
+    return Row(name, text, values=values)
+
+
+def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[Row]]:
+    """Return a check that compiles a case for an H200 that is not there."""
+
+    def rows(context: Context) -> Iterator[Row]:
+        from zerojax import aot
+
+        given = case(context)
+        with given.build(aot.gpu_mesh("h200", gpus_per_host=1)) as program:
+            batch = given.abstract_batch()
+            read = compile_case(program, batch, {"xla_gpu_enable_triton_gemm": False})
+            count = num_params(given.sizes.layers, given.sizes.hidden, given.sizes.ff, given.sizes.vocab)
+            taken = {tier: sum(of.values()) for tier, of in program.memory(batch).tiers.items()}
+        told = ", ".join(f"{size / 2**30:.3g} GiB in {tier}" for tier, size in taken.items() if size)
+        yield Row(
+            f"{given.name}: compiled",
+            f"{count / 1e9:.3g} B parameters in {read.seconds:.1f} s; {read.taken / 2**30:.3g} GiB of the device by the compiler; "
+            f"by program.memory {told}",
+            values={"compile_seconds": read.seconds, "bytes": float(read.taken)},
+        )
+        yield from program_rows(given, read)
+        yield predicted_row("predicted at assumed rates", predict(given, read, {}))
+
+    return rows
+
+
+def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[Row]]:
+    """Return a check that runs a case on the first device; checks of one mode and process hand the state on."""
+
+    def rows(context: Context) -> Iterator[Row]:
+        given = case(context)
+        key = (given.mode, given.sizes.layers)
+        if key not in context.shared:
+            context.shared.clear()  # of another mode: its state would take the room of this one's
+            context.shared[key] = given.build(one_device()), None
+        program, state = context.shared[key]
+        context.shared[key] = program, None  # a step that fails takes its state with it
+        stepped = Stepped(given, context, program, state)
+        yield from stepped.rows()
+        context.shared[key] = program, stepped.state
+
+    return rows
+
+
+class Stepped:
+    """A program whose steps are run and looked at."""
+
+    def __init__(self, case: Case, context: Context, program: Any, state: Any) -> None:
+        self.case, self.context, self.program, self.state = case, context, program, state
+        self.metrics: list[dict[str, float]] = []
+
+    def rows(self, timed: int = TIMED) -> Iterator[Row]:
+        """Compile, run, profile."""
+        import jax
+
+        case, program = self.case, self.program
+        abstract = case.abstract_batch()
+        if self.state is None:
+            check_host_room(program.memory(abstract).tiers)
+        read = compile_case(program, abstract, {})
+        yield Row("compiled", f"{read.seconds:.1f} s", values={"compile_seconds": read.seconds})
+        yield from attempt("the program", lambda: program_rows(case, read))
+        batch = program.shard_batch(case.batch())
+        if self.state is None:
+            start = time.perf_counter()
+            self.state = jax.block_until_ready(program.init(jax.random.key(0)))
+            seconds = time.perf_counter() - start
+            yield Row("init", f"{seconds:.1f} s", values={"seconds": seconds})
+        seconds = [self.step(batch) for _ in range(WARMUP + timed)][WARMUP:]
+        step = statistics.median(seconds)
+        yield from self.step_rows(read, step, seconds)
+        yield from self.memory_rows(read, abstract)
+        yield from attempt("profile", lambda: self.profile_rows(read, batch, step))
+
+    def step(self, batch: Any) -> float:
+        """Run a step; returns its seconds."""
+        import jax
+
+        start = time.perf_counter()
+        self.state, metrics = jax.block_until_ready(self.program.step(self.state, batch))
+        seconds = time.perf_counter() - start
+        self.metrics.append({name: float(value) for name, value in metrics.items()})
+        return seconds
+
+    def step_rows(self, read: Read, step: float, seconds: list[float]) -> Iterator[Row]:
+        """Say how long a step takes."""
+        case, judged = self.case, judges(self.context)
+        losses = [m["loss"] for m in self.metrics]
+        text = f"{step:.4g} s ({min(seconds):.4g}-{max(seconds):.4g}), {case.tokens / step:.5g} tokens/s"
+        yield Row("step", text, "finite losses", bool(np.isfinite(losses).all()),
+                  {"seconds": step, "tokens_per_second": case.tokens / step, "loss": losses[-1]})  # fmt: skip
+        rate = case.model_flops / step / 1e12
+        yield Row("of the model (PaLM, appendix B)", f"{rate:.4g} TF/s", values={"teraflops": rate})
+        if read.thunks is not None:
+
+            def program() -> Iterator[Row]:
+                rate = predict(case, read, {}).flops / step / 1e12
+                bound = TERAFLOPS.get(case.mode) if judged and case.is_largest else None
+                told = "" if bound is None else f"at least {bound:g}"
+                yield Row("of the program's products, recomputed ones too", f"{rate:.4g} TF/s", told,
+                          None if bound is None else rate >= bound, {"teraflops": rate})  # fmt: skip
+
+            yield from attempt("of the program's products", program)
+
+    def memory_rows(self, read: Read, abstract: Any) -> Iterator[Row]:
+        """Say what it took of the device and of the host."""
+        from usage import peak_resident_bytes
+
+        stats = self.program.mesh.devices.flat[0].memory_stats()
+        account = sum(self.program.memory(abstract).tiers["device"].values())
+        if stats:
+            peak = stats["peak_bytes_in_use"]
+            text = (
+                f"{peak / 2**30:.4g} GiB; the compiler's count {read.taken / 2**30:.4g}, program.memory {account / 2**30:.4g}"
+            )
+            yield Row("peak device memory of the process", text, values={"bytes": float(peak)})
+        else:
+            yield skipped("peak device memory", "CPU devices do not count theirs")
+        resident = peak_resident_bytes()
+        yield Row("peak resident memory of the process", f"{resident / 2**30:.4g} GiB", values={"bytes": float(resident)})
+
+    def profile_rows(self, read: Read, batch: Any, step: float) -> Iterator[Row]:
+        """Profile steps, and compare with what was predicted."""
+        import jax
+
+        def run() -> None:
+            for _ in range(PROFILED):
+                self.state, metrics = self.program.step(self.state, batch)
+            jax.block_until_ready((self.state, metrics))
+
+        name = "".join(c if c.isalnum() else "_" for c in self.case.name)
+        path = self.context.keep / f"{name}.xplane.pb"
+        try:
+            events = keep_profile(run, path)
+        finally:
+            if path.exists():
+                yield Row(
+                    "profile kept", f"{path.name}, {path.stat().st_size / 2**20:.2f} MiB", values={"bytes": path.stat().st_size}
+                )
+        from zerojax import hlo
+
+        movers = {m.instruction for m in hlo.host_traffic(read.text, read.thunks, unknown_trips=1).kernels}
+        found = measure(events, movers, PROFILED)
+        yield from measured_rows(found, self.case, judges(self.context))
+        for told, rates in (("assumed", {}), ("measured", dict(self.rates()))):
+            if told == "measured" and not rates:
+                continue
+            predicted = predict(self.case, read, rates)
+            yield predicted_row(f"predicted at {told} rates", predicted)
+            if told == "measured":
+                yield from compared_rows(found, step, predicted, judges(self.context))
+
+    def rates(self) -> Iterator[tuple[str, float]]:
+        """Yield the rates that were measured on this machine."""
+        for name, rate in self.context.known.items():
+            if name.startswith("rates."):
+                yield name.removeprefix("rates."), rate
+
+
+def judges(context: Context) -> bool:
+    """Tell whether bounds of speed hold here: on a GPU, at full size."""
+    return platform_name() == "gpu" and not context.sizes.few
+
+
+def measured_rows(found: Measured, case: Case, judged: bool) -> Iterator[Row]:
+    """Say what a profile saw."""
+    compute = found.compute_seconds / found.seconds
+    bound = COMPUTE.get(case.mode) if judged and case.is_largest else None
+    yield Row(
+        "compute alone over the step, by the profile",
+        f"{compute:.3f}: idle {100 * found.idle:.1f} % of {found.seconds:.4g} s, compute {found.compute_seconds:.4g} s; kernels "
+        f"that move host memory {found.mover_seconds:.3g} s",
+        "" if bound is None else f"at least {bound:g}",
+        None if bound is None else compute >= bound,
+        {"compute": compute, "idle": found.idle, "seconds": found.seconds, "compute_seconds": found.compute_seconds},
+    )
+    ways = [
+        f"{found.copied_bytes[way] / 1e9:.2f} GB {name} in {found.copy_seconds[way]:.3g} s "
+        f"({found.copied_bytes[way] / max(found.copy_seconds[way], 1e-12) / 1e9:.1f} GB/s)"
+        for way, name in ((UP, "up"), (DOWN, "down"))
+    ]
+    values = {"beside": found.beside, "both_seconds": found.both_seconds, "both_rate": found.both_rate}
+    yield Row(
+        "copies, by the profile",
+        f"{', '.join(ways)}; {100 * found.beside:.0f} % of their time beside compute; both ways at once {found.both_seconds:.3g} s, "
+        f"{found.both_rate / 1e9:.1f} GB/s",
+        values=values | {f"copied_{name}": found.copied_bytes[way] for way, name in ((UP, "up"), (DOWN, "down"))},
+    )
+
+
+def compared_rows(found: Measured, step: float, predicted: Any, judged: bool) -> Iterator[Row]:
+    """Compare the measured step with the predicted one."""
+    ratio = step / predicted.seconds
+    yield Row(
+        "measured over predicted at measured rates",
+        f"{ratio:.2f} ({step:.4g} s over {predicted.seconds:.4g}); idle {100 * found.idle:.1f} % where {100 * predicted.idle:.1f} "
+        "% was predicted",
+        f"within {AGREES:g} of 1" if judged else "",
+        abs(ratio - 1) <= AGREES if judged else None,
+        {"ratio": ratio, "idle": found.idle, "predicted_idle": predicted.idle},
+    )
+
+
+def check_host_room(tiers: Any) -> None:
+    """Raise NotImplementedError where host memory has no room for what rests there."""
+    from host_offload.device import available_bytes
+
+    needs, there = sum(tiers.get("pinned_host", {}).values()), available_bytes()
+    if there is not None and needs > there:
+        raise NotImplementedError(f"it needs {needs / 2**30:.1f} GiB of host memory, and {there / 2**30:.1f} are free")
