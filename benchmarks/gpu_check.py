@@ -1,4 +1,4 @@
-"""What a GPU does that tests on a CPU cannot show: the right records, the link's speed, idle time, the same numbers, peak memory.
+"""What a GPU does that tests on a CPU cannot show: right records, the link's speed, idle time, the same numbers, peak memory.
 
     python benchmarks/gpu_check.py --list                                   # the parts, what each needs, their checks
     python benchmarks/gpu_check.py --part first --out results               # one part, at most 8 minutes on one H200
@@ -8,8 +8,8 @@
 
 Parts run apart, on one machine or on several, and join: each writes `PART.jsonl` below --out, line by line as its checks find
 something, so that a run that is cut off loses nothing that it had found. A part keeps its own limit. A check is not begun where
-fewer seconds are left than it is said to need, and is listed as not run. Each runs in a process that a crash or a hang takes with
-it alone. What lacks a package or a device says so, and fails nothing.
+fewer seconds are left than it is said to need, and is listed as not run. One that crashes or hangs takes its process with it,
+and no other check. What lacks a package or a device says so, and fails nothing.
 
     first             records by both forms of index, copies alone and beside products, both ways at once, a short streamed step
     steps-*           a Llama of 6.7 B: 16K and 32K tokens, with its states in a mode; seconds, idle share, bytes over the link
@@ -144,6 +144,7 @@ def alone(*checks: Check, env: Mapping[str, str] = MappingProxyType({})) -> tupl
 
 
 FORMS = of_jobs("slices", slices.check_slices, lambda _: [], Needs(gpu=40, compiled=25, small=25))
+SHORT = Needs(gpu=70, compiled=60, small=30)
 PARTS: Mapping[str, Part] = {
     part.name: part
     for part in (
@@ -155,10 +156,8 @@ PARTS: Mapping[str, Part] = {
                 Group(checks=(host_kernel(),)),
                 Group(
                     checks=(
-                        stepped("8 layers, resident", "resident", Needs(gpu=60, compiled=60, small=30), short=True),
-                        stepped(
-                            "8 layers, opt_state", "opt_state on the host", Needs(gpu=70, compiled=60, small=30), short=True
-                        ),
+                        stepped("8 layers, resident", "resident", SHORT, short=True),
+                        stepped("8 layers, opt_state", "opt_state on the host", SHORT, short=True),
                     ),
                     env=MOST_MEMORY,
                 ),

@@ -1,7 +1,7 @@
 """The same step with everything in host memory, on a RAM disk and on a disk: what is the engine's, and what is the disk's.
 
-A RAM disk takes no time worth telling, so what a step from it takes longer than one from host memory is the engine's. What a step
-from the disk takes longer than that is the disk's, whose bandwidth is measured in the same folder just before.
+A RAM disk takes no time worth telling, so what a step from it takes longer than one from host memory is the engine's. What a
+step from the disk takes longer than that is the disk's, whose bandwidth is measured in the same folder just before.
 """
 
 import dataclasses
@@ -113,8 +113,8 @@ def disk_rows(where: str, context: Context, stepped: Stepped, seconds: float, be
     is_bound = where == DISK and stall > 0.05 * seconds
     yield Row(
         "reached",
-        f"{read / 1e9:.2f} GB read, {written / 1e9:.2f} GB written: {rate / 1e9:.2f} GB/s, {share:.2f} of the disk's, reads and "
-        f"writes in turn; stall {stall:.3g} s",
+        f"{read / 1e9:.2f} GB read, {written / 1e9:.2f} GB written: {rate / 1e9:.2f} GB/s, {share:.2f} of the disk's where "
+        f"reads and writes take turns; stall {stall:.3g} s",
         f"at least {BANDWIDTH:g} while the disk is the bound" if is_bound and judged else "",
         share >= BANDWIDTH if is_bound and judged else None,
         {"read_bytes": read, "write_bytes": written, "stall_seconds": stall, "share": share},

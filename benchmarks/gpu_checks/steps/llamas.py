@@ -1,9 +1,9 @@
 """Steps of a Llama with its states in one mode: time, idle share, bytes, memory; beside them what was predicted.
 
-The steps that are timed are those of the program whose HLO and thunks are read: it is compiled once, with a dump. Seconds are the
-median of a few steps, each waited for. Idle share and overlap come from a profile of more of them, run back to back. What
-`hlo.simulate` predicts of the same program stands beside it twice: at the rates that it assumes, and at those that "rates" found
-on this machine.
+The steps that are timed are those of the program whose HLO and thunks are read: it is compiled once, with a dump. Seconds are
+the median of a few steps, each waited for. Idle share and overlap come from a profile of more of them, run back to back. What
+`hlo.simulate` predicts of the same program stands beside it twice: at the rates that it assumes, and at those that "rates"
+found on this machine.
 """
 
 import dataclasses
@@ -181,8 +181,8 @@ def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterato
         told = ", ".join(f"{size / 2**30:.3g} GiB in {tier}" for tier, size in taken.items() if size)
         yield Row(
             f"{given.name}: compiled",
-            f"{count / 1e9:.3g} B parameters in {read.seconds:.1f} s; {read.taken / 2**30:.3g} GiB of the device by the compiler; "
-            f"by program.memory {told}",
+            f"{count / 1e9:.3g} B parameters in {read.seconds:.1f} s; {read.taken / 2**30:.3g} GiB by the compiler, "
+            f"{told} by program.memory",
             values={"compile_seconds": read.seconds, "bytes": float(read.taken)},
         )
         yield from program_rows(given, read)
@@ -335,8 +335,8 @@ def measured_rows(found: Measured, case: Case, judged: bool) -> Iterator[Row]:
     bound = COMPUTE.get(case.mode) if judged and case.is_largest else None
     yield Row(
         "compute alone over the step, by the profile",
-        f"{compute:.3f}: idle {100 * found.idle:.1f} % of {found.seconds:.4g} s, compute {found.compute_seconds:.4g} s; kernels "
-        f"that move host memory {found.mover_seconds:.3g} s",
+        f"{compute:.3f}: idle {100 * found.idle:.1f} % of {found.seconds:.4g} s, compute {found.compute_seconds:.4g} s, "
+        f"kernels that move host memory {found.mover_seconds:.3g} s",
         "" if bound is None else f"at least {bound:g}",
         None if bound is None else compute >= bound,
         {"compute": compute, "idle": found.idle, "seconds": found.seconds, "compute_seconds": found.compute_seconds},
@@ -349,8 +349,8 @@ def measured_rows(found: Measured, case: Case, judged: bool) -> Iterator[Row]:
     values = {"beside": found.beside, "both_seconds": found.both_seconds, "both_rate": found.both_rate}
     yield Row(
         "copies, by the profile",
-        f"{', '.join(ways)}; {100 * found.beside:.0f} % of their time beside compute; both ways at once {found.both_seconds:.3g} s, "
-        f"{found.both_rate / 1e9:.1f} GB/s",
+        f"{', '.join(ways)}; {100 * found.beside:.0f} % of their time beside compute; both ways at once "
+        f"{found.both_seconds:.3g} s, {found.both_rate / 1e9:.1f} GB/s",
         values=values | {f"copied_{name}": found.copied_bytes[way] for way, name in ((UP, "up"), (DOWN, "down"))},
     )
 
@@ -360,8 +360,8 @@ def compared_rows(found: Measured, step: float, predicted: Any, judged: bool) ->
     ratio = step / predicted.seconds
     yield Row(
         "measured over predicted at measured rates",
-        f"{ratio:.2f} ({step:.4g} s over {predicted.seconds:.4g}); idle {100 * found.idle:.1f} % where {100 * predicted.idle:.1f} "
-        "% was predicted",
+        f"{ratio:.2f} ({step:.4g} s over {predicted.seconds:.4g}); idle {100 * found.idle:.1f} % where "
+        f"{100 * predicted.idle:.1f} % was predicted",
         f"within {AGREES:g} of 1" if judged else "",
         abs(ratio - 1) <= AGREES if judged else None,
         {"ratio": ratio, "idle": found.idle, "predicted_idle": predicted.idle},

@@ -1,8 +1,8 @@
 """Ours beside FSDP2 and DeepSpeed with their states in host memory: the same GPT, batch, precision and attention.
 
-Each contender keeps parameters, gradients and optimizer state on the host, runs the optimizer there, and keeps activations on the
-device, as FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-3 with both offloads do; ours is also run with the update on the device,
-which they do not have. On GPUs attention is cuDNN's in all. Seconds are medians after the warm-up; a process each.
+Each contender keeps parameters, gradients and optimizer state on the host, runs the optimizer there, and keeps activations on
+the device, as FSDP2's CPUOffloadPolicy and DeepSpeed's ZeRO-3 with both offloads do; ours is also run with the update on the
+device, which they do not have. On GPUs attention is cuDNN's in all. Seconds are medians after the warm-up; a process each.
 """
 
 import statistics

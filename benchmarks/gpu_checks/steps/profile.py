@@ -1,8 +1,8 @@
 """What a profile says of the device: idle time, copies beside kernels, both directions at once, bytes.
 
-`jax.profiler` keeps what CUPTI saw as a file `*.xplane.pb`, which Perfetto's and XProf's viewers open. Its plane "/device:GPU:0"
-has a line for each stream. An event there is a kernel, or a copy ("MemcpyH2D", "MemcpyD2H") whose detail names its bytes. Kernels
-that move host memory are told by the instruction that they run, since the device sees no difference.
+`jax.profiler` keeps what CUPTI saw as a file `*.xplane.pb`, which XProf opens. Its plane "/device:GPU:0" has a line for each
+stream. An event there is a kernel, or a copy ("MemcpyH2D", "MemcpyD2H") whose detail names its bytes. Kernels that move host
+memory are told by the instruction that they run, since the device sees no difference.
 """
 
 import contextlib
