@@ -49,7 +49,7 @@ from gpu_checks.link import copies, rates, slices
 from gpu_checks.mixes import CPU, GPU, SMALL, Sizes
 from gpu_checks.parts import TIME_LIMIT, Check, Context, Group, Needs, Part, seconds_of
 from gpu_checks.rows import Row
-from gpu_checks.runner import Run, results_only, serve
+from gpu_checks.runner import Run, pipes, serve
 from gpu_checks.steps import disks, llamas, peers
 from step_time import cpu_name
 
@@ -262,15 +262,15 @@ def facts(sizes: Sizes) -> dict[str, Any]:
 
 def work(options: argparse.Namespace) -> None:
     """Run the checks of one group as they are asked for; what a worker does."""
-    send = results_only()
+    read, send = pipes()
     part, index = options.worker
     sizes = sizes_of(options)
     context = Context(
-        sizes=sizes, peer_python=options.peer_python, keep=pathlib.Path(options.out) / "profiles", swap_dir=options.swap_dir,
+        sizes=sizes, peer_python=options.peer_python, keep=pathlib.Path(options.out) / "profiles" / part, swap_dir=options.swap_dir,
         ram_dir=options.ram_dir,
     )  # fmt: skip
     checks = PARTS[part].groups[int(index)].checks
-    serve(checks, context, options.compile_only, lambda: facts(sizes), sys.stdin, send)
+    serve(checks, context, options.compile_only, lambda: facts(sizes), read, send)
 
 
 def parse() -> argparse.Namespace:

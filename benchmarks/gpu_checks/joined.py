@@ -10,7 +10,7 @@ from gpu_checks.rows import Row, line
 from gpu_checks.runner import NOT_RUN
 
 CUT_OFF = "cut off"
-_MODES = {
+_MODES: Mapping[str, str] = {
     "run": "",
     "small run": "tiny sizes: that it runs, and no measurement",
     "compile-only": "compiled for an H200 that is not there; nothing was run",
@@ -135,8 +135,15 @@ def table(runs: Iterable[PartRun], order: list[str]) -> str:
         machine = _letter(machines.index((run.facts.get("hardware", "no check began"), run.versions)))
         seconds = CUT_OFF if run.seconds is None else f"{run.seconds:.0f}"
         each = ", ".join(f"{name} {run.checks[name].seconds:.0f}" for name in run.head["checks"] if name in run.checks)
-        what = _MODES.get(run.head["mode"], run.head["mode"])
-        cells = (run.head["part"], machine, f"`{run.head['command']}`", f"{seconds} ({run.head['limit']:g})", each, what)
+        what = _MODES[run.head["mode"]]
+        cells: tuple[str, ...] = (
+            run.head["part"],
+            machine,
+            f"`{run.head['command']}`",
+            f"{seconds} ({run.head['limit']:g})",
+            each,
+            what,
+        )
         lines.append(f"| {' | '.join(cells)} |")
     several = len({(run.head["mode"], run.versions) for run in runs}) > 1
     for run in runs:

@@ -26,6 +26,7 @@ class Context:
       ram_dir: a folder on a RAM disk.
       known: what earlier checks of the part found, by name: rates, seconds.
       shared: what checks of one process leave to each other.
+      check: the one that is run.
     """
 
     sizes: Sizes
@@ -34,7 +35,8 @@ class Context:
     swap_dir: str
     ram_dir: str
     known: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    shared: MutableMapping[str, Any] = dataclasses.field(default_factory=dict)
+    shared: MutableMapping[Any, Any] = dataclasses.field(default_factory=dict)
+    check: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,8 @@ class Worker:
                 command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True, start_new_session=True
             )
         self.lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -79,6 +80,11 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.reader.join(timeout=10)  # what left the process group may hold the pipe
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(BrokenPipeError):  # of what was asked for last
+                if pipe is not None:
+                    pipe.close()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -183,7 +189,10 @@ def _append(file: TextIO, said: Mapping[str, Any]) -> None:
 def _empty(folders: Sequence[pathlib.Path]) -> None:
     for folder in folders:
         for path in folder.iterdir():
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def serve(
@@ -204,6 +213,7 @@ def serve(
     for number, text in enumerate(read):
         asked = json.loads(text)
         name, context.known = asked["check"], asked["known"]
+        context.check = name
         check, broken = by_name[name], False
         if number == 0:
             say({"facts": facts()})
@@ -225,9 +235,15 @@ def _breaks(figure: str) -> bool:
     return "JaxRuntimeError" in figure.partition(":")[0] and "RESOURCE_EXHAUSTED" not in figure
 
 
-def results_only() -> TextIO:
-    """Return a file for what a worker says; whatever else prints to the standard output goes where errors go."""
-    send = os.fdopen(os.dup(1), "w")
+def pipes() -> tuple[TextIO, TextIO]:
+    """Return files for what a worker is asked and what it says.
+
+    Whatever else reads the standard input finds nothing there, and what else is printed goes where errors go.
+    """
+    read, send = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    return send
+    return read, send

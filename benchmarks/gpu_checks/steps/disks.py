@@ -5,10 +5,11 @@ step from the disk takes longer than that is the disk's, whose bandwidth is meas
 """
 
 import dataclasses
+import pathlib
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from gpu_checks.jobs import one_device
 from gpu_checks.mixes import LlamaSizes
@@ -29,34 +30,39 @@ SPARE, HOST_SPARE = 2 << 30, 40 << 30
 """Bytes of a disk, and of the memory behind a RAM disk, that are left free: buffers, the program, the system."""
 
 
-def fitting(sizes: LlamaSizes, folders: dict[str, str]) -> LlamaSizes:
-    """Return the sizes with as many layers as both disks have room for.
-
-    Raises:
-      NotImplementedError: not even one.
-    """
+def rooms(context: Context) -> dict[str, int]:
+    """Return the bytes that each disk has room for; 0 where it is not there."""
     from host_offload.device import available_bytes
 
-    room = {name: shutil.disk_usage(path).free - SPARE for name, path in folders.items()}
+    room = {}
+    for name, path in ((RAM, context.ram_dir), (DISK, context.swap_dir)):
+        room[name] = shutil.disk_usage(path).free - SPARE if pathlib.Path(path).is_dir() else 0
     available = available_bytes()
-    if available is not None:
-        room[RAM] = min(room[RAM], available - (HOST_SPARE if sizes.hidden > 1024 else 0))
+    if available is not None and not context.sizes.few:
+        room[RAM] = min(room[RAM], available - HOST_SPARE)
+    return room
+
+
+def fitting(sizes: LlamaSizes, room: Mapping[str, int], where: str) -> LlamaSizes:
+    """Return the sizes with as many layers as each disk has room for; one without room for any counts only for itself.
+
+    Raises:
+      NotImplementedError: not one layer fits where it is to rest.
+    """
     a_layer = BYTES * (4 * sizes.hidden**2 + 3 * sizes.hidden * sizes.ff)
-    layers = min(sizes.layers, *((size - 2 * BYTES * sizes.vocab * sizes.hidden) // a_layer for size in room.values()))
-    if layers < 1:
-        told = ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in room.items())
-        raise NotImplementedError(f"no layer of {a_layer / 2**30:.2f} GiB fits beside what is left free: {told}")
-    return dataclasses.replace(sizes, layers=int(layers))
+    ends = 2 * BYTES * sizes.vocab * sizes.hidden
+    layers = {name: (size - ends) // a_layer for name, size in room.items()}
+    if layers.get(where, 1) < 1:
+        raise NotImplementedError(
+            f"no layer of {a_layer / 2**30:.2g} GiB fits on the {where}, beside embedding and head of {ends / 2**30:.2g}: "
+            f"it has {max(0, room[where]) / 2**30:.2g} GiB"
+        )
+    return dataclasses.replace(sizes, layers=int(min(sizes.layers, *(n for n in layers.values() if n >= 1), sizes.layers)))
 
 
 def case_of(where: str, context: Context) -> Case:
     """Return what is run: the same model in each place, at the first number of tokens."""
-    sizes = context.sizes.on_disk
-    layers = context.known.get("on_disk.layers")  # of the first check: files of another may be in the way of the next count
-    if layers is None:
-        sizes = fitting(sizes, {RAM: context.ram_dir, DISK: context.swap_dir})
-    else:
-        sizes = dataclasses.replace(sizes, layers=int(layers))
+    sizes = fitting(context.sizes.on_disk, rooms(context), where)
     return Case(mode=MODES[where], sizes=sizes, tokens=sizes.tokens[0])
 
 
@@ -71,7 +77,7 @@ def check_disk(where: str) -> Callable[[Context], Iterator[Row]]:
     def rows(context: Context) -> Iterator[Row]:
         case = case_of(where, context)
         layers = case.sizes.layers
-        yield Row("layers", str(layers), values={f"{KNOWN}on_disk.layers": float(layers)})
+        yield Row("layers", str(layers), values={"layers": float(layers), f"{KNOWN}on_disk.layers.{where}": float(layers)})
         base = {HOST: None, RAM: context.ram_dir, DISK: context.swap_dir}[where]
         if base is None:
             with case.build(one_device()) as program:
@@ -120,7 +126,7 @@ def disk_rows(where: str, context: Context, stepped: Stepped, seconds: float, be
         {"read_bytes": read, "write_bytes": written, "stall_seconds": stall, "share": share},
     )
     host = context.known.get(f"on_disk.{HOST}")
-    if host is not None:
+    if host is not None and context.known.get(f"on_disk.layers.{HOST}") == stepped.case.sizes.layers:
         bounded = where == RAM and judged
         yield Row(
             f"step over the one from {HOST} memory",

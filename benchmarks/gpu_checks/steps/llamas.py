@@ -11,16 +11,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from llama import MODES, Mode, flops_per_token, llama, num_params
 
 from gpu_checks.jobs import one_device, platform_name
 from gpu_checks.mixes import LlamaSizes
 from gpu_checks.parts import Context
 from gpu_checks.rows import Row, attempt, skipped
 from gpu_checks.steps.profile import DOWN, UP, Measured, keep_profile, measure
+
+if TYPE_CHECKING:
+    from llama import Mode
 
 WARMUP, TIMED, PROFILED = 2, 4, 2
 AGREES = 0.15
@@ -33,6 +35,8 @@ COMPUTE = {
     "opt_state on the host, update_on host": 0.85,
 }
 """By mode, the least that compute alone is to be of a step of most tokens."""
+HOST_BYTES = 200e9
+"""Bytes a second of the host's kernel, from which on `COMPUTE` holds for an update on the host."""
 TERAFLOPS = {"opt_state on the host": 400.0}
 """By mode, the least TF/s of a step of most tokens."""
 
@@ -54,8 +58,10 @@ class Case:
     is_largest: bool = False
 
     @property
-    def of(self) -> Mode:
+    def of(self) -> "Mode":
         """The mode."""
+        from llama import MODES
+
         return MODES[self.mode]
 
     @property
@@ -66,15 +72,16 @@ class Case:
     def build(self, mesh: Any, swap_dir: str | None = None) -> Any:
         """Return the program; attention is cuDNN's on GPUs."""
         import optax
+        from llama import llama
 
         import zerojax as zj
 
         s = self.sizes
         attention = "xla" if mesh.devices.flat[0].platform == "cpu" else "cudnn"
-        fields = self.of.config | ({} if swap_dir is None else {"swap_dir": swap_dir})
-        config = zj.ZeroConfig(precision="bf16", activations="remat", **fields)
+        fields: dict[str, Any] = {"precision": "bf16", "activations": "remat", **self.of.config}
+        fields |= {} if swap_dir is None else {"swap_dir": swap_dir}
         model = llama(s.layers, s.hidden, s.heads, s.ff, s.vocab, attention)
-        return zj.build_train_step(model, optax.adamw(1e-4), config, mesh)
+        return zj.build_train_step(model, optax.adamw(1e-4), zj.ZeroConfig(**fields), mesh)
 
     def abstract_batch(self) -> Any:
         """Return the batch's shapes."""
@@ -91,16 +98,19 @@ class Case:
     @property
     def model_flops(self) -> float:
         """Of a step, without recomputation."""
+        from llama import flops_per_token
+
         s = self.sizes
         return self.tokens * flops_per_token(s.layers, s.hidden, s.ff, s.vocab, s.seq)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Read:
-    """What a compiled program says of itself: its text, its thunks, seconds to compile it, bytes on the device."""
+    """What a compiled program says of itself: text, thunks or why there are none, seconds to compile, bytes on the device."""
 
     text: str
     thunks: Any
+    why: Exception | None
     seconds: float
     taken: int
 
@@ -114,19 +124,26 @@ def compile_case(program: Any, batch: Any, options: dict[str, Any]) -> Read:
         compiled = program.lower(batch).compile({**options, "xla_dump_to": folder})
         seconds = time.perf_counter() - start
         text = compiled.as_text() or ""
-        is_gpu = program.mesh.devices.flat[0].platform != "cpu"
-        thunks = hlo.read_thunks(folder, hlo.module_name(text)) if is_gpu else None
-    stats = compiled.memory_analysis()
-    return Read(text=text, thunks=thunks, seconds=seconds, taken=stats.argument_size_in_bytes + stats.temp_size_in_bytes)
+        thunks, why = None, None
+        if program.mesh.devices.flat[0].platform == "cpu":
+            why = NotImplementedError("a program for a CPU does not tell host memory from a device's")
+        else:
+            try:
+                thunks = hlo.read_thunks(folder, hlo.module_name(text))
+            except ValueError as error:  # the steps can be timed all the same
+                why = error
+    stats: Any = compiled.memory_analysis()
+    taken = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    return Read(text=text, thunks=thunks, why=why, seconds=seconds, taken=taken)
 
 
-def program_rows(case: Case, read: Read) -> Iterator[Row]:
+def program_rows(read: Read) -> Iterator[Row]:
     """Say what moves over the link, and by whom."""
     from host_offload.device import has_linear_fix
     from zerojax import hlo
 
-    if read.thunks is None:
-        raise NotImplementedError("a program for a CPU does not tell host memory from a device's")
+    if read.why is not None:
+        raise read.why
     unsafe = hlo.unsafe_host_slices(read.text, unknown_trips=1)
     yield Row("slices of host memory not provably right", str(len(unsafe)), "0", not unsafe, {"unsafe": len(unsafe)})
     traffic = hlo.host_traffic(read.text, read.thunks, unknown_trips=1)
@@ -170,6 +187,8 @@ def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterato
     """Return a check that compiles a case for an H200 that is not there."""
 
     def rows(context: Context) -> Iterator[Row]:
+        from llama import num_params
+
         from zerojax import aot
 
         given = case(context)
@@ -185,7 +204,7 @@ def compile_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterato
             f"{told} by program.memory",
             values={"compile_seconds": read.seconds, "bytes": float(read.taken)},
         )
-        yield from program_rows(given, read)
+        yield from program_rows(read)
         yield predicted_row("predicted at assumed rates", predict(given, read, {}))
 
     return rows
@@ -226,7 +245,7 @@ class Stepped:
             check_host_room(program.memory(abstract).tiers)
         read = compile_case(program, abstract, {})
         yield Row("compiled", f"{read.seconds:.1f} s", values={"compile_seconds": read.seconds})
-        yield from attempt("the program", lambda: program_rows(case, read))
+        yield from attempt("the program", lambda: program_rows(read))
         batch = program.shard_batch(case.batch())
         if self.state is None:
             start = time.perf_counter()
@@ -292,23 +311,29 @@ class Stepped:
 
         def run() -> None:
             for _ in range(PROFILED):
-                self.state, metrics = self.program.step(self.state, batch)
-            jax.block_until_ready((self.state, metrics))
+                self.state, _ = self.program.step(self.state, batch)
+            jax.block_until_ready(self.state)
 
-        name = "".join(c if c.isalnum() else "_" for c in self.case.name)
+        name = "".join(c if c.isalnum() else "_" for c in self.context.check)
         path = self.context.keep / f"{name}.xplane.pb"
         try:
             events = keep_profile(run, path)
         finally:
             if path.exists():
                 yield Row(
-                    "profile kept", f"{path.name}, {path.stat().st_size / 2**20:.2f} MiB", values={"bytes": path.stat().st_size}
+                    "profile kept",
+                    f"profiles/{path.parent.name}/{path.name}, {path.stat().st_size / 2**20:.2f} MiB",
+                    values={"bytes": path.stat().st_size},
                 )
         from zerojax import hlo
 
+        if read.thunks is None:
+            raise NotImplementedError("without the program's thunks copies are not told from kernels")
         movers = {m.instruction for m in hlo.host_traffic(read.text, read.thunks, unknown_trips=1).kernels}
         found = measure(events, movers, PROFILED)
-        yield from measured_rows(found, self.case, judges(self.context))
+        host = self.context.known.get("rates.host_kernel", 0.0)
+        suits = self.case.of.config.get("update_on") != "host" or host >= HOST_BYTES
+        yield from measured_rows(found, self.case, judges(self.context) and suits)
         for told, rates in (("assumed", {}), ("measured", dict(self.rates()))):
             if told == "measured" and not rates:
                 continue

@@ -70,7 +70,8 @@ def profiled(keep: pathlib.Path) -> Iterator[None]:
 
     with tempfile.TemporaryDirectory() as folder:
         options: Any = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # Python's calls would be most of the file
+        options.python_tracer_level = 0  # Python's calls, and the runtime's, would be most of the file
+        options.host_tracer_level = 1
         with jax.profiler.trace(folder, profiler_options=options):
             yield
         found = sorted(pathlib.Path(folder).rglob("*.xplane.pb"))

@@ -1,0 +1,368 @@
+"""benchmarks/gpu_check.py: parts run apart and join, a check that ends badly takes no other with it, and bounds can fail."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import gpu_check
+import jax
+import kernels
+import numpy as np
+import problem
+import pytest
+from gpu_checks import joined
+from gpu_checks.equality import Tolerance, compare
+from gpu_checks.jobs import Job, one_device
+from gpu_checks.link.copies import WAYS, Arrays, beside_rows, jit_loop, wrong_records
+from gpu_checks.mixes import FEW, GPU, IN_BACKWARD, SMALL, Copied
+from gpu_checks.parts import TIME_LIMIT, Check, Group, Needs, Part, seconds_of
+from gpu_checks.rows import Row, attempt, line
+from gpu_checks.runner import Run
+from gpu_checks.speed import Link, speed_rows
+from gpu_checks.steps import disks
+from gpu_checks.steps.llamas import Case, compared_rows, measured_rows
+from gpu_checks.steps.profile import DOWN, UP, events_of, measure
+from gpu_checks.turns import Timed
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+TINY = problem.Problem(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=4)
+
+
+# --- the script ------------------------------------------------------------------------------------------------------------
+
+
+def run_gpu_check(
+    folder: pathlib.Path, *words: str, env: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, dict[str, dict[str, dict[str, Row]]]]:
+    """Run the script on a CPU with tiny sizes; returns its table, and rows by part, check and name."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--small", *words]
+    command += ["--save", str(folder / "table.md"), "--out", str(folder / "results"), "--swap-dir", str(folder)]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", **env}
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = joined.read_runs(folder / "results")
+    assert all(run.facts["versions"]["jax"] == jax.__version__ for run in runs)
+    rows = {
+        run.head["part"]: {name: {row.name: row for row in one.rows} for name, one in run.checks.items()} for run in runs
+    }  # fmt: skip
+    return (folder / "table.md").read_text(), rows
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--part", "equality", "--only", "slices", "fp32"),
+        pytest.param((), marks=pytest.mark.exhaustive),
+    ],
+    ids=["some", "all"],
+)
+def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path, words):
+    """What is left out by default does the same for other mixes, needs a GPU, or is in test_kernel_benchmark.py."""
+    # The bounds of "activations" are those of the fusions that users have.
+    text, rows = run_gpu_check(tmp_path, *words, env={} if words else {"XLA_FLAGS": ""})
+    assert all(row.ok is True for row in rows["equality"]["slices"].values())
+    assert len(rows["equality"]["fp32"]) == len(FEW["fp32"])
+    assert "| fp32 | half of opt_state, distance 2 | loss " in text
+    if not words:
+        assert set(rows) == set(gpu_check.PARTS)
+        assert rows["first"]["copies both"]["both, linear index: records"].ok is True
+        assert rows["memory"]["memory"]["peak device memory"].figure == "skipped: cpu devices do not count theirs"
+        link = rows["mixes"]["speed"]["all, in_backward: link"].values
+        assert link["to_device"] > link["to_host"] > 0
+        assert {row.ok for name, row in rows["kernels"]["matmul"].items() if name.endswith(("xla", "unfused"))} == {True}
+        assert rows["nvme"]["nvme"]["all, activations, clipped"].ok is True
+        assert rows["disks"]["disk"]["step over the one from host memory"].values["ratio"] > 0
+        assert list((tmp_path / "results" / "profiles").glob("*/*.xplane.pb"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "words",
+    [("--part", "first", "memory", "--only", "slices", "copies both", "memory", "8 layers, opt_state"), ()],
+    ids=["some", "all"],
+)
+@pytest.mark.usefixtures("h200_compiler")
+def test_gpu_check_compiles_without_a_gpu(tmp_path, words):
+    text, rows = run_gpu_check(tmp_path, "--compile-only", *words)
+    assert rows["first"]["slices"]["update"].values["slices"] == 2
+    streamed = rows["memory"]["memory"]["all, activations, in_backward"]
+    assert streamed.ok is True
+    assert streamed.values["slices"] > 0
+    assert rows["first"]["8 layers, opt_state"]["predicted at assumed rates"].values["predicted_seconds"] > 0
+    if not words:
+        assert sum(map(len, rows["kernels"].values())) == len(kernels.cases(small=True))
+    assert "an H200 that is not there" in text
+
+
+@pytest.mark.parametrize("mode", ["run", "compile-only", "small run"])
+def test_a_part_needs_less_than_its_limit(mode):
+    for part in gpu_check.PARTS.values():
+        assert sum(seconds_of(check.needs, mode) for check in part.checks) <= TIME_LIMIT, part.name
+        assert len({check.name for check in part.checks}) == len(part.checks)
+
+
+# --- parts, whatever they check --------------------------------------------------------------------------------------------
+
+WORKER = """
+import os, sys, time
+from gpu_checks.parts import Check, Context, Needs
+from gpu_checks.rows import Row
+from gpu_checks.runner import pipes, serve
+from gpu_checks.mixes import SMALL
+
+def good(context):
+    print("this is not a result")
+    yield Row("known", str(context.known.get("found")), ok=True, values={"known.found": 7.0})
+
+def crashes(context):
+    yield Row("before", "1", ok=True)
+    os._exit(3)
+
+def hangs(context):
+    yield Row("before", "2", ok=True)
+    time.sleep(60)
+
+def raises(context):
+    yield Row("before", "3", ok=True)
+    raise RuntimeError("broken | here")
+
+checks = [Check(name=f.__name__, run=f, compiled=None, needs=Needs(gpu=1, compiled=1)) for f in (good, crashes, hangs, raises)]
+checks += [Check(name="last", run=good, compiled=None, needs=Needs(gpu=1, compiled=1))]
+context = Context(sizes=SMALL, peer_python=None, keep=None, swap_dir="", ram_dir="")
+serve(checks, context, False, lambda: {"hardware": "some", "versions": {"jax": "1"}}, *pipes())
+"""
+NAMES = ("good", "crashes", "hangs", "raises", "last")
+
+
+def fake_run(folder: pathlib.Path, names: tuple[str, ...], limit: float, needs: float) -> Run:
+    """Return a run of a part whose checks are those of `WORKER`, which share a process."""
+    worker = folder / "worker.py"
+    worker.write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n{WORKER}")
+    each = Needs(gpu=needs, compiled=needs, small=needs)
+    checks = tuple(Check(name=name, run=lambda _: iter(()), compiled=None, needs=each) for name in names)
+    part = Part(name="fake", what="", groups=(Group(checks=checks),))
+    command = [sys.executable, str(worker)]
+    return Run(part=part, only=None, mode="run", limit=limit, out=folder / "out", command=command, told="some command")
+
+
+def test_a_check_that_crashes_or_hangs_takes_no_other_with_it(tmp_path):
+    left = tmp_path / "left"
+    left.mkdir()
+    (left / "of a lost check").touch()
+    run = fake_run(tmp_path, NAMES, limit=3.5, needs=0.5)
+    thread = threading.Thread(target=run, args=([left],))
+    thread.start()
+    file = tmp_path / "out" / "fake.jsonl"
+    while not (file.exists() and '"before", "figure": "2"' in file.read_text()):  # written while the check still runs
+        assert thread.is_alive()
+        time.sleep(0.02)
+    assert '"check": "hangs", "end"' not in file.read_text()
+    thread.join()
+    (found,) = joined.read_runs(tmp_path / "out")
+    assert {name: one.status for name, one in found.checks.items()} == {
+        "good": "done", "crashes": "crashed", "hangs": "stopped", "raises": "done", "last": "done",
+    }  # fmt: skip
+    assert [row.figure for row in found.checks["crashes"].rows] == ["1", "exit status 3: this is not a result"]
+    assert found.checks["hangs"].rows[-1].figure.startswith("stopped after ")
+    assert found.checks["raises"].rows[-1].figure == "RuntimeError: broken | here"
+    assert found.checks["last"].rows[0].figure == "7.0"  # what an earlier check found, whatever became of its process
+    assert not joined.holds([found])
+    assert list(left.iterdir()) == []
+    assert found.seconds is not None
+    assert found.seconds < 5
+
+
+def test_a_check_that_has_no_time_left_is_not_begun_and_is_listed(tmp_path):
+    run = fake_run(tmp_path, NAMES[:2], limit=3.0, needs=5.0)
+    run.command = ["/not/there"]
+    run()
+    (found,) = joined.read_runs(tmp_path / "out")
+    why = "not run: it needs 5 s, and 3 s of 3 s were left"
+    assert joined.missing(found) == [("good", why), ("crashes", why)]
+    assert not joined.holds([found])
+    assert f"- fake, crashes: {why}" in joined.table([found], ["fake"])
+
+
+def lines(path: pathlib.Path, hardware: str, at: str, rows: Mapping[str, Row | None], cut_off: bool = False) -> None:
+    """Write what a run of the part that the file is named after leaves; of a check without a row, nothing."""
+    head = {"part": path.stem, "command": "c", "mode": "run", "limit": 480.0, "time": at, "checks": list(rows)}
+    said: list[Any] = [{"head": head}, {"facts": {"hardware": hardware, "versions": {"jax": "1"}}}]
+    for name, row in rows.items():
+        if row is not None:
+            said.append({"check": name, "row": dataclasses.asdict(row)})
+            said += [] if cut_off else [{"check": name, "end": {"status": "done", "seconds": 1.0}}]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write("\n".join(map(json.dumps, said)) + ('\n{"check": "half' if cut_off else '\n{"seconds": 2.0}\n'))
+
+
+def test_results_of_parts_that_ran_apart_join(tmp_path):
+    lines(
+        tmp_path / "a" / "two.jsonl",
+        "one GPU",
+        "2026-11-01 10:00:00",
+        {"x": Row("r", "replaced", ok=False), "y": Row("r", "y")},
+    )
+    lines(tmp_path / "b" / "two.jsonl", "one GPU", "2026-11-02 10:00:00", {"x": Row("r", "new", "b", ok=True)})
+    lines(tmp_path / "c" / "one.jsonl", "another", "2026-11-03 10:00:00", {"z": Row("r", "z"), "w": None}, cut_off=True)
+    runs = joined.latest(joined.read_runs(tmp_path))
+    text = joined.table(runs, ["one", "two"])
+    assert "replaced" not in text
+    assert "| x | r | new | b | yes |" in text
+    assert text.index("## one") < text.index("## two")
+    assert "Machine 1: another. Versions: jax 1." in text
+    assert "Machine 2: one GPU. Versions: jax 1." in text
+    assert "- one, z: cut off; what it found until then is above" in text
+    assert "- one, w: not run: the part was cut off before it" in text
+    assert text.endswith("1 of 1 bounds hold; 2 checks have no result.\n")
+    assert not joined.holds(runs)
+    assert joined.holds(runs[:2])
+
+
+def test_a_row_says_what_was_raised():
+    def breaks():
+        yield Row("first", "1", ok=True)
+        raise RuntimeError("broken | here") from OSError("the disk")
+
+    def refuses():
+        raise NotImplementedError("not built")
+        yield
+
+    first, second = attempt("breaks", breaks)
+    assert first.ok
+    assert (second.ok, second.figure) == (False, "RuntimeError: broken | here OSError: the disk")
+    assert line("check", second) == "| check | breaks | RuntimeError: broken / here OSError: the disk |  | NO |"
+    (row,) = attempt("refuses", refuses)
+    assert (row.ok, row.figure) == (None, "skipped: not built")
+
+
+# --- what checks say ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loop_of_copies_tells_of_wrong_records(way):
+    copied = Copied(shape=(3, 2, 2), left=(2, 2), right=(2, 2), products=(1, 1))
+    arrays = Arrays.make(copied, one_device())
+    seen = np.asarray(arrays.run(jit_loop(way, "linear", 1, copied, one_device())))
+    down = np.asarray(arrays.down)
+    assert wrong_records(way, seen, down) == 0
+    if way != "down":  # as if XLA took record i at tick i, which is right in the middle
+        assert wrong_records(way, seen[::-1], down) == 2
+    if way != "up":
+        assert wrong_records(way, seen, down[::-1]) > 0
+
+
+def test_copies_beside_products_are_judged_by_the_longer_of_both():
+    (row,) = beside_rows("up", 90.0, copies=1.0, products=0.5, beside=1.2, judged=True)
+    assert (row.ok, row.bound) == (False, "at least 0.9 of alone")
+    (row,) = beside_rows("up", 90.0, copies=1.0, products=2.0, beside=2.08, judged=True)
+    assert (row.ok, row.bound) == (True, "at most 1.05")
+    (row,) = beside_rows("up", 90.0, copies=1.0, products=2.0, beside=2.2, judged=True)
+    assert not row.ok
+
+
+PROFILE = """
+planes { name: "/host:CPU" lines { name: "Stream #9" events { metadata_id: 1 duration_ps: 5 } } event_metadata { key: 1 } }
+planes {
+  name: "/device:GPU:0"
+  lines { name: "Steps" events { metadata_id: 1 offset_ps: 0 duration_ps: 99000000000000 } }
+  lines { name: "Stream #1(Compute)"
+    events { metadata_id: 1 offset_ps: 0 duration_ps: 2000000000000 stats { metadata_id: 1 str_value: "fusion.1" } }
+    events { metadata_id: 1 offset_ps: 2000000000000 duration_ps: 1000000000000 stats { metadata_id: 1 str_value: "mover" } }
+    events { metadata_id: 1 offset_ps: 5000000000000 duration_ps: 3000000000000 stats { metadata_id: 1 str_value: "fusion" } } }
+  lines { name: "Stream #2(MemcpyH2D)"
+    events { metadata_id: 2 offset_ps: 1000000000000 duration_ps: 2000000000000
+      stats { metadata_id: 2 str_value: "kind_src:pinned kind_dst:device size:40 dest:0 async:1" } } }
+  lines { name: "Stream #3(MemcpyD2H)"
+    events { metadata_id: 3 offset_ps: 2000000000000 duration_ps: 8000000000000
+      stats { metadata_id: 2 str_value: "kind_src:device kind_dst:pinned size:80 dest:0 async:1" } } }
+  event_metadata { key: 1 value { id: 1 name: "kernel" } }
+  event_metadata { key: 2 value { id: 2 name: "MemcpyH2D" } }
+  event_metadata { key: 3 value { id: 3 name: "MemcpyD2H" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+  stat_metadata { key: 2 value { id: 2 name: "memcpy_details" } }
+}
+"""
+
+
+def test_a_profile_tells_idle_time_and_what_runs_beside_what():
+    """Kernels in 0-2 and 5-8 s, one that moves host memory in 2-3, 40 bytes up in 1-3, 80 down in 2-10."""
+    events = events_of(jax.profiler.ProfileData.from_text_proto(PROFILE))
+    found = measure(events, {"mover"}, num_steps=1)
+    assert (found.seconds, found.compute_seconds, found.mover_seconds) == (10.0, 5.0, 1.0)
+    assert found.idle == 0.5
+    assert found.copied_bytes == {UP: 40, DOWN: 80}
+    assert found.copy_seconds == {UP: 2.0, DOWN: 8.0}
+    assert found.beside == pytest.approx(4 / 9)
+    assert (found.both_seconds, found.both_rate) == (1.0, 30.0)
+    assert measure(events, (), num_steps=2).compute_seconds == 3.0
+    with pytest.raises(NotImplementedError, match="no GPU"):
+        events_of(jax.profiler.ProfileData.from_text_proto('planes { name: "/host:CPU" }'))
+
+
+def test_bounds_of_a_step_hold_at_most_tokens_alone():
+    found = measure(events_of(jax.profiler.ProfileData.from_text_proto(PROFILE)), (), num_steps=1)  # 0.6 of the step
+    for mode, is_largest, ok in (
+        ("opt_state on the host", True, False),
+        ("opt_state on the host", False, None),
+        ("resident", True, None),
+    ):
+        case = Case(mode=mode, sizes=GPU.llama, tokens=32768, is_largest=is_largest)
+        compute, _ = measured_rows(found, case, judged=True)
+        assert compute.ok is ok
+    predicted: Any = type("Predicted", (), {"seconds": 2.0, "idle": 0.1})
+    assert [next(compared_rows(found, step, predicted, judged=True)).ok for step in (2.2, 1.6, 2.4)] == [True, False, False]
+
+
+def test_the_layers_on_a_disk_are_as_many_as_fit():
+    of = GPU.on_disk
+    layer, ends = 16 * (4 * 4096**2 + 3 * 4096 * 11008), 32 * 32000 * 4096
+    assert disks.fitting(of, {disks.RAM: 10**12, disks.DISK: 10**12}, disks.DISK).layers == of.layers
+    assert disks.fitting(of, {disks.RAM: ends + 5 * layer, disks.DISK: ends + 7 * layer}, disks.DISK).layers == 5
+    # A RAM disk that has no room keeps the disk from nothing.
+    assert disks.fitting(of, {disks.RAM: 0, disks.DISK: ends + 7 * layer}, disks.DISK).layers == 7
+    with pytest.raises(NotImplementedError, match="no layer of 3 GiB fits on the RAM disk"):
+        disks.fitting(of, {disks.RAM: layer, disks.DISK: 10**12}, disks.RAM)
+    assert SMALL.on_disk.layers == disks.fitting(SMALL.on_disk, {disks.DISK: 1 << 30}, disks.DISK).layers
+
+
+def test_gpu_check_sees_another_loss_and_another_parameter():
+    job = Job(name="mix", problem=TINY, fields={})
+    tolerance = Tolerance(ulp=2, params=1e-6, gradients=1e-6)
+    losses, leaves = np.array([2, 1], np.float32), [np.array([0, 4], np.float32), np.zeros(2, np.float32)]
+
+    def compared(losses, leaves):
+        right = (np.array([2, 1], np.float32), leaves_before, [np.array([0, 4], np.float32), np.zeros(2, np.float32)])
+        return compare(job, (losses, leaves_before, leaves), right, tolerance)
+
+    leaves_before = [np.zeros(2, np.float32)] * 2
+    assert compared(losses, leaves).values == {"loss_ulp": 0, "params": 0}
+    near = compared(np.nextafter(losses, np.float32(9)), leaves)
+    assert near.ok
+    assert near.values["loss_ulp"] == 1
+    assert not compared(losses * np.float32(1.0001), leaves).ok
+    assert not compared(losses * np.float32("nan"), leaves).ok
+    assert compared(losses, [leaves[0] + np.float32([1, 0]), leaves[1]]).values["params"] == 0.25
+    assert not compared(losses, [leaves[0], leaves[1] + np.float32(1e-20)]).ok  # a leaf that is zero must stay so
+
+
+@pytest.mark.parametrize(("step", "hidden", "floor"), [(3.0, 1.0, 1.0), (4.0, 0.0, 4 / 3)])
+def test_gpu_check_tells_how_much_of_the_transfers_is_hidden(step, hidden, floor):
+    job = Job(name="mix", problem=TINY, fields=IN_BACKWARD)
+    link = Link(to_device=20.0, to_host=10.0, both=25.0)
+    assert link.seconds(20.0, 5.0) == 1.0
+    assert link.seconds(20.0, 20.0) == 2.0
+    assert link.seconds(25.0, 12.5) == 1.5
+    rows = list(speed_rows(job, Timed([step] * 3, [3.0] * 3, [{"loss": 1.0}] * 3, 20, 5), link))
+    assert [row.name for row in rows] == ["mix: step over resident", "mix: link", "mix: transfers hidden"]
+    assert rows[0].values["ratio"] == step / 3
+    assert rows[2].values["hidden"] == hidden
+    assert rows[2].values["over_floor"] == floor
