@@ -266,9 +266,12 @@ def work(options: argparse.Namespace) -> None:
     part, index = options.worker
     sizes = sizes_of(options)
     context = Context(
-        sizes=sizes, peer_python=options.peer_python, keep=pathlib.Path(options.out) / "profiles" / part, swap_dir=options.swap_dir,
+        sizes=sizes,
+        peer_python=options.peer_python,
+        keep=pathlib.Path(options.out) / "profiles" / part,
+        swap_dir=options.swap_dir,
         ram_dir=options.ram_dir,
-    )  # fmt: skip
+    )
     checks = PARTS[part].groups[int(index)].checks
     serve(checks, context, options.compile_only, lambda: facts(sizes), read, send)
 
