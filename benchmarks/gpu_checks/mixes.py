@@ -108,7 +108,7 @@ GPU = Sizes(
     on_disk=dataclasses.replace(_LLAMA, layers=18),
     copied=Copied(shape=(32, 4096, 11008), left=(16384, 4096), right=(4096, 4096), products=(3, 6)),
     host_params=100_000_000,
-    peer=dataclasses.replace(_LARGE, layers=24, hidden=2560, heads=20, seq=2048, batch=8),
+    peer=dataclasses.replace(_LARGE, layers=24, seq=2048),
 )
 
 
