@@ -37,19 +37,25 @@ def compile_forms(mesh: Any, judged: Callable[[str, Any, float], Row]) -> Iterat
     """Compile the forms of access to host memory."""
     import jax
 
-    from host_offload.device import forms, records
+    from host_offload.device import forms, has_linear_fix, linear_order, records
     from zerojax.sharding import named
 
     stack = records()
-    for name, form in forms().items():
+    descending = linear_order(np.arange(len(stack), dtype=np.int32)[::-1])
+    kinds = (("", False), (", linear", True)) if has_linear_fix() else (("", False),)
+    for name, form, is_linear in [(name + of, form, linear) for name, form in forms().items() for of, linear in kinds]:
 
-        def rows(name: str = name, form: Any = form) -> Iterator[Row]:
+        def rows(name: str = name, form: Any = form, is_linear: bool = is_linear) -> Iterator[Row]:
             start = time.perf_counter()
             with jax.set_mesh(mesh):
                 here, there = named(mesh, ()), named(mesh, (), H)
                 order = jax.ShapeDtypeStruct(stack.shape[:1], np.int32, sharding=here)
                 given = jax.ShapeDtypeStruct(stack.shape, stack.dtype, sharding=there)
-                step = jax.jit(lambda order, stack: form.run(order, stack, H), donate_argnums=1, out_shardings=(there, here))
+
+                def run(order: Any, stack: Any) -> Any:
+                    return form.run(descending if is_linear else order, stack, H)
+
+                step = jax.jit(run, donate_argnums=1, out_shardings=(there, here))
                 compiled = step.lower(order, given).compile()
             yield judged(name, compiled, time.perf_counter() - start)
 
