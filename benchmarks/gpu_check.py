@@ -274,7 +274,7 @@ def work(options: argparse.Namespace) -> None:
     context = Context(
         sizes=sizes,
         peer_python=options.peer_python,
-        keep=pathlib.Path(options.out) / "profiles" / part,
+        keep=pathlib.Path(options.out) / "kept" / part,
         swap_dir=options.swap_dir,
         ram_dir=options.ram_dir,
     )

@@ -21,7 +21,7 @@ class Context:
     Attributes:
       sizes: of everything.
       peer_python: an environment with torch, or None.
-      keep: the folder for files that are kept, such as profiles.
+      keep: the folder for files that the part keeps, such as profiles.
       swap_dir: a folder on a disk.
       ram_dir: a folder on a RAM disk.
       known: what earlier checks of the part found, by name: rates, seconds.

@@ -80,7 +80,7 @@ def test_gpu_check_runs_on_a_cpu_and_every_bound_holds(tmp_path, words):
         assert {row.ok for name, row in rows["kernels"]["matmul"].items() if name.endswith(("xla", "unfused"))} == {True}
         assert rows["nvme"]["nvme"]["all, activations, clipped"].ok is True
         assert rows["disks"]["disk"]["step over the one from host memory"].values["ratio"] > 0
-        assert list((tmp_path / "results" / "profiles").glob("*/*.xplane.pb"))
+        assert list((tmp_path / "results" / "kept").glob("*/*.xplane.pb"))
 
 
 @pytest.mark.exhaustive
