@@ -76,7 +76,10 @@ class Worker:
         return next(iter(self.errors.read_text(errors="replace").strip().splitlines()[::-1]), "")
 
     def kill(self) -> None:
-        """End it, and what it started."""
+        """End it, and what it started: torchrun's ranks have process groups of their own, and would keep the device."""
+        for pid in descendants(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -85,6 +88,19 @@ class Worker:
             with contextlib.suppress(BrokenPipeError):  # of what was asked for last
                 if pipe is not None:
                     pipe.close()
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have; as Linux tells them."""
+    children: dict[int, list[int]] = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = children.get(pid, [])
+    for child in found:  # which grows
+        found += children.get(child, [])
+    return found
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -112,7 +112,7 @@ def test_a_part_needs_less_than_its_limit(mode):
 # --- parts, whatever they check --------------------------------------------------------------------------------------------
 
 WORKER = """
-import os, sys, time
+import os, subprocess, sys, time
 from gpu_checks.parts import Check, Context, Needs
 from gpu_checks.rows import Row
 from gpu_checks.runner import pipes, serve
@@ -127,7 +127,8 @@ def crashes(context):
     os._exit(3)
 
 def hangs(context):
-    yield Row("before", "2", ok=True)
+    left = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    yield Row("before", "2", ok=True, values={"pid": left.pid})
     time.sleep(60)
 
 def raises(context):
@@ -139,25 +140,35 @@ checks += [Check(name="last", run=good, compiled=None, needs=Needs(gpu=1, compil
 context = Context(sizes=SMALL, peer_python=None, keep=None, swap_dir="", ram_dir="")
 serve(checks, context, False, lambda: {"hardware": "some", "versions": {"jax": "1"}}, *pipes())
 """
-NAMES = ("good", "crashes", "hangs", "raises", "last")
 
 
-def fake_run(folder: pathlib.Path, names: tuple[str, ...], limit: float, needs: float) -> Run:
-    """Return a run of a part whose checks are those of `WORKER`, which share a process."""
+def fake_run(folder: pathlib.Path, needs: Mapping[str, float], limit: float) -> Run:
+    """Return a run of a part whose checks are those of `WORKER`, which share a process, with what they need."""
     worker = folder / "worker.py"
     worker.write_text(f"import sys; sys.path.insert(0, {str(ROOT / 'benchmarks')!r})\n{WORKER}")
-    each = Needs(gpu=needs, compiled=needs, small=needs)
-    checks = tuple(Check(name=name, run=lambda _: iter(()), compiled=None, needs=each) for name in names)
+    checks = tuple(
+        Check(name=name, run=lambda _: iter(()), compiled=None, needs=Needs(gpu=seconds, compiled=0, small=0))
+        for name, seconds in needs.items()
+    )
     part = Part(name="fake", what="", groups=(Group(checks=checks),))
     command = [sys.executable, str(worker)]
     return Run(part=part, only=None, mode="run", limit=limit, out=folder / "out", command=command, told="some command")
+
+
+def is_running(pid: int) -> bool:
+    """Tell whether a process has not ended; one that nobody has waited for has."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_check_that_crashes_or_hangs_takes_no_other_with_it(tmp_path):
     left = tmp_path / "left"
     left.mkdir()
     (left / "of a lost check").touch()
-    run = fake_run(tmp_path, NAMES, limit=3.5, needs=0.5)
+    # The later checks are said to need far more than they do, so that a slow machine changes nothing here.
+    run = fake_run(tmp_path, {"good": 1, "crashes": 1, "hangs": 1, "raises": 6, "last": 6}, limit=15)
     thread = threading.Thread(target=run, args=([left],))
     thread.start()
     file = tmp_path / "out" / "fake.jsonl"
@@ -176,12 +187,13 @@ def test_a_check_that_crashes_or_hangs_takes_no_other_with_it(tmp_path):
     assert found.checks["last"].rows[0].figure == "7.0"  # what an earlier check found, whatever became of its process
     assert not joined.holds([found])
     assert list(left.iterdir()) == []
+    assert not is_running(int(found.checks["hangs"].rows[0].values["pid"]))
     assert found.seconds is not None
-    assert found.seconds < 5
+    assert found.seconds < run.limit
 
 
 def test_a_check_that_has_no_time_left_is_not_begun_and_is_listed(tmp_path):
-    run = fake_run(tmp_path, NAMES[:2], limit=3.0, needs=5.0)
+    run = fake_run(tmp_path, {"good": 5, "crashes": 5}, limit=3)
     run.command = ["/not/there"]
     run()
     (found,) = joined.read_runs(tmp_path / "out")
