@@ -12,13 +12,14 @@ started turn by turn: the products are cut into as many parts of equal FLOPs as 
 The function is evaluated equation by equation, so that a barrier can be put in front of one of them.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from zerojax.jaxprs import Instruction, evaluate, flatten
+from zerojax.jaxprs import Instruction, evaluate, flatten, flops_of
 
 SHARE_OF_WAIT = 3 / 5
 """Share of FLOPs after which a product waits for the work. What is tied to the last product could start only before it."""
@@ -70,24 +71,34 @@ def wait(operands: Any, work: Any) -> tuple[Any, Any]:
 
 def _places(instructions: Sequence[Instruction], turns: Sequence[Turn]) -> dict[int, list[Turn]]:
     """Return the turns in front of each instruction; those that found no product, at -1."""
-    products = [n for n, i in enumerate(instructions) if i.eqn.primitive.name == "dot_general"]
+    sizes = [flops_of(i.eqn) for i in instructions]
+    products = [n for n, size in enumerate(sizes) if size]
     if not products:
         return {-1: list(turns)}
-    shares = [(n / (len(turns) + 1), turn) for n, turn in enumerate(turns, 1)] or [(SHARE_OF_WAIT, wait)]
-    total = sum(flops := [_flops(instructions[n].eqn) for n in products])
+    flops = [sizes[n] for n in products]
+    if not turns:
+        done = itertools.accumulate(flops, initial=0.0)
+        at = next((n for n, share in enumerate(done) if share >= SHARE_OF_WAIT * sum(flops)), 0)
+        return {products[min(at, len(products) - 1)]: [wait]}
+    begins = equal_parts(flops, len(turns) + 1)
     places: dict[int, list[Turn]] = {}
-    done = 0.0
-    for n, size in zip(products, flops, strict=True):
-        while shares and done >= total * shares[0][0]:
-            places.setdefault(n, []).append(shares.pop(0)[1])
-        done += size
-    # Those after a share that only the last product completes.
-    places.setdefault(products[-1], []).extend(turn for _, turn in shares)
+    for number, turn in enumerate(turns):
+        at = begins[number] if number < len(begins) else len(products) - 1
+        places.setdefault(products[at], []).append(turn)
     return places
 
 
-def _flops(eqn: Any) -> float:
-    """Return the FLOPs of a dot_general."""
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    lhs = eqn.invars[0].aval.shape
-    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[d] for d in contracted)
+def equal_parts(sizes: Sequence[float], num_parts: int) -> list[int]:
+    """Return where parts of a sequence begin, without the first: parts as equal as can be, by the sum of their squares.
+
+    There are fewer parts where there are fewer than `num_parts` sizes.
+    """
+    sums = [0.0, *itertools.accumulate(sizes)]
+    # least[n]: (sum of squares, beginnings) of the first n sizes, in the parts so far.
+    least: list[tuple[float, list[int]]] = [(total**2, [0]) for total in sums]
+    for part in range(1, min(num_parts, len(sizes))):
+        least = [
+            min(((least[m][0] + (sums[n] - sums[m]) ** 2, [*least[m][1], m]) for m in range(part, n)), default=(math.inf, []))
+            for n in range(len(sums))
+        ]
+    return least[-1][1][1:]

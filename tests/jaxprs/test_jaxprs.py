@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.jaxprs import FlatJaxpr, evaluate, flatten, read
+from zerojax.jaxprs import FlatJaxpr, evaluate, flatten, flops_of, read
 
 
 def flat(function: Any, *args: Any, **options: Any) -> FlatJaxpr:
@@ -92,3 +92,20 @@ def test_reads_are_the_slots_among_the_operands() -> None:
     multiply, add = program.instructions
     assert multiply.reads == program.inputs * 2
     assert add.reads == multiply.outs
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "expected"),
+    [
+        (jnp.matmul, [(4, 8), (8, 16)], 2 * 4 * 8 * 16),
+        (lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, None, length=3)[0], [(4, 8), (8, 8)], 3 * 2 * 4 * 8 * 8),
+        (lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ w @ w), [(4, 8), (8, 8)], 2 * 2 * 4 * 8 * 8),
+        (jax.checkpoint(jnp.matmul), [(4, 8), (8, 16)], 2 * 4 * 8 * 16),
+        (lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"), [(2, 3, 7, 7), (5, 3, 3, 3)], 2 * (2 * 5 * 7 * 7) * (3 * 3 * 3)),
+        (lambda x, w: jax.lax.ragged_dot(x, w, jnp.array([1, 3])), [(4, 8), (2, 8, 16)], 2 * 4 * 8 * 16),
+        (jnp.tanh, [(4, 8)], 0),
+    ],
+)
+def test_flops_of_products(function, shapes, expected):
+    jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
+    assert sum(flops_of(i.eqn) for i in flatten(jaxpr.jaxpr, jaxpr.consts).instructions) == expected

@@ -1,5 +1,6 @@
 """Which attention the example's GPT takes: cuDNN's on NVIDIA GPUs in 16 bits, XLA's elsewhere; and what it refuses."""
 
+import functools
 import logging
 
 import gpt
@@ -9,6 +10,7 @@ import pytest
 from devices import on_gpu
 
 from zerojax import aot
+from zerojax.jaxprs import flatten, flops_of
 
 
 def traced(implementation, dtype=jnp.bfloat16, width=64):
@@ -52,3 +54,19 @@ def test_a_machine_that_is_there_is_asked_itself(h200_compiler):
     qkv = [jax.ShapeDtypeStruct((2, 8, 4, 256), jnp.bfloat16)] * 3  # heads of 256: for Hopper, which this process is not
     with on_gpu("NVIDIA A100-SXM4-80GB"), pytest.raises((NotImplementedError, RuntimeError)):
         jax.eval_shape(lambda *qkv: jax.nn.dot_product_attention(*qkv, implementation="cudnn"), *qkv)
+
+
+def test_flops_of_cudnns_attention(h200_compiler):
+    aot.gpu_devices("h200", 1, 1)
+    q, kv = (jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16) for length in (16, 8))
+
+    def flops(function, **options):
+        attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **options)
+        with on_gpu(aot.CHIPS["h200"]["name"]):
+            jaxpr = jax.make_jaxpr(function(attend))(q, kv, kv)
+        return sum(flops_of(i.eqn) for i in flatten(jaxpr.jaxpr, jaxpr.consts).instructions)
+
+    scores = 2 * 4 * 16 * 8
+    assert flops(lambda attend: attend) == 2 * 2 * scores * 64
+    assert flops(lambda attend: attend, is_causal=True) == 2 * scores * 64
+    assert flops(lambda attend: jax.grad(lambda *qkv: attend(*qkv).sum())) == (2 + 5) * 2 * scores * 64

@@ -13,7 +13,7 @@ import pytest
 
 import zerojax as zj
 from host_offload.schedule import build_schedule, moves_of
-from zerojax.beside import beside
+from zerojax.beside import beside, equal_parts
 from zerojax.state import state_records
 from zerojax.streamed import ending
 from zerojax.streamed.phases import Tick
@@ -243,3 +243,17 @@ def test_an_update_after_backward_loads_in_its_tick_and_stores_a_tick_late():
     assert plain.phase("update").fetches == ("opt_state",)
     kinds = ("opt_state",)
     assert sorted(moves_of(late, kinds)) == sorted(moves_of(plain, kinds))  # in another order
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_parts", "begins"),
+    [
+        ([1, 1, 1, 1], 4, [1, 2, 3]),
+        ([1, 5, 5, 5, 1, 1], 3, [2, 3]),  # begun where a third is full they would be 6, 10 and 2
+        ([4, 4, 1, 1, 1, 1], 3, [1, 2]),
+        ([1, 9], 3, [1]),
+        ([5], 3, []),
+    ],
+)
+def test_parts_are_as_equal_as_can_be(sizes, num_parts, begins):
+    assert equal_parts(sizes, num_parts) == begins

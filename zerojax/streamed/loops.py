@@ -1,7 +1,6 @@
 """The loops of a streamed step over the layers of one stack: forward, and backward, which derives one layer at a time."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.beside import SHARE_OF_WAIT, Turn, beside
+from zerojax.beside import Turn, beside
 from zerojax.models import Given, Loss, call_block, floating, summed
 from zerojax.sharding import ActivationSpec
 from zerojax.state import TrainState
@@ -317,16 +316,12 @@ class StackLoops:
 
 
 def _turn(crossing: Crossing, number: int, operands: Any, work: Any) -> tuple[Any, Any]:
-    """Take a turn in front of a product.
-
-    One of them also waits for the next layer, gathered, and the record that lands: the first after `SHARE_OF_WAIT` of FLOPs,
-    as where there are no turns.
-    """
+    """Take a turn in front of a product. The last one also waits for the next layer, gathered, and the record that lands."""
     next_full, landing, crossed = work
-    if number == min(math.ceil(SHARE_OF_WAIT * crossing.num_turns), crossing.num_turns - 1):
-        operands, (next_full, landing, crossed) = jax.lax.optimization_barrier((operands, work))
-    else:
+    if number < crossing.num_turns - 1:
         operands, crossed = jax.lax.optimization_barrier((operands, crossed))
+    else:
+        operands, (next_full, landing, crossed) = jax.lax.optimization_barrier((operands, work))
     return operands, (next_full, landing, crossing.turn(number, crossed))
 
 
