@@ -11,7 +11,7 @@ What there was already, and why this is written all the same (read in jax 0.10.2
 | between two tiles | the pipeline drains and fills | the same | the next tile's loads go on in the epilogue |
 | gradient | no | yes | yes, products left to cuBLAS |
 | over devices | no | no | rows, columns, and parts of a sum (`Split`) |
-| clusters that share loads | yes | yes | no: not tested by the interpreter, and unmeasured here |
+| clusters that share loads | yes | yes | of two blocks, along M or N |
 
 So a plain product with dims that blocks divide is served by what JAX ships, and by XLA's cuBLAS; this one is for what they do
 not do. The gated form takes two arrays, as Llama's checkpoints name the weights apart (`gate_proj`, `up_proj`), and to stack

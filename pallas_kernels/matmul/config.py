@@ -36,7 +36,10 @@ class Config:
       block_k: of K, in one stage.
       num_stages: steps of K that are in shared memory or on the way to it.
       num_cores: blocks that run at a time; each goes through tiles until none is left.
-      raster: tiles along N before the next row of tiles, so that blocks that run together share what they load in the L2 cache.
+      raster: tiles along N before the next row of tiles, so that blocks that run together share what they load in the L2 cache;
+        of a cluster, its tiles count as one.
+      cluster_m, cluster_n: blocks of a cluster, side by side along M or N. Two of them have neighbouring tiles and share what
+        both read: along M columns of the weights, along N rows of x. Each loads half of it, into the memory of both.
     """
 
     block_m: int = 128
@@ -45,6 +48,13 @@ class Config:
     num_stages: int = 4
     num_cores: int = 132
     raster: int = 8
+    cluster_m: int = 1
+    cluster_n: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster_m * self.cluster_n
 
     def __post_init__(self):
         if self.block_m % (WARPGROUPS * CHUNK_M) or self.block_n % COLUMNS or self.block_k % COLUMNS:
@@ -58,6 +68,11 @@ class Config:
             )
         if min(self.block_m, self.block_n, self.block_k, self.num_cores, self.raster) < 1 or self.num_stages < 2:
             raise ValueError(f"{self}: sizes of 1 or more, and 2 stages or more, are needed")
+        if min(self.cluster_m, self.cluster_n) < 1 or self.cluster > 2 or self.num_cores % self.cluster:
+            raise ValueError(
+                f"cluster_m={self.cluster_m}, cluster_n={self.cluster_n}, num_cores={self.num_cores}: "
+                "a cluster is of one block or of two, along M or along N, and num_cores is a multiple of its blocks"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

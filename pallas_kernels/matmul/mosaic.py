@@ -13,6 +13,12 @@ The grid is as large as the GPU (persistent): each block goes through tiles of t
 together. Steps are counted through, over all tiles, so while a tile ends (activation, stores) the loader fills the slots with
 the first steps of the next one.
 
+Two blocks may form a cluster (`cluster_m`, `cluster_n`): they have neighbouring tiles, go through them in step, and what both
+read is loaded once. Each of the two loads half of it and TMA writes that to the memory of both (multicast), so a slot is filled
+from two sides: `empty` counts the multiplying warpgroups of both blocks, in each of them, while `full` counts bytes, whoever
+sends them. By the wait for every last arrival no block ends while the other still writes to it. JAX's own `hopper_matmul_mgpu`
+does the same.
+
 The end of a tile passes through shared memory in chunks of 64 rows and 128 bytes. Bias and what is accumulated come by TMA,
 asked for before the products start, so they are there when those end; the result leaves by TMA, two chunks in flight.
 
@@ -102,8 +108,9 @@ def _kernel(
     m, n = x.shape[0], weights[0].shape[1]
     columns = config.block_n // len(weights)
     chunk_n = chunk_columns([form.dtype, *(accumulate.dtype for accumulate in accumulates)], columns)
-    num_tiles = pl.cdiv(m, config.block_m) * pl.cdiv(n, columns)
-    num_blocks = min(config.num_cores, num_tiles)
+    # A cluster takes its tiles together, and as many of them as it has blocks: those outside of the array are zeros.
+    grid = (pl.cdiv(m, config.block_m * config.cluster_m), pl.cdiv(n, columns * config.cluster_n))
+    num_clusters = min(config.num_cores // config.cluster, grid[0] * grid[1])
     # In shard_map a result's type also tells over which axes it varies: it is that of XLA's form.
     xla_form = functools.partial(xla.matmul, form, keeps_products=keeps_products)
     out_types = jax.tree.leaves(jax.eval_shape(xla_form, x, weights, biases, accumulates))
@@ -115,7 +122,7 @@ def _kernel(
         results = [accumulate_gmems[0], *out_gmems] if in_place else list(out_gmems)
 
         def scope(x_smem: Any, w_smems: Any, full: Any, empty: Any, *ends: Any) -> None:
-            tiles = _Tiles(config, m, n, x.shape[1], columns, num_blocks)
+            tiles = _Tiles(config, grid, pl.cdiv(x.shape[1], config.block_k), columns, num_clusters)
             end = _End(form, tiles, chunk_n, bias_gmems, accumulate_gmems, results, *ends)
             lax.cond(
                 # Warpgroups 0 and 1 multiply; the last one loads.
@@ -130,7 +137,7 @@ def _kernel(
             swizzled((config.num_stages, config.block_m, config.block_k), x.dtype),
             [swizzled((config.num_stages, config.block_k, columns), w.dtype) for w in weights],
             plgpu.Barrier(num_arrivals=1 + len(weights), num_barriers=config.num_stages),
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.num_stages),
+            _empty(config),
             # For the end of a tile, a part for each warpgroup. A barrier counts 1 or more, also one that nobody waits for.
             [plgpu.SMEM((WARPGROUPS, columns), bias.dtype) for bias in biases],
             [swizzled((WARPGROUPS, SLOTS, CHUNK_M, chunk_n), accumulate.dtype) for accumulate in accumulates],
@@ -143,7 +150,14 @@ def _kernel(
     call: Any = pl.kernel(
         body,
         out_type=out_types[in_place:],
-        mesh=plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=WARPGROUPS + 1, thread_name="warpgroup"),
+        mesh=plgpu.Mesh(
+            grid=(num_clusters,),
+            grid_names=("cluster",),
+            cluster=() if config.cluster == 1 else (config.cluster,),
+            cluster_names=() if config.cluster == 1 else ("block",),
+            num_threads=WARPGROUPS + 1,
+            thread_name="warpgroup",
+        ),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         name="matmul",
     )
@@ -162,22 +176,31 @@ def _kernel(
     return jex.jaxpr_as_fun(pure)(*jax.tree.leaves(operands))
 
 
+def _empty(config: Config) -> Any:
+    """Return the barriers on which multiplying warpgroups arrive: of a cluster, those of all its blocks, in each block."""
+    if config.cluster == 1:
+        return plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.num_stages)
+    return plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=WARPGROUPS, num_barriers=config.num_stages)
+
+
 class _Tiles:
     """The tiles of the result that a block goes through, in order, and the steps of K in each."""
 
-    def __init__(self, config: Config, m: int, n: int, k: int, columns: int, num_blocks: int):
-        self.config, self.columns, self.num_blocks = config, columns, num_blocks
-        self.grid = (pl.cdiv(m, config.block_m), pl.cdiv(n, columns))
-        self.num_steps = pl.cdiv(k, config.block_k)
-        self.block = lax.axis_index("block")
-        # This block has tiles block, block + num_blocks, ...
-        self.count = (self.grid[0] * self.grid[1] - self.block + num_blocks - 1) // num_blocks
+    def __init__(self, config: Config, grid: tuple[int, int], num_steps: int, columns: int, num_clusters: int):
+        self.config, self.grid, self.num_steps = config, grid, num_steps
+        self.columns, self.num_clusters = columns, num_clusters
+        self.cluster = lax.axis_index("cluster")
+        block = lax.axis_index("block") if config.cluster > 1 else 0
+        self.block_m, self.block_n = (block, 0) if config.cluster_m > 1 else (0, block)  # its place in the cluster
+        # This cluster has the groups of tiles cluster, cluster + num_clusters, ...
+        self.count = (grid[0] * grid[1] - self.cluster + num_clusters - 1) // num_clusters
 
     def start(self, tile: Any) -> tuple[Any, Any]:
         """Return the first row and column of a block's tile."""
         # Bands of `raster` tiles along N are walked down M, every other one back up.
-        m, n = plgpu.planar_snake(self.block + tile * self.num_blocks, self.grid, 1, self.config.raster)
-        return m * self.config.block_m, n * self.columns
+        m, n = plgpu.planar_snake(self.cluster + tile * self.num_clusters, self.grid, 1, self.config.raster)
+        config = self.config
+        return (m * config.cluster_m + self.block_m) * config.block_m, (n * config.cluster_n + self.block_n) * self.columns
 
     def slot(self, step: Any) -> Any:
         """Return the slot of a step, counted from the first of the first tile."""
@@ -211,9 +234,13 @@ def _load(tiles: _Tiles, x_gmem: Any, w_gmems: Any, x_smem: Any, w_smems: Any, f
             def _():
                 plgpu.barrier_wait(empty.at[slot])
 
-            plgpu.copy_gmem_to_smem(x_gmem.at[pl.ds(row, config.block_m), ks], x_smem.at[slot], full.at[slot])
+            # Blocks along N have the same rows of x, and those along M the same columns of the weights.
+            x_shared = "block" if config.cluster_n > 1 else None
+            w_shared = "block" if config.cluster_m > 1 else None
+            rows, columns = pl.ds(row, config.block_m), pl.ds(column, tiles.columns)
+            plgpu.copy_gmem_to_smem(x_gmem.at[rows, ks], x_smem.at[slot], full.at[slot], collective_axes=x_shared)
             for w_gmem, w_smem in zip(w_gmems, w_smems, strict=True):
-                plgpu.copy_gmem_to_smem(w_gmem.at[ks, pl.ds(column, tiles.columns)], w_smem.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(w_gmem.at[ks, columns], w_smem.at[slot], full.at[slot], collective_axes=w_shared)
 
         _loop(0, tiles.num_steps, load_step)
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy
 import pytest
+from interpreted_clusters import interpret_clusters
 from jax._src import effects
 from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic.interpret import shared_memory
@@ -37,6 +38,7 @@ def races(monkeypatch) -> Iterator[Callable[[], contextlib.AbstractContextManage
     """Return a context in which kernels are interpreted with races detected, and which fails if there was one."""
     if IS_0_10:
         _behave_like_hardware(monkeypatch)
+        interpret_clusters(monkeypatch)
     # Which thread has which element is nothing to the interpreter, and of jax 0.10 it does not know the word.
     mlir.register_lowering(gpu_core.layout_cast_p, lambda _, x, new_layout: [x], platform="cpu")
     monkeypatch.setattr(registers, "load", lambda ref, _: ref[...])  # the same, without a layout

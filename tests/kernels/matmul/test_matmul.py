@@ -26,6 +26,7 @@ from pallas_kernels.shared_memory import SHARED_BYTES
 
 pytestmark = pytest.mark.xdist_group("kernels")
 SMALL = Config(block_m=128, block_n=64, num_stages=2, num_cores=1)
+IN_PAIRS = Config(block_m=128, block_n=128, num_stages=2, num_cores=2, cluster_n=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,10 @@ def test_matmul_of_each_form_and_dtype_equals_float64_in_value_and_gradient(case
         (Case(activation="silu", accumulate="float32", out="bfloat16"), True),  # 2 tiles of rows
         (Case(num_weights=2, activation="silu", has_bias=True), True),
         (Case(shape=(40, 128, 64), num_weights=2, activation="gelu", accumulate="float32"), False),
+        # Clusters of two, along M: 3 groups of tiles, of which the second block has 2 rows; 3 steps in 2 slots.
+        (Case(shape=(130, 192, 192), config=dataclasses.replace(SMALL, num_cores=2, cluster_m=2)), False),
+        # And along N: in the third group the second block is wholly outside.
+        (Case(shape=(40, 320, 128), num_weights=2, activation="silu", accumulate="float32", config=IN_PAIRS), True),
     ],
     ids=str,
 )
@@ -300,6 +305,8 @@ def test_matmul_dispatch_raises_where_nothing_serves():
         ({"block_k": 32}, "block_k=32"),
         ({"block_m": 256, "block_n": 256}, "do not fit the registers"),
         ({"num_stages": 1}, "2 stages or more"),
+        ({"cluster_m": 2, "cluster_n": 2}, "a cluster is of one block or of two"),
+        ({"cluster_m": 2, "num_cores": 131}, "num_cores is a multiple of its blocks"),
         ({"num_stages": 8}, "bytes of shared memory, and a block has 231424: lower num_stages"),
     ],
 )

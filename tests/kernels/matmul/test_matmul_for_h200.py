@@ -64,6 +64,34 @@ def test_matmul_kernel_for_h200_multiplies_on_tensor_cores_without_spills(
     assert report.count("UTMASTG") >= 1  # and back
 
 
+@pytest.mark.by_default("gated-along-m", "128-cores")
+@pytest.mark.parametrize(
+    ("num_weights", "accumulate", "config"),
+    [
+        pytest.param(1, None, Config(cluster_m=2), id="along-m"),
+        pytest.param(1, None, Config(block_m=256, block_n=128, cluster_n=2), id="along-n"),
+        pytest.param(1, F32, Config(num_cores=128, num_stages=3, cluster_n=2), id="128-cores"),
+        pytest.param(2, None, Config(cluster_m=2), id="gated-along-m"),
+        pytest.param(2, BF16, Config(num_stages=2, cluster_m=2), id="gated-in-place"),
+    ],
+)
+def test_matmul_kernel_for_h200_in_clusters_shares_loads_without_spills(compile_for_h200, num_weights, accumulate, config):
+    def f(x, w, bias, accumulate):
+        return matmul(x, w, bias, "silu" if num_weights == 2 else None, accumulate, "mosaic", config=config)
+
+    report = compile_for_h200(f, *terms((4096, 4096, 4096), BF16, num_weights, None, accumulate))
+    shared, loads = report.count("UTMALDG.4D.MULTICAST"), report.count("UTMALDG.4D")
+    each = num_weights if config.cluster_m == 2 else 1  # loads of a step that are shared: of the weights, or of x
+    if accumulate is None:
+        assert shared
+        assert shared * (1 + num_weights) == loads * each  # however often the assembler unrolls the step
+    else:  # what is accumulated is loaded, too, and shared by none
+        assert each <= shared < loads
+    assert report.count("HGMMA") >= 4 * num_weights
+    assert report.spill_bytes() == 0
+    assert report.registers() == 168
+
+
 def test_matmul_gradient_for_h200_runs_one_kernel_and_leaves_products_to_cublas(compile_for_h200):
     def loss(x, w):
         return matmul(x, w, None, "silu", implementation="mosaic").astype(F32).sum()
