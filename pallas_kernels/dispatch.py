@@ -45,6 +45,12 @@ class Target:
     num_cores: int
     is_hopper: bool
 
+    @property
+    def chip(self) -> str:
+        """The name without its memory, such as "H200" of "NVIDIA H200 141GB HBM3e"; of other than Hopper's GPUs the kind."""
+        match = HOPPER.search(self.kind)
+        return match[0] if match else self.kind
+
     def without_hopper(self) -> str | None:
         """Tell why a kernel of Hopper's instructions does not run here, or None."""
         if self.is_hopper:

@@ -18,14 +18,15 @@ not do. The gated form takes two arrays, as Llama's checkpoints name the weights
 them is a copy; tokamax takes such a pair too, and stacks it.
 """
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.dispatch import Implementation, resolve, target_of
-from pallas_kernels.matmul import mosaic, reference, vjp
+from pallas_kernels.dispatch import Implementation, Target, resolve, target_of
+from pallas_kernels.matmul import measured, mosaic, reference, vjp
 from pallas_kernels.matmul.config import Config as Config
 from pallas_kernels.matmul.config import Problem, choose
 from pallas_kernels.matmul.reference import ACTIVATIONS, Form
@@ -33,7 +34,7 @@ from pallas_kernels.matmul.split import Split as Split
 from pallas_kernels.varying import vary_alike
 
 Pair = tuple[jax.Array, jax.Array]
-UNMEASURED = "no measurement on a GPU says yet that it is faster"
+UNMEASURED = "no measurement of this shape on this GPU says that it is faster"
 
 
 def matmul(
@@ -61,9 +62,10 @@ def matmul(
       accumulate: `[..., N]`, an existing output that the product is added to, before the activation; two for two weights. The
         kernel overwrites it (the first of two) where its dtype is the result's: donate it. Not in a `jax.shard_map` that checks
         which axes a value varies over: JAX aliases nothing there, so give that `check_vma=False` where memory counts.
-      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (float32), or None to have it chosen and logged.
+      implementation: "mosaic" (the Hopper kernel), "xla", "reference" (float32), or None to have it chosen and logged: the
+        kernel where the table of `pallas_kernels.matmul.measured` says that it is faster for this shape, XLA's form elsewhere.
       preferred_element_type: dtype of the result; None is that of `accumulate`, else x's. float32 is for sums that go on.
-      config: sizes of the kernel's blocks; None chooses them by shape and dtype.
+      config: sizes of the kernel; None takes those of that table, and for other shapes those of a closed form.
       split: how the arrays are split over a mesh; what is in place stays so. Where it splits K, over P devices, the result and
         `accumulate` are `[P, ..., N]`, the parts of the sum. None: nothing is split, or the call is inside a `jax.shard_map`.
 
@@ -73,18 +75,86 @@ def matmul(
         `jax.vmap` in jax 0.10, which batches no kernel.
     """
     weights, biases, accumulates = _tuple(w), _tuple(bias), _tuple(accumulate)
-    accumulate_dtype = accumulates[0].dtype if accumulates else None
-    dtype = jnp.dtype(preferred_element_type or accumulate_dtype or x.dtype)
-    num_parts = 0 if split is None else split.num_parts
-    _check(x, weights, biases, accumulates, activation, dtype, num_parts)
-    form = Form(activation, dtype)
-    k, n = weights[0].shape
-    m = math.prod(x.shape[:-1])
-    shard_m, shard_n, shard_k = (m, n, k) if split is None else split.shard(m, n, k)
+    call = _describe(x, weights, biases, accumulates, activation, preferred_element_type, split)
+    problem, row = call.problem, call.row
     # Below here everything is a matrix: the leading dims are rows.
+    k, n = weights[0].shape
+    m, num_parts = math.prod(x.shape[:-1]), 0 if split is None else split.num_parts
     rows = x.reshape(m, k)
     parts = (num_parts,) if num_parts else ()
     accumulates = tuple(a.reshape(*parts, m, n) for a in accumulates)
+    form = Form(activation, problem.out_dtype)
+    chosen = resolve(
+        "matmul", implementation, {"mosaic": call.refusal, "xla": None, "reference": None}, {"mosaic": call.passed_over}
+    )
+    if chosen == "reference":
+        # Not by the rule of `vjp`: its gradients are JAX's own.
+        y = reference.matmul(form, rows, weights, biases, accumulates, num_parts)
+    else:
+        if chosen == "mosaic":
+            config = config or (choose(problem, call.target.num_cores) if row is None else row.config)
+            problem.check(config)
+        static = vjp.Call(form, config if chosen == "mosaic" else None, split, problem.bias_dtype, problem.accumulate_dtype)
+        # Cast outside of the rule, so that JAX sums a replicated weight's gradient over the shards (see `varying`).
+        y: Any = vjp.matmul(static, *vary_alike((rows, weights, biases, accumulates)))
+    return y.reshape((*parts, *x.shape[:-1], n))
+
+
+def is_measured(*arrays: Any) -> bool:
+    """Tell whether the table of measurements has a row of the device that a program of these arrays is for."""
+    target = target_of(*arrays)
+    return any((row.chip, row.num_cores) == (target.chip, target.num_cores) for row in measured.table())
+
+
+def is_faster(
+    x: jax.Array,
+    w: jax.Array | Pair,
+    bias: jax.Array | Pair | None = None,
+    activation: str | None = None,
+    accumulate: jax.Array | Pair | None = None,
+    *,
+    preferred_element_type: Any = None,
+    split: Split | None = None,
+) -> bool:
+    """Tell whether `matmul` of these takes the kernel where no implementation is named: a measurement says it is faster.
+
+    Raises:
+      ValueError: as `matmul`.
+    """
+    call = _describe(x, _tuple(w), _tuple(bias), _tuple(accumulate), activation, preferred_element_type, split)
+    return call.refusal is None and call.passed_over is None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call's problem on one device, the device, and the row of the table that speaks for it, or None."""
+
+    problem: Problem
+    target: Target
+    row: measured.Row | None
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the kernel cannot serve, or None."""
+        return mosaic.refusal(self.problem, self.target)
+
+    @property
+    def passed_over(self) -> str | None:
+        """Why the kernel is not taken unless it is named, or None."""
+        if self.row is None:
+            return UNMEASURED
+        return None if self.row.is_faster else f"it was measured, and takes {self.row.over_xla:.2f} of XLA's time"
+
+
+def _describe(
+    x: jax.Array, weights: Any, biases: Any, accumulates: Any, activation: str | None, preferred: Any, split: Split | None
+) -> _Call:
+    accumulate_dtype = accumulates[0].dtype if accumulates else None
+    dtype = jnp.dtype(preferred or accumulate_dtype or x.dtype)
+    _check(x, weights, biases, accumulates, activation, dtype, 0 if split is None else split.num_parts)
+    k, n = weights[0].shape
+    m = math.prod(x.shape[:-1])
+    shard_m, shard_n, shard_k = (m, n, k) if split is None else split.shard(m, n, k)
     problem = Problem(
         m=shard_m,
         n=shard_n,
@@ -96,23 +166,7 @@ def matmul(
         accumulate_dtype=accumulate_dtype,
     )
     target = target_of(x, *weights)
-    chosen = resolve(
-        "matmul",
-        implementation,
-        {"mosaic": mosaic.refusal(problem, target), "xla": None, "reference": None},
-        {"mosaic": UNMEASURED},
-    )
-    if chosen == "reference":
-        # Not by the rule of `vjp`: its gradients are JAX's own.
-        y = reference.matmul(form, rows, weights, biases, accumulates, num_parts)
-    else:
-        if chosen == "mosaic":
-            config = config or choose(problem, target.num_cores)
-            problem.check(config)
-        call = vjp.Call(form, config if chosen == "mosaic" else None, split, problem.bias_dtype, accumulate_dtype)
-        # Cast outside of the rule, so that JAX sums a replicated weight's gradient over the shards (see `varying`).
-        y: Any = vjp.matmul(call, *vary_alike((rows, weights, biases, accumulates)))
-    return y.reshape((*parts, *x.shape[:-1], n))
+    return _Call(problem, target, measured.find(measured.table(), problem, activation, target))
 
 
 def _tuple(value: jax.Array | Pair | None) -> tuple[jax.Array, ...]:

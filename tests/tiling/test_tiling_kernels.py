@@ -18,6 +18,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
+from pallas_kernels.matmul import Config, measured
+from pallas_kernels.matmul.config import Problem
 from zerojax import tiling
 from zerojax.tiling.kernels import name_of
 from zerojax.tiling.nnx import annotation
@@ -150,6 +152,34 @@ def test_a_step_of_tiles_holds_the_kernel_forward_and_backward_where_it_is_named
     assert backward_mlp >= 1
     assert backward_dense in (0, 1)  # one that nothing reads, which XLA takes out
     assert kernels_of_loops(None) == [0, 0, 0, 0]
+
+
+def test_a_step_of_tiles_that_names_none_holds_kernels_where_the_table_says_faster(
+    monkeypatch,
+):
+    narrow, wide = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+
+    def kernels(*rows):
+        """Return the kernels of each loop, given made-up rows: of weights, K, N, activation, and the time over XLA's."""
+        table = []
+        for num_weights, k, n, activation, ratio in rows:
+            # Gate and up have biases, and the others are added to a sum in float32.
+            terms = (narrow, narrow, None) if activation else (wide, None, wide)
+            kinds = dict(zip(("out_dtype", "bias_dtype", "accumulate_dtype"), terms, strict=True))
+            problem = Problem(m=8, n=n, k=k, num_weights=num_weights, dtype=narrow, **kinds)
+            sizes = Config(block_n=128, num_stages=2, num_cores=108)
+            times = {"seconds": ratio, "xla_seconds": 1.0, "jax_seconds": None}
+            about = {"chip": "H200", "num_cores": 108, "device": "NVIDIA H200", "jax": "0.12.0", "date": "2026-01-01"}
+            table.append(measured.Row(problem=problem, activation=activation, config=sizes, **times, **about))
+        monkeypatch.setattr(measured, "table", lambda: tuple(table))
+        return kernels_of_loops(None)
+
+    up, down, dense = (2, 64, 64, "gelu"), (1, 64, 64, None), (1, 32, 32, None)
+    # Each product for itself; backward makes gate and up again.
+    assert kernels((*up, 0.9), (*down, 1.1)) == [1, 0, 0, 1]
+    assert kernels((*down, 0.9))[:2] == [1, 0]
+    assert kernels((*dense, 0.9))[:2] == [0, 1]
+    assert kernels((*up, 1.1), (*down, 1.1), (*dense, 1.1)) == [0, 0, 0, 0]
 
 
 def test_tiles_named_for_another_gpu_than_hopper_are_refused():

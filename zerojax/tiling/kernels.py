@@ -45,7 +45,7 @@ def product(
     activation: str | None = None,
     accumulate: Array | None = None,
     *,
-    implementation: Implementation,
+    implementation: Implementation | None,
     columns: str | None = None,
     summed: str | None = None,
     preferred_element_type: Any = None,
@@ -66,12 +66,33 @@ def product(
     Raises:
       NotImplementedError: the named implementation does not serve this call.
     """
+    w, split = _as_the_mesh_has_it(x, w, columns, summed)
+    options = {"preferred_element_type": preferred_element_type, "split": split}
+    return op.matmul(x, w, bias, activation, accumulate, implementation, **options)
+
+
+def measured_faster(use: Callable[..., Any], *args: Any) -> bool:
+    """Tell whether a measurement on this device gives a product of `use(run, *args)` to the kernel.
+
+    `use` takes its products by `run`, which is `product` without an implementation. It is traced, and nothing is computed.
+    """
+    if not op.is_measured(*jax.tree.leaves(args)):
+        return False
+    answers = []
+
+    def run(x: Array, w: Any, *terms: Any, columns: str | None = None, summed: str | None = None, **options: Any) -> Array:
+        cast, split = _as_the_mesh_has_it(x, w, columns, summed)
+        answers.append(op.is_faster(x, cast, *terms, **options, split=split))
+        return product(x, w, *terms, implementation="xla", columns=columns, summed=summed, **options)
+
+    jax.eval_shape(functools.partial(use, run), *args)
+    return any(answers)
+
+
+def _as_the_mesh_has_it(x: Array, w: Any, columns: str | None, summed: str | None) -> tuple[Any, op.Split | None]:
     w = jax.tree.map(lambda a: a.astype(x.dtype), w)
     first = w[0] if isinstance(w, tuple) else w
-    return op.matmul(
-        x, w, bias, activation, accumulate, implementation, preferred_element_type=preferred_element_type,
-        split=_split(x, first.shape, columns, summed),
-    )  # fmt: skip
+    return w, _split(x, first.shape, columns, summed)
 
 
 def _split(x: Array, shape: tuple[int, ...], columns: str | None, summed: str | None) -> op.Split | None:
@@ -105,18 +126,17 @@ def tensor_dims(spec: Any) -> tuple[str | None, str | None]:
 
 
 def use_mlp(
-    tile: Any, x: Array, activation: Callable[[Array], Array], implementation: Implementation, total: Array | None = None
+    run: Callable[..., Array], tile: Any, x: Array, activation: Callable[[Array], Array], total: Array | None = None
 ) -> Array:
     """Return what one tile of an MLP's hidden dim adds to its result, added to `total`: float32 [..., S, D], or in parts.
 
     Args:
+      run: `product`, of an implementation.
       tile: "up"[D, h], "down"[h, D], and "gate", "up_bias" and "gate_bias" if there are such.
       x: [..., S, D].
       activation: of the hidden activations.
-      implementation: of the products.
       total: like the result, overwritten by a kernel; or None.
     """
-    run = functools.partial(product, implementation=implementation)
     name, bias = name_of(activation), lambda *names: tuple(tile[n] for n in names) if names[0] in tile else None
     if "gate" in tile and name is not None:
         hidden = run(x, (tile["gate"], tile["up"]), bias("gate_bias", "up_bias"), name, columns=TENSOR)
@@ -126,4 +146,4 @@ def use_mlp(
     else:
         hidden = run(x, tile["up"], bias("up_bias"), name, columns=TENSOR)
         hidden = hidden if name is not None else activation(hidden)
-    return run(hidden, tile["down"], accumulate=total, summed=TENSOR, preferred_element_type=jnp.float32)
+    return run(hidden, tile["down"], None, None, total, summed=TENSOR, preferred_element_type=jnp.float32)

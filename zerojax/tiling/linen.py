@@ -45,7 +45,8 @@ class TiledDense(nn.Module):
       use_bias: whether there is one.
       dtype: of x, products and result; that of x by default.
       param_dtype: of the weights.
-      implementation: of the products, as of `zerojax.tiling.tiled_dense`; None is XLA's. An unknown one is a ValueError.
+      implementation: of the products, as of `zerojax.tiling.tiled_dense`; None chooses by measurements. An unknown one is a
+        ValueError.
       kernel_init: makes [D, F]; may be `nn.with_partitioning`.
       bias_init: makes [F].
     """
@@ -93,7 +94,8 @@ class TiledMLP(nn.Module):
       use_bias: whether there are biases.
       dtype: of x, products and result; that of x by default.
       param_dtype: of the weights.
-      implementation: of the products, as of `zerojax.tiling.tiled_mlp`; None is XLA's. An unknown one is a ValueError.
+      implementation: of the products, as of `zerojax.tiling.tiled_mlp`; None chooses by measurements. An unknown one is a
+        ValueError.
       up_init: makes [D, H], of up and gate; may be `nn.with_partitioning`.
       down_init: makes [H, D]; may be `nn.with_partitioning`.
       bias_init: makes [H], of up and gate; may be `nn.with_partitioning`.

@@ -74,7 +74,7 @@ class TiledDense(nnx.Module):
           use_bias: whether there is one.
           dtype: of x, products and result; that of x by default.
           param_dtype: of the weights.
-          implementation: of the products, as of `zerojax.tiling.tiled_dense`; None is XLA's.
+          implementation: of the products, as of `zerojax.tiling.tiled_dense`; None chooses by measurements.
           kernel_init: makes [D, F]; may be `nnx.with_partitioning`.
           bias_init: makes [F]; may be `nnx.with_partitioning`.
           rngs: streams.
@@ -155,7 +155,7 @@ class TiledMLP(nnx.Module):
           use_bias: whether there are biases.
           dtype: of x, products and result; that of x by default.
           param_dtype: of the weights.
-          implementation: of the products, as of `zerojax.tiling.tiled_mlp`; None is XLA's.
+          implementation: of the products, as of `zerojax.tiling.tiled_mlp`; None chooses by measurements.
           up_init: makes [D, H], of up and gate; may be `nnx.with_partitioning`.
           down_init: makes [H, D]; may be `nnx.with_partitioning`.
           bias_init: makes [H], of up and gate; may be `nnx.with_partitioning`.

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.dispatch import Implementation
-from zerojax.tiling.kernels import check_implementation, joined, product, tensor_dims, use_mlp
+from zerojax.tiling.kernels import check_implementation, joined, measured_faster, product, tensor_dims, use_mlp
 from zerojax.tiling.loops import loop_over
 from zerojax.tiling.weights import check_tiles
 
@@ -92,7 +92,8 @@ def tiled_dense(
       bias: [F], or None.
       in_tiles: tiles along D.
       implementation: of the products: "mosaic" (`pallas_kernels.matmul`'s kernel for Hopper GPUs, 16-bit dtypes), "xla" or
-        "reference" of that op; None is XLA's products, until the op has a measurement in favour of the kernel.
+        "reference" of that op; None is XLA's products, and those of the op where its table of measurements gives a tile's
+        product to the kernel.
       spec: for the kernel, the mesh axes of W's dims (D, F): it is run on the columns, or the rows, that a device of a tensor
         group has. None: on whole tiles.
 
@@ -109,10 +110,20 @@ def tiled_dense(
     if x.shape[-1] != in_tiles * d:
         raise ValueError(f"x has {x.shape[-1]} features, and {in_tiles} tiles of {d} take {in_tiles * d}")
     out_tiles, lead = count // in_tiles, x.shape[:-1]
-    if implementation is not None:
-        columns, summed = tensor_dims(spec)
-        run = functools.partial(product, implementation=implementation, columns=columns, summed=summed)
-        if in_tiles == 1 and summed is None:
+    columns, summed = tensor_dims(spec)
+    axes: dict[str, Any] = {"columns": columns, "summed": summed}
+    accumulates = in_tiles > 1 or summed is not None
+
+    def one_tile(run: Callable[..., Array], kernel: Array, x: Array, bias: Array | None) -> Array:
+        if not accumulates:
+            return run(x, kernel[0], None if bias is None else bias[:f], **axes)
+        wide = {**axes, "preferred_element_type": jnp.float32}
+        total = product(x[..., :d], kernel[0], implementation="xla", **wide)
+        return run(x[..., :d], kernel[0], None, None, total, **wide)
+
+    if implementation is not None or measured_faster(one_tile, kernel, x, bias):
+        run = functools.partial(product, implementation=implementation, **axes)
+        if not accumulates:
             # The bias is the kernel's, a part for each tile.
             parts = None if bias is None else bias.reshape(count, f)
             y = loop_over(lambda w, x, b: run(x, w, b), kernel, x, parts, num_out=count, summed=False)
@@ -203,9 +214,19 @@ def tiled_mlp(
     if not alike or up[1] != x.shape[-1]:
         raise ValueError(f"these tiles do not belong together, or not to x {x.shape}: {shapes}")
 
+    def one_tile(run: Callable[..., Array], tiles: Mapping[str, Array], x: Array) -> Array:
+        tile = {name: a[0] for name, a in tiles.items()}
+        if seq_tiles > 1:
+            return use_mlp(run, tile, x[..., : x.shape[-2] // seq_tiles, :], activation)
+        total = use_mlp(functools.partial(product, implementation="xla"), tile, x, activation)
+        return use_mlp(run, tile, x, activation, total)
+
+    by_op = implementation is not None or measured_faster(one_tile, tiles, x)
+    run = functools.partial(product, implementation=implementation)
+
     def use(tile: Mapping[str, Array], x: Array) -> Array:
-        if implementation is not None:
-            return joined(use_mlp(tile, x, activation, implementation), x.ndim, jnp.float32)
+        if by_op:
+            return joined(use_mlp(run, tile, x, activation), x.ndim, jnp.float32)
 
         def make(name: str) -> Array:
             product = x @ tile[name].astype(x.dtype)  # [..., S / seq_tiles, H / t]
@@ -214,8 +235,8 @@ def tiled_mlp(
         hidden = activation(make("gate")) * make("up") if "gate" in tile else activation(make("up"))
         return wide_product(hidden, tile["down"].astype(x.dtype))
 
-    if implementation is not None and seq_tiles == 1:
-        unit = lambda tile, x, _, total: use_mlp(tile, x, activation, implementation, total)  # noqa: E731
+    if by_op and seq_tiles == 1:
+        unit = lambda tile, x, _, total: use_mlp(run, tile, x, activation, total)  # noqa: E731
         y = joined(loop_over(unit, tiles, x, accumulates=True)[0], x.ndim, x.dtype)
     else:
         chunked = in_chunks(use, seq_tiles)

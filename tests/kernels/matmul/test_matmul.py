@@ -289,7 +289,7 @@ def test_matmul_on_hopper_is_xlas_until_a_measurement_says_otherwise(caplog):
         jaxpr = jax.make_jaxpr(lambda: matmul(X, W))()
     assert "mpmd_map" not in str(jaxpr)
     assert [record.getMessage() for record in caplog.records] == [
-        "matmul runs as xla (not mosaic: no measurement on a GPU says yet that it is faster)"
+        "matmul runs as xla (not mosaic: no measurement of this shape on this GPU says that it is faster)"
     ]
 
 

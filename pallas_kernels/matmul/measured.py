@@ -1,0 +1,186 @@
+"""What was measured of the kernel of `matmul`: the table `measured.json`, which chooses its sizes, and where None takes it.
+
+A row is one problem on one chip: the sizes of the kernel that were fastest in a sweep, and seconds of a call of it, of XLA's
+form, and of JAX's own kernel where that serves. `benchmarks/kernels.py sweep` writes rows, beside a GPU.
+
+    {"chip": "H200", "num_cores": 132, "m": 8192, .., "config": {..}, "seconds": .., "xla_seconds": .., "jax_seconds": .., ..}
+
+A row speaks for calls on its chip with as many cores, of its N and K, weights, dtypes and activation, and of M from its own
+up to, and without, twice that: a larger M leaves less of the last wave of tiles empty. M that 8 does not divide, which is
+padded, has rows of its own. Of several rows that of the largest M speaks. A call that no row speaks for takes the sizes of
+`config.choose` where the kernel is named, and XLA's form else: nothing is read off the neighbours of a row in any other dim.
+
+Forward alone is measured, of one device, without the products that the derivative keeps.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Target
+from pallas_kernels.matmul.config import Config, Problem
+from pallas_kernels.matmul.reference import ACTIVATIONS
+from pallas_kernels.shared_memory import TILE_ROWS
+
+PATH = pathlib.Path(__file__).with_name("measured.json")
+FASTER = 0.98  # of XLA's time, at most, where None takes the kernel: a chosen margin, so that noise alone moves no program
+REACH = 2  # a row speaks for less than so many times its M
+
+DIMS = ("m", "n", "k", "num_weights")
+TERMS = ("bias_dtype", "accumulate_dtype")  # null where there is no such term
+DTYPES = ("dtype", "out_dtype", *TERMS)
+TIMES = ("seconds", "xla_seconds", "jax_seconds")
+ABOUT = ("device", "jax", "date")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One problem as it was measured.
+
+    Attributes:
+      chip, num_cores: of `dispatch.Target`.
+      problem: of one device.
+      activation: a key of `reference.ACTIVATIONS`.
+      config: the sizes that were fastest.
+      seconds: of a call of the kernel, the median.
+      xla_seconds: of XLA's form, likewise, in the same run.
+      jax_seconds: of JAX's own `hopper_matmul_mgpu` with its fastest sizes, likewise; None where it does not serve.
+      device, jax, date: the device's full name, JAX's version, and the day.
+    """
+
+    chip: str
+    num_cores: int
+    problem: Problem
+    activation: str | None
+    config: Config
+    seconds: float
+    xla_seconds: float
+    jax_seconds: float | None
+    device: str
+    jax: str
+    date: str
+
+    def __post_init__(self):
+        dims = {name: getattr(self.problem, name) for name in DIMS} | {"num_cores": self.num_cores}
+        if any(type(value) is not int or value < 1 for value in dims.values()) or self.problem.num_weights > 2:
+            raise ValueError(f"{dims}: integers of 1 or more, and one weight or two, are needed")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation={self.activation!r} is unknown: choose from {', '.join(map(repr, ACTIVATIONS))}")
+        for name in TIMES:
+            if (value := getattr(self, name)) is None and name == "jax_seconds":
+                continue
+            if not isinstance(value, float) or not math.isfinite(value) or value <= 0:
+                raise ValueError(f"{name}={value!r}: seconds above 0 are needed")
+        if bad := [name for name in ("chip", *ABOUT) if not isinstance(getattr(self, name), str) or not getattr(self, name)]:
+            raise ValueError(f"{', '.join(bad)}: text is needed")
+        if self.config.num_cores > self.num_cores:
+            raise ValueError(f"config has num_cores={self.config.num_cores}, and the chip {self.num_cores}")
+        self.problem.check(self.config)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a table has one row of."""
+        return self.chip, self.num_cores, self.activation, self.problem
+
+    @property
+    def over_xla(self) -> float:
+        """The kernel's time over that of XLA's form."""
+        return self.seconds / self.xla_seconds
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether None takes the kernel."""
+        return self.over_xla <= FASTER
+
+    def serves(self, problem: Problem, activation: str | None, target: Target) -> bool:
+        """Tell whether the row speaks for a call."""
+        own = self.problem
+        return (
+            (self.chip, self.num_cores, self.activation) == (target.chip, target.num_cores, activation)
+            and dataclasses.replace(own, m=problem.m) == problem
+            and own.m <= problem.m < REACH * own.m
+            and (own.m % TILE_ROWS == 0) == (problem.m % TILE_ROWS == 0)
+        )
+
+
+def find(rows: Iterable[Row], problem: Problem, activation: str | None, target: Target) -> Row | None:
+    """Return the row that speaks for a call, or None."""
+    serving = [row for row in rows if row.serves(problem, activation, target)]
+    return max(serving, key=lambda row: row.problem.m, default=None)
+
+
+@functools.cache
+def table() -> tuple[Row, ...]:
+    """Return the rows of `measured.json`, read once.
+
+    Raises:
+      ValueError: the file has another form; with the row and what is wrong.
+    """
+    return parse(PATH.read_text(), str(PATH))
+
+
+def parse(text: str, name: str) -> tuple[Row, ...]:
+    """Return the rows of a table.
+
+    Raises:
+      ValueError: it has another form; with `name`, the row and what is wrong.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as e:
+        raise ValueError(f"{name}: no JSON: {e}") from e
+    if not isinstance(data, dict) or set(data) != {"rows"} or not isinstance(data["rows"], list):
+        raise ValueError(f'{name}: {{"rows": [..]}} is needed')
+    rows: dict[Any, Row] = {}
+    for number, fields in enumerate(data["rows"]):
+        try:
+            row = _row(fields)
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"{name}: row {number}: {e}") from e
+        if row.key in rows:
+            raise ValueError(f"{name}: row {number}: an earlier row has the same chip and problem")
+        rows[row.key] = row
+    return tuple(rows.values())
+
+
+def _row(fields: Any) -> Row:
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"an object is needed, not {type(fields).__name__}")
+    own = ("chip", "num_cores", "activation", *TIMES, *ABOUT)
+    needed = {*own, *DIMS, *DTYPES, "config"}
+    if set(fields) != needed:
+        raise ValueError(f"without {sorted(needed - set(fields))}, and with the unknown {sorted(set(fields) - needed)}")
+    sizes = fields["config"]
+    if not isinstance(sizes, Mapping) or any(type(size) is not int for size in sizes.values()):
+        raise ValueError(f"config={sizes!r}: an object of integers is needed")
+    if missing := sorted({field.name for field in dataclasses.fields(Config)} - set(sizes)):
+        raise ValueError(f"config is without {missing}")
+    if bad := [name for name in DTYPES if not isinstance(fields[name], str) and not (name in TERMS and fields[name] is None)]:
+        raise ValueError(f"{', '.join(bad)}: names of dtypes are needed")
+    dtypes: dict[str, Any] = {name: fields[name] and jnp.dtype(fields[name]) for name in DTYPES}
+    problem = Problem(**{name: fields[name] for name in DIMS}, **dtypes)
+    return Row(problem=problem, config=Config(**sizes), **{name: fields[name] for name in own})
+
+
+def dump(rows: Iterable[Row]) -> str:
+    """Return a table's text, a line for each row, in order of chip and problem."""
+    lines = []
+    for row in sorted(rows, key=lambda row: (row.chip, row.num_cores, *(getattr(row.problem, d) for d in "nkm"), str(row.key))):
+        fields: dict[str, Any] = {"chip": row.chip, "num_cores": row.num_cores}
+        fields |= {name: getattr(row.problem, name) for name in DIMS}
+        fields |= {name: dtype and str(dtype) for name in DTYPES for dtype in [getattr(row.problem, name)]}
+        fields |= {"activation": row.activation, "config": dataclasses.asdict(row.config)}
+        fields |= {name: getattr(row, name) for name in (*TIMES, *ABOUT)}
+        lines.append("\n    " + json.dumps(fields))
+    return '{\n  "rows": [' + ",".join(lines) + ("\n  " if lines else "") + "]\n}\n"
+
+
+def merged(rows: Iterable[Row], new: Iterable[Row]) -> tuple[Row, ...]:
+    """Return a table in which new rows take the places of those of the same chip and problem."""
+    return tuple(({row.key: row for row in rows} | {row.key: row for row in new}).values())
