@@ -14,7 +14,8 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from pallas_kernels.linear_cross_entropy import KernelConfig, linear_cross_entropy
-from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul import Config, matmul
+from pallas_kernels.matmul.config import Problem
 from pallas_kernels.matmul.reference import ACTIVATIONS
 from pallas_kernels.nf4 import Nf4, dequantize_nf4, quantize_nf4
 from pallas_kernels.nf4.reference import LEVELS, MIDPOINTS, pack, quantize_scales
@@ -67,62 +68,114 @@ class Case:
         return tuple(jax.jit(functools.partial(array, n, a))() for n, a in enumerate(self.arrays))
 
 
-def matmul_case(
-    m: int, n: int, k: int, *, gated: bool = False, bias: bool = False, activation: str | None = None, accumulates: bool = False
-) -> Case:
-    """Return the case of `x[M, K] @ w[K, N]` in bfloat16 and what follows; what is accumulated and its result are float32."""
-    dtype, out = jnp.bfloat16, jnp.float32 if accumulates else jnp.bfloat16
-    num = 2 if gated else 1
-    shapes = [(m, k), *[(k, n)] * num, *[(n,)] * (num * bias)]
-    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-    arrays += [jax.ShapeDtypeStruct((m, n), jnp.float32)] * accumulates
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """`x[M, K] @ w[K, N]` in bfloat16, and what follows it.
 
-    def op(implementation: Any) -> Step:
+    Attributes:
+      m, n, k: the dims.
+      gated: of two weights.
+      bias: whether there is one, in bfloat16; one for each weight.
+      activation: its name, or None.
+      accumulates: whether it is added to a float32 result, in place.
+    """
+
+    m: int
+    n: int
+    k: int
+    gated: bool = False
+    bias: bool = False
+    activation: str | None = None
+    accumulates: bool = False
+
+    @property
+    def num_weights(self) -> int:
+        """Weights."""
+        return 2 if self.gated else 1
+
+    @property
+    def name(self) -> str:
+        """The dims and what follows."""
+        told = (("bias", self.bias), (self.activation, self.activation), ("gated", self.gated), ("in place", self.accumulates))
+        return ", ".join([f"{self.m} x {self.n} x {self.k}", *[str(word) for word, there in told if there]])
+
+    @property
+    def out(self) -> Any:
+        """Dtype of the result."""
+        return jnp.float32 if self.accumulates else jnp.bfloat16
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that the op's sizes are chosen for."""
+        narrow, wide = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+        return Problem(
+            m=self.m,
+            n=self.n,
+            k=self.k,
+            num_weights=self.num_weights,
+            dtype=narrow,
+            out_dtype=jnp.dtype(self.out),
+            bias_dtype=narrow if self.bias else None,
+            accumulate_dtype=wide if self.accumulates else None,
+        )
+
+    def step(self, implementation: Any, config: Config | None = None) -> Step:
+        """Return the op in one program."""
+        num = self.num_weights
+
         def call(arrays: Any, total: Any) -> Any:
-            x, w, b = arrays[0], arrays[1 : 1 + num], arrays[1 + num : 1 + num + num * bias]
-            return matmul(x, w, b or None, activation, total, implementation, preferred_element_type=out)
+            x, w, b = arrays[0], arrays[1 : 1 + num], arrays[1 + num : 1 + num + num * self.bias]
+            options = {"preferred_element_type": self.out, "config": config}
+            return matmul(x, w, b or None, self.activation, total, implementation, **options)
 
         return call
 
-    def products(arrays: Any, total: Any) -> Any:
-        dot = [jnp.dot(arrays[0], w, preferred_element_type=jnp.float32) for w in arrays[1 : 1 + num]]
-        return dot, total
+    def case(self) -> Case:
+        """Return the case of the kernel, XLA's form and the unfused programs."""
+        num, out = self.num_weights, self.out
+        shapes = [(self.m, self.k), *[(self.k, self.n)] * num, *[(self.n,)] * (num * self.bias)]
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        arrays += [jax.ShapeDtypeStruct((self.m, self.n), jnp.float32)] * self.accumulates
 
-    def add_bias(arrays: Any, z: Any) -> Any:
-        terms = arrays[1 + num : 1 + 2 * num]
-        return [each + t.astype(jnp.float32) for each, t in zip(z[0], terms, strict=True)], z[1]
+        def products(arrays: Any, total: Any) -> Any:
+            dot = [jnp.dot(arrays[0], w, preferred_element_type=jnp.float32) for w in arrays[1 : 1 + num]]
+            return dot, total
 
-    steps: list[Step] = [products]
-    if bias:
-        steps.append(add_bias)
-    if accumulates:
-        steps.append(lambda _, z: ([z[0][0] + z[1]], None))
-    if activation:
-        steps.append(lambda _, z: ([ACTIVATIONS[activation](z[0][0]), *z[0][1:]], None))
-    steps.append(lambda _, z: (z[0][0] * z[0][1] if gated else z[0][0]).astype(out))
+        def add_bias(arrays: Any, z: Any) -> Any:
+            terms = arrays[1 + num : 1 + 2 * num]
+            return [each + t.astype(jnp.float32) for each, t in zip(z[0], terms, strict=True)], z[1]
 
-    def error(arrays: Any, y: Any) -> float:
-        rows = np.random.default_rng(0).choice(m, min(m, ROWS), replace=False)
+        steps: list[Step] = [products]
+        if self.bias:
+            steps.append(add_bias)
+        if self.accumulates:
+            steps.append(lambda _, z: ([z[0][0] + z[1]], None))
+        if self.activation:
+            steps.append(lambda _, z: ([ACTIVATIONS[self.activation](z[0][0]), *z[0][1:]], None))
+        steps.append(lambda _, z: (z[0][0] * z[0][1] if self.gated else z[0][0]).astype(out))
+        return Case(
+            name=f"matmul {self.name}",
+            work=2.0 * self.m * self.n * self.k * num,
+            unit="flops",
+            arrays=tuple(arrays),
+            programs={MOSAIC: [self.step(MOSAIC)], XLA: [self.step(XLA)], UNFUSED: steps},
+            error=self.error,
+            accumulates=self.accumulates,
+        )
+
+    def error(self, arrays: Any, y: Any) -> float:
+        """Return the largest error of some rows of a result, over its bound."""
+        num = self.num_weights
+        rows = np.random.default_rng(0).choice(self.m, min(self.m, ROWS), replace=False)
         x = np.asarray(arrays[0][rows], np.float64)
         z = [x @ np.asarray(w, np.float64) for w in arrays[1 : 1 + num]]
-        if bias:
+        if self.bias:
             z = [each + np.asarray(t, np.float64) for each, t in zip(z, arrays[1 + num : 1 + 2 * num], strict=True)]
-        if accumulates:
+        if self.accumulates:
             z = [z[0] + np.asarray(arrays[-1][rows], np.float64)]
-        expected = activate(activation, z[0]) * (z[1] if gated else 1)
-        bound = {2: 2.0**-8, 4: 2e-6}[jnp.dtype(out).itemsize] * np.abs(expected).max()
+        expected = activate(self.activation, z[0]) * (z[1] if self.gated else 1)
+        bound = {2: 2.0**-8, 4: 2e-6}[jnp.dtype(self.out).itemsize] * np.abs(expected).max()
         return float(np.abs(np.asarray(y[rows], np.float64) - expected).max() / bound)
-
-    told = (("bias", bias), (activation, activation), ("gated", gated), ("in place", accumulates))
-    return Case(
-        name=", ".join([f"matmul {m} x {n} x {k}", *[str(word) for word, there in told if there]]),
-        work=2.0 * m * n * k * num,
-        unit="flops",
-        arrays=tuple(arrays),
-        programs={MOSAIC: [op(MOSAIC)], XLA: [op(XLA)], UNFUSED: steps},
-        error=error,
-        accumulates=accumulates,
-    )
 
 
 def activate(name: str | None, z: np.ndarray) -> np.ndarray:
@@ -344,21 +397,23 @@ def loss_case(tokens: int, hidden: int, vocab: int) -> Case:
     )
 
 
+def products(small: bool) -> list[Product]:
+    """Return the products among the cases."""
+    m, n, k = (192, 128, 320) if small else (16384, 14336, 4096)
+    sizes = [(m, n, k)] if small else [(8192, 8192, 8192), (16384, 4096, 16384), (8100, 5000, 3000)]
+    return [
+        *[Product(*size) for size in sizes],
+        Product(m, n, k, bias=True, activation="gelu"),
+        Product(m, n, k, gated=True, activation="silu"),
+        Product(m, n, k, accumulates=True),
+    ]
+
+
 def cases(small: bool) -> list[Case]:
     """Return the cases; small ones are for machines that measure nothing."""
-    if small:
-        m, n, k, rows, columns = 192, 128, 320, 128, 512
-        losses = (64, 32, 512)
-        sizes = [(m, n, k)]
-    else:
-        m, n, k, rows, columns = 16384, 14336, 4096, 1 << 15, 1 << 13
-        losses = (16384, 4096, 1 << 17)
-        sizes = [(8192, 8192, 8192), (16384, 4096, 16384), (8100, 5000, 3000)]
+    rows, columns, losses = (128, 512, (64, 32, 512)) if small else (1 << 15, 1 << 13, (16384, 4096, 1 << 17))
     return [
-        *[matmul_case(*size) for size in sizes],
-        matmul_case(m, n, k, bias=True, activation="gelu"),
-        matmul_case(m, n, k, gated=True, activation="silu"),
-        matmul_case(m, n, k, accumulates=True),
+        *[product.case() for product in products(small)],
         loss_case(*losses),
         quantize_case(rows, columns, jnp.bfloat16, jnp.int8, 256),
         quantize_case(rows, columns, jnp.bfloat16, jnp.int8, 256, stochastic=True),

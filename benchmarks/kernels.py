@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py --save benchmarks/results/NAME.md          # a Hopper GPU; about 2 minutes
     python benchmarks/kernels.py --small                                    # anywhere: correctness, and no measurement
+    python benchmarks/kernels.py sweep --save pallas_kernels/matmul/measured.json     # a Hopper GPU: sizes of matmul's kernel
 
 For each case and each of
 
@@ -16,6 +17,10 @@ and the error against float64 on 64 rows of random inputs, over the bound that t
 The chip's peak is measured, not quoted: of products the best of `jnp.dot` of bfloat16 over three sizes, of memory a copy of
 1 GiB, bytes read and written. A case is served by the kernel or says why not. On a CPU the kernel does not run, times say
 nothing of a GPU, and every table says so.
+
+`sweep` looks for the fastest sizes of the kernel of `matmul` (`matmul_sweep`), with a verdict over XLA's form and over JAX's
+own kernel, and writes each product's row to the table as soon as it has it: a sweep that is cut off keeps what it found.
+`--seconds` is when it begins no other product.
 """
 
 import argparse
@@ -26,11 +31,12 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matmul_sweep
 from kernel_cases import XLA, Case, Step, cases
 
 NO_MEASUREMENT = "Times of a CPU: no measurement of these ops, which are for GPUs."
@@ -174,22 +180,63 @@ def table(small: bool, rounds: int) -> Iterator[tuple[str, bool]]:
             yield "| " + " | ".join([case.name, name, *words(case, name, found, peak)]) + " |", right
 
 
+def sweep_outcomes(
+    small: bool, rounds: int, save: pathlib.Path | None = None, seconds: float | None = None
+) -> Iterator[matmul_sweep.Outcome]:
+    """Yield what the sweep finds for each product, once its row is in the table `save`.
+
+    Args:
+      small: tiny products.
+      rounds: in which the winner, XLA's form and JAX's kernel take turns.
+      save: a table, as `pallas_kernels/matmul/measured.json`; other rows stay in it. None: nothing is written.
+      seconds: after which no other product is begun; the others are told as left out.
+    """
+    start = time.perf_counter()
+    for product in matmul_sweep.swept(small):
+        if seconds is not None and time.perf_counter() - start > seconds:
+            yield matmul_sweep.Outcome(product, None, f"left out: {seconds:.0f} s are over")
+            continue
+        outcome = matmul_sweep.sweep(product, Contender, rounds)
+        if outcome.row is not None and save is not None:
+            matmul_sweep.save_row(save, outcome.row)
+        yield outcome
+
+
+def sweep_table(outcomes: Iterable[matmul_sweep.Outcome]) -> Iterator[tuple[str, bool]]:
+    """Yield the lines of a sweep's table, and whether the result that each tells of is right."""
+    device = jax.devices()[0]
+    yield f"# Sizes of matmul's kernel on {device.device_kind}, {datetime.date.today():%Y-%m}, jax {jax.__version__}", True
+    yield "", True
+    yield "| product | time | rate | over XLA's | over JAX's kernel | None takes | sizes |", True
+    yield "|---|---|---|---|---|---|---|", True
+    for outcome in outcomes:
+        yield "| " + " | ".join([outcome.product.name, *outcome.words()]) + " |", outcome.is_right
+
+
 def main() -> None:
     """Print and save the table; status 1 where an error is beyond its bound."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("command", nargs="?", choices=["sweep"], help="look for the fastest sizes of matmul's kernel")
     parser.add_argument("--small", action="store_true", help="tiny sizes: correctness, and no measurement")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", help="write the table here")
+    parser.add_argument("--seconds", type=float, help="of a sweep: begin no other product after so many")
+    parser.add_argument("--save", type=pathlib.Path, help="write the table here; of a sweep the rows, as JSON")
     options = parser.parse_args()
     if jax.default_backend() == "cpu" and not options.small:
         parser.error("this is a CPU: --small runs every case there, and measures nothing")
+    if options.small and options.command and options.save:
+        parser.error("--small is no measurement: nothing of it is written to a table of measurements")
+    if options.command:
+        written = sweep_table(sweep_outcomes(options.small, options.rounds, options.save, options.seconds))
+    else:
+        written = table(options.small, options.rounds)
     lines, right = [], True
-    for text, holds in table(options.small, options.rounds):
+    for text, holds in written:
         print(text, flush=True)
         lines.append(text)
         right &= holds
-    if options.save:
-        pathlib.Path(options.save).write_text("\n".join(lines) + "\n")
+    if options.save and not options.command:
+        options.save.write_text("\n".join(lines) + "\n")
     sys.exit(not right)
 
 

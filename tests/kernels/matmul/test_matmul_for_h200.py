@@ -1,9 +1,11 @@
 """The matmul kernel compiled for an H200 that is not there: tensor core instructions, registers, memory."""
 
+import itertools
 import re
 
 import jax
 import jax.numpy as jnp
+import matmul_sweep
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -90,6 +92,19 @@ def test_matmul_kernel_for_h200_in_clusters_shares_loads_without_spills(compile_
     assert report.count("HGMMA") >= 4 * num_weights
     assert report.spill_bytes() == 0
     assert report.registers() == 168
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("product", matmul_sweep.swept(small=False), ids=lambda product: product.name)
+def test_every_size_of_the_sweep_compiles_for_h200_without_spills(compile_for_h200, product):
+    first = matmul_sweep.tiles_and_clusters(product.problem, 132)
+    others = [vary(product.problem, c) for c in first for vary in (matmul_sweep.fewer_cores, matmul_sweep.other_depths)]
+    case = product.case()
+    total = case.arrays[-1] if case.accumulates else None
+    for config in dict.fromkeys([*first, *itertools.chain(*others)]):
+        report = compile_for_h200(product.step("mosaic", config), case.arrays, total)
+        assert report.spill_bytes() == 0, config
+        assert (report.count("UTMALDG.4D.MULTICAST") > 0) == (config.cluster > 1), config
 
 
 def test_matmul_gradient_for_h200_runs_one_kernel_and_leaves_products_to_cublas(compile_for_h200):

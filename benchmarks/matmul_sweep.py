@@ -1,0 +1,232 @@
+"""Which sizes of `matmul`'s kernel are fastest: a sweep beside XLA's form and JAX's own kernel, as rows of its table.
+
+For one product the sizes are not tried in all combinations. Of tiles and clusters all pairs are, with the deepest pipeline that
+fits and all cores; the best then with fewer cores, another depth, and bands of another width, each in its turn. What does not
+fit the shared memory or the registers is left out before it is compiled (`Config` and `Problem.check` refuse it).
+
+The winner, XLA's form and the fastest sizes of JAX's `hopper_matmul_mgpu` then take turns in rounds, and the medians make a row
+of `pallas_kernels/matmul/measured.json`. A winner whose result is beyond the op's bound makes none.
+"""
+
+import dataclasses
+import datetime
+import itertools
+import os
+import pathlib
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from kernel_cases import MOSAIC, XLA, Product, Step, products
+
+from pallas_kernels.dispatch import Target, target_of
+from pallas_kernels.matmul import measured, mosaic
+from pallas_kernels.matmul.config import BLOCKS, MAX_STAGES, Config, Problem
+
+TILES = (*BLOCKS, (128, 192))
+CLUSTERS = ((1, 1), (2, 1), (1, 2))  # blocks along M and N
+RASTERS = (4, 16)  # beside the default
+JAX = "JAX's kernel"
+
+
+def swept(small: bool) -> list[Product]:
+    """Return the products of the sweep: those of the benchmark, and a Llama's projection and MLP in 4 tiles."""
+    if small:
+        return products(small)
+    tokens, hidden, tile = 16384, 4096, 3584
+    return [
+        *products(small),
+        Product(tokens, hidden, hidden),
+        Product(tokens, tile, hidden, gated=True, activation="silu"),
+        Product(tokens, hidden, tile, accumulates=True),
+    ]
+
+
+def fitting(problem: Problem, sizes: Iterable[dict[str, int]]) -> list[Config]:
+    """Return the sizes that fit."""
+    found = []
+    for size in sizes:
+        try:
+            config = Config(**size)
+            problem.check(config)
+        except ValueError:
+            continue
+        found.append(config)
+    return found
+
+
+def deepest(problem: Problem, **sizes: int) -> list[Config]:
+    """Return sizes with the deepest pipeline that fits, or nothing."""
+    return fitting(problem, [sizes | {"num_stages": depth} for depth in range(MAX_STAGES, 1, -1)])[:1]
+
+
+def tiles_and_clusters(problem: Problem, num_cores: int) -> list[Config]:
+    """Return all pairs of a tile and a cluster that fit."""
+    found = []
+    for (block_m, block_n), (cluster_m, cluster_n) in itertools.product(TILES, CLUSTERS):
+        cores = num_cores - num_cores % (cluster_m * cluster_n)
+        sizes = {"block_m": block_m, "block_n": block_n, "cluster_m": cluster_m, "cluster_n": cluster_n, "num_cores": cores}
+        found += deepest(problem, **sizes)
+    return found
+
+
+def fewer_cores(problem: Problem, config: Config) -> list[Config]:
+    """Return sizes for a multiple of 8 cores, such as 128 of 132: grids of tiles are often powers of two."""
+    return fitting(problem, [dataclasses.asdict(config) | {"num_cores": config.num_cores // 8 * 8}])
+
+
+def other_depths(problem: Problem, config: Config) -> list[Config]:
+    """Return sizes with a stage less, and with stages of twice the width."""
+    own = dataclasses.asdict(config)
+    wider = deepest(problem, **(own | {"block_k": 2 * config.block_k}))
+    return fitting(problem, [own | {"num_stages": config.num_stages - 1}]) + wider
+
+
+def other_bands(problem: Problem, config: Config) -> list[Config]:
+    """Return sizes with narrower and wider bands of tiles."""
+    return fitting(problem, [dataclasses.asdict(config) | {"raster": raster} for raster in RASTERS])
+
+
+def search(problem: Problem, num_cores: int, seconds: Callable[[Config], float]) -> dict[Config, float]:
+    """Return the seconds of all sizes that were tried, by a function that times one."""
+    times: dict[Config, float] = {}
+
+    def fastest(configs: Iterable[Config]) -> Config:
+        for config in configs:
+            if config not in times:
+                times[config] = seconds(config)
+        return min(times, key=lambda config: times[config])
+
+    best = fastest(tiles_and_clusters(problem, num_cores))
+    for vary in (fewer_cores, other_depths, other_bands):
+        best = fastest(vary(problem, best))
+    return times
+
+
+def jax_steps(product: Product) -> list[Step]:
+    """Return calls of JAX's own kernel with various sizes; none where it has no form for this product."""
+    if product.gated or product.bias or product.activation:
+        return []
+    from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as jaxs
+
+    M, N = jaxs.MatmulDimension.M, jaxs.MatmulDimension.N
+    # Tiles are of a warpgroup, and two of them make a block's: 128 x 256, 256 x 128 and 128 x 128.
+    sizes = [(128, 128, N, cluster) for cluster in (None, M, N)] + [(128, 128, M, None), (128, 64, N, None)]
+
+    def step(tile_m: int, tile_n: int, two: Any, cluster: Any) -> Step:
+        config = jaxs.TuningConfig(
+            tile_m=tile_m,
+            tile_n=tile_n,
+            tile_k=64,
+            max_concurrent_steps=4,
+            epi_tile_n=32 if product.accumulates else 64,
+            grid_tile_width=8,
+            wg_dimension=two,
+            cluster_dimension=cluster,
+        )
+        return lambda arrays, total: jaxs.matmul(arrays[0], arrays[1], total, config)
+
+    return [step(*size) for size in sizes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a sweep of one product found.
+
+    Attributes:
+      product: what was swept.
+      row: of the table; None where there is none.
+      note: why there is none, or how many sizes were tried.
+      is_right: whether the winner's result is within its bound.
+    """
+
+    product: Product
+    row: measured.Row | None
+    note: str
+    is_right: bool = True
+
+    def words(self) -> list[str]:
+        """Return the cells of the product's line: time, rate, time over XLA's and over JAX's kernel, None's choice, sizes."""
+        if self.row is None:
+            return [self.note, *[""] * 5]
+        row, work = self.row, self.product.case().work
+        over_jax = "" if row.jax_seconds is None else f"{row.seconds / row.jax_seconds:.3f}"
+        config = row.config
+        sizes = f"{config.block_m} x {config.block_n} x {config.block_k}, {config.num_stages} stages, {config.num_cores} cores"
+        cluster = f", cluster {config.cluster_m} x {config.cluster_n}" if config.cluster > 1 else ""
+        return [
+            f"{1e3 * row.seconds:.4g} ms",
+            f"{work / row.seconds / 1e12:.4g} TFLOP/s",
+            f"{row.over_xla:.3f}",
+            over_jax,
+            "kernel" if row.is_faster else "XLA",
+            f"{sizes}, bands of {config.raster}{cluster} ({self.note})",
+        ]
+
+
+def sweep(product: Product, contender: Callable[..., Any], rounds: int, min_seconds: float = 0.02) -> Outcome:
+    """Return what the sweep of one product finds.
+
+    Args:
+      product: what is swept.
+      contender: `kernels.Contender`, which compiles steps.
+      rounds: in which the three take turns at the end.
+      min_seconds: of the calls that time one candidate.
+    """
+    target: Target = target_of()
+    if reason := mosaic.refusal(product.problem, target):
+        return Outcome(product, None, f"not run: {reason}")
+    case = product.case()
+    arrays = case.draw()
+
+    def ready(step: Step) -> tuple[Any, int]:
+        one = contender(case, [step], arrays)
+        one.seconds(1)
+        return one, max(2, min(50, int(min_seconds / one.seconds(1))))
+
+    def seconds(step: Step) -> float:
+        one, repeats = ready(step)
+        return min(one.seconds(repeats) for _ in range(3))
+
+    times = search(product.problem, target.num_cores, lambda config: seconds(product.step(MOSAIC, config)))
+    config = min(times, key=lambda config: times[config])
+    jaxs: dict[Step, float] = {}
+    for step in jax_steps(product):
+        try:
+            jaxs[step] = seconds(step)
+        except (ValueError, NotImplementedError):  # dims that its blocks do not divide, or shared memory
+            continue
+    steps = {MOSAIC: product.step(MOSAIC, config), XLA: product.step(XLA)}
+    if jaxs:
+        steps[JAX] = min(jaxs, key=lambda step: jaxs[step])
+    error = case.error(arrays, contender(case, [steps[MOSAIC]], arrays)())
+    if error > 1:
+        return Outcome(product, None, f"wrong with {config}: {error:.2f} of its bound", is_right=False)
+    found = {name: (*ready(step), []) for name, step in steps.items()}
+    for _ in range(rounds):
+        for one, repeats, taken in found.values():
+            taken.append(one.seconds(repeats))
+    median = {name: statistics.median(taken) for name, (_, _, taken) in found.items()}
+    row = measured.Row(
+        chip=target.chip,
+        num_cores=target.num_cores,
+        problem=product.problem,
+        activation=product.activation,
+        config=config,
+        seconds=median[MOSAIC],
+        xla_seconds=median[XLA],
+        jax_seconds=median.get(JAX),
+        device=target.kind,
+        jax=jax.__version__,
+        date=f"{datetime.date.today():%Y-%m-%d}",
+    )
+    return Outcome(product, row, f"of {len(times)} sizes tried")
+
+
+def save_row(path: pathlib.Path, row: measured.Row) -> None:
+    """Put a row into a table on disk, which is whole at any time."""
+    rows = measured.parse(path.read_text(), str(path)) if path.exists() else ()
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(measured.dump(measured.merged(rows, [row])))
+    os.replace(new, path)
