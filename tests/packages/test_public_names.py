@@ -36,7 +36,8 @@ def test_version_is_that_of_the_installed_package():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_package_is_typed_for_its_users(package):
+def test_package_is_typed_for_its_users_and_installs_its_data(package):
     assert (ROOT / package / "py.typed").is_file()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["package-data"][package] == ["py.typed"]
+    data = {str(p.relative_to(ROOT / package)) for p in (ROOT / package).rglob("*") if p.suffix in (".typed", ".json")}
+    assert set(project["tool"]["setuptools"]["package-data"][package]) == data
