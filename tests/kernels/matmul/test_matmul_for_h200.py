@@ -98,7 +98,7 @@ def test_matmul_kernel_for_h200_in_clusters_shares_loads_without_spills(compile_
 @pytest.mark.parametrize("product", matmul_sweep.swept(small=False), ids=lambda product: product.name)
 def test_every_size_of_the_sweep_compiles_for_h200_without_spills(compile_for_h200, product):
     first = matmul_sweep.tiles_and_clusters(product.problem, 132)
-    others = [vary(product.problem, c) for c in first for vary in (matmul_sweep.fewer_cores, matmul_sweep.other_depths)]
+    others = [vary(product.problem, c) for c in first[:3] for vary in (matmul_sweep.fewer_cores, matmul_sweep.other_depths)]
     case = product.case()
     total = case.arrays[-1] if case.accumulates else None
     for config in dict.fromkeys([*first, *itertools.chain(*others)]):
