@@ -135,7 +135,7 @@ def ours(name: str) -> Check:
     def compiled(context: Context) -> Iterator[Row]:
         return compile_rows("speed", [job for job in peers.our_jobs(context) if job.name == name], context.sizes)
 
-    return Check(name=name, run=peers.check_ours(name), compiled=compiled, needs=Needs(gpu=70, compiled=60, small=25))
+    return Check(name=name, run=peers.check_ours(name), compiled=compiled, needs=Needs(gpu=70, compiled=90, small=60))
 
 
 def alone(*checks: Check, env: Mapping[str, str] = MappingProxyType({})) -> tuple[Group, ...]:
@@ -195,12 +195,12 @@ PARTS: Mapping[str, Part] = {
             what="10 steps with every mix of tiers against the resident step: losses, parameters, gradients",
             groups=alone(
                 FORMS,
-                equal("fp32", Needs(gpu=90, compiled=150, small=30)),
+                equal("fp32", Needs(gpu=90, compiled=150, small=60)),
                 of_jobs(
                     "activations",
                     lambda sizes: equality.compare_jobs(equality.activation_jobs(sizes)),
                     equality.activation_jobs,
-                    Needs(gpu=50, compiled=45, small=25),
+                    Needs(gpu=50, compiled=60, small=60),
                 ),
             ),
         ),
@@ -212,26 +212,26 @@ PARTS: Mapping[str, Part] = {
                     "tiles",
                     lambda sizes: equality.compare_jobs(equality.tile_jobs(sizes)),
                     equality.tile_jobs,
-                    Needs(gpu=90, compiled=190, small=40),
+                    Needs(gpu=90, compiled=190, small=60),
                 ),
-                equal("bf16", Needs(gpu=90, compiled=160, small=30)),
+                equal("bf16", Needs(gpu=90, compiled=160, small=60)),
             ),
         ),
         Part(
             name="nvme",
             what="10 steps with mixes on disk against the resident step; the disk's speed; time and stall of such steps",
-            groups=alone(of_jobs("nvme", swap.check_swap, swap.swap_jobs, Needs(gpu=240, compiled=130, small=60))),
+            groups=alone(of_jobs("nvme", swap.check_swap, swap.swap_jobs, Needs(gpu=240, compiled=130, small=150))),
         ),
         Part(
             name="memory",
             what="peak device memory over program.memory and over the compiler's own count; a process for each mix",
-            groups=alone(of_jobs("memory", memory.check_memory, memory.memory_jobs, Needs(gpu=120, compiled=45, small=25))),
+            groups=alone(of_jobs("memory", memory.check_memory, memory.memory_jobs, Needs(gpu=120, compiled=45, small=30))),
         ),
         Part(
             name="mixes",
             what="step time of each mix of tiers over the resident step, interleaved; how much of its transfers is hidden",
             groups=alone(
-                of_jobs("speed", speed.check_speed, speed.speed_jobs, Needs(gpu=300, compiled=120, small=30)), env=ALL_MEMORY
+                of_jobs("speed", speed.check_speed, speed.speed_jobs, Needs(gpu=300, compiled=120, small=60)), env=ALL_MEMORY
             ),
         ),
     )
