@@ -16,6 +16,7 @@ and no other check. What lacks a package or a device says so, and fails nothing.
                       by copies and by kernels, peak memory, a profile kept as a file, beside what `hlo.simulate` predicts
     disks             3.9 B with everything on the host, on a RAM disk and on a disk
     kernels           each op of pallas_kernels beside XLA's
+    sweep             the fastest sizes of matmul's kernel, beside XLA's form and JAX's own kernel
     peers             FSDP2 and DeepSpeed with their states on the host, with the same attention, beside ours
     equality*, nvme   steps with mixes of tiers against the resident step: losses, parameters
     memory, mixes     peak device memory over `program.memory`; mixes of tiers in turn with the resident step
@@ -184,6 +185,11 @@ PARTS: Mapping[str, Part] = {
                 kernel("quantize", Needs(gpu=60, compiled=30)),
                 kernel("nf4", Needs(gpu=60, compiled=30)),
             ),
+        ),
+        Part(
+            name="sweep",
+            what="the fastest sizes of matmul's kernel beside XLA's form and JAX's own kernel; the winners are kept as a table",
+            groups=alone(Check(name="sweep", run=kernels.check_sweep, compiled=None, needs=Needs(gpu=420, compiled=10))),
         ),
         Part(
             name="peers",

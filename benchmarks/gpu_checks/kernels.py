@@ -6,6 +6,7 @@ from typing import Any
 
 from gpu_checks.jobs import platform_name
 from gpu_checks.mixes import Sizes
+from gpu_checks.parts import Context
 from gpu_checks.rows import Row, attempt, skipped
 
 KINDS = ("matmul", "linear_cross_entropy", "quantize", "nf4")
@@ -50,6 +51,38 @@ def check_kernels(kind: str, sizes: Sizes) -> Iterator[Row]:
                 yield Row(title, figure, "error over bound at most 1", one.error <= 1, values)
 
         yield from attempt(case.name, rows)
+
+
+SWEPT = "matmul_measured.json"
+"""What the sweep's rows are kept as: rows for `pallas_kernels/matmul/measured.json`."""
+SWEEP_SECONDS = 330.0
+"""After which the sweep begins no other product."""
+
+
+def check_sweep(context: Context) -> Iterator[Row]:
+    """Look for the fastest sizes of matmul's kernel, beside XLA's form (cuBLAS) and JAX's own kernel, product by product.
+
+    Each winner is written to a table in the form of `pallas_kernels/matmul/measured.json`, as soon as it is found.
+    """
+    import kernels
+
+    small = context.sizes.few or platform_name() == "cpu"
+    path = context.keep / SWEPT
+    if not small:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    for outcome in kernels.sweep_outcomes(small, context.sizes.rounds, None if small else path, SWEEP_SECONDS):
+        name = outcome.product.name
+        if outcome.row is None:
+            yield skipped(name, outcome.note) if outcome.is_right else Row(name, outcome.note, "within its bound", ok=False)
+            continue
+        took, rate, over_xla, over_jax, takes, sizes = outcome.words()
+        row = outcome.row
+        yield Row(
+            name,
+            f"{took}, {rate}; {over_xla} of XLA's time, {over_jax or 'not comparable with'} that of JAX's kernel; None takes "
+            f"{takes}; {sizes}",
+            values={"seconds": row.seconds, "xla_seconds": row.xla_seconds, "jax_seconds": row.jax_seconds or float("nan")},
+        )
 
 
 def compile_kernels(kind: str, mesh: Any, sizes: Sizes, judged: Callable[[str, Any, float], Row]) -> Iterator[Row]:

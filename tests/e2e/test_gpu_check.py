@@ -21,9 +21,10 @@ import pytest
 from gpu_checks import joined
 from gpu_checks.equality import Tolerance, compare
 from gpu_checks.jobs import Job, one_device
+from gpu_checks.kernels import check_sweep
 from gpu_checks.link.copies import WAYS, Arrays, beside_rows, jit_loop, wrong_records
 from gpu_checks.mixes import FEW, GPU, IN_BACKWARD, SMALL, Copied
-from gpu_checks.parts import TIME_LIMIT, Check, Group, Needs, Part, seconds_of
+from gpu_checks.parts import TIME_LIMIT, Check, Context, Group, Needs, Part, seconds_of
 from gpu_checks.rows import Row, attempt, line
 from gpu_checks.runner import Run
 from gpu_checks.speed import Link, speed_rows
@@ -31,6 +32,11 @@ from gpu_checks.steps import disks
 from gpu_checks.steps.llamas import Case, compared_rows, measured_rows
 from gpu_checks.steps.profile import DOWN, UP, events_of, measure
 from gpu_checks.turns import Timed
+from kernel_cases import Product
+from matmul_sweep import Outcome
+
+from pallas_kernels.matmul import measured
+from pallas_kernels.matmul.config import Config
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 TINY = problem.Problem(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=4)
@@ -257,6 +263,24 @@ def test_a_row_says_what_was_raised():
 
 
 # --- what checks say ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_tells_verdicts_and_fails_where_a_winner_is_wrong(monkeypatch, tmp_path):
+    product = Product(192, 128, 320)
+    row = measured.Row(
+        chip="H200", num_cores=132, problem=product.problem, activation=None, config=Config(), seconds=0.9e-3, xla_seconds=1e-3,
+        jax_seconds=None, device="NVIDIA H200", jax="0", date="2026-11-01",
+    )  # fmt: skip
+    outcomes = [
+        Outcome(product, row, "of 5 sizes tried"),
+        Outcome(product, None, "wrong", is_right=False),
+        Outcome(product, None, "not run: a CPU"),
+    ]
+    monkeypatch.setattr(kernels, "sweep_outcomes", lambda *_: outcomes)
+    context = Context(sizes=SMALL, peer_python=None, keep=tmp_path, swap_dir="", ram_dir="")
+    won, wrong, left_out = check_sweep(context)
+    assert "0.900 of XLA's time, not comparable with that of JAX's kernel; None takes kernel" in won.figure
+    assert (won.ok, wrong.ok, left_out.ok) == (None, False, None)
 
 
 @pytest.mark.parametrize("way", WAYS)
