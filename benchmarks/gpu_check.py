@@ -324,7 +324,13 @@ def listed(mode: str) -> str:
 
 def run_parts(options: argparse.Namespace, mode: str, out: pathlib.Path) -> None:
     """Run the parts, one after the other."""
-    words = [w if w != options.peer_python else "PEER/bin/python" for w in sys.argv[1:]]
+    places = {
+        options.peer_python: "PEER/bin/python",
+        options.out: "RESULTS",
+        options.swap_dir: "DISK",
+        options.ram_dir: "RAM_DISK",
+    }
+    words = [places.get(word, word) for word in sys.argv[1:]]  # a table tells no paths of a machine
     own = [sys.executable, str(pathlib.Path(__file__).resolve())]
     own += [f"--{name}" for name in ("small", "compile-only") if getattr(options, name.replace("-", "_"))]
     own += ["--peer-python", options.peer_python] if options.peer_python else []
