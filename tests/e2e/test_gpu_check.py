@@ -352,10 +352,13 @@ def test_bounds_of_a_step_hold_at_most_tokens_alone():
         ("resident", True, None),
     ):
         case = Case(mode=mode, sizes=GPU.llama, tokens=32768, is_largest=is_largest)
-        compute, _ = measured_rows(found, case, judged=True)
+        compute, copies = measured_rows(found, case, judged=True, both=36.0)
         assert compute.ok is ok
-    predicted: Any = type("Predicted", (), {"seconds": 2.0, "idle": 0.1})
+        assert copies.ok is (None if mode == "resident" else False)  # 30 of 36 bytes a second
+    predicted: Any = type("Predicted", (), {"seconds": 2.0, "idle": 0.3})
     assert [next(compared_rows(found, step, predicted, judged=True)).ok for step in (2.2, 1.6, 2.4)] == [True, False, False]
+    predicted.idle = 0.2  # where 0.4 was measured
+    assert not next(compared_rows(found, 2.0, predicted, judged=True)).ok
 
 
 def test_the_layers_on_a_disk_are_as_many_as_fit():

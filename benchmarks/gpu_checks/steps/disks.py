@@ -98,7 +98,7 @@ def check_disk(where: str) -> Callable[[Context], Iterator[Row]]:
 def told(where: str, context: Context, stepped: Stepped, best: float) -> Iterator[Row]:
     """Run the steps, and compare with those from host memory and with the disk's bandwidth."""
     seconds = None
-    for row in stepped.rows(timed=2 if where == DISK else 3):
+    for row in stepped.rows(warmup=1, timed=2, profiled=1):
         if row.name == "step":
             seconds = row.values["seconds"]
             row = dataclasses.replace(row, values={**row.values, f"{KNOWN}on_disk.{where}": seconds})

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpu_checks.jobs import one_device, platform_name
+from gpu_checks.link.copies import BOTH
 from gpu_checks.mixes import LlamaSizes
 from gpu_checks.parts import Context
 from gpu_checks.rows import Row, attempt, skipped
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
     from llama import Mode
 
 WARMUP, TIMED, PROFILED = 2, 4, 2
+PATIENCE = 60.0
+"""Seconds of steps after which no other is timed."""
 AGREES = 0.15
-"""How far a measured step may be from the predicted one at measured rates."""
+"""How far a measured step may be from the predicted one at measured rates, as a part of it; and an idle share from its own."""
+BOTH_WAYS = ("opt_state on the host", "params, grads, opt_state on the host")
+"""The modes whose backward loop copies both ways at once."""
 COPIED = 0.99
 """The least share of the link's bytes that copies are to move."""
 COMPUTE = {
@@ -235,8 +240,8 @@ class Stepped:
         self.case, self.context, self.program, self.state = case, context, program, state
         self.metrics: list[dict[str, float]] = []
 
-    def rows(self, timed: int = TIMED) -> Iterator[Row]:
-        """Compile, run, profile."""
+    def rows(self, warmup: int = WARMUP, timed: int = TIMED, profiled: int = PROFILED) -> Iterator[Row]:
+        """Compile, run, profile: so many steps each. Of slow ones fewer are timed, at least one."""
         import jax
 
         case, program = self.case, self.program
@@ -252,11 +257,16 @@ class Stepped:
             self.state = jax.block_until_ready(program.init(jax.random.key(0)))
             seconds = time.perf_counter() - start
             yield Row("init", f"{seconds:.1f} s", values={"seconds": seconds})
-        seconds = [self.step(batch) for _ in range(WARMUP + timed)][WARMUP:]
+        seconds, began = [], time.perf_counter()
+        for number in range(warmup + timed):
+            took = self.step(batch)
+            seconds += [took] if number >= warmup else []
+            if seconds and time.perf_counter() - began > PATIENCE:
+                break
         step = statistics.median(seconds)
         yield from self.step_rows(read, step, seconds)
         yield from self.memory_rows(read, abstract)
-        yield from attempt("profile", lambda: self.profile_rows(read, batch, step))
+        yield from attempt("profile", lambda: self.profile_rows(read, batch, step, profiled))
 
     def step(self, batch: Any) -> float:
         """Run a step; returns its seconds."""
@@ -305,12 +315,12 @@ class Stepped:
         resident = peak_resident_bytes()
         yield Row("peak resident memory of the process", f"{resident / 2**30:.4g} GiB", values={"bytes": float(resident)})
 
-    def profile_rows(self, read: Read, batch: Any, step: float) -> Iterator[Row]:
+    def profile_rows(self, read: Read, batch: Any, step: float, num_steps: int) -> Iterator[Row]:
         """Profile steps, and compare with what was predicted."""
         import jax
 
         def run() -> None:
-            for _ in range(PROFILED):
+            for _ in range(num_steps):
                 self.state, _ = self.program.step(self.state, batch)
             jax.block_until_ready(self.state)
 
@@ -330,10 +340,10 @@ class Stepped:
         if read.thunks is None:
             raise NotImplementedError("without the program's thunks copies are not told from kernels")
         movers = {m.instruction for m in hlo.host_traffic(read.text, read.thunks, unknown_trips=1).kernels}
-        found = measure(events, movers, PROFILED)
+        found = measure(events, movers, num_steps)
         host = self.context.known.get("rates.host_kernel", 0.0)
         suits = self.case.of.config.get("update_on") != "host" or host >= HOST_BYTES
-        yield from measured_rows(found, self.case, judges(self.context) and suits)
+        yield from measured_rows(found, self.case, judges(self.context) and suits, self.context.known.get("link.both"))
         for told, rates in (("assumed", {}), ("measured", dict(self.rates()))):
             if told == "measured" and not rates:
                 continue
@@ -354,8 +364,8 @@ def judges(context: Context) -> bool:
     return platform_name() == "gpu" and not context.sizes.few
 
 
-def measured_rows(found: Measured, case: Case, judged: bool) -> Iterator[Row]:
-    """Say what a profile saw."""
+def measured_rows(found: Measured, case: Case, judged: bool, both: float | None = None) -> Iterator[Row]:
+    """Say what a profile saw; `both` is the link's rate in both directions at once, together, where it was measured."""
     compute = found.compute_seconds / found.seconds
     bound = COMPUTE.get(case.mode) if judged and case.is_largest else None
     yield Row(
@@ -372,11 +382,14 @@ def measured_rows(found: Measured, case: Case, judged: bool) -> Iterator[Row]:
         for way, name in ((UP, "up"), (DOWN, "down"))
     ]
     values = {"beside": found.beside, "both_seconds": found.both_seconds, "both_rate": found.both_rate}
+    both = both if judged and case.mode in BOTH_WAYS else None
     yield Row(
         "copies, by the profile",
         f"{', '.join(ways)}; {100 * found.beside:.0f} % of their time beside compute; both ways at once "
         f"{found.both_seconds:.3g} s, {found.both_rate / 1e9:.1f} GB/s",
-        values=values | {f"copied_{name}": found.copied_bytes[way] for way, name in ((UP, "up"), (DOWN, "down"))},
+        "" if both is None else f"both ways at once at least {BOTH:g} of {both / 1e9:.1f} GB/s",
+        None if both is None else found.both_rate >= BOTH * both,
+        values | {f"copied_{name}": found.copied_bytes[way] for way, name in ((UP, "up"), (DOWN, "down"))},
     )
 
 
@@ -387,8 +400,8 @@ def compared_rows(found: Measured, step: float, predicted: Any, judged: bool) ->
         "measured over predicted at measured rates",
         f"{ratio:.2f} ({step:.4g} s over {predicted.seconds:.4g}); idle {100 * found.idle:.1f} % where "
         f"{100 * predicted.idle:.1f} % was predicted",
-        f"within {AGREES:g} of 1" if judged else "",
-        abs(ratio - 1) <= AGREES if judged else None,
+        f"within {AGREES:g} of 1, idle within {100 * AGREES:g} points" if judged else "",
+        abs(ratio - 1) <= AGREES and abs(found.idle - predicted.idle) <= AGREES if judged else None,
         {"ratio": ratio, "idle": found.idle, "predicted_idle": predicted.idle},
     )
 
