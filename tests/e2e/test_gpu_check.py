@@ -29,7 +29,7 @@ from gpu_checks.rows import Row, attempt, line
 from gpu_checks.runner import Run
 from gpu_checks.speed import Link, speed_rows
 from gpu_checks.steps import disks
-from gpu_checks.steps.llamas import Case, compared_rows, measured_rows
+from gpu_checks.steps.llamas import Case, compared_rows, fitted, measured_rows
 from gpu_checks.steps.profile import DOWN, UP, events_of, measure
 from gpu_checks.turns import Timed
 from kernel_cases import Product
@@ -359,6 +359,27 @@ def test_bounds_of_a_step_hold_at_most_tokens_alone():
     assert [next(compared_rows(found, step, predicted, judged=True)).ok for step in (2.2, 1.6, 2.4)] == [True, False, False]
     predicted.idle = 0.2  # where 0.4 was measured
     assert not next(compared_rows(found, 2.0, predicted, judged=True)).ok
+
+
+def test_a_step_has_as_many_layers_as_host_memory_has_room_for():
+    class Program:
+        def __init__(self, layers: int) -> None:
+            self.layers, self.closed = layers, False
+
+        def memory(self, _: Any) -> Any:
+            return type("Report", (), {"tiers": {"pinned_host": {"opt_state": 10 * self.layers, "buffers": 7}}})
+
+        def close(self) -> None:
+            built.append(self.layers)
+
+    built: list[int] = []
+    case = Case(mode="the same, delayed_update", sizes=GPU.llama, tokens=16384)
+    for room, layers in ((None, 32), (327, 32), (326, 31), (100, 9), (17, 1)):
+        fits, program = fitted(case, lambda one: Program(one.sizes.layers), room)
+        assert (fits.sizes.layers, program.layers) == (layers, layers)
+        assert layers not in built
+    with pytest.raises(NotImplementedError, match="of host memory"):
+        fitted(case, lambda one: Program(one.sizes.layers), 16)
 
 
 def test_the_layers_on_a_disk_are_as_many_as_fit():

@@ -15,7 +15,7 @@ from gpu_checks.jobs import one_device
 from gpu_checks.mixes import LlamaSizes
 from gpu_checks.parts import KNOWN, Context
 from gpu_checks.rows import Row, attempt
-from gpu_checks.steps.llamas import Case, Stepped, judges
+from gpu_checks.steps.llamas import Case, Stepped, fitted, host_room, judges
 from gpu_checks.swap import measure_disk
 
 HOST, RAM, DISK = "host", "RAM disk", "disk"
@@ -76,13 +76,14 @@ def check_disk(where: str) -> Callable[[Context], Iterator[Row]]:
 
     def rows(context: Context) -> Iterator[Row]:
         case = case_of(where, context)
-        layers = case.sizes.layers
-        yield Row("layers", str(layers), values={"layers": float(layers), f"{KNOWN}on_disk.layers.{where}": float(layers)})
         base = {HOST: None, RAM: context.ram_dir, DISK: context.swap_dir}[where]
         if base is None:
-            with case.build(one_device()) as program:
+            case, program = fitted(case, lambda one: one.build(one_device()), host_room(context))
+            with program:
+                yield layers_row(where, case)
                 yield from told(where, context, Stepped(case, context, program, None), 0.0)
             return
+        yield layers_row(where, case)
         with tempfile.TemporaryDirectory(dir=base) as folder:
             best = 0.0
             for name, rate in measure_disk(folder, context.sizes.link_bytes).items():
@@ -93,6 +94,12 @@ def check_disk(where: str) -> Callable[[Context], Iterator[Row]]:
                 yield from told(where, context, Stepped(case, context, program, None), best)
 
     return rows
+
+
+def layers_row(where: str, case: Case) -> Row:
+    """Say how many layers there are, and tell the checks of other places."""
+    layers = case.sizes.layers
+    return Row("layers", str(layers), values={"layers": float(layers), f"{KNOWN}on_disk.layers.{where}": float(layers)})
 
 
 def told(where: str, context: Context, stepped: Stepped, best: float) -> Iterator[Row]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from llama import Mode
 
 WARMUP, TIMED, PROFILED = 2, 4, 2
+SPARE = 8 << 30
+"""Bytes of host memory that are left free beside what is pinned."""
 PATIENCE = 60.0
 """Seconds of steps after which no other is timed."""
 AGREES = 0.15
@@ -220,15 +222,19 @@ def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[
 
     def rows(context: Context) -> Iterator[Row]:
         given = case(context)
-        key = (given.mode, given.sizes.layers)
+        key, asked = (given.mode, given.sizes), given.sizes.layers
         if key not in context.shared:
             context.shared.clear()  # of another mode: its state would take the room of this one's
-            context.shared[key] = given.build(one_device()), None
-        program, state = context.shared[key]
-        context.shared[key] = program, None  # a step that fails takes its state with it
+            fits, program = fitted(given, lambda one: one.build(one_device()), host_room(context))
+            context.shared[key] = fits.sizes, program, None
+        sizes, program, state = context.shared[key]
+        given = dataclasses.replace(given, sizes=sizes)
+        if sizes.layers < asked:
+            yield Row("layers", f"{sizes.layers} of {asked}: host memory has no room for more", values={"layers": sizes.layers})
+        context.shared[key] = sizes, program, None  # a step that fails takes its state with it
         stepped = Stepped(given, context, program, state)
         yield from stepped.rows()
-        context.shared[key] = program, stepped.state
+        context.shared[key] = sizes, program, stepped.state
 
     return rows
 
@@ -246,8 +252,6 @@ class Stepped:
 
         case, program = self.case, self.program
         abstract = case.abstract_batch()
-        if self.state is None:
-            check_host_room(program.memory(abstract).tiers)
         read = compile_case(program, abstract, {})
         yield Row("compiled", f"{read.seconds:.1f} s", values={"compile_seconds": read.seconds})
         yield from attempt("the program", lambda: program_rows(read))
@@ -406,10 +410,29 @@ def compared_rows(found: Measured, step: float, predicted: Any, judged: bool) ->
     )
 
 
-def check_host_room(tiers: Any) -> None:
-    """Raise NotImplementedError where host memory has no room for what rests there."""
-    from host_offload.device import available_bytes
+def fitted(case: Case, build: Callable[[Case], Any], room: int | None) -> tuple[Case, Any]:
+    """Return a case with as many layers as leave what rests in host memory within `room` bytes, and its program.
 
-    needs, there = sum(tiers.get("pinned_host", {}).values()), available_bytes()
-    if there is not None and needs > there:
-        raise NotImplementedError(f"it needs {needs / 2**30:.1f} GiB of host memory, and {there / 2**30:.1f} are free")
+    Raises:
+      NotImplementedError: not one layer does.
+    """
+    while True:
+        program = build(case)
+        needs = sum(program.memory(case.abstract_batch()).tiers.get("pinned_host", {}).values())
+        if room is None or needs <= room:
+            return case, program
+        program.close()
+        layers = min(case.sizes.layers - 1, int(case.sizes.layers * room / needs))
+        if layers < 1:
+            raise NotImplementedError(f"it needs {needs / 2**30:.1f} GiB of host memory, and {room / 2**30:.1f} are free")
+        case = dataclasses.replace(case, sizes=dataclasses.replace(case.sizes, layers=layers))
+
+
+def host_room(context: Context) -> int | None:
+    """Return the bytes of host memory that may be pinned: of what is free, and of XLA's pool; None where neither is known."""
+    from host_offload.device import available_bytes
+    from host_offload.device.limits import pinned_pool_bytes
+
+    there = available_bytes()
+    rooms = [pinned_pool_bytes(), None if there is None else there - (0 if context.sizes.few else SPARE)]
+    return min((room for room in rooms if room is not None), default=None)
