@@ -24,8 +24,8 @@ ENGINE = 1.10
 """The most that a step from a RAM disk is to take over one from host memory."""
 BANDWIDTH = 0.95
 """The least share of the disk's bandwidth that a step reaches while the disk is its bound."""
-BYTES = 16
-"""Of a parameter on disk: two of bf16 and three float32 arrays, and a gradient in bf16 where it is stored."""
+BYTES = 14
+"""Of a parameter on disk: bf16, and the master's and Adam's three float32 arrays. Updated in backward it stores no gradients."""
 SPARE, HOST_SPARE = 2 << 30, 40 << 30
 """Bytes of a disk, and of the memory behind a RAM disk, that are left free: buffers, the program, the system."""
 
