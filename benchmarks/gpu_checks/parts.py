@@ -10,6 +10,8 @@ from gpu_checks.rows import Row
 
 TIME_LIMIT = 480.0
 """Seconds of a part."""
+POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+"""The variable that names the most GiB of host memory that XLA pins; each worker has it."""
 KNOWN = "known."
 """What a row's value is called, before its name, that later checks of the part are told."""
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from gpu_checks.parts import KNOWN, Check, Context, Part, seconds_of
+from gpu_checks.parts import KNOWN, POOL, Check, Context, Part, seconds_of
 from gpu_checks.rows import Row, attempt, line
 
 DONE, CRASHED, STOPPED, NOT_RUN = "done", "crashed", "stopped", "not run"
@@ -182,7 +182,7 @@ class Run:
     def _env(self, own: Mapping[str, str], folder: str) -> dict[str, str]:
         env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache"}
         env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}  # keep what kernels were timed, and not programs
-        env |= {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "110", **own}
+        env |= {POOL: "110", **own}
         if self.mode.endswith("compile-only"):
             env |= {"JAX_PLATFORMS": "cpu"}
             if self.mode.startswith("small"):  # without a GPU to try on, XLA's Triton backend finds no tiles for such products

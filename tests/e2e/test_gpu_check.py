@@ -389,7 +389,7 @@ def test_the_layers_on_a_disk_are_as_many_as_fit():
     assert disks.fitting(of, {disks.RAM: ends + 5 * layer, disks.DISK: ends + 7 * layer}, disks.DISK).layers == 5
     # A RAM disk that has no room keeps the disk from nothing.
     assert disks.fitting(of, {disks.RAM: 0, disks.DISK: ends + 7 * layer}, disks.DISK).layers == 7
-    with pytest.raises(NotImplementedError, match="no layer of 2.6 GiB fits on the RAM disk"):
+    with pytest.raises(NotImplementedError, match=r"no layer of 2\.6 GiB fits on the RAM disk"):
         disks.fitting(of, {disks.RAM: layer, disks.DISK: 10**12}, disks.RAM)
     assert SMALL.on_disk.layers == disks.fitting(SMALL.on_disk, {disks.DISK: 1 << 30}, disks.DISK).layers
 

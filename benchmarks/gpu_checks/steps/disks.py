@@ -25,7 +25,7 @@ ENGINE = 1.10
 BANDWIDTH = 0.95
 """The least share of the disk's bandwidth that a step reaches while the disk is its bound."""
 BYTES = 14
-"""Of a parameter on disk: bf16, and the master's and Adam's three float32 arrays. Updated in backward it stores no gradients."""
+"""Of a parameter on disk: bf16, and three float32 arrays of the master and of Adam. Updated in backward, it has no gradient."""
 SPARE, HOST_SPARE = 2 << 30, 40 << 30
 """Bytes of a disk, and of the memory behind a RAM disk, that are left free: buffers, the program, the system."""
 

@@ -7,6 +7,7 @@ found on this machine.
 """
 
 import dataclasses
+import os
 import statistics
 import tempfile
 import time
@@ -18,7 +19,7 @@ import numpy as np
 from gpu_checks.jobs import one_device, platform_name
 from gpu_checks.link.copies import BOTH
 from gpu_checks.mixes import LlamaSizes
-from gpu_checks.parts import Context
+from gpu_checks.parts import POOL, Context
 from gpu_checks.rows import Row, attempt, skipped
 from gpu_checks.steps.profile import DOWN, UP, Measured, keep_profile, measure
 
@@ -431,8 +432,8 @@ def fitted(case: Case, build: Callable[[Case], Any], room: int | None) -> tuple[
 def host_room(context: Context) -> int | None:
     """Return the bytes of host memory that may be pinned: of what is free, and of XLA's pool; None where neither is known."""
     from host_offload.device import available_bytes
-    from host_offload.device.limits import pinned_pool_bytes
 
     there = available_bytes()
-    rooms = [pinned_pool_bytes(), None if there is None else there - (0 if context.sizes.few else SPARE)]
+    pool = int(os.environ[POOL]) << 30 if platform_name() == "gpu" else None
+    rooms = [pool, None if there is None else there - (0 if context.sizes.few else SPARE)]
     return min((room for room in rooms if room is not None), default=None)
