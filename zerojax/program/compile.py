@@ -340,7 +340,7 @@ def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, A
     }
     if layout.mesh.size > 32 and jax.__version_info__ >= (0, 12):
         # XLA's own kernel for all_reduce has a thread of one warp for each device. With more than 32 the compiler of jaxlib
-        # 0.12.0 ends the process: "size mismatch when packing elements for LLVM struct". No kernels: the collectives are NCCL's.
+        # 0.12.0 ends the process: "size mismatch when packing elements for LLVM struct". No kernels: collectives are NCCL's.
         options["xla_gpu_experimental_use_collective_kernels"] = ""
     if isinstance(model, LayeredModel) and streams(layout.config):
         # A layer's gradients are reduced leaf by leaf, beside the products that are left of it.

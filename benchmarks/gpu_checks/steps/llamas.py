@@ -337,7 +337,7 @@ class Stepped:
             if path.exists():
                 yield Row(
                     "profile kept",
-                    f"profiles/{path.parent.name}/{path.name}, {path.stat().st_size / 2**20:.2f} MiB",
+                    f"kept/{path.parent.name}/{path.name}, {path.stat().st_size / 2**20:.2f} MiB",
                     values={"bytes": path.stat().st_size},
                 )
         from zerojax import hlo
