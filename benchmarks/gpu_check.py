@@ -231,7 +231,7 @@ PARTS: Mapping[str, Part] = {
         Part(
             name="memory",
             what="peak device memory over program.memory and over the compiler's own count; a process for each mix",
-            groups=alone(of_jobs("memory", memory.check_memory, memory.memory_jobs, Needs(gpu=120, compiled=45, small=30))),
+            groups=alone(of_jobs("memory", memory.check_memory, memory.memory_jobs, Needs(gpu=120, compiled=60, small=60))),
         ),
         Part(
             name="mixes",
