@@ -10,7 +10,8 @@ from problem import Problem, batches
 
 from gpu_checks.mixes import Fields
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "examples"))
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]  # what is measured is what lies here, installed or not
 
 EPSILON = 1e-3  # of Adam: an element whose gradient is rounding alone must not be moved by it
 NOISE = 0.02  # added to what the GPT is born with, biases above all
