@@ -112,17 +112,25 @@ class StackLoops:
         microbatches: Microbatches,
     ) -> tuple[Any, Loss | None, list[Array], Any, Any]:
         """Return a layer's output, what it adds to the loss, residuals, the next layer, gathered, and the record on its way."""
-        params = self.tracer.block_tree(self.stack.without_tiles(full))
+        params = self._params(full, microbatches.count)
         # Several microbatches are a loop inside of the tick: in its body this work would be done for each of them.
         work = (next_full if now.takes_record else None, now.landing) if microbatches.count == 1 else None
 
         def run(x: Any, key: Any, context: Any) -> tuple[Any, Loss | None, list[Array], Any]:
-            args = (params, x, key_of(key, self.stack.number(now.layer)), inputs.given(context, now.layer))
+            args = (params(), x, key_of(key, self.stack.number(now.layer)), inputs.given(context, now.layer))
             (y, added, values), done = beside(block, args, work)
             return self.plan.stream.constrain(y), added, values, done
 
         y, added, values, done = microbatches.each(run, x, inputs.keys, inputs.context)
         return y, added, values, *_after(work, done, next_full, now)
+
+    def _params(self, full: list[Array], count: int) -> Callable[[], Any]:
+        """Return what returns a block's parameters, of its leaves gathered, in the body of a loop over `count` microbatches."""
+        stack = self.stack
+        params = self.tracer.block_tree(stack.without_tiles(full))
+        if count == 1 or self.plan.layout.encodings:  # those would be decoded for each microbatch
+            return lambda: params
+        return lambda: self.tracer.block_tree(stack.without_tiles(self.plan.whole(full, stack.layer)))
 
     def _plain_block(self, params: Any, x: Any, key: Any, given: Given) -> tuple[Any, Loss | None, list[Array]]:
         out = call_block(self.stack.model, params, x, key, given)
@@ -240,7 +248,7 @@ class StackLoops:
         crossed the link besides.
         """
         plan, stack, count = self.plan, self.stack, self.microbatches.count
-        params = self.tracer.block_tree(stack.without_tiles(full))
+        params = self._params(full, count)
         crossed = None if crossing is None else crossing.begin()
         work = (next_full if now.takes_record else None, now.landing, crossed) if count == 1 else None
         turns = [] if crossing is None else [partial(_turn, crossing, n) for n in range(1, crossing.num_turns)]
@@ -251,7 +259,7 @@ class StackLoops:
             key, constrain = key_of(key, stack.number(now.layer)), plan.stream.constrain
             (g, dx, d_context), done = beside(
                 residuals.block.backward,
-                (params, constrain(x), key, given, saved, dx, d_added),
+                (params(), constrain(x), key, given, saved, dx, d_added),
                 work,
                 turns if count == 1 else (),
             )

@@ -313,6 +313,14 @@ class StreamedPlan:
         """All_gather a record, of some leaves: W[D_fsdp, F] -> W[D, F]."""
         return [self._gather(shard, self.params[i].spec) for i, shard in zip(part, shards, strict=True)]
 
+    def whole(self, gathered: Sequence[Array], part: Sequence[int]) -> list[Array]:
+        """Return what `gather` returned, for the body of a loop over microbatches.
+
+        XLA after 0.10 may else take shards into a loop that follows a loop over layers, and gather in each of its turns.
+        """
+        at = [named(self.mesh, without_axis(self.params[i].spec, FSDP)) for i in part]
+        return [jax.lax.with_sharding_constraint(w, sharding) for w, sharding in zip(gathered, at, strict=True)]
+
     def _gather(self, shard: Array, spec: Spec) -> Array:
         whole = without_axis(spec, FSDP)
         if whole == spec:
