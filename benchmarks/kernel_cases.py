@@ -174,8 +174,17 @@ class Product:
         if self.accumulates:
             z = [z[0] + np.asarray(arrays[-1][rows], np.float64)]
         expected = activate(self.activation, z[0]) * (z[1] if self.gated else 1)
-        bound = {2: 2.0**-8, 4: 2e-6}[jnp.dtype(self.out).itemsize] * np.abs(expected).max()
-        return float(np.abs(np.asarray(y[rows], np.float64) - expected).max() / bound)
+        return float(np.abs(np.asarray(y[rows], np.float64) - expected).max() / (self.bound * np.abs(expected).max()))
+
+    @property
+    def bound(self) -> float:
+        """The error that a result may have, over the largest number of the result."""
+        return {2: 2.0**-8, 4: 2e-6}[jnp.dtype(self.out).itemsize]
+
+    def apart(self, y: Any, other: Any) -> float:
+        """Return how far two results are from each other, over the sum of their bounds."""
+        y, other = (jnp.asarray(a, jnp.float32) for a in (y, other))
+        return float(jnp.abs(y - other).max() / (2 * self.bound * jnp.abs(other).max()))
 
 
 def activate(name: str | None, z: np.ndarray) -> np.ndarray:

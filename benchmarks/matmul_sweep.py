@@ -4,13 +4,15 @@ For one product the sizes are not tried in all combinations. Of tiles and cluste
 fits and all cores; the best then with fewer cores, another depth, and bands of another width, each in its turn. What does not
 fit the shared memory or the registers is left out before it is compiled (`Config` and `Problem.check` refuse it).
 
-The winner, XLA's form and the fastest sizes of JAX's `hopper_matmul_mgpu` then take turns in rounds, and the medians make a row
-of `pallas_kernels/matmul/measured.json`. A winner whose result is beyond the op's bound makes none.
+Each result is compared with that of XLA's form, all of it. The winner, XLA's form and the fastest sizes of JAX's
+`hopper_matmul_mgpu` then take turns in rounds, and the medians make a row of `pallas_kernels/matmul/measured.json`. Sizes that
+are wrong or do not run are told, and never win; a winner that is beyond the op's bound against float64 makes no row.
 """
 
 import dataclasses
 import datetime
 import itertools
+import math
 import os
 import pathlib
 import statistics
@@ -138,7 +140,7 @@ class Outcome:
       product: what was swept.
       row: of the table; None where there is none.
       note: why there is none, or how many sizes were tried.
-      is_right: whether the winner's result is within its bound.
+      is_right: whether every size that was tried runs, and within its bound.
     """
 
     product: Product
@@ -180,22 +182,37 @@ def sweep(product: Product, contender: Callable[..., Any], rounds: int, min_seco
     case = product.case()
     arrays = case.draw()
 
-    def ready(step: Step) -> tuple[Any, int]:
-        one = contender(case, [step], arrays)
+    def ready(one: Any) -> tuple[Any, int]:
         one.seconds(1)
         return one, max(2, min(50, int(min_seconds / one.seconds(1))))
 
-    def seconds(step: Step) -> float:
-        one, repeats = ready(step)
+    def seconds(one: Any) -> float:
+        one, repeats = ready(one)
         return min(one.seconds(repeats) for _ in range(3))
 
-    times = search(product.problem, target.num_cores, lambda config: seconds(product.step(MOSAIC, config)))
+    expected = contender(case, [product.step(XLA)], arrays)()
+    failed: dict[Config, str] = {}
+
+    def seconds_of(config: Config) -> float:
+        try:
+            one = contender(case, [product.step(MOSAIC, config)], arrays)
+            if (apart := product.apart(one(), expected)) <= 1:
+                return seconds(one)
+            failed[config] = f"{apart:.3g} of the bound from XLA's form"
+        except jax.errors.JaxRuntimeError as e:
+            failed[config] = str(e).split("\n")[0]
+        return math.inf
+
+    times = search(product.problem, target.num_cores, seconds_of)
     config = min(times, key=lambda config: times[config])
+    note = "; ".join([f"of {len(times)} sizes tried", *[f"failed: {size}: {why}" for size, why in failed.items()]])
+    if config in failed:
+        return Outcome(product, None, note, is_right=False)
     jaxs: dict[Step, float] = {}
     for step in jax_steps(product):
         try:
-            jaxs[step] = seconds(step)
-        except (ValueError, NotImplementedError):  # dims that its blocks do not divide, or shared memory
+            jaxs[step] = seconds(contender(case, [step], arrays))
+        except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError):  # blocks that do not divide, shared memory
             continue
     steps = {MOSAIC: product.step(MOSAIC, config), XLA: product.step(XLA)}
     if jaxs:
@@ -203,7 +220,7 @@ def sweep(product: Product, contender: Callable[..., Any], rounds: int, min_seco
     error = case.error(arrays, contender(case, [steps[MOSAIC]], arrays)())
     if error > 1:
         return Outcome(product, None, f"wrong with {config}: {error:.2f} of its bound", is_right=False)
-    found = {name: (*ready(step), []) for name, step in steps.items()}
+    found = {name: (*ready(contender(case, [step], arrays)), []) for name, step in steps.items()}
     for _ in range(rounds):
         for one, repeats, taken in found.values():
             taken.append(one.seconds(repeats))
@@ -221,7 +238,7 @@ def sweep(product: Product, contender: Callable[..., Any], rounds: int, min_seco
         jax=jax.__version__,
         date=f"{datetime.date.today():%Y-%m-%d}",
     )
-    return Outcome(product, row, f"of {len(times)} sizes tried")
+    return Outcome(product, row, note, is_right=not failed)
 
 
 def save_row(path: pathlib.Path, row: measured.Row) -> None:

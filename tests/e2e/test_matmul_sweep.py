@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from typing import Any
 
+import jax
 import kernels
 import matmul_sweep
 import numpy as np
@@ -69,7 +70,8 @@ class Contender:
         return self.seconds_of[self.name] * (1.0 if self.config is None or self.config.cluster_m == 2 else 2.0)
 
     def __call__(self) -> Any:
-        return self.off * (np.asarray(self.arrays[0], np.float32) @ np.asarray(self.arrays[1], np.float32))
+        off = self.off if self.name == MOSAIC and self.config.cluster_m == 2 else 1.0
+        return off * (np.asarray(self.arrays[0], np.float32) @ np.asarray(self.arrays[1], np.float32))
 
 
 @pytest.fixture
@@ -106,12 +108,31 @@ def test_a_sweep_writes_the_winner_with_its_times_and_keeps_other_rows(made_up, 
     assert [cell.strip() for cell in line.split("|")[4:7]] == [f"{kernel:.3f}", f"{kernel / 0.8:.3f}", verdict]
 
 
-def test_a_sweep_whose_winner_is_wrong_writes_no_row_and_says_so(made_up, tmp_path):
+def test_sizes_that_are_wrong_never_win_and_are_told(made_up):
+    first, _ = made_up(0.5, off=1.05)
+    assert first.row.config.cluster_m == 1
+    assert first.note.count("failed: Config(") == 5  # a tile each
+    assert [right for _, right in kernels.sweep_table([first])][-1] is False
+
+
+def test_a_winner_that_is_as_wrong_as_xlas_form_makes_no_row(made_up, tmp_path, monkeypatch):
+    monkeypatch.setattr(Product, "error", lambda *_: 1.5)
     path = tmp_path / "measured.json"
-    first, _ = made_up(0.5, off=1.05, save=path)
+    first, _ = made_up(0.5, save=path)
     assert (first.row, first.is_right, path.exists()) == (None, False, False)
     assert first.note.startswith("wrong with Config(")
-    assert [right for _, right in kernels.sweep_table([first])][-1] is False
+
+
+def test_a_kernel_that_does_not_run_with_any_size_makes_no_row(made_up, monkeypatch):
+    def fail(contender: Any) -> Any:
+        if contender.name == MOSAIC:
+            raise jax.errors.JaxRuntimeError("no such launch")
+        return contender.arrays[0]
+
+    monkeypatch.setattr(Contender, "__call__", fail)
+    first, _ = made_up(0.5)
+    assert (first.row, first.is_right) == (None, False)
+    assert "no such launch" in first.note
 
 
 def test_a_sweep_that_is_out_of_time_tells_what_it_left_out(made_up):
