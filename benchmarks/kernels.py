@@ -196,10 +196,10 @@ def sweep_outcomes(
         if seconds is not None and time.perf_counter() - start > seconds:
             yield matmul_sweep.Outcome(product, None, f"left out: {seconds:.0f} s are over")
             continue
-        outcome = matmul_sweep.sweep(product, Contender, rounds)
-        if outcome.row is not None and save is not None:
-            matmul_sweep.save_row(save, outcome.row)
-        yield outcome
+        for outcome in matmul_sweep.sweep(product, Contender, rounds):
+            if outcome.row is not None and save is not None:
+                matmul_sweep.save_row(save, outcome.row)
+            yield outcome
 
 
 def sweep_table(outcomes: Iterable[matmul_sweep.Outcome]) -> Iterator[tuple[str, bool]]:

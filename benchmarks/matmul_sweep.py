@@ -16,7 +16,7 @@ import math
 import os
 import pathlib
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -134,13 +134,13 @@ def jax_steps(product: Product) -> list[Step]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a sweep of one product found.
+    """Something that the sweep of one product found.
 
     Attributes:
       product: what was swept.
       row: of the table; None where there is none.
       note: why there is none, or how many sizes were tried.
-      is_right: whether every size that was tried runs, and within its bound.
+      is_right: False where sizes are wrong or do not run.
     """
 
     product: Product
@@ -167,8 +167,8 @@ class Outcome:
         ]
 
 
-def sweep(product: Product, contender: Callable[..., Any], rounds: int, min_seconds: float = 0.02) -> Outcome:
-    """Return what the sweep of one product finds.
+def sweep(product: Product, contender: Callable[..., Any], rounds: int, min_seconds: float = 0.02) -> Iterator[Outcome]:
+    """Yield what the sweep of one product finds: sizes that are wrong or do not run, if there are such, and the winner.
 
     Args:
       product: what is swept.
@@ -178,7 +178,8 @@ def sweep(product: Product, contender: Callable[..., Any], rounds: int, min_seco
     """
     target: Target = target_of()
     if reason := mosaic.refusal(product.problem, target):
-        return Outcome(product, None, f"not run: {reason}")
+        yield Outcome(product, None, f"not run: {reason}")
+        return
     case = product.case()
     arrays = case.draw()
 
@@ -205,9 +206,10 @@ def sweep(product: Product, contender: Callable[..., Any], rounds: int, min_seco
 
     times = search(product.problem, target.num_cores, seconds_of)
     config = min(times, key=lambda config: times[config])
-    note = "; ".join([f"of {len(times)} sizes tried", *[f"failed: {size}: {why}" for size, why in failed.items()]])
-    if config in failed:
-        return Outcome(product, None, note, is_right=False)
+    if failed:
+        yield Outcome(product, None, "; ".join(f"failed: {size}: {why}" for size, why in failed.items()), is_right=False)
+    if config in failed:  # and with it all others
+        return
     jaxs: dict[Step, float] = {}
     for step in jax_steps(product):
         try:
@@ -219,7 +221,8 @@ def sweep(product: Product, contender: Callable[..., Any], rounds: int, min_seco
         steps[JAX] = min(jaxs, key=lambda step: jaxs[step])
     error = case.error(arrays, contender(case, [steps[MOSAIC]], arrays)())
     if error > 1:
-        return Outcome(product, None, f"wrong with {config}: {error:.2f} of its bound", is_right=False)
+        yield Outcome(product, None, f"wrong with {config}: {error:.2f} of its bound", is_right=False)
+        return
     found = {name: (*ready(contender(case, [step], arrays)), []) for name, step in steps.items()}
     for _ in range(rounds):
         for one, repeats, taken in found.values():
@@ -238,7 +241,7 @@ def sweep(product: Product, contender: Callable[..., Any], rounds: int, min_seco
         jax=jax.__version__,
         date=f"{datetime.date.today():%Y-%m-%d}",
     )
-    return Outcome(product, row, note, is_right=not failed)
+    yield Outcome(product, row, f"of {len(times)} sizes tried")
 
 
 def save_row(path: pathlib.Path, row: measured.Row) -> None:

@@ -109,10 +109,12 @@ def test_a_sweep_writes_the_winner_with_its_times_and_keeps_other_rows(made_up, 
 
 
 def test_sizes_that_are_wrong_never_win_and_are_told(made_up):
-    first, _ = made_up(0.5, off=1.05)
+    told, first, *_ = made_up(0.5, off=1.05)
     assert first.row.config.cluster_m == 1
-    assert first.note.count("failed: Config(") == 5  # a tile each
-    assert [right for _, right in kernels.sweep_table([first])][-1] is False
+    assert first.is_right
+    assert told.row is None
+    assert told.note.count("failed: Config(") == 5  # a tile each
+    assert [right for _, right in kernels.sweep_table([told, first])][-2:] == [False, True]
 
 
 def test_a_winner_that_is_as_wrong_as_xlas_form_makes_no_row(made_up, tmp_path, monkeypatch):
