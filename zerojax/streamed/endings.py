@@ -383,7 +383,8 @@ class InBackward:
     ) -> Crossing | None:
         if not part or part[0] not in carried.pending:
             return None
-        return Crossing(self.records, part, self.plan.num_link_groups, now, carried.pending[part[0]], carried.states, ends)
+        pending = carried.pending[part[0]]
+        return Crossing(self.records, part, self.plan.link_groups(part), now, pending, carried.states, ends)
 
     def params(self, state: TrainState, carried: UpdatedState) -> list[Array]:
         del state

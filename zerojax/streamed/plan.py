@@ -147,7 +147,6 @@ class StreamedPlan:
       stacks: all stacks of parameters: `stacked`, then those that are frozen.
       params: how each parameter rests.
       grads: how each gradient rests from backward to update.
-      num_link_groups: of arrays of a record, of which one is loaded while another is stored, where stores are late.
       params_away: whether trained parameters rest off the device.
       grads_away: whether gradients rest off the device.
       grads_in_memory: whether they rest in stacks in host memory, which XLA writes and reads.
@@ -185,10 +184,6 @@ class StreamedPlan:
         pairs = zip(state_records.grads, layout.leaves, strict=True)
         # The ends' gradients stay on the device: head and embedding both add to them.
         self.grads = [dataclasses.replace(r, tier=grads_tier if leaf.is_stacked else "device") for r, leaf in pairs]
-        # Simulated for a Llama of 6.7 B on one H200 with jax 0.12, milliseconds a step of 16K and 32K tokens: 4 groups 2059 and
-        # 3201, 6 groups 2083 and 3034, 8 groups 2110 and 3178. Before 0.12 XLA deals the copies of both directions out to four
-        # streams in turn, where loads wait for stores: with jax 0.11.2 2 groups take 3284 ms at 16K, and 4 groups 2879.
-        self.num_link_groups = 6 if jax.__version_info__ >= (0, 12) else 4
         self.params_away = config.params != "device"
         self.grads_away = grads_tier != "device" and after_backward
         self.grads_in_memory = self.grads_away and grads_tier == "pinned_host"
@@ -212,6 +207,20 @@ class StreamedPlan:
             # An update on the host moves whole layers (`whole_layers`), so that no record of a gradient is a tile.
             on_disk = {i: self.grads[i] for i in layout.blocks if self.grads[i].disk_records is not None}
             self.host = HostUpdate(self.update, stashes=stashes, summed=self.count, on_disk=on_disk)
+
+    def link_groups(self, part: Sequence[int]) -> int:
+        """Return in how many groups the arrays of a record are, of which one is loaded while another one is stored.
+
+        Each turn needs products of its own: backward has three of each matrix.
+        """
+        # Simulated for a Llama of 6.7 B with `opt_state` on the host of one H200, milliseconds a step of 16K and 32K tokens:
+        #   groups      2           3           4           5           6           8           10          12
+        #   jax 0.12                            1983, 3221  1935, 3008  1991, 2955  2042, 3055  2000, 2962  2106, 3100
+        #   jax 0.11.2  3118, 3894  2983, 3733  2679, 3410  2693, 3383  2623, 3209  2251, 3117  2173, 3115  2274, 3180
+        # Before 0.12 XLA deals the copies of both directions out to four streams in turn, where loads wait for stores: the
+        # smaller a group is, the shorter is the wait.
+        most = 6 if jax.__version_info__ >= (0, 12) else 10
+        return max(2, min(most, 2 * sum(len(self.leaves[i].record_shape) > 1 for i in part)))
 
     def end_groups(self) -> list[list[int]]:
         """Return `late_ends` in groups, the largest leaf first: one leaf, or as many as are together no larger than a layer."""
