@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
+from toys import draw
 
 import zerojax as zj
 
@@ -21,7 +22,7 @@ TEMPERATURES = np.asarray([1.0, 0.5, 2.0], np.float32)
 
 
 def init_embed(key: jax.Array) -> Any:
-    return {"table": 0.5 * jax.random.normal(key, (VOCAB, HIDDEN))}
+    return {"table": 0.5 * draw(key, (VOCAB, HIDDEN))}
 
 
 def embed(p: Any, batch: Any, key: Any) -> jax.Array:
@@ -30,7 +31,7 @@ def embed(p: Any, batch: Any, key: Any) -> jax.Array:
 
 
 def init_encoder(key: jax.Array) -> Any:
-    return {"w": jax.random.normal(key, (HIDDEN, HIDDEN)) / 3, "b": jnp.zeros(HIDDEN)}
+    return {"w": draw(key, (HIDDEN, HIDDEN)) / 3, "b": jnp.zeros(HIDDEN)}
 
 
 def dropped(x: jax.Array, key: Any) -> jax.Array:
@@ -49,11 +50,10 @@ def enter(p: Any, x: jax.Array, batch: Any, key: Any) -> Any:
 
 
 def init_decoder(key: jax.Array) -> Any:
-    k1, k2, k3 = jax.random.split(key, 3)
     return {
-        "query": jax.random.normal(k1, (HIDDEN, HIDDEN)) / 3,
-        "up": jax.random.normal(k2, (HIDDEN, INNER)) / 3,
-        "down": jax.random.normal(k3, (INNER, HIDDEN)) / 5,
+        "query": draw(key, (HIDDEN, HIDDEN)) / 3,
+        "up": draw(key, (HIDDEN, INNER), 1) / 3,
+        "down": draw(key, (INNER, HIDDEN), 2) / 5,
         "scale": jnp.full(HIDDEN, 0.9),
     }
 
@@ -67,7 +67,7 @@ def decode(p: Any, x: jax.Array, key: Any, context: Any, layer: Any) -> Any:
 
 
 def init_head(key: jax.Array) -> Any:
-    return {"bias": 0.1 * jax.random.normal(key, (VOCAB,))}
+    return {"bias": 0.1 * draw(key, (VOCAB,))}
 
 
 def predict(p: Any, p_embed: Any, x: jax.Array, batch: Any) -> jax.Array:

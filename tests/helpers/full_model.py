@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from toys import draw
 
 import zerojax as zj
 from zerojax.models import init_params, init_state
@@ -19,8 +20,7 @@ Tree = Any
 
 
 def init_block(key: jax.Array) -> Tree:
-    of_w, of_router = jax.random.split(key)
-    return {"w": 0.3 * jax.random.normal(of_w, (HIDDEN, HIDDEN)), "router": jax.random.normal(of_router, (HIDDEN, 2))}
+    return {"w": 0.3 * draw(key, (HIDDEN, HIDDEN)), "router": draw(key, (HIDDEN, 2), 1)}
 
 
 def embed(p: Tree, batch: Tree, key: Any, state: Tree) -> tuple[Tree, Tree]:
@@ -65,17 +65,17 @@ def context(batch: Tree) -> Tree:
 def model() -> zj.LayeredModel:
     return zj.LayeredModel(
         LAYERS,
-        lambda key: {"table": jax.random.normal(key, (VOCAB, HIDDEN))},
+        lambda key: {"table": draw(key, (VOCAB, HIDDEN))},
         embed,
         init_block,
         block,
-        lambda key: {"out": 0.3 * jax.random.normal(key, (HIDDEN, VOCAB))},
+        lambda key: {"out": 0.3 * draw(key, (HIDDEN, VOCAB))},
         head,
         context=context,
         per_layer={"scale": np.arange(LAYERS, dtype=np.float32) / 10},
         init_state={
             "embed": lambda key: {"mean": jnp.zeros(HIDDEN)},
-            "block": lambda key: {"shift": jax.random.normal(key, (HIDDEN,))},
+            "block": lambda key: {"shift": draw(key, (HIDDEN,))},
             "head": lambda key: {"tokens": jnp.int32(0)},
         },
         predict=predict,

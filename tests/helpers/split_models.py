@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import toys
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
@@ -48,8 +49,7 @@ def functions(dropout: float = 0.0, stacks: bool = False) -> zj.LayeredModel:
     def init_block(key: jax.Array) -> Any:
         shapes = {"q": (WIDTH, WIDTH), "k": (WIDTH, kv * width), "v": (WIDTH, kv * width), "o": (WIDTH, WIDTH),
                   "gate": (WIDTH, hidden), "up": (WIDTH, hidden), "down": (hidden, WIDTH)}  # fmt: skip
-        keys = jax.random.split(key, len(shapes))
-        p = {name: 0.1 * jax.random.normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
+        p = {name: 0.1 * toys.draw(key, shape, leaf) for leaf, (name, shape) in enumerate(shapes.items())}
         return p | {"n1": jnp.ones(WIDTH), "n2": jnp.ones(WIDTH)}
 
     def drop(x: jax.Array, key: Any, number: int) -> jax.Array:
@@ -79,9 +79,9 @@ def functions(dropout: float = 0.0, stacks: bool = False) -> zj.LayeredModel:
         layers = {"stacks": two}
     model = zj.LayeredModel(
         **layers,
-        init_embed=lambda key: {"token": 0.1 * jax.random.normal(key, (VOCAB, WIDTH))},
+        init_embed=lambda key: {"token": 0.1 * toys.draw(key, (VOCAB, WIDTH))},
         embed=lambda p, batch, key: p["token"][batch["tokens"]],
-        init_head=lambda key: {"norm": jnp.ones(WIDTH), "out": 0.1 * jax.random.normal(key, (WIDTH, VOCAB))},
+        init_head=lambda key: {"norm": jnp.ones(WIDTH), "out": 0.1 * toys.draw(key, (WIDTH, VOCAB))},
         head=lambda p, p_embed, x, batch, key: cross_entropy(rms(x, p["norm"]) @ p["out"], batch),
         stochastic=dropout > 0,
     )

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import toys
 
 import zerojax as zj
 from zerojax.tiling import tiled_dense, tiled_mlp
@@ -13,20 +14,23 @@ STEPS = 10
 TILED = {"scale": False, "mix": {"kernel": True, "bias": False}, "first": True, "second": {"up": True, "down": True}}
 
 
-def draw(key, *shape):
-    return jax.random.normal(key, shape) / np.sqrt(shape[-2])
+def draw(key, *shape, leaf=0):
+    return toys.draw(key, shape, leaf) / np.sqrt(shape[-2])
 
 
 def init_block(key):
     """Three groups of different counts of tiles: a dense kernel in 2 x 2, a gated MLP with biases in 4, one without in 2."""
-    k = jax.random.split(key, 8)
-    first = {"up": draw(k[0], 4, D, H // 4), "gate": draw(k[1], 4, D, H // 4), "down": draw(k[2], 4, H // 4, D)}
-    biases = {"up_bias": 0.1 * draw(k[3], 4, H // 4), "gate_bias": jnp.zeros((4, H // 4))}
+    first = {
+        "up": draw(key, 4, D, H // 4, leaf=0),
+        "gate": draw(key, 4, D, H // 4, leaf=1),
+        "down": draw(key, 4, H // 4, D, leaf=2),
+    }
+    biases = {"up_bias": 0.1 * draw(key, 4, H // 4, leaf=3), "gate_bias": jnp.zeros((4, H // 4))}
     return {
         "scale": jnp.ones(D),
-        "mix": {"kernel": draw(k[4], 4, D // 2, D // 2), "bias": jnp.zeros(D)},
+        "mix": {"kernel": draw(key, 4, D // 2, D // 2, leaf=4), "bias": jnp.zeros(D)},
         "first": first | biases,
-        "second": {"up": draw(k[5], 2, D, H // 2), "down": draw(k[6], 2, H // 2, D)},
+        "second": {"up": draw(key, 2, D, H // 2, leaf=5), "down": draw(key, 2, H // 2, D, leaf=6)},
     }
 
 

@@ -4,6 +4,7 @@ The toy has odd shapes (7 x 3), a scalar, a tied embedding, a leaf that is froze
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -19,9 +20,25 @@ LAYERS, HIDDEN, INNER, VOCAB, SEQ, BATCH = 3, 16, 40, 24, 5, 32
 BLOCK_SPECS = {"w1": P(None, "tensor"), "b1": P("tensor"), "w2": P("tensor", None), "scale": P(), "gate": P()}
 
 
+def draw(key: jax.Array, shape: tuple[int, ...], leaf: int = 0) -> jax.Array:
+    """Return float32 numbers of mean 0 and variance 1, others for another `leaf`: a hash of few operations.
+
+    Most of what tests compile makes parameters, and `jax.random.normal` takes several times as long to compile.
+    """
+    first, second = jax.random.key_data(key)
+    n = (
+        jax.lax.iota(jnp.uint32, math.prod(shape))
+        + (first ^ second * jnp.uint32(0x9E3779B1))
+        + jnp.uint32(leaf * 0x85EBCA77 % 2**32)
+    )
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # the finalizer "lowbias32" of C. Wellons's hash-prospector
+        n = (n ^ n >> shift) * jnp.uint32(factor)
+    signed = jax.lax.bitcast_convert_type(n ^ n >> 16, jnp.int32) >> 8  # 24 bits, which float32 holds
+    return (signed.astype(jnp.float32) * (3**0.5 / 2**23)).reshape(shape)
+
+
 def init_embed(key: jax.Array) -> Any:
-    k1, k2 = jax.random.split(key)
-    return {"table": 0.3 * jax.random.normal(k1, (VOCAB, HIDDEN)), "odd": jax.random.normal(k2, (7, 3))}
+    return {"table": 0.3 * draw(key, (VOCAB, HIDDEN)), "odd": draw(key, (7, 3), 1)}
 
 
 def embed(p: Any, batch: Any, key: Any) -> jax.Array:
@@ -31,11 +48,10 @@ def embed(p: Any, batch: Any, key: Any) -> jax.Array:
 
 
 def init_block(key: jax.Array) -> Any:
-    k1, k2 = jax.random.split(key)
     return {
-        "w1": jax.random.normal(k1, (HIDDEN, INNER)) / 4,
+        "w1": draw(key, (HIDDEN, INNER)) / 4,
         "b1": jnp.zeros(INNER),
-        "w2": jax.random.normal(k2, (INNER, HIDDEN)) / 6,
+        "w2": draw(key, (INNER, HIDDEN), 1) / 6,
         "scale": jnp.ones(HIDDEN),
         "gate": jnp.ones(()),
     }
@@ -48,7 +64,7 @@ def block(p: Any, x: jax.Array, key: Any) -> jax.Array:
 
 
 def init_head(key: jax.Array) -> Any:
-    return {"frozen": jax.random.normal(key, (HIDDEN,)), "bias": jnp.zeros(VOCAB)}
+    return {"frozen": draw(key, (HIDDEN,)), "bias": jnp.zeros(VOCAB)}
 
 
 def head(p: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> jax.Array:

@@ -115,9 +115,9 @@ def small(**config: Any) -> tuple[zj.Program, Any]:
     """Return a program that compiles fast, and a batch for it."""
     model = zj.LayeredModel(
         4,
-        lambda key: jax.random.normal(key, (8, 16)),
+        lambda key: toys.draw(key, (8, 16)),
         lambda p, batch, key: batch @ p,
-        lambda key: {"w": jax.random.normal(key, (16, 16)) / 4, "scale": jnp.ones(16)},
+        lambda key: {"w": toys.draw(key, (16, 16)) / 4, "scale": jnp.ones(16)},
         lambda p, x, key: x + p["scale"] * jnp.tanh(x @ p["w"]),
         lambda key: jnp.ones(16),
         lambda p, p_embed, x, batch, key: jnp.mean(jnp.square(x @ p)),

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 import tiled_toys
+import toys
 
 import zerojax as zj
 
@@ -18,7 +19,7 @@ WIDTH, LAYERS, BATCH, DECAY = 8, 2, 8, 0.8
 
 
 def matrix(key):
-    return {"w": jax.random.normal(key, (WIDTH, WIDTH)) / 3}
+    return {"w": toys.draw(key, (WIDTH, WIDTH)) / 3}
 
 
 def mean_square(p, x, batch):

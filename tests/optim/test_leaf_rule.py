@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tiled_toys
+import toys
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
@@ -20,8 +21,7 @@ LAYERS, HIDDEN, INNER = 3, 8, 12  # 3 layers over 2 or 4 devices: they do not di
 
 
 def init_block(key):
-    k1, k2 = jax.random.split(key)
-    up, down = jax.random.normal(k1, (HIDDEN, INNER)) / 3, jax.random.normal(k2, (INNER, HIDDEN)) / 4
+    up, down = toys.draw(key, (HIDDEN, INNER)) / 3, toys.draw(key, (INNER, HIDDEN), 1) / 4
     return {"b": jnp.zeros(INNER), "down": down, "gate": jnp.ones(()), "up": up}
 
 
@@ -37,8 +37,8 @@ def head(p, p_embed, x, batch, key):
 
 def layered(specs=None):
     ends = [
-        lambda key: {"table": jax.random.normal(key, (6, HIDDEN))},
-        lambda key: {"out": jax.random.normal(key, (HIDDEN, 4))},
+        lambda key: {"table": toys.draw(key, (6, HIDDEN))},
+        lambda key: {"out": toys.draw(key, (HIDDEN, 4))},
     ]
     embed = lambda p, batch, key: p["table"][batch["x"]]  # noqa: E731
     return zj.LayeredModel(LAYERS, ends[0], embed, init_block, block, ends[1], head, specs=specs)

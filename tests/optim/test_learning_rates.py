@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 from flax import nnx
 
 import zerojax as zj
@@ -17,7 +18,7 @@ WIDTH, LAYERS = 8, 2
 
 
 def matrix(key):
-    return {"w": jax.random.normal(key, (WIDTH, WIDTH)) / 3, "b": jnp.zeros(WIDTH)}
+    return {"w": toys.draw(key, (WIDTH, WIDTH)) / 3, "b": jnp.zeros(WIDTH)}
 
 
 def layered():

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 
 import zerojax as zj
 from zerojax.models import init_params
@@ -77,7 +78,7 @@ LAYERS, WIDTH = 2, 8
 
 
 def init_part(key):
-    return {"w": jax.random.normal(key, (WIDTH, WIDTH)) / 3, "frozen": jnp.zeros(WIDTH)}
+    return {"w": toys.draw(key, (WIDTH, WIDTH)) / 3, "frozen": jnp.zeros(WIDTH)}
 
 
 def layer(p, x, key):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 
 import zerojax as zj
 from pallas_kernels.storage import abstract_encoded, choose_layout, decode, encode
@@ -40,10 +41,9 @@ CASES = {
 
 
 def init_block(key):
-    keys = jax.random.split(key, 3)
-    draw = lambda k, *shape: jax.random.normal(k, shape) / math.sqrt(shape[0])  # noqa: E731
-    base = {"up": draw(keys[0], HIDDEN, INNER), "down": draw(keys[1], INNER, HIDDEN), "shift": jnp.full(HIDDEN, 0.1)}
-    return base | {"lora": {"a": draw(keys[2], HIDDEN, 2), "b": jnp.zeros((2, INNER))}}
+    draw = lambda leaf, *shape: toys.draw(key, shape, leaf) / math.sqrt(shape[0])  # noqa: E731
+    base = {"up": draw(0, HIDDEN, INNER), "down": draw(1, INNER, HIDDEN), "shift": jnp.full(HIDDEN, 0.1)}
+    return base | {"lora": {"a": draw(2, HIDDEN, 2), "b": jnp.zeros((2, INNER))}}
 
 
 def block(p, x, key):
@@ -56,7 +56,7 @@ def embed(p, batch, key):
 
 
 def init_head(key):
-    return {"out": jax.random.normal(key, (HIDDEN, VOCAB)).T.copy() / 4, "bias": jnp.zeros(VOCAB)}
+    return {"out": toys.draw(key, (HIDDEN, VOCAB)).T.copy() / 4, "bias": jnp.zeros(VOCAB)}
 
 
 def head(p, p_embed, x, batch, key):
@@ -65,7 +65,7 @@ def head(p, p_embed, x, batch, key):
 
 
 def init_embed(key):
-    return {"table": jax.random.normal(key, (VOCAB, HIDDEN))}
+    return {"table": toys.draw(key, (VOCAB, HIDDEN))}
 
 
 def predict(p, p_embed, x, batch):

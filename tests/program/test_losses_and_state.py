@@ -68,7 +68,7 @@ def test_gradients_do_not_depend_on_how_masked_tokens_are_split(stage, count):
         return zj.Loss(jnp.sum(losses * batch["counts"]), jnp.sum(batch["counts"]))
 
     def init(key):
-        return {"w": jax.random.normal(key, (8, 16)) / 3, "v": jax.random.normal(key, (16, 8)) / 4}
+        return {"w": toys.draw(key, (8, 16)) / 3, "v": toys.draw(key, (16, 8)) / 4}
 
     rng = np.random.default_rng(0)
     counts = np.asarray([1, 0, 1, 0] * 4 + [0, 0, 1, 1] * 4, np.float32)  # of four microbatches one has none that counts
@@ -261,5 +261,5 @@ def test_a_models_state_is_born_of_the_key_of_its_parameters():
     layered = full_model.model()
     state = init_state(layered, jax.random.key(3))
     keys = jax.random.split(jax.random.split(jax.random.key(3), 3)[1], full_model.LAYERS)
-    np.testing.assert_array_equal(state["blocks"]["shift"][1], jax.random.normal(keys[1], (full_model.HIDDEN,)))
+    np.testing.assert_array_equal(state["blocks"]["shift"][1], toys.draw(keys[1], (full_model.HIDDEN,)))
     assert init_params(layered, jax.random.key(3)).keys() == {"embed", "blocks", "head"}

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tiled_toys
+import toys
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
@@ -111,7 +112,7 @@ def dense():
         y = x + jnp.tanh(x @ p["w"])
         return y if key is None else y * jax.random.bernoulli(key, 0.5, y.shape)
 
-    init = lambda key: {"w": jax.random.normal(key, (8, 8)) / 4}  # noqa: E731
+    init = lambda key: {"w": toys.draw(key, (8, 8)) / 4}  # noqa: E731
     embed = lambda p, batch, key: batch["x"] @ p["w"]  # noqa: E731
     head = lambda p, p_embed, x, batch, key: jnp.mean((x @ p["w"] - batch["y"]) ** 2)  # noqa: E731
     predict = lambda p, p_embed, x, batch: x @ p["w"]  # noqa: E731
@@ -194,7 +195,7 @@ def test_a_loss_without_logits_takes_odd_rows_whose_tokens_divide():
     """linear_cross_entropy splits tokens itself, in a shard_map: 5 rows of 4 tokens divide by 4 devices, and 5 of 3 do not."""
 
     def init(key):
-        return {"table": jax.random.normal(key, (16, 8))}
+        return {"table": toys.draw(key, (16, 8))}
 
     def loss(p, batch, key):
         return zj.linear_cross_entropy(jnp.tanh(p["table"][batch["tokens"]]), p["table"].T, batch["targets"])

@@ -32,10 +32,10 @@ def tiny() -> zj.LayeredModel:
     """A product, a bias and a look-up, tied, on which every kind of sum is made."""
 
     def init(key: jax.Array) -> Any:
-        return {"table": jax.random.normal(key, (8, 16))}
+        return {"table": toys.draw(key, (8, 16))}
 
     def init_block(key: jax.Array) -> Any:
-        return {"w": jax.random.normal(key, (16, 16)) / 4, "b": jnp.zeros(16)}
+        return {"w": toys.draw(key, (16, 16)) / 4, "b": jnp.zeros(16)}
 
     def head(p: Any, p_embed: Any, x: jax.Array, batch: Any, key: Any) -> jax.Array:
         return jnp.mean(jax.nn.logsumexp(x @ p_embed["table"].T + p["bias"], -1)) + 1e-2 * jnp.sum(p["bias"] ** 2)

@@ -130,7 +130,7 @@ def test_of_a_plain_model_only_a_few_leaves_are_in_host_memory(tmp_path):
             x = jax.numpy.tanh(x @ w)
         return (x**2).mean()
 
-    model = zj.Model(lambda key: [jax.random.normal(k, (64, 64)) / 8 for k in jax.random.split(key, 12)], loss)
+    model = zj.Model(lambda key: [toys.draw(key, (64, 64), leaf) / 8 for leaf in range(12)], loss)
     mesh, batch = zj.make_mesh(fsdp=2, devices=jax.devices()[:2]), np.ones((4, 64), np.float32)
     losses = {}
     for tier in ("device", DISK):

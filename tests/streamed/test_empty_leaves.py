@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 
 import zerojax as zj
 
@@ -20,7 +21,7 @@ def model(name: str) -> zj.LayeredModel:
     """Return a model whose embedding, blocks, head and activations each have a leaf of no elements called `name`."""
 
     def init_weight(key: jax.Array) -> Any:
-        return {"weight": jax.random.normal(key, (WIDTH, WIDTH)) / 4, name: jnp.zeros((0, 4))}
+        return {"weight": toys.draw(key, (WIDTH, WIDTH)) / 4, name: jnp.zeros((0, 4))}
 
     def embed(p: Any, batch: Any, key: Any) -> Any:
         return {"weighted": batch["x"] @ p["weight"], name: batch["x"][:, :0]}

@@ -168,7 +168,7 @@ def plain_layers(num_layers=3, width=128, inner=64):
     """Layers of one matrix, whose shards on 4 devices, moments of 2 bytes too, fill blocks of 4096 bytes."""
 
     def make(rows, columns):
-        return lambda key: {"w": jax.random.normal(key, (rows, columns)) / 8}
+        return lambda key: {"w": toys.draw(key, (rows, columns)) / 8}
 
     def head(p, p_embed, x, batch, key):
         return jnp.mean(jnp.square(x @ p["w"]))
