@@ -144,7 +144,7 @@ def forward(params: Tree, batch: Tree, state: Tree) -> tuple[zj.Loss, Tree, zj.L
 def plain_run(data: list[Tree], count: int, tx: optax.GradientTransformation) -> tuple[list[Tree], Tree, Tree]:
     """Train on one device in a plain loop over microbatches; returns metrics of each step, parameters and state."""
     layered, key = model(), jax.random.key(0)
-    params, state = init_params(layered, key), init_state(layered, key)
+    params, state = jax.jit(lambda key: (init_params(layered, key), init_state(layered, key)))(key)
     opt_state, steps = tx.init(params), []
 
     @jax.jit

@@ -51,8 +51,18 @@ def pairwise_cases() -> list[dict[str, Any]]:
 
 @functools.cache
 def quick_cases() -> list[dict[str, Any]]:
-    """Choose until every value of every axis is in one case."""
-    return chosen_of(random.Random(1).sample(every_case(disk=True), CANDIDATES), lambda case: set(case.items()))
+    """Choose until every value of every axis is in one case, of those that are compared with one of two resident steps.
+
+    But for what "save" keeps: that is the default, which other tests of streamed steps take.
+    """
+    references = {("fsdp4", 4, "device"), ("fsdp2_tensor2", 1, "host")}
+    cases = [case for case in every_case(disk=True) if reference_of(case) in references and case["activations"] != "save"]
+    return chosen_of(random.Random(0).sample(cases, 300), lambda case: set(case.items()))
+
+
+def reference_of(case: dict[str, Any]) -> tuple[str, int, str]:
+    """Return the arguments of `resident` for a case."""
+    return case["mesh"], case["num_microbatches"], case["update"][1]
 
 
 def pairwise(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,7 +115,7 @@ def differences(case: dict[str, Any], swap_dir: str | None = None) -> tuple[floa
     over its leaf's largest magnitude.
     """
     losses, params = train(case["mesh"], config_of(case, swap_dir))
-    expected_losses, expected = resident(case["mesh"], case["num_microbatches"], case["update"][1])
+    expected_losses, expected = resident(*reference_of(case))
     ulps = float(np.max(np.abs(losses - expected_losses) / np.spacing(np.abs(expected_losses))))
 
     def relative(a: np.ndarray, b: np.ndarray) -> float:

@@ -138,13 +138,14 @@ def held(tree: Any, kind: str) -> int:
     return sum(a.addressable_shards[0].data.nbytes for a, off in zip(leaves, away, strict=True) if off == (kind == HOST))
 
 
-@pytest.mark.by_default("bf16-1")
+@pytest.mark.by_default("bf16-1-one_or_all")
+@pytest.mark.parametrize("counts", [(1, 4), range(5)], ids=["one_or_all", "every"])  # of kinds in host memory
 @pytest.mark.parametrize(("precision", "count"), [("bf16", 1), ("fp32", 4)])
-def test_tiers_add_up_to_the_same_totals(precision, count):
+def test_tiers_add_up_to_the_same_totals(precision, count, counts):
     def totals(report):
         return {k: sum(report.tiers[t].get(k, 0) for t in report.tiers) for k in (*STATE_KINDS, "grads", "activations")}
 
-    everywhere = list(itertools.product(["device", HOST], repeat=4))
+    everywhere = [tiers for tiers in itertools.product(["device", HOST], repeat=4) if tiers.count(HOST) in counts]
     config = {"precision": precision, "num_microbatches": count}
     on_device = report_of(**config)
     assert not any(on_device.tiers[HOST].values())
@@ -186,6 +187,7 @@ def test_account_equals_what_tiers_hold(config):
     assert "host link" in str(report)
 
 
+@pytest.mark.by_default("0-fp32", "2-bf16")
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("distance", [0, 2])
 def test_each_byte_crosses_the_link_once_each_way(precision, distance):
@@ -229,7 +231,12 @@ def test_optimizer_state_of_a_resident_model_crosses_the_link_once():
     assert report.tiers["device"]["in_flight"] == 2 * 12 * largest  # one leaf's master and moments, old and new
 
 
-@pytest.mark.parametrize("config", [{}, {**EVERYTHING, "update": "in_backward"}, {"precision": "fp32"}])
+@pytest.mark.by_default("plain", "everything")
+@pytest.mark.parametrize(
+    "config",
+    [{}, {**EVERYTHING, "update": "in_backward"}, {"precision": "fp32"}],
+    ids=["plain", "everything", "fp32"],
+)
 def test_an_update_on_the_host_moves_gradients_down_and_parameters_up(config):
     program, batch = small(**{"precision": "bf16", "opt_state": HOST, "update_on": "host", **config})
     report = program.memory(batch)

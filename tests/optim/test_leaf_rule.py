@@ -13,6 +13,7 @@ import toys
 from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
+from zerojax.models import init_params
 from zerojax.optim import LayerTransformation, by_layer
 from zerojax.state import init_opt_state_shape
 
@@ -101,14 +102,11 @@ def build(name, tmp_path=None, model=None, mesh=None, **fields):
     return zj.build_train_step(model or layered(), TX[name](), config, mesh)
 
 
+init = jax.jit(lambda key: init_params(layered(), key))
+
+
 def first_params():
-    keys = jax.random.split(jax.random.key(0), 3)
-    blocks = [init_block(key) for key in jax.random.split(keys[1], LAYERS)]
-    return jax.device_get({
-        "embed": layered().init_embed(keys[0]),
-        "blocks": jax.tree.map(lambda *a: jnp.stack(a), *blocks),
-        "head": layered().init_head(keys[2]),
-    })  # fmt: skip
+    return jax.device_get(init(jax.random.key(0)))
 
 
 def run(program, data, state=None):
@@ -201,6 +199,7 @@ def test_a_run_that_goes_on_in_another_tier_equals_optax_on_separate_layers(name
     assert_equals_plain(name, losses + more, found)
 
 
+@pytest.mark.by_default("muon", "adafactor", "novograd", "clip_by_block_rms")
 @pytest.mark.parametrize("name", TX)
 def test_one_step_of_stacks_equals_that_of_layers(name):
     """Two steps, the second with a state that the first made."""

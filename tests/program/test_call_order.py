@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toys
 from jax.experimental.buffer_callback import buffer_callback
@@ -124,7 +125,7 @@ def test_calls_that_depend_on_data_have_no_order(kind, caplog):
 
 def program_on_disk(tmp_path, **fields):
     config = zj.ZeroConfig(stage=3, swap_dir=str(tmp_path), **{**ALL, **fields})
-    return zj.build_train_step(toys.layered(), toys.optimizer(), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2]))
+    return zj.build_train_step(toys.small(), optax.adamw(1e-2), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2]))
 
 
 @pytest.fixture

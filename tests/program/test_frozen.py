@@ -59,7 +59,7 @@ def expected(name, clip):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    params = jax.device_put(init_params(toys.layered(), jax.random.key(0)), jax.devices()[0])
+    params = jax.jit(lambda key: init_params(toys.layered(), key))(jax.random.key(0))
     opt_state, losses = tx.init(params), []
     for batch in toys.batches(STEPS):
         params, opt_state, loss = step(params, opt_state, batch)
@@ -187,7 +187,7 @@ def test_integers_are_frozen_and_keep_their_dtype(case, tmp_path):
         return jnp.where(p["on"], y + (0.01 * p["shift"]).astype(x.dtype), y)
 
     model = dataclasses.replace(toys.layered(), init_block=init_block, block=block)
-    params, batch = init_params(model, jax.random.key(0)), toys.batches(1)[0]
+    params, batch = jax.jit(lambda key: init_params(model, key))(jax.random.key(0)), toys.batches(1)[0]
 
     @jax.jit
     def plain(params):

@@ -147,6 +147,7 @@ def build(format, tmp_path, /, model=MODEL, devices=2, **fields):
     return zj.build_train_step(model, optax.adamw(1e-2), config, mesh)
 
 
+@pytest.mark.xdist_group("frozen_dtype")  # one reference for both of them
 @pytest.mark.by_default("nf4-stage_3")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("format", ["int8", "nf4"])
@@ -212,6 +213,7 @@ def test_bytes_of_a_large_weight(format):
     assert {"int8": 1.015, "nf4": 0.516}[format] < held / (4096 * 11008) < {"int8": 1.02, "nf4": 0.5165}[format]
 
 
+@pytest.mark.xdist_group("frozen_dtype")
 @pytest.mark.by_default("stage_3")
 @pytest.mark.parametrize("case", ["stage_0", "stage_3", "remat"])
 def test_a_model_without_layers_decodes_each_weight_where_it_is_used(case, tmp_path):

@@ -153,7 +153,7 @@ def test_a_block_that_changes_its_state_is_refused_by_a_streamed_step():
         return out, {"shift": state["shift"] + 1}
 
     model, (batch,) = dataclasses.replace(full_model.model(), block=block), full_model.batches(1)
-    params, state = init_params(model, jax.random.key(0)), init_state(model, jax.random.key(0))
+    params, state = jax.jit(lambda key: (init_params(model, key), init_state(model, key)))(jax.random.key(0))
     _, after = jax.jit(build_objective(model))(params, batch, None, state)  # that of a resident step
     np.testing.assert_allclose(after["blocks"]["shift"], state["blocks"]["shift"] + 1)
     config = zj.ZeroConfig(stage=3, params=HOST)

@@ -68,7 +68,7 @@ def test_outputs_losses_and_gradients_equal_the_plain_models(kind, name, count, 
     model, key = KINDS[kind](), jax.random.key(0)
     if name == "frozen":
         model = dataclasses.replace(model, frozen={"embed": True, "block": {"w": False, "router": True}})
-    params, state = init_params(model, key), init_state(full_model.model(), key)
+    params, state = jax.jit(lambda key: (init_params(model, key), init_state(full_model.model(), key)))(key)
     config = zj.ZeroConfig(**{"stage": 3, "num_microbatches": count, "swap_dir": tmp_path, **CASES[name]})
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
     with zj.build_train_step(model, TX, config, mesh) as program:

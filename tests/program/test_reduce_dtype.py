@@ -12,6 +12,7 @@ import tiled_toys
 import toys
 
 import zerojax as zj
+from zerojax.models import init_params
 
 HOST, DISK = "pinned_host", "nvme"
 ALL = {"params": HOST, "grads": HOST, "opt_state": HOST, "activations": HOST}
@@ -45,7 +46,7 @@ DTYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 @functools.cache
 def exact_grads(model: str, precision: str) -> dict[str, Any]:
     """Return gradients in float64, at parameters rounded as a program's are."""
-    params = jax.device_get(built(model).init(jax.random.key(0)).params)
+    params = jax.device_get(jax.jit(lambda key: init_params(MODELS[model](), key))(jax.random.key(0)))
     dtype = DTYPES[precision]
     with jax.enable_x64(True):
         params = jax.tree.map(lambda a: jnp.asarray(np.asarray(jnp.asarray(a, dtype), np.float64)), params)

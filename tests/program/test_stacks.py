@@ -18,6 +18,7 @@ from encoder_decoder import DECODER, ENCODER, HIDDEN, INNER
 from safetensors.numpy import load_file
 
 import zerojax as zj
+from zerojax.models import init_params
 
 STEPS = 8
 HOST, DISK = "pinned_host", "nvme"
@@ -41,8 +42,7 @@ TX = optax.adam(1e-2)
 @functools.cache
 def expected(count):
     """Return the first parameters, the metrics of every step, and the last parameters."""
-    program = build({"stage": 0})
-    params = first = jax.device_put(jax.device_get(program.params(program.init(jax.random.key(0)))), jax.devices()[0])
+    params = first = jax.jit(lambda key: init_params(model_of.model(), key))(jax.random.key(0))
     opt_state, step, metrics = TX.init(params), model_of.plain_step(count, TX), []
     for batch in model_of.batches(STEPS):
         params, opt_state, values = step(params, opt_state, batch)
@@ -62,6 +62,7 @@ def of_piece(params, piece):
     return params[part] if not layer else jax.tree.map(lambda a: a[int(layer[1])], params[part][layer[0]])
 
 
+@pytest.mark.xdist_group("stacks")  # which share a reference
 @pytest.mark.by_default("nvme-2")
 @pytest.mark.parametrize(("name", "count"), [*itertools.product(STEPS_OF, (1, 2, 4))])
 def test_an_encoder_and_a_decoder_equal_a_plain_loop(name, count, tmp_path):
@@ -211,6 +212,7 @@ def test_stacks_with_tensor_parallel_blocks(fields):
     np.testing.assert_allclose(losses, [m["loss"] for m in metrics], rtol=1e-5)
 
 
+@pytest.mark.xdist_group("stacks")
 def test_a_checkpoint_is_restored_into_another_tier_and_exported_by_stack(tmp_path):
     _, metrics, _ = expected(2)
     with build(STEPS_OF["on_host"], 2) as program, zj.Checkpointer(tmp_path / "c") as ckpt:

@@ -3,6 +3,7 @@
 import encoder_decoder
 import jax
 import numpy as np
+import optax
 import pytest
 import toys
 from simulated_cuda import CONTEXT, SimulatedCuda
@@ -57,7 +58,7 @@ def on_gpu(monkeypatch, cuda):
 def build(fields, model=None, **more):
     config = zj.ZeroConfig(**{"opt_state": HOST, "update_on": "host", "precision": "bf16", **fields}, **more)
     mesh = zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    return zj.build_train_step(model or toys.layered(), toys.optimizer(), config, mesh)
+    return zj.build_train_step(model or toys.small(), optax.adamw(1e-2) if model is None else toys.optimizer(), config, mesh)
 
 
 def train(program, batches=toys.batches, cuda=None):
@@ -95,7 +96,7 @@ MODELS = {"two stacks": encoder_decoder.model, "resident": toys.unrolled}
 @pytest.mark.parametrize("name", CASES)
 def test_workers_make_the_same_numbers_and_no_callback_waits_for_the_program(name, monkeypatch, tmp_path):
     disk = {"swap_dir": str(tmp_path)} if DISK in CASES[name].values() else {}
-    model = MODELS.get(name, toys.layered)
+    model = MODELS.get(name, toys.small)
     batches = encoder_decoder.batches if name == "two stacks" else toys.batches
     expected, params, _ = train(build(CASES[name] | disk, model()), batches)
     cuda = Program(delay=0.001)

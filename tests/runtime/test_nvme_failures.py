@@ -14,6 +14,7 @@ import disks
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import toys
 from open_files import descriptors
@@ -21,6 +22,8 @@ from open_files import descriptors
 import zerojax as zj
 from host_offload.disk.errors import SwapError
 from host_offload.engine.buffer_sets import DeviceRecords
+
+pytestmark = pytest.mark.xdist_group("nvme_failures")  # tests share programs, so they share a process
 
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
@@ -30,7 +33,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 def build(swap_dir, devices=4, **fields):
     config = zj.ZeroConfig(stage=3, swap_dir=str(swap_dir), **{**ALL, **fields})
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
-    return zj.build_train_step(toys.layered(), toys.optimizer(), config, mesh)
+    return zj.build_train_step(toys.small(), optax.adamw(1e-2), config, mesh)
 
 
 def folder_of(swap_dir):

@@ -23,7 +23,7 @@ DISK, HOST = matrix.DISK, matrix.HOST
 def build(tmp_path, fields, model=None, tx=None):
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
     config = zj.ZeroConfig(**{"stage": 3, "opt_state": DISK, "update_on": "host", "swap_dir": str(tmp_path), **fields})
-    return zj.build_train_step(model or toys.layered(), tx or toys.optimizer(), config, mesh)
+    return zj.build_train_step(model or toys.small(), tx or optax.adamw(1e-2), config, mesh)
 
 
 def train(program, data):
@@ -42,7 +42,8 @@ def on_disk(program, tmp_path, kinds=("opt_state", "master", "params")):
 
 
 @pytest.mark.usefixtures("default_fusions")
-@pytest.mark.by_default("bf16_in_backward")
+@pytest.mark.by_default("bf16_in_backward-small")
+@pytest.mark.parametrize("model", ["layered", "small"])
 @pytest.mark.parametrize(
     ("fields", "tiers"),
     [
@@ -57,11 +58,12 @@ def on_disk(program, tmp_path, kinds=("opt_state", "master", "params")):
     ],
     ids=["bf16", "bf16_in_backward", "fp16", "microbatches", "fp32_in_backward"],
 )
-def test_disk_and_host_memory_agree_bit_for_bit(fields, tiers, tmp_path):
+def test_disk_and_host_memory_agree_bit_for_bit(fields, tiers, model, tmp_path):
     """The kernels are the same, and so are the gradients: where they wait, and how they are read, is all that differs."""
     memory = {name: HOST if tier == DISK else tier for name, tier in tiers.items() if name != "io"}
-    expected, before = train(build(tmp_path, fields | memory), toys.batches(4))
-    losses, after = train(build(tmp_path, fields | tiers), toys.batches(4))
+    made = getattr(toys, model)(), toys.optimizer() if model == "layered" else None
+    expected, before = train(build(tmp_path, fields | memory, *made), toys.batches(4))
+    losses, after = train(build(tmp_path, fields | tiers, *made), toys.batches(4))
     np.testing.assert_array_equal(losses, expected)
     for a, b in zip(after, before, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -73,8 +75,8 @@ def test_disk_and_host_memory_agree_bit_for_bit(fields, tiers, tmp_path):
 def test_resident_model_with_its_optimizer_state_on_disk(precision, tmp_path):
     """Of its leaves some are numbers: they rest where the others do."""
     fields = {"stage": 1, "clip_norm": 0.5, "num_microbatches": 4, "precision": precision}
-    expected, before = train(build(tmp_path, fields | {"opt_state": HOST}, toys.unrolled()), toys.batches(4))
-    program = build(tmp_path, fields, toys.unrolled())
+    expected, before = train(build(tmp_path, fields | {"opt_state": HOST}, toys.unrolled(), toys.optimizer()), toys.batches(4))
+    program = build(tmp_path, fields, toys.unrolled(), toys.optimizer())
     assert all(isinstance(leaf, OnDisk) or leaf.dtype == jnp.int32 for leaf in opt_leaves(program))
     losses, after = train(program, toys.batches(4))
     np.testing.assert_array_equal(losses, expected)

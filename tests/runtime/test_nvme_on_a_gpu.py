@@ -4,6 +4,7 @@ import threading
 
 import jax
 import numpy as np
+import optax
 import pytest
 import toys
 from simulated_cuda import SimulatedCuda
@@ -28,7 +29,7 @@ CASES = {
 def train(swap_dir, fields, steps=3, simulated=None):
     config = zj.ZeroConfig(stage=3, swap_dir=str(swap_dir), **ALL, **fields)
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    with zj.build_train_step(toys.layered(), toys.optimizer(), config, mesh) as program:
+    with zj.build_train_step(toys.small(), optax.adamw(1e-2), config, mesh) as program:
         if simulated is not None:
             program.swap.swap.calls.log = simulated.log(list(mesh.devices.flat))
         state = program.init(jax.random.key(0))

@@ -7,6 +7,7 @@ import stat
 import disks
 import jax
 import numpy as np
+import optax
 import pytest
 import toys
 
@@ -17,9 +18,11 @@ DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 
 
-def build(swap_dir, **fields):
+def build(swap_dir, model=None, **fields):
     config = zj.ZeroConfig(stage=3, swap_dir=str(swap_dir) if fields else None, **fields)
-    return zj.build_train_step(toys.layered(), toys.optimizer(), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2]))
+    return zj.build_train_step(
+        model or toys.small(), optax.adamw(1e-2), config, zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    )
 
 
 def part(batch, rows):
@@ -64,7 +67,7 @@ def test_batches_may_change_their_shape_and_programs_may_be_asked_about_others(t
 @pytest.mark.by_default("40")
 @pytest.mark.parametrize("kilobytes", [40, 120, 230])
 def test_after_a_full_disk_has_room_init_makes_a_state(tmp_path, kilobytes):
-    with disks.mounted(tmp_path / "small", f"size={kilobytes}k") as disk, build(disk, **ALL) as program:
+    with disks.mounted(tmp_path / "small", f"size={kilobytes}k") as disk, build(disk, toys.layered(), **ALL) as program:
         with pytest.raises(SwapError, match="ENOSPC"):
             losses_of(program, toys.batches(2))
         disks.resize(disk, "16m")
@@ -135,7 +138,7 @@ def test_of_a_plain_model_only_a_few_leaves_are_in_host_memory(tmp_path):
     losses = {}
     for tier in ("device", DISK):
         config = zj.ZeroConfig(opt_state=tier, swap_dir=str(tmp_path) if tier == DISK else None)
-        with zj.build_train_step(model, toys.optimizer(), config, mesh) as program:
+        with zj.build_train_step(model, optax.adamw(1e-2), config, mesh) as program:
             state, losses[tier] = program.init(jax.random.key(0)), []
             for step in range(4):
                 state, metrics = program.step(state, batch)

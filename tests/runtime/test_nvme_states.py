@@ -22,6 +22,8 @@ from host_offload.disk.folder import SwapFolder
 from zerojax.runtime.interrupts import interrupts_wait
 from zerojax.state.train_state import as_arguments, as_leaves, is_stored
 
+pytestmark = pytest.mark.xdist_group("nvme_states")  # tests share programs, so they share a process
+
 BATCH = toys.batches(1)[0]
 OTHER = "is not the one on disk .*overwritten by a later init or step, or is of another program"
 

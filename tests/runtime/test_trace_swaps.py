@@ -5,6 +5,7 @@ import json
 import re
 
 import jax
+import optax
 import pytest
 import toys
 import traces
@@ -17,7 +18,7 @@ ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
 
 def build(swap_dir, **fields):
     config = zj.ZeroConfig(stage=3, swap_dir=str(swap_dir), **{**ALL, **fields})
-    return zj.build_train_step(toys.layered(), toys.optimizer(), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4]))
+    return zj.build_train_step(toys.small(), optax.adamw(1e-2), config, zj.make_mesh(fsdp=4, devices=jax.devices()[:4]))
 
 
 @pytest.mark.by_default("host")

@@ -1,11 +1,13 @@
 """Streamed = resident: where the bytes rest, how they are fetched and where the optimizer runs change no number."""
 
+import dataclasses
 import functools
 import itertools
 
 import jax
 import matrix
 import numpy as np
+import optax
 import pytest
 import toys
 
@@ -14,6 +16,7 @@ import zerojax as zj
 HOST = matrix.HOST
 
 
+@pytest.mark.xdist_group("equivalence_of_tiers")  # which share references
 @pytest.mark.parametrize("case", matrix.quick_cases(), ids=matrix.name_of)
 def test_streamed_step_equals_the_resident_one(case, tmp_path, request):
     if case["update"][1] == "device":  # whose bound is in last bits; on the host it is 1e-5
@@ -45,7 +48,7 @@ def test_choice_of_cases_has_every_pair():
 
 def test_quick_cases_have_every_value():
     values = {entry for case in matrix.quick_cases() for entry in case.items()}
-    assert values == {(name, value) for name, options in matrix.AXES.items() for value in options}
+    assert values == {(name, value) for name, options in matrix.AXES.items() for value in options} - {("activations", "save")}
 
 
 def train(model, config, steps=6, tx=None):
@@ -137,12 +140,11 @@ def test_gradients_of_a_streamed_step_in_16_bits_are_those_on_the_device(precisi
 
 
 def test_one_layer_and_more_distance_than_layers():
-    model = toys.layered()
-    one = zj.LayeredModel(1, *(getattr(model, f) for f in ("init_embed", "embed", "init_block", "block", "init_head", "head")))
-    expected, _, _ = train(one, zj.ZeroConfig(stage=3), steps=3)
+    one, tx = dataclasses.replace(toys.small(), num_layers=1), optax.adamw(1e-2)
+    expected, _, _ = train(one, zj.ZeroConfig(stage=3), 3, tx)
     for ahead in (False, True):
         fields = {"params": HOST, "opt_state": HOST, "activations": HOST, "grads": HOST, "prefetch_distance": 5}
-        losses, _, _ = train(one, zj.ZeroConfig(stage=3, gather_ahead=ahead, **fields), steps=3)
+        losses, _, _ = train(one, zj.ZeroConfig(stage=3, gather_ahead=ahead, **fields), 3, tx)
         np.testing.assert_allclose(losses, expected, rtol=3e-7)
 
 
@@ -161,10 +163,23 @@ def test_stages_below_3_stream_what_they_shard(stage):
 def test_state_is_born_in_its_tier_with_the_same_bits(precision):
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
 
+    def normal(shape):
+        """A draw with last bits, other than those of toys: which they are could depend on what it is fused with."""
+        return lambda key: {"w": 0.3 * jax.random.normal(key, shape)}
+
+    small = toys.small()
+    model = zj.LayeredModel(
+        toys.LAYERS,
+        normal((toys.VOCAB, toys.HIDDEN)),
+        lambda p, batch, key: p["w"][batch["tokens"]],
+        normal((toys.HIDDEN, toys.HIDDEN)),
+        small.block,
+        normal((toys.HIDDEN, toys.VOCAB)),
+        lambda p, *args: small.head({"out": p["w"]}, *args),
+    )
+
     def born(**fields):
-        program = zj.build_train_step(
-            toys.layered(), toys.optimizer(), zj.ZeroConfig(stage=3, precision=precision, **fields), mesh
-        )
+        program = zj.build_train_step(model, optax.adamw(1e-2), zj.ZeroConfig(stage=3, precision=precision, **fields), mesh)
         return program, program.init(jax.random.key(3))
 
     resident, expected = born()

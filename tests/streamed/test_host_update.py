@@ -14,7 +14,7 @@ HOST = "pinned_host"
 def build(fields, model=None, tx=None):
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
     config = zj.ZeroConfig(stage=3, opt_state=HOST, update_on="host", **fields)
-    return zj.build_train_step(model or toys.layered(), tx or toys.optimizer(), config, mesh)
+    return zj.build_train_step(model or toys.small(), tx or optax.adamw(1e-2), config, mesh)
 
 
 @pytest.mark.by_default("fields3-4-2")
@@ -64,7 +64,8 @@ def delayed_reference(params, data, tx):
 @pytest.mark.by_default("clipped")
 @pytest.mark.parametrize("fields", [{}, {"clip_norm": 0.5, "num_microbatches": 4}], ids=["plain", "clipped"])
 def test_delayed_update_is_one_step_late(fields):
-    program, data = build({"params": HOST, "delayed_update": True, **fields}), toys.batches(6)
+    fields = {"params": HOST, "delayed_update": True, **fields}
+    program, data = build(fields, toys.layered(), toys.optimizer()), toys.batches(6)
     state = program.init(jax.random.key(0))
     params = jax.device_get(program.params(state))
     clip = fields.get("clip_norm")
@@ -97,7 +98,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing(fields):
 def test_any_elementwise_optimizer_runs_there(name):
     tx = {"lion": optax.lion(1e-3), "sgd": optax.sgd(0.05, 0.9)}[name]
     data, mesh = toys.batches(5), zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
-    resident = zj.build_train_step(toys.layered(), tx, zj.ZeroConfig(stage=3), mesh)
+    resident = zj.build_train_step(toys.small(), tx, zj.ZeroConfig(stage=3), mesh)
     expected, before = toys.run(resident, resident.init(jax.random.key(0)), data)
     program = build({"params": HOST}, tx=tx)
     losses, after = toys.run(program, program.init(jax.random.key(0)), data)
@@ -131,7 +132,7 @@ def test_an_optimizer_that_is_not_elementwise_is_refused_when_building():
 def test_host_memory_is_shared_between_batch_shapes_and_released():
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
     config = zj.ZeroConfig(stage=3, params=HOST, grads=HOST, activations=HOST)
-    program = zj.build_train_step(toys.layered(), toys.optimizer(), config, mesh)
+    program = zj.build_train_step(toys.small(), optax.adamw(1e-2), config, mesh)
     state = program.init(jax.random.key(0))
     for size in (32, 16, 32):
         state, _ = program.step(state, toys.batches(1, size)[0])

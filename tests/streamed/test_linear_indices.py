@@ -49,7 +49,7 @@ def train(config, tiles):
         return np.asarray(losses), *map(np.asarray, leaves)
 
 
-@pytest.mark.by_default("in_backward", "opt_state")
+@pytest.mark.by_default("in_backward")
 @pytest.mark.parametrize("case", CASES)
 def test_ten_steps_are_those_with_indices_from_arrays(case, tmp_path, monkeypatch):
     """But for last bits: XLA for CPUs drops barriers, and fuses what slices at an array's entry in another way."""

@@ -543,6 +543,7 @@ class SlowIo:
         self.disk.close()
 
 
+@pytest.mark.by_default("0-5-one_buffer_of_each_kind", "1-2-as_many_buffers_as_needed", "3-5-one_buffer_of_each_kind")
 @pytest.mark.parametrize("fewest", [False, True], ids=["as_many_buffers_as_needed", "one_buffer_of_each_kind"])
 @pytest.mark.parametrize(("distance", "layers"), [(0, 1), (0, LAYERS), (1, 2), (2, LAYERS), (3, 1), (3, 2), (3, LAYERS)])
 def test_records_in_any_order_from_a_slow_disk(folder, monkeypatch, distance, layers, fewest):
@@ -598,6 +599,7 @@ SIZES = (5, 700, 1024, 3, 900, 2048, 1)
 """Elements of the records of kinds that share buffers."""
 
 
+@pytest.mark.by_default("two_rings-1", "in_place-0", "in_place-3")
 @pytest.mark.parametrize("distance", [0, 1, 3])
 @pytest.mark.parametrize("in_place", [False, True], ids=["two_rings", "in_place"])
 def test_kinds_of_one_record_share_buffers(folder, in_place, distance):
