@@ -44,12 +44,14 @@ def pytest_runtest_teardown(item, nextitem):
         gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _disk_is_not_probed(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def _disk_is_not_probed():
     """Take default settings of a disk: programs from disk are built many times, and a probe takes a second."""
     from host_offload.disk.tuning import DEFAULT
 
-    monkeypatch.setattr("zerojax.runtime.swap.tune", lambda _: DEFAULT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerojax.runtime.swap.tune", lambda _: DEFAULT)
+        yield
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What is wrong with a checkpoint, a folder or a disk is told; training and older checkpoints go on as they were."""
 
+import contextlib
 import errno
 import os
 import pathlib
@@ -32,6 +33,12 @@ ON_DISK = {"stage": 3, "params": DISK, "opt_state": DISK}
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     with build(ON_DISK, tmp_path_factory.mktemp("swap") / "s") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory):
+    with build({"stage": 1}, tmp_path_factory.mktemp("unused")) as made:
         yield made
 
 
@@ -304,14 +311,12 @@ def save_and_wait(ckpt, program, state):
 
 @pytest.mark.by_default("nvme")
 @pytest.mark.parametrize("tier", ["device", DISK])
-def test_a_full_disk_loses_nothing(tier, tmp_path):
+def test_a_full_disk_loses_nothing(program, tier, tmp_path):
     """The swap folder is on another disk: what is linked there is copied, and the copy finds no room."""
-    fields = {"stage": 3, "params": tier, "opt_state": tier}
-    with (
-        mounted(tmp_path / "small", "size=4m") as small,
-        build(fields, tmp_path / "swap") as made,
-        zj.Checkpointer(small / "c") as ckpt,
-    ):
+    with contextlib.ExitStack() as stack:
+        small = stack.enter_context(mounted(tmp_path / "small", "size=4m"))
+        made = program if tier == DISK else stack.enter_context(build({"stage": 3}, tmp_path))
+        ckpt = stack.enter_context(zj.Checkpointer(small / "c"))
         state, _ = made.step(made.init(jax.random.key(0)), DATA[0])
         ckpt.save(made, state)
         ckpt.wait()
@@ -337,7 +342,7 @@ def test_a_full_disk_below_swap_folder_and_checkpoints(tmp_path):
     """Linked records need room for the next step's: where there is none, the save is refused, and the step is not."""
     with (
         mounted(tmp_path / "small", "size=4m") as small,
-        build(ON_DISK, small / "swap") as made,
+        build(ON_DISK, small / "swap", {"fsdp": 1}) as made,
         zj.Checkpointer(small / "c") as ckpt,
     ):
         state, _ = made.step(made.init(jax.random.key(0)), DATA[0])
@@ -383,7 +388,7 @@ def test_a_snapshot_is_linked_and_what_it_links_is_never_written_again(program, 
         assert not list(swap.glob("*/snapshot-*"))
 
 
-def test_a_program_that_closes_waits_for_what_is_saved_from_its_disk(tmp_path, monkeypatch):
+def test_a_program_that_closes_waits_for_what_is_saved_from_its_disk(program, tmp_path, monkeypatch):
     move = Snapshot.move
 
     def late(self, kept, target):
@@ -400,8 +405,7 @@ def test_a_program_that_closes_waits_for_what_is_saved_from_its_disk(tmp_path, m
             state = made.init(jax.random.key(1))
             ckpt.save(made, made.step(state, DATA[0])[0])
         assert ckpt.all_steps() == [0, 1]
-        with build(ON_DISK, tmp_path / "swap") as made:
-            assert toys.run(made, ckpt.restore(made, 0), DATA[:1])[0] == expected
+        assert toys.run(program, ckpt.restore(program, 0), DATA[:1])[0] == expected
 
 
 # --- settings ----------------------------------------------------------------------------------------------------------------
@@ -416,27 +420,26 @@ def test_settings_out_of_range_are_refused(tmp_path):
         zj.Checkpointer("gs://bucket/run")
 
 
-def test_interval_keep_and_best(tmp_path):
-    with build({"stage": 1}, tmp_path) as made:
-        state = made.init(jax.random.key(0))
-        with zj.Checkpointer(tmp_path / "a", max_to_keep=2, save_interval_steps=2) as ckpt:
-            did = []
-            for batch in DATA:
-                state, _ = made.step(state, batch)
-                did.append(ckpt.save(made, state))
-            assert did == [False, True] * 3
-            assert not ckpt.save(made, state)
-            assert ckpt.all_steps() == [4, 6]
-            state, _ = made.step(state, DATA[0])
-            assert ckpt.save(made, state, force=True)
-        with zj.Checkpointer(tmp_path / "b", max_to_keep=1, best_metric="loss") as ckpt:
-            for loss in (3.0, 1.0, 2.0):
-                state, _ = made.step(state, DATA[0])
-                ckpt.save(made, state, metrics={"loss": loss})
-            assert ckpt.best_step() == 9
-            assert ckpt.all_steps() == [9, 10]  # the newest, too
-            with pytest.raises(ValueError, match="best_metric='loss': metrics with that name are needed"):
-                ckpt.save(made, made.step(state, DATA[0])[0], metrics={"norm": 1.0})
+def test_interval_keep_and_best(resident, tmp_path):
+    state = resident.init(jax.random.key(0))
+    with zj.Checkpointer(tmp_path / "a", max_to_keep=2, save_interval_steps=2) as ckpt:
+        did = []
+        for batch in DATA:
+            state, _ = resident.step(state, batch)
+            did.append(ckpt.save(resident, state))
+        assert did == [False, True] * 3
+        assert not ckpt.save(resident, state)
+        assert ckpt.all_steps() == [4, 6]
+        state, _ = resident.step(state, DATA[0])
+        assert ckpt.save(resident, state, force=True)
+    with zj.Checkpointer(tmp_path / "b", max_to_keep=1, best_metric="loss") as ckpt:
+        for loss in (3.0, 1.0, 2.0):
+            state, _ = resident.step(state, DATA[0])
+            ckpt.save(resident, state, metrics={"loss": loss})
+        assert ckpt.best_step() == 9
+        assert ckpt.all_steps() == [9, 10]  # the newest, too
+        with pytest.raises(ValueError, match="best_metric='loss': metrics with that name are needed"):
+            ckpt.save(resident, resident.step(state, DATA[0])[0], metrics={"norm": 1.0})
 
 
 @pytest.mark.parametrize("on_host", [True, False])
@@ -477,20 +480,20 @@ class Counter:
         self.at = state["at"]
 
 
-def test_the_order_of_data_goes_on(tmp_path):
-    with build({"stage": 1}, tmp_path) as made, zj.Checkpointer(tmp_path / "c") as ckpt:
+def test_the_order_of_data_goes_on(resident, tmp_path):
+    with zj.Checkpointer(tmp_path / "c") as ckpt:
         data = Counter()
-        state, _ = made.step(made.init(jax.random.key(0)), next(data))
-        ckpt.save(made, state, data=data)
-        state, metrics = made.step(state, next(data))
+        state, _ = resident.step(resident.init(jax.random.key(0)), next(data))
+        ckpt.save(resident, state, data=data)
+        state, metrics = resident.step(state, next(data))
         other = Counter()
-        state = ckpt.restore(made, data=other)
+        state = ckpt.restore(resident, data=other)
         assert other.at == 1
-        state, again = made.step(state, next(other))
+        state, again = resident.step(state, next(other))
         assert float(again["loss"]) == float(metrics["loss"])
         with pytest.raises(ValueError, match="an iterator with get_state and set_state"):
-            ckpt.save(made, state, data=iter(DATA))
-    with build({"stage": 1}, tmp_path) as made, zj.Checkpointer(tmp_path / "d") as ckpt:
-        ckpt.save(made, made.init(jax.random.key(0)))
+            ckpt.save(resident, state, data=iter(DATA))
+    with zj.Checkpointer(tmp_path / "d") as ckpt:
+        ckpt.save(resident, resident.init(jax.random.key(0)))
         with pytest.raises(CheckpointError, match="holds no state of the iterator of process 0"):
-            ckpt.restore(made, data=Counter())
+            ckpt.restore(resident, data=Counter())

@@ -1,5 +1,7 @@
 """Training goes on from a checkpoint as if it had not stopped: bit for bit in the same place, within rounding elsewhere."""
 
+import contextlib
+
 import jax
 import numpy as np
 import optax
@@ -36,12 +38,26 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def on_disk(tmp_path_factory):
+    """A program of the case "disk", and the directory of a checkpoint of it after 3 steps, with the losses of the next 3."""
+    folder = tmp_path_factory.mktemp("on_disk")
+    with build(CASES["disk"], folder / "swap") as program:
+        with zj.Checkpointer(folder / "c") as ckpt:
+            _, state = toys.run(program, program.init(jax.random.key(0)), DATA[:3])
+            ckpt.save(program, state)
+            losses, _ = toys.run(program, state, DATA[3:])
+        yield program, folder / "c", losses
+
+
 @pytest.mark.by_default("disk")
 @pytest.mark.parametrize("name", CASES)
-def test_resumed_losses_are_those_of_the_run_that_went_on(name, tmp_path):
+def test_resumed_losses_are_those_of_the_run_that_went_on(name, on_disk, tmp_path):
     """With saves in the background, after which the run goes on at once: what is saved is the state of that step."""
     tx = optax.adamw(1e-2) if "update_on" in CASES[name] else None
-    with build(CASES[name], tmp_path / "swap", tx=tx) as program, zj.Checkpointer(tmp_path / "c") as ckpt:
+    with contextlib.ExitStack() as stack:
+        program = on_disk[0] if name == "disk" else stack.enter_context(build(CASES[name], tmp_path / "swap", tx=tx))
+        ckpt = stack.enter_context(zj.Checkpointer(tmp_path / "c"))
         state = program.init(jax.random.key(0))
         _, state = toys.run(program, state, DATA[:3])
         assert ckpt.save(program, state)
@@ -72,12 +88,10 @@ def losses_after(ckpt, fields, swap, **where):
     ],
     ids=["one_device", "host", "disk", "bf16", "moments"],
 )
-def test_resumed_elsewhere_losses_agree_within_rounding(fields, axes, rtol, tmp_path):
-    with build(CASES["disk"], tmp_path / "a") as program, zj.Checkpointer(tmp_path / "c") as ckpt:
-        _, state = toys.run(program, program.init(jax.random.key(0)), DATA[:3])
-        ckpt.save(program, state)
-        expected, _ = toys.run(program, state, DATA[3:])
-    np.testing.assert_allclose(losses_after(ckpt, fields, tmp_path / "b", axes=axes), expected, rtol=rtol)
+def test_resumed_elsewhere_losses_agree_within_rounding(fields, axes, rtol, on_disk, tmp_path):
+    _, directory, expected = on_disk
+    with zj.Checkpointer(directory) as ckpt:
+        np.testing.assert_allclose(losses_after(ckpt, fields, tmp_path / "b", axes=axes), expected, rtol=rtol)
 
 
 @pytest.mark.by_default("device")

@@ -9,19 +9,22 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-LIMIT_GB = 2.3  # 0.3 more than the one takes on 2 cores, 0.3 less than the other
+LIMIT_GB = 2.03  # 0.3 more than the one takes on 2 cores, 0.3 less than the other
+
+UNOPTIMIZED = "--xla_backend_optimization_level=0"
 
 
 def run(tmp_path: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Train 24 layers x 512 on 2 cores: XLA's threads, whose number follows from the cores, count as address space."""
+    """Train 56 layers x 320 on 2 cores: XLA's threads, whose number follows from the cores, count as address space."""
     script = str(ROOT / "examples" / "train_larger_than_memory.py")
-    sizes = ["--layers", "24", "--hidden", "512", "--heads", "8", "--seq", "64", "--steps", "2"]
+    sizes = ["--layers", "56", "--hidden", "320", "--heads", "8", "--seq", "32", "--steps", "2"]
     command = [sys.executable, script, "--swap-dir", str(tmp_path), "--limit-gb", str(LIMIT_GB), *sizes, *arguments]
     # Not preexec_fn: it forks, which JAX warns of.
     on_two_cores = (
         "import os, sys; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2]); os.execv(sys.argv[1], sys.argv[1:])"
     )
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    # With LLVM's optimizations: the moments of 69 M parameters take longer without than what they take to compile.
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ["XLA_FLAGS"].replace(UNOPTIMIZED, "")}
     command = [sys.executable, "-c", on_two_cores, *command]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
@@ -40,7 +43,7 @@ def test_larger_than_memory_trains_on_disk_under_a_limit_that_memory_breaks(tmp_
     assert peak < LIMIT_GB
     assert 0 <= stall <= 100
     (states, *_) = map(float, re.findall(r"states ([\d.]+) GB", done.stdout))
-    assert states == pytest.approx(0.91, abs=0.01)  # 75.8 M parameters x 12 bytes
+    assert states == pytest.approx(0.83, abs=0.01)  # 69.1 M parameters x 12 bytes
     assert moved == pytest.approx(states / 12 * 28, rel=0.05)  # weights 3 x 4 bytes, moments 2 x 8; and activations
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 

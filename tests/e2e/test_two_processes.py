@@ -6,6 +6,10 @@ import jax
 import numpy as np
 import processes
 import pytest
+import toys
+from matrix_of_checkpoints import assert_same, numbers
+
+import zerojax as zj
 
 pytestmark = pytest.mark.xdist_group("two_processes")  # tests share what the processes found
 DAMAGED = "opt_state/{rank}/c.1.0"
@@ -77,18 +81,30 @@ def fail_on_host(program):
         program._runner.host.host.run_kernel = broken
     failure("on the host", lambda: program.step(state, local[1]))
     program._runner.host.host.run_kernel = update
-    found["after the host"] = losses_of(program, local[:3])[0]
+    found["after the host"] = toys.run(program, program.init(jax.random.key(0)), local[:3])[0]
+
+
+def restore_what_one_saved(program):
+    with zj.Checkpointer(out.parent / "one" / "saved") as ckpt:
+        state = ckpt.restore(program)
+    found["restored"] = float(program.eval(state, local[0]))
+    with zj.Checkpointer(out / "again") as ckpt:
+        ckpt.save(program, state)
 
 
 with build("layered", out, **DISK) as program:
     found["nvme"], program_state = losses_of(program, local[:3])
     found["folders"] = sorted(path.name for path in out.glob("zerojax-swap-[0-9]*"))
     found["ranks"] = sorted(program.swap.engine._lanes)
+    with zj.Checkpointer(out / "saved") as ckpt:
+        ckpt.save(program, program_state)
     if processes > 1:
         fail_in_one(program)
+        restore_what_one_saved(program)
 # of a stack of layers in memory test_save_together.py compares the losses
+toys.LAYERS = 1
 with build("unrolled", num_microbatches=2, update_on="host", opt_state="pinned_host") as program:
-    found["host"] = losses_of(program, local[:3])[0]
+    found["host"] = toys.run(program, program.init(jax.random.key(0)), local[:3])[0]
     if processes > 1:
         fail_on_host(program)
 """.replace("DAMAGED", DAMAGED)
@@ -100,20 +116,34 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     (folder / "one").mkdir()
     alone = {"jax": jax, "processes": 1, "me": 0, "out": folder / "one"}
-    exec(WORKER, alone)  # here: a third process would start and import for as long as it trains
-    return [alone["found"], *processes.launch(WORKER, folder / "two", 2, devices=4)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toys, "LAYERS", toys.LAYERS)  # which the worker changes
+        exec(WORKER, alone)  # here: a third process would start and import for as long as it trains
+    return folder, [alone["found"], *processes.launch(WORKER, folder / "two", 2, devices=4)]
 
 
 @pytest.mark.parametrize("kind", ["nvme", "host"])
 def test_two_processes_train_the_losses_of_one(found, kind):
-    alone, first, second = (each[kind] for each in found)
+    alone, first, second = (each[kind] for each in found[1])
     assert first == second
     np.testing.assert_allclose(first, alone, rtol=1e-5)
     assert alone[-1] < alone[0]
 
 
+def test_what_two_processes_saved_from_disk_one_restores_and_the_reverse(found, tmp_path):
+    folder, (alone, first, second) = found
+    assert_same(numbers(folder / "two" / "again", 3), numbers(folder / "one" / "saved", 3))
+    np.testing.assert_allclose([first["restored"], second["restored"]], alone["nvme"][-1], rtol=1e-5)
+    config = zj.ZeroConfig(stage=3, swap_dir=str(tmp_path), params="nvme", grads="nvme", opt_state="nvme")
+    mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    with zj.build_train_step(toys.layered(), toys.optimizer(), config, mesh) as program:
+        with zj.Checkpointer(folder / "two" / "saved") as ckpt, zj.Checkpointer(tmp_path / "again") as again:
+            again.save(program, ckpt.restore(program))
+    assert_same(numbers(tmp_path / "again", 3), numbers(folder / "two" / "saved", 3))
+
+
 def test_each_process_has_its_own_swap_folder(found):
-    alone, first, second = found
+    alone, first, second = found[1]
     assert alone["folders"] == ["zerojax-swap-0"]
     assert first["folders"] == second["folders"] == ["zerojax-swap-0", "zerojax-swap-1"]
     assert alone["ranks"] == sorted(first["ranks"] + second["ranks"]) == list(range(4))
@@ -124,7 +154,7 @@ def failed_in_another(what):
 
 
 def test_what_fails_in_one_process_is_raised_in_both(found):
-    _, other, failed = found
+    _, other, failed = found[1]
     for what, number in (("in a step", errno.ENOENT), ("between steps", errno.EIO), ("build", None)):
         assert other[what][0] == "SwapError"
         assert "process 1 failed" in other[what][1]

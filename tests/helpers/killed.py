@@ -4,6 +4,7 @@
 
     FOLDER/saved    checkpoints
     FOLDER/losses   a line a step, "step loss": the loss as float.hex, written when the step is over
+    FOLDER/whole    the same of a run from the first step to the last, which follows where this one comes to its end
     FOLDER/swap     of the tier nvme
 
 The first line it prints is "ready STEP", once its programs are compiled: the step that it goes on from.
@@ -22,6 +23,8 @@ if __name__ == "__main__":
 import toys
 
 import zerojax as zj
+import zerojax.runtime.swap
+from host_offload.disk import tuning
 
 EVERY, KEPT = 2, 2
 
@@ -40,8 +43,18 @@ def batch_of(step: int) -> Any:
     return DATA[step % len(DATA)]
 
 
+def train(program: zj.Program, state: zj.TrainState, last: int, log: int, ckpt: zj.Checkpointer | None) -> None:
+    """Train up to a step, telling each loss, and saving where there is something to save in."""
+    for step in range(int(state.step) + 1, last + 1):
+        state, metrics = program.step(state, batch_of(step))
+        os.write(log, f"{step} {float(metrics['loss']).hex()}\n".encode())
+        if ckpt is not None:
+            ckpt.save(program, state)
+
+
 def main(folder: pathlib.Path, tier: str, last: int) -> None:
-    """Go on from what is saved."""
+    """Go on from what is saved; at the end train all steps again, from the first, in the same program."""
+    zerojax.runtime.swap.tune = lambda _: tuning.DEFAULT  # a probe takes a second
     (folder / "swap").mkdir(exist_ok=True)
     log = os.open(folder / "losses", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     ckpt = zj.Checkpointer(folder / "saved", max_to_keep=KEPT, save_interval_steps=EVERY)
@@ -52,10 +65,10 @@ def main(folder: pathlib.Path, tier: str, last: int) -> None:
             if not is_compiled:
                 program.step(state, batch_of(start + 1))
         print(f"ready {start}", flush=True)
-        for step in range(start + 1, last + 1):
-            state, metrics = program.step(state, batch_of(step))
-            os.write(log, f"{step} {float(metrics['loss']).hex()}\n".encode())
-            ckpt.save(program, state)
+        train(program, state, last, log, ckpt)
+        ckpt.wait()
+        whole = os.open(folder / "whole", os.O_WRONLY | os.O_CREAT, 0o600)
+        train(program, program.init(jax.random.key(0)), last, whole, None)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import zerojax as zj
 from zerojax.checkpoint import save as saving
 
 STEPS = 3
-TIERS = ("device", "nvme")
 
 
 class Counter:
@@ -149,17 +148,15 @@ def pass_over(program: zj.Program, directory: pathlib.Path, me: int) -> int:
         return int(ckpt.restore(program).step)
 
 
-def work(folder: pathlib.Path, me: int) -> dict[str, Any]:
+def work(folder: pathlib.Path, me: int, tier: str) -> dict[str, Any]:
     """Return what one process of two finds."""
-    found: dict[str, Any] = {"trained": {}, "restored": {}}
-    for tier in TIERS:
-        with build(folder, tier) as program:
-            found["trained"][tier] = save(program, folder / "saved" / tier)
-            found["restored"][tier] = restore(program, folder.parent / "one" / tier, folder / "again" / tier)
-            if tier == "device":
-                with zj.Checkpointer(folder / "saved" / tier) as ckpt:
-                    ckpt.restore(program, data=(data := Counter()))
-                found["position"] = data.position
-                found |= fail(program, folder / "failing", me)
-                found["passed over"] = pass_over(program, folder / "damaged", me)
+    found: dict[str, Any] = {}
+    with build(folder, tier) as program:
+        found["trained"] = save(program, folder / "saved")
+        found["restored"] = restore(program, folder.parent / "one", folder / "again")
+        with zj.Checkpointer(folder / "saved") as ckpt:
+            ckpt.restore(program, data=(data := Counter()))
+        found["position"] = data.position
+        found |= fail(program, folder / "failing", me)
+        found["passed over"] = pass_over(program, folder / "damaged", me)
     return found
