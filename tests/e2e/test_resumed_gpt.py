@@ -1,6 +1,8 @@
 """The example, stopped by a signal, goes on from its last step to the losses of a run that was not stopped."""
 
+import contextlib
 import gzip
+import io
 import json
 import pathlib
 import re
@@ -9,10 +11,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
+import jax
 import numpy as np
 import pytest
 import test_train_gpt as t
+import train_gpt
+import tyro
+
+import zerojax as zj
 
 pytestmark = pytest.mark.xdist_group("resumed_gpt")
 STEPS = 24
@@ -70,20 +78,40 @@ def stopped(folder: pathlib.Path, text: str, number: int, processes: int = 1) ->
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def here(tmp_path_factory):
+    """Yield `train(*arguments)`: run in this process, all with one program; returns what it printed."""
+    text, programs = t.folder(tmp_path_factory.mktemp("text")), []
+    mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+
+    def train(*arguments: str) -> str:
+        options = tyro.cli(train_gpt.Options, args=arguments, config=(tyro.conf.FlagConversionOff,))
+        if not programs:
+            programs.append(train_gpt.build(options, mesh))
+        ((c, program),) = programs
+        with train_gpt.open_checkpoints(options) or contextlib.nullcontext() as ckpt:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                train_gpt.run(options, c, program, train_gpt.prepare(options, c, program), ckpt)
+        return printed.getvalue()
+
+    yield train, text
+    for _, program in programs:
+        program.close()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, here):
     """The text, the figures of a run that is not stopped, and what it printed."""
-    folder = tmp_path_factory.mktemp("whole")
-    text = t.folder(folder)
-    done = t.run(folder, *arguments(folder, text, sample_bytes=20), "--devices", "2")
-    assert done.returncode == 0, done.stderr
-    return text, figures(folder)[0], done.stdout
+    folder, (train, text) = tmp_path_factory.mktemp("whole"), here
+    printed = train(*arguments(folder, text, sample_bytes=20))
+    assert "--- sample ---" in printed
+    return text, figures(folder)[0], printed
 
 
-def resumed(folder: pathlib.Path, text: str, step: int) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
+def resumed(
+    folder: pathlib.Path, text: str, step: int, train: Callable[..., str]
+) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
     """Go on in one process, and return the figures before and after."""
-    done = t.run(folder, *arguments(folder, text), *saving(folder), "--devices", "2", "--resume", "True")
-    assert done.returncode == 0, done.stderr
-    assert f"goes on from step {step} of" in done.stdout
+    assert f"goes on from step {step} of" in train(*arguments(folder, text), *saving(folder), "--resume", "True")
     assert sorted(int(path.name) for path in (folder / "saved").iterdir() if path.is_dir()) == [STEPS - STEPS % 4 - 4, STEPS]
     before, after = figures(folder)
     assert list(before["train/loss"]) == [*range(1, step + 1)]
@@ -101,17 +129,23 @@ def test_an_interrupted_run_goes_on_to_the_same_losses(tmp_path, whole):
     assert refused.returncode == 2
     assert f"holds checkpoints up to step {step}: --resume True" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
-    for found in resumed(tmp_path, text, step):
+
+    def train(*arguments: str) -> str:
+        done = t.run(tmp_path, *arguments, "--devices", "2")
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    for found in resumed(tmp_path, text, step, train):
         for name in NAMES:
             assert found[name] == {s: expected[name][s] for s in found[name]}
 
 
-def test_processes_stop_at_one_step_and_one_process_goes_on(tmp_path, whole):
+def test_processes_stop_at_one_step_and_one_process_goes_on(tmp_path, whole, here):
     """The signal comes to one of two; the iterator of one is put where theirs were."""
     text, expected, _ = whole
     step = stopped(tmp_path, text, signal.SIGTERM, processes=2)
     assert 4 <= step < STEPS
-    for found in resumed(tmp_path, text, step):
+    for found in resumed(tmp_path, text, step, here[0]):
         for name in NAMES:
             np.testing.assert_allclose(
                 list(found[name].values()), [expected[name][s] for s in found[name]], rtol=1e-4, err_msg=name
@@ -146,7 +180,9 @@ def test_train_gpt_with_states_on_disk_equals_the_run_in_memory(tmp_path, whole)
     assert runs == ["step"] * 3 + ["eval"] * runs.count("eval")
 
 
-def test_resume_needs_a_directory(tmp_path):
-    refused = t.run(tmp_path, "--resume", "True")
-    assert refused.returncode == 2
-    assert refused.stderr.splitlines() == ["train_gpt.py: error: --resume True: from which --checkpoint-dir?"]
+def test_resume_needs_a_directory(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--resume", "True"])
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines() == ["train_gpt.py: error: --resume True: from which --checkpoint-dir?"]
