@@ -2,12 +2,12 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+import processes
 import pytest
 import toys
 from matrix_of_checkpoints import Place, build
@@ -15,23 +15,31 @@ from matrix_of_checkpoints import Place, build
 import zerojax as zj
 from zerojax.checkpoint import restore as restoring
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "checkpoints.py"
 SLACK = 40 << 20  # what compiling takes, and records of 9 MB
+ROWS = ("on the device, at most 64 MB of copies", "on the device", "on disk, the same as the checkpoint's")
+SCRIPT = """
+import ctypes, gc, json, sys
+import checkpoints
+for name in sys.argv[2:]:
+    print(json.dumps(checkpoints.run(name, checkpoints.Size(layers=16, hidden=256), sys.argv[1])))
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what one row took is not there for the next, whose memory is counted from here
+"""
 
 
-@pytest.fixture
-def measured(tmp_path):
-    def of(row: str):
-        command = [sys.executable, str(SCRIPT), str(tmp_path), "--row", row, "--layers", "16", "--hidden", "256"]
-        done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return of
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Return what `benchmarks/checkpoints.py` measures, by row: one after the other in one process."""
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("measured")), *ROWS]
+    env = processes.environment()
+    env["PYTHONPATH"] += os.pathsep + str(processes.ROOT / "benchmarks")
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(ROWS, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
 def test_copies_are_the_shards_or_within_the_bound(measured):
-    whole, bounded = measured("on the device"), measured("on the device, at most 64 MB of copies")
+    bounded, whole, _ = measured.values()
     assert whole["state_bytes"] > 140e6
     assert whole["async_bytes"] > 0.9 * whole["state_bytes"]  # what is measured would be seen
     assert whole["async_bytes"] < whole["state_bytes"] + SLACK
@@ -72,7 +80,7 @@ def test_one_record_is_in_memory_at_a_time(tmp_path, monkeypatch):
 
 
 def test_a_state_on_disk_never_passes_through_memory_whole(measured):
-    row = measured("on disk, the same as the checkpoint's")
+    row = measured["on disk, the same as the checkpoint's"]
     assert row["sync_bytes"] < SLACK
     assert row["async_bytes"] < SLACK
     assert row["restore_bytes"] < 0.6 * row["state_bytes"]  # the tier's buffers, of 5 layers

@@ -1,5 +1,6 @@
 """A weight saved in one number of tiles is restored as any other, and as the dense weight, and back."""
 
+import contextlib
 import dataclasses
 
 import jax
@@ -48,23 +49,26 @@ def test_any_number_of_tiles_is_restored_as_any_other(tmp_path):
     def program_of(tiles, fields):
         return build(fields, tmp_path / "swap", {"fsdp": 2}, tiled_model(tiles), optax.sgd(1e-4, momentum=0.9))
 
-    for tiles, fields in places:
-        with program_of(tiles, fields) as program, zj.Checkpointer(tmp_path / str(tiles)) as ckpt:
-            state = program.init(jax.random.key(0))
-            if tiles != 4:
-                with zj.Checkpointer(tmp_path / "4") as first:
-                    state = first.restore(program)
-            else:
-                state, _ = program.step(state, data[0])
-            ckpt.save(program, state)
-            found[tiles] = float(program.step(state, data[1])[1]["loss"])
-    for tiles, fields in places[1:]:
-        np.testing.assert_allclose(found[tiles], found[4], rtol=2e-6, err_msg=str(fields))
-        with program_of(*places[0]) as program, zj.Checkpointer(tmp_path / str(tiles)) as ckpt:
-            state = ckpt.restore(program)
+    with program_of(*places[0]) as first:
+        for tiles, fields in places:
+            with contextlib.ExitStack() as stack:
+                program = first if tiles == 4 else stack.enter_context(program_of(tiles, fields))
+                if tiles == 4:
+                    state, _ = program.step(program.init(jax.random.key(0)), data[0])
+                else:
+                    state = restored(program, tmp_path / "4")
+                with zj.Checkpointer(tmp_path / str(tiles)) as ckpt:
+                    ckpt.save(program, state)
+                    found[tiles] = float(program.step(state, data[1])[1]["loss"])
+            np.testing.assert_allclose(found[tiles], found[4], rtol=2e-6, err_msg=str(fields))
             with zj.Checkpointer(tmp_path / f"4 from {tiles}") as again:
-                again.save(program, state)
-        assert_same(numbers(tmp_path / f"4 from {tiles}", 1), numbers(tmp_path / "4", 1))
+                again.save(first, restored(first, tmp_path / str(tiles)))
+            assert_same(numbers(tmp_path / f"4 from {tiles}", 1), numbers(tmp_path / "4", 1))
+
+
+def restored(program, directory):
+    with zj.Checkpointer(directory) as ckpt:
+        return ckpt.restore(program)
 
 
 def dense_program(in_tiles, out_tiles, folder):
@@ -77,25 +81,24 @@ def dense_program(in_tiles, out_tiles, folder):
 
 def test_a_dense_layer_in_tiles_along_both_dims_is_restored_as_any_other(tmp_path):
     grids, expected = [(2, 2), (4, 1), (1, 8), (8, 3), (1, 1)], None
-    for grid in grids:
-        with dense_program(*grid, tmp_path / "swap") as program, zj.Checkpointer(tmp_path / str(grid)) as ckpt:
-            state = program.init(jax.random.key(0))
-            if grid == grids[0]:
-                x = np.random.default_rng(0).standard_normal((8, 16), dtype=np.float32)
-                state, _ = program.step(state, {"x": x})
-            else:
-                with zj.Checkpointer(tmp_path / str(grids[0])) as first:
-                    state = first.restore(program)
-            ckpt.save(program, state)
-            in_tiles, kernel = grid[0], jax.device_get(state.params["kernel"])
-        dense = np.asarray(tiling.untile_kernel(kernel, in_tiles=in_tiles))
-        expected = dense if expected is None else expected
-        np.testing.assert_array_equal(dense, expected)
-        with dense_program(*grids[0], tmp_path / "swap") as program, zj.Checkpointer(tmp_path / str(grid)) as ckpt:
-            again = ckpt.restore(program)
+    with dense_program(*grids[0], tmp_path / "first") as first:
+        for grid in grids:
+            with contextlib.ExitStack() as stack:
+                if grid == grids[0]:
+                    x = np.random.default_rng(0).standard_normal((8, 16), dtype=np.float32)
+                    program, state = first, first.step(first.init(jax.random.key(0)), {"x": x})[0]
+                else:
+                    program = stack.enter_context(dense_program(*grid, tmp_path / "swap"))
+                    state = restored(program, tmp_path / str(grids[0]))
+                with zj.Checkpointer(tmp_path / str(grid)) as ckpt:
+                    ckpt.save(program, state)
+                in_tiles, kernel = grid[0], jax.device_get(state.params["kernel"])
+            dense = np.asarray(tiling.untile_kernel(kernel, in_tiles=in_tiles))
+            expected = dense if expected is None else expected
+            np.testing.assert_array_equal(dense, expected)
             with zj.Checkpointer(tmp_path / f"again {grid}") as other:
-                other.save(program, again)
-        assert_same(numbers(tmp_path / f"again {grid}", 1), numbers(tmp_path / str(grids[0]), 1))
+                other.save(first, restored(first, tmp_path / str(grid)))
+            assert_same(numbers(tmp_path / f"again {grid}", 1), numbers(tmp_path / str(grids[0]), 1))
 
 
 def saved_and_restored(folder, source, target, tx=None):
