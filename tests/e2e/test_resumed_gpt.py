@@ -88,9 +88,9 @@ def here(tmp_path_factory):
         if not programs:
             programs.append(train_gpt.build(options, mesh))
         ((c, program),) = programs
-        with train_gpt.open_checkpoints(options) or contextlib.nullcontext() as ckpt:
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
-                train_gpt.run(options, c, program, train_gpt.prepare(options, c, program), ckpt)
+        ckpt = train_gpt.open_checkpoints(options)
+        with ckpt or contextlib.nullcontext(), contextlib.redirect_stdout(io.StringIO()) as printed:
+            train_gpt.run(options, c, program, train_gpt.prepare(options, c, program), ckpt)
         return printed.getvalue()
 
     yield train, text

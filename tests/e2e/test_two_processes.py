@@ -136,10 +136,13 @@ def test_what_two_processes_saved_from_disk_one_restores_and_the_reverse(found, 
     np.testing.assert_allclose([first["restored"], second["restored"]], alone["nvme"][-1], rtol=1e-5)
     config = zj.ZeroConfig(stage=3, swap_dir=str(tmp_path), params="nvme", grads="nvme", opt_state="nvme")
     mesh = zj.make_mesh(fsdp=4, devices=jax.devices()[:4])
-    with zj.build_train_step(toys.layered(), toys.optimizer(), config, mesh) as program:
-        with zj.Checkpointer(folder / "two" / "saved") as ckpt, zj.Checkpointer(tmp_path / "again") as again:
-            again.save(program, ckpt.restore(program))
-    assert_same(numbers(tmp_path / "again", 3), numbers(folder / "two" / "saved", 3))
+    saved, again = folder / "two" / "saved", tmp_path / "again"
+    with (
+        zj.build_train_step(toys.layered(), toys.optimizer(), config, mesh) as program,
+        zj.Checkpointer(saved) as source, zj.Checkpointer(again) as target,
+    ):  # fmt: skip
+        target.save(program, source.restore(program))
+    assert_same(numbers(again, 3), numbers(saved, 3))
 
 
 def test_each_process_has_its_own_swap_folder(found):
