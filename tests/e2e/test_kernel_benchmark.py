@@ -24,6 +24,13 @@ def test_kernel_benchmark_runs_every_case_and_says_that_a_cpu_measures_nothing()
         assert ("not run: " in text and "needs a Hopper GPU" in text) == (name == MOSAIC)
 
 
+@pytest.mark.by_default(  # one of each op
+    "matmul 192 x 128 x 320, bias, gelu",
+    "linear_cross_entropy 64 x 32 x 512, with gradients",
+    "quantize 128 x 512, bfloat16 to int8, blocks of 256",
+    "dequantize 128 x 512, int8 to bfloat16, blocks of 256",
+    "dequantize_nf4 65536, 4 bits to bfloat16",
+)
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_kernel_benchmark_tells_of_a_wrong_result(case):
     def spoil(_: Any, value: Any) -> Any:

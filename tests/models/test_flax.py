@@ -77,8 +77,12 @@ def test_nnx_gpt_at_stage_3_equals_plain_flax(tied):
     assert losses[-1] != losses[0]
 
 
-def test_nnx_layered_equals_the_same_gpt_unrolled():
-    layered = zj.build_train_step(gpt.layered_gpt(CONFIG), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+@pytest.fixture(scope="module")
+def layered():
+    return zj.build_train_step(gpt.layered_gpt(CONFIG), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
+
+
+def test_nnx_layered_equals_the_same_gpt_unrolled(layered):
     state = layered.init(jax.random.key(0))
     params = jax.device_get(layered.params(state))
     whole = gpt.unrolled_gpt(CONFIG)
@@ -402,15 +406,14 @@ def test_from_flax_leaves_a_module_that_its_function_returns_in_its_mode():
         assert module.drop.deterministic is True
 
 
-def test_annotations_of_nnx_modules_become_specs():
+def test_annotations_of_nnx_modules_become_specs(layered):
     c = gpt.dataclasses.replace(CONFIG, tensor_axis="tensor")
     program = zj.build_train_step(gpt.layered_gpt(c), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=4, tensor=2))
     assert program.shardings.params["blocks"]["fc"]["kernel"].spec == P(None, "fsdp", "tensor")
     assert program.shardings.params["blocks"]["out"]["kernel"].spec == P(None, "tensor", "fsdp")
     assert program.shardings.params["embed"]["token"]["embedding"].spec == P("tensor", "fsdp")
     state = program.init(jax.random.key(0))
-    plain = zj.build_train_step(gpt.layered_gpt(CONFIG), optax.adamw(1e-2), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=8))
-    losses = [toys.run(p, s, tokens(3))[0] for p, s in ((program, state), (plain, plain.init(jax.random.key(0))))]
+    losses = [toys.run(p, s, tokens(3))[0] for p, s in ((program, state), (layered, layered.init(jax.random.key(0))))]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
