@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "update_on_host": {"opt_state": HOST, "update_on": "host", "activations": "remat"},
     "update_on_host_all": {**ALL, "update_on": "host"},
 }
-QUICK = ["all", "all_96_layers", "ahead", "microbatches", "in_backward", "tensor", "update_on_host_all"]
+QUICK = ["all", "all_96_layers", "microbatches", "in_backward", "update_on_host_all"]
 """Compiled without `-m exhaustive`."""
 RESIDENT = {"resident": {"opt_state": HOST}, "resident_on_device": {}}
 
@@ -128,7 +128,7 @@ def compiled(name: str) -> Compiled:
     fields = dict({**CASES, **RESIDENT}[name])
     axes = dict(fields.pop("mesh", ()))
     layers = fields.pop("layers", LAYERS)
-    model = unrolled(4) if name in RESIDENT else layered(layers, "tensor" in axes)
+    model = unrolled(2) if name in RESIDENT else layered(layers, "tensor" in axes)
     config = zj.ZeroConfig(**{"stage": 3, "precision": "bf16", **fields})
     program = zj.build_train_step(model, optax.adamw(1e-3), config, aot.gpu_mesh("h200", gpus_per_host=GPUS, **axes))
     tokens = jax.ShapeDtypeStruct((BATCH * GPUS * config.num_microbatches, SEQ), jnp.int32)
@@ -190,7 +190,7 @@ def test_optimizer_state_of_a_resident_model_is_updated_leaf_by_leaf():
     leaf = 12 * HIDDEN**2 // GPUS  # the largest leaf's master and moments
     assert c.report.tiers["device"]["in_flight"] == 2 * leaf
     assert c.stats.temp_size_in_bytes <= on_device.stats.temp_size_in_bytes + 2.1 * leaf
-    assert c.stats.host_argument_size_in_bytes > 12 * leaf
+    assert c.stats.host_argument_size_in_bytes > 6 * leaf  # so that all of them at once would be seen above
 
 
 # --- the link to the host --------------------------------------------------------------------------------------------------
@@ -231,6 +231,7 @@ def test_an_update_on_the_host_moves_4_bytes_a_parameter():
 # --- collectives -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.by_default("all-1", "in_backward-1", "microbatches-4")
 @pytest.mark.parametrize(("name", "scatters"), [("all", 1), ("ahead", 1), ("in_backward", 1), ("microbatches", 4)])
 def test_a_layer_is_gathered_twice_whatever_the_microbatches(name, scatters):
     c = compiled(name)
@@ -244,6 +245,7 @@ def test_a_layer_is_gathered_twice_whatever_the_microbatches(name, scatters):
     np.testing.assert_allclose(sent["reduce-scatter"], c.report.collectives["reduce_scatter"], rtol=0.02)
 
 
+@pytest.mark.by_default("all", "in_backward", "microbatches")
 @pytest.mark.parametrize("name", ["all", "ahead", "in_backward", "microbatches"])
 def test_gradients_are_reduced_to_their_shards_inside_the_backward_loop(name):
     found = [c for c in hlo.collectives(compiled(name).text, unknown_trips=1) if c.op == "reduce-scatter" and c.times > 1]
@@ -252,6 +254,7 @@ def test_gradients_are_reduced_to_their_shards_inside_the_backward_loop(name):
     assert all(c.num_bytes <= 1.01 * LAYER_BYTES for c in found)
 
 
+@pytest.mark.exhaustive  # 9 seconds; by default a resident model is split over `tensor`, in test_compiled_for_h200
 def test_over_fsdp_and_tensor_no_activation_is_replicated():
     """Rows of the look-up's gradient travel to their shards. Left to itself XLA of jax 0.11 and 0.12 sums whole activations."""
     c = compiled("tensor")
@@ -266,7 +269,7 @@ def test_over_fsdp_and_tensor_no_activation_is_replicated():
 # --- overlap ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_default("ahead", "in_backward")
+@pytest.mark.by_default("in_backward")
 @pytest.mark.parametrize("name", ["ahead", "ahead_distance_2", "in_backward"])
 def test_with_gather_ahead_gathers_and_fetches_run_beside_products(name):
     c = compiled(name)
@@ -294,6 +297,7 @@ def test_without_gather_ahead_a_layer_waits_for_its_gather_and_not_for_its_fetch
     assert all(s.is_async and s.products >= 2 for s in fetches)
 
 
+@pytest.mark.exhaustive  # a control
 def test_without_distance_a_layer_waits_for_its_fetch_too():
     c = compiled("all_distance_0")
     loops = {s.computation for s in c.beside("all-gather")}

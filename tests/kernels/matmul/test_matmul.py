@@ -109,12 +109,28 @@ def test_matmul_of_each_form_and_dtype_equals_float64_in_value_and_gradient(case
 @pytest.mark.parametrize(
     ("case", "gradient"),
     [
-        (Case(shape=(130, 192, 128), config=dataclasses.replace(SMALL, block_n=128, num_cores=2)), False),  # 2 x 2 tiles
+        pytest.param(
+            Case(shape=(130, 192, 128), config=dataclasses.replace(SMALL, block_n=128, num_cores=2)),  # 2 x 2 tiles
+            False,
+            marks=pytest.mark.exhaustive,
+        ),
         (Case(shape=(70, 100, 90), dtype="float16", config=SMALL), True),  # no dim that 64 divides
-        (Case(shape=(40, 128, 64), activation="gelu", has_bias=True), False),  # 2 tiles of columns
-        (Case(activation="silu", accumulate="float32", out="bfloat16"), True),  # 2 tiles of rows
+        pytest.param(
+            Case(shape=(40, 128, 64), activation="gelu", has_bias=True),  # 2 tiles of columns
+            False,
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            Case(activation="silu", accumulate="float32", out="bfloat16"),  # 2 tiles of rows
+            True,
+            marks=pytest.mark.exhaustive,
+        ),
         (Case(num_weights=2, activation="silu", has_bias=True), True),
-        (Case(shape=(40, 128, 64), num_weights=2, activation="gelu", accumulate="float32"), False),
+        pytest.param(
+            Case(shape=(40, 128, 64), num_weights=2, activation="gelu", accumulate="float32"),
+            False,
+            marks=pytest.mark.exhaustive,
+        ),
         # Clusters of two, along M: 3 groups of tiles, of which the second block has 2 rows; 3 steps in 2 slots.
         (Case(shape=(130, 192, 192), config=dataclasses.replace(SMALL, num_cores=2, cluster_m=2)), False),
         # And along N: in the third group the second block is wholly outside.
