@@ -53,6 +53,7 @@ class Nothing(ModuleType):
             self.calls += 1
             return Nothing.CUresult.CUDA_SUCCESS, 77
 
+        setattr(self, name, call)  # found at once from now on, as in the package itself
         return call
 
 

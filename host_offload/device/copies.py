@@ -28,6 +28,7 @@ No callback waits for the program. What bounds how far it runs ahead of the GPU 
 not free, and a callback that finds none waits for one, as it does for a slow disk.
 """
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -127,4 +128,4 @@ class HostCopies:
 
 def num_bytes(buffer: Any) -> int:
     """Return the bytes of a callback's buffer."""
-    return int(np.prod(buffer.shape, dtype=np.int64)) * np.dtype(buffer.dtype).itemsize
+    return math.prod(buffer.shape) * np.dtype(buffer.dtype).itemsize

@@ -29,7 +29,8 @@ class Driver:
 
     def use(self, context: int) -> None:
         """Make a context current in the calling thread."""
-        self._call("cuCtxSetCurrent", context)
+        if (status := self._api.cuCtxSetCurrent(context)[0]) != self._success:
+            self._refuse("cuCtxSetCurrent", status)
 
     def ensure_context(self) -> None:
         """Make the primary context of GPU 0 current, unless the calling thread has a context."""
@@ -52,7 +53,7 @@ class Driver:
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Copy between any two of host and device; host memory must be registered."""
         if num_bytes:
-            self._call("cuMemcpyAsync", target, source, num_bytes, stream)
+            self.copy_all(((target, source, num_bytes),), stream)
 
     def copy_all(self, copies: Iterable[tuple[int, int, int]], stream: int) -> None:
         """Copy (target, source, bytes) each."""
@@ -67,7 +68,8 @@ class Driver:
         if num_bytes:
             self._call("cuMemsetD8Async", target, 0, num_bytes, stream)
 
-    # --- order -------------------------------------------------------------------------------------------------------------
+    # --- order ----------------------------------------------------------------------------------------------------------------
+    # What every callback calls is written out: a call by its name takes as long again.
 
     def make_stream(self) -> int:
         """Return a stream of the current context that does not wait for the default one."""
@@ -80,11 +82,13 @@ class Driver:
 
     def record(self, event: int, stream: int) -> None:
         """Let an event stand for all that was queued on a stream so far."""
-        self._call("cuEventRecord", event, stream)
+        if (status := self._api.cuEventRecord(event, stream)[0]) != self._success:
+            self._refuse("cuEventRecord", status)
 
     def wait(self, stream: int, event: int) -> None:
         """Let what is queued on a stream from now on wait for an event as it was last recorded."""
-        self._call("cuStreamWaitEvent", stream, event, 0)
+        if (status := self._api.cuStreamWaitEvent(stream, event, 0)[0]) != self._success:
+            self._refuse("cuStreamWaitEvent", status)
 
     def finish_event(self, event: int) -> None:
         """Wait until an event has happened."""

@@ -202,12 +202,12 @@ class GpuCopies:
         with slot.lock:
             if slot.source != buffer.ctypes.data:
                 return None
+            self.driver.use(self._gpus[rank].context)
             return self._emptied(slot, self._gpus[rank])
 
     def _emptied(self, slot: _Slot, gpu: _Gpu) -> "Future[None]":
-        """Let the slot be filled again; return a future of the copy that filled it."""
+        """Let the slot be filled again; return a future of the copy that filled it. The GPU's context is current."""
         # That copy has its event for itself from here on: the next one is recorded before a thread has waited for it.
-        self.driver.use(gpu.context)
         event, slot.full, slot.source = slot.full, gpu.take_event(), None
         return gpu.lifted.future_of(event)
 

@@ -28,6 +28,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -98,6 +99,12 @@ class Engine:
         self._window = Window((), 0)  # at its start
         self._numbers = itertools.count(1)  # of transfers
         self._process = os.getpid()
+        # A GPU gets no new work while one of its callbacks runs, so another thread finds out what to read next. On a CPU that
+        # thread would take from the same cores.
+        self._soon: queue.SimpleQueue[_Lane | threading.Event | None] | None = None
+        if self.copies.lifts:
+            self._soon = queue.SimpleQueue()
+            threading.Thread(target=self._run_soon, args=(self._soon,), name="zerojax-ahead", daemon=True).start()
 
     # --- what there is -----------------------------------------------------------------------------------------------------
 
@@ -141,6 +148,7 @@ class Engine:
 
     def remove(self, kind: str) -> None:
         """Forget the records of a kind, and free their buffers. No callback may use them any more."""
+        self.settle()
         for lane in self._lanes.values():
             self._forget(lane, lambda key: key[0] == kind)
             self._wait_for_writes(lane)
@@ -178,6 +186,7 @@ class Engine:
           SwapError: an earlier step failed.
         """
         self.check()
+        self.settle()
         if self._window.moves != tuple(moves):  # most programs run again and again
             self._window = Window(moves, self.distance)
         for lane in self._lanes.values():
@@ -221,6 +230,7 @@ class Engine:
         Raises:
           SwapError: a write, or an earlier move, failed.
         """
+        self.settle()
         for lane in self._lanes.values():
             self._wait_for_writes(lane)
             with lane.lock:
@@ -246,6 +256,9 @@ class Engine:
         for kind in self.kinds():
             self.remove(kind)
         self._lanes.clear()
+        if self._soon is not None:
+            soon, self._soon = self._soon, None  # whoever comes later reads ahead by itself
+            soon.put(None)
         self.copies.close()
         self._transfers.close()
 
@@ -257,8 +270,16 @@ class Engine:
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
         """
-        with self._reading(kind, rank, layer) as (records, buffer, freed):
-            freed.append(use(records.views(buffer)))
+        lane, records, buffer = self._read(kind, rank, layer)
+        try:
+            freed = use(records.views(buffer))
+        except BaseException:
+            # A buffer that is lost in an error would be missing in every later step.
+            self._give(lane, records, kind, buffer)
+            raise
+        self._give(lane, records, kind, buffer, freed)
+        if freed is None:  # else there is no buffer yet, and when it is there it is read into
+            self._read_ahead_soon(lane)
 
     def store(self, kind: str, rank: int, layer: int, fill: Callable[[Views], Filled]) -> None:
         """Write a record whose leaves `fill` fills: when it returns, or when the future is done that it returns.
@@ -266,8 +287,18 @@ class Engine:
         Raises:
           SwapError: an earlier move failed.
         """
-        with self._writing(kind, rank, layer) as (records, buffer, filled):
-            filled.append(fill(records.views(buffer)))
+        lane, records, buffer, event = self._empty(kind, rank, layer)
+        try:
+            filled = fill(records.views(buffer))
+        except BaseException:
+            records.buffers.writes.give(buffer)
+            raise
+        self._write(lane, records, event, buffer, filled)
+        if filled is None or self._soon is None:
+            self._read_ahead(lane)
+        else:
+            # What this record held up could not be read before the record is there.
+            filled.add_done_callback(lambda _: self._read_ahead_or_fail(lane))
 
     @contextlib.contextmanager
     def borrow(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> Iterator[Views]:
@@ -285,53 +316,29 @@ class Engine:
           SwapError: it cannot be read, or an earlier move failed.
         """
         if mode == "write":
-            with self._writing(kind, rank, layer) as (records, buffer, _):
+            lane, records, buffer, event = self._empty(kind, rank, layer)
+            try:
                 yield records.views(buffer)
-            return
-        with self._reading(kind, rank, layer, update=mode == "update") as (records, buffer, _):
-            # A copy toward the device may be reading the buffer that the host is about to change.
-            if (freed := self.copies.drop(kind, rank, buffer)) is not None:
-                freed.result()
-            yield records.views(buffer)
-
-    @contextlib.contextmanager
-    def _reading(
-        self, kind: str, rank: int, layer: int, update: bool = False
-    ) -> Iterator[tuple[DeviceRecords, np.ndarray, list[Freed]]]:
-        """Lend a buffer that holds a record, and write it, or give it back when the future is done that is put in the list."""
-        self.check()
-        lane = self._lanes[rank]
-        records = lane.records[kind]
-        assert not update or records.buffers.reads is records.buffers.writes, f"{kind} was not added to be updated in place"
-        buffer, freed = self._read(lane, records, kind, rank, layer), list[Freed]()
-        try:
-            yield records, buffer, freed
-        except BaseException:
-            # A buffer that is lost in an error would be missing in every later step.
-            self._give(lane, records, kind, buffer)
-            raise
-        if update:
-            self._write(lane, records, Event("write", kind, rank, layer, next(self._numbers)), buffer, None)
+            except BaseException:
+                records.buffers.writes.give(buffer)
+                raise
+            self._write(lane, records, event, buffer, None)
         else:
-            self._give(lane, records, kind, buffer, freed[0] if freed else None)
-            if freed and freed[0] is not None:  # there is no buffer yet, and when it is there it is read into
-                return
-        self._read_ahead(lane)
-
-    @contextlib.contextmanager
-    def _writing(self, kind: str, rank: int, layer: int) -> Iterator[tuple[DeviceRecords, np.ndarray, list[Filled]]]:
-        """Lend a buffer to fill, and write it when the future that the caller puts in the list is done."""
-        self.check()
-        lane = self._lanes[rank]
-        records = lane.records[kind]
-        event = Event("write", kind, rank, layer, next(self._numbers))
-        buffer, filled = self._empty(lane, records, event), []
-        try:
-            yield records, buffer, filled
-        except BaseException:
-            records.buffers.writes.give(buffer)
-            raise
-        self._write(lane, records, event, buffer, filled[0] if filled else None)
+            buffers = self._lanes[rank].records[kind].buffers
+            assert mode == "read" or buffers.reads is buffers.writes, f"{kind} was not added to be updated in place"
+            lane, records, buffer = self._read(kind, rank, layer)
+            try:
+                # A copy toward the device may be reading the buffer that the host is about to change.
+                if (freed := self.copies.drop(kind, rank, buffer)) is not None:
+                    freed.result()
+                yield records.views(buffer)
+            except BaseException:
+                self._give(lane, records, kind, buffer)
+                raise
+            if mode == "update":
+                self._write(lane, records, Event("write", kind, rank, layer, next(self._numbers)), buffer, None)
+            else:
+                self._give(lane, records, kind, buffer)
         self._read_ahead(lane)
 
     def skip(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> None:
@@ -361,9 +368,15 @@ class Engine:
 
     # --- pieces ------------------------------------------------------------------------------------------------------------
 
-    def _read(self, lane: _Lane, records: DeviceRecords, kind: str, rank: int, layer: int) -> np.ndarray:
-        """Return a buffer that holds a record."""
-        key = (kind, layer)
+    def _read(self, kind: str, rank: int, layer: int) -> tuple[_Lane, DeviceRecords, np.ndarray]:
+        """Return a buffer that holds a record.
+
+        Raises:
+          SwapError: it cannot be read, or an earlier move failed.
+        """
+        self.check()
+        lane, key = self._lanes[rank], (kind, layer)
+        records = lane.records[kind]
         with lane.lock:
             read = lane.reading.pop(key, None)
             if read is not None:
@@ -386,23 +399,38 @@ class Engine:
                         lane.window.advance(Move(kind, layer))
                     self._transfers.count_miss()
         try:
-            self._read_ahead(lane)
+            if read.done.done():
+                self._read_ahead_soon(lane)
+            else:
+                self._read_ahead(lane)
             self._transfers.waiting(read.event, read.done.result)
         except BaseException:
             # An interrupt may come while the disk still writes into the buffer.
             self._drop(lane, records, kind, read)
             raise
-        return read.buffer
+        return lane, records, read.buffer
 
-    def _empty(self, lane: _Lane, records: DeviceRecords, event: Event) -> np.ndarray:
-        """Return a buffer to fill, for a write."""
-        record = (event.kind, event.layer)
-        with self._wanting(lane, record, records.buffers.writes):
+    def _empty(self, kind: str, rank: int, layer: int) -> tuple[_Lane, DeviceRecords, np.ndarray, Event]:
+        """Return a buffer to fill, and the event of its write.
+
+        Raises:
+          SwapError: an earlier move failed.
+        """
+        self.check()
+        lane, record = self._lanes[rank], (kind, layer)
+        records = lane.records[kind]
+        buffers, event = records.buffers, Event("write", kind, rank, layer, next(self._numbers))
+        with lane.lock:
+            # Most often a buffer is free, and nothing was read that is about to be stale.
+            if record not in lane.reading and buffers.writes.free:
+                with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
+                    return lane, records, records.record_in(self._transfers.waiting(event, buffers.writes.take, 0)), event
+        with self._wanting(lane, record, buffers.writes):
             # A copy that was read ahead is about to be stale, and its buffer may be the one that is missing.
             self._forget_record(lane, record)
-            if records.buffers.reads is records.buffers.writes:
-                self._give_way(lane, records.buffers)
-            return records.record_in(self._transfers.waiting(event, records.buffers.writes.take))
+            if buffers.reads is buffers.writes:
+                self._give_way(lane, buffers)
+            return lane, records, records.record_in(self._transfers.waiting(event, buffers.writes.take)), event
 
     def _write(self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray, filled: Filled) -> None:
         """Start to write a record, when a write may start and `filled` is done."""
@@ -482,6 +510,33 @@ class Engine:
                     lane.reading[move.kind, move.layer] = self._start_read(lane, records, event, buffer)
             self._lift(lane)
 
+    def _read_ahead_soon(self, lane: _Lane) -> None:
+        """Read ahead, beside the callback where it is one of a GPU's."""
+        if self._soon is None:
+            self._read_ahead(lane)
+        else:
+            self._soon.put(lane)
+
+    def _run_soon(self, soon: "queue.SimpleQueue[_Lane | threading.Event | None]") -> None:
+        while (job := soon.get()) is not None:
+            if isinstance(job, threading.Event):
+                job.set()
+            else:
+                self._read_ahead_or_fail(job)
+
+    def _read_ahead_or_fail(self, lane: _Lane) -> None:
+        """Read ahead in a thread that must go on."""
+        try:
+            self._read_ahead(lane)
+        except BaseException as error:
+            self.fail(error)
+
+    def settle(self) -> None:
+        """Wait until every read has begun that is due by now."""
+        if self._soon is not None:
+            self._soon.put(done := threading.Event())
+            done.wait()
+
     def _lift(self, lane: _Lane) -> None:
         """Copy the next record of each kind toward the device, if it was read."""
         if not lane.lifted:
@@ -550,6 +605,7 @@ class Engine:
 
     def _drain(self, lane: _Lane) -> None:
         """Expect no moves, and wait for all transfers."""
+        self.settle()
         with lane.lock:
             lane.window = Window((), 0)
         self._forget(lane, lambda _: True)

@@ -142,16 +142,19 @@ class Transfers:
         start = max(queued, time.perf_counter() - seconds)
         stats.note(event._replace(start=start, seconds=seconds, queued=queued, num_bytes=num_bytes))
 
-    def waiting(self, event: Event, call: Callable[[], Any]) -> Any:
-        """Call `call`, and count its time as a wait of the step for a transfer."""
+    def waiting(self, event: Event, call: Callable[..., Any], *args: Any) -> Any:
+        """Call `call(*args)`, and count its time as a wait of the step for a transfer."""
         start = time.perf_counter()
         try:
-            return call()
+            return call(*args)
         finally:
             seconds = time.perf_counter() - start
+            name, kind, rank, layer, number = event[:5]
+            # `_replace` takes longer than all else here, and every callback waits twice.
+            wait = Event(name + "_wait", kind, rank, layer, number, start, seconds, start, event.num_bytes, event.ahead)
             with self._lock:
-                self._stats.stall_seconds[event.kind] += seconds
-                self._stats.note(event._replace(name=f"{event.name}_wait", start=start, seconds=seconds, queued=start))
+                self._stats.stall_seconds[kind] += seconds
+                self._stats.note(wait)
 
     def close(self) -> None:
         """End the thread, and close `io`."""

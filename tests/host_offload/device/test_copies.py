@@ -250,7 +250,7 @@ def test_steps_of_an_engine_on_a_gpu_read_and_write_the_right_records(tmp_path, 
                 fetched = gpu.values()
 
                 def use(views, fetched=fetched):
-                    gpu.copies.load(gpu.context, "params", 0, views, fetched)
+                    return gpu.copies.load(gpu.context, "params", 0, views, fetched)
 
                 engine.fetch("params", 0, layer, use)
                 assert gpu.get(fetched) == layer + round_
@@ -262,6 +262,62 @@ def test_steps_of_an_engine_on_a_gpu_read_and_write_the_right_records(tmp_path, 
     gpu.driver.destroy_stream(gpu.stream)
     assert gpu.cuda.streams == {}
     assert not [t for t in threading.enumerate() if t.name.startswith("zerojax-copies")]
+
+
+def on_a_gpu(gpu, folder, distance=1):
+    """Return an engine with records on its disk, and functions that fetch and store one of them."""
+    engine = Engine(DirectIo(IoSettings(1, 4096)), distance, pin="none", copies=gpu.copies)
+    engine.add("params", 0, Store(folder.path, "params", 0, LAYERS, FORMAT))
+    values = gpu.values(1)
+
+    def fetch(layer):
+        engine.fetch("params", 0, layer, lambda views: gpu.copies.load(gpu.context, "params", 0, views, values))
+
+    def store(layer):
+        engine.store("params", 0, layer, lambda views: gpu.copies.save(gpu.context, "params", 0, values, views))
+
+    for layer in range(LAYERS):
+        store(layer)
+    engine.flush()
+    return engine, fetch, store
+
+
+def test_a_callback_of_a_gpu_leaves_it_to_another_thread_to_read_ahead(tmp_path, monkeypatch):
+    gpu, here = Gpu(), threading.current_thread()
+    with SwapFolder(str(tmp_path)) as folder:
+        engine, fetch, store = on_a_gpu(gpu, folder)
+        engine.begin([Move("params", layer, writes) for layer in range(LAYERS) for writes in (False, True)])
+        engine.flush()
+        read_ahead, threads = engine._read_ahead, []
+        monkeypatch.setattr(engine, "_read_ahead", lambda lane: (threads.append(threading.current_thread()), read_ahead(lane)))
+        fetch(0)
+        store(0)
+        engine.flush()
+        assert [thread.name for thread in threads].count("zerojax-ahead") == 1
+        assert here not in threads
+        fetch(1)
+        assert engine.take_stats().misses == 0
+        engine.close()
+    assert not [t for t in threading.enumerate() if t.name == "zerojax-ahead" and t.is_alive()]
+
+
+def test_an_error_while_a_gpus_records_are_read_ahead_is_told(tmp_path, monkeypatch):
+    gpu = Gpu()
+    with SwapFolder(str(tmp_path)) as folder:
+        engine, fetch, _ = on_a_gpu(gpu, folder)
+        engine.begin([Move("params", layer) for layer in range(LAYERS)])
+        engine.flush()
+
+        def refuse(lane):
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(engine, "_read_ahead", refuse)
+        fetch(0)
+        engine.settle()
+        with pytest.raises(RuntimeError, match="no room"):
+            engine.check()
+        monkeypatch.undo()
+        engine.close()
 
 
 def test_a_copy_down_that_fails_is_an_error_of_the_engine(tmp_path, monkeypatch):
