@@ -18,6 +18,8 @@ from zerojax.models import Stack as Stack
 from zerojax.models import from_flax as from_flax
 from zerojax.models import with_specs as with_specs
 from zerojax.optim import Ema as Ema
+from zerojax.planner import Machine as Machine
+from zerojax.planner import machine as machine
 from zerojax.precision import LossScaling as LossScaling
 from zerojax.program import Program as Program
 from zerojax.program import build_train_step as build_train_step
@@ -41,6 +43,7 @@ __all__ = [
     "LayeredModel",
     "Loss",
     "LossScaling",
+    "Machine",
     "Model",
     "Preemption",
     "Program",
@@ -58,6 +61,7 @@ __all__ = [
     "import_params",
     "linear_cross_entropy",
     "linen",
+    "machine",
     "make_mesh",
     "with_specs",
 ]
