@@ -11,7 +11,9 @@ from host_offload.device.gpu_copies import GpuCopies as GpuCopies
 from host_offload.device.gpu_copies import copies_of as copies_of
 from host_offload.device.limits import available_bytes as available_bytes
 from host_offload.device.limits import check_host_memory as check_host_memory
+from host_offload.device.limits import host_bytes as host_bytes
 from host_offload.device.limits import host_memory_error as host_memory_error
+from host_offload.device.limits import pinned_pool_bytes as pinned_pool_bytes
 from host_offload.device.link import Link as Link
 from host_offload.device.link import link_of as link_of
 from host_offload.device.link import pointer as pointer

@@ -6,6 +6,7 @@ reads both variables when JAX starts. A CPU client has no pool. Either is bounde
 every process of the machine shares: MemAvailable of /proc/meminfo, where there is one.
 """
 
+import contextlib
 import math
 import os
 import pathlib
@@ -16,6 +17,11 @@ import jax
 LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 _PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 _MEMINFO = pathlib.Path("/proc/meminfo")
+_GROUP_LIMITS = (
+    pathlib.Path("/sys/fs/cgroup/memory.max"),
+    pathlib.Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Of the control group that a container sees as its root: version 2, and 1."""
 _GIB = 1 << 30
 _EXHAUSTED = re.compile(rf"RESOURCE_EXHAUSTED|pinned host|{LIMIT_VARIABLE}")
 _ON_DEVICE = re.compile(r"\bGPU_\w*_bfc\b")  # names of the allocators of device memory
@@ -43,6 +49,18 @@ def available_bytes() -> int | None:
     except OSError:
         return None
     return int(match.group(1)) << 10 if match else None
+
+
+def host_bytes() -> int | None:
+    """Return the bytes of memory of the machine, or of its control group where that has less; None where neither is told."""
+    limits = []
+    with contextlib.suppress(OSError):
+        match = re.search(r"^MemTotal:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
+        limits += [int(match.group(1)) << 10] if match else []
+    for path in _GROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            limits.append(int(path.read_text()))
+    return min(limits, default=None)
 
 
 def check_host_memory(num_bytes: int, platform: str | None = None) -> None:

@@ -88,6 +88,40 @@ class Bench:
                 TENSORSTORE: self._records(through),
             }
 
+    def records(self) -> Rates:
+        """Measure once how records are written, then read, checksums included, as a step moves them."""
+        with DirectIo(self.settings) as io:
+            return self._records(io)
+
+    def both(self) -> float:
+        """Return the bytes a second, summed, of reads beside writes, with a pool of threads each, as a step has them.
+
+        The records must have been written. One half is read while the other is written, again and again, until as many bytes
+        have moved as all records have; so both are busy all the time, whichever is faster.
+        """
+        half, kept = self.store.num_layers // 2, len(self._buffers) // 2
+        left = iter(range(self.store.num_layers))  # of both threads: its next() is atomic
+        self._drop_caches()
+
+        def run(start: Callable[[Store, int, np.ndarray], concurrent.futures.Future[float]], first: int, own: int) -> None:
+            pending: collections.deque[concurrent.futures.Future[float]] = collections.deque()
+            for n, _ in enumerate(left):
+                if len(pending) == kept:
+                    pending.popleft().result()
+                pending.append(start(self.store, first + n % half, self._buffers[own + n % kept]))
+            for future in pending:
+                future.result()
+
+        with (
+            DirectIo(self.settings, name="reads") as reads,
+            DirectIo(self.settings, name="writes") as writes,
+            concurrent.futures.ThreadPoolExecutor(2) as pool,
+        ):
+            began = time.monotonic()
+            for job in [pool.submit(run, reads.read, 0, 0), pool.submit(run, writes.write, half, kept)]:
+                job.result()
+            return self.store.num_bytes / (time.monotonic() - began)
+
     def _records(self, io: Reader, checks: bool = True) -> Rates:
         def run(start: Callable[[Store, int, np.ndarray], concurrent.futures.Future[float]]) -> float:
             began, pending = time.monotonic(), collections.deque()

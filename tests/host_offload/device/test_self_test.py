@@ -140,6 +140,18 @@ def test_a_machine_that_says_nothing_has_no_limit_on_the_cpu(monkeypatch, tmp_pa
     limits.check_host_memory(1 << 60, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("gib", "group", "found"), [(5, None, 20 * GIB), (5, "max\n", 20 * GIB), (5, f"{GIB}\n", GIB), (None, None, None)]
+)
+def test_the_host_has_what_its_control_group_allows(monkeypatch, tmp_path, gib, group, found):
+    meminfo(monkeypatch, tmp_path, gib)
+    path = tmp_path / "memory.max"
+    if group is not None:
+        path.write_text(group)
+    monkeypatch.setattr(limits, "_GROUP_LIMITS", (path, tmp_path / "none"))
+    assert limits.host_bytes() == found
+
+
 def test_a_real_allocation_that_fails_is_explained():
     num_bytes = 1 << 44
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")

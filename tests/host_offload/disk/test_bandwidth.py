@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from host_offload.disk.bandwidth import DIRECT, PLAIN, TENSORSTORE, UNCHECKED, Bench, Rates
+from host_offload.disk.direct_io import DirectIo
 from host_offload.disk.errors import SwapError
 from host_offload.disk.folder import SwapFolder
 from host_offload.disk.tuning import IoSettings
@@ -44,6 +45,31 @@ def test_a_round_measures_every_reader_and_the_records_are_right(tmp_path):
         assert len(set(contents)) == 4, "as many as there are buffers"
         assert contents[0] == contents[4]
     assert os.listdir(tmp_path) == []
+
+
+def test_both_ways_at_once_read_one_half_and_write_the_other(tmp_path, monkeypatch):
+    moved = {"read": [], "write": []}
+
+    def noted(way, own):
+        def start(io, store, layer, buffer, **options):
+            moved[way].append((layer, buffer.ctypes.data))
+            return own(io, store, layer, buffer, **options)
+
+        return start
+
+    for way in moved:
+        monkeypatch.setattr(DirectIo, way, noted(way, getattr(DirectIo, way)))
+    with SwapFolder(str(tmp_path)) as swap, Bench(swap.path, SETTINGS, num_records=6, record_bytes=50_000) as bench:
+        alone = bench.records()
+        assert min(alone.read, alone.write) > 0
+        assert [layer for layer, _ in moved["read"]] == [layer for layer, _ in moved["write"]] == list(range(6))
+        for layers in moved.values():
+            layers.clear()
+        assert bench.both() > 0
+    assert len(moved["read"]) + len(moved["write"]) == 6  # as many records as there are
+    assert {layer for layer, _ in moved["read"]} <= {0, 1, 2}
+    assert {layer for layer, _ in moved["write"]} <= {3, 4, 5}
+    assert not {buffer for _, buffer in moved["read"]} & {buffer for _, buffer in moved["write"]}
 
 
 def test_the_model_table_is_its_formula():
