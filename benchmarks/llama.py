@@ -99,10 +99,3 @@ def llama(
 def num_params(layers: int, hidden: int, ff: int, vocab: int) -> int:
     """Return the parameters: 4 h^2 + 3 h ff + 2 h a layer, an embedding, a head, a norm."""
     return layers * (4 * hidden**2 + 3 * hidden * ff + 2 * hidden) + 2 * vocab * hidden + hidden
-
-
-def flops_per_token(layers: int, hidden: int, ff: int, vocab: int, seq: int) -> float:
-    """Return the model's FLOP of forward and backward a token: 6 a weight in a product, and 12 L h T for attention
-    (arXiv:2204.02311, appendix B). Recomputation does not count.
-    """
-    return 6.0 * (layers * (4 * hidden**2 + 3 * hidden * ff) + vocab * hidden) + 12.0 * layers * hidden * seq

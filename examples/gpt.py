@@ -22,6 +22,7 @@ from flax import nnx
 import zerojax as zj
 from pallas_kernels.dispatch import Target, target_of
 from zerojax import memory
+from zerojax.planner import flops_per_token
 
 Batch = dict[str, jax.Array]
 Attention = Literal["auto", "xla", "cudnn"]
@@ -74,11 +75,9 @@ class GPTConfig:
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOP of forward and backward a token: 6 a weight in a product, and 12 L h T for attention
-        (arXiv:2204.02311, appendix B). Recomputation does not count.
-        """
-        products = self.layers * 12 * self.hidden**2 + self.vocab * self.hidden
-        return 6.0 * products + 12.0 * self.layers * self.hidden * self.seq
+        """Model FLOP of forward and backward a token; recomputation does not count."""
+        h = self.hidden
+        return flops_per_token(self.layers, h, self.seq, layer_weights=12 * h * h, head_weights=self.vocab * h)
 
 
 PRESETS = {

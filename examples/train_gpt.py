@@ -38,18 +38,10 @@ from text_data import batches, go_to, load_corpus, validation_batches
 import zerojax as zj
 from zerojax import memory
 from zerojax.config import streams, whole_layers
+from zerojax.planner import machine_of
 from zerojax.tiling import choose_num_tiles
 
 TRACED_STEPS = 3
-PEAK_FLOPS = {  # dense FLOP/s in 16 bits, by jax's device_kind; vendors' data sheets
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA GeForce RTX 4090": 165e12,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,8 +141,9 @@ def start(options: Options) -> jax.sharding.Mesh:
 
 def peak_flops(mesh: jax.sharding.Mesh, precision: str) -> float | None:
     """Return the mesh's 16-bit FLOP/s, or None where it is not known or the products are float32."""
-    kind = mesh.devices.flat[0].device_kind
-    return PEAK_FLOPS[kind] * mesh.size if kind in PEAK_FLOPS and precision != "fp32" else None
+    name = machine_of(mesh.devices.flat[0].device_kind)
+    peak = zj.machine(name).peak_flops.get(precision) if name and precision != "fp32" else None
+    return peak and peak * mesh.size
 
 
 # --- the model -----------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ ROOMS = {
     ),
     "zerojax.checkpoint": ("program", "runtime", "state", "models", "sharding", "precision"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config"),
-    "zerojax.planner": ("memory", "precision", "hlo"),
+    "zerojax.planner": ("activations", "memory", "sharding", "precision", "hlo"),
     "zerojax.hlo": (),
     "zerojax.cli": ("activations", "checkpoint", "weights", "memory", "planner", "sharding", "precision", "hlo"),
     "zerojax.__main__": ("cli",),

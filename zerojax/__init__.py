@@ -20,6 +20,7 @@ from zerojax.models import with_specs as with_specs
 from zerojax.optim import Ema as Ema
 from zerojax.planner import Machine as Machine
 from zerojax.planner import machine as machine
+from zerojax.planner import probe as probe
 from zerojax.precision import LossScaling as LossScaling
 from zerojax.program import Program as Program
 from zerojax.program import build_train_step as build_train_step
@@ -63,5 +64,6 @@ __all__ = [
     "linen",
     "machine",
     "make_mesh",
+    "probe",
     "with_specs",
 ]

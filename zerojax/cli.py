@@ -1,9 +1,11 @@
-"""The `zerojax` command: closed forms, predictions from compiled programs, what a disk gives, and what a checkpoint holds.
+"""The `zerojax` command: closed forms, predictions from compiled programs, figures of machines, and what a checkpoint holds.
 
 zerojax memory --params 7.5e9 --shards 64 --precision bf16
 zerojax memory --layers 48 --hidden 6144 --heads 64 --seq 2048 --shards 2 --tensor 8 --sequence-parallel --activations selective
 zerojax simulate PROGRAM.txt --link 50e9
 zerojax bench-io FOLDER
+zerojax machines
+zerojax probe --swap-dir FOLDER --out machine.toml
 zerojax inspect CHECKPOINTS
 zerojax export CHECKPOINTS OUT --format safetensors --dtype bfloat16
 """
@@ -29,6 +31,7 @@ from zerojax.memory import (
     state_bytes,
     transformer_params,
 )
+from zerojax.planner import NAMED, machine, probe
 from zerojax.planner import report as disk_report
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import STAGES
@@ -139,6 +142,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     disk.add_argument("folder", help="an existing folder, such as a swap_dir; only a small file with the settings found stays")
     disk.add_argument("--gib", type=float, default=1.0, help="GiB that each reader writes and reads in a round")
     disk.add_argument("--rounds", type=int, default=3, help="the median of so many is shown")
+    machines = commands.add_parser("machines", help="the figures of machines that have a name, or of a TOML file, and sources")
+    machines.add_argument(
+        "name", nargs="*", help="of a machine, or a path that ends with .toml; without it all that have a name"
+    )
+    measured = commands.add_parser("probe", help="measure this machine in less than a minute: devices, link, host, and a disk")
+    measured.add_argument("--swap-dir", help="an existing folder of the disk; only a small file with the settings found stays")
+    measured.add_argument("--out", help="a TOML file for the figures, for zerojax.machine; it is replaced")
     checkpoints = commands.add_parser(
         "inspect", help="what a checkpoint holds, and whether it is whole: exit status 0, or 1 if it is not, 2 if it is none"
     )
@@ -181,6 +191,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except (ValueError, SwapError) as error:
             parser.exit(1, f"zerojax bench-io: {error}\n")
         return
+    if options.command == "machines":
+        try:
+            print("\n\n".join(str(machine(name)) for name in options.name or NAMED))
+        except (ValueError, OSError) as error:
+            parser.exit(1, f"zerojax machines: {error}\n")
+        return
+    if options.command == "probe":
+        try:
+            if options.out is not None:
+                _check_out(options.out)
+            found = probe(options.swap_dir)
+            if options.out is not None:
+                found.save(options.out)
+        except (ValueError, OSError, SwapError) as error:
+            parser.exit(1, f"zerojax probe: {error}\n")
+        print(found)
+        return
     if options.command == "simulate":
         try:
             print(_simulation(options))
@@ -189,6 +216,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     # The command that is left is `memory`.
     _memory(states, options)
+
+
+def _check_out(path: str) -> None:
+    """Raise ValueError unless `zerojax.machine` would read a file that can be written there: before a minute is spent."""
+    if not path.endswith(".toml"):
+        raise ValueError(f"--out {path}: the name of a machine's file ends with .toml")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise ValueError(f"--out {path}: it cannot be written (folder {folder})")
 
 
 def _simulation(options: argparse.Namespace) -> Simulation:

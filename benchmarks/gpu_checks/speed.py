@@ -3,16 +3,18 @@
 import dataclasses
 import pathlib
 import statistics
-import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gpu_checks.jobs import Job, one_device, platform_name
-from gpu_checks.mixes import RESIDENT, RESIDENT_STEP, SPEED_MIXES, H, Sizes, chosen
+from gpu_checks.mixes import RESIDENT, RESIDENT_STEP, SPEED_MIXES, Sizes, chosen
 from gpu_checks.rows import Row, attempt
 from gpu_checks.turns import Timed, Turns
+
+if TYPE_CHECKING:
+    from zerojax.planner import Link
 
 HERE = pathlib.Path(__file__).resolve().parents[1]
 HIDDEN = 0.5  # least part of the shorter of compute and transfers that a mix updated in backward must hide, on a GPU
@@ -24,46 +26,10 @@ def speed_jobs(sizes: Sizes) -> list[Job]:
     return [Job(name=name, problem=sizes.fast, fields=f) for name, f in mixes.items()]
 
 
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """Bytes a second between pinned host memory and the device: each way alone, and both at once, summed."""
-
-    to_device: float
-    to_host: float
-    both: float
-
-    def seconds(self, to_device: float, to_host: float) -> float:
-        """Return the least time of a transfer."""
-        return max(to_device / self.to_device, to_host / self.to_host, (to_device + to_host) / self.both)
-
-
-def measure_link(mesh: Any, num_bytes: int, repeats: int = 5) -> Link:
-    """Time `jax.device_put` of arrays of `num_bytes`."""
-    import jax
-    import jax.numpy as jnp
-
-    from zerojax.sharding import named
-
-    on_device, on_host = named(mesh, ()), named(mesh, (), H)
-    x = jax.device_put(jnp.ones(num_bytes // 4, jnp.float32), on_device)
-    y = jax.device_put(x, on_host)
-
-    def best(*pairs: Any) -> float:
-        found = []
-        for _ in range(repeats + 1):  # the first allocates
-            jax.block_until_ready((x, y))
-            start = time.perf_counter()
-            moved = [jax.device_put(a, sharding, may_alias=False) for a, sharding in pairs]
-            jax.block_until_ready(moved)
-            found.append(time.perf_counter() - start)
-            del moved
-        return len(pairs) * x.nbytes / min(found[1:])
-
-    return Link(best((y, on_device)), best((x, on_host)), best((y, on_device), (x, on_host)))
-
-
 def check_speed(sizes: Sizes) -> Iterator[Row]:
     """Measure the link, and each mix beside the resident step."""
+    from zerojax.planner import measure_link
+
     link = measure_link(one_device(), sizes.link_bytes)
     for way, rate in dataclasses.asdict(link).items():
         yield Row(f"link, {way.replace('_', ' ')}", f"{rate / 1e9:.1f} GB/s", values={"bytes_per_second": rate})
@@ -73,7 +39,7 @@ def check_speed(sizes: Sizes) -> Iterator[Row]:
             yield from attempt(job.name, lambda job=job: speed_rows(job, turns.time(job, sizes.rounds), link))
 
 
-def speed_rows(job: Job, timed: Timed, link: Link) -> Iterator[Row]:
+def speed_rows(job: Job, timed: Timed, link: "Link") -> Iterator[Row]:
     """Say how long a mix took, and how much of its transfers it hid."""
     step, compute = statistics.median(timed.seconds), statistics.median(timed.resident)
     yield ratio_row(job.name, timed)

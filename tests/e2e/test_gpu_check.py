@@ -27,7 +27,7 @@ from gpu_checks.mixes import FEW, GPU, IN_BACKWARD, SMALL, Copied
 from gpu_checks.parts import TIME_LIMIT, Check, Context, Group, Needs, Part, seconds_of
 from gpu_checks.rows import Row, attempt, line
 from gpu_checks.runner import Run
-from gpu_checks.speed import Link, speed_rows
+from gpu_checks.speed import speed_rows
 from gpu_checks.steps import disks
 from gpu_checks.steps.llamas import Case, compared_rows, fitted, measured_rows
 from gpu_checks.steps.profile import DOWN, UP, events_of, measure
@@ -37,6 +37,7 @@ from matmul_sweep import Outcome
 
 from pallas_kernels.matmul import measured
 from pallas_kernels.matmul.config import Config
+from zerojax.planner import Link
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 TINY = problem.Problem(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=4)

@@ -131,6 +131,7 @@ def test_machines_files_start_from_a_named_one(tmp_path):
         ('base = "h300"\n', r"bad\.toml, line 1: base 'h300' is unknown: did you mean 'h200'"),
         ("nodes = \n", r"bad\.toml is no TOML: .*line 1"),
         ('source.link_ups = "x"\n', r"line 1: source of 'link_ups'.*'link_up'"),
+        ('base = "l4"\nsource.disk_read = "x"\n', r"line 2: source of disk_read, a figure that the file does not give"),
         ("link_up = 2024-01-01\n", r"line 1: link_up = "),
     ],
 )

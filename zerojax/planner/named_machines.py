@@ -192,14 +192,13 @@ def _read(path: str) -> Machine:
     stem = os.path.splitext(os.path.basename(path))[0]
     base = _named(values["base"], f"{places['base']}: base") if "base" in values else Machine(name=stem)
     given = {key: values[key] for key in values if key in FIGURES}
-    # What the file says of a figure it gives, and the base's source of what it leaves.
-    source = {name: text for name, text in base.source.items() if name not in given}
-    source |= {name: f"given in {os.path.basename(path)}" for name in given}
-    source |= {key.removeprefix("source."): text for key, text in values.items() if key.startswith("source.")}
+    said = {key.removeprefix("source."): text for key, text in values.items() if key.startswith("source.")}
+    if absent := [name for name in said if name not in given and name not in base.figures]:
+        raise ValueError(f"{places[f'source.{absent[0]}']}: source of {absent[0]}, a figure that the file does not give")
+    source = {**base.source, **dict.fromkeys(given, f"given in {os.path.basename(path)}"), **said}
     fields: dict[str, Any] = {key: value for key, value in given.items() if "." not in key}
     for name in BY_DTYPE:
         own = {key.partition(".")[2]: value for key, value in given.items() if key.startswith(f"{name}.")}
         fields[name] = {**getattr(base, name), **own}
     fields |= {key: values[key] for key in COUNTS if key in values}
-    known = {n: text for n, text in source.items() if n in base.figures or n in given}
-    return dataclasses.replace(base, name=values.get("name", stem), **fields, source=known)
+    return dataclasses.replace(base, name=values.get("name", stem), **fields, source=source)

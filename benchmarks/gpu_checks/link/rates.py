@@ -10,7 +10,6 @@ import numpy as np
 from gpu_checks.jobs import one_device, platform_name
 from gpu_checks.parts import KNOWN, Context
 from gpu_checks.rows import Row
-from gpu_checks.speed import measure_link
 
 RATE = f"{KNOWN}rates."
 
@@ -18,6 +17,8 @@ RATE = f"{KNOWN}rates."
 def check_rates(context: Context) -> Iterator[Row]:
     """Measure the link by `jax.device_put`, products and copies on the device, and one thread's copy of host memory."""
     import kernels
+
+    from zerojax.planner import measure_link
 
     sizes = context.sizes
     link = measure_link(one_device(), sizes.link_bytes)

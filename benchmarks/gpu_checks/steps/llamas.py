@@ -106,10 +106,11 @@ class Case:
     @property
     def model_flops(self) -> float:
         """Of a step, without recomputation."""
-        from llama import flops_per_token
+        from zerojax.planner import flops_per_token
 
         s = self.sizes
-        return self.tokens * flops_per_token(s.layers, s.hidden, s.ff, s.vocab, s.seq)
+        weights = 4 * s.hidden**2 + 3 * s.hidden * s.ff
+        return self.tokens * flops_per_token(s.layers, s.hidden, s.seq, layer_weights=weights, head_weights=s.vocab * s.hidden)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
