@@ -82,13 +82,14 @@ class Machine:
       name: of the machine.
       nodes: hosts, each with the same devices.
       devices_per_node: devices of a host.
-      device_bytes: bytes of memory of a device.
+      device_bytes: bytes of memory of a device. A data sheet's GB counts as 1e9, and the device has a few per cent more.
       host_bytes: bytes of memory of a node.
       pinned_bytes: bytes of it that a node's processes can pin in all (on a GPU XLA's pools, one a process).
       disk_bytes: bytes of disk for swapping, a node; 0: there is none.
       disk_tbw_bytes: bytes that may be written to these disks in their life, a node: the vendor's TBW.
-      peak_flops: by precision ("fp32", "bf16", "fp16"), the vendor's FLOP/s of dense products, a device.
-      flops: likewise, FLOP/s that products attain.
+      peak_flops: by precision ("fp32", "bf16", "fp16"), the vendor's FLOP/s of dense products, a device; of fp32 without TF32.
+      flops: likewise, FLOP/s that products attain. Measured ones of fp32 may be above the peak: JAX's default precision takes
+        TF32 on GPUs that have it.
       memory_rate: bytes a second from and to device memory, a device.
       link_up: bytes a second from host memory to a device.
       link_down: bytes a second from a device to host memory.

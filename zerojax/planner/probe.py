@@ -43,7 +43,7 @@ class ProbeSizes:
 
     Attributes:
       product: rows and columns of each matrix, a device.
-      num_products: one after another in a program.
+      num_products: one after another in a program, an even number.
       memory_bytes: of the array that is passed over, a device.
       num_passes: one after another in a program.
       link_bytes: of what crosses the link, a device.
@@ -198,22 +198,20 @@ def _product_rate(mesh: Any, sizes: ProbeSizes, dtype: str) -> float:
     # Of this scale the product's elements stay of size 1: zeros or infinities are not as fast as numbers.
     x = jax.jit(lambda key: jax.random.normal(key, (num * n, n), dtype), out_shardings=rows)(jax.random.key(0))
     w = jax.jit(lambda key: (jax.random.normal(key, (n, n)) * n**-0.5).astype(dtype), out_shardings=whole)(jax.random.key(1))
-    # The number is an argument, so that the loop stays one.
-    chain = jax.jit(lambda x, w, num: jax.lax.fori_loop(0, num, lambda _, x: x @ w, x))
-    call = _blocking(chain, x, w, sizes.num_products)
-    return 2.0 * n**3 * sizes.num_products / _best(call, seconds=sizes.seconds)
+    # Two products a trip: XLA copies a carry that one product would read and write.
+    chain = jax.jit(lambda x, w: jax.lax.fori_loop(0, sizes.num_products // 2, lambda _, x: (x @ w) @ w, x))
+    return 2.0 * n**3 * (sizes.num_products // 2 * 2) / _best(_blocking(chain, x, w), seconds=sizes.seconds)
 
 
 def _memory_rate(mesh: Any, sizes: ProbeSizes) -> float:
     """Return the bytes a second that one device reads and writes of its memory."""
     x = _ones(mesh, sizes.memory_bytes // 4)
-    # A factor and a number of passes that are not known when compiling: else passes could be joined. The array is donated:
-    # fresh memory is slower at its first use.
-    passes = jax.jit(lambda x, c, num: jax.lax.fori_loop(0, num, lambda _, x: x * c, x), donate_argnums=0)
+    # The array is donated: fresh memory is slower at its first use.
+    passes = jax.jit(lambda x, c: jax.lax.fori_loop(0, sizes.num_passes, lambda _, x: x * c, x), donate_argnums=0)
     held = [x]
 
     def call() -> None:
-        held[0] = jax.block_until_ready(passes(held[0], np.float32(1.0001), sizes.num_passes))
+        held[0] = jax.block_until_ready(passes(held[0], np.float32(1.0001)))
 
     return 2.0 * x.nbytes / mesh.size * sizes.num_passes / _best(call, seconds=sizes.seconds)
 
