@@ -31,7 +31,7 @@ The tiers are `"device"` (the memory of the accelerator), `"pinned_host"` (host 
 def page() -> str:
     """Return the page."""
     sections = [INTRODUCTION]
-    for cls in (zj.ZeroConfig, zj.LossScaling):
+    for cls in (zj.ZeroConfig, zj.Segment, zj.LossScaling):
         sections.append(f"## {cls.__name__}\n\n{summary(cls)}\n\n{table(cls)}\n")
     return "\n".join(sections)
 
@@ -74,6 +74,8 @@ def values(annotation: Any) -> str:
     if annotation in (type(None),):
         return "`None`"
     parts = typing.get_args(annotation)
+    if typing.get_origin(annotation) is tuple and dataclasses.is_dataclass(item := parts[0]) and isinstance(item, type):
+        return f"a tuple of `{item.__name__}`"
     if parts and not isinstance(annotation, type) and typing.get_origin(annotation) is not tuple:  # a union
         return ", ".join(values(part) for part in parts)
     return f"`{annotation.__name__}`" if isinstance(annotation, type) and not parts else f"`{annotation}`"
@@ -83,6 +85,8 @@ def default(field: dataclasses.Field[Any]) -> str:
     """Return a field's default as Python code."""
     if field.default is not dataclasses.MISSING:
         return f"`{code(field.default)}`"
+    if field.default_factory is dataclasses.MISSING:
+        return "none: it is given"
     return f"`{field.default_factory.__name__}()`"  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import zerojax as zj
 from pallas_kernels.dispatch import Target, target_of
@@ -221,12 +222,17 @@ class Block(nnx.Module):
         # Else XLA would split heads, and attention would move its scores.
         check_heads(self.heads, jax.sharding.get_abstract_mesh().shape.get(self.tensor_axis, 1))
         batch, seq, hidden = x.shape
-        qkv = self.qkv(self.ln1(x)).reshape(batch, seq, self.heads, 3, hidden // self.heads)  # heads first: whole heads a shard
+        qkv = checkpoint_name(self.qkv(self.ln1(x)), "qkv")
+        qkv = qkv.reshape(batch, seq, self.heads, 3, hidden // self.heads)  # heads first: whole heads a shard
         q, k, v = qkv[..., 0, :], qkv[..., 1, :], qkv[..., 2, :]  # [B, T, heads, H / heads]
-        a = attention(q, k, v, self.attention).reshape(x.shape)
-        x = x + self._drop(self.proj(a))
+        a = checkpoint_name(attention(q, k, v, self.attention).reshape(x.shape), "attention")
+        x = x + self._drop(checkpoint_name(self.proj(a), "projection"))
         z = self.ln2(x)
-        return x + self._drop(self.mlp(z) if self.tiles_mlp else self.out(jax.nn.gelu(self.fc(z), approximate=True)))
+        return x + self._drop(checkpoint_name(self.mlp(z) if self.tiles_mlp else self._dense_mlp(z), "mlp"))
+
+    def _dense_mlp(self, z: jax.Array) -> jax.Array:
+        hidden = checkpoint_name(self.fc(z), "mlp_hidden")
+        return self.out(jax.nn.gelu(hidden, approximate=True))
 
     def _drop(self, x: jax.Array) -> jax.Array:
         return x if self.dropout is None else self.dropout(x)

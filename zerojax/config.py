@@ -7,7 +7,9 @@ A field is data for the builder, not a switch: the stage is a row of `zerojax.sh
 import dataclasses
 import difflib
 import os
-from typing import Any, Literal
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -17,12 +19,12 @@ from zerojax.sharding import STAGES
 
 Tier = Literal["device", "pinned_host", "nvme"]
 Activations = Literal["save", "remat", "selective", "pinned_host", "nvme"]
+_ACTIVATIONS: tuple[Activations, ...] = ("save", "remat", "selective", "pinned_host", "nvme")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": tuple(STAGES),
     "params": TIERS,
     "grads": TIERS,
     "opt_state": TIERS,
-    "activations": ("save", "remat", "selective", "pinned_host", "nvme"),
     "precision": tuple(PRECISIONS),
     "moments": ("float32", "bfloat16"),
     "reduce_dtype": (None, "float32", "bfloat16", "float16"),
@@ -33,6 +35,36 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "frozen": (None, *TIERS),
     "frozen_dtype": (None, "int8", "nf4"),
 }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Segment:
+    """Contiguous layers of a LayeredModel that keep, offload or recompute in the same way.
+
+    Attributes:
+      num_layers: how many.
+      activations: what happens to the residuals of these layers, as `ZeroConfig.activations` of all layers.
+      saved_names: as `ZeroConfig.saved_names`, of these layers.
+      offloaded_names: as `ZeroConfig.offloaded_names`, of these layers.
+
+    Raises:
+      ValueError: an unknown value, fewer layers than 1, or a name in both tuples.
+    """
+
+    num_layers: int
+    _: dataclasses.KW_ONLY
+    activations: Activations = "save"
+    saved_names: tuple[str, ...] = ()
+    offloaded_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        n = self.num_layers
+        if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
+            raise ValueError(f"num_layers={n!r} of a Segment: an integer of at least 1 is needed")
+        if not (isinstance(self.activations, str) and self.activations in _ACTIVATIONS):
+            choices = ", ".join(map(repr, _ACTIVATIONS))
+            raise ValueError(f"activations={self.activations!r} of a Segment is unknown: choose from {choices}")
+        _check_names(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +82,10 @@ class ZeroConfig:
       activations: what happens to a layer's residuals between forward and backward: "save" keeps its input and the results of
         products, look-ups, loops and kernels, and makes again what elementwise equations, norms and random masks made of these;
         "selective" makes attention's inner part again too; "remat" keeps the layer's input and recomputes; a tier's name stores
-        the layer's input there and recomputes (`program.kept` lists what is kept).
-      saved_names: values that the block marks by `jax.ad_checkpoint.checkpoint_name`, kept on the device besides.
+        the layer's input there and recomputes (`program.kept` lists what is kept). A tuple of `zerojax.Segment`, first layer
+        first: contiguous layers of a LayeredModel, each segment in its own way.
+      saved_names: values that the block marks by `jax.ad_checkpoint.checkpoint_name`, kept on the device besides; "#2" is the
+        value with the number 2 in `program.kept`, of those that "save" keeps.
       offloaded_names: likewise, kept in pinned host memory.
       partition_activations: what a layer of a LayeredModel keeps from forward to backward, and `tensor` does not split already,
         rests split over it, in every mode and tier, and is gathered for backward (ZeRO-R's Pa; arXiv:1910.02054, section 6.1).
@@ -100,7 +134,7 @@ class ZeroConfig:
     grads: Tier = "device"
     opt_state: Tier = "device"
     opt_state_device_fraction: float = 0.0
-    activations: Activations = "save"
+    activations: Activations | tuple[Segment, ...] = "save"
     saved_names: tuple[str, ...] = ()
     offloaded_names: tuple[str, ...] = ()
     partition_activations: bool = False
@@ -125,6 +159,9 @@ class ZeroConfig:
     frozen: Tier | None = None
     frozen_dtype: Literal["int8", "nf4"] | None = None
 
+    auto: ClassVar[Callable[..., "ZeroConfig"]]
+    """`ZeroConfig.auto(model, tx, mesh, batch, machine=None, **fixed)`: the fastest config that fits (`zerojax.plan`)."""
+
     def __new__(cls, *values: Any, **fields: Any) -> "ZeroConfig":
         # A dataclass answers an unknown keyword with a TypeError that names no alternative.
         if values:
@@ -143,8 +180,26 @@ class ZeroConfig:
             # By type too: True equals 1, and 2.0 equals 2.
             if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
                 raise ValueError(f"{name}={value!r} is unknown: choose from {', '.join(map(repr, choices))}")
+        self._check_activations()
         self._check_numbers()
         self._check_combinations()
+
+    def _check_activations(self) -> None:
+        _check_names(self)
+        chosen = self.activations
+        if isinstance(chosen, str) and chosen in _ACTIVATIONS:
+            return
+        choices = ", ".join(map(repr, _ACTIVATIONS))
+        if not isinstance(chosen, tuple) or not all(isinstance(one, Segment) for one in chosen):
+            raise ValueError(f"activations={chosen!r} is unknown: choose from {choices}, or a tuple of zerojax.Segment")
+        if not chosen:
+            raise ValueError(f"activations=() has no segment: choose from {choices}, or give segments of all layers")
+        for name in ("saved_names", "offloaded_names"):
+            if names := getattr(self, name):
+                raise ValueError(
+                    f"{name}={names!r} with {len(chosen)} segments as activations: each segment has its own; give them to "
+                    f"those that are to keep them, as in zerojax.Segment({chosen[0].num_layers}, {name}={names!r})"
+                )
 
     def _check_numbers(self) -> None:
         for name, least in (("num_microbatches", 1), ("prefetch_distance", 0), ("min_shard_bytes", 0)):
@@ -161,10 +216,6 @@ class ZeroConfig:
         for name in ("partition_activations", "sequence_parallel", "tensor_overlap", "delayed_update", "gather_ahead"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: True or False is needed")
-        for name in ("saved_names", "offloaded_names"):
-            value = getattr(self, name)
-            if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
-                raise ValueError(f"{name}={value!r}: a tuple of names is needed, such as ('mlp_hidden',)")
         budget, fraction = self.device_budget_bytes, self.opt_state_device_fraction
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < 1):
             raise ValueError(f"device_budget_bytes={budget!r}: a positive integer is needed, or None for no limit")
@@ -206,8 +257,6 @@ class ZeroConfig:
                 "tensor_overlap=True with sequence_parallel=False: it runs beside products what sequence parallelism gathers "
                 "and scatters, which is nothing here; set sequence_parallel=True, or tensor_overlap=False"
             )
-        if both := sorted(set(self.saved_names) & set(self.offloaded_names)):
-            raise ValueError(f"saved_names and offloaded_names both hold {both}: a value is kept in one place")
         if self.gather_ahead and self.stage != 3:
             raise ValueError(f"gather_ahead=True needs stage=3, got stage={self.stage}: below it parameters are whole")
         if self.params != "device" and self.stage != 3:
@@ -229,6 +278,22 @@ class ZeroConfig:
                 f"reduce_dtype={self.reduce_dtype!r} with precision={self.precision!r}: gradients are made in {compute}; "
                 f"choose {' or '.join(sorted({repr(compute), repr('float32')}))}"
             )
+
+
+def _check_names(chosen: Segment | ZeroConfig) -> None:
+    """Raise ValueError unless the names of values to keep are tuples of names, each in one of them."""
+    for name in ("saved_names", "offloaded_names"):
+        value = getattr(chosen, name)
+        if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
+            raise ValueError(f"{name}={value!r}: a tuple of names is needed, such as ('mlp_hidden',)")
+    if both := sorted(set(chosen.saved_names) & set(chosen.offloaded_names)):
+        raise ValueError(f"saved_names and offloaded_names both hold {both}: a value is kept in one place")
+
+
+def activations_of(config: ZeroConfig) -> tuple[Activations, ...]:
+    """Return what happens to the residuals of each segment, or of all layers."""
+    chosen = config.activations
+    return tuple(segment.activations for segment in chosen) if isinstance(chosen, tuple) else (chosen,)
 
 
 def frozen_tier(config: ZeroConfig) -> Tier:
@@ -267,7 +332,7 @@ def streams(config: ZeroConfig) -> bool:
 
 def uses_disk(config: ZeroConfig) -> bool:
     """Tell whether anything rests on disk."""
-    return "nvme" in (config.params, config.grads, config.opt_state, config.activations, config.frozen)
+    return "nvme" in (config.params, config.grads, config.opt_state, *activations_of(config), config.frozen)
 
 
 def updates_by_parts(config: ZeroConfig) -> bool:
@@ -278,11 +343,24 @@ def updates_by_parts(config: ZeroConfig) -> bool:
 def require_built(config: ZeroConfig) -> None:
     """Raise NotImplementedError, by name, for a setting that is valid and that this version does not build."""
     if config.delayed_update and uses_disk(config):
-        tiers = {name: getattr(config, name) for name in ("params", "grads", "opt_state", "activations", "frozen")}
-        name = next(name for name, tier in tiers.items() if tier == "nvme")
+        tiers = [(name, getattr(config, name)) for name in ("params", "grads", "opt_state", "frozen")]
+        tiers += [("activations", tier) for tier in activations_of(config)]
+        name = next(name for name, tier in tiers if tier == "nvme")
         raise NotImplementedError(
             f"delayed_update=True is not built in this version with {name}='nvme': use delayed_update=False, or 'pinned_host'"
         )
+    kept = config.activations if isinstance(config.activations, tuple) else (config,)
+    names = [name for one in kept for name in (*one.saved_names, *one.offloaded_names) if number_of(name) is not None]
+    if config.tensor_overlap and names:
+        raise NotImplementedError(
+            f"tensor_overlap=True is not built in this version with values named by number, {', '.join(map(repr, names))}: "
+            "what rings keep depends on the mode; mark the values by jax.ad_checkpoint.checkpoint_name, or leave tensor_overlap"
+        )
+
+
+def number_of(name: str) -> int | None:
+    """Return the number of a value that is named by it, "#2", or None."""
+    return int(name[1:]) if re.fullmatch(r"#[0-9]+", name) else None
 
 
 def whole_layers(config: ZeroConfig) -> str | None:

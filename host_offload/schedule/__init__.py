@@ -15,3 +15,4 @@ from host_offload.schedule.tiles import TiledSchedule as TiledSchedule
 from host_offload.schedule.tiles import TileLoops as TileLoops
 from host_offload.schedule.tiles import build_tiled_schedule as build_tiled_schedule
 from host_offload.schedule.tiles import tiles_kind as tiles_kind
+from host_offload.schedule.timeline import COLOURS as COLOURS

@@ -34,6 +34,7 @@ def build_schedule(
     ends: Mapping[str, int] | None = None,
     record_bytes: Mapping[str, int] | None = None,
     budget_bytes: int | None = None,
+    first_layer: int = 0,
 ) -> Schedule:
     """Build the schedule of a train step.
 
@@ -44,12 +45,13 @@ def build_schedule(
       update: when a layer's optimizer runs, "after_backward" or "in_backward".
       gather_ahead: take and gather the next layer while one computes; two layers are then whole at once.
       master: parameters have float32 masters, which rest and move with opt_state; without, an update reads the parameters.
-      device_layers: opt_state of layers 0 .. device_layers-1 stays on the device.
+      device_layers: opt_state of layers below this one stays on the device.
       stores_late: what updates, backward or update, stores each record in the tick after the one that updated it.
       ends: bytes of the records of leaves that are no stack of layers and are updated beside ticks whose stores are late:
         "head", whose gradients are complete before backward, and "embed", which are updated when the layers are.
       record_bytes: bytes of one layer on one device, by kind (params: its shard), and "gathered" (whole); missing ones are 0.
       budget_bytes: the most bytes that may be in flight on a device.
+      first_layer: number of the first layer in its stack, where these are a run of its layers: all arrays count from it.
 
     Raises:
       ValueError: impossible sizes, unknown names, or more bytes in flight than the budget. The message then gives the largest
@@ -57,7 +59,8 @@ def build_schedule(
     """
     _check_int("num_layers", num_layers, 1)
     _check_int("distance", distance, 0)
-    _check_int("device_layers", device_layers, 0, num_layers)
+    _check_int("first_layer", first_layer, 0)
+    _check_int("device_layers", device_layers, 0, first_layer + num_layers)
     _check_names("tiers", tiers or {}, KINDS)
     _check_names("ends", ends or {}, ("head", "embed"))
     _check_names("record_bytes", record_bytes or {}, SIZES)
@@ -82,10 +85,12 @@ def build_schedule(
             tiers=MappingProxyType(where),
             device_layers=device_layers,
             phases=_build_phases(
-                num_layers, distance, where, update, gather_ahead, master, device_layers, stores_late, ends or {}
+                range(first_layer, first_layer + num_layers), distance, where, update, gather_ahead, master, device_layers,
+                stores_late, ends or {},
             ),
             record_bytes=size,
-        )
+            first_layer=first_layer,
+        )  # fmt: skip
 
     schedule = build(distance, gather_ahead)
     if budget_bytes is not None:
@@ -113,7 +118,7 @@ def advise(build: Callable[[int, bool], Schedule], distance: int, gather_ahead: 
 
 
 def _build_phases(
-    num_layers: int,
+    numbers: range,
     distance: int,
     tiers: Mapping[str, str],
     update: str,
@@ -123,8 +128,8 @@ def _build_phases(
     stores_late: bool,
     ends: Mapping[str, int],
 ) -> tuple[Phase, ...]:
-    moving = {kind for kind, tier in tiers.items() if tier != "device"}
-    if device_layers == num_layers:
+    moving, num_layers = {kind for kind, tier in tiers.items() if tier != "device"}, len(numbers)
+    if device_layers == numbers.stop:
         moving.discard("opt_state")
 
     updating = "backward" if update == "in_backward" else "update"
@@ -155,12 +160,13 @@ def _build_phases(
             reads=kinds[1],
             writes=kinds[2],
             device_layers=device_layers,
+            first_layer=numbers.start,
             ends=beside if late else (),
         )
 
     ticks = {"head": (-1, 0), "embed": (num_layers, num_layers + 1)}
     beside = tuple(EndsMove(name=name, fetch=ticks[name][0], store=ticks[name][1], num_bytes=n) for name, n in ends.items())
-    layers = np.arange(num_layers)
+    layers = np.arange(numbers.start, numbers.stop)
     forward = phase("forward", layers, "params frozen", "activations")
     if update == "in_backward":
         return forward, phase("backward", layers[::-1], "params frozen activations", "opt_state params", "opt_state")
@@ -170,7 +176,8 @@ def _build_phases(
         # A record is loaded in the tick that updates it, while the one before it is stored: there is nothing else to wait for.
         return forward, backward, phase("update", layers, "", "opt_state params", reads)
     # Rolled: the layers whose state is on the device come last, so that fetches begin with the first tick.
-    return forward, backward, phase("update", np.roll(layers, -device_layers), reads, "opt_state params")
+    rolled = np.roll(layers, -max(0, device_layers - numbers.start))
+    return forward, backward, phase("update", rolled, reads, "opt_state params")
 
 
 def _check_int(name: str, value: object, least: int, most: int | None = None) -> None:

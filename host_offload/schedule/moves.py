@@ -51,20 +51,26 @@ def moves_of(
     besides: Mapping[str, tuple[Kinds, Kinds]] | None = None,
     loops: Mapping[str, Sequence[tuple[TileLoops, str]]] | None = None,
     stack: str = "",
+    activations: str = "",
 ) -> tuple[Move, ...]:
     """Return the moves of a step, or of some phases of it.
 
     Args:
       schedule: of the step; where there are several stacks of layers, of one.
-      kinds: those that rest on disk. Records of "opt_state" are counted from the first layer that is not on the device.
+      kinds: those that rest on disk. Records of "opt_state" are counted from the first layer that is not on the device, and
+        those of "activations" from the first layer of the schedule.
       phases: names of the phases wanted; all by default.
       besides: phase -> kinds that a tick reads, and kinds that it writes, of its own layer. The schedule lacks them because the
         device never has them: an update on the host uses them.
       loops: phase -> the loops over tiles that each of its ticks runs, in order, and which of their phases each is.
       stack: name of the stack of layers, by which its records are called (`layers_kind`).
+      activations: name of the records of activations, where several runs of a stack's layers have their own; "" as of a stack.
     """
     moves: list[Move] = []
-    name_of = partial(layers_kind, stack=stack)
+
+    def name_of(kind: str) -> str:
+        return activations if activations and kind == "activations" else layers_kind(kind, stack)
+
     for phase in schedule.phases:
         if phases is not None and phase.name not in phases:
             continue
@@ -97,7 +103,8 @@ def _moves_of_phase(
     def add(names: Sequence[str], layer: int, writes: bool = False) -> None:
         for kind in names:
             # A layer whose optimizer state is on the device has no record of it, and a negative number.
-            record = layer - phase.device_layers if kind == "opt_state" else layer
+            before = {"opt_state": phase.device_layers, "activations": phase.first_layer}.get(kind, 0)
+            record = layer - before
             if layer >= 0 and record >= 0:
                 moves.append(Move(name(kind), record, writes))
 

@@ -1,6 +1,7 @@
 """Which layer is fetched, taken, computed and stored at each tick of a train step: pure functions, int32 arrays, a table.
 
-A step over L equal layers is two or three loops, its **phases**, of L **ticks** each. One tick computes one layer:
+A step over L equal layers is two or three loops, its **phases**, of L **ticks** each. One tick computes one layer. Where they
+are a part of a stack, layers have the numbers that they have in the stack, from `first_layer` on; here that is 0:
 
     forward   0 .. L-1   the layer's output from its input
     backward  L-1 .. 0   its gradients, the layer being computed again
@@ -54,6 +55,8 @@ All ticks count the same here. A schedule bounds layers and bytes; seconds have 
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -101,6 +104,7 @@ class Phase:
       reads: kinds read in the tick that uses them.
       writes: kinds written.
       device_layers: opt_state of the layers below this one is on the device, whatever its tier.
+      first_layer: the lowest layer, from which records of activations are counted.
       ends: what else crosses the link beside the loop.
     """
 
@@ -119,6 +123,7 @@ class Phase:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     device_layers: int
+    first_layer: int = 0
     ends: tuple[EndsMove, ...] = ()
 
     @property
@@ -128,15 +133,16 @@ class Phase:
 
     def kinds_of(self, tick: int) -> tuple[str, ...]:
         """Return those of `fetches` that are off the device for the layer of `tick`: all, or all but opt_state."""
-        return self._off_device(self.fetches, int(self.layer[tick]))
+        return self.off_device(self.fetches, int(self.layer[tick]))
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the int32 arrays by field name, `first` as int32[1]."""
         names = ("layer", "consume", "use_slot", "fetch", "fetch_slot", "store", "preload", "preload_slot")
         return {name: getattr(self, name) for name in names} | {"first": int32([self.first])}
 
-    def _off_device(self, kinds: tuple[str, ...], layer: int) -> tuple[str, ...]:
-        return tuple(kind for kind in kinds if moved((kind,), layer, self.device_layers))
+    def off_device(self, kinds: tuple[str, ...], layer: int) -> tuple[str, ...]:
+        """Return those of some kinds that are off the device for a layer: all, or all but opt_state."""
+        return kinds if layer >= self.device_layers else tuple(kind for kind in kinds if kind != "opt_state")
 
     def _strip(self) -> Strip:
         ring = len(self.preload)
@@ -149,23 +155,23 @@ class Phase:
 
         # What precedes tick 0 is drawn where a loop that had begun earlier would have it.
         start = -ring - (self.first >= 0)
-        put(boxes["fetch"], self.first, self._off_device(self.fetches, self.first), start)
+        put(boxes["fetch"], self.first, self.off_device(self.fetches, self.first), start)
         put(boxes["gather"], self.first, ("gathered",), -1)
         # What is fetched in tick t is taken in tick t + ring, and has a slot in between.
         fetched = [(slot - ring, layer, slot) for slot, layer in enumerate(self.preload.tolist())]
         fetched += zip(range(len(self.fetch)), self.fetch.tolist(), self.fetch_slot.tolist(), strict=True)
         for tick, layer, slot in fetched:
-            kinds = self._off_device(self.fetches, layer)
+            kinds = self.off_device(self.fetches, layer)
             put(boxes["fetch"], layer, kinds, tick)
             if slot >= 0:
                 put(slots[slot], layer, kinds, tick, ring)
         for tick, layer in enumerate(self.layer.tolist()):
-            put(boxes["read"], layer, self._off_device(self.reads, layer), tick)
+            put(boxes["read"], layer, self.off_device(self.reads, layer), tick)
             put(boxes["gather"], int(self.consume[tick]), ("gathered",) if self.name != "update" else (), tick)
             put(boxes["compute"], layer, ("compute",), tick)
-            put(boxes["store"], int(self.store[tick]), self._off_device(self.writes, layer), tick)
+            put(boxes["store"], int(self.store[tick]), self.off_device(self.writes, layer), tick)
         for layer in self.drain.tolist():
-            put(boxes["store"], layer, self._off_device(self.writes, layer), len(self.layer))
+            put(boxes["store"], layer, self.off_device(self.writes, layer), len(self.layer))
         lanes = [Lane(name=name, boxes=tuple(b)) for name, b in boxes.items()]
         lanes += [Lane(name=f"slot {slot}", boxes=tuple(b)) for slot, b in slots.items()]
         for name, ticks in (("fetch ends", [e.fetch for e in self.ends]), ("store ends", [e.store for e in self.ends])):
@@ -214,10 +220,11 @@ class Schedule:
       gather_ahead: the next layer is gathered while this one computes.
       master: parameters have float32 masters, which rest and move with opt_state.
       tiers: the tier of every kind.
-      device_layers: layers whose opt_state is on the device, whatever its tier.
+      device_layers: opt_state of the layers below this one is on the device, whatever its tier.
       phases: in the order in which they run.
       record_bytes: bytes of one layer on one device by kind, and "gathered"; None where they were not given.
       stream: what layers take and return, and how it is split, as the table says it: "x[B_(data, fsdp), T_tensor, H]"; or "".
+      first_layer: the lowest layer: those of a run within a stack are first_layer .. first_layer + L - 1.
     """
 
     num_layers: int
@@ -230,6 +237,16 @@ class Schedule:
     phases: tuple[Phase, ...]
     record_bytes: Mapping[str, int] | None
     stream: str = ""
+    first_layer: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        sizes = None if self.record_bytes is None else dict(self.record_bytes)
+        return {**vars(self), "tiers": dict(self.tiers), "record_bytes": sizes}  # a mapping proxy is not pickled
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        sizes = state["record_bytes"]
+        proxies = {"tiers": MappingProxyType(state["tiers"]), "record_bytes": sizes and MappingProxyType(sizes)}
+        self.__dict__.update({**state, **proxies})
 
     def phase(self, name: str) -> Phase:
         """Return a phase by name.

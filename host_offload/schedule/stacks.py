@@ -5,7 +5,8 @@
     update     stack by stack, the first one first
 
 The loops of a stack are those of a schedule of its own (`host_offload.schedule.schedule`). Rings are filled when a loop begins
-and empty when it ends, so that stacks share no slot, and the bytes in flight are those of one stack at a time.
+and empty when it ends, so that stacks share no slot, and the bytes in flight are those of one stack at a time. A part of a
+stack, whose layers keep other values for backward than those beside it, has loops of its own, and is here what a stack is.
 """
 
 import dataclasses
@@ -81,7 +82,8 @@ def stacked_schedule(stacks: Mapping[str, Schedule]) -> Schedule:
     # A kind is where it is in some stack: a stack may have none of it.
     tiers = {kind: max((s.tiers[kind] for s in every), key=lambda tier: tier != "device") for kind in every[0].tiers}
     fields: dict[str, Any] = {field.name: getattr(every[0], field.name) for field in dataclasses.fields(Schedule)}
-    fields |= {"num_layers": sum(s.num_layers for s in every), "device_layers": sum(s.device_layers for s in every)}
+    fields |= {"num_layers": sum(s.num_layers for s in every), "first_layer": 0}
+    fields |= {"device_layers": sum(max(0, s.device_layers - s.first_layer) for s in every)}
     # Records of different stacks have different sizes: those are told by the schedule of each.
     fields |= {"phases": tuple(phases), "tiers": tiers, "record_bytes": None}
     return StackedSchedule(**fields, stacks=stacks)

@@ -38,7 +38,7 @@ class TileLoops:
       name: of the group.
       num_tiles: T.
       inner: a schedule whose "layers" are the tiles of one layer; its forward and backward run.
-      flat: one whose "layers" are the tiles of all layers; its update runs, if it has one.
+      flat: one whose "layers" are the tiles of all layers, by number; its update runs, if it has one.
     """
 
     name: str
@@ -131,6 +131,7 @@ def build_tiled_schedule(
     master: bool = True,
     record_bytes: Mapping[str, int],
     budget_bytes: int | None = None,
+    first_layer: int = 0,
 ) -> TiledSchedule:
     """Build the schedule of a step whose layers hold tiles.
 
@@ -144,6 +145,7 @@ def build_tiled_schedule(
       master: likewise.
       record_bytes: bytes of a layer's one record, tiles excluded.
       budget_bytes: the most bytes that may be in flight on a device.
+      first_layer: likewise.
 
     Raises:
       ValueError: as `host_offload.build_schedule`.
@@ -153,10 +155,11 @@ def build_tiled_schedule(
 
     def build(distance: int, gather_ahead: bool) -> TiledSchedule:
         make = partial(build_schedule, distance=distance, update=update, master=master)
-        layers = make(num_layers, tiers=tiers, record_bytes=record_bytes)
+        layers = make(num_layers, tiers=tiers, record_bytes=record_bytes, first_layer=first_layer)
         tiles = []
         for (name, count), size in zip(groups.items(), group_bytes, strict=True):
-            inner, flat = (make(n, tiers=of_tiles, record_bytes=size) for n in (count, num_layers * count))
+            make_tiles = partial(make, tiers=of_tiles, record_bytes=size)
+            inner, flat = make_tiles(count), make_tiles(num_layers * count, first_layer=first_layer * count)
             tiles.append(TileLoops(name=name, num_tiles=count, inner=inner, flat=flat))
         fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(Schedule)}
         # `advise` passes it, but a step with tiles never gathers ahead.

@@ -34,6 +34,11 @@ INVOLUNTARY = "nvoluntary full rematerialization"
 HOST = "pinned_host"
 ALL = {"params": HOST, "grads": HOST, "opt_state": HOST, "activations": HOST}
 AHEAD = {**ALL, "gather_ahead": True}
+SEGMENTS = (
+    zj.Segment(8, activations=HOST),
+    zj.Segment(8, activations="remat", offloaded_names=("#1",)),
+    zj.Segment(8, activations=HOST, saved_names=("#0",)),
+)
 CASES: dict[str, dict[str, Any]] = {
     "all": ALL,
     "all_96_layers": {**ALL, "layers": 96},
@@ -46,10 +51,12 @@ CASES: dict[str, dict[str, Any]] = {
     "half_of_opt_state": {"opt_state": HOST, "opt_state_device_fraction": 0.5, "clip_norm": 1.0},
     "fp32": {**ALL, "precision": "fp32"},
     "tensor": {**AHEAD, "mesh": (("fsdp", 4), ("tensor", 2))},
+    "segments": {**ALL, "activations": SEGMENTS},
+    "segments_in_backward": {**AHEAD, "activations": SEGMENTS, "update": "in_backward"},
     "update_on_host": {"opt_state": HOST, "update_on": "host", "activations": "remat"},
     "update_on_host_all": {**ALL, "update_on": "host"},
 }
-QUICK = ["all", "all_96_layers", "microbatches", "in_backward", "update_on_host_all"]
+QUICK = ["all", "all_96_layers", "microbatches", "in_backward", "segments", "update_on_host_all"]
 """Compiled without `-m exhaustive`."""
 RESIDENT = {"resident": {"opt_state": HOST}, "resident_on_device": {}}
 

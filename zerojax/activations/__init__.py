@@ -16,6 +16,7 @@ from zerojax.activations.recompute import Splits as Splits
 from zerojax.activations.recompute import keep_products as keep_products
 from zerojax.activations.recompute import keeps as keeps
 from zerojax.activations.recompute import label_of as label_of
+from zerojax.activations.recompute import numbered_labels as numbered_labels
 from zerojax.activations.recompute import open_equations as open_equations
 from zerojax.activations.sequence_ops import is_gather as is_gather
 from zerojax.activations.sequence_ops import is_scatter as is_scatter

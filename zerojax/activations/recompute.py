@@ -2,10 +2,15 @@
 
 The function is traced, and each value to keep is named. The checkpoint's policy keeps these names. Loops are entered, so that
 each iteration keeps as a layer does; an equation with a derivative of its own runs forward once (`zerojax.activations.apart`).
+
+The values of a layer are counted in the order of its program, up to a loop or a branch, of whose inside no order is known. Of
+these counts follow the numbers of the values that backward reads, which are those of a streamed step
+(`zerojax.streamed.residuals`).
 """
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -24,6 +29,8 @@ from zerojax.jaxprs import FlatJaxpr, Instruction, bind, flatten, read, scan_ari
 from zerojax.sharding import ActivationSpec, Spec
 
 PREFIX = "zerojax_kept "
+_COUNTED = re.compile(r"#(\w*):(\d+) (.*)")
+"""Group, count and equation of a value."""
 
 
 def keeps(prim: Any, *args: Any, **params: Any) -> bool:
@@ -34,8 +41,22 @@ def keeps(prim: Any, *args: Any, **params: Any) -> bool:
 
 
 def label_of(name: str) -> str:
-    """Return the equation that a `Keeper` named, or the name that the model gave."""
+    """Return the equation that a `Keeper` named, its count before it, or the name that the model gave."""
     return name.removeprefix(PREFIX)
+
+
+def numbered_labels(labels: Sequence[str]) -> list[str]:
+    """Return the labels of all that is kept with numbers in place of counts: "#2 dot_general ..."."""
+    found = [_COUNTED.fullmatch(label) for label in labels]
+    by_group: dict[str, list[int]] = {}
+    for match in found:
+        if match is not None:
+            by_group.setdefault(match[1], []).append(int(match[2]))
+    counts = {group: sorted(set(some)) for group, some in by_group.items()}
+    return [
+        label if match is None else f"#{counts[match[1]].index(int(match[2]))} {match[3]}"
+        for label, match in zip(labels, found, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,13 +83,16 @@ class Splits:
         return flow(program, [*self.params, *data], self.mesh.shape)
 
 
-def keep_products(function: Callable[..., Any], prevent_cse: bool = True, splits: Splits | None = None) -> Callable[..., Any]:
+def keep_products(
+    function: Callable[..., Any], prevent_cse: bool = True, splits: Splits | None = None, group: str = ""
+) -> Callable[..., Any]:
     """Return `function(params, x, *data)`, keeping from forward to backward what costs something to make again.
 
     Args:
       function: its argument x is a tree whose leaves have the batch as dim 0. One with side effects keeps what JAX keeps.
       prevent_cse: as of `jax.checkpoint`.
       splits: then what is kept is split as it says; without, as the partitioner chooses.
+      group: name of the functions whose values are counted together.
     """
 
     def run(params: Any, *data: Any) -> Any:
@@ -78,6 +102,7 @@ def keep_products(function: Callable[..., Any], prevent_cse: bool = True, splits
         if any(i.eqn.effects for i in program.instructions):
             return function(params, *data)
         keeper = Keeper.of(program, program.inputs[len(jax.tree.leaves(params)) :], splits, data)
+        keeper.group = group
 
         @partial(jax.checkpoint, policy=keeps, prevent_cse=prevent_cse)
         def region(*values: Any) -> list[Any]:
@@ -91,7 +116,11 @@ def keep_products(function: Callable[..., Any], prevent_cse: bool = True, splits
 
 
 class Keeper:
-    """Runs instructions of a program and names what is kept for backward."""
+    """Runs instructions of a program and names what is kept for backward.
+
+    Attributes:
+      group: where values are counted, the name of those that are counted together; else None.
+    """
 
     def __init__(
         self,
@@ -110,6 +139,8 @@ class Keeper:
         """
         self.of_data, self.specs, self.mesh = depending(program, data), specs, mesh
         self.kept = candidates(program, self.of_data)
+        self.group: str | None = None
+        self._count = itertools.count()
 
     @classmethod
     def of(cls, program: FlatJaxpr, slots: Sequence[int], splits: Splits | None, data: Sequence[Any]) -> Self:
@@ -129,7 +160,10 @@ class Keeper:
             if apart is not None:
                 slots.update(zip(i.outs, self._named_by_rule(i, apart, values, label), strict=True))
                 continue
-            outs = _run(i, values, self.depend_on_data(i))
+            of_data = self.depend_on_data(i)
+            outs = _run(i, values, of_data)
+            if any(of_data) and i.eqn.primitive.name in _ENTERED:
+                self.group = None
             slots.update((s, self.named(s, v, label) if s in self.kept else v) for s, v in zip(i.outs, outs, strict=True))
 
     def named(self, slot: int, value: Any, label: str) -> Any:
@@ -137,7 +171,11 @@ class Keeper:
         if (spec := self.specs.get(slot)) is not None:
             assert self.mesh is not None
             value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, PartitionSpec(*spec)))
-        return _named(value, label)
+        return _named(value, self._counted(label))
+
+    def _counted(self, label: str) -> str:
+        """Return a label with the count of its value before it."""
+        return label if self.group is None else f"{PREFIX}#{self.group}:{next(self._count)} {label.removeprefix(PREFIX)}"
 
     def _named_by_rule(self, i: Instruction, apart: Apart, values: Sequence[Any], label: str) -> list[Any]:
         """Return the results of an equation that is taken apart; what its derivative reads is named."""
@@ -149,7 +187,7 @@ class Keeper:
         def forward(*operands: Any) -> tuple[list[Any], Any]:
             outs, kept = apart.forward(operands)
             outs = [self.named(slot, a, label) for slot, a in zip(i.outs, outs, strict=True)]
-            kept = [_named(a, label) for a in kept]
+            kept = [_named(a, self._counted(label)) for a in kept]
             # What the derivative does not read, such as the result of one tile of a sum, is not kept.
             return outs, apart.read_by_backward(operands, outs, kept)
 
@@ -173,7 +211,10 @@ def _named(value: Any, label: str) -> Any:
 
 def _has_rule(i: Instruction) -> bool:
     """Tell whether an equation's own rule, or the model's own checkpoint, says what is kept of it."""
-    return is_openable(i) and i.eqn.primitive.name not in ("scan", "cond")
+    return is_openable(i) and i.eqn.primitive.name not in _ENTERED
+
+
+_ENTERED = ("scan", "cond")
 
 
 def _run(i: Instruction, values: Sequence[Any], of_data: Sequence[bool]) -> list[Any]:

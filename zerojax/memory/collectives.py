@@ -69,14 +69,14 @@ def _of_whole_leaves(layout: Layout, tx: OwnedTransformation) -> dict[str, float
     return {name: n for name, n in sent.items() if n}
 
 
-def _gathers_again(streamed: StreamedStep | None) -> dict[str, int]:
-    """Return how often backward runs a group's forward loop, by the group's name."""
+def _gathers_again(streamed: StreamedStep | None) -> dict[str, float]:
+    """Return how often backward runs a group's forward loop, by the group's name: a mean over the layers of its stack."""
     if streamed is None:
         return {}
-    again = {}
+    again: dict[str, float] = {}
     for loops in streamed.loops:
-        inside = loops.tracer.tile_loops()["backward"]
-        again |= {
-            group.name: sum(g is tiles and phase == "forward" for g, phase in inside) for group, tiles in loops.stack.loops
-        }
+        inside, run = loops.tracer.tile_loops()["backward"], loops.stack.run
+        for group, tiles in loops.stack.loops:
+            times = sum(g is tiles and phase == "forward" for g, phase in inside)
+            again[group.name] = again.get(group.name, 0.0) + times * run.num_layers / run.stack.num_layers
     return again

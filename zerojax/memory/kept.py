@@ -15,11 +15,11 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from zerojax.activations import describe, label_of
+from zerojax.activations import describe, label_of, numbered_labels
 from zerojax.jaxprs import scan_arity
 from zerojax.memory.leaves import local_record_bytes
 from zerojax.sharding import TENSOR, ActivationSpec, Spec, axes_of, local_elements, pad_spec
-from zerojax.state import Layout, join_frozen
+from zerojax.state import LayerRun, Layout, join_frozen
 from zerojax.streamed import ResidualPlan, StreamedStep
 
 
@@ -36,7 +36,7 @@ class Kept:
       tier: where it rests.
       count: how many there are at once: layers, times microbatches in a streamed step.
       num_bytes: of all of these on one device.
-      stack: of which layers it is, in a model of several stacks; else "".
+      stack: of which layers it is, in a model of several stacks or where there are segments; else "".
       replicated: why `partition_activations` leaves it whole, or "".
     """
 
@@ -79,7 +79,7 @@ def streamed_kept(streamed: StreamedStep, abstract_batch: Any) -> list[Kept]:
     """Return what a streamed step keeps of its layers."""
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), abstract_batch)
     plans = zip(streamed.loops, streamed.abstract_residuals(shapes), strict=True)
-    return [kept for loops, residuals in plans for kept in _of_stack(loops.stack.name, loops.stack.num_layers, residuals)]
+    return [kept for loops, residuals in plans for kept in _of_run(loops.stack.run, residuals)]
 
 
 def bytes_gathered(streamed: StreamedStep, abstract_batch: Any) -> int:
@@ -96,14 +96,14 @@ def bytes_gathered(streamed: StreamedStep, abstract_batch: Any) -> int:
     return held * (streamed.mesh.shape[TENSOR] - 1)
 
 
-def _of_stack(stack: str, num_layers: int, residuals: ResidualPlan) -> list[Kept]:
-    values, lead = list[Kept](), residuals.lead
+def _of_run(run: LayerRun, residuals: ResidualPlan) -> list[Kept]:
+    values, lead, num_layers = list[Kept](), residuals.lead, run.num_layers
     of_each = zip(residuals.names, residuals.records, residuals.shapes, residuals.replicated, strict=True)
     for name, record, a, why in of_each:
         spec = tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in record.spec)[lead:]
         count = num_layers * math.prod(a.shape[:lead])
         num_bytes = num_layers * local_record_bytes(record, a.shape, a.dtype)
-        values.append(Kept(name, a.shape[lead:], a.dtype, spec, record.tier, count, num_bytes, stack, why or ""))
+        values.append(Kept(name, a.shape[lead:], a.dtype, spec, record.tier, count, num_bytes, run.name, why or ""))
     return values
 
 
@@ -135,7 +135,9 @@ def resident_kept(layout: Layout, loss: Any, abstract_batch: Any) -> list[Kept]:
     for v in jaxpr.invars:
         values.pop(v, None)
     sizes = [a.shape[0] for a in jax.tree.leaves(micro) if a.shape]
-    return [_resident_value(v, jaxpr, layout, sizes[0] if sizes else 0) for v in values]
+    kept = [_resident_value(v, jaxpr, layout, sizes[0] if sizes else 0) for v in values]
+    labels = numbered_labels([value.name for value in kept])
+    return [dataclasses.replace(value, name=label) for value, label in zip(kept, labels, strict=True)]
 
 
 def _resident_value(v: jex.Var, jaxpr: jex.Jaxpr, layout: Layout, batch_size: int) -> Kept:

@@ -9,10 +9,12 @@ Per layer of Megatron's that is, in units of s b h (t-1)/t bytes times the items
     sequence parallelism     all_gather 2 + 4, reduce_scatter 2 + 2; with remat one more scatter
     rings                    permute, as much as these together
 
+The layers of a stack send equally much, so that of segments each mode is traced for all of them, and counts for its part.
+
 What `partition_activations` gathers of what is kept is counted by `zerojax.memory.kept`.
 """
 
-import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 from zerojax.activations import sent_over_tensor
 from zerojax.resident import plain_objective
 from zerojax.sharding import TENSOR, pad_spec
-from zerojax.state import Layout
+from zerojax.state import Layout, runs_of
 
 
 def tensor_collectives(layout: Layout, model: Any, abstract_batch: Any) -> dict[str, int]:
@@ -32,18 +34,42 @@ def tensor_collectives(layout: Layout, model: Any, abstract_batch: Any) -> dict[
       model: that the step computes; with sequence parallelism what that made of it.
       abstract_batch: tree of ShapeDtypeStruct with shardings.
     """
-    mesh, config = layout.mesh, layout.config
-    if mesh.shape[TENSOR] == 1:
+    if layout.mesh.shape[TENSOR] == 1:
         return {}
-    if config.activations in ("pinned_host", "nvme"):  # a layer's input is kept there
-        layout = dataclasses.replace(layout, config=dataclasses.replace(config, activations="remat"))
-    objective = plain_objective(model, layout)
+    layers = _layers_by_mode(layout)
+    modes = {stack: next(iter(counts)) for stack, counts in layers.items()}
+    first = _sent(layout, model, abstract_batch, modes)
+    total = dict(first)
+    for stack, counts in layers.items():
+        for mode in counts.keys() - {modes[stack]}:
+            other = _sent(layout, model, abstract_batch, modes | {stack: mode})
+            for name in first.keys() | other.keys():
+                more = other.get(name, 0) - first.get(name, 0)
+                total[name] = total.get(name, 0) + more * counts[mode] // sum(counts.values())
+    return {f"{TENSOR}_{name}": n for name, n in total.items() if n}
+
+
+def _layers_by_mode(layout: Layout) -> dict[str, dict[str, int]]:
+    """Return how many layers of each stack keep results of products, "save", and how many nothing but their input, "remat"."""
+    layers: dict[str, dict[str, int]] = {}
+    for run in runs_of(layout):
+        # Where a tier is named, a layer's input is kept there.
+        mode = "save" if run.segment.activations in ("save", "selective") else "remat"
+        counts = layers.setdefault(run.stack.name, {})
+        counts[mode] = counts.get(mode, 0) + run.num_layers
+    return layers
+
+
+def _sent(layout: Layout, model: Any, abstract_batch: Any, modes: Mapping[str, str]) -> dict[str, int]:
+    """Return the bytes by collective where all layers of a stack keep what `modes` says."""
+    mesh = layout.mesh
+    objective = plain_objective(model, layout, modes)
     shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
     state = layout.abstract_arrays
     params, model_state = jax.tree.map(shape, (layout.join(state), state.model_state))
     leaves, tree = jax.tree.flatten(jax.eval_shape(layout.decode, params))
     specs = [layout.all_leaves[i] for i in layout.in_tree]
-    count = config.num_microbatches
+    count = layout.config.num_microbatches
 
     def derivative(leaves: list[Any], batch: Any, model_state: Any) -> Any:
         def loss(trained: list[Any]) -> Any:
@@ -61,4 +87,4 @@ def tensor_collectives(layout: Layout, model: Any, abstract_batch: Any) -> dict[
     given += [pad_spec(a.sharding.spec, len(a.shape)) for a in jax.tree.leaves(abstract_batch)]
     given += [(None,) * jnp.ndim(a) for a in jax.tree.leaves(model_state)]
     sent = sent_over_tensor(jaxpr, given, mesh)
-    return {f"{TENSOR}_{name}": int(n * count) for name, n in sent.items() if n}
+    return {name: int(n * count) for name, n in sent.items()}

@@ -13,7 +13,8 @@ and nowhere else.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -155,10 +156,17 @@ class ResidentStep:
         return ()
 
 
-def plain_objective(model: Model | LayeredModel, layout: Layout) -> Objective:
-    """Return the objective over whole parameters, before any gather is inserted."""
+def plain_objective(model: Model | LayeredModel, layout: Layout, modes: Mapping[str, str] = MappingProxyType({})) -> Objective:
+    """Return the objective over whole parameters, before any gather is inserted.
+
+    Args:
+      model: the model.
+      layout: of its state.
+      modes: what the layers of a stack keep, by its name; by default `activations`.
+    """
     mode, constrain = layout.config.activations, ActivationSpec(layout.mesh).constrain
     if isinstance(model, Model):
+        assert isinstance(mode, str)  # segments need layers (`zerojax.config.check_unlayered`)
         # A checkpoint runs no rule whose results nothing reads, and these rules return new scales as gradients all the same.
         if mode == "save" and _overwritten(layout.abstract_arrays.model_state)[0] is not None:
             return build_objective(model, constrain=constrain)
@@ -167,9 +175,9 @@ def plain_objective(model: Model | LayeredModel, layout: Layout) -> Objective:
 
     def region(function: Callable[..., Any], stack: str) -> Callable[..., Any]:
         # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to merge, and no barrier is needed.
-        if mode == "remat":
+        if modes.get(stack, mode) == "remat":
             return jax.checkpoint(function, prevent_cse=False)
-        return keep_products(function, prevent_cse=False, splits=splits_of(layout, stacks[stack], 1))
+        return keep_products(function, prevent_cse=False, splits=splits_of(layout, stacks[stack], 1), group=stack)
 
     return build_objective(model, region=region, constrain=constrain)
 

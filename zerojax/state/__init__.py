@@ -37,6 +37,8 @@ from zerojax.state.records import pick as pick
 from zerojax.state.records import read_layer as read_layer
 from zerojax.state.records import store_leaves as store_leaves
 from zerojax.state.records import write_layer as write_layer
+from zerojax.state.runs import LayerRun as LayerRun
+from zerojax.state.runs import runs_of as runs_of
 from zerojax.state.state_records import FlatState as FlatState
 from zerojax.state.state_records import StateRecords as StateRecords
 from zerojax.state.tile_groups import tiled_leaves as tiled_leaves

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from host_offload.device import one_trip
 from host_offload.schedule import Move
+from zerojax.config import activations_of
 from zerojax.sharding import STAGES, stored_spec
 from zerojax.state.disk_layout import DiskLayout
 from zerojax.state.host_memory import takes_linear_slices
@@ -121,7 +122,7 @@ class StateRecords:
     def linear_slices(self) -> bool:
         """Whether indices of host memory are linear in the counters of loops: records then move by copy engines."""
         config = self.layout.config
-        tiers = (config.params, config.grads, config.opt_state, config.activations, self.layout.frozen_tier)
+        tiers = (config.params, config.grads, config.opt_state, *activations_of(config), self.layout.frozen_tier)
         return "pinned_host" in tiers and takes_linear_slices(self.mesh)
 
     # --- on disk -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Where the values that forward keeps of each layer rest until backward: on the device, in host memory or on disk.
 
 `zerojax.streamed.residuals` decides which values of a layer are kept and which are recomputed. Here each of them, and the
-layer's input, gets a `RecordSpec`, and forward fills a stack `[L, ...]` of it that backward reads:
+layer's input, gets a `RecordSpec`, and forward fills a stack `[L, ...]` of it, of the L layers of a run, that backward reads:
 
     device         the stack is made inside of the program
     pinned_host    the stack is an argument of the program, donated and returned
@@ -47,23 +47,30 @@ class ResidualPlan:
       records: how each array rests: the leaves of the layer's input, then the block's residuals. Microbatches, where there are
         several, are dim 0 of each.
       shapes: ShapeDtypeStruct of each.
-      names: of each: "x" and a path, the name that the model gave it, or the equation that makes it.
+      x_names: "x" and a path of each leaf of the layer's input.
       x_tree: structure of the layer's input.
       lead: dims of each that come before a microbatch's own: 1 where there are several.
       whole: of each that rests split over `tensor` and is gathered for backward, its spec without that; else None.
       replicated: of each, why it rests whole although activations are to be split, or None.
       tiled: the block cut at its loops over tiles, if tiles are records.
+      first: number of the run's first layer in its stack, where the stacks of what is kept begin.
     """
 
     block: TracedBlock
     records: tuple[RecordSpec, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
-    names: tuple[str, ...]
+    x_names: tuple[str, ...]
     x_tree: Any
     lead: int
     whole: tuple[Spec | None, ...]
     replicated: tuple[str | None, ...]
     tiled: TiledBlock | None = None
+    first: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of each array "x" and a path, the name that the model gave it, or its number and the equation that makes it."""
+        return (*self.x_names, *self.block.labels)
 
     @property
     def away(self) -> tuple[int, ...]:
@@ -77,17 +84,21 @@ class ResidualPlan:
 
     def fetch(self, stacks: Sequence[Any], layer: Array) -> list[Array]:
         """Return one layer's arrays that rest off the device."""
-        return read_layer(pick(self.records, self.away), pick(stacks, self.away), layer)
+        return read_layer(pick(self.records, self.away), pick(stacks, self.away), self._index(layer))
 
     def read(self, stacks: Sequence[Any], fetched: Sequence[Array], layer: Array) -> list[Array]:
         """Return all arrays of one layer, given those that `fetch` returned."""
-        away = dict(zip(self.away, fetched, strict=True))
-        return [away[i] if i in away else _row_major(r.read(stacks[i], layer), r.mesh) for i, r in enumerate(self.records)]
+        away, index = dict(zip(self.away, fetched, strict=True)), self._index(layer)
+        return [away[i] if i in away else _row_major(r.read(stacks[i], index), r.mesh) for i, r in enumerate(self.records)]
 
     def write(self, stacks: Sequence[Any], layer: Any, x: Any, values: Sequence[Array]) -> list[Any]:
         """Return the stacks with one layer's input and residuals in them."""
         # Stated whole, so that the partitioner does not split what computes a value because of how it is kept.
-        return write_layer(self.records, stacks, layer, self._stated_whole([*jax.tree.leaves(x), *values]))
+        return write_layer(self.records, stacks, self._index(layer), self._stated_whole([*jax.tree.leaves(x), *values]))
+
+    def _index(self, layer: Any) -> Any:
+        """Return where in the stacks a layer is, by its number: linear in it, as it is in the counter of a loop."""
+        return layer - self.first if self.first else layer
 
     def split(self, values: Sequence[Array]) -> tuple[Any, list[Array]]:
         """Return the layer's input, and the block's residuals, whole, of one microbatch or of all."""
@@ -104,10 +115,10 @@ class ResidualPlan:
 
 
 class BlockTracer:
-    """Traces the block of a stack over the shapes of a batch: what forward saves of it, and its loops over tiles.
+    """Traces the block of a run of layers over the shapes of a batch: what forward saves of it, and its loops over tiles.
 
     Attributes:
-      stack: of which the block is.
+      stack: the run, of whose stack the block is.
       traced: the block cut at its loops over tiles, as a step was last traced, if tiles are records.
       traced_eval: the same of an evaluation.
     """
@@ -173,13 +184,13 @@ class BlockTracer:
         x_one = args[1]
         check_block(self.model, *args)
         self._check_state(*args)
-        config = self.config
+        config, segment = self.config, self.stack.run.segment
         # `activations` names a mode of recomputation, or a tier. A tier moves the layer's input, and all else is recomputed.
-        mode = config.activations if config.activations in MODES else "remat"
-        layer, tiled = self._cut(args, count, mode, config.saved_names, config.offloaded_names)
+        mode = segment.activations if segment.activations in MODES else "remat"
+        layer, tiled = self._cut(args, count, mode, segment.saved_names, segment.offloaded_names)
         # The leaves of the input come first, then the residuals: `ResidualPlan.split` takes them apart in this order.
         leaves, x_tree = jax.tree.flatten(x_one)
-        tier = config.activations if config.activations not in MODES else "device"
+        tier = segment.activations if segment.activations not in MODES else "device"
         tiers = [tier] * len(leaves) + ["pinned_host" if off else "device" for off in layer.offloaded]
         stream, spec = dataclasses.replace(self.plan.stream, num_microbatches=count), ActivationSpec(self.mesh, count)
         batch_size = _batch_size(leaves)
@@ -204,13 +215,15 @@ class BlockTracer:
         # The leaves of x are one record: they are written together and read together, and no step reads those of another.
         if tier == "nvme" and self.layout.disk is not None:
             of_x, num = records[: len(leaves)], self.stack.num_layers
-            specs, kind = [r.spec for r in of_x], self.stack.leaves.kind("activations")
+            specs, kind = [r.spec for r in of_x], self.stack.run.activations_kind
             disk_records = self.layout.disk.declare(kind, num, names, shapes[: len(leaves)], specs, lifetime="step")
             records[: len(leaves)] = [dataclasses.replace(r, disk_records=disk_records) for r in of_x]
         # `tile_loops` reads it: what the disk is told to read ahead follows from the loops that the block really has.
         self.traced = tiled
-        labels = (*names, *layer.labels)
-        return ResidualPlan(layer, tuple(records), shapes, labels, x_tree, len(lead), tuple(whole), tuple(replicated), tiled)
+        return ResidualPlan(
+            layer, tuple(records), shapes, tuple(names), x_tree, len(lead), tuple(whole), tuple(replicated), tiled,
+            self.stack.run.first,
+        )  # fmt: skip
 
     def _specs(self, layer: TracedBlock, args: tuple[Any, Any, Any, Given]) -> list[Spec | None]:
         """Return how each residual is split; None where the partitioner has a choice."""
@@ -238,6 +251,8 @@ class BlockTracer:
         frozen = [plan.leaves[i].frozen for i in stack.operands]
         options: dict[str, Any] = {"tiled": bool(stack.groups), "frozen": frozen, "of_context": self.model.enter is not None}
         options["transform"] = plan.derivative
+        # Rings keep a gathered value or send it again, by the mode: then the program is not the same in every mode.
+        options["numbers"] = not (self.config.tensor_overlap and self.mesh.shape[TENSOR] > 1)
         layer = plan_layer(self._run_block, *args, mode, saved, offloaded, **options)
         if not stack.groups:
             return layer, None

@@ -18,6 +18,7 @@ The endings whose optimizer runs on the host are in `zerojax.streamed.host_endin
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -181,21 +182,24 @@ class ByLayers(StoredGrads):
             # The engine was told that the layers' records come after those of the ends (`step_moves`).
             if (token := records.end_token(states)) is not None:
                 arrays, _ = arrays.after(token, plan.mesh)
-        # Of each stack the layers' records, then all L T tiles of each group: as the engine reads ahead (`moves_of`).
+        # Of each run the layers' records, then all L T tiles of each group: as the engine reads ahead (`moves_of`).
         loops = []
         for stack in plan.of_stacks:
-            mine, on_device = arrays.of_stack(stack.name), stack.leaves.device_layers
+            mine, on_device = arrays.of_run(stack.run.name), stack.run.device_layers
             phase, is_last = stack.schedule.phase("update"), stack is plan.drained
-            loops.append(UpdateLoop(phase, mine.phase("update"), stack.blocks, on_device, is_last=is_last))
+            follows = bool(loops) and not stack.run.starts_stack
+            loops.append(UpdateLoop(phase, mine.phase("update"), stack.blocks, on_device, is_last=is_last, follows=follows))
             for group, tiles in stack.loops:
                 at = partial(Tile.numbered, of=group.num_tiles)
                 # A record's number makes two indices, of which neither is linear in it.
                 of_tiles = dataclasses.replace(mine.phase(tiles.plan("update")), linear=None)
                 loops.append(UpdateLoop(tiles.phase("update"), of_tiles, group.leaves, 0, at))
         tokens, pending = list[Array](), dict[int, list[Array]]()
-        for loop in loops:
+        for number, loop in enumerate(loops):
             if tokens:  # the engine reads and writes records in one order, so loops over them may not be exchanged
                 loop = dataclasses.replace(loop, arrays=loop.arrays.after(tokens, plan.mesh))
+            elif loop.follows and plan.grads_away and loops[number - 1].part:
+                loop, states = self._after(loop, loops[number - 1], states)
             if loop.phase.stores_late:
                 states, pending = self.update_records_late(result, states, loop, ready, ok)
             else:
@@ -208,6 +212,20 @@ class ByLayers(StoredGrads):
         elif not self.ends_first:
             states = update.update_ends(states, dict(zip(plan.ends, ends, strict=True)), shared, result.loss, ok, arrays.one)
         return closed(update, result, states, norm)
+
+    def _after(self, loop: "UpdateLoop", before: "UpdateLoop", states: FlatState) -> tuple["UpdateLoop", FlatState]:
+        """Return a loop over layers of the stack of the loop before it: what it fetches first comes after that one.
+
+        What it fetches of the state does, since the loop before it returns the state. Gradients are only read.
+        """
+        mesh, arrays = self.plan.mesh, loop.arrays
+        if mesh.devices.flat[0].platform != "cpu":
+            columns, states = jax.lax.optimization_barrier((arrays.columns, states))
+            return dataclasses.replace(loop, arrays=dataclasses.replace(arrays, columns=columns)), states
+        # XLA for CPUs drops barriers (`wait_for`): there the least of what the loop before it wrote last is read.
+        least = min(before.part, key=lambda i: math.prod(self.plan.leaves[i].record_shape))
+        written = self.records.params[least].read(states.params[least], before.at(jnp.int32(before.phase.layer[-1])))
+        return dataclasses.replace(loop, arrays=arrays.after(written, mesh)), states
 
     def update_records(
         self,
@@ -306,6 +324,7 @@ class UpdateLoop:
       on_device: layers whose optimizer state stays on the device.
       at: number of a record -> its index.
       is_last: whether the last record is stored with the leaves that are no stack of layers, where stores are late.
+      follows: whether the loop before it is over layers of the same stack.
     """
 
     phase: Phase
@@ -314,6 +333,7 @@ class UpdateLoop:
     on_device: int
     at: Callable[[Array], Index] = lambda layer: layer
     is_last: bool = False
+    follows: bool = False
 
 
 @jax.tree_util.register_dataclass

@@ -113,13 +113,16 @@ class Ends:
         return function(carry, pieces) if self.microbatches.count == 1 else jax.lax.scan(function, carry, pieces)
 
     def abstract_inputs(self, abstract_params: Any, abstract_state: Any, abstract_batch: Any) -> list[Any]:
-        """Return the shapes of (what comes before a stack, its first layer's input, `LayerInputs`), of each stack."""
+        """Return the shapes of (what comes before a stack, the first layer's input, `LayerInputs`), of each run of layers."""
 
         def first(params: Any, model_state: Any, batch: Any) -> Any:
             batch, keys = self.microbatches.split(batch, jax.random.key(0) if self.model.stochastic else None)
             ends, inputs = _without_blocks(params), []
             x, _, _ = self.embed_all(ends, batch, keys, ends_state(model_state))
             for stack in self.plan.of_stacks:
+                if not stack.run.starts_stack:
+                    inputs.append(inputs[-1])
+                    continue
                 before = x
                 # A block returns what it takes, so that its stack's input stands for its output.
                 x, context = self.enter(stack, ends, before, batch, keys)

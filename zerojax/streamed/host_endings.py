@@ -81,9 +81,9 @@ class OnHost(StoredGrads):
         return super().store(carried, record)
 
     def of_layers(self, result: BackwardResult[GradStacks], tick: Callable[[Sequence[int], Any, Tick], Any], carry: Any) -> Any:
-        """Run `tick(leaves, carry, now)` for the layers of every stack."""
+        """Run `tick(leaves, carry, now)` for the layers of every run."""
         for stack in self.plan.of_stacks:
-            arrays, run = result.arrays.of_stack(stack.name).phase("update"), partial(tick, stack.blocks)
+            arrays, run = result.arrays.of_run(stack.run.name).phase("update"), partial(tick, stack.blocks)
             # Nothing is fetched to the device: the callbacks work on host memory, and on the disk's buffers.
             carry = run_phase(stack.schedule.phase("update"), arrays, carry, run, fetch=_nothing)
         return carry

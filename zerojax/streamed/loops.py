@@ -1,4 +1,4 @@
-"""The loops of a streamed step over the layers of one stack: forward, and backward, which derives one layer at a time."""
+"""The loops of a streamed step over one run of layers: forward, and backward, which derives one layer at a time."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,11 +25,11 @@ Block = Callable[[Any, Any, Any, Given], tuple[Any, Loss | None, list[Array]]]
 
 
 class StackLoops:
-    """The loops over one stack.
+    """The loops over one run of layers.
 
     Attributes:
       plan: of the step.
-      stack: its layers, and their schedule.
+      stack: the layers, and their schedule.
       microbatches: of a step; an evaluation has one.
       tracer: of the block.
     """
@@ -147,6 +147,7 @@ class StackLoops:
         residuals: ResidualPlan,
         stacks: list[Array],
         dy: Any,
+        d_context: Any,
         carried: Any,
     ) -> tuple[Any, Any, Any]:
         """Run the layers' derivatives, last layer first.
@@ -159,15 +160,16 @@ class StackLoops:
           residuals: what forward saved, and how.
           stacks: of it.
           dy: cotangent of the last output.
+          d_context: that of the context, of the layers of the stack after these, in float32; None where there are none.
           carried: by the taker.
 
         Returns:
-          The cotangents of the first layer's input, and of the context's floating leaves where they depend on parameters, and
-          `carried`.
+          The cotangents of the first layer's input, and of the context's floating leaves where they depend on parameters, in
+          float32, and `carried`.
         """
         plan, stack, phase, ahead = self.plan, self.stack, arrays.phase("backward"), self.config.gather_ahead
         num_params = len(plan.away(stack.layer))  # a fetched record: parameters, then residuals
-        frozen = plan.frozen_stacks(state)
+        frozen, stores_late = plan.frozen_stacks(state), stack.schedule.phase("backward").stores_late
 
         def params(carried: Any) -> list[Any]:
             return [*taker.params(state, carried), *frozen]
@@ -191,7 +193,8 @@ class StackLoops:
             values = residuals.read(stacks, fetched, now.layer)
             crossing = crossed = None
             if residuals.tiled is None:
-                crossing = taker.crossing(carried, now, stack.blocks, ends if now.stores_ends else {})
+                if stores_late:
+                    crossing = taker.crossing(carried, now, stack.blocks, ends if now.stores_ends else {})
                 if now.fetch is not None:  # the trained parameters cross with the record that is updated
                     now = dataclasses.replace(now, landing=fetch_besides(carried, now.fetch))
                 derived = self._derive_block(residuals, full, values, inputs, dx, d_added, now, next_full, crossing)
@@ -222,15 +225,16 @@ class StackLoops:
             shards = plan.take_params(params(carried), stack.layer, record[:num_params], phase.columns["first"][0])
             first, fetched = plan.gather(shards, stack.layer), record[num_params:]
         # Backward reads optimizer state only if it updates.
-        on_device = stack.leaves.device_layers if self.config.update == "in_backward" else 0
-        context = floating(inputs.context) if residuals.block.of_context else None
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), context)
-        d_context = self.microbatches.constrain(zeros)
+        on_device = stack.run.device_layers if self.config.update == "in_backward" else 0
+        if d_context is None:
+            context = floating(inputs.context) if residuals.block.of_context else None
+            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), context)
+            d_context = self.microbatches.constrain(zeros)
         dx, d_context, _, _, carried = run_phase(
             stack.schedule.phase("backward"), phase, (dy, d_context, first, fetched, carried), tick,
             fetch=fetch, device_layers=on_device, drain=None if stack.drains_beside_ends else drain,
         )  # fmt: skip
-        return dx, jax.tree.map(lambda d, a: d.astype(a.dtype), d_context, context), carried
+        return dx, d_context, carried
 
     def _derive_block(
         self,

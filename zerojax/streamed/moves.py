@@ -13,7 +13,7 @@ from host_offload.schedule import Move, TileLoops, moves_of
 from zerojax.streamed.plan import StreamedPlan
 
 Loops = Sequence[Mapping[str, Sequence[tuple[TileLoops, str]]]]
-"""Of each stack, the loops over tiles of a tick of each phase."""
+"""Of each run of layers, the loops over tiles of a tick of each phase."""
 
 
 def step_moves(plan: StreamedPlan, loops: Loops, ends_first: bool) -> tuple[Move, ...]:
@@ -33,12 +33,13 @@ def step_moves(plan: StreamedPlan, loops: Loops, ends_first: bool) -> tuple[Move
 
 
 def _moves(plan: StreamedPlan, phase: str, loops: Loops = ()) -> list[Move]:
-    """Return the moves of a phase of every stack: backward begins with the last one."""
+    """Return the moves of a phase of every run of layers: backward begins with the last one."""
     assert plan.layout.disk is not None
     kinds, moves = plan.layout.disk.kinds.keys(), []
     for n, stack in (reversed if phase == "backward" else list)(list(enumerate(plan.of_stacks))):
         by_host = {} if plan.host is None else plan.host.state.moves(stack.leaves)
-        moves += moves_of(stack.schedule, kinds, (phase,), by_host, loops[n] if loops else None, stack.name)
+        inside, activations = loops[n] if loops else None, stack.run.activations_kind
+        moves += moves_of(stack.schedule, kinds, (phase,), by_host, inside, stack.name, activations)
     return moves
 
 

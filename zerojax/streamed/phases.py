@@ -28,7 +28,7 @@ class ScheduleArrays:
     rightly, it is to know it: the slice is then a copy, else a kernel.
 
     Attributes:
-      phases: i32 arrays of each phase, by name; of several stacks by "<stack>/<phase>".
+      phases: i32 arrays of each phase, by name; of several runs of layers by "<run>/<phase>".
       one: i32[] holding 1, which bounds loops of one trip.
       linear: the mesh of a program that computes indices from the counters of its loops where the schedule is linear, and
         reads the arrays elsewhere; None: it reads the arrays everywhere.
@@ -42,8 +42,8 @@ class ScheduleArrays:
         """Return the arrays of one phase."""
         return PhaseArrays(self.phases[name], self.one, self.linear)
 
-    def of_stack(self, name: str) -> "ScheduleArrays":
-        """Return those of one of several stacks, by its name; all of them where it is the only one, ""."""
+    def of_run(self, name: str) -> "ScheduleArrays":
+        """Return those of one of several runs of layers, by its name; all of them where it is the only one, ""."""
         if not name:
             return self
         before = f"{name}/"

@@ -1,13 +1,13 @@
 """How the records of a streamed step rest and move: specs, tiers, dtypes of every leaf, and the schedule that follows.
 
 A layer's record of a kind is its shards of that kind on one device. The loops (`zerojax.streamed.loops`) and the endings
-(`zerojax.streamed.endings`) both read a `StreamedPlan`, and of each stack of layers its `StackPlan`. It computes little: it
-gathers a record, and takes means and squares of gradients.
+(`zerojax.streamed.endings`) both read a `StreamedPlan`, and of each run of layers (`zerojax.state.runs`) its `StackPlan`. It
+computes little: it gathers a record, and takes means and squares of gradients.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +41,7 @@ from zerojax.sharding import (
 from zerojax.state import (
     DiskArgument,
     Index,
+    LayerRun,
     Layout,
     RecordSpec,
     StackLeaves,
@@ -51,6 +52,7 @@ from zerojax.state import (
     is_stored,
     pick,
     read_layer,
+    runs_of,
 )
 from zerojax.tiling import marked
 from zerojax.unreduced import reduced, unreduced_grads, unreduced_sharding
@@ -60,21 +62,26 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackPlan:
-    """The layers of one stack, and their schedule.
+    """One run of layers of a stack, all of them or a segment, and their schedule.
 
     Attributes:
       stack: of the model.
-      leaves: its leaves, by index.
+      run: which of its layers, and what they keep.
       schedule: of its loops.
       operands: the leaves of a block as it is called, in the order of its tree; of one that rests encoded, its first array.
       tree: structure of a block's parameters.
     """
 
     stack: StackModel
-    leaves: StackLeaves
+    run: LayerRun
     schedule: Schedule
     operands: tuple[int, ...]
     tree: Any
+
+    @property
+    def leaves(self) -> StackLeaves:
+        """The leaves of the stack, by index."""
+        return self.run.stack
 
     @property
     def name(self) -> str:
@@ -88,8 +95,8 @@ class StackPlan:
 
     @property
     def num_layers(self) -> int:
-        """L, of this stack."""
-        return self.leaves.num_layers
+        """Layers of the run."""
+        return self.run.num_layers
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -137,13 +144,13 @@ class StreamedPlan:
       update: the update by records, or None where the whole tree is updated on the device.
       unused: indices of the leaves whose gradients the optimizer never uses: no part of the norm.
       host: the host's update, or None.
-      of_stacks: what is of each stack of layers, in order.
+      of_stacks: what is of each run of layers, in order: of each stack, or of each segment.
       schedule: of the step.
       stacked: the trained leaves of all stacks of layers, in order.
       ends: the other trained ones.
       early_ends: those of them that are updated before backward of the layers, and stored in its first tick.
       late_ends: the others.
-      drained: the stack whose last record is stored while these are loaded, or None.
+      drained: the run whose last record is stored while these are loaded, or None.
       stacks: all stacks of parameters: `stacked`, then those that are frozen.
       params: how each parameter rests.
       grads: how each gradient rests from backward to update.
@@ -168,10 +175,10 @@ class StreamedPlan:
         after_backward = config.update != "in_backward"
         on_host = config.update_on == "host"
         self.stacked, self.ends = layout.stacked, layout.ends
-        planned = plan_schedules(state_records)
+        runs, models = runs_of(layout), {stack.name: stack for stack in stacks_of(model)}
+        planned = plan_schedules(state_records, runs)
         schedules = {name: dataclasses.replace(schedule, stream=str(self.stream)) for name, schedule in planned.items()}
-        stacks = zip(stacks_of(model), layout.stacks, schedules.values(), strict=True)
-        self.of_stacks = tuple(_stack_plan(stack, leaves, schedule, layout) for stack, leaves, schedule in stacks)
+        self.of_stacks = tuple(_stack_plan(models[run.stack.name], run, schedules[run.name], layout) for run in runs)
         self.schedule = stacked_schedule(schedules)
         self.drained = next((stack for stack in self.of_stacks if stack.drains_beside_ends), None)
         starts_with = self.of_stacks[-1].schedule.phase("backward")
@@ -420,52 +427,90 @@ def record_bytes(records: StateRecords, part: Sequence[int], frozen: Sequence[in
     return sizes | ({"frozen": frozen_shards} if layout.frozen else {})
 
 
-def _stack_plan(stack: StackModel, leaves: StackLeaves, schedule: Schedule, layout: Layout) -> StackPlan:
+def _stack_plan(stack: StackModel, run: LayerRun, schedule: Schedule, layout: Layout) -> StackPlan:
     tree = layout.block_tree(stack.name)
-    nodes = jax.tree.leaves(jax.tree.unflatten(tree, leaves.in_tree), is_leaf=is_encoded)
+    nodes = jax.tree.leaves(jax.tree.unflatten(tree, run.stack.in_tree), is_leaf=is_encoded)
     operands = tuple(jax.tree.leaves(node)[0] for node in nodes)
-    return StackPlan(stack, leaves, schedule, operands, tree)
+    return StackPlan(stack, run, schedule, operands, tree)
 
 
-def plan_schedules(records: StateRecords) -> dict[str, Schedule]:
-    """Return the schedule of the loops over each stack, by its name.
+def plan_schedules(records: StateRecords, runs: Sequence[LayerRun]) -> dict[str, Schedule]:
+    """Return the schedule of the loops over each run of layers, by its name.
 
     Raises:
       ValueError: they do not fit `device_budget_bytes`.
     """
-    stacks, config = records.layout.stacks, records.layout.config
+    config = records.layout.config
     distance, ahead, budget = config.prefetch_distance, config.gather_ahead, config.device_budget_bytes
-    if len(stacks) == 1:
-        return {stacks[0].name: _plan_schedule(records, stacks[0], distance, ahead, budget)}
+    if len(runs) == 1:
+        return {runs[0].name: _plan_schedule(records, runs, runs[0], distance, ahead, budget)}
 
     def build(distance: int, ahead: bool) -> dict[str, Schedule]:
-        return {stack.name: _plan_schedule(records, stack, distance, ahead) for stack in stacks}
+        return {run.name: _plan_schedule(records, runs, run, distance, ahead) for run in runs}
 
     schedules = build(distance, ahead)
     peaks = {name: schedule.peak_bytes for name, schedule in schedules.items()}
     if budget is not None and max(peaks.values()) > budget:
         name = max(peaks, key=peaks.__getitem__)
+        of_run = name if runs[0].is_segment else f"stack {name!r}"
         raise ValueError(
             f"device_budget_bytes={budget}: prefetch_distance={distance} with gather_ahead={ahead} puts {peaks[name]} bytes of "
-            f"stack {name!r} in flight on a device, {peaks[name] - budget} more; "
+            f"{of_run} in flight on a device, {peaks[name] - budget} more; "
             + advise(lambda distance, ahead: stacked_schedule(build(distance, ahead)), distance, ahead, budget)
         )
     return schedules
 
 
 def _plan_schedule(
-    records: StateRecords, stack: StackLeaves, distance: int, ahead: bool, budget: int | None = None
+    records: StateRecords, runs: Sequence[LayerRun], run: LayerRun, distance: int, ahead: bool, budget: int | None = None
 ) -> Schedule:
-    """Return the schedule of the loops over one stack.
+    """Return the schedule of the loops over one of the runs.
 
     Raises:
       ValueError: it does not fit the budget.
     """
-    layout, num_layers = records.layout, stack.num_layers
+    layout, stack, tiers = records.layout, run.stack, _tiers(records, run)
+    config = layout.config
+    options: dict[str, Any] = {
+        "tiers": tiers,
+        "update": config.update or "after_backward",
+        # Without masters the device's update fetches the parameters; an update on the host reads them by itself.
+        "master": layout.has_master or config.update_on == "host",
+        "record_bytes": record_bytes(records, stack.blocks, stack.frozen_blocks),
+        "budget_bytes": budget,
+        "first_layer": run.first,
+    }
+    if stack.groups:
+        groups = {group.name: group.num_tiles for group in stack.groups}
+        sizes = [record_bytes(records, group.leaves, group.frozen) for group in stack.groups]
+        return build_tiled_schedule(run.num_layers, distance, groups=groups, group_bytes=sizes, **options)
+    in_backward = config.update == "in_backward"
+    # Backward begins with the last run, which stores what the head completed; it ends with the first one. An update ends with
+    # the last one.
+    early = early_ends(records) if in_backward and _stores_late(records, runs[-1]) else ()
+    others = [i for i in layout.ends if i not in early]
+    ends = {
+        **({"head": _stored_bytes(records, early)} if early and run is runs[-1] else {}),
+        **({"embed": _stored_bytes(records, others)} if others and run is runs[0 if in_backward else -1] else {}),
+    }
+    return build_schedule(
+        run.num_layers,
+        distance,
+        gather_ahead=ahead,
+        device_layers=min(stack.device_layers, run.stop),
+        stores_late=_stores_late(records, run),
+        ends=ends,
+        **options,
+    )
+
+
+def _tiers(records: StateRecords, run: LayerRun) -> dict[str, str]:
+    """Return where the records of a run rest, as its schedule takes it."""
+    layout, stack, segment = records.layout, run.stack, run.segment
     config = layout.config
     # What a user's names keep in host memory is fetched with its layer, as a layer's input in host memory would be.
     # Where its input rests off the device anyway, that is the tier, by which bytes are counted.
-    activations = "pinned_host" if config.offloaded_names and config.activations in MODES else config.activations
+    activations = "pinned_host" if segment.offloaded_names and segment.activations in MODES else segment.activations
     on_host = config.update_on == "host"  # then its callbacks read and write the state, and nothing of it is fetched
     tiers = {
         "params": config.params,
@@ -478,31 +523,7 @@ def _plan_schedule(
         tiers["frozen"] = layout.frozen_tier if any(stack.frozen_parts) else "device"
         for kind in ("params", "grads", "opt_state") if not any(stack.parts) else ():
             tiers[kind] = "device"
-    options: dict[str, Any] = {
-        "tiers": tiers,
-        "update": config.update or "after_backward",
-        # Without masters the device's update fetches the parameters; an update on the host reads them by itself.
-        "master": layout.has_master or on_host,
-        "record_bytes": record_bytes(records, stack.blocks, stack.frozen_blocks),
-        "budget_bytes": budget,
-    }
-    if stack.groups:
-        groups = {group.name: group.num_tiles for group in stack.groups}
-        sizes = [record_bytes(records, group.leaves, group.frozen) for group in stack.groups]
-        return build_tiled_schedule(num_layers, distance, groups=groups, group_bytes=sizes, **options)
-    late = _stores_late(records, stack, tiers)
-    in_backward = config.update == "in_backward"
-    early = early_ends(records) if late and in_backward else ()
-    others = [i for i in layout.ends if i not in early]
-    last = layout.stacks[0 if in_backward else -1]
-    # Backward begins with the last stack, and ends with the first one; an update ends with the last one.
-    ends = {
-        **({"head": _stored_bytes(records, early)} if early and stack is layout.stacks[-1] else {}),
-        **({"embed": _stored_bytes(records, others)} if others and stack is last else {}),
-    }
-    return build_schedule(
-        num_layers, distance, gather_ahead=ahead, device_layers=stack.device_layers, stores_late=late, ends=ends, **options
-    )
+    return tiers
 
 
 def early_ends(records: StateRecords) -> tuple[int, ...]:
@@ -525,15 +546,16 @@ def _stored_bytes(records: StateRecords, part: Sequence[int]) -> int:
     return sizes["opt_state"] + (sizes["params"] if any(records.params[i].is_away for i in part) else 0)
 
 
-def _stores_late(records: StateRecords, stack: StackLeaves, tiers: Mapping[str, str]) -> bool:
-    """Tell whether a record is stored a tick after it was updated, while the next one is loaded.
+def _stores_late(records: StateRecords, run: LayerRun) -> bool:
+    """Tell whether a run's record is stored a tick after it was updated, while the next one is loaded.
 
     Only copy engines move both directions at once. An array of a record is loaded while another one is stored, so that there
     must be two. Records on disk are moved by the engine, which has its own order. Parameters that are fetched in the tick that
     takes them are read before its products, and there is nothing to store them beside. An update would have to load parameters
     that are their own masters, too, where they rest off the device.
     """
-    num_arrays, config = len(records.opt_records(stack.blocks)), records.layout.config
+    stack, tiers, config = run.stack, _tiers(records, run), records.layout.config
+    num_arrays = len(records.opt_records(stack.blocks))
     if config.update == "in_backward":
         possible = config.prefetch_distance > 0 or tiers["params"] == "device"
     else:
@@ -544,6 +566,7 @@ def _stores_late(records: StateRecords, stack: StackLeaves, tiers: Mapping[str, 
         and "nvme" not in tiers.values()
         and possible
         and not stack.device_layers
-        and stack.num_layers > 1
+        and not stack.groups
+        and run.num_layers > 1
         and num_arrays > 1
     )

@@ -10,13 +10,17 @@ that it computes. Whatever only led to a residual is then dead code, and is not 
 
 `put` is the operation that does so: its result is the residual, and its derivative is that of the value it replaces. Which
 values are residuals is decided in `zerojax.activations`; besides, whatever the model marks by
-`jax.ad_checkpoint.checkpoint_name` and the user names, in every mode. With "save" an equation that has a derivative of its
-own, such as a fused attention kernel, runs forward once, and what its rule saves is a residual. Random masks agree in both runs
-since keys are functions of (step, layer).
+`jax.ad_checkpoint.checkpoint_name` and the user names, in every mode. What a model does not mark has a number: of the values
+that "save" keeps, in the order of the block's program, the first is "#0". The program is the same in every mode and tier, and
+so are its numbers; a value that is named by its number is kept as a marked one is.
+
+With "save" an equation that has a derivative of its own, such as a fused attention kernel, runs forward once, and what its rule
+saves is a residual. Random masks agree in both runs since keys are functions of (step, layer).
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +28,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from zerojax.activations import Apart, attention_inner, candidates, depending, describe, open_equations
+from zerojax.config import number_of
 from zerojax.float32_grads import Derivative
 from zerojax.jaxprs import FlatJaxpr, bind, flatten, read
 from zerojax.models import Given, Loss, floating, merged
@@ -59,7 +64,8 @@ class TracedBlock:
       of_context: whether the derivative is that of the context, too.
       marked: the names that the block marks.
       transform: of the derivative, which takes (cotangents, data, params) and returns (gradients, others).
-      labels: of each residual: the name that the block gives it, or the equation that makes it.
+      sources: of each residual: the name that the block gives it, or the equation that makes it.
+      numbered: returns the slots that have numbers, in their order. It traces the block's derivative when it is first called.
     """
 
     program: FlatJaxpr
@@ -73,7 +79,14 @@ class TracedBlock:
     of_context: bool = False
     marked: frozenset[str] = frozenset()
     transform: Callable[[Derivative], Derivative] = lambda derivative: derivative
-    labels: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    numbered: Callable[[], tuple[int, ...]] = tuple
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Of each residual its number, if it has one, and its source."""
+        numbers = {slot: f"#{number} " for number, slot in enumerate(self.numbered())}
+        return tuple(numbers.get(slot, "") + source for slot, source in zip(self.residuals, self.sources, strict=True))
 
     @property
     def adds(self) -> bool:
@@ -178,6 +191,7 @@ def plan_layer(
     frozen: Sequence[bool] = (),
     of_context: bool = False,
     transform: Callable[[Derivative], Derivative] = lambda derivative: derivative,
+    numbers: bool = True,
 ) -> TracedBlock:
     """Trace a block and choose its residuals.
 
@@ -188,61 +202,142 @@ def plan_layer(
       key: abstract key, or None.
       given: what it reads besides, abstract.
       mode: one of MODES.
-      saved: names to keep on the device.
-      offloaded: names to keep in host memory.
+      saved: names and numbers to keep on the device.
+      offloaded: names and numbers to keep in host memory.
       tiled: whether loops over tiles stay equations (`zerojax.tiling.loops`).
       frozen: whether each leaf of the parameters is; empty: none.
       of_context: whether the derivative is that of the context, too.
       transform: of the derivative.
+      numbers: whether values have numbers: the block's program is the same in every mode.
     """
-    closed, out = jax.make_jaxpr(block, return_shape=True)(params, x, key, given)
-    program = flatten(closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None)
-    structures = (jax.tree.structure(out[0]), jax.tree.structure(out[1]))
-    loops = find_loops(program) if tiled else {}
-    names = _names(program)
-    user_names, marks = {*saved, *offloaded}, frozenset(name for name, _ in names.values())
-    # Named values are kept in every mode; the mode adds its own.
-    chosen = {slot: aval for slot, (name, aval) in names.items() if name in user_names}
-    apart: dict[int, Apart] = {}
-    if mode != "remat":
-        num_params, num_data = len(jax.tree.leaves(params)), len(jax.tree.leaves(x))
-        data = program.inputs[num_params:]
-        chosen |= candidates(program, depending(program, data))
-        if mode == "selective":
-            inner = attention_inner(program, data[:num_data])
-            chosen = {slot: aval for slot, aval in chosen.items() if slot not in inner or slot in names}
-        else:
-            program, apart, kept = open_equations(program, data, loops)
-            chosen |= kept
-    to_host = {slot for slot, (name, _) in names.items() if name in offloaded}
-    shapes = {slot: jax.ShapeDtypeStruct(aval.shape, aval.dtype) for slot, aval in chosen.items()}
-
-    made_by = {out: describe(i.eqn) for i in program.instructions for out in i.outs if out in shapes}
-    is_frozen = tuple(frozen) or (False,) * len(jax.tree.leaves(params))
-
-    def layer(slots: Sequence[int]) -> TracedBlock:
-        chosen = tuple(sorted(slots))
-        offloaded = tuple(s in to_host for s in chosen)
-        kept = tuple(shapes[s] for s in chosen)
-        labels = tuple(names[s][0] if s in names else made_by[s] for s in chosen)
-        return TracedBlock(
-            program, structures, chosen, offloaded, kept, loops, apart, is_frozen, of_context, marks, transform, labels
-        )
-
-    # With all candidates in place the derivative is traced once; those that it does not read are not saved.
-    every = layer(list(shapes))
-    return layer(
-        [slot for slot, read in zip(every.residuals, _read_by_backward(every, params, x, key, given), strict=True) if read]
-    )
+    trace = _Trace(block, (params, x, key, given), tiled, frozen, of_context, transform, numbers)
+    # What the user names is kept in every mode; the mode adds its own.
+    asked = trace.asked([*saved, *offloaded])
+    chosen = trace.of_mode(mode) | {slot: trace.avals[slot] for slot in asked}
+    to_host = {slot for slot, name in asked.items() if name in offloaded}
+    return trace.read_by_backward(chosen, to_host, is_open=mode == "save" or not asked.keys() <= trace.slots)
 
 
-def check_names(blocks: Sequence[TracedBlock], saved: Sequence[str], offloaded: Sequence[str]) -> None:
-    """Raise ValueError for a name to keep that no block marks, of a model's stacks."""
+class _Trace:
+    """A block, traced, of which residuals are chosen.
+
+    Attributes:
+      program: flattened.
+      slots: that its equations make.
+      names: name and aval of those that the block marks.
+    """
+
+    def __init__(
+        self,
+        block: Callable[[Any, Any, Any, Given], tuple[Any, Loss | None]],
+        args: tuple[Any, Any, Any, Given],
+        tiled: bool,
+        frozen: Sequence[bool],
+        of_context: bool,
+        transform: Callable[[Derivative], Derivative],
+        has_numbers: bool,
+    ) -> None:
+        """Trace a block; arguments are those of `plan_layer`."""
+        closed, out = jax.make_jaxpr(block, return_shape=True)(*args)
+        self.args, self.of_context, self.transform, self.has_numbers = args, of_context, transform, has_numbers
+        self.program = flatten(closed.jaxpr, closed.consts, lambda eqn: tiled and parse(eqn) is not None)
+        self.structures = (jax.tree.structure(out[0]), jax.tree.structure(out[1]))
+        self.loops = find_loops(self.program) if tiled else {}
+        self.names, self.slots = _names(self.program), {slot for i in self.program.instructions for slot in i.outs}
+        num_params = len(jax.tree.leaves(args[0]))
+        self.frozen = tuple(frozen) or (False,) * num_params
+        self._data = self.program.inputs[num_params:]  # slots of x, the key and what is given besides
+
+    @functools.cached_property
+    def opened(self) -> tuple[FlatJaxpr, dict[int, Apart]]:
+        """The program with equations taken apart, and these."""
+        return self._opened[:2]
+
+    @functools.cached_property
+    def _opened(self) -> tuple[FlatJaxpr, dict[int, Apart], dict[int, Any]]:
+        return open_equations(self.program, self._data, self.loops)
+
+    @functools.cached_property
+    def _costly(self) -> dict[int, Any]:
+        return candidates(self.program, depending(self.program, self._data))
+
+    @functools.cached_property
+    def avals(self) -> dict[int, Any]:
+        """Of all that may be kept, by slot: what costs, what is kept of equations taken apart, and what has a name."""
+        return self._costly | self._opened[2] | {slot: aval for slot, (_, aval) in self.names.items()}
+
+    def numbered(self) -> tuple[int, ...]:
+        """Return the slots that "save" keeps where nothing is named, in the order of the program."""
+        return self._numbered if self.has_numbers else ()
+
+    @functools.cached_property
+    def _numbered(self) -> tuple[int, ...]:
+        kept = {*self.read_by_backward(self.of_mode("save"), set(), is_open=True).residuals}
+        return tuple(slot for i in self.opened[0].instructions for slot in i.outs if slot in kept)
+
+    def asked(self, user_names: Sequence[str]) -> dict[int, str]:
+        """Return the slots that the user names, by a mark or by a number, each with that name."""
+        asked = {slot: name for slot, (name, _) in self.names.items() if name in user_names}
+        numbers = {name: number for name in user_names if (number := number_of(name)) is not None}
+        return asked | {self.numbered()[n]: name for name, n in numbers.items() if n < len(self.numbered())}
+
+    def of_mode(self, mode: str) -> dict[int, Any]:
+        """Return the slots that a mode may keep, with avals."""
+        if mode == "remat":
+            return {}
+        if mode == "save":
+            return self._costly | self._opened[2]
+        inner = attention_inner(self.program, self._data[: len(jax.tree.leaves(self.args[1]))])
+        return {slot: aval for slot, aval in self._costly.items() if slot not in inner or slot in self.names}
+
+    def read_by_backward(self, chosen: Mapping[int, Any], to_host: Collection[int], is_open: bool) -> TracedBlock:
+        """Return the block with those of the chosen slots as residuals that its derivative reads.
+
+        Args:
+          chosen: slots, with avals.
+          to_host: those of them that are kept in host memory.
+          is_open: whether equations are taken apart.
+        """
+        program, apart = self.opened if is_open else (self.program, {})
+        made_by = {slot: describe(i.eqn) for i in program.instructions for slot in i.outs if slot in chosen}
+
+        def layer(slots: Sequence[int]) -> TracedBlock:
+            slots = tuple(sorted(slots))
+            shapes = tuple(jax.ShapeDtypeStruct(chosen[s].shape, chosen[s].dtype) for s in slots)
+            sources = tuple(self.names[s][0] if s in self.names else made_by[s] for s in slots)
+            return TracedBlock(
+                program, self.structures, slots, tuple(s in to_host for s in slots), shapes, self.loops, apart, self.frozen,
+                self.of_context, frozenset(name for name, _ in self.names.values()), self.transform, sources, self.numbered,
+            )  # fmt: skip
+
+        # With all of them in place the derivative is traced once; those that it does not read are not saved.
+        every = layer(list(chosen))
+        read = _read_by_backward(every, *self.args)
+        return layer([slot for slot, is_read in zip(every.residuals, read, strict=True) if is_read])
+
+
+def check_names(blocks: Sequence[TracedBlock], saved: Sequence[str], offloaded: Sequence[str], where: str = "") -> None:
+    """Raise ValueError for a name to keep that no block marks, of a model's stacks, and for a number that no value has.
+
+    Args:
+      blocks: of the layers.
+      saved: names and numbers to keep on the device.
+      offloaded: likewise in host memory.
+      where: which layers these are, " of layers 0-7".
+    """
     marked = frozenset[str]().union(*(block.marked for block in blocks))
-    if missing := sorted({*saved, *offloaded} - marked):
+    numbers = {name: number for name in (*saved, *offloaded) if (number := number_of(name)) is not None}
+    if missing := sorted({*saved, *offloaded} - marked - numbers.keys()):
         raise ValueError(
-            f"saved_names and offloaded_names name {missing}, which the block does not mark; it marks "
+            f"saved_names and offloaded_names{where} name {missing}, which the block does not mark; it marks "
             f"{sorted(marked) or 'none'} (jax.ad_checkpoint.checkpoint_name(value, name))"
+        )
+    count = max((len(block.numbered()) for block in blocks), default=0) if numbers else 0
+    if unknown := sorted(name for name, number in numbers.items() if number >= count):
+        known = f"{count} values, #0 to #{count - 1}" if count else "no value"
+        raise ValueError(
+            f"saved_names and offloaded_names{where} name {unknown}, and of the block activations='save' keeps {known}: "
+            "program.kept(batch) lists them"
         )
 
 

@@ -22,10 +22,11 @@ With `gather_ahead` a tick gathers the layer of the next one while it computes i
 
 Several stacks, such as an encoder and a decoder, have loops of their own (`loops`), which run one after the other: forward from
 the first stack to the last, backward from the last to the first. What a stack's `enter` makes of the output of the stack before
-it is made again in backward, and so is its derivative; a context's cotangents are summed over the stack's layers.
+it is made again in backward, and so is its derivative; a context's cotangents are summed over the stack's layers. Segments of a
+stack, each of which keeps other values for backward (`zerojax.state.runs`), have loops of their own and share its context.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ import optax
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move
 from zerojax.metrics import evaluation, with_own
-from zerojax.models import BLOCKS, LayeredModel, Loss, divided, joined, together, with_blocks
+from zerojax.models import BLOCKS, LayeredModel, Loss, divided, floating, joined, together, with_blocks
 from zerojax.optim import RecordUpdate
 from zerojax.state import StateRecords, TrainState, with_model_state
 from zerojax.streamed.activations import ResidualPlan, Scratch
@@ -49,17 +50,17 @@ from zerojax.streamed.microbatches import LayerInputs, Microbatches
 from zerojax.streamed.moves import eval_moves, grads_moves, step_moves
 from zerojax.streamed.phases import ScheduleArrays
 from zerojax.streamed.plan import StreamedPlan
-from zerojax.streamed.residuals import check_names
+from zerojax.streamed.residuals import TracedBlock, check_names
 
 Array = jax.Array
 
 
 class _Pass(NamedTuple):
-    """What forward through one stack leaves for backward.
+    """What forward through one run of layers leaves for backward.
 
     Attributes:
-      loops: over the stack.
-      y: output of the stack before it, or of the embedding, of all microbatches.
+      loops: over the run.
+      y: what its stack enters: output of the stack before it, or of the embedding, of all microbatches.
       inputs: what its layers read.
       residuals: what was saved, and how.
       stacks: of it.
@@ -96,7 +97,7 @@ class StreamedStep:
       microbatches: of a step; an evaluation has one.
       ends: embedding and head.
       ending: what becomes of the gradients.
-      loops: over the layers of each stack, in order.
+      loops: over each run of layers, in order.
     """
 
     def __init__(
@@ -135,22 +136,32 @@ class StreamedStep:
         return ScheduleArrays(self.schedule.arrays(), np.asarray(1, np.int32), linear)
 
     def abstract_residuals(self, abstract_batch: Any) -> list[ResidualPlan]:
-        """Return what forward saves of a batch, of a layer of each stack."""
+        """Return what forward saves of a batch, of a layer of each run."""
         state = self.layout.abstract_arrays
         entered = self.ends.abstract_inputs(self.layout.join(state), state.model_state, abstract_batch)
         plans = [
             loops.tracer.plan_residuals(x, inputs, self.microbatches.count)
             for loops, (_, x, inputs) in zip(self.loops, entered, strict=True)
         ]
-        check_names([residuals.block for residuals in plans], self.config.saved_names, self.config.offloaded_names)
+        self._check_names([residuals.block for residuals in plans])
         return plans
+
+    def _check_names(self, blocks: Sequence[TracedBlock]) -> None:
+        """Raise ValueError for a name that a segment's block does not mark, or the block of no stack."""
+        runs = [stack.run for stack in self.plan.of_stacks]
+        if not runs[0].is_segment:
+            check_names(blocks, self.config.saved_names, self.config.offloaded_names)
+            return
+        for run, block in zip(runs, blocks, strict=True):
+            check_names([block], run.segment.saved_names, run.segment.offloaded_names, f" of {run.name}")
 
     def abstract_entered(self, abstract_batch: Any) -> list[Any]:
         """Return the shapes of what the `enter` of stacks is given, and of the contexts that it makes, of a batch."""
         state = self.layout.abstract_arrays
         entered = self.ends.abstract_inputs(self.layout.join(state), state.model_state, abstract_batch)
         pairs = zip(self.plan.of_stacks, entered, strict=True)
-        return [(before, inputs.context) for stack, (before, _, inputs) in pairs if stack.model.enter is not None]
+        is_made = lambda stack: stack.model.enter is not None and stack.run.starts_stack  # noqa: E731
+        return [(before, inputs.context) for stack, (before, _, inputs) in pairs if is_made(stack)]
 
     def abstract_scratch(self, abstract_batch: Any) -> Scratch:
         """Return shapes and shardings of the stacks in host memory that live inside a step."""
@@ -243,17 +254,20 @@ class StreamedStep:
         before = ends_state(state.model_state)
         y, states, read_by_head = self.ends.embed_all(ends, batch, keys, before)
         in_memory, passes, all_added = list(scratch["residuals"]), list[_Pass](), list[Loss | None]()
+        entered, inputs = y, LayerInputs()
         for loops in self.loops:
-            if passes:  # what this stack fetches first may overlap the end of the one before it, and no more
+            if passes:  # what these layers fetch first may overlap the end of those before them, and no more
                 arrays, y = arrays.after(y, self.mesh)
-            x, context = self.ends.enter(loops.stack, ends, y, batch, keys)
-            inputs = self.ends.inputs(loops.stack, context, keys, state.model_state)
+            x = y
+            if loops.stack.run.starts_stack:
+                entered = y
+                x, context = self.ends.enter(loops.stack, ends, y, batch, keys)
+                inputs = self.ends.inputs(loops.stack, context, keys, state.model_state)
             residuals = loops.tracer.plan_residuals(x, inputs, self.microbatches.count)
             mine, in_memory = in_memory[: len(residuals.in_memory)], in_memory[len(residuals.in_memory) :]
-            stacks, of_stack = loops.tracer.stacks(residuals, mine), arrays.of_stack(loops.stack.name)
-            before_stack = y
-            y, stacks, added = loops.forward(params[BLOCKS], x, inputs, of_stack, residuals, stacks)
-            passes.append(_Pass(loops, before_stack, inputs, residuals, stacks))
+            stacks, of_run = loops.tracer.stacks(residuals, mine), arrays.of_run(loops.stack.run.name)
+            y, stacks, added = loops.forward(params[BLOCKS], x, inputs, of_run, residuals, stacks)
+            passes.append(_Pass(loops, entered, inputs, residuals, stacks))
             all_added.append(added)
         # What backward fetches first may overlap the head, and not the layers.
         arrays, y = arrays.after(y, self.mesh)
@@ -261,15 +275,17 @@ class StreamedStep:
         head = self.ends.head_and_grads(ends, y, batch, keys, loss_scale(state), read_by_head)
         loss, own = _with_added(head.loss, head.metrics, together(all_added))
         carried = taker.begin(state, HeadDone(loss, head.grads, loaded), scratch["grads"], token)
-        dx, g_ends = head.dy, head.grads
+        dx, g_ends, d_context = head.dy, head.grads, None
         for done in reversed(passes):
             if done is not passes[-1]:
                 arrays, dx = arrays.after(dx, self.mesh)
-            of_stack = arrays.of_stack(done.loops.stack.name)
+            stack, of_run = done.loops.stack, arrays.of_run(done.loops.stack.run.name)
             dx, d_context, carried = done.loops.backward(
-                taker, state, done.inputs, of_stack, done.residuals, done.stacks, dx, carried
+                taker, state, done.inputs, of_run, done.residuals, done.stacks, dx, d_context, carried
             )
-            dx, g_ends = self.ends.enter_grads(done.loops.stack, ends, done.y, batch, keys, dx, d_context, g_ends)
+            if stack.run.starts_stack:
+                of_enter, d_context = _as_context(d_context, done.inputs.context), None
+                dx, g_ends = self.ends.enter_grads(stack, ends, done.y, batch, keys, dx, of_enter, g_ends)
         g_ends = self.ends.embed_grads(ends, batch, keys, dx, states, g_ends)
         # Scratch goes out as it came in, so that the next step is given the same host memory.
         in_memory = [done.stacks[i] for done in passes for i in done.residuals.in_memory]
@@ -294,14 +310,15 @@ class StreamedStep:
         """Return the leaves of the ends, the last layer's output, what the layers add to the loss, and the ends' state."""
         ends = self.ends.load(params)
         y, state = self.ends_of_eval.embed(ends, batch, None, ends_state(model_state))
-        all_added = list[Loss | None]()
+        all_added, inputs = list[Loss | None](), LayerInputs()
         for loops in self.loops:
             if all_added:
                 arrays, y = arrays.after(y, self.mesh)
-            x, context = self.ends_of_eval.enter(loops.stack, ends, y, batch, None)
-            inputs = self.ends_of_eval.inputs(loops.stack, context, None, model_state)
+            if loops.stack.run.starts_stack:
+                y, context = self.ends_of_eval.enter(loops.stack, ends, y, batch, None)
+                inputs = self.ends_of_eval.inputs(loops.stack, context, None, model_state)
             # Nothing is saved, so there are no stacks to fill.
-            y, _, added = loops.forward(params[BLOCKS], x, inputs, arrays.of_stack(loops.stack.name), None, [])
+            y, _, added = loops.forward(params[BLOCKS], y, inputs, arrays.of_run(loops.stack.run.name), None, [])
             all_added.append(added)
         added = together(all_added)
         return ends, y, added, state
@@ -314,6 +331,13 @@ class StreamedStep:
         if state.pending is None:
             return token
         return self.host.start(self.plan.state_records.flat(state), state.pending, token)
+
+
+def _as_context(d_context: Any, context: Any) -> Any:
+    """Return cotangents of a context, summed in float32, in the dtypes of its leaves."""
+    if d_context is None:
+        return None
+    return jax.tree.map(lambda d, a: d.astype(a.dtype), d_context, floating(context))
 
 
 def _with_added(loss: Array, metrics: Any, added: Loss | None) -> tuple[Array, Any]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import host_offload
 from host_offload.schedule.build import build_schedule
+from host_offload.schedule.moves import moves_of
 from host_offload.schedule.schedule import KINDS, SIZES
 
 FIELDS = {"layer", "consume", "use_slot", "fetch", "fetch_slot", "store", "preload", "preload_slot", "first"}
@@ -97,6 +98,23 @@ def test_schedule_visits_each_layer_once_a_phase_in_order(kw):
         else:
             assert p.first == -1
             assert p.consume.tolist() == p.layer.tolist()
+
+
+@few
+@given(schedules, st.integers(1, 9), st.booleans())
+def test_schedule_of_a_part_of_a_stack_is_that_of_a_stack_with_other_numbers(kw, first, late):
+    """And so are its records on disk, but for those of activations, which are counted from its first layer."""
+    kw, on_device = {**kw, "stores_late": late and not kw["device_layers"]}, int(kw["device_layers"])
+    shifted = {**kw, "first_layer": first, "device_layers": on_device and on_device + first}
+    whole, part = build_schedule(**kw), build_schedule(**shifted)
+    for a, b in zip(whole.phases, part.phases, strict=True):
+        for name, numbers in a.arrays().items():
+            moved = numbers if name.endswith("slot") else np.where(numbers >= 0, numbers + first, -1)
+            np.testing.assert_array_equal(b.arrays()[name], moved, err_msg=name)
+        assert (b.fetches, b.reads, b.writes, b.drain.tolist()) == (a.fetches, a.reads, a.writes, [n + first for n in a.drain])
+    moves = [moves_of(s, (*KINDS, "kept"), activations="kept") for s in (whole, part)]
+    counted_from = {"kept": 0, "opt_state": 0 if on_device else first}
+    assert [(m.kind, m.layer + counted_from.get(m.kind, first), m.writes) for m in moves[0]] == [tuple(m) for m in moves[1]]
 
 
 @many
