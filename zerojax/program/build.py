@@ -1,7 +1,7 @@
 """Check a model, an optimizer, a config and a mesh against each other, and build the program."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from zerojax.activations import SequenceParallelism, sequence_parallel
 from zerojax.aot import is_there
-from zerojax.config import ZeroConfig, check_unlayered, require_built, streams
+from zerojax.config import ZeroConfig, activations_of, check_unlayered, require_built, streams
 from zerojax.models import LayeredModel, Model
 from zerojax.optim import RecordUpdate, by_layer, check_ema, keep_in_bfloat16
 from zerojax.program.gathering import Gather, GatheredEarly, build_gather
@@ -42,6 +42,42 @@ def build_train_step(
       NotImplementedError: a setting that this version does not build.
       SwapError: the nvme tier's folder cannot be written to, or another program uses it.
     """
+    parts = assemble(model, tx, config, mesh)
+    program = Program(model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence)
+    if batch is not None:
+        program.check(batch)
+    # Last: the folder is kept from other programs, and nothing after this can fail and leave it so.
+    if program.swap is not None and is_there(mesh):
+        program.swap.claim()
+    return program
+
+
+class Parts(NamedTuple):
+    """What a program is made of, before anything is claimed or compiled.
+
+    Attributes:
+      tx: the optimizer, as the step applies it.
+      records: how the state rests.
+      step: the equations.
+      gathered_early: what stage 3 could not gather on use.
+      sequence: what sequence parallelism made of the blocks.
+    """
+
+    tx: optax.GradientTransformation
+    records: StateRecords
+    step: Step
+    gathered_early: GatheredEarly
+    sequence: SequenceParallelism
+
+
+def assemble(model: Model | LayeredModel, tx: optax.GradientTransformation, config: ZeroConfig, mesh: Mesh) -> Parts:
+    """Check a model, an optimizer, a config and a mesh against each other, and return what a program of them is made of.
+
+    Nothing is allocated, compiled or taken: `zerojax.planner` asks this of many configs.
+
+    Raises:
+      ValueError, NotImplementedError: as `build_train_step`.
+    """
     if not isinstance(model, Model | LayeredModel):
         raise ValueError(f"model must be a zerojax.Model or LayeredModel, got {type(model).__name__}; see zerojax.from_flax")
     if not isinstance(config, ZeroConfig):
@@ -70,16 +106,10 @@ def build_train_step(
         # The state rests as that of the model that is given. What a step computes is split in another way.
         run = model
         if isinstance(model, LayeredModel) and config.sequence_parallel:
-            is_recomputed = config.activations not in ("save", "selective")
+            is_recomputed = not {*activations_of(config)} <= {"save", "selective"}
             run = sequence_parallel(model, mesh, sequence, config.tensor_overlap, is_recomputed)
         step = build_step(run, tx, records, build_gather(records.layout, gathered_early))
-        program = Program(model, tx, records, step, gathered_early, sequence)
-    if batch is not None:
-        program.check(batch)
-    # Last: the folder is kept from other programs, and nothing after this can fail and leave it so.
-    if program.swap is not None and is_there(mesh):
-        program.swap.claim()
-    return program
+    return Parts(tx, records, step, gathered_early, sequence)
 
 
 def _check_reductions(layout: Layout) -> None:
