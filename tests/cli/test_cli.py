@@ -6,7 +6,7 @@ import pytest
 
 from host_offload.disk.tuning import DEFAULT
 from zerojax import cli
-from zerojax.planner import disk as bench_io
+from zerojax.machines import disk as bench_io
 
 
 def test_memory_prints_the_papers_figures(capsys):

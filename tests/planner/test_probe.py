@@ -11,7 +11,7 @@ from zerojax import cli, planner
 from zerojax.planner import ProbeSizes
 
 # The door's function of the same name hides the module as an attribute.
-module = sys.modules["zerojax.planner.probe"]
+module = sys.modules["zerojax.machines.probe"]
 TINY = ProbeSizes(
     product=16, num_products=2, memory_bytes=1 << 12, num_passes=2, link_bytes=1 << 12, gathered_bytes=1 << 12,
     host_elements=1000, record_bytes=1 << 16, num_records=2, seconds=0.0,

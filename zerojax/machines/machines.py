@@ -21,12 +21,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from zerojax.hlo import RATES, Rates
-from zerojax.planner.machine_files import to_text
+from zerojax.machines.machine_files import to_text
 from zerojax.precision import PRECISIONS
 
 T = TypeVar("T")
 GIVEN = "given"
 COUNTS = ("nodes", "devices_per_node")
+_DECIMAL = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _BYTES = ("device_bytes", "host_bytes", "pinned_bytes", "disk_bytes", "disk_tbw_bytes")
 BY_DTYPE = ("peak_flops", "flops")
 _RATES = (
@@ -247,6 +248,14 @@ class Machine:
         if missing := [name for name in FIGURES if name not in self.figures and "." not in name]:
             rows.append(f"  not given: {', '.join(missing)}")
         return "\n".join(rows)
+
+
+def size_of(num_bytes: float) -> str:
+    """Return bytes in decimal units."""
+    for unit, name in _DECIMAL:
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.4g} {name}"
+    return f"{num_bytes:.0f} B"
 
 
 def nearest(name: str, names: Any) -> str:

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from zerojax.hlo import RATES
-from zerojax.planner.machine_files import read
-from zerojax.planner.machines import BY_DTYPE, COUNTS, FIGURES, Machine, nearest, what_is_wrong
+from zerojax.machines.machine_files import read
+from zerojax.machines.machines import BY_DTYPE, COUNTS, FIGURES, Machine, nearest, what_is_wrong
 
 _ASSUMED = RATES["h200"]
 _SHARES = {

@@ -28,8 +28,8 @@ import optax
 from host_offload.device import host_bytes, pinned_pool_bytes
 from host_offload.disk import Bench, SwapFolder, tune
 from host_offload.host_update import build_kernel
-from zerojax.planner.machines import Machine
-from zerojax.planner.named_machines import NAMED, machine_of
+from zerojax.machines.machines import Machine
+from zerojax.machines.named_machines import NAMED, machine_of
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import FSDP, make_mesh, named
 
