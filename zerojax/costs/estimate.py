@@ -1,0 +1,614 @@
+"""What a config needs of a machine, and how long its step takes, from a workload: bytes by tier, schedule, work of each lane.
+
+The bytes of a model's state are those of `zerojax.memory.closed_forms`, tier by tier: b bytes of a parameter in kind k, sharded
+over N where its stage says so. To them come, as in `zerojax.memory.program`,
+
+    gathered      the largest layer or end that is whole at once; two layers with gather_ahead
+    in_flight     records on their way (`Schedule.in_flight`)
+    activations   what layers keep, of all microbatches in a streamed step and of one in a resident one
+    working       what the backward of one layer, or the head, has at once besides
+
+as they are in the phase that holds the most: head, backward or update.
+
+Seconds are those of `zerojax.costs.timing`, of the schedule that the step would follow. `Estimate.least` is a bound below them
+that takes no walk: no lane can do its work in less than its bytes over its rate, and compute waits for what it cannot overlap.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from host_offload.device import has_linear_fix
+from host_offload.schedule import Schedule, build_schedule
+from host_offload.tiers import TIERS
+from zerojax.activations import MODES
+from zerojax.config import ZeroConfig, frozen_tier, grads_in_float32, reduces_once, streams
+from zerojax.costs.timing import EndsWork, HostWork, LayerWork, StepTime, Wires, step_time
+from zerojax.costs.workload import CHECKPOINTED, Grid, StackWork, Workload
+from zerojax.machines import Machine
+from zerojax.memory import state_bytes
+from zerojax.precision import PRECISIONS
+from zerojax.sharding import STAGES
+
+_has_linear_fix = functools.cache(has_linear_fix)  # it looks up a version in files, and is asked for every estimate
+Bytes = dict[str, dict[str, int]]
+"""Bytes of one device by tier and kind."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Estimate:
+    """A config's needs and means on a machine.
+
+    Attributes:
+      config: of the step.
+      tiles: in which the layers' MLPs run; 1: whole.
+      bytes: of one device, by tier and kind.
+      layers: schedule and work of each run of layers.
+      ends: work of embedding and head.
+      wires: rates of link and disk, of one device.
+      repeats: microbatches that a resident step runs one after the other.
+      collectives: bytes that a device sends in a step, by collective.
+    """
+
+    config: ZeroConfig
+    tiles: int
+    bytes: Mapping[str, Mapping[str, int]]
+    layers: tuple[tuple[Schedule, LayerWork], ...]
+    ends: EndsWork
+    wires: Wires
+    repeats: int
+    collectives: Mapping[str, float]
+
+    def needed(self, tier: str) -> int:
+        """Return the bytes of a tier, of one device."""
+        return sum(self.bytes[tier].values())
+
+    @functools.cached_property
+    def time(self) -> StepTime:
+        """Seconds of the step, by a walk through its schedule."""
+        return step_time(self.layers, self.ends, self.wires, repeats=self.repeats)
+
+    def seconds_with(self, wires: Wires) -> float:
+        """Return the seconds of the step at other rates of link and disk."""
+        return step_time(self.layers, self.ends, wires, repeats=self.repeats).seconds
+
+    @functools.cached_property
+    def moved(self) -> dict[str, float]:
+        """Bytes of one device in a step, by lane: "up", "down", "read" and "write"."""
+        return moved_bytes(self.layers, self.ends, self.repeats)
+
+    @functools.cached_property
+    def least(self) -> float:
+        """Seconds that the step takes at least."""
+        rates, moved = self.wires, self.moved
+        compute = self.ends.embed + self.ends.head + self.ends.embed_backward
+        network = host = 0.0
+        for schedule, work in self.layers:
+            n = schedule.num_layers
+            compute += n * (work.forward + work.backward)
+            network += n * (2 * work.gather if not schedule.gather_ahead else 0.0)
+            host += n * (0.0 if work.host is None else work.host.seconds)
+        compute *= self.repeats
+        link = max(moved["up"] / rates.up, moved["down"] / rates.down, (moved["up"] + moved["down"]) / rates.link_both)
+        disk = max(moved["read"] / rates.read, moved["write"] / rates.write, (moved["read"] + moved["write"]) / rates.disk_both)
+        if rates.shares_cores:
+            return max(disk, compute + network * self.repeats + host + moved["up"] / rates.up + moved["down"] / rates.down)
+        return max(compute + network * self.repeats, link, disk, host)
+
+
+def wires_of(machine: Machine, config: ZeroConfig, shares_cores: bool) -> Wires:
+    """Return the rates that one device has of link and disk; those that a config does not use are not asked for.
+
+    Raises:
+      ValueError: the machine lacks one that it uses.
+    """
+    tiers = {config.params, config.grads, config.opt_state, frozen_tier(config), *_tiers_of_activations(config)}
+    if tiers == {"device"}:
+        return Wires(shares_cores=shares_cores)
+    up, down, both = machine.needs("link_up", "link_down", "link_both")
+    if "nvme" not in tiers:
+        return Wires(up=up, down=down, link_both=both, shares_cores=shares_cores)
+    read, write, disk_both = (n / machine.devices_per_node for n in machine.needs("disk_read", "disk_write", "disk_both"))
+    return Wires(up=up, down=down, link_both=both, read=read, write=write, disk_both=disk_both, shares_cores=shares_cores)
+
+
+def _tiers_of_activations(config: ZeroConfig) -> set[str]:
+    kept = config.activations
+    of_each = [kept] if isinstance(kept, str) else [segment.activations for segment in kept]
+    named = [config] if isinstance(kept, str) else list(kept)
+    tiers = {tier for tier in of_each if tier in TIERS}
+    return tiers | ({"pinned_host"} if any(each.offloaded_names for each in named) else set())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What a run of layers keeps of each, on one device.
+
+    Attributes:
+      num_layers: of the run.
+      tier: of the input, and of what is offloaded.
+      device: bytes on the device.
+      away: bytes in `tier`.
+      backward: seconds of backward.
+      working: bytes that backward has at once besides.
+      mode: of recomputation.
+    """
+
+    num_layers: int
+    tier: str
+    device: int
+    away: int
+    backward: float
+    working: int
+    mode: str
+
+
+def _runs(config: ZeroConfig, stack: StackWork, skipped: int) -> list[Kept]:
+    """Return the runs of equal layers of a stack, `skipped` layers after the first one of the model."""
+    if isinstance(config.activations, str):
+        return [kept_of(stack, stack.num_layers, config.activations, config.saved_names, config.offloaded_names)]
+    runs, first = list[Kept](), 0
+    for segment in config.activations:
+        if skipped <= first < skipped + stack.num_layers:
+            names = (segment.saved_names, segment.offloaded_names)
+            runs.append(kept_of(stack, segment.num_layers, segment.activations, *names))
+        first += segment.num_layers
+    return runs
+
+
+def kept_of(stack: StackWork, num_layers: int, activations: str, saved: Any, offloaded: Any) -> Kept:
+    """Return what a run of layers keeps, given its mode or tier and the names that it saves and offloads."""
+    mode = activations if activations in MODES else CHECKPOINTED
+    tier = activations if activations not in MODES else "pinned_host" if offloaded else "device"
+    by_name = {value.name: value for value in stack.values}
+    kept = sum(by_name[name].num_bytes for name in saved if name in by_name) if mode == CHECKPOINTED else 0
+    away = sum(by_name[name].num_bytes for name in offloaded if name in by_name)
+    # What is kept or fetched need not be made again.
+    spared = sum(by_name[name].seconds for name in (*saved, *offloaded) if name in by_name) if mode == CHECKPOINTED else 0.0
+    device = stack.kept[mode] + kept
+    if activations not in MODES:
+        device, away = device - stack.x_bytes, away + stack.x_bytes
+    elif mode != CHECKPOINTED:
+        device -= away
+    return Kept(
+        num_layers=num_layers,
+        tier=tier,
+        device=max(0, device),
+        away=away,
+        backward=max(stack.backward["save"], stack.backward[mode] - spared),
+        working=stack.working[mode],
+        mode=mode,
+    )
+
+
+def estimate(
+    workload: Workload, config: ZeroConfig, grid: Grid, machine: Machine, *, shares_cores: bool = False, tiles: int = 1
+) -> Estimate:
+    """Estimate a config.
+
+    Args:
+      workload: of the model, on one device of this grid.
+      config: of the step.
+      grid: sizes of the mesh's axes.
+      machine: its figures.
+      shares_cores: the devices are threads of a CPU.
+      tiles: in which the layers' MLPs run.
+
+    Raises:
+      ValueError: the machine lacks a figure that the config needs.
+    """
+    return _Estimator(workload, config, grid, machine, shares_cores, tiles).estimate()
+
+
+class _Estimator:
+    def __init__(
+        self, workload: Workload, config: ZeroConfig, grid: Grid, machine: Machine, shares_cores: bool, tiles: int
+    ) -> None:
+        self.workload, self.config, self.grid, self.machine, self.tiles = workload, config, grid, machine, tiles
+        self.wires = wires_of(machine, config, shares_cores)
+        self.row, self.streamed = STAGES[config.stage], workload.is_layered and streams(config)
+        precision = PRECISIONS[config.precision]
+        moments = workload.moment_bytes * (0.5 if config.moments == "bfloat16" else 1.0)
+        reduce_dtype = "float32" if grads_in_float32(config) else None
+        self.b = state_bytes(config.precision, moments=8, num_microbatches=config.num_microbatches, reduce_dtype=reduce_dtype)
+        self.state = self.b.master + moments  # of opt_state's record
+        self.master = precision.has_master
+        self.on_host = config.update_on == "host"
+        self.by_record = {config.params, config.grads, config.opt_state} != {"device"} or config.update == "in_backward"
+        self.repeats = 1 if self.streamed else config.num_microbatches
+        self.moves = config.opt_state != "device" and not self.on_host
+        self.in_backward = config.update == "in_backward"
+        self.reductions = 1 if reduces_once(config) else config.num_microbatches
+        self.reduced = 4 if (reduce_dtype and config.reduce_dtype == "float32") or reduces_once(config) else self.b.params
+        self.network = self._network()
+
+    def _network(self) -> float:
+        """Return the bytes a second of a collective over `fsdp` and `data`; without one, any."""
+        grid, machine = self.grid, self.machine
+        if grid.batch_shards == 1 and grid.tensor == 1:
+            return float("inf")
+        within = grid.devices <= machine.devices_per_node
+        return machine.need("network_in_node" if within else "network_between_nodes")
+
+    def share(self, sharded: bool) -> float:
+        """Return the part of a kind that a device has."""
+        return 1 / self.grid.fsdp if sharded else 1.0
+
+    # --- bytes -------------------------------------------------------------------------------------------------------------
+
+    def record(self, elements: float, frozen: float = 0.0) -> dict[str, int]:
+        """Return the bytes of a record by kind, as `build_schedule` takes them."""
+        b, share = self.b, self.share
+        whole = elements * (4 if self.reduced == 4 else b.params)
+        sizes = {
+            "params": elements * b.params * share(self.row.params),
+            "gathered": elements * b.params + frozen,
+            "grads": whole,
+            "opt_state": elements * self.state * share(self.row.opt_state),
+            "frozen": frozen * share(self.row.params),
+        }
+        return {kind: int(n) for kind, n in sizes.items()}
+
+    def grads_shard(self, elements: float) -> int:
+        """Return the bytes of a gradient at rest."""
+        return int(elements * self.b.grads * self.share(self.row.opt_state))
+
+    def device_layers(self, stack: StackWork) -> int:
+        """Return the layers of a stack whose optimizer state stays on the device, the fraction rounded down."""
+        return int(round(self.config.opt_state_device_fraction * stack.num_layers, 9))
+
+    def schedule(self, stack: StackWork, run: Kept, first: int) -> Schedule:
+        """Return the schedule of a run of layers, which begins at layer `first` of its stack."""
+        config = self.config
+        device_layers = min(max(0, self.device_layers(stack) - first), run.num_layers)
+        away = config if self.streamed else None
+        tiers = {
+            "params": away.params if away else "device",
+            "grads": "device" if self.on_host or not away or self.in_backward else away.grads,
+            "opt_state": "device" if self.on_host or not away else away.opt_state,
+            "activations": run.tier if away and run.away else "device",
+        }
+        if stack.frozen_bytes and away:
+            tiers["frozen"] = frozen_tier(config)
+        late = (
+            _has_linear_fix()  # of the jaxlib that is installed, and so plans for itself
+            and not self.wires.shares_cores
+            and tiers["opt_state"] == "pinned_host"
+            and "nvme" not in tiers.values()
+            and not device_layers
+            and run.num_layers > 1
+            and (config.prefetch_distance > 0 or tiers["params"] == "device")
+            and (self.in_backward or self.master or tiers["params"] == "device")
+        )
+        return build_schedule(
+            run.num_layers,
+            config.prefetch_distance if self.streamed else 0,
+            tiers=tiers,
+            update=config.update or "after_backward",
+            gather_ahead=config.gather_ahead and self.streamed,
+            master=self.master or self.on_host,
+            device_layers=device_layers,
+            stores_late=late,
+            record_bytes=self.record(stack.largest / self.tiles, stack.frozen_bytes) | {"activations": run.away},
+        )
+
+    def estimate(self) -> Estimate:
+        """Return bytes, schedules and work."""
+        config, workload = self.config, self.workload
+        layers, runs, skipped = list[tuple[Schedule, LayerWork]](), list[tuple[StackWork, Kept]](), 0
+        for stack in workload.stacks:
+            first = 0
+            for run in _runs(config, stack, skipped):
+                layers.append((self.schedule(stack, run, first), self.work(stack, run)))
+                runs.append((stack, run))
+                first += run.num_layers
+            skipped += stack.num_layers
+        return Estimate(
+            config=config,
+            tiles=self.tiles,
+            bytes=self.bytes(layers, runs),
+            layers=tuple(layers),
+            ends=self.ends(),
+            wires=self.wires,
+            repeats=1 if self.streamed else config.num_microbatches,
+            collectives=self.collectives(),
+        )
+
+    def bytes(self, layers: list[tuple[Schedule, LayerWork]], runs: list[tuple[StackWork, Kept]]) -> Bytes:
+        """Return the bytes of a device by tier and kind."""
+        config, workload, b, share = self.config, self.workload, self.b, self.share
+        tiers: Bytes = {tier: {} for tier in TIERS}
+
+        def add(tier: str, kind: str, n: float) -> None:
+            if n:
+                tiers[tier][kind] = tiers[tier].get(kind, 0) + int(n)
+
+        every, ends = workload.elements, workload.end_elements
+        add(config.params, "params", every * b.params * share(self.row.params))
+        frozen = workload.end_frozen_bytes + sum(s.num_layers * s.frozen_bytes for s in workload.stacks)
+        add(frozen_tier(config), "frozen", frozen * share(self.row.params))
+        states = {"master": b.master, "opt_state": self.state - b.master}
+        if config.opt_state == "nvme":  # one record on disk
+            states = {"opt_state": self.state}
+        on_device = sum(self.device_layers(s) * s.elements for s in workload.stacks)
+        for kind, size in states.items():
+            add("device", kind, on_device * size * share(self.row.opt_state))
+            add(config.opt_state, kind, (every - on_device) * size * share(self.row.opt_state))
+        blocks = 0 if self.streamed and self.in_backward else every - ends
+        tier = config.grads if self.streamed else "device"
+        add("device", "grads", self.grads_shard(ends))
+        add(tier, "grads", self.grads_shard(blocks))
+        gathered = 0
+        if (self.grid.fsdp > 1 and self.row.params) or config.params != "device":
+            layer = max((s.largest / self.tiles * b.params + s.frozen_bytes for s in workload.stacks), default=0)
+            gathered = int(max(layer * (1 + config.gather_ahead), workload.largest_end * b.params))
+        count = 1 if self.streamed else config.num_microbatches
+        for _, run in runs:
+            add(run.tier if run.away else "device", "activations", run.num_layers * run.away / count)
+        add("device", "batch", workload.batch_bytes)
+        if reduces_once(config):  # whole sums of each device's own, beside the shards that `grads` counts
+            sums = ends if self.streamed else 2 * every
+            add("device", "unreduced", 4 * sums * (1 - share(self.row.opt_state)))
+        self.add_buffers(add, layers)
+        kept = sum(run.num_layers * run.device for _, run in runs) / count + (0 if self.streamed else workload.end_kept / count)
+        # What else is there in the phase that holds the most.
+        peak = max(self.phases(layers, runs, gathered, int(kept)), key=lambda kinds: sum(kinds.values()))
+        for kind, n in peak.items():
+            add("device", kind, n)
+        return tiers
+
+    def phases(
+        self, layers: list[tuple[Schedule, LayerWork]], runs: list[tuple[StackWork, Kept]], gathered: int, kept: int
+    ) -> list[dict[str, int]]:
+        """Return what head, backward and update each hold at once besides states, resting gradients and the batch, by kind."""
+        config, workload = self.config, self.workload
+        loaded = int(self.ends().load)
+        in_flight = self.in_flight(layers, gathered)
+        working = int(max((run.working for _, run in runs), default=0) / config.num_microbatches)
+        head = int(workload.head_working / config.num_microbatches)
+        held = {"activations": kept, "gathered": gathered}
+        # What backward reads to update a layer comes when the layer's derivative is done, unless it crosses beside it.
+        in_tick = min((self._in_tick(schedule) for schedule, _ in layers), default=0)
+        backward = in_flight["backward"] + max(working + gathered - in_tick, 0)
+        return [
+            held | {"in_flight": loaded + in_flight["forward"], "working": head},
+            {
+                "activations": kept,
+                "in_flight": loaded + backward - min(working + gathered, backward),
+                "gathered": min(gathered, backward),
+                "working": max(0, min(working, backward - gathered)),
+            },
+            {"in_flight": loaded + in_flight["update"]},
+        ]
+
+    def in_flight(self, layers: list[tuple[Schedule, LayerWork]], gathered: int) -> dict[str, int]:
+        """Return the most bytes of records on their way in each phase, without what is gathered (`Schedule.in_flight`)."""
+        workload, ends = self.workload, self.ends()
+        most = {"forward": 0, "backward": 0, "update": int(ends.state_up + ends.state_down)}
+        if self.moves:  # all ends at once: their gradients in float32, and their new parameters
+            most["update"] += int(workload.end_elements * self.share(self.row.opt_state) * (4 + self.b.params))
+        if self.tiles > 1 and self.streamed:  # the first layer's record is there already
+            most["update"] += sum(schedule.record_bytes["opt_state"] for schedule, _ in layers[:1] if schedule.record_bytes)
+        if not self.streamed:
+            whole = self.row.opt_state and not self.row.params and self.grid.fsdp > 1
+            if self.repeats > 1:  # a microbatch's gradients, beside their sums
+                most["backward"] += int(workload.elements * self.b.params)
+            # New parameters are gathered leaf by leaf, and a leaf whose state is elsewhere is loaded and stored.
+            leaf = workload.largest_leaf * (self.b.params if whole else 0.0)
+            moved = 2 * workload.largest_leaf * self.state * self.share(self.row.opt_state) if self.moves else 0.0
+            return most | {"update": int(leaf + moved) + self._whole_update()}
+        for schedule, work in layers:
+            assert schedule.record_bytes is not None
+            sizes = dict(schedule.record_bytes) | ({} if gathered else {"gathered": 0})
+            shard = work.read.get("grads", 0)
+            whole = sizes["gathered"] * (1 + schedule.gather_ahead)
+            # In backward the whole gradient is there beside the shard to which it is reduced.
+            for name, grads in (("forward", sizes["grads"]), ("backward", sizes["grads"] + shard), ("update", shard)):
+                of_sizes = dataclasses.replace(schedule, record_bytes=sizes | {"grads": grads})
+                if any(phase.name == name for phase in schedule.phases):
+                    peak = int(of_sizes.in_flight()[name].max()) - (whole if name != "update" else 0)
+                    if name == "backward" and self.config.num_microbatches > 1:
+                        # Sums over microbatches are float32, beside the gradient of one of them.
+                        peak += 4 * sizes["grads"] // (4 if self.reduced == 4 else self.b.params)
+                    most[name] = max(most[name], peak + self._copied(of_sizes, name))
+            if work.host is not None:
+                updating = "backward" if self.in_backward else "update"
+                most[updating] = max(most[updating], int(work.host.grads_down + work.host.params_up))
+        if not self.by_record:
+            most["update"] += self._whole_update()
+        return most
+
+    def _whole_update(self) -> int:
+        """Return what an update of the whole tree makes on a CPU, whose XLA fuses less: float32 gradients, and updates."""
+        if not self.wires.shares_cores or self.by_record:
+            return 0
+        return int(2 * 4 * self.workload.elements * self.share(self.row.opt_state))
+
+    @staticmethod
+    def _in_tick(schedule: Schedule) -> int:
+        """Return the bytes that a tick of backward reads and writes to update its layer, one after the derivative."""
+        phase, sizes = schedule.phase("backward"), schedule.record_bytes
+        assert sizes is not None
+        is_beside = phase.stores_late or schedule.update != "in_backward"
+        return 0 if is_beside else sum(sizes[kind] for kind in (*phase.reads, *phase.writes))
+
+    def _copied(self, schedule: Schedule, name: str) -> int:
+        """Return the bytes by which a loop's peak differs from its schedule's, as compiled for an H200.
+
+        A record is copied out of a ring of several slots. What rests on disk is updated where it was read, and so takes no
+        second record. What backward reads in its tick comes when the derivative is done, in the place of what that had at once.
+        """
+        phase, sizes = schedule.phase(name), schedule.record_bytes
+        assert sizes is not None
+        taken = sum(sizes[kind] for kind in phase.fetches) if len(phase.preload) > 1 else 0
+        on_disk = [kind for kind in phase.writes if kind == "opt_state" and schedule.tiers[kind] == "nvme"]
+        return taken - sum(sizes[kind] for kind in on_disk)
+
+    def add_buffers(self, add: Any, layers: list[tuple[Schedule, LayerWork]]) -> None:
+        """Add the buffers in host memory of the nvme tier: of each kind of record as many to read as to write."""
+        distance = self.config.prefetch_distance
+        for schedule, work in layers:
+            count = min(distance + 1, schedule.num_layers)
+            on_disk = [kind for kind, tier in schedule.tiers.items() if tier == "nvme"]
+            add("pinned_host", "buffers", 2 * count * sum(work.read.get(kind, 0) for kind in on_disk))
+            if self.on_host and self.config.opt_state == "nvme":  # updated in the buffers to which it is read
+                add("pinned_host", "buffers", min(2 * (distance + 1), schedule.num_layers) * work.read["opt_state"])
+        workload = self.workload
+        params = workload.end_elements * self.b.params * self.share(self.row.params) if self.config.params == "nvme" else 0.0
+        on_disk = self.config.opt_state == "nvme"
+        updated = workload.end_elements if workload.is_layered else workload.elements
+        state = updated * self.state * self.share(self.row.opt_state) * on_disk * (1 if self.on_host else 2)
+        if not workload.is_layered:  # leaves take turns at shared buffers
+            state = min(state, 2 * (distance + 1) * workload.largest_leaf * self.state * self.share(self.row.opt_state))
+        add("pinned_host", "buffers", 2 * params + state)
+
+    # --- work --------------------------------------------------------------------------------------------------------------
+
+    def gather(self, elements: float, frozen_bytes: float = 0.0) -> float:
+        """Return the seconds of an all_gather of parameters, and of frozen ones beside them."""
+        n = self.grid.fsdp
+        return (elements * self.b.params + frozen_bytes) * (n - 1) / n / self.network
+
+    def reduce(self, elements: float) -> float:
+        """Return the seconds in which the gradients of a step are reduced."""
+        return self.sent_reduced(elements) / self.network
+
+    def sent_reduced(self, elements: float) -> float:
+        """Return the bytes that a device sends to reduce gradients of so many elements, in all microbatches."""
+        return sum(self.reduces(elements).values())
+
+    def reduces(self, elements: float) -> dict[str, float]:
+        """Return the same by collective: shards are scattered over `fsdp`, and summed over `data`."""
+        n, d, each = self.grid.fsdp, self.grid.data, elements * self.reduced * self.reductions
+        if not self.row.opt_state:
+            return {"all_reduce": 2 * each * (n * d - 1) / (n * d)}
+        return {"reduce_scatter": each * (n - 1) / n, "all_reduce": 2 * each / n * (d - 1) / d}
+
+    @property
+    def gathers_of_ends(self) -> int:
+        """How often a step gathers embedding and head for forward: once a microbatch, streamed or not."""
+        return self.config.num_microbatches
+
+    def regather(self, elements: float) -> float:
+        """Return the seconds of the all_gather after an update, where parameters are whole and their update is sharded."""
+        return self.gather(elements) if self.row.opt_state and not self.row.params else 0.0
+
+    def update(self, elements: float) -> float:
+        """Return the seconds in which the device updates so many elements."""
+        return 0.0 if self.on_host else elements * self.share(self.row.opt_state) * self.workload.update
+
+    def host_work(self, elements: float) -> HostWork | None:
+        """Return the host's update of so many elements."""
+        if not self.on_host:
+            return None
+        b, part = self.b, elements * self.share(self.row.opt_state)
+        rate = self.machine.need("host_kernel") / self.machine.devices_per_node
+        state = self.state if self.config.opt_state == "nvme" else 0
+        params = b.params if self.config.params == "nvme" else 0
+        on_device = self.config.params == "device"
+        # Parameters on the device that are their own masters go down, too, and the host updates them.
+        weights = 4 if on_device and not self.master else 0
+        # The kernel reads and writes masters and moments, reads gradients, and writes parameters in 16 bits.
+        touched = 2 * (self.state if self.master else self.state + b.params) + b.grads + (b.params if self.master else 0)
+        return HostWork(
+            grads_down=part * (b.grads + weights),
+            params_up=part * b.params if on_device else 0.0,
+            seconds=part * touched / rate,
+            read=part * (state + (0 if self.master else params)),  # without masters they are themselves what is updated
+            write=part * (state + params),
+        )
+
+    def work(self, stack: StackWork, run: Kept) -> LayerWork:
+        """Return the work of a layer."""
+        n = stack.elements
+        updated = n if self.workload.is_layered else 0  # a plain Model is updated as one, by `ends`
+        repeats = 1 if self.streamed else self.config.num_microbatches
+        sent = stack.sent.get(run.mode, 0.0) / self.network if self.grid.tensor > 1 else 0.0
+        read = self.record(n, stack.frozen_bytes) | {"grads": self.grads_shard(n), "activations": run.away}
+        gathers = self.row.params
+        return LayerWork(
+            forward=(stack.forward + sent / 3) / repeats,
+            backward=(run.backward + 2 * sent / 3) / repeats,
+            update=self.update(updated),
+            gather=self.gather(n, stack.frozen_bytes) if gathers else 0.0,
+            reduce=self.reduce(n) / repeats,
+            regather=self.regather(n),
+            read=read,
+            written=read | ({"params": 0} if self.on_host else {}),  # the host's kernel writes them where they rest
+            host=self.host_work(updated) if updated else None,
+        )
+
+    def ends(self) -> EndsWork:
+        """Return the work of embedding and head; of a plain Model the update of all of it."""
+        config, workload, share = self.config, self.workload, self.share
+        n, repeats = workload.end_elements, 1 if self.streamed else config.num_microbatches
+        updates = n if workload.is_layered else workload.elements
+        state = updates * self.state * share(self.row.opt_state) if self.moves else 0.0
+        params = n * self.b.params * share(self.row.params) if config.params != "device" else 0.0
+        # Parameters that are updated on the device go back to where they rest; those that are their own masters come first.
+        frozen_at = frozen_tier(config)
+        frozen = workload.end_frozen_bytes * share(self.row.params) if frozen_at != "device" else 0.0
+        updated = 0.0 if self.on_host else params
+        own = 0.0 if self.master else updated
+        state_on_disk, params_on_disk = config.opt_state == "nvme", config.params == "nvme"
+        return EndsWork(
+            embed=workload.embed / repeats,
+            head=workload.head / repeats,
+            embed_backward=workload.embed_backward / repeats,
+            update=self.update(updates),
+            gather=self.gather(n, workload.end_frozen_bytes) / 2 * self.gathers_of_ends / repeats if self.row.params else 0.0,
+            reduce=self.reduce(n) / repeats,
+            load=params + frozen,
+            load_read=params * params_on_disk + frozen * (frozen_at == "nvme"),
+            state_up=state + own,
+            state_down=state + updated,
+            state_read=state * state_on_disk + own * params_on_disk,
+            state_write=state * state_on_disk + updated * params_on_disk,
+            host=self.host_work(updates),
+        )
+
+    def collectives(self) -> dict[str, float]:
+        """Return the bytes that a device sends in a step, by collective."""
+        n, b, work = self.grid.fsdp, self.b, self.workload
+        gathered = 0.0
+        if self.row.params:  # forward and backward: a streamed step gathers a layer once for all microbatches
+            layers = sum(s.num_layers * (s.elements * b.params + s.frozen_bytes) for s in work.stacks)
+            ends = work.end_elements * b.params + work.end_frozen_bytes
+            gathered = 2 * (layers * (1 if self.streamed else self.config.num_microbatches) + ends * self.gathers_of_ends)
+        elif self.row.opt_state:
+            gathered = work.elements * b.params
+        sent = {"all_gather": gathered * (n - 1) / n} | self.reduces(work.elements)
+        over = sum(s.num_layers * s.sent.get("save", 0.0) for s in self.workload.stacks)
+        return {k: v for k, v in (sent | {"tensor": over}).items() if v}
+
+
+def moved_bytes(layers: Any, ends: EndsWork, repeats: int = 1) -> dict[str, float]:
+    """Return the bytes that a device moves in a step, by lane."""
+    total: dict[str, float] = dict.fromkeys(("up", "down", "read", "write"), 0.0)
+
+    def add(**moved: float) -> None:
+        for lane, n in moved.items():
+            total[lane] += n
+
+    add(up=ends.load, read=ends.load_read)
+    add(up=ends.state_up, down=ends.state_down, read=ends.state_read, write=ends.state_write)
+    if ends.host is not None:
+        add(up=ends.host.params_up, down=ends.host.grads_down, read=ends.host.read, write=ends.host.write)
+    del repeats
+    for schedule, work in layers:
+        for phase in schedule.phases:
+            fetched = [phase.first, *phase.preload.tolist(), *phase.fetch.tolist()]
+            reads = [(phase.fetches, layer) for layer in fetched if layer >= 0]
+            reads += [(phase.reads, layer) for layer in phase.layer.tolist()]
+            writes = [(phase.writes, layer) for layer in phase.layer.tolist()]
+            for moves, sizes, lane, disk in ((reads, work.read, "up", "read"), (writes, work.written, "down", "write")):
+                for kinds, layer in moves:
+                    for kind in phase.off_device(kinds, layer):
+                        add(**{lane: sizes.get(kind, 0)})
+                        if schedule.tiers[kind] == "nvme":
+                            add(**{disk: sizes.get(kind, 0)})
+        if work.host is not None:
+            n, host = schedule.num_layers, work.host
+            add(up=n * host.params_up, down=n * host.grads_down, read=n * host.read, write=n * host.write)
+    return total

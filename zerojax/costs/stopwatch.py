@@ -1,0 +1,87 @@
+"""Seconds of parts of a step, on the devices that are there: one program each, run a few times, of which the fastest counts.
+
+Arrays are made of their shapes alone and placed as the step would place them: activations over the batch, a layer's parameters
+gathered. Other work on the machine only slows a run down.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from zerojax.models import floating
+from zerojax.sharding import ActivationSpec, named
+from zerojax.streamed import StackLoops
+
+_REPEATS, _SECONDS = 9, 1.0
+
+
+class Timed(NamedTuple):
+    """What a program took on one device: seconds, and bytes beside its arguments and results."""
+
+    seconds: float
+    working: int
+
+
+class Stopwatch:
+    """Times functions on the devices of a mesh."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def call(self, function: Callable[..., Any], *args: Any) -> "Timed":
+        """Time a function, given shapes, or trees of them, of its arguments."""
+        return self._timed(function, self.arrays(args))
+
+    def block(self, loops: StackLoops, blocks: Mapping[str, Any], args: Any) -> tuple["Timed", dict[str, "Timed"]]:
+        """Time a block's forward, and its derivative in each mode; `args` as the block takes them."""
+        params, x, key, given = args
+        leaves = [loops.plan.leaves[i] for i in loops.stack.operands]
+        specs = [() if leaf.decodes is not None else leaf.spec.base[leaf.lead :] for leaf in leaves]
+        shapes, tree = jax.tree.flatten(params)
+        placed = [self._array(a, named(self.mesh, spec)) for a, spec in zip(shapes, specs, strict=True)]
+        whole, data = jax.tree.unflatten(tree, placed), self.arrays((x, key, given))
+        forward = self._timed(blocks["remat"].forward, (whole, *data))
+        backward = {}
+        for mode, block in blocks.items():
+            d_added = jnp.float32(1) if block.adds else None
+            rest = (self.arrays(list(block.shapes)), floating(data[0]), d_added)
+            backward[mode] = self._timed(block.backward, (whole, *data, *rest))
+        return forward, backward
+
+    def arrays(self, tree: Any) -> Any:
+        """Return arrays of some shapes: of the batch where dim 0 is split, or as their shardings say."""
+        size = max((a.shape[0] for a in jax.tree.leaves(tree) if a.shape), default=0)
+        spec = ActivationSpec(self.mesh)
+
+        def place(a: Any) -> Any:
+            at = getattr(a, "sharding", None)
+            return self._array(a, at if isinstance(at, NamedSharding) else named(self.mesh, spec.given(a.shape, size)))
+
+        return jax.tree.map(place, tree)
+
+    def _array(self, a: Any, sharding: Any) -> Any:
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+
+        def make() -> Any:
+            if not jnp.issubdtype(a.dtype, jnp.inexact):
+                return jnp.zeros(a.shape, a.dtype)
+            # Not zeros or ones: sums of many stay of the size that numbers in a model have.
+            return (jnp.sin(jax.lax.iota(jnp.float32, max(1, a.size))[: a.size]) * 0.05).reshape(a.shape).astype(a.dtype)
+
+        return jax.jit(make, out_shardings=sharding)()
+
+    def _timed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> "Timed":
+        call = jax.jit(function).lower(*args).compile()
+        jax.block_until_ready(call(*args))
+        found, began = [], time.perf_counter()
+        while not found or (len(found) < _REPEATS and time.perf_counter() - began < _SECONDS):
+            start = time.perf_counter()
+            jax.block_until_ready(call(*args))
+            found.append(time.perf_counter() - start)
+        stats = call.memory_analysis()
+        return Timed(min(found), 0 if stats is None else stats.temp_size_in_bytes)

@@ -1,0 +1,418 @@
+"""The workload of a model: traced over the shapes of a batch, and timed where its devices are there.
+
+A block is traced in each mode of recomputation as a streamed step traces it, so that what it keeps is what the step keeps. Its
+seconds have one of two sources, and `Workload.source` says which:
+
+    timed      the block alone, its derivative in each mode and both ends, on the devices of the mesh: a program each, compiled
+               and run a few times
+    roofline   equation by equation: a product of F FLOPs that touches B bytes takes max(F / flops, B / memory_rate); of the
+               others, whose results XLA mostly fuses away, reductions take B / memory_rate
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from zerojax.activations import MODES
+from zerojax.aot import is_there
+from zerojax.choice import Value
+from zerojax.config import ZeroConfig
+from zerojax.costs.stopwatch import Stopwatch
+from zerojax.costs.workload import Grid, StackWork, Workload
+from zerojax.jaxprs import PRODUCTS, REDUCTIONS, FlatJaxpr, Instruction, flatten, flops_of
+from zerojax.machines import Machine
+from zerojax.memory import kept_by_program
+from zerojax.models import LayeredModel, Model
+from zerojax.program import assemble
+from zerojax.sharding import DATA, FSDP, TENSOR, abstract_batch, local_elements
+from zerojax.streamed import StackLoops, StreamedStep, derivative_jaxpr
+
+Costs = Callable[[Instruction], float]
+"""Seconds of one equation on one device."""
+
+
+def grid_of(mesh: Mesh) -> Grid:
+    """Return the sizes of a mesh's axes."""
+    return Grid(mesh.shape[DATA], mesh.shape[FSDP], mesh.shape[TENSOR])
+
+
+def workload_of_model(
+    model: Model | LayeredModel, tx: optax.GradientTransformation, mesh: Mesh, batch: Any, machine: Machine, base: ZeroConfig
+) -> Workload:
+    """Return the workload of a model on a mesh.
+
+    Args:
+      model: as of `zerojax.build_train_step`.
+      tx: likewise.
+      mesh: likewise; where its devices are there, what they compute is timed.
+      batch: arrays, or a tree of ShapeDtypeStruct, of a step.
+      machine: whose rates a roofline takes.
+      base: of which precision, min_shard_bytes, frozen and the like are taken.
+    """
+    given = abstract_batch(batch, mesh)
+    with jax.set_mesh(mesh):
+        if isinstance(model, Model):
+            return _PlainTracer(model, tx, mesh, given, machine, base).workload()
+        return _LayeredTracer(model, tx, mesh, given, machine, base).workload()
+
+
+class _Tracer:
+    """What both kinds of models have in common."""
+
+    def __init__(self, model: Any, tx: Any, mesh: Mesh, batch: Any, machine: Machine, base: ZeroConfig) -> None:
+        self.model, self.tx, self.mesh, self.batch, self.machine, self.base = model, tx, mesh, batch, machine, base
+        self.grid, self.precision = grid_of(mesh), base.precision
+        self.shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+        sizes = [a.shape for a in jax.tree.leaves(batch) if a.shape]
+        self.rows = sizes[0][0] if sizes else 1
+        # Where there are integers of two dims they are tokens.
+        whole = [a.shape for a in jax.tree.leaves(batch) if len(a.shape) == 2 and jnp.issubdtype(a.dtype, jnp.integer)]
+        self.tokens = math.prod(whole[0]) if whole else self.rows
+        # Several processes would time different seconds, and choose different configs.
+        self.watch = Stopwatch(mesh) if is_there(mesh) and jax.process_count() == 1 else None
+
+    def parts(self, **fields: Any) -> Any:
+        """Return what a program of a config is made of, everything on the device."""
+        away = {"params": "device", "grads": "device", "opt_state": "device", "opt_state_device_fraction": 0.0}
+        plain = {"update": None, "update_on": "device", "delayed_update": False, "num_microbatches": 1, "clip_norm": None}
+        named: dict[str, Any] = {"saved_names": (), "offloaded_names": (), "device_budget_bytes": None, "swap_dir": None}
+        frozen = {"frozen": None if self.base.frozen in (None, "device") else "device", "partition_activations": False}
+        return assemble(
+            self.model, self.tx, dataclasses.replace(self.base, **(away | plain | named | frozen | fields)), self.mesh
+        )
+
+    @property
+    def source(self) -> str:
+        """Where the seconds are from."""
+        if self.watch is not None:
+            return f"timed on {self.mesh.size} x {self.mesh.devices.flat[0].device_kind}"
+        return f"roofline of its equations at the rates of {self.machine.name}"
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        """Seconds of an equation by the roofline; 0 where the machine has no rates."""
+        figures, shards = self.machine.figures, self.grid.batch_shards * self.grid.tensor
+        memory = figures.get("memory_rate", math.inf)
+
+        def seconds(i: Instruction) -> float:
+            flops, name = flops_of(i.eqn) / shards, i.eqn.primitive.name
+            if not flops and name not in REDUCTIONS | PRODUCTS:
+                return 0.0
+            is_single = getattr(i.eqn.invars[0].aval, "dtype", None) == jnp.float32
+            dtype = "fp32" if is_single else self.precision
+            rate = figures.get(f"flops.{dtype}", figures.get(f"flops.{self.precision}", math.inf))
+            moved = sum(_num_bytes(v.aval) for v in (*i.eqn.invars, *i.eqn.outvars)) / shards
+            return max(flops / rate, moved / memory)
+
+        return seconds
+
+    def roofline(self, program: FlatJaxpr) -> float:
+        """Return the seconds of a traced function on one device."""
+        return sum(map(self.costs, program.instructions))
+
+    def update_seconds(self, moments: float) -> float:
+        """Return the seconds in which the device updates one parameter: states read and written, gradient read."""
+        itemsize = 4 if self.precision == "fp32" else 2
+        master = 0 if self.precision == "fp32" else 4
+        moved = 2 * (master + moments) + itemsize + (itemsize if master else 2 * itemsize)
+        return moved / self.machine.figures.get("memory_rate", math.inf)
+
+    def moment_bytes(self, layout: Any) -> float:
+        """Return the bytes of optimizer state for one parameter, in float32."""
+        trained = sum(math.prod(leaf.shape) for leaf in layout.leaves)
+        state = layout.abstract_state.opt_state
+        total = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
+        return total / max(1, trained) * (2.0 if self.base.moments == "bfloat16" else 1.0)
+
+    def elements(self, layout: Any, indices: Sequence[int]) -> int:
+        """Return the elements of some leaves on one device of a tensor group."""
+        leaves = [layout.all_leaves[i] for i in indices]
+        return sum(local_elements(leaf.shape, leaf.spec.base, self.mesh) for leaf in leaves)
+
+    def gathered_elements(self, layout: Any, indices: Sequence[int]) -> int:
+        """Return the elements of some leaves, frozen ones counted by their bytes, as those of the compute dtype."""
+        trained, frozen = ([i for i in indices if layout.all_leaves[i].frozen == is_frozen] for is_frozen in (False, True))
+        return self.elements(layout, trained) + self.frozen_bytes(layout, frozen) // (4 if self.precision == "fp32" else 2)
+
+    def largest_leaf(self, layout: Any) -> int:
+        """Return the elements of the largest trained leaf, of all layers where it is a stack, as `elements` counts them."""
+        return max((self.elements(layout, [i]) for i, leaf in enumerate(layout.all_leaves) if not leaf.frozen), default=0)
+
+    def frozen_bytes(self, layout: Any, indices: Sequence[int]) -> int:
+        """Return the bytes of some frozen leaves, as they rest."""
+        leaves = [layout.all_leaves[i] for i in indices]
+        return sum(local_elements(leaf.shape, leaf.spec.base, self.mesh) * leaf.dtype.itemsize for leaf in leaves)
+
+
+class _LayeredTracer(_Tracer):
+    def workload(self) -> Workload:
+        """Trace, and time, every stack and both ends."""
+        # Gathers ahead make the step stream, with everything on the device.
+        steps = {mode: self.parts(stage=3, activations=mode, gather_ahead=True) for mode in MODES}
+        kept = {mode: kept_by_program(parts.records, parts.step, self.batch) for mode, parts in steps.items()}
+        step = steps["save"].step
+        assert isinstance(step, StreamedStep)
+        layout, state = step.layout, step.layout.abstract_arrays
+        plans = {mode: parts.step.abstract_residuals(self.shapes) for mode, parts in steps.items()}
+        entered = step.ends.abstract_inputs(layout.join(state), state.model_state, self.shapes)
+        stacks = []
+        for n, loops in enumerate(step.loops):
+            by_mode = {mode: sum(k.num_bytes for k in kept[mode] if k.stack == loops.stack.name) for mode in MODES}
+            blocks = {mode: plans[mode][n].block for mode in MODES}
+            args = loops.tracer.abstract_call(entered[n][1], entered[n][2], 1)
+            stacks.append(self.stack(loops, blocks, by_mode, args))
+        embed, head, embed_backward, head_working = self.ends(step)
+        ends = [i for i, leaf in enumerate(layout.all_leaves) if not leaf.is_stacked]
+        trained = [i for i in ends if not layout.all_leaves[i].frozen]
+        parts = [[i for i in ends if layout.all_leaves[i].path[0].key == name] for name in ("embed", "head")]
+        pairs = zip(step.loops, plans["remat"], strict=True)
+        flops = 3.0 * sum(loops.stack.num_layers * self.flops_of_block(plan.block) for loops, plan in pairs)
+        resident = self.parts(stage=3, activations="remat")
+        whole = kept_by_program(resident.records, resident.step, self.batch).num_bytes
+        return Workload(
+            name=f"{sum(math.prod(leaf.shape) for leaf in layout.all_leaves):,} parameters, {self.model.num_layers} layers",
+            stacks=tuple(stacks),
+            end_elements=self.elements(layout, trained),
+            largest_end=max(self.gathered_elements(layout, part) for part in parts),
+            largest_leaf=self.largest_leaf(layout),
+            end_frozen_bytes=self.frozen_bytes(layout, [i for i in ends if layout.all_leaves[i].frozen]),
+            end_kept=max(0, whole - kept["remat"].num_bytes),
+            head_working=head_working,
+            embed=embed,
+            head=head,
+            embed_backward=embed_backward,
+            moment_bytes=self.moment_bytes(layout),
+            update=self.update_seconds(self.moment_bytes(layout)),
+            batch_bytes=sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(self.batch)),
+            rows=self.rows // self.grid.batch_shards,
+            tokens=self.tokens,
+            flops=flops + self.head_flops,
+            source=self.source,
+        )
+
+    def flops_of_block(self, block: Any) -> float:
+        """Return the FLOPs of a block's forward, on all devices."""
+        return sum(flops_of(i.eqn) for i in block.program.instructions)
+
+    def stack(self, loops: StackLoops, blocks: Mapping[str, Any], kept: Mapping[str, int], args: Any) -> StackWork:
+        """Return the work of one stack."""
+        layout, leaves, num_layers = loops.plan.layout, loops.stack.leaves, loops.stack.num_layers
+        forward, backward, working = self.block_seconds(loops, blocks, args)
+        trained = [i for i in leaves.in_tree if not layout.all_leaves[i].frozen]
+        frozen = [i for i in leaves.in_tree if layout.all_leaves[i].frozen]
+        each = {mode: n // num_layers for mode, n in kept.items()}
+        return StackWork(
+            name=loops.stack.name,
+            num_layers=num_layers,
+            elements=self.elements(layout, trained) // num_layers,
+            frozen_bytes=self.frozen_bytes(layout, frozen) // num_layers,
+            largest=self.elements(layout, trained) // num_layers,
+            x_bytes=each["remat"],
+            kept=each,
+            working=working,
+            forward=forward,
+            backward=backward,
+            values=self.values(blocks["save"], forward),
+        )
+
+    def block_seconds(
+        self, loops: StackLoops, blocks: Mapping[str, Any], args: Any
+    ) -> tuple[float, dict[str, float], dict[str, int]]:
+        """Return the seconds of a block's forward, and of its derivative in each mode those and the bytes it has at once."""
+        if self.watch is not None:
+            forward, derivatives = self.watch.block(loops, blocks, args)
+            seconds, working = ({mode: getattr(t, name) for mode, t in derivatives.items()} for name in ("seconds", "working"))
+            return forward.seconds, seconds, working
+        derivatives = {mode: derivative_jaxpr(block, *args) for mode, block in blocks.items()}
+        programs = {mode: flatten(closed.jaxpr, closed.consts) for mode, closed in derivatives.items()}
+        live = {mode: dataclasses.replace(p, instructions=p.live(p.outputs)) for mode, p in programs.items()}
+        working = {mode: peak_bytes(p, self.rows) // self.grid.batch_shards for mode, p in programs.items()}
+        return self.roofline(blocks["remat"].program), {mode: self.roofline(p) for mode, p in live.items()}, working
+
+    def values(self, block: Any, forward: float) -> tuple[Value, ...]:
+        """Return what a block may keep, in the order of its program, with the seconds to make each again."""
+        program, total = block.program, self.roofline(block.program)
+        scale = forward / total if total else 0.0
+        number = {slot: n for n, slot in enumerate(block.residuals)}
+        made = {out: i for i in program.instructions for out in i.outs}
+        shards, found, names = self.grid.batch_shards * self.grid.tensor, list[Value](), set[str]()
+        for n, (slot, shape, label) in enumerate(zip(block.residuals, block.shapes, block.labels, strict=True)):
+            seconds, operands, seen, left = 0.0, set[int](), set[int](), [slot]
+            while left:
+                at = left.pop()
+                if at in seen or at not in made:
+                    continue
+                seen.add(at)
+                if at != slot and at in number:
+                    operands.add(number[at])
+                    continue
+                seconds += self.costs(made[at]) * scale
+                left += made[at].reads
+            name = label.split(" ")[0] if label.startswith("#") else label
+            name = name if name not in names else f"{name} ({n})"
+            names.add(name)
+            size = max(1, _num_bytes(shape) // shards)
+            found.append(
+                Value(name=name, num_bytes=size, seconds=seconds, operands=tuple(sorted(k for k in operands if k < n)))
+            )
+        return tuple(found)
+
+    # --- embedding and head ------------------------------------------------------------------------------------------------
+
+    def ends(self, step: StreamedStep) -> tuple[float, float, float, int]:
+        """Return the seconds of embedding, head with its derivative, and the embedding's derivative; and the head's bytes."""
+        layout, state, ends = step.layout, step.layout.abstract_arrays, step.ends
+        leaves = {name: tree for name, tree in layout.join(state).items() if name != "blocks"}
+        key = jax.random.key(0) if self.model.stochastic else None
+        before = None if state.model_state is None else {k: v for k, v in state.model_state.items() if k != "blocks"}
+
+        def embed(leaves: Any, batch: Any) -> Any:
+            return ends.embed_all(ends.load(leaves), batch, key, before)
+
+        shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
+        if before is not None:
+            before = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), before)
+        out = jax.eval_shape(embed, jax.tree.map(shape, leaves), self.shapes)
+        y = ends.abstract_inputs(layout.join(state), state.model_state, self.shapes)[-1][1]
+        states, after = out[1], out[2]
+
+        def head(leaves: Any, y: Any, batch: Any) -> Any:
+            read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), after)
+            done = ends.head_and_grads(ends.load(leaves), y, batch, key, jnp.float32(1), read)
+            return done.loss, done.dy, done.grads
+
+        def embed_backward(leaves: Any, dx: Any, grads: Any, batch: Any) -> Any:
+            read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states)
+            return ends.embed_grads(ends.load(leaves), batch, key, dx, read, grads)
+
+        _, _dy, grads = jax.eval_shape(head, jax.tree.map(shape, leaves), y, self.shapes)
+        calls = (
+            (embed, (leaves, self.batch)),
+            (head, (leaves, y, self.batch)),
+            (embed_backward, (leaves, out[0], grads, self.batch)),
+        )
+        programs = [_program(f, jax.tree.map(shape, args)) for f, args in calls]
+        self.head_flops = sum(flops_of(i.eqn) for i in programs[1].instructions)
+        working = peak_bytes(programs[1], self.rows) // self.grid.batch_shards
+        if self.watch is None:
+            first, second, third = map(self.roofline, programs)
+        else:
+            timed = [self.watch.call(f, *args) for f, args in calls]
+            first, second, third = (t.seconds for t in timed)
+            working = timed[1].working
+        return first, second, third, working
+
+
+class _PlainTracer(_Tracer):
+    def workload(self) -> Workload:
+        """Trace a plain Model: one layer, which is all of it."""
+        modes = ("save", "remat")
+        parts = {mode: self.parts(stage=0, activations=mode) for mode in modes}
+        layout, state = parts["save"].records.layout, parts["save"].records.layout.abstract_arrays
+        objective = parts["save"].step.objective
+        kept = {mode: kept_by_program(p.records, p.step, self.batch).num_bytes for mode, p in parts.items()}
+        shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
+        key = jax.random.key(0) if self.model.stochastic else None
+        params, model_state = layout.join(state), state.model_state
+
+        def loss(params: Any, batch: Any, model_state: Any) -> Any:
+            return objective(params, batch, key, model_state)[0].value()
+
+        def derivative(params: Any, batch: Any, model_state: Any) -> Any:
+            return jax.value_and_grad(loss, allow_int=True)(params, batch, model_state)
+
+        abstract = jax.tree.map(shape, (params, self.batch, model_state))
+        forward_program, both = _program(loss, abstract), _program(derivative, abstract)
+        if self.watch is not None:
+            args = (params, self.batch, model_state)
+            forward, whole = (self.watch.call(f, *args).seconds for f in (loss, derivative))
+        else:
+            forward, whole = self.roofline(forward_program), self.roofline(both)
+        backward = max(whole - forward, forward)
+        trained = range(len(layout.leaves))
+        kept["selective"] = kept["save"]
+        largest = max((math.prod(layout.leaves[i].shape) for i in trained), default=0)
+        working = peak_bytes(both, self.rows) // self.grid.batch_shards
+        stack = StackWork(
+            num_layers=1,
+            elements=self.elements(layout, trained),
+            frozen_bytes=self.frozen_bytes(layout, range(len(layout.leaves), len(layout.all_leaves))),
+            largest=largest,
+            x_bytes=0,
+            kept=kept,
+            working=dict.fromkeys(MODES, max(0, working - kept["save"])),
+            forward=forward,
+            backward={"save": backward, "selective": backward, "remat": backward + forward},
+        )
+        moments = self.moment_bytes(layout)
+        return Workload(
+            name=f"{sum(math.prod(leaf.shape) for leaf in layout.all_leaves):,} parameters",
+            is_layered=False,
+            stacks=(stack,),
+            end_elements=0,
+            largest_end=largest,
+            largest_leaf=self.largest_leaf(layout),
+            head_working=0,
+            embed=0.0,
+            head=0.0,
+            embed_backward=0.0,
+            moment_bytes=moments,
+            update=self.update_seconds(moments),
+            batch_bytes=sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(self.batch)),
+            rows=self.rows // self.grid.batch_shards,
+            tokens=self.tokens,
+            flops=3.0 * sum(flops_of(i.eqn) for i in forward_program.instructions),
+            source=self.source,
+        )
+
+
+def _program(function: Callable[..., Any], args: Sequence[Any]) -> FlatJaxpr:
+    """Return a function of abstract arguments as a flat list of equations that its results need."""
+    closed = jax.make_jaxpr(function)(*args)
+    program = flatten(closed.jaxpr, closed.consts)
+    return dataclasses.replace(program, instructions=program.live(program.outputs))
+
+
+def _num_bytes(aval: Any) -> int:
+    """Return the bytes of an array, of all devices; 0 of a key."""
+    dtype = getattr(aval, "dtype", None)
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return 0
+    return math.prod(aval.shape) * dtype.itemsize
+
+
+def peak_bytes(program: FlatJaxpr, rows: int) -> int:
+    """Return the most bytes that are alive at one equation, of activations that XLA keeps in memory, of all devices.
+
+    Those are the results of products, look-ups, reductions, loops and kernels whose dim 0 counts the batch or its tokens.
+    Elementwise results are fused into what reads them; what comes in is not counted, nor are gradients of weights.
+
+    Args:
+      program: of a derivative.
+      rows: of the batch.
+    """
+    last: dict[int, int] = {}
+    for n, i in enumerate(program.instructions):
+        last.update(dict.fromkeys(i.reads, n))
+    last.update({ref: len(program.instructions) for ref in program.outputs if isinstance(ref, int)})
+    alive, peak, ends = 0, 0, dict[int, int]()
+    for n, i in enumerate(program.instructions):
+        is_fused = not (i.has_jaxpr or flops_of(i.eqn) or i.eqn.primitive.name in REDUCTIONS | PRODUCTS)
+        for slot, v in zip(i.outs, i.eqn.outvars, strict=True):
+            shape = getattr(v.aval, "shape", ())
+            if is_fused or not shape or not rows or shape[0] % rows:
+                continue
+            size = _num_bytes(v.aval)
+            alive += size
+            stop = last.get(slot, n)
+            ends[stop] = ends.get(stop, 0) + size
+        peak = max(peak, alive)
+        alive -= ends.pop(n, 0)
+    return peak
