@@ -6,6 +6,7 @@ microseconds. Slices of one thread must not overlap there, so transfers of one k
     process     threads                                  what is drawn
     disk        steps; counters                          each run with its sums; transfers queued, and their bytes
     planned     read and write, by kind                  each move at its ideal place (see `plan.py`), of all devices
+    predicted   compute, up, down, read, write           what somebody predicted of a step, from each step's begin
     rank N      read, write and wait, by kind, lanes     each transfer and each wait of one device
 
 A planned move and its actual transfers have the same "run" and "move" among their arguments. A transfer without them is
@@ -29,7 +30,13 @@ from host_offload.trace.plan import Causes, Intervals, Lateness, Planned, Run, U
 
 DISK, PLANNED, RANKS = 1, 2, 3
 """Process ids: of what all devices share, of the plan, of the first device."""
+PREDICTED = 1 << 20
+"""The process id of a prediction, beyond that of any device."""
+STEP = "step"
+"""The name of the runs that are predicted."""
 Json = dict[str, Any]
+Span = tuple[str, str, float, float]
+"""(lane, label, start, stop): what a lane was predicted to do, in seconds from the begin of a step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,7 @@ def build_trace(
     *,
     before: Run | None = None,
     after: Sequence[Event] = (),
+    predicted: Sequence[Span] = (),
     metadata: Mapping[str, Any] | None = None,
 ) -> Json:
     """Return a trace of some runs of a program.
@@ -59,22 +67,25 @@ def build_trace(
       distance: records of a kind that are read ahead.
       before: the run before them, in which the first records were read ahead.
       after: events since the last of them, such as the end of its last writes.
+      predicted: what the lanes of a step were predicted to do.
       metadata: goes into the file as it is.
 
     Returns:
       The object that the file holds, for `write_trace`.
     """
-    return _Builder(runs, distance, before, after).build(metadata or {})
+    return _Builder(runs, distance, before, after, predicted).build(metadata or {})
 
 
 class _Builder:
     """The data that the parts of one trace share."""
 
-    def __init__(self, runs: Sequence[Run], distance: int, before: Run | None, after: Sequence[Event]) -> None:
+    def __init__(
+        self, runs: Sequence[Run], distance: int, before: Run | None, after: Sequence[Event], predicted: Sequence[Span]
+    ) -> None:
         # The run before is planned and counted like the others, for it read ahead for them, and is not drawn.
         self.runs = [*([] if before is None else [before]), *runs]
         self.first = len(self.runs) - len(runs)  # that is drawn
-        self.distance, self.after = distance, after
+        self.distance, self.after, self.predicted = distance, after, predicted
         events = [event for run in self.runs for event in run.events] + list(after)
         self.transfers = transfers_of(events)
         self.uses = uses_of(self.runs)
@@ -99,8 +110,11 @@ class _Builder:
         slices = [*self._runs(), *self._planned(), *map(self._transfer, self.drawn), *self._waits()]
         ranks = sorted({s.process for s in slices if s.process >= RANKS})
         events = _process(DISK, "disk", 0) + _process(PLANNED, "planned", 1)
-        for i, process in enumerate(ranks):
-            events += _process(process, f"rank {process - RANKS}", 2 + i)
+        if predicted := list(self._predicted()):
+            events += _process(PREDICTED, "predicted", 2)
+        for i, process in enumerate(ranks, 3 if predicted else 2):
+            events += _process(process, f"rank {process - RANKS}", i)
+        slices += predicted
         events += _on_lanes(slices) + self._counters()
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(metadata)}
 
@@ -168,6 +182,13 @@ class _Builder:
             args |= _lateness(max((self.late[use.number] for use in uses), key=lambda late: late.seconds))
         name = f"{what} {p.move.kind} {p.move.layer}"
         return self._slice(PLANNED, f"{what} {p.move.kind}", name, p.start, p.start + p.seconds, args)
+
+    def _predicted(self) -> Iterable[_Slice]:
+        for index, run in enumerate(self.runs):
+            if index >= self.first and run.name == STEP:
+                for lane, label, start, stop in self.predicted:
+                    args = {"run": self.names[index]}
+                    yield self._slice(PREDICTED, lane, label, run.start + start, run.start + stop, args)
 
     def _runs(self) -> Iterable[_Slice]:
         for index, run in enumerate(self.runs):

@@ -16,7 +16,7 @@ from typing import Any
 from host_offload.disk import SwapError
 from host_offload.engine import MOST_EVENTS, Engine, Stats
 from host_offload.schedule import Move
-from host_offload.trace.perfetto import build_trace, write_trace
+from host_offload.trace.perfetto import Span, build_trace, write_trace
 from host_offload.trace.plan import Run
 
 logger = logging.getLogger("zerojax")
@@ -60,7 +60,11 @@ class Recorder:
 
     @contextlib.contextmanager
     def trace(
-        self, path: str | os.PathLike[str], engine: Callable[[], Engine | None], metadata: Mapping[str, Any]
+        self,
+        path: str | os.PathLike[str],
+        engine: Callable[[], Engine | None],
+        metadata: Mapping[str, Any],
+        predicted: Sequence[Span] = (),
     ) -> Iterator[None]:
         """Write the runs of the context to a file when it ends, also by an error, which no error of writing replaces.
 
@@ -68,6 +72,7 @@ class Recorder:
           path: of the file.
           engine: returns the engine, or None if it was closed.
           metadata: goes into the file.
+          predicted: what the lanes of a step were predicted to do; drawn from the begin of each step.
 
         Raises:
           ValueError: the program is in another trace.
@@ -82,7 +87,7 @@ class Recorder:
             has_failed = False
         finally:
             if os.getpid() == process:  # a forked child has no threads to wait for, and the file is its parent's
-                self._end_trace(path, engine, metadata, has_failed)
+                self._end_trace(path, engine, metadata, has_failed, predicted)
 
     def _end_trace(
         self,
@@ -90,6 +95,7 @@ class Recorder:
         engine: Callable[[], Engine | None],
         metadata: Mapping[str, Any],
         has_failed: bool,
+        predicted: Sequence[Span],
     ) -> None:
         runs, self._traced = self._traced, None
         assert runs is not None
@@ -103,19 +109,26 @@ class Recorder:
             runs, after = [*runs, dataclasses.replace(self._open, events=after, num_events=len(after))], []
         before, self._last = self._last, (runs or [self._last])[-1]
         try:
-            self._write(path, runs, before, after, metadata)
+            self._write(path, runs, before, after, metadata, predicted)
         except Exception as error:
             if not has_failed:
                 raise
             logger.error("no trace was written to %s: %r", os.fspath(path), error)
 
     def _write(
-        self, path: str | os.PathLike[str], runs: list[Run], before: Run | None, after: list[Any], metadata: Mapping[str, Any]
+        self,
+        path: str | os.PathLike[str],
+        runs: list[Run],
+        before: Run | None,
+        after: list[Any],
+        metadata: Mapping[str, Any],
+        predicted: Sequence[Span],
     ) -> None:
         lost = sum(run.num_events - len(run.events) for run in runs)
         other_data = {**metadata, "prefetch_distance": self.distance, "runs": len(runs)}
         other_data |= {"runs_dropped": self._dropped, "events_dropped": lost}
-        write_trace(build_trace(runs, self.distance, before=before, after=after, metadata=other_data), path)
+        trace = build_trace(runs, self.distance, before=before, after=after, predicted=predicted, metadata=other_data)
+        write_trace(trace, path)
         logger.info("the swapping of %d runs is in %s: open it at https://ui.perfetto.dev", len(runs), os.fspath(path))
         if self._dropped or lost:
             logger.warning(

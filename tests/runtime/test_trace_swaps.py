@@ -11,6 +11,7 @@ import toys
 import traces
 
 import zerojax as zj
+from zerojax.planner import plan
 
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
@@ -51,6 +52,38 @@ def test_a_trace_has_the_plan_once_a_step_and_sums_to_the_metrics(tmp_path, fiel
     if not fields:
         queued = [e["args"] for e in trace["traceEvents"] if e["ph"] == "C" and e["name"] == "transfers queued"]
         assert max(a["read"] + a["write"] for a in queued) >= max(m["swap_most_queued"] for m in found) - 1
+
+
+def test_a_trace_shows_what_a_plan_predicts_from_the_begin_of_each_step(tmp_path, program):
+    sizes = zj.Sizes(layers=4, hidden=4096, heads=32, seq=128, batch=16)
+    planned = plan(sizes, machine=zj.machine("dgx2"), fixed={"stage": 3, "precision": "fp16", "num_microbatches": 1, **ALL})
+    state, batches = program.init(jax.random.key(0)), toys.batches(2)
+    for path, prediction in ((tmp_path / "plain.json", None), (tmp_path / "predicted.json", planned)):
+        with program.trace_swaps(path, plan=prediction):
+            for batch in batches:
+                state, _ = jax.block_until_ready(program.step(state, batch))
+            jax.block_until_ready(program.eval(state, batches[0]))
+    plain, trace = (json.loads((tmp_path / name).read_text()) for name in ("plain.json", "predicted.json"))
+    traces.check(trace)
+    names = ["disk", "planned", *(f"rank {n}" for n in range(4))]
+    assert sorted(traces.process_names(plain).values()) == names
+    assert sorted(traces.process_names(trace).values()) == sorted([*names, "predicted"])
+    orders = [e["args"]["sort_index"] for t in (plain, trace) for e in t["traceEvents"] if e["name"] == "process_sort_index"]
+    assert sorted(orders[:6]) == list(range(6))
+    assert sorted(orders[6:]) == list(range(7))
+    predicted = traces.slices(trace, "", "predicted")
+    assert {s["args"]["run"] for s in predicted} == {"step 1", "step 2"}
+    steps = [s for s in traces.slices(trace, "steps") if s["name"].startswith("step")]
+    lanes = ("compute", "up", "down", "read", "write")
+    for step in steps:
+        drawn = [(s["cat"], s["ts"] - step["ts"], s["dur"], s["name"]) for s in predicted if s["args"]["run"] == step["name"]]
+        spans = [(s.lane, s.start * 1e6, (s.stop - s.start) * 1e6, s.label) for s in planned.time.spans if s.lane in lanes]
+        assert {lane for lane, *_ in spans} == set(lanes)
+        assert len(drawn) == len(spans)
+        for found, span in zip(sorted(drawn), sorted(spans), strict=True):
+            assert found[0] == span[0]
+            assert found[1:3] == pytest.approx(span[1:3], abs=1.0)  # us
+            assert found[3].startswith(span[3])
 
 
 def test_a_program_with_nothing_on_disk_cannot_be_traced(tmp_path):

@@ -10,11 +10,11 @@ allocated, so it can be lowered and accounted for on a mesh that is not there. A
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,15 @@ from zerojax.program.step import Metrics, Step
 from zerojax.runtime import SwapSession
 from zerojax.sharding import Replicated, Rows, abstract_batch, check_batch, place_any_batch, place_batch
 from zerojax.state import StateCheck, StateRecords, TrainState, as_arguments, check_is_there, masters
+
+
+class Predicts(Protocol):
+    """What `Program.trace_swaps` takes of a plan (`zerojax.planner.Plan`)."""
+
+    @property
+    def spans(self) -> Sequence[tuple[str, str, float, float]]:
+        """(lane, label, start, stop) of what each lane does, in seconds from the step's begin."""
+        ...
 
 
 class Program:
@@ -355,12 +364,13 @@ class Program:
         """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding."""
         return abstract_batch(batch, self.mesh)
 
-    def trace_swaps(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
+    def trace_swaps(self, path: str | os.PathLike[str], *, plan: Predicts | None = None) -> AbstractContextManager[None]:
         """Return a context whose steps are drawn into a file when it ends: swapping as planned, and as it was.
 
         Args:
           path: of a file that Perfetto opens (https://ui.perfetto.dev); compressed if it ends in ".gz". It tells of this
             process's devices, so processes need a file each. The layout is in `host_offload.trace.perfetto`.
+          plan: of `zj.plan`; what it predicts of the lanes is drawn from the begin of each step.
 
         Raises:
           ValueError: nothing rests on nvme, or the file cannot be written; or, on entering, there is another trace.
@@ -370,7 +380,7 @@ class Program:
             raise ValueError(
                 "this program has nothing on nvme, and so no swapping to trace: set params, opt_state, ... to 'nvme'"
             )
-        return self.swap.trace(path)
+        return self.swap.trace(path, () if plan is None else plan.spans)
 
     def params(self, state: TrainState) -> Any:
         """Return the sharded parameter tree in the compute dtype; `{"embed", "blocks", "head"}` for a LayeredModel.

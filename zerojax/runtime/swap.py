@@ -55,7 +55,7 @@ from host_offload.device import available_bytes
 from host_offload.disk import DirectIo, Snapshot, Store, SwapError, SwapFolder, TensorstoreIo, explain, tune
 from host_offload.engine import DiskRecords, Engine
 from host_offload.schedule import Move
-from host_offload.trace import Recorder, check_path
+from host_offload.trace import Recorder, Span, check_path
 from zerojax.runtime.interrupts import interrupts_wait
 from zerojax.runtime.processes import AllProcesses
 from zerojax.state import DiskLayout, OnDisk
@@ -408,8 +408,8 @@ class SwapSession:
             snapshot.close()
             raise
 
-    def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
-        """Return a context whose runs are drawn into a file when it ends.
+    def trace(self, path: str | os.PathLike[str], predicted: Sequence[Span] = ()) -> AbstractContextManager[None]:
+        """Return a context whose runs are drawn into a file when it ends, and beside each step what was predicted of it.
 
         Raises:
           ValueError: the file cannot be written; or, on entering, there is another trace.
@@ -417,7 +417,8 @@ class SwapSession:
         check_path(path)
         first = self.mesh.devices.flat[0]
         metadata = {"io": self.config.io, "device": first.device_kind, "mesh": dict(self.mesh.shape)}
-        return self._recorder.trace(path, lambda: self.swap.engine, metadata | {"process": jax.process_index()})
+        metadata |= {"process": jax.process_index()}
+        return self._recorder.trace(path, lambda: self.swap.engine, metadata, predicted)
 
     def close(self) -> None:
         """Release threads and buffers, and remove the folder, once what is being saved from there was.
