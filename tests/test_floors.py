@@ -38,7 +38,7 @@ ROOMS = {
     ),
     "zerojax.streamed": (
         "activations", "optim", "state", "models", "tiling", "float32_grads", "unreduced", "sharding", "beside", "jaxprs",
-        "metrics",
+        "config", "metrics",
     ),
     "zerojax.memory": ("streamed", "resident", "state", "activations", "jaxprs", "sharding", "precision"),
     "zerojax.program": (
@@ -47,7 +47,15 @@ ROOMS = {
     ),
     "zerojax.checkpoint": ("program", "runtime", "state", "models", "sharding", "precision"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config"),
-    "zerojax.planner": ("activations", "memory", "sharding", "precision", "hlo"),
+    "zerojax.machines": ("memory", "sharding", "precision", "hlo"),
+    "zerojax.choice": (),
+    "zerojax.costs": (
+        "choice", "machines", "program", "memory", "streamed", "models", "activations", "tiling", "sharding", "aot", "config",
+        "precision", "jaxprs",
+    ),
+    "zerojax.planner": (
+        "costs", "choice", "machines", "program", "memory", "models", "activations", "sharding", "aot", "config", "precision",
+    ),
     "zerojax.hlo": (),
     "zerojax.cli": ("activations", "checkpoint", "weights", "memory", "planner", "sharding", "precision", "hlo"),
     "zerojax.__main__": ("cli",),

@@ -10,6 +10,7 @@ from host_offload.disk import SwapError as SwapError
 from zerojax.checkpoint import Checkpointer as Checkpointer
 from zerojax.checkpoint import CheckpointError as CheckpointError
 from zerojax.checkpoint import IteratorError as IteratorError
+from zerojax.config import Segment as Segment
 from zerojax.config import ZeroConfig as ZeroConfig
 from zerojax.models import LayeredModel as LayeredModel
 from zerojax.models import Loss as Loss
@@ -19,7 +20,12 @@ from zerojax.models import from_flax as from_flax
 from zerojax.models import with_specs as with_specs
 from zerojax.optim import Ema as Ema
 from zerojax.planner import Machine as Machine
+from zerojax.planner import Plan as Plan
+from zerojax.planner import PlanError as PlanError
+from zerojax.planner import Sizes as Sizes
+from zerojax.planner import StepWatch as StepWatch
 from zerojax.planner import machine as machine
+from zerojax.planner import plan as plan
 from zerojax.planner import probe as probe
 from zerojax.precision import LossScaling as LossScaling
 from zerojax.program import Program as Program
@@ -46,9 +52,14 @@ __all__ = [
     "LossScaling",
     "Machine",
     "Model",
+    "Plan",
+    "PlanError",
     "Preemption",
     "Program",
+    "Segment",
+    "Sizes",
     "Stack",
+    "StepWatch",
     "SwapError",
     "TiledDense",
     "TiledMLP",
@@ -64,6 +75,7 @@ __all__ = [
     "linen",
     "machine",
     "make_mesh",
+    "plan",
     "probe",
     "with_specs",
 ]

@@ -6,6 +6,7 @@ zerojax simulate PROGRAM.txt --link 50e9
 zerojax bench-io FOLDER
 zerojax machines
 zerojax probe --swap-dir FOLDER --out machine.toml
+zerojax plan --params 1T --layers 128 --hidden 25600 --heads 256 --seq 1024 --batch 7 --machine dgx2
 zerojax inspect CHECKPOINTS
 zerojax export CHECKPOINTS OUT --format safetensors --dtype bfloat16
 """
@@ -31,7 +32,7 @@ from zerojax.memory import (
     state_bytes,
     transformer_params,
 )
-from zerojax.planner import NAMED, machine, probe
+from zerojax.planner import NAMED, add_plan_command, machine, probe, run_plan
 from zerojax.planner import report as disk_report
 from zerojax.precision import PRECISIONS
 from zerojax.sharding import STAGES
@@ -149,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured = commands.add_parser("probe", help="measure this machine in less than a minute: devices, link, host, and a disk")
     measured.add_argument("--swap-dir", help="an existing folder of the disk; only a small file with the settings found stays")
     measured.add_argument("--out", help="a TOML file for the figures, for zerojax.machine; it is replaced")
+    add_plan_command(commands)
     checkpoints = commands.add_parser(
         "inspect", help="what a checkpoint holds, and whether it is whole: exit status 0, or 1 if it is not, 2 if it is none"
     )
@@ -207,6 +209,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except (ValueError, OSError, SwapError) as error:
             parser.exit(1, f"zerojax probe: {error}\n")
         print(found)
+        return
+    if options.command == "plan":
+        run_plan(parser, options)
         return
     if options.command == "simulate":
         try:

@@ -1,20 +1,39 @@
-"""What fits and how fast, before anything is built: the question a user has when choosing a config and a machine.
+"""What fits, what is fastest, and how long a step takes, before anything is built: the choice of a config for a machine.
 
-A plan takes two things: the bytes of a model's state, which `memory` has in closed form, and the figures of a machine
-(`Machine`), which are a vendor's, assumed or measured, and say which. `report` is the plan of one folder's disk: the largest
-model that it holds, and the seconds of a step.
+`plan` searches the configs of a model, or of numbers alone (`Sizes`), for the fastest that fits. It takes the figures of a
+machine (`zerojax.machines`), what a step costs (`zerojax.costs`) and an exact choice among keeping, offloading and recomputing
+(`zerojax.choice`). What users need of those is offered here, too.
 """
 
-from zerojax.planner.disk import report as report
-from zerojax.planner.flops import flops_per_token as flops_per_token
-from zerojax.planner.flops import hardware_flops_per_token as hardware_flops_per_token
-from zerojax.planner.machines import FIGURES as FIGURES
-from zerojax.planner.machines import UNITS as UNITS
-from zerojax.planner.machines import Machine as Machine
-from zerojax.planner.named_machines import NAMED as NAMED
-from zerojax.planner.named_machines import machine as machine
-from zerojax.planner.named_machines import machine_of as machine_of
-from zerojax.planner.probe import Link as Link
-from zerojax.planner.probe import ProbeSizes as ProbeSizes
-from zerojax.planner.probe import measure_link as measure_link
-from zerojax.planner.probe import probe as probe
+from zerojax.costs import OFFLOADED as OFFLOADED
+from zerojax.costs import OffloadCut as OffloadCut
+from zerojax.costs import Sizes as Sizes
+from zerojax.costs import activations_working_bytes as activations_working_bytes
+from zerojax.costs import arithmetic_intensity as arithmetic_intensity
+from zerojax.costs import bandwidth_for as bandwidth_for
+from zerojax.costs import efficiency as efficiency
+from zerojax.costs import flops_per_token as flops_per_token
+from zerojax.costs import hardware_flops_per_token as hardware_flops_per_token
+from zerojax.costs import largest_params as largest_params
+from zerojax.costs import offload_cut as offload_cut
+from zerojax.costs import states_working_bytes as states_working_bytes
+from zerojax.machines import FIGURES as FIGURES
+from zerojax.machines import NAMED as NAMED
+from zerojax.machines import UNITS as UNITS
+from zerojax.machines import Link as Link
+from zerojax.machines import Machine as Machine
+from zerojax.machines import ProbeSizes as ProbeSizes
+from zerojax.machines import machine as machine
+from zerojax.machines import machine_of as machine_of
+from zerojax.machines import measure_link as measure_link
+from zerojax.machines import probe as probe
+from zerojax.machines import report as report
+from zerojax.planner.command import add_plan_command as add_plan_command
+from zerojax.planner.command import run_plan as run_plan
+from zerojax.planner.planner import auto as auto
+from zerojax.planner.planner import plan as plan
+from zerojax.planner.plans import Plan as Plan
+from zerojax.planner.plans import PlanError as PlanError
+from zerojax.planner.plans import changed as changed
+from zerojax.planner.validate import validated as validated
+from zerojax.planner.watch import StepWatch as StepWatch

@@ -1,0 +1,392 @@
+"""Plans from numbers alone: the choice beside brute force, what it may not do, and what it says."""
+
+import dataclasses
+import json
+import math
+import random
+import re
+from typing import Any
+
+import pytest
+
+import zerojax as zj
+from zerojax.planner import Machine, PlanError
+from zerojax.planner.planner import Planner
+from zerojax.planner.search import WORTH, Search, disk_days
+from zerojax.planner.segments import mix
+
+SIZES = zj.Sizes(layers=16, hidden=256, heads=4, seq=64, batch=4, vocab=1024)
+STATE = 16 * SIZES.num_params  # bytes: in bfloat16 with Adam
+BF16 = {"precision": "bf16"}
+FEW = BF16 | {"prefetch_distance": 1, "num_microbatches": 1, "update": "in_backward", "opt_state_device_fraction": 0.0}
+"""Fields with which there are some hundred configs."""
+FEWER = FEW | {"activations": "remat", "update_on": "device"}
+
+
+def lab(**figures: Any) -> Machine:
+    """Return a machine of one device whose memory has room for everything, with other figures where they are given."""
+    given: dict[str, Any] = {
+        "device_bytes": 100 * STATE, "host_bytes": 100 * STATE, "disk_bytes": 100 * STATE, "flops": {"bf16": 1e12},
+        "memory_rate": 1e11, "link_up": 1e10, "link_down": 1e10, "link_both": 1.5e10, "network_in_node": 1e10, "disk_read": 1e9,
+        "disk_write": 1e9, "disk_both": 1e9, "host_kernel": 1e10,
+    }  # fmt: skip
+    return Machine(name="lab", **(given | figures))
+
+
+def plan(machine: Machine, sizes: zj.Sizes = SIZES, fixed: Any = BF16, **more: Any) -> zj.Plan:
+    return zj.plan(sizes, machine=machine, fixed=fixed, **more)
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------------
+
+
+def random_case(seed: int, fewer: bool) -> tuple[zj.Sizes, Machine, dict[str, Any], float | None]:
+    """Return sizes, a machine of which some memory may be too small, fixed fields, and days of the disk."""
+    draw = random.Random(seed)
+
+    def power(low: float, high: float) -> float:
+        return 10 ** draw.uniform(low, high)
+
+    n = draw.choice([1, 1, 2, 4])
+    sizes = zj.Sizes(
+        layers=draw.randint(1, 4), hidden=draw.choice([256, 512, 1024]), heads=8, seq=draw.choice([64, 256]),
+        batch=draw.choice([1, 2, 4]) * n, vocab=draw.choice([0, 1024]),
+    )  # fmt: skip
+    state, per = 16 * sizes.num_params / n, draw.choice([1, n])
+    rates = {"memory_rate": (10, 12), "link_up": (9, 11), "link_down": (9, 11), "network_in_node": (9, 11.5),
+             "network_between_nodes": (9, 11), "disk_read": (8.5, 10.5), "disk_write": (8.5, 10.5),
+             "host_kernel": (9, 11)}  # fmt: skip
+    figures: dict[str, Any] = {name: power(*ends) for name, ends in rates.items()}
+    for both, one, other in (("link_both", "link_up", "link_down"), ("disk_both", "disk_read", "disk_write")):
+        figures[both] = max(figures[one], figures[other]) * draw.uniform(1, 2)
+    memory = {"device_bytes": (1, -1, 1.5), "host_bytes": (n, -0.5, 2), "disk_bytes": (n, 0, 2)}
+    figures |= {name: int(state * times * power(*ends)) for name, (times, *ends) in memory.items()}
+    machine = Machine(
+        name="lab",
+        devices_per_node=per,
+        nodes=n // per,
+        flops={"bf16": power(12, 14)},
+        disk_tbw_bytes=int(power(12, 16)),
+        **figures,
+    )
+    fields = {"prefetch_distance": [1, 2], "gather_ahead": [False], "num_microbatches": [1], "update": [None, "in_backward"],
+              "stage": [3], "grads": ["device", "pinned_host"], "opt_state_device_fraction": [0.0]}  # fmt: skip
+    fixed = {name: draw.choice(values) for name, values in fields.items() if fewer or draw.random() < 0.6}
+    return sizes, machine, BF16 | fixed, draw.choice([None, None, power(0, 3)])
+
+
+def planner_of(case: Any) -> Planner:
+    sizes, machine, fixed, days = case
+    return Planner(sizes, None, None, None, machine, fixed, days)
+
+
+def brute_force(planner: Planner) -> list[tuple[float, float]]:
+    """Return seconds and complexity of every config of a space that fits; and hold the bounds of all to their seconds."""
+    space, found = planner.space(), []
+    search = Search(space, planner.limits)
+    for candidate in space:
+        config = space.config(candidate.fields)
+        if config is None:
+            continue
+        assert {name: getattr(config, name) for name in planner.fixed} == planner.fixed
+        estimated = search.estimate(config, candidate.tiles)
+        seconds = estimated.time.seconds
+        assert candidate.seconds <= seconds * (1 + 1e-9), (candidate, seconds)
+        assert estimated.least <= seconds * (1 + 1e-9), (candidate, estimated.least, seconds)
+        for tier, n in search.bound.resting(candidate.fields).items():
+            assert n * (1 - 1e-6) <= estimated.needed(tier), (candidate, tier)
+        bytes_of = {tier: estimated.needed(tier) for tier in ("device", "pinned_host", "nvme")}
+        days = disk_days(planner.limits, estimated.moved["write"], seconds)
+        least = planner.limits.min_disk_days
+        if all(n <= planner.limits.of(tier) for tier, n in bytes_of.items()) and not (least and days and days < least):
+            found.append((seconds, search._complexity(config, candidate.tiles)))
+    return found
+
+
+def check_choice(seed: int, fewer: bool) -> None:
+    """Compare a search with brute force; where nothing fits, follow what the error says."""
+    case = random_case(seed, fewer)
+    planner = planner_of(case)
+    every, search = brute_force(planner), Search(planner.space(), planner.limits)
+    search.run()
+    assert bool(search.found) == bool(every), seed
+    if not every:
+        return check_repair(case)
+    least = min(seconds for seconds, _ in every)
+    near = [(harder, seconds) for seconds, harder in every if seconds * (1 - WORTH) <= least]
+    plainest = search.plainest()
+    assert search.found[0].seconds == pytest.approx(least, rel=1e-9), seed
+    assert (plainest.complexity, plainest.seconds) == pytest.approx(min(near), rel=1e-9), seed
+    mix(search, seconds=2.0)
+    assert search.found[0].seconds <= least * (1 + 1e-9), seed  # no uniform config is faster than the fastest
+    assert search.plainest().seconds <= search.found[0].seconds / (1 - WORTH), seed
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 8, 9])
+def test_plan_is_the_best_of_all_configs(seed):
+    check_choice(seed, fewer=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(100, 200))
+def test_plan_is_the_best_of_all_configs_of_any_machine(seed):
+    check_choice(seed, fewer=False)
+
+
+@pytest.mark.parametrize("name", ["device_bytes", "host_bytes", "disk_bytes"])
+def test_more_memory_is_never_slower(name):
+    """The fastest uniform config of more memory is no slower. The plan may be, by the share that a plainer config may cost."""
+    small = {"device_bytes": int(0.15 * STATE), "host_bytes": int(0.5 * STATE), "disk_bytes": int(2 * STATE)}
+    before = math.inf
+    for step in range(10):
+        figures = small | {name: int(small[name] * 1.6**step)}
+        planner = Planner(SIZES, None, None, None, lab(**figures), dict(FEW), None)
+        search = Search(planner.space(), planner.limits)
+        search.run()
+        seconds = search.found[0].seconds if search.found else math.inf
+        assert seconds <= before * (1 + 1e-9), figures
+        assert not search.found or search.plainest().seconds <= seconds / (1 - WORTH)
+        before = seconds
+    assert before < math.inf
+
+
+def test_plan_with_room_for_all_is_the_default():
+    made = plan(lab(), fixed=BF16 | {"prefetch_distance": 1, "num_microbatches": 1, "grads": "device"})
+    assert (made.fields, made.tiles) == ({"precision": "bf16", "swap_dir": "SWAP_DIR"}, 1)
+    assert made.time.bound_by == "compute"
+    assert made.bytes["pinned_host"] == made.bytes["nvme"] == {}
+
+
+def test_plan_goes_from_the_device_to_the_host_to_the_disk():
+    used = []
+    for device, host in ((2.0, 2.0), (0.6, 2.0), (0.2, 2.0), (0.2, 0.2)):
+        made = plan(lab(device_bytes=int(device * STATE), host_bytes=int(host * STATE)), fixed=FEW)
+        used.append([tier for tier in ("device", "pinned_host", "nvme") if made.bytes[tier]])
+        for tier, n in made.bytes.items():
+            assert sum(n.values()) <= (made.capacity[tier] or 0.0)
+    assert used[0] == ["device"]
+    assert used[1] == used[2] == ["device", "pinned_host"]
+    assert used[3][-1] == "nvme"
+
+
+def test_plan_where_layers_differ_keeps_what_the_memory_has_room_for():
+    """Between a machine that keeps all of every layer and one that keeps nothing, some layers keep more than others."""
+    wide = zj.Sizes(layers=12, hidden=512, heads=8, seq=1024, batch=8)
+    fixed = BF16 | {"opt_state": "device", "params": "device", "grads": "device", "num_microbatches": 1, "prefetch_distance": 1}
+    machine = lab(host_bytes=None, disk_bytes=None, flops={"bf16": 1e12})
+    saved, remat = (plan(machine, wide, fixed | {"activations": mode}) for mode in ("save", "remat"))
+    between = sum(saved.bytes["device"].values()) // 2 + sum(remat.bytes["device"].values()) // 2
+    made = plan(dataclasses.replace(machine, device_bytes=int(between / 0.95)), wide, fixed)
+    assert saved.seconds < made.seconds < 0.97 * remat.seconds
+    assert sum(made.bytes["device"].values()) <= between
+    assert "layers by" in made.search
+
+
+def test_plan_keeps_the_simplest_of_nearly_as_fast_configs():
+    """Gathers ahead hide a network that is nearly free: they save less than 3 %. On a slow one they are chosen."""
+    sizes = dataclasses.replace(SIZES, batch=16)
+    fast, slow = (
+        plan(lab(devices_per_node=4, network_in_node=rate), sizes, FEW | {"stage": 3}) for rate in (1e13, 2e9)
+    )  # fmt: skip
+    assert not fast.config.gather_ahead
+    assert slow.config.gather_ahead
+    assert slow.time.hidden["network"] > 0
+
+
+# --- what may not change ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fixed", [
+    {"stage": 1}, {"params": "pinned_host"}, {"grads": "nvme"}, {"opt_state": "nvme"}, {"activations": "remat"},
+    {"update": "after_backward"}, {"update_on": "host"}, {"opt_state_device_fraction": 0.5}, {"prefetch_distance": 3},
+    {"prefetch_distance": 0}, {"gather_ahead": True}, {"num_microbatches": 2}, {"moments": "bfloat16"}, {"clip_norm": 1.0},
+    {"reduce_dtype": "float32"},
+], ids=str)  # fmt: skip
+def test_plan_keeps_what_is_fixed(fixed):
+    others = {"prefetch_distance": 1, "opt_state": "pinned_host", "activations": "remat", "num_microbatches": 1, "update": None}
+    fixed = BF16 | others | fixed
+    if fixed.get("update_on") == "host" or "opt_state_device_fraction" in fixed:
+        fixed.pop("opt_state")  # then the planner has to find one that goes with it
+    config = plan(lab(devices_per_node=2), fixed=fixed).config
+    assert {name: getattr(config, name) for name in fixed} == fixed
+    assert config.update != "in_backward" or config.clip_norm is None
+
+
+def test_plan_rounds_moments_only_where_nothing_else_fits():
+    alone = BF16 | dict.fromkeys(("params", "grads", "opt_state"), "device") | {"update": None, "activations": "remat"}
+    machine = lab(host_bytes=None, disk_bytes=None)
+    needed = sum(plan(machine, fixed=alone).bytes["device"].values())
+    fits, less = (dataclasses.replace(machine, device_bytes=int(n / 0.95) + 2) for n in (needed, needed - STATE // 8))
+    assert plan(fits, fixed=alone).config.moments == "float32"
+    made = plan(less, fixed=alone)
+    assert made.config.moments == "bfloat16"
+    assert "moments='bfloat16' rounds the optimizer's moments: in float32 nothing fits" in made.notes
+    with pytest.raises(PlanError, match=re.escape("Without moments='float32' a plan fits.")):
+        plan(less, fixed=alone | {"moments": "float32"})
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"fixed": {"stages": 3}}, "no field 'stages': did you mean 'stage'?"),
+    ({"fixed": {"update": "in_backward", "clip_norm": 1.0}}, "update='in_backward' with clip_norm=1.0"),
+    ({"sizes": dataclasses.replace(SIZES, batch=6), "mesh": {"fsdp": 4}}, "batch 6 does not divide by data x fsdp = 1 x 4"),
+    ({"mesh": {"fdsp": 4}}, "mesh has the axes ['fdsp']: they may be data, fsdp, tensor"),
+    ({"mesh": {"tensor": 3}}, "mesh {'tensor': 3} does not divide the 4 devices of lab"),
+    ({"mesh": {"fsdp": 2}}, "mesh {'fsdp': 2} has 2 devices, and lab has 4"),
+    ({"machine": None}, "needs a machine"),
+    ({"batch": {}}, "a plan from Sizes takes no optimizer, batch or Mesh"),
+    ({"min_disk_days": 30.0}, "disk_tbw_bytes"),
+    ({"machine": lab(flops={}, devices_per_node=4)}, "flops.bf16"),
+    ({"machine": lab(device_bytes=None, devices_per_node=4)}, "device_bytes"),
+    ({"machine": lab(network_in_node=None, devices_per_node=4)}, "network_in_node"),
+    ({"machine": lab(disk_read=None, devices_per_node=4), "fixed": {"params": "nvme"}}, "disk_read"),
+    ({"machine": lab(host_kernel=None, devices_per_node=4), "fixed": {"update_on": "host"}}, "host_kernel"),
+])  # fmt: skip
+def test_plan_refuses_what_it_cannot_plan(arguments, message):
+    given = {"machine": lab(devices_per_node=4), "sizes": SIZES, "fixed": {}} | arguments
+    with pytest.raises(ValueError, match=re.escape(message)):
+        zj.plan(
+            given["sizes"], None, given.get("mesh"), given.get("batch"), given["machine"], fixed=BF16 | given["fixed"],
+            min_disk_days=given.get("min_disk_days"),
+        )  # fmt: skip
+
+
+def test_plan_for_an_unknown_machine_names_the_nearest():
+    with pytest.raises(ValueError, match=r"h201.*h200"):
+        plan(zj.machine("h201"))
+
+
+def test_plan_tells_what_it_did_not_consider():
+    bare = Machine(name="bare", device_bytes=100 * STATE, flops={"bf16": 1e13}, memory_rate=1e11)
+    assert plan(bare, fixed=FEW).notes == (
+        "pinned_host is not considered: the machine's host_bytes, link_up, link_down, link_both is not given",
+        "nvme is not considered: the machine's disk_bytes, disk_read, disk_write, disk_both, link_up, link_down, link_both "
+        "is not given",
+        "update_on='host' is not considered: the machine's host_kernel is not given",
+    )  # fmt: skip
+    assert plan(lab(), fixed=FEWER).notes == ()
+    assert plan(lab(disk_bytes=0), fixed=FEWER).notes == ()  # there is no disk, and somebody said so
+
+
+# --- where nothing fits ----------------------------------------------------------------------------------------------------
+
+
+def check_repair(case: Any) -> None:
+    """Follow what an error says, and see that something fits."""
+    sizes, machine, fixed, days = case
+    with pytest.raises(PlanError) as caught:
+        zj.plan(sizes, machine=machine, fixed=fixed, min_disk_days=days)
+    error, text = caught.value, str(caught.value)
+    assert error.tier in ("device", "pinned_host", "nvme", "days of the disk")
+    assert error.needed > error.had
+    field = re.search(r"Without (\w+)=.* a plan fits", text)
+    more = {name: int(n.replace(",", "")) for name, n in re.findall(r"(\w+_bytes) of ([\d,]+)", text)}
+    fewer = re.search(r"[Ww]ith min_disk_days=([\d.e+-]+\d)", text)
+    assert field or more or fewer, text
+    zj.plan(
+        sizes, machine=dataclasses.replace(machine, **more), min_disk_days=float(fewer[1]) if fewer else days,
+        fixed={name: value for name, value in fixed.items() if field is None or name != field[1]},
+    )  # fmt: skip
+
+
+def test_error_has_the_tier_and_its_bytes():
+    machine = lab(device_bytes=STATE // 1000, host_bytes=STATE // 100, disk_bytes=STATE)
+    with pytest.raises(PlanError, match="nothing fits lab: device needs") as caught:
+        plan(machine, fixed=FEWER)
+    assert caught.value.tier == "device"
+    assert caught.value.needed > caught.value.had == 0.95 * machine.need("device_bytes")
+    check_repair((SIZES, machine, FEWER, None))
+
+
+def test_error_names_every_tier_that_lacks():
+    """Of one device, what does not fit its memory would not fit the host's either."""
+    machine = lab(device_bytes=int(0.01 * STATE), host_bytes=int(0.3 * STATE), disk_bytes=0)
+    check_repair((SIZES, machine, FEWER | {"params": "pinned_host", "opt_state": "pinned_host"}, None))
+    with pytest.raises(PlanError, match=r"device_bytes of [\d,]+ and host_bytes of [\d,]+ would fit it"):
+        plan(machine, fixed=FEWER)
+
+
+def test_error_names_the_fixed_field_that_is_in_the_way():
+    machine = lab(device_bytes=int(0.5 * STATE))
+    with pytest.raises(PlanError, match=re.escape("Without opt_state='device' a plan fits.")):
+        plan(machine, fixed=FEWER | {"opt_state": "device"})
+    plan(machine, fixed=FEWER)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(300, 400))
+def test_error_names_a_change_that_fits(seed):
+    sizes, machine, fixed, days = random_case(seed, fewer=True)
+    less = {name: int(getattr(machine, name) * 0.05) for name in ("device_bytes", "host_bytes")}
+    case = (sizes, dataclasses.replace(machine, **less), fixed, days)
+    planner = planner_of(case)
+    if (
+        not planner.search(planner.space()).found
+        and not planner.search(dataclasses.replace(planner.space(), rounds_moments=True)).found
+    ):
+        check_repair(case)
+
+
+def test_disk_lasts_as_long_as_it_has_to():
+    """Where only the disk has room it lasts some days; more are refused. Where the host has room, too, it is not written to."""
+    machine = lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.5 * STATE), disk_tbw_bytes=100 * STATE)
+    made = plan(machine, fixed=FEWER)
+    rated = machine.need("disk_tbw_bytes")
+    assert made.disk_days == pytest.approx(rated / (made.disk_bytes["write"] / made.seconds * 86400))
+    least = 0.9 * (made.disk_days or 0.0)
+    assert (plan(machine, fixed=FEWER, min_disk_days=least).disk_days or 0.0) >= least > 0
+    fixed = FEWER | dict.fromkeys(("params", "grads", "opt_state"), "nvme")
+    with pytest.raises(PlanError, match=r"the disk lasts .* days of steps, and min_disk_days=1000 are asked for") as caught:
+        plan(machine, fixed=fixed, min_disk_days=1000.0)
+    assert (caught.value.tier, caught.value.needed) == ("days of the disk", 1000.0)
+    check_repair((SIZES, machine, fixed, 1000.0))
+    roomy = dataclasses.replace(machine, host_bytes=2 * STATE)
+    assert plan(roomy, fixed=FEWER, min_disk_days=1000.0).disk_days is None  # nothing is written
+
+
+# --- what a plan says ------------------------------------------------------------------------------------------------------
+
+
+def test_plan_counts_the_bytes_of_link_and_disk():
+    """Of P weights on disk with Adam in bfloat16: 12 P read and written to update, 2 P read twice and written once."""
+    fixed = FEW | dict.fromkeys(("params", "opt_state"), "nvme") | {"activations": "remat", "update_on": "device"}
+    sizes = zj.Sizes(layers=4, hidden=512, heads=8, seq=256, batch=8)
+    made = plan(lab(devices_per_node=2), sizes, fixed)
+    p = sizes.num_params
+    assert made.disk_bytes == {"read": pytest.approx(16 * p), "write": pytest.approx(14 * p)}  # of the node
+    assert made.link_bytes == {"up": pytest.approx(8 * p), "down": pytest.approx(7 * p)}  # of a device
+    assert made.disk_bytes_a_day == pytest.approx(14 * p / made.seconds * 86400)
+    assert made.bytes["nvme"] == {"params": p, "opt_state": 6 * p}
+    assert made.collectives == {"all_gather": pytest.approx(2 * 2 * p / 2), "reduce_scatter": pytest.approx(2 * p / 2)}
+
+
+def test_plan_writes_its_figures_as_json():
+    made = plan(lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.2 * STATE), disk_tbw_bytes=10**15), fixed=FEW)
+    read = json.loads(made.to_json())
+    assert read["seconds"] == made.seconds == pytest.approx(sum(phase["seconds"] for phase in read["phases"]))
+    assert read["bytes"] == {tier: dict(kinds) for tier, kinds in made.bytes.items()}
+    assert read["disk_bytes"] == made.disk_bytes
+    assert read["disk_days"] == made.disk_days
+    assert read["config"] == made.fields
+    assert sum(lane["exposed"] for lane in read["lanes"].values()) == pytest.approx(made.seconds)
+    assert read["mfu"] is made.mfu is None  # nobody gave the vendor's peak
+    assert zj.ZeroConfig(**read["config"]) == made.config
+
+
+def test_plan_prints_its_config_and_every_tier():
+    made = plan(lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.2 * STATE), disk_tbw_bytes=10**15), fixed=FEW)
+    text = str(made)
+    for name, value in made.fields.items():
+        assert f"{name}={value!r}" in text
+    for row in ("device", "pinned_host", "nvme", "link", "disk", "wear"):
+        assert re.search(rf"^  {row} ", text, re.MULTILINE), row
+    assert f"{made.seconds:.4g} s a step, predicted" in text
+    assert "days to its TBW" in text
+
+
+def test_plan_utilization_counts_the_models_flops():
+    peak = {"bf16": 2e13}
+    made = plan(lab(peak_flops=peak), fixed=FEW | {"activations": "remat"})
+    assert made.mfu == pytest.approx(SIZES.step_flops() / made.seconds / 2e13)
+    assert made.hardware_flops == pytest.approx(SIZES.step_flops("remat"), rel=0.05)
+    assert (made.hfu or 0.0) > (made.mfu or 0.0) > 0
+    assert made.tokens_per_second == SIZES.tokens / made.seconds

@@ -1,0 +1,270 @@
+"""The configs that a plan chooses among, best first: each with bounds of its seconds and bytes that take microseconds.
+
+    field                       choices
+    stage                       0, 1, 2, 3 where `fsdp` has several devices; else the default
+    params, grads, opt_state    every tier that the machine has; parameters off the device at stage 3 alone
+    activations                 save, selective, remat, and a tier for the layer's input
+    update                      after backward or in it, where nothing clips
+    update_on                   the device, or the host where the optimizer's state is off the device
+    opt_state_device_fraction   quarters of the layers, where the state is in host memory
+    prefetch_distance           1, 2, 4 where something is fetched
+    gather_ahead                where parameters are gathered
+    num_microbatches            powers of two that divide a device's rows
+    moments                     float32; bfloat16, which rounds them, only where nothing else fits
+    tiles                       of the MLPs, where the model's sizes are numbers alone
+
+A bound of seconds is what no lane can do faster: compute with what it has to wait for, or the bytes of a wire over its rate. A
+bound of bytes leaves out gradients and what is in flight. Neither asks for a schedule, so that most configs never get one.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from host_offload.tiers import TIERS
+from zerojax.activations import MODES
+from zerojax.config import ZeroConfig, check_unlayered, require_built
+from zerojax.costs import CHECKPOINTED, Grid, Workload
+from zerojax.machines import Machine
+from zerojax.precision import PRECISIONS
+from zerojax.sharding import STAGES
+
+SEARCHED = (
+    "stage", "params", "grads", "opt_state", "activations", "update", "update_on", "opt_state_device_fraction",
+    "prefetch_distance", "gather_ahead", "num_microbatches", "moments",
+)  # fmt: skip
+"""Fields of `ZeroConfig` that a plan chooses, unless they are fixed."""
+_MOST_MICROBATCHES = 64
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ZeroConfig) if field.name in SEARCHED}
+_STEPS = {"device": 0, "pinned_host": 1, "nvme": 2}
+
+
+class Candidate(NamedTuple):
+    """A config that may be tried.
+
+    Attributes:
+      seconds: that its step takes at least.
+      complexity: how far it is from the plainest config.
+      fields: of `ZeroConfig`, besides what is fixed.
+      tiles: of the layers' MLPs.
+    """
+
+    seconds: float
+    complexity: float
+    fields: Mapping[str, Any]
+    tiles: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+    """What a plan may choose.
+
+    Attributes:
+      workload: of the model.
+      grid: sizes of the mesh's axes.
+      machine: its figures.
+      fixed: fields that stay as they are.
+      tiers: that may be used, besides those that are fixed.
+      tiles: numbers of tiles that may be used.
+      allowed: by field, the choices that the model and its optimizer can take; all where a field is missing.
+      shares_cores: the devices are threads of a CPU.
+      rounds_moments: whether bfloat16 moments may be chosen.
+    """
+
+    workload: Workload
+    grid: Grid
+    machine: Machine
+    fixed: Mapping[str, Any]
+    tiers: tuple[str, ...]
+    tiles: tuple[int, ...] = (1,)
+    allowed: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    shares_cores: bool = False
+    rounds_moments: bool = False
+
+    def choices(self, name: str) -> list[Any]:
+        """Return the choices of a field, the plainest first."""
+        if name in self.fixed:
+            return [self.fixed[name]]
+        layered, several = self.workload.is_layered, self.grid.fsdp > 1
+        host = [tier for tier in TIERS if tier in self.tiers]
+        found: dict[str, list[Any]] = {
+            "stage": [3, 2, 1, 0] if several else [3],
+            "params": host if layered else ["device"],
+            "grads": host if layered else ["device"],
+            "opt_state": host,
+            "activations": ["save", "selective", "remat", *host[1:]] if layered else ["save", "remat"],
+            "update": [None, "in_backward"] if layered and self._may_update_in_backward else [None],
+            "update_on": ["device", "host"] if self.workload.host_update else ["device"],
+            "opt_state_device_fraction": [0.0, 0.25, 0.5, 0.75] if layered else [0.0],
+            "prefetch_distance": [1, 2, 4],
+            "gather_ahead": [False, True] if layered and several else [False],
+            "num_microbatches": self._microbatches(),
+            "moments": ["float32", "bfloat16"] if self.rounds_moments else ["float32"],
+        }
+        allowed = self.allowed.get(name)
+        return [choice for choice in found[name] if allowed is None or choice in allowed]
+
+    @property
+    def _may_update_in_backward(self) -> bool:
+        """Whether layers may be updated before the norm of all gradients is known."""
+        return self.fixed.get("clip_norm") is None and self.fixed.get("precision") != "fp16"
+
+    def _microbatches(self) -> list[int]:
+        rows = self.workload.rows
+        return [n for n in (2**k for k in range(20)) if n <= min(rows, _MOST_MICROBATCHES) and rows % n == 0]
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Yield every candidate whose fields do not contradict each other, with its bound."""
+        bound = Bound(self)
+        for stage, params, grads, opt_state in itertools.product(*map(self.choices, ("stage", "params", "grads", "opt_state"))):
+            if params != "device" and stage != 3:
+                continue
+            for update, activations in itertools.product(self.choices("update"), self.choices("activations")):
+                # A gradient is never stored where layers are updated at once.
+                if update == "in_backward" and grads != "device" and "grads" not in self.fixed:
+                    continue
+                for fields in self._details(stage, params, grads, opt_state, update, activations):
+                    for tiles in self.tiles if _may_tile(fields) else self.tiles[:1]:
+                        yield Candidate(bound.seconds(fields), complexity(fields, tiles), fields, tiles)
+
+    def _details(
+        self, stage: int, params: str, grads: str, opt_state: str, update: Any, activations: Any
+    ) -> Iterator[dict[str, Any]]:
+        first = {
+            "stage": stage, "params": params, "grads": grads, "opt_state": opt_state, "update": update, "activations":
+            activations,
+        }  # fmt: skip
+        is_away = {params, grads, opt_state} != {"device"} or activations in _STEPS
+        names = ("opt_state_device_fraction", "prefetch_distance", "gather_ahead", "num_microbatches", "moments")
+        for on in self._choices_if(opt_state != "device", "update_on"):
+            choices = (
+                self._choices_if(opt_state == "pinned_host" and on == "device", names[0]),
+                self._choices_if(is_away, names[1]),
+                self._choices_if(stage == 3, names[2]),
+                *map(self.choices, names[3:]),
+            )
+            for chosen in itertools.product(*choices):
+                yield first | {"update_on": on} | dict(zip(names, chosen, strict=True))
+
+    def _choices_if(self, matters: bool, name: str) -> list[Any]:
+        """Return the choices of a field, or the plainest where the others leave it no meaning. What is fixed is that."""
+        return self.choices(name) if matters else self.choices(name)[:1]
+
+    def config(self, fields: Mapping[str, Any]) -> ZeroConfig | None:
+        """Return a candidate's config, or None where its fields cannot go together."""
+        try:
+            config = ZeroConfig(**{**self.fixed, **fields})
+            require_built(config)
+            if not self.workload.is_layered:
+                check_unlayered(config)
+        except (ValueError, NotImplementedError):
+            return None
+        return config
+
+
+def complexity(fields: Mapping[str, Any], tiles: int = 1) -> float:
+    """Return how far a config is from the plainest: tiers first, then what else is not the default."""
+    total = 0.0
+    for name, value in fields.items():
+        if name in ("params", "grads", "opt_state", "activations"):
+            total += 2.0 * _STEPS.get(value, 0) if isinstance(value, str) else 6.0
+        if value != _DEFAULTS[name] and name != "stage":
+            total += 1.0
+    return total + (tiles > 1)
+
+
+class Bound:
+    """Lower bounds of a candidate's seconds and bytes."""
+
+    def __init__(self, space: Space) -> None:
+        self.space, self.figures = space, space.machine.figures
+        work = space.workload
+        precision = space.fixed.get("precision", "fp32")
+        self.master = 4 if PRECISIONS[precision].has_master else 0
+        self.itemsize = 2 if self.master else 4
+        self.blocks = float(work.elements - work.end_elements)
+        self.ends = work.embed + work.head + work.embed_backward
+        self.forward = sum(s.num_layers * s.forward for s in work.stacks)
+        self.backward = {m: sum(s.num_layers * s.backward[m] for s in work.stacks) for m in MODES}
+        self.x = sum(s.num_layers * s.x_bytes for s in work.stacks)
+        self.kept = {m: sum(s.num_layers * s.kept[m] for s in work.stacks) for m in MODES}
+
+    def resting(self, fields: Mapping[str, Any]) -> dict[str, float]:
+        """Return the bytes of parameters, optimizer state and what layers keep, by tier: below them no config is."""
+        work, row, n, kept = self.space.workload, STAGES[fields["stage"]], self.space.grid.fsdp, fields["activations"]
+        least: dict[str, float] = dict.fromkeys(TIERS, 0.0)
+        least[fields["params"]] += work.elements * self.itemsize / (n if row.params else 1)
+        moved = work.elements * (1 - fields["opt_state_device_fraction"]) / (n if row.opt_state else 1)
+        least[fields["opt_state"]] += moved * self._state(fields)
+        if isinstance(kept, str) and not self.space.fixed.get("offloaded_names"):
+            count = 1 if _streams(fields) else fields["num_microbatches"]
+            away = self.x if kept not in MODES else 0
+            least["device"] += (self.kept[kept if kept in MODES else CHECKPOINTED] - away) / count
+            least[kept if away else "device"] += away / count
+        return least
+
+    def _state(self, fields: Mapping[str, Any]) -> float:
+        """Return the bytes of masters and moments of one parameter."""
+        return self.master + self.space.workload.moment_bytes * (0.5 if fields["moments"] == "bfloat16" else 1.0)
+
+    def seconds(self, fields: Mapping[str, Any]) -> float:
+        """Return the seconds that no schedule can be below."""
+        space, work = self.space, self.space.workload
+        n, row = space.grid.fsdp, STAGES[fields["stage"]]
+        kept = fields["activations"]
+        mode = kept if kept in MODES else CHECKPOINTED
+        # Segments that are fixed mix modes: no bound but the least of each.
+        backward = self.backward[mode] if isinstance(kept, str) else min(self.backward.values())
+        compute = self.ends + self.forward + backward
+        share = 1 / n if row.opt_state else 1.0
+        on_host = fields["update_on"] == "host"
+        compute += 0.0 if on_host else work.elements * share * work.update
+        if row.params and not fields["gather_ahead"] and n > 1:
+            times = fields["num_microbatches"] if not _streams(fields) else 1
+            compute += 2 * times * self.blocks * self.itemsize * (n - 1) / n / self._network()
+        state = self.blocks * share * self._state(fields)
+        params = self.blocks * self.itemsize * (1 / n if row.params else 1.0)
+        up = down = read = write = 0.0
+        if fields["params"] != "device":
+            up, down = up + 2 * params, down + (0.0 if on_host else params)
+            if fields["params"] == "nvme":
+                read, write = read + 2 * params, write + params
+        if fields["opt_state"] != "device":
+            moved = state * (1 - fields["opt_state_device_fraction"])
+            if not on_host:
+                up, down = up + moved, down + moved
+            if fields["opt_state"] == "nvme":
+                read, write = read + moved, write + moved
+        if isinstance(kept, str) and kept not in MODES:
+            up, down = up + self.x, down + self.x
+            if kept == "nvme":
+                read, write = read + self.x, write + self.x
+        link_up, link_down = self._rate("link_up"), self._rate("link_down")
+        share_of_disk = space.machine.devices_per_node
+        disk = max(
+            read / self._rate("disk_read"), write / self._rate("disk_write"), (read + write) / self._rate("disk_both")
+        ) * share_of_disk  # fmt: skip
+        if space.shares_cores:
+            return max(compute + up / link_up + down / link_down, disk)
+        return max(compute, up / link_up, down / link_down, (up + down) / self._rate("link_both"), disk)
+
+    def _rate(self, name: str) -> float:
+        return self.figures.get(name, float("inf"))
+
+    def _network(self) -> float:
+        within = self.space.grid.devices <= self.space.machine.devices_per_node
+        return self._rate("network_in_node" if within else "network_between_nodes")
+
+
+def _streams(fields: Mapping[str, Any]) -> bool:
+    """Tell whether a LayeredModel of these fields streams, as `zerojax.config.streams`."""
+    away = {fields["params"], fields["grads"], fields["opt_state"]} != {"device"}
+    return away or fields["activations"] not in ("save", "remat") or bool(fields["update"]) or fields["gather_ahead"]
+
+
+def _may_tile(fields: Mapping[str, Any]) -> bool:
+    """Tell whether the layers' MLPs may run in tiles, as `zerojax.config.whole_layers` says of a config."""
+    plain = (3, "device", False, 0.0)
+    names = ("stage", "update_on", "gather_ahead", "opt_state_device_fraction")
+    return tuple(fields[name] for name in names) == plain

@@ -1,0 +1,174 @@
+"""`zerojax plan`: a plan from numbers alone, printed, and written as JSON and as a page.
+
+zerojax plan --params 1T --layers 128 --hidden 25600 --heads 256 --seq 1024 --batch 7 --machine dgx2
+zerojax plan --layers 32 --hidden 4096 --heads 32 --vocab 32000 --seq 2048 --batch 8 --machine h200 --nodes 2 --compare
+zerojax plan ... --fix stage=3 --fix opt_state=pinned_host --set host_bytes=2e12 --validate --json plan.json --html plan.html
+"""
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import os
+from typing import Any
+
+from zerojax.config import ZeroConfig
+from zerojax.costs import Sizes
+from zerojax.machines import COUNTS, FIGURES, Machine, nearest
+from zerojax.machines import machine as named_machine
+from zerojax.planner.planner import plan
+from zerojax.planner.plans import Plan
+from zerojax.precision import PRECISIONS
+
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_FIELDS = tuple(field.name for field in dataclasses.fields(ZeroConfig))
+
+
+def count(text: str) -> int:
+    """Return a number such as "175B", "1T" or "7.5e9".
+
+    Raises:
+      argparse.ArgumentTypeError: it is no whole number of at least 1.
+    """
+    scale = _UNITS.get(text[-1:].upper(), 1.0)
+    digits = text[:-1] if text[-1:].upper() in _UNITS else text
+    try:
+        value = float(digits) * scale
+    except ValueError:
+        value = 0.0
+    if value < 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of at least 1, such as 7.5e9, 175B or 1T, is needed")
+    return int(value)
+
+
+def add_plan_command(commands: Any) -> None:
+    """Add the command to a parser's."""
+    parser = commands.add_parser(
+        "plan",
+        help="which config of a transformer fits a machine and is fastest there, what it needs, and how long a step takes",
+    )
+    parser.add_argument("--params", type=count, help="parameters, such as 1T or 175B; without it L 12 h^2, and V h")
+    for name, what in (("layers", "L"), ("hidden", "h"), ("heads", "a"), ("seq", "T, tokens of a sequence")):
+        parser.add_argument(f"--{name}", type=count, required=True, help=what)
+    parser.add_argument("--batch", type=count, required=True, help="b, sequences of a step on the devices of one tensor group")
+    for name, what in (("vocab", "V"), ("mlp", "f, the MLP's width; 4 h"), ("kv-heads", "heads of keys and values; a")):
+        parser.add_argument(f"--{name}", type=count, help=what)
+    parser.add_argument("--gated", action="store_true", help="the MLP has three matrices (SwiGLU)")
+    parser.add_argument("--machine", required=True, help="a name of `zerojax machines`, or a TOML file of `zerojax probe`")
+    parser.add_argument("--nodes", type=count, help="instead of the machine's")
+    parser.add_argument("--devices-per-node", type=count, help="likewise")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIGURE=VALUE", help="a figure of the machine: host_bytes=2e12"
+    )
+    parser.add_argument("--tensor", type=count, default=1, help="devices that share a layer's products")
+    parser.add_argument("--data", type=count, default=1, help="replicas of hybrid sharding")
+    parser.add_argument("--precision", choices=list(PRECISIONS), help="bf16, or fp16 where the machine has no products in bf16")
+    parser.add_argument(
+        "--fix", action="append", default=[], metavar="FIELD=VALUE", help="a field of ZeroConfig that stays: stage=3"
+    )
+    parser.add_argument("--min-disk-days", type=float, help="days that the disks have to last, by their TBW")
+    parser.add_argument(
+        "--compare", action="store_true", help="a table of the configs that were beaten, and of each stage and tier"
+    )
+    parser.add_argument(
+        "--validate", action="store_true", help="compile the step for the machine's GPUs, which need not be here"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the plan there")
+    parser.add_argument("--html", metavar="FILE", help="likewise, a page with pictures")
+
+
+def run_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Print what the command was asked for, or exit with what is wrong."""
+    try:
+        for path in (options.json, options.html):
+            _check_file(path)
+        made = _plan(options)
+        text = str(made) if not options.compare else f"{made}\n\n{_comparison(options, made)}"
+        if options.json:
+            _write(options.json, made.to_json())
+        if options.html:
+            _write(options.html, made.html())
+    except (ValueError, OSError, RuntimeError) as error:
+        how = " Here it is --set FIGURE=VALUE." if "nobody gave" in str(error) else ""
+        parser.exit(1, f"zerojax plan: {error}{'.' * bool(how)}{how}\n")
+    print(text)
+
+
+def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
+    machine = _machine(options)
+    given = dict(_field(text) for text in options.fix) | fixed
+    precision = options.precision or ("bf16" if "flops.bf16" in machine.figures else "fp16")
+    groups = machine.devices // options.tensor
+    sizes = Sizes(
+        layers=options.layers, hidden=options.hidden, heads=options.heads, seq=options.seq, batch=options.batch * groups,
+        params=options.params, vocab=options.vocab or 0, mlp=options.mlp, kv_heads=options.kv_heads, gated=options.gated,
+    )  # fmt: skip
+    mesh = {"data": options.data, "tensor": options.tensor}
+    return plan(
+        sizes, mesh=mesh, machine=machine, fixed={"precision": precision, **given}, min_disk_days=options.min_disk_days,
+        validate=options.validate and not fixed,
+    )  # fmt: skip
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    """Return the machine, with the figures that were set."""
+    found = named_machine(options.machine, nodes=options.nodes, devices_per_node=options.devices_per_node)
+    for text in options.set:
+        name, _, value = text.partition("=")
+        if name not in (*FIGURES, *COUNTS):
+            raise ValueError(f"--set {text}: {name!r} is no figure of a machine{nearest(name, (*FIGURES, *COUNTS))}")
+        try:
+            number = float(value)
+        except ValueError as error:
+            raise ValueError(f"--set {text}: a number is needed, such as {name}=2e12") from error
+        top, _, dtype = name.partition(".")
+        whole = int(number) if number == int(number) else number
+        found = dataclasses.replace(found, **{top: {**getattr(found, top), dtype: number} if dtype else whole})
+    return found
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """Return a field of ZeroConfig and its value.
+
+    Raises:
+      ValueError: there is no such field, or no value.
+    """
+    name, equals, value = text.partition("=")
+    if name not in _FIELDS:
+        near = difflib.get_close_matches(name, _FIELDS, 1)
+        raise ValueError(f"--fix {text}: ZeroConfig has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    if not equals:
+        raise ValueError(f"--fix {text}: a value is needed, such as {name}=3")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value  # a name, such as pinned_host
+
+
+def _comparison(options: argparse.Namespace, made: Plan) -> str:
+    """Return a table of the fastest plan of each stage and of each tier of the optimizer's state."""
+    rows = [f"{'fixed':<28} {'s a step':>10} {'of the plan':>12}  config"]
+    asked = [{"stage": n} for n in range(4)] if made.grid.fsdp > 1 else []
+    asked += [{"opt_state": tier} for tier in ("device", "pinned_host", "nvme")]
+    for fixed in asked:
+        name = ", ".join(f"{k}={v}" for k, v in fixed.items())
+        try:
+            other = _plan(options, **fixed)
+        except ValueError as error:
+            rows.append(f"{name:<28} {'-':>10} {'-':>12}  {str(error).split('(')[0].strip()}")
+            continue
+        shown = {k: v for k, v in other.fields.items() if k not in ("precision", "swap_dir", *fixed)}
+        config = ", ".join(f"{k}={v!r}" for k, v in shown.items())
+        rows.append(f"{name:<28} {other.seconds:>10.4g} {other.seconds / made.seconds:>12.2f}  {config}")
+    return "\n".join(rows)
+
+
+def _check_file(path: str | None) -> None:
+    """Raise OSError for a file that cannot be written, before anything is planned."""
+    if path is not None and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
+        raise OSError(f"{path}: its folder is not there, or cannot be written to")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)

@@ -1,0 +1,257 @@
+"""A plan: the config that was chosen, what it needs of each tier, how long its step takes, and what it does to the disk.
+
+Every second of a plan is predicted, and every byte counted before anything runs. It says at what rates, and where these are
+from.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from host_offload.tiers import TIERS
+from zerojax.config import ZeroConfig
+from zerojax.costs import LANES, Estimate, Grid, StepTime
+from zerojax.machines import Machine, size_of
+from zerojax.planner.pictures import draw_plan, page_of
+
+TRACED = ("compute", "up", "down", "read", "write")
+"""Lanes that a trace of swapping shows beside what was moved."""
+
+
+class PlanError(ValueError):
+    """Nothing fits. The message has the tier, the bytes that are needed and had, and the nearest change that fits.
+
+    Attributes:
+      tier: that lacks the most, of the config that comes nearest: "device", "pinned_host", "nvme", on a CPU "device and
+        pinned_host"; or "days of the disk"; "" where no config can be built.
+      needed: bytes of it on one device; or days.
+      had: bytes that a device may use; or days.
+    """
+
+    def __init__(self, message: str, tier: str = "", needed: float = 0.0, had: float = 0.0) -> None:
+        super().__init__(message)
+        self.tier, self.needed, self.had = tier, needed, had
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Beaten:
+    """A config that was slower, or no faster and harder: its seconds, and what differs from the plan's."""
+
+    seconds: float
+    fields: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.seconds:.4g} s: {_named(self.fields)}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Validated:
+    """What the compiled program takes of one device, beside the plan.
+
+    Attributes:
+      device_bytes: arguments, results that are not donated, and temporaries.
+      planned_bytes: of the plan.
+      host_bytes: of arguments in pinned host memory.
+      planned_host_bytes: of the plan.
+    """
+
+    device_bytes: int
+    planned_bytes: int
+    host_bytes: int
+    planned_host_bytes: int
+
+    def __str__(self) -> str:
+        off = self.planned_bytes / self.device_bytes - 1
+        return f"compiled: {size_of(self.device_bytes)} of the device, planned {size_of(self.planned_bytes)} ({off:+.1%})"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was chosen for a model on a machine.
+
+    Attributes:
+      config: to build the step with.
+      name: of the model.
+      grid: sizes of the mesh's axes.
+      machine: its figures.
+      tiles: in which the layers' MLPs run; 1: whole. Of a model's own tiles it says nothing.
+      bytes: of one device, {tier: {kind: bytes}}; "working" is what one layer's backward, or the head, has at once.
+      capacity: bytes of each tier that one device may use; None where nobody told.
+      time: seconds of the step, predicted, with every lane's share.
+      estimate: from which it was predicted: schedules, work of each lane, rates.
+      tokens: of a step; rows where they are not known.
+      flops: the model's FLOPs of a step, of all devices.
+      hardware_flops: with what is recomputed.
+      link_bytes: bytes of one device over its link in a step: "up" and "down".
+      disk_bytes: bytes that one node's disks read and write in a step: "read" and "write".
+      collectives: bytes that a device sends in a step, by collective.
+      beaten: other configs that fit.
+      notes: what the plan could not consider, and what it assumes.
+      source: where the seconds of compute are from.
+      search: configs that were looked at, and how.
+      validated: what the compiled program takes, or None.
+    """
+
+    config: ZeroConfig
+    name: str
+    grid: Grid
+    machine: Machine
+    tiles: int
+    bytes: Mapping[str, Mapping[str, int]]
+    capacity: Mapping[str, float | None]
+    time: StepTime
+    tokens: int
+    flops: float
+    hardware_flops: float
+    link_bytes: Mapping[str, float]
+    disk_bytes: Mapping[str, float]
+    collectives: Mapping[str, float]
+    beaten: tuple[Beaten, ...]
+    notes: tuple[str, ...]
+    source: str
+    search: str
+    estimate: Estimate = dataclasses.field(repr=False, compare=False)
+    validated: Validated | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, predicted."""
+        return self.time.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second of all devices."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float | None:
+        """The model's FLOPs over the vendor's peak of all devices; None where the machine has no peak."""
+        return self._of_peak(self.flops)
+
+    @property
+    def hfu(self) -> float | None:
+        """The same with what is recomputed."""
+        return self._of_peak(self.hardware_flops)
+
+    def _of_peak(self, flops: float) -> float | None:
+        peak = self.machine.peak_flops.get(self.config.precision)
+        return flops / self.seconds / (peak * self.grid.devices) if peak and flops else None
+
+    @property
+    def disk_bytes_a_day(self) -> float:
+        """Bytes that a node's disks write in a day of steps."""
+        return self.disk_bytes["write"] / self.seconds * 86400
+
+    @property
+    def disk_days(self) -> float | None:
+        """Days until a node's disks have written what they are rated for (TBW); None where nothing is written, or unknown."""
+        rated = self.machine.disk_tbw_bytes
+        return rated / self.disk_bytes_a_day if rated and self.disk_bytes_a_day else None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of `config` that are not the default."""
+        return changed(self.config)
+
+    @property
+    def title(self) -> str:
+        """The model, the machine, the mesh, and the seconds of a step."""
+        shape = ", ".join(f"{axis}={n}" for axis, n in self.grid._asdict().items() if n > 1) or "one device"
+        return f"{self.name} on {self.machine.name} ({shape}): {self.seconds:.4g} s a step, predicted"
+
+    @property
+    def spans(self) -> tuple[tuple[str, str, float, float], ...]:
+        """What the lanes of `TRACED` do: (lane, label with the layer, start, stop), in seconds from the step's begin."""
+        spans = [span for span in self.time.spans if span.lane in TRACED]
+        return tuple((s.lane, f"{s.label} {s.layer}" if s.layer >= 0 else s.label, s.start, s.stop) for s in spans)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON: bytes, seconds, ratios; without what single lanes do."""
+        time = self.time
+        lanes = {lane: {"busy": time.busy[lane], "hidden": time.hidden[lane], "exposed": time.exposed[lane]} for lane in LANES}
+        found = {
+            "config": {name: _plain(value) for name, value in self.fields.items()},
+            "model": self.name,
+            "mesh": self.grid._asdict(),
+            "machine": self.machine.name,
+            "nodes": self.machine.nodes,
+            "tiles": self.tiles,
+            "bytes": {tier: dict(kinds) for tier, kinds in self.bytes.items()},
+            "capacity": dict(self.capacity),
+            "seconds": self.seconds,
+            "phases": [{"name": p.name, "seconds": p.seconds, "bound_by": p.bound_by} for p in time.phases],
+            "lanes": lanes,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "link_bytes": dict(self.link_bytes),
+            "disk_bytes": dict(self.disk_bytes),
+            "disk_bytes_a_day": self.disk_bytes_a_day,
+            "disk_days": self.disk_days,
+            "collectives": dict(self.collectives),
+            "beaten": [{"seconds": b.seconds, "fields": {k: _plain(v) for k, v in b.fields.items()}} for b in self.beaten],
+            "notes": list(self.notes),
+            "source": self.source,
+            "search": self.search,
+            "validated": None if self.validated is None else dataclasses.asdict(self.validated),
+        }
+        return json.dumps(found, indent=2)
+
+    def __str__(self) -> str:
+        rows = [
+            self.title,
+            f"  config      {_named(self.fields) or 'the default'}"
+            + (f"; MLPs in {self.tiles} tiles" if self.tiles > 1 else ""),
+        ]
+        rates = [f"{self.tokens_per_second:,.0f} tokens/s"]
+        rates += [f"{name} {100 * value:.1f} %" for name, value in (("MFU", self.mfu), ("HFU", self.hfu)) if value is not None]
+        rows.append(f"  speed       {', '.join(rates)}")
+        for tier in TIERS:
+            kinds = {kind: n for kind, n in self.bytes[tier].items() if n}
+            if kinds:
+                had = self.capacity[tier]
+                of = "" if had is None else f" of {size_of(had)}"
+                parts = ", ".join(f"{kind} {size_of(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]))
+                rows.append(f"  {tier:<11} {size_of(sum(kinds.values()))}{of} a device: {parts}")
+        for name, moved in (("link", self.link_bytes), ("disk", self.disk_bytes), ("network", self.collectives)):
+            if any(moved.values()):
+                of = "a node" if name == "disk" else "a device"
+                rows.append(f"  {name:<11} {', '.join(f'{way} {size_of(n)}' for way, n in moved.items() if n)} a step, {of}")
+        if self.disk_bytes_a_day:
+            days = "" if self.disk_days is None else f", {self.disk_days:,.0f} days to its TBW"
+            rows.append(f"  wear        {size_of(self.disk_bytes_a_day)} written a day and node{days}")
+        rows += ["  " + line for line in str(self.time).splitlines()]
+        rows += [f"  beaten      {other}" for other in self.beaten]
+        rows += [f"  note        {note}" for note in self.notes]
+        rows += [f"  {self.validated}"] if self.validated is not None else []
+        return "\n".join([*rows, f"  seconds of compute: {self.source}; {self.search}"])
+
+    def svg(self) -> str:
+        """Return the plan as an SVG document: bytes by tier against capacity, the step's timeline, and its efficiency."""
+        return draw_plan(self)
+
+    def html(self) -> str:
+        """Return an HTML file that holds the SVG, and the plan as text below it."""
+        return page_of(self)
+
+
+def changed(config: ZeroConfig) -> dict[str, Any]:
+    """Return the fields of a config that are not the default."""
+    default = ZeroConfig()
+    names = [field.name for field in dataclasses.fields(ZeroConfig)]
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+
+
+def _named(fields: Mapping[str, Any]) -> str:
+    """Return fields as keyword arguments."""
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
+
+
+def _plain(value: Any) -> Any:
+    """Return a field's value as JSON has it."""
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {k: _plain(v) for k, v in dataclasses.asdict(value).items()}
+    return value

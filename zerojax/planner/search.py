@@ -1,0 +1,312 @@
+"""The search for the fastest config that fits: best first by a bound of its seconds, until no bound is below what was found.
+
+    candidates, by their bound  ->  estimate: does it fit?  ->  walk through its schedule  ->  the fastest so far
+
+A candidate whose bound is not below the fastest so far cannot beat it, nor can any after it. So the result is the fastest
+uniform config of all, although few are walked through. `exact`, where it is given, has the last word on bytes: it counts those
+of the real program, of what was found, best first, and of at most `MOST_EXACT`.
+
+Then layers may differ (`zerojax.planner.segments`). Of all that was found, the plainest config stays that is no more than 3 %
+slower than the fastest: a plan that is harder to read has to earn it.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from host_offload.tiers import TIERS
+from zerojax.config import ZeroConfig
+from zerojax.costs import Estimate, estimate
+from zerojax.machines import Machine
+from zerojax.planner.candidates import SEARCHED, Bound, Candidate, Space, complexity
+
+WORTH = 0.03
+"""The part of a step's seconds that a harder config has to save."""
+MOST_EXACT = 40
+USABLE = 0.95
+"""The part of a device's memory that a plan fills: XLA's allocator and its libraries need the rest."""
+DAY = 86400.0
+
+
+DAYS, BOTH = "days of the disk", "device and pinned_host"
+
+
+class Lack(NamedTuple):
+    """What a config lacks: of a tier, or of a CPU's memory `BOTH` tiers, bytes that one device needs and has; or `DAYS`."""
+
+    what: str
+    needed: float
+    had: float
+
+    @property
+    def share(self) -> float:
+        """How often what there is would have to be there."""
+        return self.needed / max(self.had, 1.0 if self.what != DAYS else 1e-9)
+
+
+class Nearest(NamedTuple):
+    """The config that comes nearest to fitting, and what it lacks, the most by share first."""
+
+    lacks: tuple[Lack, ...]
+    config: ZeroConfig
+    tiles: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bytes that one device may use of each tier, and the life of the disk.
+
+    Attributes:
+      device: bytes of its memory.
+      pinned_host: its part of a node's host memory; None: not known.
+      nvme: its part of a node's disks; None: not known.
+      both: the device's and the host's together, where a CPU's devices share the host's memory.
+      devices_per_node: devices that share a node's disks.
+      disk_tbw: bytes that may be written to a node's disks.
+      min_disk_days: days that they have to last; None: any.
+    """
+
+    device: float
+    pinned_host: float | None = None
+    nvme: float | None = None
+    both: float | None = None
+    devices_per_node: int = 1
+    disk_tbw: float | None = None
+    min_disk_days: float | None = None
+
+    def of(self, tier: str) -> float:
+        """Return the bytes of a tier; 0 where nobody told."""
+        found = getattr(self, tier)
+        return 0.0 if found is None else found
+
+    def missing(self, bytes_by_tier: Mapping[str, float]) -> list[Lack]:
+        """Return what is lacking, the tier that lacks the most first, by share; nothing where all fits."""
+        wrong = [Lack(tier, bytes_by_tier[tier], self.of(tier)) for tier in TIERS if bytes_by_tier[tier] > self.of(tier)]
+        together = bytes_by_tier["device"] + bytes_by_tier["pinned_host"]
+        if self.both is not None and together > self.both:
+            wrong.append(Lack(BOTH, together, self.both))
+        return sorted(wrong, key=lambda lack: -lack.share)
+
+
+def limits_of(machine: Machine, shares_cores: bool, min_disk_days: float | None = None) -> Limits:
+    """Return what one device of a machine may use.
+
+    Raises:
+      ValueError: the device's memory, or the disk's endurance where days are asked for, is not given.
+    """
+    per, figures = machine.devices_per_node, machine.figures
+    host = figures.get("host_bytes")
+    pinned = min((n for n in (host, figures.get("pinned_bytes")) if n is not None), default=None)
+    disk = figures.get("disk_bytes")
+    return Limits(
+        device=USABLE * machine.need("device_bytes"),
+        pinned_host=None if pinned is None else USABLE * pinned / per,
+        nvme=None if disk is None else disk / per,
+        both=USABLE * host / per if shares_cores and host is not None else None,
+        devices_per_node=per,
+        disk_tbw=machine.need("disk_tbw_bytes") if min_disk_days is not None else figures.get("disk_tbw_bytes"),
+        min_disk_days=min_disk_days,
+    )
+
+
+def disk_days(limits: Limits, written: float, seconds: float) -> float | None:
+    """Return the days until a node's disks have written their TBW, given a device's bytes of a step; None where unknown."""
+    if limits.disk_tbw is None or not written:
+        return None
+    return limits.disk_tbw / (written * limits.devices_per_node / seconds * DAY)
+
+
+class Exact(NamedTuple):
+    """What a program takes.
+
+    Attributes:
+      bytes: of one device, by tier and kind.
+      swapped: bytes that one device reads from disk and writes to it in a step, or None.
+    """
+
+    bytes: Mapping[str, Mapping[str, int]]
+    swapped: tuple[int, int] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """A config that fits.
+
+    Attributes:
+      estimate: of it.
+      seconds: of its step.
+      complexity: how far it is from the plainest.
+      exact: of the real program, or None.
+    """
+
+    estimate: Estimate
+    seconds: float
+    complexity: float
+    exact: Exact | None = None
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The config."""
+        return self.estimate.config
+
+
+@dataclasses.dataclass
+class Tally:
+    """What a search saw.
+
+    Attributes:
+      candidates: configs in all.
+      estimated: of which bytes were estimated.
+      walked: whose schedules were walked through.
+      exact: whose programs were built.
+      solver: what chose among layers, or "".
+      nearest: the config that lacks least, of those that did not fit.
+      refused: why programs could not be built.
+      seconds: of the search.
+    """
+
+    candidates: int = 0
+    estimated: int = 0
+    walked: int = 0
+    exact: int = 0
+    solver: str = ""
+    nearest: Nearest | None = None
+    refused: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Search:
+    """One search. Its results are `found`, the fastest first."""
+
+    def __init__(self, space: Space, limits: Limits, exact: Callable[[ZeroConfig], Exact] | None = None) -> None:
+        self.space, self.limits, self.exact, self.tally, self.bound = space, limits, exact, Tally(), Bound(space)
+        self.found: list[Found] = []
+
+    def run(self) -> None:
+        """Look through all candidates."""
+        begin = time.perf_counter()
+        candidates = sorted(self.space, key=lambda c: (c.seconds, c.complexity))
+        self.tally.candidates = len(candidates)
+        fitted = set[tuple[Any, ...]]()
+        for candidate in candidates:
+            if self.found and candidate.seconds * (1 - WORTH) > self.found[0].seconds:
+                break
+            if not self._may_matter(candidate.seconds, candidate.complexity):
+                continue
+            # More microbatches or tiles take no less time: they are there for what does not fit with fewer.
+            key = tuple(value for name, value in candidate.fields.items() if name != "num_microbatches")
+            if key in fitted:
+                continue
+            if self.consider_candidate(candidate):
+                fitted.add(key)
+        self.tally.seconds += time.perf_counter() - begin
+
+    def consider_candidate(self, candidate: Candidate) -> bool:
+        """Consider a candidate, unless what it has at rest is too much, and others came nearer; tell whether it fits."""
+        lacks = self.limits.missing({tier: n * (1 - 1e-6) for tier, n in self.bound.resting(candidate.fields).items()})
+        nearest = self.tally.nearest
+        if lacks and nearest is not None and lacks[0].share >= nearest.lacks[0].share:
+            return False
+        config = self.space.config(candidate.fields)
+        return config is not None and self.consider(config, candidate.tiles)
+
+    def estimate(self, config: ZeroConfig, tiles: int = 1) -> Estimate:
+        """Return the estimate of a config."""
+        space = self.space
+        return estimate(space.workload, config, space.grid, space.machine, shares_cores=space.shares_cores, tiles=tiles)
+
+    def consider(self, config: ZeroConfig, tiles: int = 1) -> bool:
+        """Estimate a config, keep it if it may be the fastest or the plainest of fast ones, and tell whether it fits."""
+        self.tally.estimated += 1
+        of_config = self.estimate(config, tiles)
+        if not self._fits(of_config.bytes, of_config):
+            return False
+        harder = self._complexity(config, tiles)
+        if not self._may_matter(of_config.least, harder):  # a closer bound than the candidate's
+            return True
+        self.tally.walked += 1
+        seconds = of_config.time.seconds
+        days = disk_days(self.limits, of_config.moved["write"], seconds)
+        if self.limits.min_disk_days is not None and days is not None and days < self.limits.min_disk_days:
+            self._note([Lack(DAYS, self.limits.min_disk_days, days)], of_config)
+            return False
+        found = Found(of_config, seconds, harder)
+        self.found = sorted([*self.found, found], key=lambda f: (f.seconds, f.complexity))
+        return True
+
+    def _may_matter(self, seconds: float, harder: float) -> bool:
+        """Tell whether a config of at least so many seconds may be the fastest, or the plainest of about as fast ones."""
+        if not self.found or seconds < self.found[0].seconds:
+            return True
+        plainest = self.plainest()
+        is_near = seconds * (1 - WORTH) <= self.found[0].seconds
+        return is_near and (harder, seconds) < (plainest.complexity, plainest.seconds)
+
+    def settle(self) -> Found | None:
+        """Return the plan: the plainest config of those within `WORTH` of the fastest, whose program fits; None if none does.
+
+        What was found is built best first: a program that cannot be built, or that does not fit after all, is left out.
+        """
+        while self.found:
+            first = self._settled(self.found[0])
+            plainest = first and self._settled(self.plainest())
+            if plainest is not None:
+                return plainest
+        return None
+
+    def _settled(self, one: Found) -> Found | None:
+        """Return a config with the bytes of its program; or None, and forget it."""
+        if self.exact is None or one.exact is not None:
+            return one
+        exact, at = self._exact(one.config, one.estimate), self.found.index(one)
+        if exact is None:
+            del self.found[at]
+            return None
+        self.found[at] = dataclasses.replace(one, exact=exact)
+        return self.found[at]
+
+    def _exact(self, config: ZeroConfig, of_config: Estimate) -> "Exact | None":
+        """Return what the real program takes if it fits, or None."""
+        if self.tally.exact >= MOST_EXACT:
+            return Exact(of_config.bytes, None)
+        self.tally.exact += 1
+        assert self.exact is not None
+        try:
+            exact = self.exact(config)
+        except (ValueError, NotImplementedError) as error:
+            self.tally.refused.append(str(error))
+            return None
+        tiers = {tier: dict(kinds) for tier, kinds in exact.bytes.items()}
+        # In the phase that holds the most, which a program's account does not tell.
+        phase = of_config.bytes["device"]
+        tiers["device"] |= {kind: phase.get(kind, 0) for kind in ("in_flight", "gathered", "activations", "working")}
+        return Exact(tiers, exact.swapped) if self._fits(tiers, of_config) else None
+
+    def _fits(self, tiers: Mapping[str, Mapping[str, int]], of_config: Estimate) -> bool:
+        lacks = self.limits.missing({tier: float(sum(kinds.values())) for tier, kinds in tiers.items()})
+        if lacks:
+            self._note(lacks, of_config)
+        return not lacks
+
+    def _note(self, lacks: Sequence[Lack], of_config: Estimate) -> None:
+        """Keep what lacks the least."""
+        nearest = self.tally.nearest
+        if nearest is not None and lacks[0].share >= nearest.lacks[0].share:
+            return
+        least = self.limits.min_disk_days
+        if least is not None and lacks[0].what != DAYS:  # would the disk last, if there were room?
+            days = disk_days(self.limits, of_config.moved["write"], of_config.time.seconds)
+            lacks = [*lacks, Lack(DAYS, least, days)] if days is not None and days < least else lacks
+            lacks = sorted(lacks, key=lambda lack: -lack.share)
+        if nearest is None or lacks[0].share < nearest.lacks[0].share:
+            self.tally.nearest = Nearest(tuple(lacks), of_config.config, of_config.tiles)
+
+    def _complexity(self, config: ZeroConfig, tiles: int) -> float:
+        named = bool(config.saved_names or config.offloaded_names)
+        return complexity({name: getattr(config, name) for name in SEARCHED}, tiles) + 2.0 * named
+
+    def plainest(self) -> Found:
+        """Return the plainest config that is within `WORTH` of the fastest."""
+        near = [f for f in self.found if f.seconds * (1 - WORTH) <= self.found[0].seconds]
+        return min(near, key=lambda f: (f.complexity, f.seconds))

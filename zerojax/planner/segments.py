@@ -1,0 +1,178 @@
+"""Layers that differ: which of them keep, offload or recompute what, given the other choices of a config.
+
+For a context, a config without its activations, the memory that is left is the budget of a `Problem` whose options are those
+of one layer (`zerojax.choice.layer_choices`). Its link carries what the context moves besides. The choice among options is
+exact (`zerojax.choice.choice`), and becomes segments:
+
+    keep all values        zj.Segment(n, activations="save")
+    none                   zj.Segment(n, activations="remat"), or "pinned_host" where the layer's input is offloaded
+    some                   the same, with saved_names and offloaded_names
+
+Contexts are met best first: first with the quick search of `by_greedy`, then the best one with the solver.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from zerojax.choice import Choice, LayerOption, Problem, by_greedy, by_milp, layer_options
+from zerojax.config import Segment, ZeroConfig
+from zerojax.costs import StackWork, kept_of
+from zerojax.planner.candidates import Bound
+from zerojax.planner.search import WORTH, Search
+
+MAX_SEGMENTS = 4
+_MOST_CONTEXTS = 16
+_UNBOUNDED = 1e18  # bytes a second of a link that nobody told of: the solver takes finite numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class _Context:
+    """A config without its activations, and the choice among those.
+
+    Attributes:
+      config: with activations="remat".
+      tiles: of the layers' MLPs.
+      problem: of the choice.
+      choice: found quickly.
+    """
+
+    config: ZeroConfig
+    tiles: int
+    problem: Problem
+    choice: Choice
+
+
+def mix(search: Search, *, seconds: float = 20.0) -> None:
+    """Add to what a search found the fastest config whose layers differ, if one fits and is faster than all.
+
+    Args:
+      search: that was run.
+      seconds: of the solver, at most.
+    """
+    space = search.space
+    stacks = space.workload.stacks
+    if "activations" in space.fixed or len(stacks) != 1 or not space.workload.is_layered or not stacks[0].values:
+        return
+    options = _options(search)
+    contexts = [c for c in _contexts(search, options) if c.choice.fits]
+    if not contexts:
+        return
+    best = contexts[0]
+    for context in contexts:
+        before = search.found[0].seconds if search.found else math.inf
+        if search.consider(_config(context, context.choice), context.tiles) and search.found[0].seconds < before:
+            best = context
+    choice = by_milp(best.problem, seconds=seconds)
+    search.tally.solver = f"{choice.solver.text}, {choice.solver.seconds:.1f} s" + (
+        f", at most {choice.solver.gap:.2%} above the least" if choice.solver.gap is not None else ""
+    )
+    if choice.fits and choice.assignment != best.choice.assignment:
+        search.consider(_config(best, choice), best.tiles)
+
+
+def _options(search: Search) -> tuple[LayerOption, ...]:
+    """Return the options of a layer, without host memory those that offload nothing; each with what its estimate will say.
+
+    A choice fills the memory to the byte, so what it counts has to be what is counted of its config.
+    """
+    (stack,) = search.space.workload.stacks
+    options = layer_options(stack.values, stack.x_bytes)
+    offloads = "pinned_host" in search.space.tiers and not search.space.shares_cores
+    return tuple(_as_estimated(stack, option, options) for option in options if offloads or not option.host_bytes)
+
+
+def _as_estimated(stack: StackWork, option: LayerOption, options: Sequence[LayerOption]) -> LayerOption:
+    one = _segment(1, option, options)
+    kept = kept_of(stack, 1, one.activations, one.saved_names, one.offloaded_names)
+    seconds = kept.backward - stack.backward["save"]
+    return dataclasses.replace(option, device_bytes=kept.device, host_bytes=kept.away, seconds=seconds)
+
+
+def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
+    """Return contexts that may be faster than what was found, each with a quick choice; the most promising first."""
+    space, bound = search.space, Bound(search.space)
+    best = search.found[0].seconds if search.found else math.inf
+    seen, contexts = set[tuple[Any, ...]](), list[_Context]()
+    fields = sorted(
+        ((bound.seconds({**c.fields, "activations": "save"}), c.complexity, n, c) for n, c in enumerate(space)
+         if c.fields["activations"] == "remat"),
+    )  # fmt: skip
+    for least, _, _, candidate in fields:
+        if least >= best * (1 - WORTH) or len(contexts) == _MOST_CONTEXTS:
+            break
+        # Where the schedule fetches activations it needs slots, whatever else it fetches.
+        config = space.config(candidate.fields)
+        if config is None or config.prefetch_distance < 1:
+            continue
+        key = tuple(v for k, v in candidate.fields.items() if k != "prefetch_distance")
+        if key in seen:
+            continue
+        seen.add(key)
+        problem = _problem(search, config, candidate.tiles, options)
+        if problem is not None:
+            contexts.append(_Context(config, candidate.tiles, problem, by_greedy(problem)))
+    return sorted(contexts, key=lambda c: c.choice.seconds + _rest(search, c))
+
+
+def _rest(search: Search, context: _Context) -> float:
+    """Return the seconds of a context's step outside of forward and backward."""
+    time = search.estimate(context.config, context.tiles).time
+    return sum(p.seconds for p in time.phases if p.name in ("embed", "update"))
+
+
+def _problem(search: Search, config: ZeroConfig, tiles: int, options: Sequence[LayerOption]) -> Problem | None:
+    """Return the choice among options in a context; None where even its states do not fit."""
+    (stack,), limits = search.space.workload.stacks, search.limits
+    streamed = (Segment(stack.num_layers, activations="remat"),)  # as layers that differ are, whatever else is chosen
+    of_config = search.estimate(dataclasses.replace(config, num_microbatches=1, activations=streamed), tiles)
+    ((schedule, work),) = of_config.layers
+    device = limits.device - (of_config.needed("device") - of_config.bytes["device"].get("activations", 0))
+    host = limits.of("pinned_host") - of_config.needed("pinned_host")
+    if limits.both is not None:
+        device = min(device, limits.both - of_config.needed("device") - of_config.needed("pinned_host"))
+    if device < 0 or host < 0:
+        return None
+
+    def moved(phase: str, attribute: str, sizes: Any) -> float:
+        found = [p for p in schedule.phases if p.name == phase]
+        return float(sum(sizes.get(kind, 0) for p in found for kind in getattr(p, attribute) if kind != "activations"))
+
+    wires, read = of_config.wires, work.read
+    return Problem(
+        num_layers=stack.num_layers,
+        options=tuple(options),
+        forward_seconds=max(work.forward, 1e-12),
+        backward_seconds=stack.backward["save"],
+        head_seconds=of_config.ends.head,
+        link_down=min(wires.down, wires.link_both / 2, _UNBOUNDED),
+        link_up=min(wires.up, wires.link_both / 2, _UNBOUNDED),
+        distance=max(1, config.prefetch_distance),
+        device_budget_bytes=device,
+        host_budget_bytes=host,
+        up_forward_bytes=moved("forward", "fetches", read),
+        up_backward_bytes=moved("backward", "fetches", read) + moved("backward", "reads", read),
+        down_backward_bytes=moved("backward", "writes", work.written),
+        max_segments=MAX_SEGMENTS,
+    )
+
+
+def _config(context: _Context, choice: Choice) -> ZeroConfig:
+    """Return a context's config with the segments of a choice; with one segment, what it does."""
+    options = context.problem.options
+    segments = [_segment(n, options[option], options) for n, option in choice.segments]
+    if len(segments) > 1:
+        return dataclasses.replace(context.config, activations=tuple(segments))
+    one = segments[0]
+    return dataclasses.replace(
+        context.config, activations=one.activations, saved_names=one.saved_names, offloaded_names=one.offloaded_names
+    )
+
+
+def _segment(num_layers: int, option: LayerOption, options: Sequence[LayerOption]) -> Segment:
+    most = max(len(o.keep) for o in options)
+    if len(option.keep) == most and not option.offload and not option.input_offloaded and not option.seconds:
+        return Segment(num_layers=num_layers, activations="save")
+    kept = "pinned_host" if option.input_offloaded else "remat"
+    return Segment(num_layers=num_layers, activations=kept, saved_names=option.keep, offloaded_names=option.offload)

@@ -1,0 +1,66 @@
+"""A plan beside its compiled program: the step is compiled for the plan's mesh, on devices that need not be there.
+
+Compiling tells what no closed form does: how XLA packs what a layer has at once. It takes a minute for a large model, and
+allocates nothing.
+"""
+
+from typing import Any
+
+import optax
+from jax.sharding import Mesh
+
+from zerojax.aot import CHIPS, gpu_mesh
+from zerojax.costs import Sizes, sized_batch, sized_model
+from zerojax.models import LayeredModel, Model
+from zerojax.planner.plans import Plan, Validated
+from zerojax.precision import PRECISIONS
+from zerojax.program import Program, assemble
+
+
+def validated(plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Mesh | None, batch: Any) -> Validated:
+    """Return the bytes of a plan's compiled step on one device, beside those of the plan.
+
+    Args:
+      plan: whose step is compiled.
+      model: that was planned; of sizes `zerojax.costs.sized_model` stands for it, with Adam.
+      tx: of a model.
+      mesh: likewise.
+      batch: likewise.
+
+    Raises:
+      ValueError: nothing compiles for the machine's GPUs here, or the sizes have no vocabulary.
+    """
+    if isinstance(model, Sizes):
+        mesh = mesh_of(plan)
+        batch, tx = sized_batch(model), optax.adamw(1e-4)
+        dtype = PRECISIONS[plan.config.precision].compute_dtype
+        cudnn = dtype != "float32"
+        model = sized_model(model, dtype=dtype, tensor=plan.grid.tensor, cudnn=cudnn, mlp_tiles=plan.tiles)
+    assert mesh is not None
+    parts = assemble(model, tx, plan.config, mesh)
+    program = Program(model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence)
+    stats: Any = program.lower(batch).compile().memory_analysis()
+    device = stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    # What the program does not take as arguments: callbacks and the disk's engine have it.
+    host = sum(n for kind, n in plan.bytes["pinned_host"].items() if kind not in ("buffers", "stashed", "made"))
+    if mesh.devices.flat[0].platform == "cpu":  # whose programs do not tell host memory from a device's
+        device -= host
+    return Validated(
+        device_bytes=device,
+        planned_bytes=sum(plan.bytes["device"].values()),
+        host_bytes=getattr(stats, "host_argument_size_in_bytes", 0),
+        planned_host_bytes=host,
+    )
+
+
+def mesh_of(plan: Plan) -> Mesh:
+    """Return the mesh of a plan's machine, of GPUs that need not be there.
+
+    Raises:
+      ValueError: none of the machine's kind can be compiled for.
+    """
+    name, grid = plan.machine.name, plan.grid
+    if name not in CHIPS:
+        raise ValueError(f"no program can be compiled for {name!r} here: known chips are {', '.join(CHIPS)}")
+    hosts, each = plan.machine.nodes, plan.machine.devices_per_node
+    return gpu_mesh(name, hosts=hosts, gpus_per_host=each, data=grid.data, fsdp=grid.fsdp, tensor=grid.tensor)
