@@ -3,13 +3,15 @@
     python examples/train_gpt.py                                    # simulated devices on a CPU, about 3 minutes
     python examples/train_gpt.py --preset 124m --precision bf16     # on the GPUs that are there
     python examples/train_gpt.py --params nvme --opt-state nvme --swap-dir /mnt/disk    # states on a disk
+    python examples/train_gpt.py --preset 1.3b --precision bf16 --auto True    # tiers and more by zj.plan
     python examples/train_gpt.py --mesh fsdp=2,tensor=4 --devices 8 --sequence-parallel True    # tensor parallelism
     srun python examples/train_gpt.py --preset 6.7b ...             # on a cluster: see examples/slurm/
     python examples/train_gpt.py --checkpoint-dir runs/gpt/checkpoints --resume True    # go on where it was stopped, if it was
 
 With no arguments the text is the source of the Python standard library, as bytes, and a small GPT is trained at ZeRO stage 3.
-Every field of `zerojax.ZeroConfig` is an option. Where states rest on a disk, a line of progress tells for how much of the time
-the step waited for it, and `--swap-trace FILE` draws the last steps' reads and writes for https://ui.perfetto.dev.
+Every field of `zerojax.ZeroConfig` is an option, and segments are given as `--activations 2:pinned_host 2:save`. Where states
+rest on a disk, a line of progress tells for how much of the time the step waited for it, and `--swap-trace FILE` draws the last
+steps' reads and writes for https://ui.perfetto.dev.
 
 With a directory of checkpoints, SIGTERM and Ctrl-C save and end the run with status 0. The same command with `--resume True`
 goes on from there, on any number of devices and processes: over the same text and schedule, and on the same devices to the
@@ -21,8 +23,8 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, cast
 
 import gpt
 import jax
@@ -38,7 +40,7 @@ from text_data import batches, go_to, load_corpus, validation_batches
 import zerojax as zj
 from zerojax import memory
 from zerojax.config import streams, whole_layers
-from zerojax.planner import machine_of
+from zerojax.planner import changed, machine_of
 from zerojax.tiling import choose_num_tiles
 
 TRACED_STEPS = 3
@@ -50,6 +52,8 @@ class Options:
 
     Attributes:
       preset: sizes of the model.
+      auto: let `zj.plan` choose what of the config is left as it is; it measures the machine, and prints its plan.
+      machine: of the plan: a name of `zerojax machines`, or a TOML file of `zerojax probe`; this machine by default.
       data: folder of text files; the Python standard library's source by default.
       model: "layered" scans over the blocks, "unrolled" is one Flax module gathered on use.
       mesh: sizes of the axes, such as data=2,fsdp=4,tensor=1; -1 is the rest of the devices.
@@ -81,6 +85,8 @@ class Options:
         default_factory=lambda: zj.ZeroConfig(stage=3, clip_norm=1.0)
     )
     preset: Literal["tiny", "small", "124m", "350m", "1.3b", "6.7b", "13b", "22b", "175b", "530b", "1t"] = "tiny"
+    auto: bool = False
+    machine: str | None = None
     data: str | None = None
     model: Literal["layered", "unrolled"] = "layered"
     mesh: str = "fsdp=-1"
@@ -105,6 +111,33 @@ class Options:
     keep: int = 3
     resume: bool = False
     heartbeat_timeout: int = 30
+
+
+REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@REGISTRY.primitive_rule
+def segment_option(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[zj.Segment] | None:
+    """Take segments as an option: `--activations 8:pinned_host 16:remat 8:save`. Their names to keep are for Python alone."""
+    if info.type is not zj.Segment:
+        return None
+
+    def parse(args: list[str]) -> zj.Segment:
+        layers, _, activations = args[0].partition(":")
+        return zj.Segment(int(layers), activations=cast(Any, activations or "save"))
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="LAYERS:ACTIVATIONS",
+        instance_from_str=parse,
+        is_instance=lambda value: isinstance(value, zj.Segment),
+        str_from_instance=lambda segment: [f"{segment.num_layers}:{segment.activations}"],
+    )
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Return the options of a command line, by default of this one."""
+    return tyro.cli(Options, args=arguments, config=(tyro.conf.FlagConversionOff,), registry=REGISTRY)
 
 
 # --- the machine ---------------------------------------------------------------------------------------------------------
@@ -149,8 +182,8 @@ def peak_flops(mesh: jax.sharding.Mesh, precision: str) -> float | None:
 # --- the model -----------------------------------------------------------------------------------------------------------
 
 
-def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.Program]:
-    """Build the GPT, its optimizer and the train step."""
+def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.Program, zj.Plan | None]:
+    """Build the GPT, its optimizer and the train step, by a plan if the options ask for one."""
     preset = gpt.PRESETS[options.preset]
     if options.loss_tiles is not None and not 0 <= options.loss_tiles <= preset.vocab:
         raise ValueError(f"--loss-tiles {options.loss_tiles}: 0 (whole logits) to {preset.vocab}, the vocabulary, is needed")
@@ -172,7 +205,13 @@ def build(options: Options, mesh: jax.sharding.Mesh) -> tuple[gpt.GPTConfig, zj.
     )
     tx = optax.adamw(rate, b2=0.95, weight_decay=options.weight_decay)
     tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
-    return c, zj.build_train_step(model, tx, options.zero, mesh, batch={"tokens": tokens, "targets": tokens})
+    batch = {"tokens": tokens, "targets": tokens}
+    plan = None
+    if options.auto:  # what the options say stays as it is
+        machine = None if options.machine is None else zj.machine(options.machine)
+        plan = zj.plan(model, tx, mesh, batch, machine, fixed=changed(options.zero))
+    config = options.zero if plan is None else plan.config
+    return c, zj.build_train_step(model, tx, config, mesh, batch=batch), plan
 
 
 def mlp_tiles(options: Options, c: gpt.GPTConfig, tensor: int) -> int:
@@ -285,13 +324,13 @@ def told_alone() -> Iterator[None]:
 def main() -> None:
     """Train as the command line says."""
     with told_alone():
-        options = tyro.cli(Options, config=(tyro.conf.FlagConversionOff,))
+        options = parse()
         ckpt = open_checkpoints(options)
-        c, program = build(options, start(options))
+        c, program, plan = build(options, start(options))
     with program, ckpt or contextlib.nullcontext():  # what is on a disk goes at the end, and after an error
         with told_alone():
             inputs = prepare(options, c, program)
-        run(options, c, program, inputs, ckpt)
+        run(options, c, program, inputs, ckpt, plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,7 +368,12 @@ def prepare(options: Options, c: gpt.GPTConfig, program: zj.Program) -> Inputs:
 
 
 def run(
-    options: Options, c: gpt.GPTConfig, program: zj.Program, inputs: Inputs, ckpt: zj.Checkpointer | None = None
+    options: Options,
+    c: gpt.GPTConfig,
+    program: zj.Program,
+    inputs: Inputs,
+    ckpt: zj.Checkpointer | None = None,
+    plan: zj.Plan | None = None,
 ) -> dict[str, float]:
     """Train a program, validate and sample it, and return the last figures."""
     mesh, me = program.mesh, jax.process_index()
@@ -337,10 +381,12 @@ def run(
     tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
     report = program.memory({"tokens": tokens, "targets": tokens})
     device = mesh.devices.flat[0]
+    if plan is not None:
+        console.print(str(plan), markup=False)
     console.print(f"{c.num_params:,} parameters, {inputs.sizes[0]:,} bytes of text, {inputs.sizes[1]:,} held out")
     console.print(
-        f"{mesh.size} x {device.device_kind}, mesh {dict(mesh.shape)}, ZeRO stage {options.zero.stage}, "
-        f"{options.zero.precision}: {report.model_state_bytes / 2**20:.1f} MiB of model states a device"
+        f"{mesh.size} x {device.device_kind}, mesh {dict(mesh.shape)}, ZeRO stage {program.config.stage}, "
+        f"{program.config.precision}: {report.model_state_bytes / 2**20:.1f} MiB of model states a device"
     )
     if on_disk := sum(report.tiers["nvme"].values()):
         buffers = report.tiers["pinned_host"]["buffers"]
@@ -355,6 +401,7 @@ def run(
     columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     figures: dict[str, float] = {}
     tokens_a_step = options.batch_size * c.seq
+    watch = zj.StepWatch(plan, machine=None if options.machine is None else zj.machine(options.machine))
 
     def record(step: int, metrics: dict[str, float]) -> None:
         figures.update(metrics)
@@ -375,6 +422,7 @@ def run(
             values = {f"train/{name}": float(value) for name, value in metrics.items()}  # waits for the step
             num_steps += 1
             swapped.add(metrics)
+            watch.step(metrics)
             if step == done + 1:
                 since, num_steps, swapped = time.monotonic(), 0, Swapped()  # the first step compiles
                 console.print(f"step {step:>5}  loss {values['train/loss']:.3f}  (compiled)")
@@ -398,10 +446,14 @@ def run(
                 record(step, {"validation/loss": validate(program, state, inputs.held_out)})
                 console.print(f"step {step:>5}  {line}  validation {figures['validation/loss']:.3f}")
                 since, num_steps, swapped = time.monotonic(), 0, Swapped()
+                watch.pause()
         if ckpt is not None:
             ckpt.wait()  # before signals end the process again
     if writer is not None:
         writer.close()
+    if watch.written_a_day:
+        days = "" if watch.disk_days is None else f", {watch.disk_days:,.0f} days to its TBW"
+        console.print(f"the disk takes {watch.written_a_day / 1e12:.3g} TB a day at this pace{days}")
     if is_over:
         console.print(f"stopped by a signal after step {int(state.step)}, which is saved: --resume True goes on from there")
         return figures

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import test_train_gpt as t
 import train_gpt
-import tyro
 
 import zerojax as zj
 
@@ -84,9 +83,9 @@ def here(tmp_path_factory):
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
 
     def train(*arguments: str) -> str:
-        options = tyro.cli(train_gpt.Options, args=arguments, config=(tyro.conf.FlagConversionOff,))
+        options = train_gpt.parse(arguments)
         if not programs:
-            programs.append(train_gpt.build(options, mesh))
+            programs.append(train_gpt.build(options, mesh)[:2])
         ((c, program),) = programs
         ckpt = train_gpt.open_checkpoints(options)
         with ckpt or contextlib.nullcontext(), contextlib.redirect_stdout(io.StringIO()) as printed:

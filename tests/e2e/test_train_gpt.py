@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import text_data
 import train_gpt
-import tyro
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -186,7 +185,7 @@ def test_slurm_scripts_start_a_run_that_fits_their_nodes(tmp_path, monkeypatch, 
     env["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     command = ["bash", str(ROOT / "examples" / "slurm" / script), "--steps", "3"]
     arguments = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
-    options = tyro.cli(train_gpt.Options, args=arguments, config=(tyro.conf.FlagConversionOff,))
+    options = train_gpt.parse(arguments)
     assert (options.steps, options.data, options.resume) == (3, "text", True)
     devices = [jax.devices()[0]] * 16
     monkeypatch.setattr(jax, "devices", lambda: devices)
