@@ -1,0 +1,100 @@
+"""Planned bytes beside those of programs compiled for 1, 8 and 64 H200s that are not there.
+
+    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py            # 12 configs, two sizes; about a minute
+    JAX_PLATFORMS=cpu python benchmarks/planned_memory.py --only nvme
+
+Each config is planned from numbers alone, every field fixed, and its step compiled. Of the compiled program the device's bytes
+are its arguments, temporaries, and results that are not donated; bytes on the host are its arguments in pinned memory.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+from typing import Any
+
+import zerojax as zj
+from zerojax.planner import plan, validated
+
+H, N = "pinned_host", "nvme"
+SMALL = {"layers": 8, "hidden": 2048, "heads": 16, "seq": 2048, "vocab": 32000}
+LARGE = {"layers": 24, "hidden": 4096, "heads": 32, "seq": 2048, "vocab": 32000}
+SEGMENTS = (zj.Segment(4, activations=H), zj.Segment(2, activations="remat"), zj.Segment(2, activations="save"))
+ALL_ON_HOST = {"params": H, "grads": H, "opt_state": H, "activations": H}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A config of one size.
+
+    Attributes:
+      name: of it.
+      sizes: of the model.
+      nodes: of the machine.
+      each: devices of a node.
+      batch: sequences of a step.
+      fields: of the config.
+      tiles: of the MLPs.
+    """
+
+    name: str
+    sizes: dict[str, Any]
+    nodes: int = 1
+    each: int = 1
+    batch: int
+    fields: dict[str, Any]
+    tiles: int = 1
+
+
+CASES = (
+    Case(name="resident", sizes=SMALL, batch=4, fields={"activations": "save"}),
+    Case(name="opt_state on the host, remat", sizes=SMALL, batch=8, fields={"activations": "remat", "opt_state": H}),
+    Case(name="segments, opt_state on the host", sizes=SMALL, batch=8, fields={"activations": SEGMENTS, "opt_state": H}),
+    Case(name="all on the host", sizes=LARGE, batch=4, fields=ALL_ON_HOST),
+    Case(name="all on nvme", sizes=LARGE, batch=4, fields=dict.fromkeys(ALL_ON_HOST, N)),
+    Case(name="all on the host, 4 tiles", sizes=LARGE, batch=2, fields=ALL_ON_HOST, tiles=4),
+    Case(name="stage 0, remat", sizes=SMALL, each=8, batch=8, fields={"stage": 0, "activations": "remat"}),
+    Case(name="stage 2", sizes=SMALL, each=8, batch=8, fields={"stage": 2}),
+    Case(name="stage 3, remat", sizes=LARGE, each=8, batch=16, fields={"activations": "remat"}),
+    Case(name="opt_state on the host, in backward", sizes=LARGE, each=8, batch=16,
+         fields={"opt_state": H, "update": "in_backward", "activations": "selective"}),
+    Case(name="stage 1, remat", sizes=LARGE, nodes=8, each=8, batch=64, fields={"stage": 1, "activations": "remat"}),
+    Case(name="all on the host, gather_ahead", sizes=LARGE, nodes=8, each=8, batch=64,
+         fields=ALL_ON_HOST | {"gather_ahead": True}),
+)  # fmt: skip
+NAMES = ("stage", "params", "grads", "opt_state", "activations", "update", "update_on", "opt_state_device_fraction",
+         "prefetch_distance", "gather_ahead", "num_microbatches", "moments")  # fmt: skip
+
+
+def planned(case: Case) -> tuple[zj.Plan, zj.Sizes]:
+    """Return the plan of a case."""
+    machine = dataclasses.replace(
+        zj.machine("h200", nodes=case.nodes, devices_per_node=case.each), host_bytes=2e12, host_kernel=2e11, disk_bytes=3e13,
+        disk_read=6e9, disk_write=4e9, disk_both=7e9, network_between_nodes=4e10,
+    )  # fmt: skip
+    sizes, default = zj.Sizes(batch=case.batch, **case.sizes), zj.ZeroConfig()
+    fixed = {name: getattr(default, name) for name in NAMES} | {"precision": "bf16"} | case.fields
+    return plan(sizes, machine=machine, fixed=fixed, tiles=(case.tiles,)), sizes
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    options = parser.parse_args()
+    print(f"jax {importlib.metadata.version('jax')}\n")
+    print("| config | layers x hidden, H200s | device GB, planned | compiled | off | host GB, planned | compiled |")
+    print("|---|---|---|---|---|---|---|")
+    for case in (case for case in CASES if options.only in case.name):
+        made, sizes = planned(case)
+        v = validated(made, sizes, None, None, None)
+        where = f"{sizes.layers} x {sizes.hidden}, {case.nodes * case.each}"
+        off = v.planned_bytes / v.device_bytes - 1
+        print(
+            f"| {case.name} | {where} | {v.planned_bytes / 1e9:.3f} | {v.device_bytes / 1e9:.3f} | {off:+.1%} "
+            f"| {v.planned_host_bytes / 1e9:.3f} | {v.host_bytes / 1e9:.3f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
