@@ -10,7 +10,9 @@ import optax
 import pytest
 
 import zerojax as zj
+from zerojax import aot
 from zerojax.costs import traced
+from zerojax.machines import machine_of
 
 SEQ, BATCH, STEPS = 16, 4, 10
 MACHINE = zj.Machine(
@@ -101,3 +103,14 @@ def test_auto_trains_within_the_device_or_refuses(share, model, tmp_path):
     with zj.build_train_step(model, tx, made.config, mesh) as program:
         _, metrics = program.step(program.init(jax.random.key(0)), batch)
         assert np.isfinite(float(metrics["loss"]))
+
+
+def test_plan_of_a_batch_that_does_not_divide_says_so(model):
+    tokens = np.zeros((6, SEQ), np.int32)
+    with pytest.raises(ValueError, match=r"batch 6 does not divide by data x fsdp = 1 x 4: .* use 8"):
+        zj.plan(model, optax.adamw(1e-3), mesh_of(4), {"tokens": tokens, "targets": tokens}, MACHINE)
+
+
+def test_machine_of_gpus_that_are_not_there_is_known():
+    for chip, facts in aot.CHIPS.items():
+        assert machine_of(str(facts["name"])) == chip

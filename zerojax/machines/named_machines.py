@@ -137,6 +137,7 @@ NAMED: Mapping[str, Machine] = MappingProxyType({machine.name: machine for machi
 """Machines by name: nodes of one kind of GPU, of which host and disk are not known, and the DGX-2 of ZeRO-Infinity."""
 _KINDS = {
     "NVIDIA H200": "h200",
+    "NVIDIA H200 141GB HBM3e": "h200",  # as `zerojax.aot` describes it
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H100 PCIe": "h100-pcie",
     "NVIDIA A100-SXM4-80GB": "a100-80",

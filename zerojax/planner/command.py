@@ -98,7 +98,9 @@ def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
     machine = _machine(options)
     given = dict(_field(text) for text in options.fix) | fixed
     precision = options.precision or ("bf16" if "flops.bf16" in machine.figures else "fp16")
-    groups = machine.devices // options.tensor
+    groups, left = divmod(machine.devices, options.tensor)
+    if left or not groups:
+        raise ValueError(f"--tensor {options.tensor} does not divide the {machine.devices} devices of {machine.name}")
     sizes = Sizes(
         layers=options.layers, hidden=options.hidden, heads=options.heads, seq=options.seq, batch=options.batch * groups,
         params=options.params, vocab=options.vocab or 0, mlp=options.mlp, kv_heads=options.kv_heads, gated=options.gated,

@@ -181,6 +181,12 @@ class Planner:
         if isinstance(self.model, Sizes):
             return workload_of_sizes(self.model, self.machine, self.grid, self.base.precision)
         assert self.mesh is not None
+        rows = next((a.shape[0] for a in jax.tree.leaves(self.batch) if a.shape), 0)
+        if rows % self.grid.batch_shards:
+            raise ValueError(
+                f"batch {rows} does not divide by data x fsdp = {self.grid.data} x {self.grid.fsdp}: each device has whole "
+                f"rows; use {-(-rows // self.grid.batch_shards) * self.grid.batch_shards}"
+            )
         return workload_of_model(self.model, self.tx, self.mesh, self.batch, self.machine, self.base)
 
     # --- the search --------------------------------------------------------------------------------------------------------
