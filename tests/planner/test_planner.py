@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import zerojax as zj
-from zerojax.planner import Machine, PlanError
+from zerojax.machines import Machine
+from zerojax.planner import Plan, PlanError
 from zerojax.planner.planner import Planner
-from zerojax.planner.search import WORTH, Search, disk_days
-from zerojax.planner.segments import mix
+from zerojax.planner.search import WORTH, Exact, Search, disk_days
+from zerojax.planner.segments import _options, _segment, mix
 
 SIZES = zj.Sizes(layers=16, hidden=256, heads=4, seq=64, batch=4, vocab=1024)
 STATE = 16 * SIZES.num_params  # bytes: in bfloat16 with Adam
@@ -33,7 +34,7 @@ def lab(**figures: Any) -> Machine:
     return Machine(name="lab", **(given | figures))
 
 
-def plan(machine: Machine, sizes: zj.Sizes = SIZES, fixed: Any = BF16, **more: Any) -> zj.Plan:
+def plan(machine: Machine, sizes: zj.Sizes = SIZES, fixed: Any = BF16, **more: Any) -> Plan:
     return zj.plan(sizes, machine=machine, fixed=fixed, **more)
 
 
@@ -53,9 +54,10 @@ def random_case(seed: int, fewer: bool) -> tuple[zj.Sizes, Machine, dict[str, An
         batch=draw.choice([1, 2, 4]) * n, vocab=draw.choice([0, 1024]),
     )  # fmt: skip
     state, per = 16 * sizes.num_params / n, draw.choice([1, n])
-    rates = {"memory_rate": (10, 12), "link_up": (9, 11), "link_down": (9, 11), "network_in_node": (9, 11.5),
-             "network_between_nodes": (9, 11), "disk_read": (8.5, 10.5), "disk_write": (8.5, 10.5),
-             "host_kernel": (9, 11)}  # fmt: skip
+    rates = {
+        "memory_rate": (10, 12), "link_up": (9, 11), "link_down": (9, 11), "network_in_node": (9, 11.5),
+        "network_between_nodes": (9, 11), "disk_read": (8.5, 10.5), "disk_write": (8.5, 10.5), "host_kernel": (9, 11),
+    }  # fmt: skip
     figures: dict[str, Any] = {name: power(*ends) for name, ends in rates.items()}
     for both, one, other in (("link_both", "link_up", "link_down"), ("disk_both", "disk_read", "disk_write")):
         figures[both] = max(figures[one], figures[other]) * draw.uniform(1, 2)
@@ -110,8 +112,12 @@ def check_choice(seed: int, fewer: bool) -> None:
     every, search = brute_force(planner), Search(planner.space(), planner.limits)
     search.run()
     assert bool(search.found) == bool(every), seed
-    if not every:
-        return check_repair(case)
+    if not every:  # in float32, and with equal layers
+        try:
+            planner.plan(validate=False)
+        except PlanError:
+            check_repair(case)
+        return
     least = min(seconds for seconds, _ in every)
     near = [(harder, seconds) for seconds, harder in every if seconds * (1 - WORTH) <= least]
     plainest = search.plainest()
@@ -125,6 +131,35 @@ def check_choice(seed: int, fewer: bool) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2, 8, 9])
 def test_plan_is_the_best_of_all_configs(seed):
     check_choice(seed, fewer=True)
+
+
+def test_bounds_are_no_more_than_the_seconds_where_wires_are_slow():
+    """There they are close: what crosses the link, or the disk, takes nearly all of the step."""
+    for slow in (
+        {"link_up": 1e7, "link_down": 1e7, "link_both": 1.5e7},
+        dict.fromkeys(("disk_read", "disk_write", "disk_both"), 1e7),
+    ):
+        brute_force(Planner(SIZES, None, None, None, lab(**slow), FEW | {"activations": "remat", "gather_ahead": False}, None))
+
+
+def test_search_looks_again_at_what_it_passed_over_for_a_program_that_is_refused():
+    """Programs that keep anything are refused; those that keep nothing were passed over, because they are slower."""
+
+    def exact(config: zj.ZeroConfig) -> Exact:
+        if config.activations != "remat" or config.saved_names or config.offloaded_names:
+            raise ValueError("it does not fit after all")
+        return Exact({tier: {} for tier in ("device", "pinned_host", "nvme")}, None)
+
+    space = Planner(SIZES, None, None, None, lab(), FEW | {"gather_ahead": False, "params": "device"}, None).space()
+    search, expected = (Search(s, planner_of((SIZES, lab(), FEW, None)).limits, e) for s, e in (
+        (space, exact), (dataclasses.replace(space, fixed={**space.fixed, "activations": "remat"}), None),
+    ))  # fmt: skip
+    search.run()
+    expected.run()
+    assert not any(found.config.activations == "remat" for found in search.found)
+    settled = search.settle()
+    assert settled is not None
+    assert settled.config == expected.plainest().config
 
 
 @pytest.mark.exhaustive
@@ -163,7 +198,7 @@ def test_plan_goes_from_the_device_to_the_host_to_the_disk():
         made = plan(lab(device_bytes=int(device * STATE), host_bytes=int(host * STATE)), fixed=FEW)
         used.append([tier for tier in ("device", "pinned_host", "nvme") if made.bytes[tier]])
         for tier, n in made.bytes.items():
-            assert sum(n.values()) <= (made.capacity[tier] or 0.0)
+            assert sum(n.values()) <= (made.capacity[tier] or 0)
     assert used[0] == ["device"]
     assert used[1] == used[2] == ["device", "pinned_host"]
     assert used[3][-1] == "nvme"
@@ -175,11 +210,36 @@ def test_plan_where_layers_differ_keeps_what_the_memory_has_room_for():
     fixed = BF16 | {"opt_state": "device", "params": "device", "grads": "device", "num_microbatches": 1, "prefetch_distance": 1}
     machine = lab(host_bytes=None, disk_bytes=None, flops={"bf16": 1e12})
     saved, remat = (plan(machine, wide, fixed | {"activations": mode}) for mode in ("save", "remat"))
-    between = sum(saved.bytes["device"].values()) // 2 + sum(remat.bytes["device"].values()) // 2
-    made = plan(dataclasses.replace(machine, device_bytes=int(between / 0.95)), wide, fixed)
-    assert saved.seconds < made.seconds < 0.97 * remat.seconds
-    assert sum(made.bytes["device"].values()) <= between
-    assert "layers by" in made.search
+    most, least = (sum(each.bytes["device"].values()) for each in (saved, remat))
+    seconds = [remat.seconds]
+    for part in (0.3, 0.5, 0.7, 0.9):
+        between = least + part * (most - least)
+        made = plan(dataclasses.replace(machine, device_bytes=int(between / 0.95)), wide, fixed)
+        # A choice that fills the memory to the byte fits, and leaves less of it than a layer's activations.
+        assert isinstance(made.config.activations, tuple)
+        assert between - 2 * (most - least) / 12 < sum(made.bytes["device"].values()) <= between
+        seconds.append(made.seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert saved.seconds < seconds[-1] < 0.9 * remat.seconds
+
+
+def test_options_of_a_layer_are_counted_as_their_estimates_count_them():
+    """A choice fills the memory to the byte: what it counts of a layer has to be what is counted of its segment."""
+    planner = Planner(SIZES, None, None, None, lab(), dict(FEW), None)
+    search, (stack,) = Search(planner.space(), planner.limits), planner.workload.stacks
+    options = _options(search)
+    assert len(options) > 4
+    for option in options:
+        segments = (_segment(1, option, options), zj.Segment(stack.num_layers - 1, activations="remat"))
+        one, other = (
+            search.estimate(zj.ZeroConfig(precision="bf16", activations=a)) for a in (segments, (segments[1], segments[1]))
+        )
+        (_, with_option), (_, of_remat) = one.layers[0], other.layers[0]
+        assert with_option.backward - stack.backward["save"] == pytest.approx(option.seconds)
+        assert one.bytes["pinned_host"].get("activations", 0) == option.host_bytes
+        kept = (n.bytes["device"]["activations"] for n in (one, other))
+        assert next(kept) - next(kept) / 2 == pytest.approx(option.device_bytes, abs=2)
+        assert of_remat.backward == stack.backward["remat"]
 
 
 def test_plan_keeps_the_simplest_of_nearly_as_fast_configs():
@@ -293,7 +353,7 @@ def test_error_has_the_tier_and_its_bytes():
     with pytest.raises(PlanError, match="nothing fits lab: device needs") as caught:
         plan(machine, fixed=FEWER)
     assert caught.value.tier == "device"
-    assert caught.value.needed > caught.value.had == 0.95 * machine.need("device_bytes")
+    assert caught.value.needed > caught.value.had == 0.95 * (STATE // 1000)
     check_repair((SIZES, machine, FEWER, None))
 
 
@@ -330,10 +390,9 @@ def test_disk_lasts_as_long_as_it_has_to():
     """Where only the disk has room it lasts some days; more are refused. Where the host has room, too, it is not written to."""
     machine = lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.5 * STATE), disk_tbw_bytes=100 * STATE)
     made = plan(machine, fixed=FEWER)
-    rated = machine.need("disk_tbw_bytes")
-    assert made.disk_days == pytest.approx(rated / (made.disk_bytes["write"] / made.seconds * 86400))
-    least = 0.9 * (made.disk_days or 0.0)
-    assert (plan(machine, fixed=FEWER, min_disk_days=least).disk_days or 0.0) >= least > 0
+    lasts = made.disk_days or 0.0
+    assert lasts == pytest.approx(100 * STATE / (made.disk_bytes["write"] / made.seconds * 86400))
+    assert (plan(machine, fixed=FEWER, min_disk_days=0.9 * lasts).disk_days or 0.0) >= 0.9 * lasts
     fixed = FEWER | dict.fromkeys(("params", "grads", "opt_state"), "nvme")
     with pytest.raises(PlanError, match=r"the disk lasts .* days of steps, and min_disk_days=1000 are asked for") as caught:
         plan(machine, fixed=fixed, min_disk_days=1000.0)
@@ -357,6 +416,19 @@ def test_plan_counts_the_bytes_of_link_and_disk():
     assert made.disk_bytes_a_day == pytest.approx(14 * p / made.seconds * 86400)
     assert made.bytes["nvme"] == {"params": p, "opt_state": 6 * p}
     assert made.collectives == {"all_gather": pytest.approx(2 * 2 * p / 2), "reduce_scatter": pytest.approx(2 * p / 2)}
+
+
+@pytest.mark.parametrize(("precision", "opt_state", "read", "written"), [
+    ("bf16", "nvme", 4 + 12, 2 + 12), ("bf16", "pinned_host", 4, 2),
+    ("fp32", "nvme", 8 + 4 + 8, 4 + 8), ("fp32", "pinned_host", 8 + 4, 4),
+])  # fmt: skip
+def test_plan_counts_what_an_update_on_the_host_reads_and_writes(precision, opt_state, read, written):
+    """Parameters on disk are read twice to compute, and written by the host; without masters it reads them, too."""
+    sizes = zj.Sizes(layers=4, hidden=512, heads=8, seq=256, batch=8)
+    fixed = {"precision": precision, "params": "nvme", "opt_state": opt_state, "update_on": "host", "activations": "remat"}
+    made = plan(lab(flops={"bf16": 1e12, "fp32": 1e12}), sizes, fixed | {"prefetch_distance": 1, "num_microbatches": 1})
+    p = sizes.num_params
+    assert made.disk_bytes == {"read": pytest.approx(read * p), "write": pytest.approx(written * p)}
 
 
 def test_plan_writes_its_figures_as_json():
@@ -388,5 +460,5 @@ def test_plan_utilization_counts_the_models_flops():
     made = plan(lab(peak_flops=peak), fixed=FEW | {"activations": "remat"})
     assert made.mfu == pytest.approx(SIZES.step_flops() / made.seconds / 2e13)
     assert made.hardware_flops == pytest.approx(SIZES.step_flops("remat"), rel=0.05)
-    assert (made.hfu or 0.0) > (made.mfu or 0.0) > 0
+    assert (made.hfu or 0.0) > (made.mfu or 0.0)
     assert made.tokens_per_second == SIZES.tokens / made.seconds

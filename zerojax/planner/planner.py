@@ -14,9 +14,11 @@ Numbers a user has chosen stay: `fixed` holds fields that the planner may not to
 what is trained: the batch, the optimizer and the dtype of moments stay as they are, unless nothing else fits.
 """
 
+import contextlib
 import dataclasses
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -80,7 +82,26 @@ def plan(
       PlanError: nothing fits, or not what is fixed; with what is needed and had, and the nearest change that fits.
       ValueError: unknown or contradicting fields, a batch that does not divide, or a figure that the machine lacks.
     """
-    return Planner(model, tx, mesh, batch, machine, dict(fixed or {}), min_disk_days, tiles).plan(validate)
+    with _told_once():
+        return Planner(model, tx, mesh, batch, machine, dict(fixed or {}), min_disk_days, tiles).plan(validate)
+
+
+@contextlib.contextmanager
+def _told_once() -> Iterator[None]:
+    """Let each warning through once: a plan lays out the same model for many configs."""
+    told, logger = set[str](), logging.getLogger("zerojax")
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        known = text in told
+        told.add(text)
+        return not known
+
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def auto(

@@ -182,6 +182,7 @@ class Search:
     def __init__(self, space: Space, limits: Limits, exact: Callable[[ZeroConfig], Exact] | None = None) -> None:
         self.space, self.limits, self.exact, self.tally, self.bound = space, limits, exact, Tally(), Bound(space)
         self.found: list[Found] = []
+        self._known: dict[tuple[ZeroConfig, int], bool] = {}  # what was kept, and what `exact` has refused
 
     def run(self) -> None:
         """Look through all candidates."""
@@ -218,6 +219,8 @@ class Search:
 
     def consider(self, config: ZeroConfig, tiles: int = 1) -> bool:
         """Estimate a config, keep it if it may be the fastest or the plainest of fast ones, and tell whether it fits."""
+        if (is_kept := self._known.get((config, tiles))) is not None:
+            return is_kept
         self.tally.estimated += 1
         of_config = self.estimate(config, tiles)
         if not self._fits(of_config.bytes, of_config):
@@ -233,6 +236,7 @@ class Search:
             return False
         found = Found(of_config, seconds, harder)
         self.found = sorted([*self.found, found], key=lambda f: (f.seconds, f.complexity))
+        self._known[config, tiles] = True
         return True
 
     def _may_matter(self, seconds: float, harder: float) -> bool:
@@ -246,7 +250,8 @@ class Search:
     def settle(self) -> Found | None:
         """Return the plan: the plainest config of those within `WORTH` of the fastest, whose program fits; None if none does.
 
-        What was found is built best first: a program that cannot be built, or that does not fit after all, is left out.
+        What was found is built best first. A program that cannot be built, or that does not fit after all, is left out, and
+        what had been passed over because of it is looked at again.
         """
         while self.found:
             first = self._settled(self.found[0])
@@ -256,12 +261,14 @@ class Search:
         return None
 
     def _settled(self, one: Found) -> Found | None:
-        """Return a config with the bytes of its program; or None, and forget it."""
+        """Return a config with the bytes of its program; or None, leave it out, and look further."""
         if self.exact is None or one.exact is not None:
             return one
         exact, at = self._exact(one.config, one.estimate), self.found.index(one)
         if exact is None:
             del self.found[at]
+            self._known[one.config, one.estimate.tiles] = False
+            self.run()
             return None
         self.found[at] = dataclasses.replace(one, exact=exact)
         return self.found[at]

@@ -95,8 +95,10 @@ def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
     space, bound = search.space, Bound(search.space)
     best = search.found[0].seconds if search.found else math.inf
     seen, contexts = set[tuple[Any, ...]](), list[_Context]()
+    # Of segments, which stream: a layer is gathered once for all microbatches, and computes again what it has to.
+    of_segments = {"activations": ()}
     fields = sorted(
-        ((bound.seconds({**c.fields, "activations": "save"}), c.complexity, n, c) for n, c in enumerate(space)
+        ((bound.seconds({**c.fields, **of_segments}), c.complexity, n, c) for n, c in enumerate(space)
          if c.fields["activations"] == "remat"),
     )  # fmt: skip
     for least, _, _, candidate in fields:

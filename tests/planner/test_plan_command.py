@@ -1,0 +1,128 @@
+"""`zerojax plan`: what it prints and writes, and what it refuses with one line."""
+
+import json
+
+import pytest
+
+import zerojax as zj
+from zerojax import cli
+
+TRILLION = "--params 1T --layers 128 --hidden 25600 --heads 256 --seq 1024 --batch 7 --machine dgx2"
+SMALL = "--layers 4 --hidden 512 --heads 8 --seq 128 --batch 2 --vocab 1024"
+LAB = """
+base = "l4"
+host_bytes = 64_000_000_000
+disk_bytes = 1_000_000_000_000
+link_both = 3e10
+disk_read = 3e9
+disk_write = 2e9
+disk_both = 3e9
+"""
+QUICK = "--fix prefetch_distance=1 --fix num_microbatches=1 --fix activations=remat --fix grads=device"
+
+
+@pytest.fixture
+def lab(tmp_path) -> str:
+    (tmp_path / "lab.toml").write_text(LAB)
+    return f"{SMALL} --machine {tmp_path / 'lab.toml'} {QUICK}"
+
+
+def run(arguments: str) -> None:
+    cli.main(["plan", *arguments.split()])
+
+
+def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one line with which a command exits with status 1."""
+    with pytest.raises(SystemExit) as caught:
+        run(arguments)
+    told = capsys.readouterr()
+    assert (caught.value.code, told.out) == (1, "")
+    (line,) = told.err.splitlines()
+    assert line.startswith("zerojax plan: ")
+    return line
+
+
+def test_plan_of_a_trillion_parameters_is_on_disk(tmp_path, capsys):
+    """ZeRO-Infinity trains a trillion on one DGX-2: 12 P / 16 bytes of optimizer state a GPU, on its disks."""
+    path = tmp_path / "plan.json"
+    fixed = "--fix prefetch_distance=2 --fix num_microbatches=1 --fix gather_ahead=False --fix update=None"
+    run(f"{TRILLION} {fixed} --json {path}")
+    text, read = capsys.readouterr().out, json.loads(path.read_text())
+    assert text.startswith("1,000,000,000,000 parameters, 128 layers x 25600 on dgx2 (fsdp=16): ")
+    assert "  nvme        " in text
+    config, nvme = read["config"], read["bytes"]["nvme"]
+    assert (config["precision"], config["opt_state"], config["params"]) == ("fp16", "nvme", "nvme")
+    assert nvme["opt_state"] == pytest.approx(12e12 / 16, rel=1e-3)
+    assert nvme["params"] == pytest.approx(2e12 / 16, rel=1e-3)
+    for tier, kinds in read["bytes"].items():
+        assert sum(kinds.values()) <= read["capacity"][tier]
+    assert read["seconds"] > 6 * 1e12 * 1024 * 7 / 70e12  # no GPU attains more
+
+
+def test_plan_command_is_the_function(lab, tmp_path, capsys):
+    run(f"{lab} --json {tmp_path / 'plan.json'} --fix update=None")
+    sizes = zj.Sizes(layers=4, hidden=512, heads=8, seq=128, batch=2, vocab=1024)
+    fixed = {"prefetch_distance": 1, "num_microbatches": 1, "activations": "remat", "grads": "device", "update": None}
+    made = zj.plan(sizes, machine=zj.machine(tmp_path / "lab.toml"), fixed=fixed | {"precision": "bf16"})
+    read, expected = (json.loads(text) for text in ((tmp_path / "plan.json").read_text(), made.to_json()))
+    assert {k: v for k, v in read.items() if k != "search"} == {k: v for k, v in expected.items() if k != "search"}
+    assert capsys.readouterr().out.splitlines()[:-1] == str(made).splitlines()[:-1]
+
+
+def test_plan_command_fixes_fields(lab, capsys):
+    run(f"{lab} --fix opt_state=nvme --fix update_on=device --fix clip_norm=0.5 --precision fp32")
+    (config,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  config ")]
+    assert "opt_state='nvme'" in config
+    assert "clip_norm=0.5" in config
+    assert "precision" not in config  # fp32 is the default
+
+
+def test_plan_command_sets_figures(lab, capsys):
+    """Twice the devices have twice the sequences: `--batch` counts those of a device."""
+    run(f"{lab} --set device_bytes=200e6 --set flops.bf16=5e12 --fix update_on=device")
+    small = capsys.readouterr().out
+    assert "of 190 MB a device" in small
+    assert "pinned_host" in small
+    run(f"{lab} --devices-per-node 2 --set network_in_node=1e10")
+    assert "on lab (fsdp=2)" in capsys.readouterr().out
+
+
+def test_plan_command_compares_stages_and_tiers(lab, capsys):
+    run(f"{lab} --devices-per-node 2 --set network_in_node=1e10 --set device_bytes=120e6 --set disk_bytes=0 --compare")
+    made, table = capsys.readouterr().out.split("\n\n")
+    seconds = float(made.split(": ")[1].split(" s a step")[0])
+    rows = {line[:28].strip(): line[28:].split() for line in table.splitlines()[1:]}
+    assert list(rows) == [*(f"stage={n}" for n in range(4)), *(f"opt_state={t}" for t in ("device", "pinned_host", "nvme"))]
+    of_plan = [float(row[1]) for row in rows.values() if row[0] != "-"]
+    assert min(of_plan) == pytest.approx(1.0, abs=0.03)
+    assert all(float(row[0]) >= 0.97 * seconds for row in rows.values() if row[0] != "-")
+    assert any(row[0] == "-" for row in rows.values())  # of what does not fit it tells
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("--machine h201", "machine 'h201' is unknown"),
+    ("--machine nowhere.toml", "nowhere.toml"),
+    ("--machine l4 --set host_byte=1", "'host_byte' is no figure of a machine"),
+    ("--machine l4 --set host_bytes=much", "a number is needed, such as host_bytes=2e12"),
+    ("--machine l4 --fix stages=3", "ZeroConfig has no field 'stages'; did you mean 'stage'?"),
+    ("--machine l4 --fix stage", "a value is needed, such as stage=3"),
+    ("--machine l4 --fix stage=5", "stage=5 is unknown: choose from 0, 1, 2, 3"),
+    ("--machine l4 --nodes 2", "Here it is --set FIGURE=VALUE."),
+    ("--machine l4 --tensor 3", "--tensor 3 does not divide the 1 devices of l4"),
+    ("--machine l4 --fix opt_state=pinned_host", "host_bytes"),
+    ("--machine l4 --set device_bytes=1e6 --fix activations=remat", "nothing fits l4: device needs"),
+    ("--machine l4 --json nowhere/plan.json", "nowhere/plan.json: its folder is not there"),
+    ("--machine l4 --min-disk-days 30", "disk_tbw_bytes"),
+    ("--machine l4 --kv-heads 3", "heads = 8 do not divide by kv_heads = 3"),
+    ("--machine l4 --params 1B", "drop params, or correct the size that is wrong"),
+])  # fmt: skip
+def test_plan_command_refuses_with_one_line(arguments, message, capsys):
+    assert message in refused(f"{SMALL} {arguments}", capsys)
+
+
+@pytest.mark.parametrize("arguments", ["--layers 4", f"{SMALL} --machine l4 --params many", f"{SMALL} --machine l4 --layers 0"])
+def test_plan_command_tells_how_it_is_used(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        run(arguments)
+    assert caught.value.code == 2
+    assert "usage: zerojax plan" in capsys.readouterr().err

@@ -1,0 +1,186 @@
+"""Plans of models: a config that builds and trains, and what a model or an optimizer cannot take is left out."""
+
+import dataclasses
+from typing import Any
+
+import encoder_decoder
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+import zerojax as zj
+from zerojax import aot
+from zerojax.costs import traced
+from zerojax.machines import Machine
+
+MACHINE = Machine(
+    name="lab", devices_per_node=4, device_bytes=10**9, host_bytes=10**10, disk_bytes=10**10, flops={"fp32": 1e9, "bf16": 1e9},
+    memory_rate=1e9, link_up=1e9, link_down=1e9, link_both=2e9, network_in_node=1e9, disk_read=1e9, disk_write=1e9,
+    disk_both=1e9, host_kernel=1e9,
+)  # fmt: skip
+LAYERS = 24
+TX = optax.adamw(1e-2)
+PHASES = ("in_flight", "gathered", "activations", "working")
+"""Kinds of which a plan has those of the phase that holds the most."""
+QUICK = {"prefetch_distance": 1, "num_microbatches": 1, "gather_ahead": False}
+
+
+@pytest.fixture
+def _nothing_is_timed(monkeypatch):
+    monkeypatch.setattr(traced, "is_there", lambda mesh: False)
+
+
+def mesh_of(n: int) -> Any:
+    return zj.make_mesh(fsdp=n, devices=jax.devices()[:n])
+
+
+def wide(batch_of: int = 8) -> tuple[zj.LayeredModel, dict[str, np.ndarray]]:
+    """Return layers whose states are much larger than their activations, and a batch."""
+    shape = (128, 128)
+    model = zj.LayeredModel(
+        LAYERS,
+        lambda key: {"table": toys.draw(key, (16, 128))},
+        lambda p, batch, key: p["table"][batch["tokens"]],
+        lambda key: {"w": toys.draw(key, shape) / 12},
+        lambda p, x, key: x + jnp.tanh(x @ p["w"]),
+        lambda key: {"out": toys.draw(key, (128, 16)) / 12},
+        lambda p, p_embed, x, batch, key: jnp.mean(
+            optax.softmax_cross_entropy_with_integer_labels((x @ p["out"]).astype(jnp.float32), batch["tokens"])
+        ),
+    )
+    return model, {"tokens": np.random.default_rng(0).integers(0, 16, (batch_of, 2), dtype=np.int32)}
+
+
+def losses_of(model: Any, tx: Any, config: zj.ZeroConfig, mesh: Any, batch: Any, steps: int = 2) -> list[float]:
+    """Train some steps; a config that cannot be built fails here."""
+    with zj.build_train_step(model, tx, config, mesh) as program:
+        state, losses = program.init(jax.random.key(0)), []
+        for _ in range(steps):
+            state, metrics = program.step(state, batch)
+            losses.append(float(metrics["loss"]))
+    return losses
+
+
+def test_planned_step_is_timed_where_its_devices_are():
+    """The plan of a model that fits is the default, which trains."""
+    model, batch = wide()
+    fixed = QUICK | {"grads": "device", "update": None, "stage": 3}
+    made = zj.plan(model, TX, mesh_of(2), batch, MACHINE, fixed=fixed)
+    assert made.source == "timed on 2 x cpu"
+    assert made.config == zj.ZeroConfig()
+    assert made.time.busy["compute"] > 0
+    first, second = losses_of(model, TX, made.config, mesh_of(2), batch)
+    assert second < first
+
+
+@pytest.mark.usefixtures("_nothing_is_timed")
+def test_plan_of_a_model_that_does_not_fit_trains_from_another_tier(tmp_path):
+    """On CPUs host memory is the device's own: what does not fit in both goes to disk. `ZeroConfig.auto` is that config."""
+    model, batch = wide()
+    state = 16 * LAYERS * 128**2
+    small = dataclasses.replace(MACHINE, devices_per_node=1, device_bytes=int(0.7 * state), host_bytes=int(0.7 * state))
+    fixed = QUICK | {"swap_dir": str(tmp_path), "update_on": "device", "activations": "remat", "update": None}
+    made = zj.plan(model, TX, mesh_of(1), batch, small, fixed=fixed)
+    assert "nvme" in (made.config.params, made.config.opt_state)
+    assert sum(made.bytes["device"].values()) + sum(made.bytes["pinned_host"].values()) <= 0.95 * 0.7 * state
+    assert losses_of(model, TX, made.config, mesh_of(1), batch)[1] > 0
+    assert zj.ZeroConfig.auto(model, TX, mesh_of(1), batch, small, **fixed) == made.config
+    with zj.build_train_step(model, TX, made.config, mesh_of(1)) as program:
+        counted = program.memory(batch).tiers
+    for tier, kinds in counted.items():  # a plan's bytes are those of its program
+        same = [kind for kind in {*kinds, *made.bytes[tier]} if tier != "device" or kind not in PHASES]
+        assert {k: kinds[k] for k in same if kinds.get(k)} == {k: made.bytes[tier][k] for k in same if k in made.bytes[tier]}
+
+
+@pytest.mark.usefixtures("_nothing_is_timed")
+def test_plan_of_a_plain_model_chooses_what_it_can_take(caplog):
+    batch = toys.batches(1)[0]
+    fixed = {"num_microbatches": 1, "stage": 3}
+    fits = zj.plan(toys.unrolled(), TX, mesh_of(2), batch, MACHINE, fixed=fixed)
+    assert fits.config == zj.ZeroConfig()
+    assert sum("stay replicated" in record.message for record in caplog.records) == 1  # and not for each config
+    needed = sum(fits.bytes["device"].values())
+    tight = dataclasses.replace(MACHINE, device_bytes=int(0.8 * needed))
+    made = zj.plan(toys.unrolled(), TX, mesh_of(2), batch, tight, fixed=fixed)
+    assert made.config != zj.ZeroConfig()
+    assert (made.config.params, made.config.grads) == ("device", "device")
+    assert "1 built" in made.search
+
+
+@pytest.mark.usefixtures("_nothing_is_timed")
+def test_plan_leaves_out_what_the_optimizer_cannot_do():
+    """Sums over all gradients are not elementwise: such an optimizer runs on the whole tree, on the device."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        norm = optax.global_norm(updates)
+        return jax.tree.map(lambda g: -0.01 * g / norm, updates), state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    model, batch = wide()
+    made = zj.plan(model, tx, mesh_of(2), batch, MACHINE, fixed=QUICK)
+    left_out = [note for note in made.notes if "is not considered" in note]
+    assert any(note.startswith("opt_state='pinned_host' is not considered: ") for note in left_out)
+    assert any(note.startswith("update='in_backward' is not considered: ") for note in left_out)
+    assert (made.config.opt_state, made.config.update) == ("device", None)
+
+
+@pytest.mark.usefixtures("_nothing_is_timed")
+def test_plan_of_two_stacks_trains():
+    model, batch = encoder_decoder.model(), encoder_decoder.batches(1)[0]
+    fixed = QUICK | {
+        "opt_state": "pinned_host",
+        "grads": "device",
+        "activations": "remat",
+        "update_on": "device",
+        "update": None,
+    }
+    made = zj.plan(model, TX, mesh_of(2), batch, MACHINE, fixed=fixed)
+    assert made.name == "1,656 parameters, 5 layers"
+    assert losses_of(model, TX, made.config, mesh_of(2), batch, 1)
+
+
+@pytest.mark.usefixtures("_nothing_is_timed")
+def test_plan_counts_frozen_weights_and_updates_none_of_them():
+    model, batch = wide()
+    frozen = dataclasses.replace(model, frozen={"embed": True, "block": {"w": True}, "head": False})
+    plans = [zj.plan(m, TX, mesh_of(2), batch, MACHINE, fixed=QUICK | {"activations": "remat"}) for m in (model, frozen)]
+    assert plans[1].bytes["device"]["frozen"] == pytest.approx(plans[0].bytes["device"]["params"], rel=0.1)
+    assert plans[1].bytes["device"]["opt_state"] < 0.1 * plans[0].bytes["device"]["opt_state"]
+
+
+def test_plan_for_gpus_that_are_not_there_takes_their_rates():
+    """Nothing runs there: seconds follow from the equations, by the rates of the machine that the devices are."""
+    mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8)
+    model, batch = wide()
+    made = zj.plan(model, TX, mesh, batch, fixed=QUICK | {"precision": "bf16", "stage": 3})
+    assert made.source == "roofline of its equations at the rates of h200"
+    assert made.machine == dataclasses.replace(zj.machine("h200"), devices_per_node=8)
+    assert made.fields == {"precision": "bf16"}
+    assert made.mfu is not None
+    assert 0 < made.mfu < 1
+    assert "pinned_host is not considered: the machine's host_bytes is not given" in made.notes
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"tx": None}, "a plan of a model takes (model, tx, mesh, batch): tx is missing"),
+    ({"mesh": None}, "mesh is missing"),
+    ({"mesh": {"fsdp": 2}}, "mesh is missing"),
+    ({"model": lambda x: x}, "model must be a zerojax.Model, LayeredModel or Sizes, got function"),
+    ({"fixed": {"stages": 3}}, "did you mean 'stage'"),
+])  # fmt: skip
+def test_plan_of_a_model_refuses_what_is_missing(arguments, message):
+    model, batch = wide()
+    given = {"model": model, "tx": TX, "mesh": mesh_of(2), "batch": batch, "machine": MACHINE} | arguments
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  the message is compared as it is
+        zj.plan(**given)
+    assert message in str(caught.value)
+
+
+def test_plan_of_a_batch_that_does_not_divide_says_so():
+    model, batch = wide(batch_of=6)
+    with pytest.raises(ValueError, match=r"batch 6 does not divide by data x fsdp = 1 x 4: .* use 8"):
+        zj.plan(model, TX, mesh_of(4), batch, MACHINE)
