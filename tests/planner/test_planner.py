@@ -462,3 +462,34 @@ def test_plan_utilization_counts_the_models_flops():
     assert made.hardware_flops == pytest.approx(SIZES.step_flops("remat"), rel=0.05)
     assert (made.hfu or 0.0) > (made.mfu or 0.0)
     assert made.tokens_per_second == SIZES.tokens / made.seconds
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        ({"num_microbatches": 3}, r"num_microbatches=3 does not divide the 4 rows of a device: use one of \[1, 2, 4\]"),
+        ({"activations": (zj.Segment(4), zj.Segment(3))}, "the segments of activations have 7 layers, and the model has 8"),
+        ({"activations": "remat", "saved_names": ("nonsense",)}, r"name \['nonsense'\]: a transformer of sizes has"),
+    ],
+)
+def test_plan_refuses_fixed_fields_that_do_not_go_with_the_model(fixed, message):
+    sizes = zj.Sizes(layers=8, hidden=256, heads=8, seq=64, batch=4, vocab=512)
+    with pytest.raises(ValueError, match=message):
+        plan(lab(), sizes, BF16 | fixed)
+
+
+def test_plan_with_fixed_names_keeps_them():
+    sizes = zj.Sizes(layers=8, hidden=256, heads=8, seq=64, batch=4, vocab=512)
+    assert plan(lab(), sizes, FEWER | {"saved_names": ("attention",)}).config.saved_names == ("attention",)
+
+
+def test_tensor_parallelism_within_a_node_takes_the_nodes_network():
+    sizes = zj.Sizes(layers=4, hidden=1024, heads=8, seq=256, batch=16, vocab=1024)
+    seconds = []
+    for between in (1e9, 1e10):
+        machine = dataclasses.replace(lab(), devices_per_node=8, nodes=2, network_in_node=1e11, network_between_nodes=between)
+        fixed = FEWER | {"activations": "save", "stage": 0}
+        made = zj.plan(sizes, mesh={"data": 2, "fsdp": 1, "tensor": 8}, machine=machine, fixed=fixed)
+        assert made.hardware_flops == made.flops  # nothing is computed again
+        seconds.append(made.time.busy["compute"])
+    assert seconds[0] == seconds[1]

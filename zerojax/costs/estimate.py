@@ -49,6 +49,7 @@ class Estimate:
       wires: rates of link and disk, of one device.
       repeats: microbatches that a resident step runs one after the other.
       collectives: bytes that a device sends in a step, by collective.
+      again: seconds of what backward computes again, in all layers and microbatches.
     """
 
     config: ZeroConfig
@@ -59,6 +60,7 @@ class Estimate:
     wires: Wires
     repeats: int
     collectives: Mapping[str, float]
+    again: float
 
     def needed(self, tier: str) -> int:
         """Return the bytes of a tier, of one device."""
@@ -231,6 +233,11 @@ class _Estimator:
         within = grid.devices <= machine.devices_per_node
         return machine.need("network_in_node" if within else "network_between_nodes")
 
+    def _tensor_network(self) -> float:
+        """Return the bytes a second of a collective over `tensor`, whose devices are neighbours: of one node where they fit."""
+        within = self.grid.tensor <= self.machine.devices_per_node
+        return self.machine.need("network_in_node" if within else "network_between_nodes")
+
     def share(self, sharded: bool) -> float:
         """Return the part of a kind that a device has."""
         return 1 / self.grid.fsdp if sharded else 1.0
@@ -313,6 +320,7 @@ class _Estimator:
             wires=self.wires,
             repeats=1 if self.streamed else config.num_microbatches,
             collectives=self.collectives(),
+            again=sum(run.num_layers * (run.backward - stack.backward["save"]) for stack, run in runs),
         )
 
     def bytes(self, layers: list[tuple[Schedule, LayerWork]], runs: list[tuple[StackWork, Kept]]) -> Bytes:
@@ -524,7 +532,7 @@ class _Estimator:
         n = stack.elements
         updated = n if self.workload.is_layered else 0  # a plain Model is updated as one, by `ends`
         repeats = 1 if self.streamed else self.config.num_microbatches
-        sent = stack.sent.get(run.mode, 0.0) / self.network if self.grid.tensor > 1 else 0.0
+        sent = stack.sent.get(run.mode, 0.0) / self._tensor_network() if self.grid.tensor > 1 else 0.0
         read = self.record(n, stack.frozen_bytes) | {"grads": self.grads_shard(n), "activations": run.away}
         gathers = self.row.params
         return LayerWork(

@@ -148,6 +148,7 @@ class Planner:
         self.grid = self._grid(mesh)
         self.limits = limits_of(self.machine, self.shares_cores, min_disk_days)
         self.workload = self._workload()
+        self._check_fixed()
 
     def _check(self, mesh: Any) -> None:
         if self.is_sizes:
@@ -209,6 +210,23 @@ class Planner:
                 f"rows; use {-(-rows // self.grid.batch_shards) * self.grid.batch_shards}"
             )
         return workload_of_model(self.model, self.tx, self.mesh, self.batch, self.machine, self.base)
+
+    def _check_fixed(self) -> None:
+        """Raise ValueError for fixed fields that do not go with the model: nothing may be built that would tell."""
+        work, config = self.workload, self.base
+        if work.rows % config.num_microbatches:
+            raise ValueError(
+                f"num_microbatches={config.num_microbatches} does not divide the {work.rows} rows of a device: use one of "
+                f"{[n for n in range(1, work.rows + 1) if work.rows % n == 0][:16]}"
+            )
+        segments = config.activations if isinstance(config.activations, tuple) else ()
+        if segments and (count := sum(segment.num_layers for segment in segments)) != work.num_layers:
+            raise ValueError(f"the segments of activations have {count} layers, and the model has {work.num_layers}")
+        known = {value.name for stack in work.stacks for value in stack.values}
+        named = [config, *segments]
+        names = {name for each in named for name in (*each.saved_names, *each.offloaded_names)}
+        if self.is_sizes and (missing := sorted(names - known)):
+            raise ValueError(f"saved_names and offloaded_names name {missing}: a transformer of sizes has {sorted(known)}")
 
     # --- the search --------------------------------------------------------------------------------------------------------
 
@@ -388,10 +406,7 @@ class Planner:
         """Return the FLOPs of a step with what backward computes again, in proportion to its seconds."""
         work = self.workload
         forward = sum(s.num_layers * s.forward for s in work.stacks)
-        backward = sum(s.num_layers * s.backward["save"] for s in work.stacks)
-        repeats = found.estimate.repeats
-        computed = sum(s.num_layers * w.backward * repeats for s, w in found.estimate.layers)
-        again = max(0.0, computed - backward)
+        again = max(0.0, found.estimate.again)
         of_layers = work.flops * (1 - _head_share(work))
         return work.flops + of_layers / 3 * (again / forward if forward else 0.0)
 

@@ -53,7 +53,12 @@ def mix(search: Search, *, seconds: float = 20.0) -> None:
     """
     space = search.space
     stacks = space.workload.stacks
-    if "activations" in space.fixed or len(stacks) != 1 or not space.workload.is_layered or not stacks[0].values:
+    if (
+        {"activations", "saved_names", "offloaded_names"} & space.fixed.keys()
+        or len(stacks) != 1
+        or not space.workload.is_layered
+        or not stacks[0].values
+    ):
         return
     options = _options(search)
     contexts = [c for c in _contexts(search, options) if c.choice.fits]
