@@ -10,6 +10,7 @@ are its arguments, temporaries, and results that are not donated; bytes on the h
 import argparse
 import dataclasses
 import importlib.metadata
+from collections.abc import Mapping
 from typing import Any
 
 import zerojax as zj
@@ -76,14 +77,21 @@ def planned(case: Case) -> tuple[zj.Plan, zj.Sizes]:
     return plan(sizes, machine=machine, fixed=fixed, tiles=(case.tiles,)), sizes
 
 
+def of_kinds(sent: Mapping[str, float]) -> tuple[float, float]:
+    """Return bytes that are gathered, and reduced; of an all_reduce one half is each: XLA may make it of both."""
+    both = sent.get("all_reduce", 0.0) / 2
+    return sent.get("all_gather", 0.0) + both, sent.get("reduce_scatter", 0.0) + both
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     options = parser.parse_args()
     print(f"jax {importlib.metadata.version('jax')}\n")
-    print("| config | layers x hidden, H200s | device GB, planned | compiled | off | host GB, planned | compiled |")
-    print("|---|---|---|---|---|---|---|")
+    sent = "sent GB a device, planned: gathers, reductions | compiled |"
+    print(f"| config | layers x hidden, H200s | device GB, planned | compiled | off | host GB, planned | compiled | {sent}")
+    print("|---|---|---|---|---|---|---|---|---|")
     for case in (case for case in CASES if options.only in case.name):
         made, sizes = planned(case)
         v = validated(made, sizes, None, None, None)
@@ -91,7 +99,9 @@ def main() -> None:
         off = v.planned_bytes / v.device_bytes - 1
         print(
             f"| {case.name} | {where} | {v.planned_bytes / 1e9:.3f} | {v.device_bytes / 1e9:.3f} | {off:+.1%} "
-            f"| {v.planned_host_bytes / 1e9:.3f} | {v.host_bytes / 1e9:.3f} |",
+            f"| {v.planned_host_bytes / 1e9:.3f} | {v.host_bytes / 1e9:.3f} "
+            f"| {' '.join(f'{n / 1e9:.3f}' for n in of_kinds(v.planned_sent))} "
+            f"| {' '.join(f'{n / 1e9:.3f}' for n in of_kinds(v.sent))} |",
             flush=True,
         )
 

@@ -55,6 +55,7 @@ ROOMS = {
     ),
     "zerojax.planner": (
         "costs", "choice", "machines", "program", "memory", "models", "activations", "sharding", "aot", "config", "precision",
+        "hlo",
     ),
     "zerojax.hlo": (),
     "zerojax.cli": ("activations", "checkpoint", "weights", "memory", "planner", "sharding", "precision", "hlo"),

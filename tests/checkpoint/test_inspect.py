@@ -74,7 +74,7 @@ def test_step_shows_leaves_values_config_and_totals(original, capsys):
     status, text = inspected(capsys, original / "20")
     assert status == 0
     line = next(line for line in text.splitlines() if line.startswith("weights['blocks']['w1']"))
-    assert re.split(" {2,}", line) == ["weights['blocks']['w1']", "[3, 16, 40]", "float32", "(None, None, 'fsdp')", "7,680"]
+    assert re.split(" {2,}", line) == ["weights['blocks']['w1']", "[3, 16, 40]", "float32", "(None, 'fsdp', None)", "7,680"]
     assert row(text, "step") == ["step", "[]", "int32", "=", "0", "4"]
     assert row(text, "mesh")[1:] == ["data=1", "fsdp=8", "tensor=1"]
     assert {"stage=3", "precision=fp16"} <= set(text.split())

@@ -49,7 +49,7 @@ def test_mesh_of_other_axes_is_refused():
         zj.build_train_step(model, None, zj.ZeroConfig(), mesh)  # type: ignore[arg-type]
 
 
-def test_leaf_spec_takes_the_largest_dim_that_divides():
+def test_leaf_spec_takes_the_largest_dim_that_divides_and_of_layers_the_first():
     mesh = zj.make_mesh(fsdp=4, tensor=2)
     assert leaf_spec((8, 16), mesh, "fsdp").sharded == (None, "fsdp")
     assert leaf_spec((8, 18), mesh, "fsdp").sharded == ("fsdp", None)
@@ -57,6 +57,10 @@ def test_leaf_spec_takes_the_largest_dim_that_divides():
     assert leaf_spec((64, 15), mesh, "fsdp", ("tensor", None)).sharded == (("tensor", "fsdp"), None)
     assert leaf_spec((64,), mesh, "fsdp", ("tensor",)).sharded == (("tensor", "fsdp"),)
     assert leaf_spec((64, 4, 4), mesh, "fsdp", first_dim=1).sharded == (None, "fsdp", None)
+    assert leaf_spec((64, 4, 32), mesh, "fsdp", first_dim=1).sharded == (None, "fsdp", None)
+    assert leaf_spec((64, 6, 32), mesh, "fsdp", first_dim=1).sharded == (None, None, "fsdp")
+    assert leaf_spec((64, 8, 4, 32), mesh, "fsdp", first_dim=2).sharded == (None, None, "fsdp", None)
+    assert leaf_spec((64, 8, 32), mesh, "fsdp", (None, "tensor", None), first_dim=1).sharded == (None, "tensor", "fsdp")
     assert leaf_spec((7, 3), mesh, "fsdp").replicated is not None
     assert leaf_spec((), mesh, "fsdp").replicated is not None
 

@@ -394,10 +394,11 @@ class _Estimator:
         """Return the most bytes of records on their way in each phase, without what is gathered (`Schedule.in_flight`)."""
         workload, ends = self.workload, self.ends()
         most = {"forward": 0, "backward": 0, "update": int(ends.state_up + ends.state_down)}
-        if self.moves:  # all ends at once: their gradients in float32, and their new parameters
-            most["update"] += int(workload.end_elements * self.share(self.row.opt_state) * (4 + self.b.params))
-        if self.tiles > 1 and self.streamed:  # the first layer's record is there already
-            most["update"] += sum(schedule.record_bytes["opt_state"] for schedule, _ in layers[:1] if schedule.record_bytes)
+        if self.moves:
+            # All ends at once, with gradients that are float32 in the place of those that rested. The first layer's record,
+            # which the loop of updates reads before it begins, is there already.
+            grads = (4 - self.b.grads) * workload.end_elements * self.share(self.row.opt_state)
+            most["update"] += int(grads) + sum(self._first_record(schedule, work) for schedule, work in layers[:1])
         if not self.streamed:
             whole = self.row.opt_state and not self.row.params and self.grid.fsdp > 1
             if self.repeats > 1:  # a microbatch's gradients, beside their sums
@@ -434,6 +435,14 @@ class _Estimator:
         return int(2 * 4 * self.workload.elements * self.share(self.row.opt_state))
 
     @staticmethod
+    def _first_record(schedule: Schedule, work: LayerWork) -> int:
+        """Return the bytes of the record that the loop of updates reads before it begins; 0 if there is no such loop."""
+        assert schedule.record_bytes is not None
+        sizes = schedule.record_bytes | {"grads": work.read.get("grads", 0)}
+        updates = [phase for phase in schedule.phases if phase.name == "update"]
+        return sum(sizes[kind] for phase in updates if phase.preload.size for kind in phase.fetches)
+
+    @staticmethod
     def _in_tick(schedule: Schedule) -> int:
         """Return the bytes that a tick of backward reads and writes to update its layer, one after the derivative."""
         phase, sizes = schedule.phase("backward"), schedule.record_bytes
@@ -445,13 +454,14 @@ class _Estimator:
         """Return the bytes by which a loop's peak differs from its schedule's, as compiled for an H200.
 
         A record is copied out of a ring of several slots. What rests on disk is updated where it was read, and so takes no
-        second record. What backward reads in its tick comes when the derivative is done, in the place of what that had at once.
+        second record, but its gradients in float32. What backward reads in its tick comes when the derivative is done, in the place of what that had at once.
         """
         phase, sizes = schedule.phase(name), schedule.record_bytes
         assert sizes is not None
         taken = sum(sizes[kind] for kind in phase.fetches) if len(phase.preload) > 1 else 0
-        on_disk = [kind for kind in phase.writes if kind == "opt_state" and schedule.tiers[kind] == "nvme"]
-        return taken - sum(sizes[kind] for kind in on_disk)
+        if "opt_state" not in phase.writes or schedule.tiers["opt_state"] != "nvme":
+            return taken
+        return taken - sizes["opt_state"] + int((4 / self.b.grads - 1) * sizes["grads"])
 
     def add_buffers(self, add: Any, layers: list[tuple[Schedule, LayerWork]]) -> None:
         """Add the buffers in host memory of the nvme tier: of each kind of record as many to read as to write."""

@@ -54,12 +54,16 @@ class Validated:
       planned_bytes: of the plan.
       host_bytes: of arguments in pinned host memory.
       planned_host_bytes: of the plan.
+      sent: bytes that a device sends over `data` and `fsdp` in a step, by collective.
+      planned_sent: of the plan.
     """
 
     device_bytes: int
     planned_bytes: int
     host_bytes: int
     planned_host_bytes: int
+    sent: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    planned_sent: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         off = self.planned_bytes / self.device_bytes - 1

@@ -4,6 +4,7 @@ Compiling tells what no closed form does: how XLA packs what a layer has at once
 allocates nothing.
 """
 
+import math
 from typing import Any
 
 import optax
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 
 from zerojax.aot import CHIPS, gpu_mesh
 from zerojax.costs import Sizes, sized_batch, sized_model
+from zerojax.hlo import collectives
 from zerojax.models import LayeredModel, Model
 from zerojax.planner.plans import Plan, Validated
 from zerojax.precision import PRECISIONS
@@ -39,7 +41,8 @@ def validated(plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Me
     assert mesh is not None
     parts = assemble(model, tx, plan.config, mesh)
     program = Program(model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence)
-    stats: Any = program.lower(batch).compile().memory_analysis()
+    compiled = program.lower(batch).compile()
+    stats: Any = compiled.memory_analysis()
     device = stats.argument_size_in_bytes + stats.temp_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     # What the program does not take as arguments: callbacks and the disk's engine have it.
     host = sum(n for kind, n in plan.bytes["pinned_host"].items() if kind not in ("buffers", "stashed", "made"))
@@ -50,7 +53,27 @@ def validated(plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Me
         planned_bytes=sum(plan.bytes["device"].values()),
         host_bytes=getattr(stats, "host_argument_size_in_bytes", 0),
         planned_host_bytes=host,
+        sent=sent_by(compiled.as_text(), mesh),
+        planned_sent={name: n for name, n in plan.collectives.items() if name != "tensor"},
     )
+
+
+def sent_by(text: str, mesh: Mesh) -> dict[str, float]:
+    """Return the bytes that a device sends over `data` and `fsdp` in a step of a compiled program, by collective, as a ring.
+
+    Args:
+      text: `compiled.as_text()`.
+      mesh: that it was compiled for.
+    """
+    sent: dict[str, float] = {}
+    for each in collectives(text, 1, mesh=mesh):
+        axes = (each.axes or "").split("+")
+        if not set(axes) <= {"data", "fsdp"}:
+            continue
+        n, name = math.prod(mesh.shape[axis] for axis in axes), each.op.replace("-", "_")
+        rounds = 2 if name == "all_reduce" else 1
+        sent[name] = sent.get(name, 0.0) + rounds * each.num_bytes * (n - 1) / n * each.times
+    return sent
 
 
 def mesh_of(plan: Plan) -> Mesh:

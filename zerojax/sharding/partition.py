@@ -1,7 +1,13 @@
 """From shapes to sharding specs: which dim of each leaf is split over the ZeRO axis.
 
-The rule, per leaf: the largest dim that the axis divides and that nothing else splits; failing that, a dim already split
-whose local size the axis divides; failing that, the leaf stays replicated and is reported.
+The rule, per leaf: of the dims that the axis divides and that nothing else splits the largest, and of a layer's leaf the
+first; failing that, a dim already split whose local size the axis divides; failing that, the leaf stays replicated and is
+reported.
+
+A layer's leaf is split over its first dim, since an all_gather then writes each shard as one piece. Of a later dim XLA
+transposes what it gathers, and in a loop over layers the whole stack before the loop: a step that streams held such leaves
+twice (a transformer of 24 x 4096 on 8 H200s: 5.29 GB of a device in place of 4.66, jax 0.10.2). Of other leaves the first dim
+may be one that the model's own scan slices, which must stay whole.
 
     W[D, F]          -> W[D_fsdp, F]              D the largest
     W[D, F_tensor]   -> W[D_fsdp, F_tensor]       a spec of the user's is kept
@@ -77,7 +83,7 @@ def leaf_spec(
     if not dims:
         return LeafSpec(base, base, f"no dim of {tuple(local[first_dim:])} divides by {axis}={size}")
     free = [d for d in dims if base[d] is None]
-    split_dim = max(free or dims, key=lambda d: local[d])
+    split_dim = (free or dims)[0] if first_dim else max(free or dims, key=lambda d: local[d])
     # The ZeRO axis comes last within its dim, so that removing it leaves the user's own split.
     entry = (*axes_of(base[split_dim]), axis)
     sharded = tuple((entry if len(entry) > 1 else axis) if d == split_dim else s for d, s in enumerate(base))
