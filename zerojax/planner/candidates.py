@@ -10,7 +10,7 @@
     prefetch_distance           1, 2, 4 where something is fetched
     gather_ahead                where parameters are gathered
     num_microbatches            powers of two that divide a device's rows
-    moments                     float32; bfloat16, which rounds them, only where nothing else fits
+    moments                     float32; bfloat16, which rounds them, only where the user lets it
     tiles                       of the MLPs, where the model's sizes are numbers alone
 
 A bound of seconds is what no lane can do faster: compute with what it has to wait for, or the bytes of a wire over its rate. A
@@ -151,16 +151,24 @@ class Space:
         """Return the choices of a field, or the plainest where the others leave it no meaning. What is fixed is that."""
         return self.choices(name) if matters else self.choices(name)[:1]
 
+    def built(self, fields: Mapping[str, Any]) -> ZeroConfig:
+        """Return a candidate's config.
+
+        Raises:
+          ValueError, NotImplementedError: its fields cannot go together.
+        """
+        config = ZeroConfig(**{**self.fixed, **fields})
+        require_built(config)
+        if not self.workload.is_layered:
+            check_unlayered(config)
+        return config
+
     def config(self, fields: Mapping[str, Any]) -> ZeroConfig | None:
         """Return a candidate's config, or None where its fields cannot go together."""
         try:
-            config = ZeroConfig(**{**self.fixed, **fields})
-            require_built(config)
-            if not self.workload.is_layered:
-                check_unlayered(config)
+            return self.built(fields)
         except (ValueError, NotImplementedError):
             return None
-        return config
 
 
 def complexity(fields: Mapping[str, Any], tiles: int = 1) -> float:

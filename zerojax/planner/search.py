@@ -179,8 +179,19 @@ class Tally:
 class Search:
     """One search. Its results are `found`, the fastest first."""
 
-    def __init__(self, space: Space, limits: Limits, exact: Callable[[ZeroConfig], Exact] | None = None) -> None:
+    def __init__(
+        self, space: Space, limits: Limits, exact: Callable[[ZeroConfig], Exact] | None = None, most_exact: int | None = None
+    ) -> None:
+        """Search later, by `run`.
+
+        Args:
+          space: what may be chosen.
+          limits: that it has to keep.
+          exact: returns what a config's program takes, or raises that it cannot be built.
+          most_exact: programs that may be built to settle on one, else on none; None: `MOST_EXACT`, and then on an estimate.
+        """
         self.space, self.limits, self.exact, self.tally, self.bound = space, limits, exact, Tally(), Bound(space)
+        self.most_exact = most_exact
         self.found: list[Found] = []
         self._known: dict[tuple[ZeroConfig, int], bool] = {}  # what was kept, and what `exact` has refused
 
@@ -209,8 +220,12 @@ class Search:
         nearest = self.tally.nearest
         if lacks and nearest is not None and lacks[0].share >= nearest.lacks[0].share:
             return False
-        config = self.space.config(candidate.fields)
-        return config is not None and self.consider(config, candidate.tiles)
+        try:
+            config = self.space.built(candidate.fields)
+        except (ValueError, NotImplementedError) as error:
+            self.tally.refused.append(str(error))
+            return False
+        return self.consider(config, candidate.tiles)
 
     def estimate(self, config: ZeroConfig, tiles: int = 1) -> Estimate:
         """Return the estimate of a config."""
@@ -253,7 +268,7 @@ class Search:
         What was found is built best first. A program that cannot be built, or that does not fit after all, is left out, and
         what had been passed over because of it is looked at again.
         """
-        while self.found:
+        while self.found and (self.most_exact is None or self.tally.exact < self.most_exact):
             first = self._settled(self.found[0])
             plainest = first and self._settled(self.plainest())
             if plainest is not None:
@@ -275,9 +290,14 @@ class Search:
 
     def _exact(self, config: ZeroConfig, of_config: Estimate) -> "Exact | None":
         """Return what the real program takes if it fits, or None."""
-        if self.tally.exact >= MOST_EXACT:
+        if self.most_exact is None and self.tally.exact >= MOST_EXACT:
             return Exact(of_config.bytes, None)
         self.tally.exact += 1
+        exact = self._of_program(config, of_config)
+        return exact if exact is not None and self._fits(exact.bytes, of_config) else None
+
+    def _of_program(self, config: ZeroConfig, of_config: Estimate) -> "Exact | None":
+        """Return what the real program takes, or None where it cannot be built."""
         assert self.exact is not None
         try:
             exact = self.exact(config)
@@ -288,10 +308,15 @@ class Search:
         # In the phase that holds the most, which a program's account does not tell.
         phase = of_config.bytes["device"]
         tiers["device"] |= {kind: phase.get(kind, 0) for kind in ("in_flight", "gathered", "activations", "working")}
-        return Exact(tiers, exact.swapped) if self._fits(tiers, of_config) else None
+        return Exact(tiers, exact.swapped)
+
+    def lacks_of_program(self, config: ZeroConfig, tiles: int = 1) -> list[Lack]:
+        """Return what a config lacks by the bytes of its program; nothing where no program is built."""
+        exact = None if self.exact is None else self._of_program(config, self.estimate(config, tiles))
+        return [] if exact is None else self.limits.missing(_sums(exact.bytes))
 
     def _fits(self, tiers: Mapping[str, Mapping[str, int]], of_config: Estimate) -> bool:
-        lacks = self.limits.missing({tier: float(sum(kinds.values())) for tier, kinds in tiers.items()})
+        lacks = self.limits.missing(_sums(tiers))
         if lacks:
             self._note(lacks, of_config)
         return not lacks
@@ -317,3 +342,8 @@ class Search:
         """Return the plainest config that is within `WORTH` of the fastest."""
         near = [f for f in self.found if f.seconds * (1 - WORTH) <= self.found[0].seconds]
         return min(near, key=lambda f: (f.complexity, f.seconds))
+
+
+def _sums(tiers: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+    """Return the bytes of each tier."""
+    return {tier: float(sum(kinds.values())) for tier, kinds in tiers.items()}
