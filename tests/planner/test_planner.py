@@ -347,12 +347,25 @@ def test_plan_for_an_unknown_machine_names_the_nearest():
         plan(zj.machine("h201"))
 
 
+def test_plan_assumes_that_reads_and_writes_share_the_slower_rate_of_the_disk():
+    """No data sheet has the rate of both at once. What is assumed is told, and no faster than what a disk may give."""
+    fixed = FEWER | {"params": "nvme", "opt_state": "nvme", "moments": "float32"}
+    figures = {"disk_read": 2e9, "disk_write": 1e9}
+    assumed, slow, fast = (plan(lab(**figures, disk_both=both), fixed=fixed) for both in (None, 1e9, 3e9))
+    assert assumed.notes == (
+        "disk_both, 1 GB/s, is assumed: reads and writes at once share the lower of disk_read and disk_write",
+    )  # fmt: skip
+    assert assumed.seconds == slow.seconds > fast.seconds
+    assert slow.notes == fast.notes == ()
+    again = zj.plan(SIZES, machine=assumed.machine, fixed=fixed)  # a machine that a plan has says it again
+    assert again.notes == assumed.notes
+
+
 def test_plan_tells_what_it_did_not_consider():
     bare = Machine(name="bare", device_bytes=100 * STATE, flops={"bf16": 1e13}, memory_rate=1e11)
     assert plan(bare, fixed=FEW).notes == (
         "pinned_host is not considered: the machine's host_bytes, link_up, link_down, link_both is not given",
-        "nvme is not considered: the machine's disk_bytes, disk_read, disk_write, disk_both, link_up, link_down, link_both "
-        "is not given",
+        "nvme is not considered: the machine's disk_bytes, disk_read, disk_write, link_up, link_down, link_both is not given",
         "update_on='host' is not considered: the machine's host_kernel is not given",
     )  # fmt: skip
     assert plan(lab(), fixed=FEWER).notes == ()

@@ -48,6 +48,7 @@ from zerojax.sharding import abstract_batch
 
 _TILES = (1, 2, 4, 8, 16, 32)
 _TOLD = 5
+BOTH_ASSUMED = "assumed: reads and writes at once share the lower of disk_read and disk_write"
 _MOST_COMPILED = 5
 _MOST_TRIED = 8
 """Programs that are built to see whether something fits with one change."""
@@ -155,7 +156,7 @@ class Planner:
             # The folder is not known, and not needed: nothing runs.
             self.fixed = {"swap_dir": _SWAP_DIR} | self.fixed
         self.base = ZeroConfig(**{**self.fixed, **_fitting(self.fixed)})
-        self.machine = self._on_mesh(self._machine(machine))
+        self.machine = _with_both(self._on_mesh(self._machine(machine)))
         self.grid = self._grid(mesh)
         self.min_disk_days = min_disk_days
         self.less = 1.0  # the part of its usable memory that a plan fills, where a compiled one took more than it counted
@@ -339,7 +340,7 @@ class Planner:
         """Return the tiers that the machine has; those that are asked for must have their figures."""
         figures, tiers = self.machine.figures, ["device"]
         link = ("link_up", "link_down", "link_both")
-        needs = {"pinned_host": ("host_bytes", *link), "nvme": ("disk_bytes", "disk_read", "disk_write", "disk_both", *link)}
+        needs = {"pinned_host": ("host_bytes", *link), "nvme": ("disk_bytes", "disk_read", "disk_write", *link)}
         for tier, names in needs.items():
             is_asked = tier in [fixed.get(name) for name in ("params", "grads", "opt_state", "activations")]
             if missing := [name for name in names if name not in figures]:
@@ -352,6 +353,8 @@ class Planner:
                 continue
             else:
                 tiers.append(tier)
+                if tier == "nvme" and self.machine.source["disk_both"] == BOTH_ASSUMED:
+                    self._note(f"disk_both, {size_of(self.machine.need('disk_both'))}/s, is {BOTH_ASSUMED}")
         return tuple(tiers)
 
     def _note(self, text: str) -> None:
@@ -499,6 +502,15 @@ def _check_arguments(fixed: Any, min_disk_days: Any, tiles: Any) -> None:
         raise ValueError(f"min_disk_days={days!r}: a number of days above 0 is needed, or None for any")
     if tiles is not None and not (tiles and all(isinstance(n, int) and n >= 1 for n in tiles)):
         raise ValueError(f"tiles={tiles!r}: numbers of at least 1 are needed, such as (1, 2, 4)")
+
+
+def _with_both(machine: Machine) -> Machine:
+    """Return a machine with a rate of reads and writes at once, which no data sheet has: the lower of those alone."""
+    read, write = machine.disk_read, machine.disk_write
+    if read is None or write is None or machine.source.get("disk_both", BOTH_ASSUMED) != BOTH_ASSUMED:
+        return machine
+    source = dict(machine.source) | {"disk_both": BOTH_ASSUMED}
+    return dataclasses.replace(machine, disk_both=min(read, write), source=source)
 
 
 def _fitting(fixed: Mapping[str, Any]) -> dict[str, Any]:
