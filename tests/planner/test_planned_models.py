@@ -97,6 +97,18 @@ def test_plan_of_a_model_that_does_not_fit_trains_from_another_tier(tmp_path):
 
 
 @pytest.mark.usefixtures("_nothing_is_timed")
+def test_plan_with_a_part_of_the_state_on_disk_trains(tmp_path):
+    model, batch = wide()
+    state = 16 * LAYERS * 128**2
+    small = dataclasses.replace(MACHINE, devices_per_node=1, device_bytes=int(0.9 * state), disk_read=1e8, disk_write=1e8)
+    fixed = QUICK | {"opt_state": "nvme", "update_on": "device", "activations": "remat", "update": None, "params": "device"}
+    made = zj.plan(model, TX, mesh_of(1), batch, small, fixed=fixed | {"swap_dir": str(tmp_path), "grads": "device"})
+    assert 0.4 < made.config.opt_state_device_fraction < 0.7
+    losses = losses_of(model, TX, made.config, mesh_of(1), batch)
+    np.testing.assert_allclose(losses, losses_of(model, TX, zj.ZeroConfig(), mesh_of(1), batch), rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_nothing_is_timed")
 def test_plan_of_a_plain_model_chooses_what_it_can_take(caplog):
     batch = toys.batches(1)[0]
     fixed = {"num_microbatches": 1, "stage": 3}

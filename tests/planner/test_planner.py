@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import zerojax as zj
 from zerojax.machines import Machine
 from zerojax.planner import Plan, PlanError
+from zerojax.planner.candidates import Bound, Candidate, Space
 from zerojax.planner.planner import Planner
 from zerojax.planner.search import WORTH, Exact, Search, disk_days
 from zerojax.planner.segments import _options, _segment, mix
@@ -82,11 +84,22 @@ def planner_of(case: Any) -> Planner:
     return Planner(sizes, None, None, None, machine, fixed, days)
 
 
+def with_each_fraction(space: Space, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yield candidates; of one whose fraction is to be found, one with each sixteenth."""
+    for candidate in candidates:
+        if not space.leaves_fraction(candidate.fields):
+            yield candidate
+            continue
+        for part in range(1, 16):
+            fields = {**candidate.fields, "opt_state_device_fraction": part / 16}
+            yield candidate._replace(fields=fields, seconds=Bound(space).seconds(fields))
+
+
 def brute_force(planner: Planner) -> list[tuple[float, float]]:
     """Return seconds and complexity of every config of a space that fits; and hold the bounds of all to their seconds."""
     space, found = planner.space(), []
     search = Search(space, planner.limits)
-    for candidate in space:
+    for candidate in with_each_fraction(space, space):
         config = space.config(candidate.fields)
         if config is None:
             continue
@@ -160,6 +173,25 @@ def test_search_looks_again_at_what_it_passed_over_for_a_program_that_is_refused
     settled = search.settle()
     assert settled is not None
     assert settled.config == expected.plainest().config
+
+
+@pytest.mark.parametrize("tier", ["pinned_host", "nvme"])
+def test_plan_keeps_the_largest_fraction_of_the_state_on_the_device_that_fits(tier):
+    """In sixteenths, as fast as the best of all of them; a byte less of memory has room for one less."""
+    fixed = {name: value for name, value in FEWER.items() if name != "opt_state_device_fraction"}
+    fixed |= {"opt_state": tier, "params": "device", "grads": "device", "update": None}
+    fractions = []
+    for device in (0.55, 0.7, 0.72, 0.9):
+        planner = Planner(SIZES, None, None, None, lab(device_bytes=int(device * STATE)), fixed, None)
+        search = Search(planner.space(), planner.limits)
+        search.run()
+        best = search.found[0]
+        assert best.seconds == pytest.approx(min(brute_force(planner))[0], rel=1e-9)
+        fractions.append(best.config.opt_state_device_fraction)
+        more = dataclasses.replace(best.config, opt_state_device_fraction=fractions[-1] + 1 / 16)
+        assert search.estimate(more).needed("device") > planner.limits.device
+    assert fractions == sorted(fractions)
+    assert any(16 * fraction % 4 for fraction in fractions)
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,7 @@
     activations                 save, selective, remat, and a tier for the layer's input
     update                      after backward or in it, where nothing clips
     update_on                   the device, or the host where the optimizer's state is off the device
-    opt_state_device_fraction   quarters of the layers, where the state is in host memory
+    opt_state_device_fraction   0, or the largest number of sixteenths that fits, where the state is off the device
     prefetch_distance           1, 2, 4 where something is fetched
     gather_ahead                where parameters are gathered
     num_microbatches            powers of two that divide a device's rows
@@ -35,6 +35,11 @@ SEARCHED = (
     "prefetch_distance", "gather_ahead", "num_microbatches", "moments",
 )  # fmt: skip
 """Fields of `ZeroConfig` that a plan chooses, unless they are fixed."""
+FRACTION = "opt_state_device_fraction"
+PARTS = 16
+"""In which the fraction is chosen."""
+MOST_FRACTION = 1 - 1 / PARTS
+"""Of a candidate it stands for the largest fraction that fits, which takes the bytes of an estimate to know."""
 _MOST_MICROBATCHES = 64
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ZeroConfig) if field.name in SEARCHED}
 _STEPS = {"device": 0, "pinned_host": 1, "nvme": 2}
@@ -96,7 +101,7 @@ class Space:
             "activations": ["save", "selective", "remat", *host[1:]] if layered else ["save", "remat"],
             "update": [None, "in_backward"] if layered and self._may_update_in_backward else [None],
             "update_on": ["device", "host"] if self.workload.host_update else ["device"],
-            "opt_state_device_fraction": [0.0, 0.25, 0.5, 0.75] if layered else [0.0],
+            FRACTION: [0.0, MOST_FRACTION] if layered else [0.0],
             "prefetch_distance": [1, 2, 4],
             "gather_ahead": [False, True] if layered and several else [False],
             "num_microbatches": self._microbatches(),
@@ -136,10 +141,10 @@ class Space:
             activations,
         }  # fmt: skip
         is_away = {params, grads, opt_state} != {"device"} or activations in _STEPS
-        names = ("opt_state_device_fraction", "prefetch_distance", "gather_ahead", "num_microbatches", "moments")
+        names = (FRACTION, "prefetch_distance", "gather_ahead", "num_microbatches", "moments")
         for on in self._choices_if(opt_state != "device", "update_on"):
             choices = (
-                self._choices_if(opt_state == "pinned_host" and on == "device", names[0]),
+                self._choices_if(opt_state != "device" and on == "device", names[0]),
                 self._choices_if(is_away, names[1]),
                 self._choices_if(stage == 3, names[2]),
                 *map(self.choices, names[3:]),
@@ -150,6 +155,10 @@ class Space:
     def _choices_if(self, matters: bool, name: str) -> list[Any]:
         """Return the choices of a field, or the plainest where the others leave it no meaning. What is fixed is that."""
         return self.choices(name) if matters else self.choices(name)[:1]
+
+    def leaves_fraction(self, fields: Mapping[str, Any]) -> bool:
+        """Tell whether a candidate's fraction of the optimizer's state on the device is still to be found."""
+        return FRACTION not in self.fixed and fields[FRACTION] == MOST_FRACTION
 
     def built(self, fields: Mapping[str, Any]) -> ZeroConfig:
         """Return a candidate's config.
@@ -211,6 +220,11 @@ class Bound:
             least["device"] += (self.kept[kept if kept in MODES else CHECKPOINTED] - away) / count
             least[kept if away else "device"] += away / count
         return least
+
+    def part_bytes(self, fields: Mapping[str, Any]) -> float:
+        """Return the bytes of the optimizer's state of one of the `PARTS` of all layers."""
+        share = 1 / self.space.grid.fsdp if STAGES[fields["stage"]].opt_state else 1.0
+        return self.blocks * share * self._state(fields) / PARTS
 
     def _state(self, fields: Mapping[str, Any]) -> float:
         """Return the bytes of masters and moments of one parameter."""

@@ -11,6 +11,7 @@ slower than the fastest: a plan that is harder to read has to earn it.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from host_offload.tiers import TIERS
 from zerojax.config import ZeroConfig
 from zerojax.costs import Estimate, estimate
 from zerojax.machines import Machine
-from zerojax.planner.candidates import SEARCHED, Bound, Candidate, Space, complexity
+from zerojax.planner.candidates import FRACTION, PARTS, SEARCHED, Bound, Candidate, Space, complexity
 
 WORTH = 0.03
 """The part of a step's seconds that a harder config has to save."""
@@ -206,7 +207,11 @@ class Search:
                 break
             if not self._may_matter(candidate.seconds, candidate.complexity):
                 continue
-            # More microbatches or tiles take no less time: they are there for what does not fit with fewer.
+            # More microbatches or tiles take no less time: they are there for what does not fit with fewer. With a fraction
+            # that is to be found they may, as more of the state fits beside them.
+            if self.space.leaves_fraction(candidate.fields):
+                self.consider_candidate(candidate)
+                continue
             key = tuple(value for name, value in candidate.fields.items() if name != "num_microbatches")
             if key in fitted:
                 continue
@@ -225,7 +230,30 @@ class Search:
         except (ValueError, NotImplementedError) as error:
             self.tally.refused.append(str(error))
             return False
-        return self.consider(config, candidate.tiles)
+        if not self.space.leaves_fraction(candidate.fields):
+            return self.consider(config, candidate.tiles)
+        return self._consider_largest_fraction(candidate, config)
+
+    def _consider_largest_fraction(self, candidate: Candidate, config: ZeroConfig) -> bool:
+        """Consider a candidate with as much of the optimizer's state on the device as fits, and tell whether any does.
+
+        The more is there, the less is moved. How much fits follows from the bytes of an estimate.
+        """
+        fields, part = candidate.fields, self.bound.part_bytes(candidate.fields)
+        free = self.limits.device - self.bound.resting(fields)["device"]
+        parts = min(PARTS - 1, int(free / part)) if free > 0 else 0
+        while parts > 0:
+            fraction = parts / PARTS
+            least = self.bound.seconds({**fields, FRACTION: fraction})
+            if not self._may_matter(least, candidate.complexity):
+                return False
+            config = dataclasses.replace(config, opt_state_device_fraction=fraction)
+            of_config = self.estimate(config, candidate.tiles)
+            over = of_config.needed("device") - self.limits.device
+            if over <= 0 and self.consider(config, candidate.tiles):
+                return True
+            parts -= max(1, math.ceil(over / part))
+        return False
 
     def estimate(self, config: ZeroConfig, tiles: int = 1) -> Estimate:
         """Return the estimate of a config."""

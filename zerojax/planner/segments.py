@@ -13,17 +13,18 @@ Contexts are met best first: first with the quick search of `by_greedy`, then th
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from zerojax.choice import Choice, LayerOption, Problem, by_greedy, by_milp, layer_options
 from zerojax.config import Segment, ZeroConfig
 from zerojax.costs import StackWork, kept_of
-from zerojax.planner.candidates import Bound
+from zerojax.planner.candidates import FRACTION, Bound, Candidate, Space
 from zerojax.planner.search import WORTH, Search
 
 MAX_SEGMENTS = 4
 _MOST_CONTEXTS = 16
+_FRACTIONS = (0.25, 0.5, 0.75)
 _UNBOUNDED = 1e18  # bytes a second of a link that nobody told of: the solver takes finite numbers
 
 
@@ -102,10 +103,10 @@ def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
     seen, contexts = set[tuple[Any, ...]](), list[_Context]()
     # Of segments, which stream: a layer is gathered once for all microbatches, and computes again what it has to.
     of_segments = {"activations": ()}
+    plain = (c for c in space if c.fields["activations"] == "remat")
     fields = sorted(
-        ((bound.seconds({**c.fields, **of_segments}), c.complexity, n, c) for n, c in enumerate(space)
-         if c.fields["activations"] == "remat"),
-    )  # fmt: skip
+        (bound.seconds({**c.fields, **of_segments}), c.complexity, n, c) for n, c in enumerate(_with_fractions(space, plain))
+    )
     for least, _, _, candidate in fields:
         if least >= best * (1 - WORTH) or len(contexts) == _MOST_CONTEXTS:
             break
@@ -121,6 +122,14 @@ def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
         if problem is not None:
             contexts.append(_Context(config, candidate.tiles, problem, by_greedy(problem)))
     return sorted(contexts, key=lambda c: c.choice.seconds + _rest(search, c))
+
+
+def _with_fractions(space: Space, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yield candidates, one whose fraction is to be found with each of some: what the state leaves is the activations'."""
+    for candidate in candidates:
+        fractions = _FRACTIONS if space.leaves_fraction(candidate.fields) else (candidate.fields[FRACTION],)
+        for fraction in fractions:
+            yield candidate._replace(fields={**candidate.fields, FRACTION: fraction})
 
 
 def _rest(search: Search, context: _Context) -> float:
