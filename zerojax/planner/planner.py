@@ -31,16 +31,16 @@ from jax.sharding import Mesh
 
 from host_offload.tiers import TIERS
 from zerojax.aot import is_there
-from zerojax.config import ZeroConfig
+from zerojax.config import ZeroConfig, uses_disk
 from zerojax.costs import Grid, Sizes, Workload, grid_of, workload_of_model, workload_of_sizes
 from zerojax.machines import Machine, machine_of, probe, size_of
 from zerojax.machines import machine as named_machine
 from zerojax.memory import program_memory
 from zerojax.models import LayeredModel, Model
-from zerojax.planner.candidates import SEARCHED, Space
+from zerojax.planner.candidates import SEARCHED, WORTH, Space
 from zerojax.planner.plans import Beaten, Plan, PlanError, changed
 from zerojax.planner.repairs import Change, Repairs, what_lacks
-from zerojax.planner.search import DAYS, USABLE, WORTH, Exact, Found, Limits, Search, limits_of
+from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, limits_of
 from zerojax.planner.segments import mix
 from zerojax.planner.validate import validated
 from zerojax.program import assemble
@@ -426,8 +426,11 @@ class Planner:
         read, written = moved["read"], moved["write"]
         if best.exact is not None and best.exact.swapped is not None:
             read, written = best.exact.swapped
+        config = best.config
+        if config.swap_dir == _SWAP_DIR and not uses_disk(config):
+            config = dataclasses.replace(config, swap_dir=None)
         return Plan(
-            config=best.config,
+            config=config,
             name=work.name,
             grid=self.grid,
             machine=self.machine,

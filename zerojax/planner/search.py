@@ -20,10 +20,8 @@ from host_offload.tiers import TIERS
 from zerojax.config import ZeroConfig
 from zerojax.costs import Estimate, estimate
 from zerojax.machines import Machine
-from zerojax.planner.candidates import FRACTION, PARTS, SEARCHED, Bound, Candidate, Space, complexity
+from zerojax.planner.candidates import FRACTION, PARTS, SEARCHED, WORTH, Bound, Candidate, Space, complexity
 
-WORTH = 0.03
-"""The part of a step's seconds that a harder config has to save."""
 MOST_EXACT = 40
 USABLE = 0.95
 """The part of a device's memory that a plan fills: XLA's allocator and its libraries need the rest."""

@@ -19,8 +19,8 @@ from typing import Any
 from zerojax.choice import Choice, LayerOption, Problem, by_greedy, by_milp, layer_options
 from zerojax.config import Segment, ZeroConfig
 from zerojax.costs import StackWork, kept_of
-from zerojax.planner.candidates import FRACTION, Bound, Candidate, Space
-from zerojax.planner.search import WORTH, Search
+from zerojax.planner.candidates import FRACTION, WORTH, Bound, Candidate, Space
+from zerojax.planner.search import Search
 
 MAX_SEGMENTS = 4
 _MOST_CONTEXTS = 16
