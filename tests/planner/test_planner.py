@@ -16,7 +16,7 @@ from zerojax.planner import Plan, PlanError
 from zerojax.planner.candidates import WORTH, Bound, Candidate, Space
 from zerojax.planner.planner import Planner
 from zerojax.planner.search import Exact, Search, disk_days
-from zerojax.planner.segments import _options, _segment, mix
+from zerojax.planner.segments import _segment, mix, options_of, with_options
 
 SIZES = zj.Sizes(layers=16, hidden=256, heads=4, seq=64, batch=4, vocab=1024)
 STATE = 16 * SIZES.num_params  # bytes: in bfloat16 with Adam
@@ -97,7 +97,7 @@ def with_each_fraction(space: Space, candidates: Iterable[Candidate]) -> Iterato
 
 def brute_force(planner: Planner) -> list[tuple[float, float]]:
     """Return seconds and complexity of every config of a space that fits; and hold the bounds of all to their seconds."""
-    space, found = planner.space(), []
+    space, found = with_options(planner.space()), []
     search = Search(space, planner.limits)
     for candidate in with_each_fraction(space, space):
         config = space.config(candidate.fields)
@@ -164,6 +164,7 @@ def test_search_looks_again_at_what_it_passed_over_for_a_program_that_is_refused
         return Exact({tier: {} for tier in ("device", "pinned_host", "nvme")}, None)
 
     space = Planner(SIZES, None, None, None, lab(), FEW | {"gather_ahead": False, "params": "device"}, None).space()
+    space = dataclasses.replace(space, options=())
     search, expected = (Search(s, planner_of((SIZES, lab(), FEW, None)).limits, e) for s, e in (
         (space, exact), (dataclasses.replace(space, fixed={**space.fixed, "activations": "remat"}), None),
     ))  # fmt: skip
@@ -177,12 +178,14 @@ def test_search_looks_again_at_what_it_passed_over_for_a_program_that_is_refused
 
 @pytest.mark.parametrize("tier", ["pinned_host", "nvme"])
 def test_plan_keeps_the_largest_fraction_of_the_state_on_the_device_that_fits(tier):
-    """In sixteenths, as fast as the best of all of them; a byte less of memory has room for one less."""
+    """In sixteenths, as fast as the best of all of them. Of 20 layers sixteenths are rounded to 1 or 2 layers."""
+    sizes = dataclasses.replace(SIZES, layers=20)
     fixed = {name: value for name, value in FEWER.items() if name != "opt_state_device_fraction"}
     fixed |= {"opt_state": tier, "params": "device", "grads": "device", "update": None}
     fractions = []
     for device in (0.55, 0.7, 0.72, 0.9):
-        planner = Planner(SIZES, None, None, None, lab(device_bytes=int(device * STATE)), fixed, None)
+        machine = lab(device_bytes=int(device * 16 * sizes.num_params))
+        planner = Planner(sizes, None, None, None, machine, fixed, None)
         search = Search(planner.space(), planner.limits)
         search.run()
         best = search.found[0]
@@ -192,6 +195,36 @@ def test_plan_keeps_the_largest_fraction_of_the_state_on_the_device_that_fits(ti
         assert search.estimate(more).needed("device") > planner.limits.device
     assert fractions == sorted(fractions)
     assert any(16 * fraction % 4 for fraction in fractions)
+
+
+SWEPT = {
+    "wide": zj.Sizes(layers=8, hidden=512, heads=8, seq=1024, batch=16, vocab=1024),
+    "gated": zj.Sizes(layers=12, hidden=512, heads=8, kv_heads=2, mlp=1536, gated=True, seq=1024, batch=4, vocab=4096),
+    "long": zj.Sizes(layers=10, hidden=256, heads=4, seq=4096, batch=2),
+}
+
+
+@pytest.mark.by_default("gated")
+@pytest.mark.parametrize("name", SWEPT)
+def test_no_uniform_config_beats_the_plan_of_layers_that_may_differ(name):
+    """With the device's memory in ten steps; uniform are all fields, and of a layer's values each option for all layers."""
+    sizes, before = SWEPT[name], math.inf
+    fixed = FEW | {"update": None, "grads": "device", "params": "device", "update_on": "device"}
+    kept = set()
+    for step in range(10):
+        device = int(16 * sizes.num_params * 0.3 * 1.35**step)
+        planner = Planner(sizes, None, None, None, lab(device_bytes=device), fixed, None)
+        every, search = brute_force(planner), planner.search(planner.space())
+        assert bool(every) == bool(search.found)
+        if not every:
+            continue
+        best = search.settle()
+        assert best is not None
+        assert best.seconds <= min(every)[0] / (1 - WORTH)
+        assert search.found[0].seconds <= min(*every, (before,))[0] * (1 + 1e-9)  # nor is less memory faster
+        before = search.found[0].seconds
+        kept.add((best.config.activations, best.config.saved_names, best.config.offloaded_names))
+    assert len(kept) > 2
 
 
 @pytest.mark.exhaustive
@@ -259,7 +292,7 @@ def test_options_of_a_layer_are_counted_as_their_estimates_count_them():
     """A choice fills the memory to the byte: what it counts of a layer has to be what is counted of its segment."""
     planner = Planner(SIZES, None, None, None, lab(), dict(FEW), None)
     search, (stack,) = Search(planner.space(), planner.limits), planner.workload.stacks
-    options = _options(search)
+    options = options_of(search.space)
     assert len(options) > 4
     for option in options:
         segments = (_segment(1, option, options), zj.Segment(stack.num_layers - 1, activations="remat"))

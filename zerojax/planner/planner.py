@@ -41,7 +41,7 @@ from zerojax.planner.candidates import SEARCHED, WORTH, Space
 from zerojax.planner.plans import Beaten, Plan, PlanError, changed
 from zerojax.planner.repairs import Change, Repairs, what_lacks
 from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, limits_of
-from zerojax.planner.segments import mix
+from zerojax.planner.segments import mix, with_options
 from zerojax.planner.validate import validated
 from zerojax.program import assemble
 from zerojax.sharding import abstract_batch
@@ -324,7 +324,7 @@ class Planner:
             allowed |= self._capable(tiers, allowed, fixed)
         searched = {name: value for name, value in fixed.items() if name in SEARCHED}
         others = {name: value for name, value in fixed.items() if name not in SEARCHED}
-        return Space(
+        space = Space(
             workload=self.workload,
             grid=self.grid,
             machine=self.machine,
@@ -335,6 +335,7 @@ class Planner:
             shares_cores=self.shares_cores,
             rounds_moments=self.rounds_moments,
         )
+        return with_options(space)
 
     def _tiers(self, fixed: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the tiers that the machine has; those that are asked for must have their figures."""

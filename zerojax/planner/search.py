@@ -237,9 +237,9 @@ class Search:
 
         The more is there, the less is moved. How much fits follows from the bytes of an estimate.
         """
-        fields, part = candidate.fields, self.bound.part_bytes(candidate.fields)
+        fields, (part, rounded) = candidate.fields, self.bound.part_bytes(candidate.fields)
         free = self.limits.device - self.bound.resting(fields)["device"]
-        parts = min(PARTS - 1, int(free / part)) if free > 0 else 0
+        parts = min(PARTS - 1, int((free + rounded) / part)) if free > 0 else 0
         while parts > 0:
             fraction = parts / PARTS
             least = self.bound.seconds({**fields, FRACTION: fraction})
@@ -250,7 +250,7 @@ class Search:
             over = of_config.needed("device") - self.limits.device
             if over <= 0 and self.consider(config, candidate.tiles):
                 return True
-            parts -= max(1, math.ceil(over / part))
+            parts -= max(1, math.ceil((over - rounded) / part))
         return False
 
     def estimate(self, config: ZeroConfig, tiles: int = 1) -> Estimate:
@@ -361,8 +361,7 @@ class Search:
             self.tally.nearest = Nearest(tuple(lacks), of_config.config, of_config.tiles)
 
     def _complexity(self, config: ZeroConfig, tiles: int) -> float:
-        named = bool(config.saved_names or config.offloaded_names)
-        return complexity({name: getattr(config, name) for name in SEARCHED}, tiles) + 2.0 * named
+        return complexity({name: getattr(config, name) for name in (*SEARCHED, "saved_names", "offloaded_names")}, tiles)
 
     def plainest(self) -> Found:
         """Return the plainest config that is within `WORTH` of the fastest."""

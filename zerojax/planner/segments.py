@@ -19,7 +19,7 @@ from typing import Any
 from zerojax.choice import Choice, LayerOption, Problem, by_greedy, by_milp, layer_options
 from zerojax.config import Segment, ZeroConfig
 from zerojax.costs import StackWork, kept_of
-from zerojax.planner.candidates import FRACTION, WORTH, Bound, Candidate, Space
+from zerojax.planner.candidates import FRACTION, WORTH, Bound, Candidate, Space, named_fields
 from zerojax.planner.search import Search
 
 MAX_SEGMENTS = 4
@@ -52,16 +52,9 @@ def mix(search: Search, *, seconds: float = 20.0) -> None:
       search: that was run.
       seconds: of the solver, at most.
     """
-    space = search.space
-    stacks = space.workload.stacks
-    if (
-        {"activations", "saved_names", "offloaded_names"} & space.fixed.keys()
-        or len(stacks) != 1
-        or not space.workload.is_layered
-        or not stacks[0].values
-    ):
+    options = options_of(search.space)
+    if not options:
         return
-    options = _options(search)
     contexts = [c for c in _contexts(search, options) if c.choice.fits]
     if not contexts:
         return
@@ -78,14 +71,26 @@ def mix(search: Search, *, seconds: float = 20.0) -> None:
         search.consider(_config(best, choice), best.tiles)
 
 
-def _options(search: Search) -> tuple[LayerOption, ...]:
+def with_options(space: Space) -> Space:
+    """Return a space in which all layers may do as one option says, besides what modes and tiers do."""
+    options = options_of(space)
+    modes = (Segment(1, activations="save"), Segment(1, activations="remat"), Segment(1, activations="pinned_host"))
+    return dataclasses.replace(space, options=tuple(o for o in options if _segment(1, o, options) not in modes))
+
+
+def options_of(space: Space) -> tuple[LayerOption, ...]:
     """Return the options of a layer, without host memory those that offload nothing; each with what its estimate will say.
 
-    A choice fills the memory to the byte, so what it counts has to be what is counted of its config.
+    A choice fills the memory to the byte, so what it counts has to be what is counted of its config. There are none where what
+    layers keep is fixed, or where their values are not known, or those of several stacks.
     """
-    (stack,) = search.space.workload.stacks
+    stacks = space.workload.stacks
+    is_fixed = bool({"activations", "saved_names", "offloaded_names"} & space.fixed.keys())
+    if is_fixed or len(stacks) != 1 or not space.workload.is_layered or not stacks[0].values:
+        return ()
+    (stack,) = stacks
     options = layer_options(stack.values, stack.x_bytes)
-    offloads = "pinned_host" in search.space.tiers and not search.space.shares_cores
+    offloads = "pinned_host" in space.tiers and not space.shares_cores
     return tuple(_as_estimated(stack, option, options) for option in options if offloads or not option.host_bytes)
 
 
@@ -103,7 +108,7 @@ def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
     seen, contexts = set[tuple[Any, ...]](), list[_Context]()
     # Of segments, which stream: a layer is gathered once for all microbatches, and computes again what it has to.
     of_segments = {"activations": ()}
-    plain = (c for c in space if c.fields["activations"] == "remat")
+    plain = dataclasses.replace(space, options=(), fixed={**space.fixed, "activations": "remat"})
     fields = sorted(
         (bound.seconds({**c.fields, **of_segments}), c.complexity, n, c) for n, c in enumerate(_with_fractions(space, plain))
     )
@@ -190,5 +195,4 @@ def _segment(num_layers: int, option: LayerOption, options: Sequence[LayerOption
     most = max(len(o.keep) for o in options)
     if len(option.keep) == most and not option.offload and not option.input_offloaded and not option.seconds:
         return Segment(num_layers=num_layers, activations="save")
-    kept = "pinned_host" if option.input_offloaded else "remat"
-    return Segment(num_layers=num_layers, activations=kept, saved_names=option.keep, offloaded_names=option.offload)
+    return Segment(num_layers=num_layers, **named_fields(option))
