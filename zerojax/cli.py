@@ -14,6 +14,7 @@ zerojax export CHECKPOINTS OUT --format safetensors --dtype bfloat16
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,6 +93,15 @@ class Shape:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
+    try:
+        _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader such as `head` has read what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be written when Python ends
+
+
+def _run(arguments: Sequence[str] | None) -> None:
+    """Run one command."""
     parser = argparse.ArgumentParser(
         prog="zerojax", description="ZeRO in JAX: model states and collectives, compiled programs, disks, and checkpoints"
     )
@@ -195,9 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.command == "machines":
         try:
-            print("\n\n".join(str(machine(name)) for name in options.name or NAMED))
+            text = "\n\n".join(str(machine(name)) for name in options.name or NAMED)
         except (ValueError, OSError) as error:
             parser.exit(1, f"zerojax machines: {error}\n")
+        print(text)
         return
     if options.command == "probe":
         try:

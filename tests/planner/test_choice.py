@@ -159,7 +159,7 @@ def test_choice_by_milp_takes_what_the_solver_betters(monkeypatch):
         if found.fits:
             assert found.seconds == pytest.approx(least_seconds(problem), rel=GAP + 1e-6)
             assert found.assignment in set(fitting(problem))
-            num_bettered += found.solver.text.startswith("HiGHS") and found.solver.gap <= GAP + 1e-6
+            num_bettered += found.solver.text.startswith("milp: ") and found.solver.gap <= GAP + 1e-6
     assert num_bettered > 5
 
 

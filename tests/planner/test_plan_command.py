@@ -1,6 +1,8 @@
 """`zerojax plan`: what it prints and writes, and what it refuses with one line."""
 
 import json
+import os
+import sys
 
 import pytest
 
@@ -103,7 +105,12 @@ def test_plan_command_compares_stages_and_tiers(lab, capsys):
     ("--machine h201", "machine 'h201' is unknown"),
     ("--machine nowhere.toml", "nowhere.toml"),
     ("--machine l4 --set host_byte=1", "'host_byte' is no figure of a machine"),
-    ("--machine l4 --set host_bytes=much", "a number is needed, such as host_bytes=2e12"),
+    ("--machine l4 --set host_bytes=much", "a finite number is needed, such as host_bytes=2e12"),
+    ("--machine l4 --set device_bytes=inf", "--set device_bytes=inf: a finite number is needed"),
+    ("--machine l4 --set link_up=nan", "--set link_up=nan: a finite number is needed"),
+    ("--machine l4 --fix stage=3 --fix stage=2", "--fix stage is given more than once, as 3 and 2"),
+    ("--machine /tmp", "/tmp is a folder: the path of a TOML file of figures is needed"),
+    ("--machine l4 --min-disk-days -1", "min_disk_days=-1.0: a number of days above 0 is needed"),
     ("--machine l4 --fix stages=3", "ZeroConfig has no field 'stages'; did you mean 'stage'?"),
     ("--machine l4 --fix stage", "a value is needed, such as stage=3"),
     ("--machine l4 --fix stage=5", "stage=5 is unknown: choose from 0, 1, 2, 3"),
@@ -118,6 +125,20 @@ def test_plan_command_compares_stages_and_tiers(lab, capsys):
 ])  # fmt: skip
 def test_plan_command_refuses_with_one_line(arguments, message, capsys):
     assert message in refused(f"{SMALL} {arguments}", capsys)
+
+
+def test_figures_that_no_probe_measures_are_not_said_to_be(capsys):
+    assert "zerojax probe" not in refused(f"{SMALL} --machine l4 --nodes 2", capsys)
+    assert "zerojax probe" in refused(f"{SMALL} --machine l4 --fix opt_state=pinned_host", capsys)
+
+
+def test_plan_command_ends_quietly_when_nobody_reads_on(monkeypatch):
+    """As with `zerojax plan ... | head -1`."""
+    read, written = os.pipe()
+    os.close(read)
+    with open(written, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        run(f"{SMALL} --machine l4 --fix opt_state=device {QUICK}")
 
 
 @pytest.mark.parametrize("arguments", ["--layers 4", f"{SMALL} --machine l4 --params many", f"{SMALL} --machine l4 --layers 0"])

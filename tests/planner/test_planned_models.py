@@ -1,6 +1,7 @@
 """Plans of models: a config that builds and trains, and what a model or an optimizer cannot take is left out."""
 
 import dataclasses
+import re
 from typing import Any
 
 import encoder_decoder
@@ -96,6 +97,18 @@ def test_plan_of_a_model_that_does_not_fit_trains_from_another_tier(tmp_path):
 
 
 @pytest.mark.usefixtures("_nothing_is_timed")
+def test_plan_with_a_part_of_the_state_on_disk_trains(tmp_path):
+    model, batch = wide()
+    state = 16 * LAYERS * 128**2
+    small = dataclasses.replace(MACHINE, devices_per_node=1, device_bytes=int(0.9 * state), disk_read=1e8, disk_write=1e8)
+    fixed = QUICK | {"opt_state": "nvme", "update_on": "device", "activations": "remat", "update": None, "params": "device"}
+    made = zj.plan(model, TX, mesh_of(1), batch, small, fixed=fixed | {"swap_dir": str(tmp_path), "grads": "device"})
+    assert 0.4 < made.config.opt_state_device_fraction < 0.7
+    losses = losses_of(model, TX, made.config, mesh_of(1), batch)
+    np.testing.assert_allclose(losses, losses_of(model, TX, zj.ZeroConfig(), mesh_of(1), batch), rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_nothing_is_timed")
 def test_plan_of_a_plain_model_chooses_what_it_can_take(caplog):
     batch = toys.batches(1)[0]
     fixed = {"num_microbatches": 1, "stage": 3}
@@ -126,6 +139,32 @@ def test_plan_leaves_out_what_the_optimizer_cannot_do():
     assert any(note.startswith("opt_state='pinned_host' is not considered: ") for note in left_out)
     assert any(note.startswith("update='in_backward' is not considered: ") for note in left_out)
     assert (made.config.opt_state, made.config.update) == ("device", None)
+
+
+@pytest.mark.usefixtures("_nothing_is_timed")
+@pytest.mark.parametrize(("device", "host", "devices"), [(0.05, 0.3, 1), (0.5, 0.3, 2)])
+def test_error_of_a_model_names_a_change_that_its_program_fits(device, host, devices):
+    """A program takes some bytes more than the estimate by which the nearest config is found, and all have to be named."""
+    model, batch = wide()
+    state = 16 * LAYERS * 128**2
+    small = dataclasses.replace(
+        MACHINE, devices_per_node=devices, device_bytes=int(device * state), host_bytes=int(host * state), disk_bytes=0
+    )
+    arguments = {"fixed": QUICK | {"update": None, "activations": "remat", "grads": "device"}}
+    with pytest.raises(zj.PlanError, match="nothing fits lab: ") as caught:
+        zj.plan(model, TX, mesh_of(devices), batch, small, **arguments)
+    named = re.findall(r"(\w+_bytes) of ([\d,]+)", str(caught.value))
+    assert named
+    more = {name: int(n.replace(",", "")) for name, n in named}
+    zj.plan(model, TX, mesh_of(devices), batch, dataclasses.replace(small, **more), **arguments)
+
+
+@pytest.mark.usefixtures("_nothing_is_timed")
+def test_plan_tells_why_clipping_leaves_no_update_in_backward():
+    model, batch = wide()
+    made = zj.plan(model, TX, mesh_of(2), batch, MACHINE, fixed=QUICK | {"clip_norm": 1.0})
+    note = "update='in_backward' is not considered with clip_norm=1.0: the global norm is known only after the backward pass"
+    assert note in made.notes
 
 
 @pytest.mark.usefixtures("_nothing_is_timed")
@@ -171,6 +210,9 @@ def test_plan_for_gpus_that_are_not_there_takes_their_rates():
     ({"mesh": {"fsdp": 2}}, "mesh is missing"),
     ({"model": lambda x: x}, "model must be a zerojax.Model, LayeredModel or Sizes, got function"),
     ({"fixed": {"stages": 3}}, "did you mean 'stage'"),
+    ({"fixed": ["stage"]}, "fixed=['stage']: fields of ZeroConfig by name are needed, such as fixed={'stage': 3}"),
+    ({"batch": {"tokens": 1}}, "batch['tokens'] is 1: a plan takes arrays or jax.ShapeDtypeStructs of one step"),
+    ({"batch": {}}, "batch has no array with rows"),
 ])  # fmt: skip
 def test_plan_of_a_model_refuses_what_is_missing(arguments, message):
     model, batch = wide()

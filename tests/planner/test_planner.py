@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import pytest
 import zerojax as zj
 from zerojax.machines import Machine
 from zerojax.planner import Plan, PlanError
+from zerojax.planner.candidates import WORTH, Bound, Candidate, Space
 from zerojax.planner.planner import Planner
-from zerojax.planner.search import WORTH, Exact, Search, disk_days
-from zerojax.planner.segments import _options, _segment, mix
+from zerojax.planner.search import Exact, Search, disk_days
+from zerojax.planner.segments import _segment, mix, options_of, with_options
 
 SIZES = zj.Sizes(layers=16, hidden=256, heads=4, seq=64, batch=4, vocab=1024)
 STATE = 16 * SIZES.num_params  # bytes: in bfloat16 with Adam
@@ -34,7 +36,7 @@ def lab(**figures: Any) -> Machine:
     return Machine(name="lab", **(given | figures))
 
 
-def plan(machine: Machine, sizes: zj.Sizes = SIZES, fixed: Any = BF16, **more: Any) -> Plan:
+def plan(machine: Machine | str, sizes: zj.Sizes = SIZES, fixed: Any = BF16, **more: Any) -> Plan:
     return zj.plan(sizes, machine=machine, fixed=fixed, **more)
 
 
@@ -82,11 +84,22 @@ def planner_of(case: Any) -> Planner:
     return Planner(sizes, None, None, None, machine, fixed, days)
 
 
+def with_each_fraction(space: Space, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yield candidates; of one whose fraction is to be found, one with each sixteenth."""
+    for candidate in candidates:
+        if not space.leaves_fraction(candidate.fields):
+            yield candidate
+            continue
+        for part in range(1, 16):
+            fields = {**candidate.fields, "opt_state_device_fraction": part / 16}
+            yield candidate._replace(fields=fields, seconds=Bound(space).seconds(fields))
+
+
 def brute_force(planner: Planner) -> list[tuple[float, float]]:
     """Return seconds and complexity of every config of a space that fits; and hold the bounds of all to their seconds."""
-    space, found = planner.space(), []
+    space, found = with_options(planner.space()), []
     search = Search(space, planner.limits)
-    for candidate in space:
+    for candidate in with_each_fraction(space, space):
         config = space.config(candidate.fields)
         if config is None:
             continue
@@ -112,7 +125,7 @@ def check_choice(seed: int, fewer: bool) -> None:
     every, search = brute_force(planner), Search(planner.space(), planner.limits)
     search.run()
     assert bool(search.found) == bool(every), seed
-    if not every:  # in float32, and with equal layers
+    if not every:  # with equal layers
         try:
             planner.plan(validate=False)
         except PlanError:
@@ -151,6 +164,7 @@ def test_search_looks_again_at_what_it_passed_over_for_a_program_that_is_refused
         return Exact({tier: {} for tier in ("device", "pinned_host", "nvme")}, None)
 
     space = Planner(SIZES, None, None, None, lab(), FEW | {"gather_ahead": False, "params": "device"}, None).space()
+    space = dataclasses.replace(space, options=())
     search, expected = (Search(s, planner_of((SIZES, lab(), FEW, None)).limits, e) for s, e in (
         (space, exact), (dataclasses.replace(space, fixed={**space.fixed, "activations": "remat"}), None),
     ))  # fmt: skip
@@ -160,6 +174,57 @@ def test_search_looks_again_at_what_it_passed_over_for_a_program_that_is_refused
     settled = search.settle()
     assert settled is not None
     assert settled.config == expected.plainest().config
+
+
+@pytest.mark.parametrize("tier", ["pinned_host", "nvme"])
+def test_plan_keeps_the_largest_fraction_of_the_state_on_the_device_that_fits(tier):
+    """In sixteenths, as fast as the best of all of them. Of 20 layers sixteenths are rounded to 1 or 2 layers."""
+    sizes = dataclasses.replace(SIZES, layers=20)
+    fixed = {name: value for name, value in FEWER.items() if name != "opt_state_device_fraction"}
+    fixed |= {"opt_state": tier, "params": "device", "grads": "device", "update": None}
+    fractions = []
+    for device in (0.55, 0.7, 0.72, 0.9):
+        machine = lab(device_bytes=int(device * 16 * sizes.num_params))
+        planner = Planner(sizes, None, None, None, machine, fixed, None)
+        search = Search(planner.space(), planner.limits)
+        search.run()
+        best = search.found[0]
+        assert best.seconds == pytest.approx(min(brute_force(planner))[0], rel=1e-9)
+        fractions.append(best.config.opt_state_device_fraction)
+        more = dataclasses.replace(best.config, opt_state_device_fraction=fractions[-1] + 1 / 16)
+        assert search.estimate(more).needed("device") > planner.limits.device
+    assert fractions == sorted(fractions)
+    assert any(16 * fraction % 4 for fraction in fractions)
+
+
+SWEPT = {
+    "wide": zj.Sizes(layers=8, hidden=512, heads=8, seq=1024, batch=16, vocab=1024),
+    "gated": zj.Sizes(layers=12, hidden=512, heads=8, kv_heads=2, mlp=1536, gated=True, seq=1024, batch=4, vocab=4096),
+    "long": zj.Sizes(layers=10, hidden=256, heads=4, seq=4096, batch=2),
+}
+
+
+@pytest.mark.by_default("gated")
+@pytest.mark.parametrize("name", SWEPT)
+def test_no_uniform_config_beats_the_plan_of_layers_that_may_differ(name):
+    """With the device's memory in ten steps; uniform are all fields, and of a layer's values each option for all layers."""
+    sizes, before = SWEPT[name], math.inf
+    fixed = FEW | {"update": None, "grads": "device", "params": "device", "update_on": "device"}
+    kept = set()
+    for step in range(10):
+        device = int(16 * sizes.num_params * 0.3 * 1.35**step)
+        planner = Planner(sizes, None, None, None, lab(device_bytes=device), fixed, None)
+        every, search = brute_force(planner), planner.search(planner.space())
+        assert bool(every) == bool(search.found)
+        if not every:
+            continue
+        best = search.settle()
+        assert best is not None
+        assert best.seconds <= min(every)[0] / (1 - WORTH)
+        assert search.found[0].seconds <= min(*every, (before,))[0] * (1 + 1e-9)  # nor is less memory faster
+        before = search.found[0].seconds
+        kept.add((best.config.activations, best.config.saved_names, best.config.offloaded_names))
+    assert len(kept) > 2
 
 
 @pytest.mark.exhaustive
@@ -187,14 +252,14 @@ def test_more_memory_is_never_slower(name):
 
 def test_plan_with_room_for_all_is_the_default():
     made = plan(lab(), fixed=BF16 | {"prefetch_distance": 1, "num_microbatches": 1, "grads": "device"})
-    assert (made.fields, made.tiles) == ({"precision": "bf16", "swap_dir": "SWAP_DIR"}, 1)
+    assert (made.fields, made.tiles) == ({"precision": "bf16"}, 1)
     assert made.time.bound_by == "compute"
     assert made.bytes["pinned_host"] == made.bytes["nvme"] == {}
 
 
 def test_plan_goes_from_the_device_to_the_host_to_the_disk():
     used = []
-    for device, host in ((2.0, 2.0), (0.6, 2.0), (0.2, 2.0), (0.2, 0.2)):
+    for device, host in ((2.0, 2.0), (0.6, 2.0), (0.2, 2.0), (0.2, 0.3)):
         made = plan(lab(device_bytes=int(device * STATE), host_bytes=int(host * STATE)), fixed=FEW)
         used.append([tier for tier in ("device", "pinned_host", "nvme") if made.bytes[tier]])
         for tier, n in made.bytes.items():
@@ -227,7 +292,7 @@ def test_options_of_a_layer_are_counted_as_their_estimates_count_them():
     """A choice fills the memory to the byte: what it counts of a layer has to be what is counted of its segment."""
     planner = Planner(SIZES, None, None, None, lab(), dict(FEW), None)
     search, (stack,) = Search(planner.space(), planner.limits), planner.workload.stacks
-    options = _options(search)
+    options = options_of(search.space)
     assert len(options) > 4
     for option in options:
         segments = (_segment(1, option, options), zj.Segment(stack.num_layers - 1, activations="remat"))
@@ -272,17 +337,34 @@ def test_plan_keeps_what_is_fixed(fixed):
     assert config.update != "in_backward" or config.clip_norm is None
 
 
-def test_plan_rounds_moments_only_where_nothing_else_fits():
+def test_plan_rounds_moments_only_where_the_user_lets_it():
     alone = BF16 | dict.fromkeys(("params", "grads", "opt_state"), "device") | {"update": None, "activations": "remat"}
     machine = lab(host_bytes=None, disk_bytes=None)
     needed = sum(plan(machine, fixed=alone).bytes["device"].values())
     fits, less = (dataclasses.replace(machine, device_bytes=int(n / 0.95) + 2) for n in (needed, needed - STATE // 8))
-    assert plan(fits, fixed=alone).config.moments == "float32"
-    made = plan(less, fixed=alone)
-    assert made.config.moments == "bfloat16"
-    assert "moments='bfloat16' rounds the optimizer's moments: in float32 nothing fits" in made.notes
-    with pytest.raises(PlanError, match=re.escape("Without moments='float32' a plan fits.")):
-        plan(less, fixed=alone | {"moments": "float32"})
+    assert plan(fits, fixed=alone, rounds_moments=True).config.moments == "float32"  # plainer, and as fast
+    assert plan(less, fixed=alone, rounds_moments=True).config.moments == "bfloat16"
+    for fixed in (alone, alone | {"moments": "float32"}):
+        with pytest.raises(PlanError, match=r"With moments='bfloat16' fixed, .* a plan fits: .* s a step"):
+            plan(less, fixed=fixed)
+    assert plan(less, fixed=alone | {"moments": "bfloat16"}).config.moments == "bfloat16"
+
+
+def test_plan_of_a_machine_with_more_is_never_slower_where_rounded_moments_would_fit_less():
+    """A disk of slow writes: what it makes fit in float32 is slower than what rounded moments make fit without it."""
+    figures = {"device_bytes": int(0.2 * STATE), "host_bytes": int(0.6 * STATE)}
+    slow = dict.fromkeys(("disk_read", "disk_write", "disk_both"), 1e7)
+    without, disk = lab(**figures, disk_bytes=0), lab(**figures, **slow)
+    rounded = plan(without, fixed=FEWER | {"moments": "bfloat16"})
+    with pytest.raises(PlanError, match="With moments='bfloat16' fixed"):
+        plan(without, fixed=FEWER)
+    made = plan(disk, fixed=FEWER)
+    assert made.config.moments == "float32"
+    assert made.seconds > 2 * rounded.seconds
+    (note,) = made.notes
+    assert note.startswith("with moments='bfloat16', which rounds the optimizer's moments, a step is predicted to take ")
+    seconds = [plan(m, fixed=FEWER, rounds_moments=True).seconds for m in (without, disk)]
+    assert seconds[1] <= seconds[0]
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -293,6 +375,10 @@ def test_plan_rounds_moments_only_where_nothing_else_fits():
     ({"mesh": {"tensor": 3}}, "mesh {'tensor': 3} does not divide the 4 devices of lab"),
     ({"mesh": {"fsdp": 2}}, "mesh {'fsdp': 2} has 2 devices, and lab has 4"),
     ({"machine": None}, "needs a machine"),
+    ({"mesh": {"fsdp": "4"}}, "mesh {'fsdp': '4'}: '4' is no number of devices"),
+    ({"machine": 4}, "machine must be a zerojax.Machine or its name, such as 'h200', got int"),
+    ({"min_disk_days": -1.0}, "min_disk_days=-1.0: a number of days above 0 is needed"),
+    ({"tiles": ()}, "tiles=(): numbers of at least 1 are needed"),
     ({"batch": {}}, "a plan from Sizes takes no optimizer, batch or Mesh"),
     ({"min_disk_days": 30.0}, "disk_tbw_bytes"),
     ({"machine": lab(flops={}, devices_per_node=4)}, "flops.bf16"),
@@ -306,8 +392,19 @@ def test_plan_refuses_what_it_cannot_plan(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         zj.plan(
             given["sizes"], None, given.get("mesh"), given.get("batch"), given["machine"], fixed=BF16 | given["fixed"],
-            min_disk_days=given.get("min_disk_days"),
+            min_disk_days=given.get("min_disk_days"), tiles=given.get("tiles"),
         )  # fmt: skip
+
+
+def test_plan_takes_a_machine_by_name():
+    sizes = dataclasses.replace(SIZES, batch=8)
+    assert plan("h200", sizes, FEWER).config == plan(zj.machine("h200"), sizes, FEWER).config
+
+
+def test_plan_says_which_fixed_field_has_nothing_to_go_with():
+    with pytest.raises(PlanError, match=r"update_on='host' needs opt_state=.*the machine's host_bytes is not given") as caught:
+        plan(lab(host_bytes=None, disk_bytes=0), fixed=BF16 | {"update_on": "host"})
+    assert "SWAP_DIR" not in str(caught.value)
 
 
 def test_plan_for_an_unknown_machine_names_the_nearest():
@@ -315,12 +412,25 @@ def test_plan_for_an_unknown_machine_names_the_nearest():
         plan(zj.machine("h201"))
 
 
+def test_plan_assumes_that_reads_and_writes_share_the_slower_rate_of_the_disk():
+    """No data sheet has the rate of both at once. What is assumed is told, and no faster than what a disk may give."""
+    fixed = FEWER | {"params": "nvme", "opt_state": "nvme", "moments": "float32"}
+    figures = {"disk_read": 2e9, "disk_write": 1e9}
+    assumed, slow, fast = (plan(lab(**figures, disk_both=both), fixed=fixed) for both in (None, 1e9, 3e9))
+    assert assumed.notes == (
+        "disk_both, 1 GB/s, is assumed: reads and writes at once share the lower of disk_read and disk_write",
+    )  # fmt: skip
+    assert assumed.seconds == slow.seconds > fast.seconds
+    assert slow.notes == fast.notes == ()
+    again = zj.plan(SIZES, machine=assumed.machine, fixed=fixed)  # a machine that a plan has says it again
+    assert again.notes == assumed.notes
+
+
 def test_plan_tells_what_it_did_not_consider():
     bare = Machine(name="bare", device_bytes=100 * STATE, flops={"bf16": 1e13}, memory_rate=1e11)
     assert plan(bare, fixed=FEW).notes == (
         "pinned_host is not considered: the machine's host_bytes, link_up, link_down, link_both is not given",
-        "nvme is not considered: the machine's disk_bytes, disk_read, disk_write, disk_both, link_up, link_down, link_both "
-        "is not given",
+        "nvme is not considered: the machine's disk_bytes, disk_read, disk_write, link_up, link_down, link_both is not given",
         "update_on='host' is not considered: the machine's host_kernel is not given",
     )  # fmt: skip
     assert plan(lab(), fixed=FEWER).notes == ()
@@ -339,12 +449,13 @@ def check_repair(case: Any) -> None:
     assert error.tier in ("device", "pinned_host", "nvme", "days of the disk")
     assert error.needed > error.had
     field = re.search(r"Without (\w+)=.* a plan fits", text)
+    rounded = {"moments": "bfloat16"} if "With moments='bfloat16' fixed" in text else {}
     more = {name: int(n.replace(",", "")) for name, n in re.findall(r"(\w+_bytes) of ([\d,]+)", text)}
     fewer = re.search(r"[Ww]ith min_disk_days=([\d.e+-]+\d)", text)
-    assert field or more or fewer, text
+    assert field or rounded or more or fewer, text
     zj.plan(
         sizes, machine=dataclasses.replace(machine, **more), min_disk_days=float(fewer[1]) if fewer else days,
-        fixed={name: value for name, value in fixed.items() if field is None or name != field[1]},
+        fixed={name: value for name, value in fixed.items() if field is None or name != field[1]} | rounded,
     )  # fmt: skip
 
 
@@ -372,6 +483,23 @@ def test_error_names_the_fixed_field_that_is_in_the_way():
     plan(machine, fixed=FEWER)
 
 
+@pytest.mark.parametrize(("layers", "hidden"), [(40, 5120), (80, 8192), (12, 768)])
+@pytest.mark.parametrize("name", ["l4", "h100-pcie"])
+def test_error_names_a_change_that_fits_on_machines_by_name(name, layers, hidden):
+    """With less and less of each memory; whatever an error names is all that it takes."""
+    sizes = zj.Sizes(layers=layers, hidden=hidden, heads=hidden // 64, seq=2048, batch=1, vocab=32000)
+    disk = {"disk_read": 3e9, "disk_write": 2e9, "disk_both": 2.5e9}
+    refused = 0
+    for device, host, on_disk in ((2.4e10, 6.4e10, 0), (6e9, 6.4e10, 0), (6e9, 2e9, 1e11), (5e8, 6.4e10, 1e13)):
+        figures = {"device_bytes": device, "host_bytes": host, "disk_bytes": on_disk, "host_kernel": 5e10} | disk
+        case = (sizes, dataclasses.replace(zj.machine(name), **figures), FEWER, None)
+        planner = planner_of(case)
+        if not planner.search(planner.space()).found:
+            check_repair(case)
+            refused += 1
+    assert refused
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(300, 400))
 def test_error_names_a_change_that_fits(seed):
@@ -379,10 +507,7 @@ def test_error_names_a_change_that_fits(seed):
     less = {name: int(getattr(machine, name) * 0.05) for name in ("device_bytes", "host_bytes")}
     case = (sizes, dataclasses.replace(machine, **less), fixed, days)
     planner = planner_of(case)
-    if (
-        not planner.search(planner.space()).found
-        and not planner.search(dataclasses.replace(planner.space(), rounds_moments=True)).found
-    ):
+    if not planner.search(planner.space()).found:
         check_repair(case)
 
 
@@ -432,7 +557,7 @@ def test_plan_counts_what_an_update_on_the_host_reads_and_writes(precision, opt_
 
 
 def test_plan_writes_its_figures_as_json():
-    made = plan(lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.2 * STATE), disk_tbw_bytes=10**15), fixed=FEW)
+    made = plan(lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.3 * STATE), disk_tbw_bytes=10**15), fixed=FEW)
     read = json.loads(made.to_json())
     assert read["seconds"] == made.seconds == pytest.approx(sum(phase["seconds"] for phase in read["phases"]))
     assert read["bytes"] == {tier: dict(kinds) for tier, kinds in made.bytes.items()}
@@ -445,7 +570,7 @@ def test_plan_writes_its_figures_as_json():
 
 
 def test_plan_prints_its_config_and_every_tier():
-    made = plan(lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.2 * STATE), disk_tbw_bytes=10**15), fixed=FEW)
+    made = plan(lab(device_bytes=int(0.3 * STATE), host_bytes=int(0.3 * STATE), disk_tbw_bytes=10**15), fixed=FEW)
     text = str(made)
     for name, value in made.fields.items():
         assert f"{name}={value!r}" in text
@@ -453,6 +578,21 @@ def test_plan_prints_its_config_and_every_tier():
         assert re.search(rf"^  {row} ", text, re.MULTILINE), row
     assert f"{made.seconds:.4g} s a step, predicted" in text
     assert "days to its TBW" in text
+    printed = next(line for line in text.splitlines() if line.startswith("  read "))
+    assert float(printed.split()[-1]) == pytest.approx(made.time.exposed["read"], abs=1e-4)
+
+
+def test_plan_tells_which_configs_are_faster_and_less_plain():
+    """Gathers ahead save less than 3 % here: they are not beaten, and not worth it."""
+    sizes = dataclasses.replace(SIZES, batch=16)
+    made = plan(lab(devices_per_node=4, network_in_node=3e11), sizes, FEW | {"stage": 3})
+    faster = [other for other in made.beaten if other.seconds < made.seconds]
+    assert any(other.fields.get("gather_ahead") for other in faster)
+    lines = [
+        line for line in str(made).splitlines() if re.match(r"  less plain  .* \(\d\.\d% faster, and 3% are asked for\)", line)
+    ]
+    assert len(lines) == len(faster)
+    assert sum(line.startswith("  beaten ") for line in str(made).splitlines()) == len(made.beaten) - len(faster)
 
 
 def test_plan_utilization_counts_the_models_flops():

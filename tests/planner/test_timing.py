@@ -484,5 +484,5 @@ def test_step_time_prints_lanes_and_phases():
     text = str(run_of(4, LayerWork(forward=1, backward=2, read={"params": 3}), distance=1, tiers={"params": H}))
     assert text.splitlines()[0] == "27.0000 s a step, predicted: forward 13.0000 s (up), backward 14.0000 s (up)"
     assert [line.split() for line in text.splitlines()[2:]] == [
-        ["compute", "12.0000", "0.0000", "0.0000"], ["up", "24.0000", "9.0000", "15.0000"],
+        ["compute", "12.0000", "0.0000", "12.0000"], ["up", "24.0000", "9.0000", "15.0000"],
     ]  # fmt: skip

@@ -97,3 +97,12 @@ def test_a_machine_of_a_plan_is_its_own(planned):
     assert StepWatch(planned).machine is planned.machine
     other = dataclasses.replace(MACHINE, disk_tbw_bytes=1)
     assert StepWatch(planned, machine=other).machine is other
+
+
+def test_watch_refuses_what_is_no_plan_machine_or_metrics():
+    with pytest.raises(ValueError, match=r"plan must be a zerojax\.Plan, got 'x'"):
+        StepWatch("x")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"machine must be a zerojax\.Machine, got 'l4'"):
+        StepWatch(machine="l4")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"metrics=None: what program\.step returns beside the state is needed"):
+        StepWatch().step(None)  # pyright: ignore[reportArgumentType]

@@ -45,15 +45,15 @@ def by_milp(problem: Problem, *, gap: float = 1e-3, seconds: float = 20.0) -> Ch
     program = ChoiceProgram(problem)
     bound = program.relaxed_seconds()
     if greedy.seconds - bound <= gap * greedy.seconds:
-        return _told(greedy, f"{greedy.solver.text}; the bound is that of a linear program", bound, begin)
+        return _told(greedy, "a greedy search, and no milp, as the bound of a linear program is within the gap", bound, begin)
     result, assignment = program.solved(at_most=greedy.seconds, gap=gap, seconds=seconds)
     bound = max(bound, (result.mip_dual_bound or 0.0) * problem.forward_seconds)
-    text = f"HiGHS: {result.message}"
+    text = f"milp: {str(result.message).rstrip('.')}"
     if assignment is not None:
         found = choice_of(problem, assignment, greedy.solver)
         if found.fits and len(found.segments) <= problem.max_segments and found.seconds < greedy.seconds:
             return _told(found, text, bound, begin)
-    return _told(greedy, f"{greedy.solver.text}; not bettered by {text}", bound, begin)
+    return _told(greedy, f"a greedy search, than which milp found none faster ({text.removeprefix('milp: ')})", bound, begin)
 
 
 def _told(choice: Choice, text: str, bound: float, begin: float) -> Choice:

@@ -236,11 +236,10 @@ class StepTime:
         return max(LANES, key=lambda lane: max(self.busy[lane], self.exposed[lane]))
 
     def __str__(self) -> str:
-        rows = [f"{'':<10} {'busy s':>10} {'hidden s':>10} {'waited s':>10}"]
+        rows = [f"{'':<10} {'busy s':>10} {'hidden s':>10} {'exposed s':>10}"]
         for lane in LANES:
             if self.busy[lane] or self.exposed[lane]:
-                waited = 0.0 if lane == "compute" else self.exposed[lane]
-                rows.append(f"{lane:<10} {self.busy[lane]:>10.4f} {self.hidden[lane]:>10.4f} {waited:>10.4f}")
+                rows.append(f"{lane:<10} {self.busy[lane]:>10.4f} {self.hidden[lane]:>10.4f} {self.exposed[lane]:>10.4f}")
         parts = ", ".join(f"{p.name} {p.seconds:.4f} s ({p.bound_by})" for p in self.phases if p.seconds)
         return "\n".join([f"{self.seconds:.4f} s a step, predicted: {parts}", *rows])
 

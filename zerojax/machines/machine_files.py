@@ -11,6 +11,7 @@ flat, so that a line of text is all there is to write. A key may also be in a ta
 """
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -35,10 +36,12 @@ def read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a file's values by dotted key, and where each is, such as "lab.toml, line 3".
 
     Raises:
-      ValueError: it is no TOML; the message has the line.
+      ValueError: it is a folder, or no TOML; the message has the line.
       OSError: it cannot be read.
     """
     try:
+        if os.path.isdir(path):
+            raise ValueError(f"{path} is a folder: the path of a TOML file of figures is needed, such as {path}/lab.toml")
         with open(path, encoding="utf-8") as file:
             text = file.read()
         values = _flat(tomllib.loads(text))

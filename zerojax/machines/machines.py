@@ -36,6 +36,8 @@ _RATES = (
 )  # fmt: skip
 FIGURES = (*_BYTES, *(f"{name}.{dtype}" for name in BY_DTYPE for dtype in PRECISIONS), *_RATES)
 """Names of all figures, as `Machine.need` takes them, a `source` has them and a file writes them."""
+UNMEASURED = frozenset({"network_between_nodes", "disk_tbw_bytes", *(f"peak_flops.{dtype}" for dtype in PRECISIONS)})
+"""Figures that `zerojax probe`, which runs on one node, does not measure."""
 UNITS: Mapping[str, str] = MappingProxyType(
     {name: "B a device" if name == "device_bytes" else "B a node" for name in _BYTES}
     | {f"{name}.{dtype}": "FLOP/s a device" for name in BY_DTYPE for dtype in PRECISIONS}
@@ -192,9 +194,11 @@ class Machine:
             which = ", ".join(f"{name} ({UNITS[name]})" for name in missing)
             top, _, dtype = missing[0].partition(".")
             example = f"{top}={{**machine.{top}, {dtype!r}: ...}}" if dtype else f"{top}=..."
+            measured = any(name not in UNMEASURED for name in missing)
             raise ValueError(
                 f"machine {self.name}: nobody gave {which}; give it by dataclasses.replace(machine, {example}), or as a "
-                f"line `{missing[0]} = ...` of a TOML file, or measure this machine: zerojax probe --swap-dir DIR --out FILE"
+                f"line `{missing[0]} = ...` of a TOML file"
+                + (", or measure this machine: zerojax probe --swap-dir DIR --out FILE" if measured else "")
             )
         return tuple(figures[name] for name in names)
 

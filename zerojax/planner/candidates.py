@@ -3,14 +3,15 @@
     field                       choices
     stage                       0, 1, 2, 3 where `fsdp` has several devices; else the default
     params, grads, opt_state    every tier that the machine has; parameters off the device at stage 3 alone
-    activations                 save, selective, remat, and a tier for the layer's input
+    activations                 save, selective, remat, and a tier for the layer's input; and with saved_names and
+                                offloaded_names each option of a layer (`Space.options`), the same for all layers
     update                      after backward or in it, where nothing clips
     update_on                   the device, or the host where the optimizer's state is off the device
-    opt_state_device_fraction   quarters of the layers, where the state is in host memory
+    opt_state_device_fraction   0, or the largest number of sixteenths that fits, where the state is off the device
     prefetch_distance           1, 2, 4 where something is fetched
     gather_ahead                where parameters are gathered
     num_microbatches            powers of two that divide a device's rows
-    moments                     float32; bfloat16, which rounds them, only where nothing else fits
+    moments                     float32; bfloat16, which rounds them, only where the user lets it
     tiles                       of the MLPs, where the model's sizes are numbers alone
 
 A bound of seconds is what no lane can do faster: compute with what it has to wait for, or the bytes of a wire over its rate. A
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 from host_offload.tiers import TIERS
 from zerojax.activations import MODES
+from zerojax.choice import LayerOption
 from zerojax.config import ZeroConfig, check_unlayered, require_built
 from zerojax.costs import CHECKPOINTED, Grid, Workload
 from zerojax.machines import Machine
@@ -35,6 +37,13 @@ SEARCHED = (
     "prefetch_distance", "gather_ahead", "num_microbatches", "moments",
 )  # fmt: skip
 """Fields of `ZeroConfig` that a plan chooses, unless they are fixed."""
+WORTH = 0.03
+"""The part of a step's seconds that a less plain config has to save."""
+FRACTION = "opt_state_device_fraction"
+PARTS = 16
+"""In which the fraction is chosen."""
+MOST_FRACTION = 1 - 1 / PARTS
+"""Of a candidate it stands for the largest fraction that fits, which takes the bytes of an estimate to know."""
 _MOST_MICROBATCHES = 64
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(ZeroConfig) if field.name in SEARCHED}
 _STEPS = {"device": 0, "pinned_host": 1, "nvme": 2}
@@ -70,6 +79,7 @@ class Space:
       allowed: by field, the choices that the model and its optimizer can take; all where a field is missing.
       shares_cores: the devices are threads of a CPU.
       rounds_moments: whether bfloat16 moments may be chosen.
+      options: of a layer, those that keep or offload some of its values by name, as they are estimated; of one stack.
     """
 
     workload: Workload
@@ -81,6 +91,7 @@ class Space:
     allowed: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     shares_cores: bool = False
     rounds_moments: bool = False
+    options: tuple[LayerOption, ...] = ()
 
     def choices(self, name: str) -> list[Any]:
         """Return the choices of a field, the plainest first."""
@@ -96,7 +107,7 @@ class Space:
             "activations": ["save", "selective", "remat", *host[1:]] if layered else ["save", "remat"],
             "update": [None, "in_backward"] if layered and self._may_update_in_backward else [None],
             "update_on": ["device", "host"] if self.workload.host_update else ["device"],
-            "opt_state_device_fraction": [0.0, 0.25, 0.5, 0.75] if layered else [0.0],
+            FRACTION: [0.0, MOST_FRACTION] if layered else [0.0],
             "prefetch_distance": [1, 2, 4],
             "gather_ahead": [False, True] if layered and several else [False],
             "num_microbatches": self._microbatches(),
@@ -124,54 +135,76 @@ class Space:
                 # A gradient is never stored where layers are updated at once.
                 if update == "in_backward" and grads != "device" and "grads" not in self.fixed:
                     continue
-                for fields in self._details(stage, params, grads, opt_state, update, activations):
+                first = {
+                    "stage": stage, "params": params, "grads": grads, "opt_state": opt_state, "update": update, "activations":
+                    activations,
+                }  # fmt: skip
+                named = [first | named_fields(option) for option in self.options if activations == CHECKPOINTED]
+                for fields in itertools.chain.from_iterable(map(self._details, [first, *named])):
                     for tiles in self.tiles if _may_tile(fields) else self.tiles[:1]:
                         yield Candidate(bound.seconds(fields), complexity(fields, tiles), fields, tiles)
 
-    def _details(
-        self, stage: int, params: str, grads: str, opt_state: str, update: Any, activations: Any
-    ) -> Iterator[dict[str, Any]]:
-        first = {
-            "stage": stage, "params": params, "grads": grads, "opt_state": opt_state, "update": update, "activations":
-            activations,
-        }  # fmt: skip
-        is_away = {params, grads, opt_state} != {"device"} or activations in _STEPS
-        names = ("opt_state_device_fraction", "prefetch_distance", "gather_ahead", "num_microbatches", "moments")
+    def _details(self, first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield fields with all choices of what is left."""
+        stage, opt_state = first["stage"], first["opt_state"]
+        of_layers = first["activations"] in _STEPS or bool(first.get("offloaded_names"))
+        is_away = of_layers or {first["params"], first["grads"], opt_state} != {"device"}
+        names = (FRACTION, "prefetch_distance", "gather_ahead", "num_microbatches", "moments")
         for on in self._choices_if(opt_state != "device", "update_on"):
             choices = (
-                self._choices_if(opt_state == "pinned_host" and on == "device", names[0]),
+                self._choices_if(opt_state != "device" and on == "device", names[0]),
                 self._choices_if(is_away, names[1]),
                 self._choices_if(stage == 3, names[2]),
                 *map(self.choices, names[3:]),
             )
             for chosen in itertools.product(*choices):
-                yield first | {"update_on": on} | dict(zip(names, chosen, strict=True))
+                yield {**first, "update_on": on} | dict(zip(names, chosen, strict=True))
 
     def _choices_if(self, matters: bool, name: str) -> list[Any]:
         """Return the choices of a field, or the plainest where the others leave it no meaning. What is fixed is that."""
         return self.choices(name) if matters else self.choices(name)[:1]
 
+    def leaves_fraction(self, fields: Mapping[str, Any]) -> bool:
+        """Tell whether a candidate's fraction of the optimizer's state on the device is still to be found."""
+        return FRACTION not in self.fixed and fields[FRACTION] == MOST_FRACTION
+
+    def built(self, fields: Mapping[str, Any]) -> ZeroConfig:
+        """Return a candidate's config.
+
+        Raises:
+          ValueError, NotImplementedError: its fields cannot go together.
+        """
+        config = ZeroConfig(**{**self.fixed, **fields})
+        require_built(config)
+        if not self.workload.is_layered:
+            check_unlayered(config)
+        return config
+
     def config(self, fields: Mapping[str, Any]) -> ZeroConfig | None:
         """Return a candidate's config, or None where its fields cannot go together."""
         try:
-            config = ZeroConfig(**{**self.fixed, **fields})
-            require_built(config)
-            if not self.workload.is_layered:
-                check_unlayered(config)
+            return self.built(fields)
         except (ValueError, NotImplementedError):
             return None
-        return config
+
+
+def named_fields(option: LayerOption) -> dict[str, Any]:
+    """Return the fields with which all layers do as an option says."""
+    kept = "pinned_host" if option.input_offloaded else CHECKPOINTED
+    return {"activations": kept, "saved_names": option.keep, "offloaded_names": option.offload}
 
 
 def complexity(fields: Mapping[str, Any], tiles: int = 1) -> float:
     """Return how far a config is from the plainest: tiers first, then what else is not the default."""
     total = 0.0
     for name, value in fields.items():
+        if name not in _DEFAULTS:  # names of values
+            continue
         if name in ("params", "grads", "opt_state", "activations"):
             total += 2.0 * _STEPS.get(value, 0) if isinstance(value, str) else 6.0
         if value != _DEFAULTS[name] and name != "stage":
             total += 1.0
-    return total + (tiles > 1)
+    return total + (tiles > 1) + 2.0 * _has_names(fields)
 
 
 class Bound:
@@ -189,6 +222,13 @@ class Bound:
         self.backward = {m: sum(s.num_layers * s.backward[m] for s in work.stacks) for m in MODES}
         self.x = sum(s.num_layers * s.x_bytes for s in work.stacks)
         self.kept = {m: sum(s.num_layers * s.kept[m] for s in work.stacks) for m in MODES}
+        self.options = {tuple(named_fields(option).values()): option for option in space.options}
+
+    def _option(self, fields: Mapping[str, Any]) -> LayerOption | None:
+        """Return the option of all layers whose names a candidate has, or None where it has none."""
+        if not _has_names(fields):
+            return None
+        return self.options[fields["activations"], fields["saved_names"], fields["offloaded_names"]]
 
     def resting(self, fields: Mapping[str, Any]) -> dict[str, float]:
         """Return the bytes of parameters, optimizer state and what layers keep, by tier: below them no config is."""
@@ -197,12 +237,24 @@ class Bound:
         least[fields["params"]] += work.elements * self.itemsize / (n if row.params else 1)
         moved = work.elements * (1 - fields["opt_state_device_fraction"]) / (n if row.opt_state else 1)
         least[fields["opt_state"]] += moved * self._state(fields)
-        if isinstance(kept, str) and not self.space.fixed.get("offloaded_names"):
+        if option := self._option(fields):
+            least["device"] += work.num_layers * option.device_bytes
+            least["pinned_host"] += work.num_layers * option.host_bytes
+        elif isinstance(kept, str) and not self.space.fixed.get("offloaded_names"):
             count = 1 if _streams(fields) else fields["num_microbatches"]
             away = self.x if kept not in MODES else 0
             least["device"] += (self.kept[kept if kept in MODES else CHECKPOINTED] - away) / count
             least[kept if away else "device"] += away / count
         return least
+
+    def part_bytes(self, fields: Mapping[str, Any]) -> tuple[float, float]:
+        """Return the bytes of the optimizer's state of one of the `PARTS` of all layers, and of one layer of each stack.
+
+        A fraction is of whole layers, rounded down: so many bytes less than its parts it may be.
+        """
+        share = 1 / self.space.grid.fsdp if STAGES[fields["stage"]].opt_state else 1.0
+        of_one = share * self._state(fields)
+        return self.blocks * of_one / PARTS, sum(stack.elements for stack in self.space.workload.stacks) * of_one
 
     def _state(self, fields: Mapping[str, Any]) -> float:
         """Return the bytes of masters and moments of one parameter."""
@@ -214,8 +266,11 @@ class Bound:
         n, row = space.grid.fsdp, STAGES[fields["stage"]]
         kept = fields["activations"]
         mode = kept if kept in MODES else CHECKPOINTED
+        option = self._option(fields)
         # Segments that are fixed mix modes: no bound but the least of each.
         backward = self.backward[mode] if isinstance(kept, str) else min(self.backward.values())
+        if option is not None:
+            backward = self.backward["save"] + work.num_layers * option.seconds
         compute = self.ends + self.forward + backward
         share = 1 / n if row.opt_state else 1.0
         on_host = fields["update_on"] == "host"
@@ -236,7 +291,9 @@ class Bound:
                 up, down = up + moved, down + moved
             if fields["opt_state"] == "nvme":
                 read, write = read + moved, write + moved
-        if isinstance(kept, str) and kept not in MODES:
+        if option is not None:
+            up, down = up + work.num_layers * option.host_bytes, down + work.num_layers * option.host_bytes
+        elif isinstance(kept, str) and kept not in MODES:
             up, down = up + self.x, down + self.x
             if kept == "nvme":
                 read, write = read + self.x, write + self.x
@@ -260,7 +317,13 @@ class Bound:
 def _streams(fields: Mapping[str, Any]) -> bool:
     """Tell whether a LayeredModel of these fields streams, as `zerojax.config.streams`."""
     away = {fields["params"], fields["grads"], fields["opt_state"]} != {"device"}
-    return away or fields["activations"] not in ("save", "remat") or bool(fields["update"]) or fields["gather_ahead"]
+    plain = fields["activations"] in ("save", "remat") and not _has_names(fields)
+    return away or not plain or bool(fields["update"]) or fields["gather_ahead"]
+
+
+def _has_names(fields: Mapping[str, Any]) -> bool:
+    """Tell whether some values of a layer are kept or offloaded by name."""
+    return bool(fields.get("saved_names") or fields.get("offloaded_names"))
 
 
 def _may_tile(fields: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ import argparse
 import ast
 import dataclasses
 import difflib
+import math
 import os
 from typing import Any
 
@@ -64,9 +65,17 @@ def add_plan_command(commands: Any) -> None:
     parser.add_argument("--data", type=count, default=1, help="replicas of hybrid sharding")
     parser.add_argument("--precision", choices=list(PRECISIONS), help="bf16, or fp16 where the machine has no products in bf16")
     parser.add_argument(
-        "--fix", action="append", default=[], metavar="FIELD=VALUE", help="a field of ZeroConfig that stays: stage=3"
+        "--fix",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="a field of ZeroConfig that stays. VALUE is a Python literal (3, 0.5, True, None, \"('a', 'b')\"), or a word "
+        "without quotes (pinned_host)",
     )
     parser.add_argument("--min-disk-days", type=float, help="days that the disks have to last, by their TBW")
+    parser.add_argument(
+        "--round-moments", action="store_true", help="moments in bfloat16 may be chosen, which round what is trained"
+    )
     parser.add_argument(
         "--compare", action="store_true", help="a table of the configs that were beaten, and of each stage and tier"
     )
@@ -96,7 +105,7 @@ def run_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
 
 def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
     machine = _machine(options)
-    given = dict(_field(text) for text in options.fix) | fixed
+    given = _once("--fix", [_field(text) for text in options.fix]) | fixed
     precision = options.precision or ("bf16" if "flops.bf16" in machine.figures else "fp16")
     groups, left = divmod(machine.devices, options.tensor)
     if left or not groups:
@@ -108,25 +117,48 @@ def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
     mesh = {"data": options.data, "tensor": options.tensor}
     return plan(
         sizes, mesh=mesh, machine=machine, fixed={"precision": precision, **given}, min_disk_days=options.min_disk_days,
-        validate=options.validate and not fixed,
+        rounds_moments=options.round_moments, validate=options.validate and not fixed,
     )  # fmt: skip
 
 
 def _machine(options: argparse.Namespace) -> Machine:
     """Return the machine, with the figures that were set."""
     found = named_machine(options.machine, nodes=options.nodes, devices_per_node=options.devices_per_node)
-    for text in options.set:
-        name, _, value = text.partition("=")
-        if name not in (*FIGURES, *COUNTS):
-            raise ValueError(f"--set {text}: {name!r} is no figure of a machine{nearest(name, (*FIGURES, *COUNTS))}")
-        try:
-            number = float(value)
-        except ValueError as error:
-            raise ValueError(f"--set {text}: a number is needed, such as {name}=2e12") from error
+    for name, number in _once("--set", [_figure(text) for text in options.set]).items():
         top, _, dtype = name.partition(".")
-        whole = int(number) if number == int(number) else number
-        found = dataclasses.replace(found, **{top: {**getattr(found, top), dtype: number} if dtype else whole})
+        found = dataclasses.replace(found, **{top: {**getattr(found, top), dtype: number} if dtype else number})
     return found
+
+
+def _figure(text: str) -> tuple[str, float]:
+    """Return a figure of a machine and its value.
+
+    Raises:
+      ValueError: there is no such figure, or its value is no finite number.
+    """
+    name, _, value = text.partition("=")
+    if name not in (*FIGURES, *COUNTS):
+        raise ValueError(f"--set {text}: {name!r} is no figure of a machine{nearest(name, (*FIGURES, *COUNTS))}")
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"--set {text}: a finite number is needed, such as {name}=2e12")
+    return name, int(number) if number == int(number) and "." not in name else number
+
+
+def _once(option: str, given: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return names and values of an option that is given several times.
+
+    Raises:
+      ValueError: a name is given twice.
+    """
+    names = [name for name, _ in given]
+    if twice := [name for name in names if names.count(name) > 1]:
+        values = " and ".join(str(value) for name, value in given if name == twice[0])
+        raise ValueError(f"{option} {twice[0]} is given more than once, as {values}: one value is needed")
+    return dict(given)
 
 
 def _field(text: str) -> tuple[str, Any]:

@@ -11,13 +11,17 @@ Choosing among recomputation, offload and keeping by a model of costs is what th
 and layers may differ where that pays (`zerojax.planner.segments`).
 
 Numbers a user has chosen stay: `fixed` holds fields that the planner may not touch, such as the precision. It never changes
-what is trained: the batch, the optimizer and the dtype of moments stay as they are, unless nothing else fits.
+what is trained: the batch, the optimizer and the dtype of moments stay as they are. Moments in bfloat16 are a choice where the
+user makes them one (`rounds_moments`). As a last resort alone they would make a machine with more memory slower: what fits
+there in float32 may take longer.
 """
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,23 +31,27 @@ from jax.sharding import Mesh
 
 from host_offload.tiers import TIERS
 from zerojax.aot import is_there
-from zerojax.config import ZeroConfig
+from zerojax.config import ZeroConfig, uses_disk
 from zerojax.costs import Grid, Sizes, Workload, grid_of, workload_of_model, workload_of_sizes
 from zerojax.machines import Machine, machine_of, probe, size_of
 from zerojax.machines import machine as named_machine
 from zerojax.memory import program_memory
 from zerojax.models import LayeredModel, Model
-from zerojax.planner.candidates import SEARCHED, Space
+from zerojax.planner.candidates import SEARCHED, WORTH, Space
 from zerojax.planner.plans import Beaten, Plan, PlanError, changed
-from zerojax.planner.search import DAYS, USABLE, Exact, Found, Nearest, Search, limits_of
-from zerojax.planner.segments import mix
+from zerojax.planner.repairs import Change, Repairs, what_lacks
+from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, limits_of
+from zerojax.planner.segments import mix, with_options
 from zerojax.planner.validate import validated
 from zerojax.program import assemble
 from zerojax.sharding import abstract_batch
 
 _TILES = (1, 2, 4, 8, 16, 32)
 _TOLD = 5
+BOTH_ASSUMED = "assumed: reads and writes at once share the lower of disk_read and disk_write"
 _MOST_COMPILED = 5
+_MOST_TRIED = 8
+"""Programs that are built to see whether something fits with one change."""
 _SWAP_DIR = "SWAP_DIR"
 """Stands in a plan from numbers alone for the folder of the disk."""
 
@@ -53,10 +61,11 @@ def plan(
     tx: optax.GradientTransformation | None = None,
     mesh: Mesh | Mapping[str, int] | None = None,
     batch: Any = None,
-    machine: Machine | None = None,
+    machine: Machine | str | None = None,
     *,
     fixed: Mapping[str, Any] | None = None,
     min_disk_days: float | None = None,
+    rounds_moments: bool = False,
     tiles: Sequence[int] | None = None,
     validate: bool = False,
 ) -> Plan:
@@ -70,10 +79,12 @@ def plan(
       tx: of a model, its optimizer.
       mesh: of a model, its mesh; of sizes, the axes by name (`{"fsdp": 64, "tensor": 8}`), all devices on fsdp by default.
       batch: of a model, arrays or ShapeDtypeStructs of one step.
-      machine: its figures; by default those of the mesh's devices by name, or of this machine, which `zj.probe` measures.
+      machine: its figures, or its name or file as `zj.machine` takes them; by default those of the mesh's devices by name, or
+        of this machine, which `zj.probe` measures.
       fixed: fields of `ZeroConfig` that stay: "precision", "clip_norm", "swap_dir", and any that is not to be chosen. The disk
         is used only where "swap_dir" is given.
       min_disk_days: days that the disk has to last, by its TBW.
+      rounds_moments: moments in bfloat16 may be chosen, which round what is trained; else they rest as `fixed` says.
       tiles: of sizes, the numbers of tiles in which the layers' MLPs may run; powers of two to 32 by default.
       validate: compile the plan's step for the mesh's devices, or the machine's GPUs, and tell what it takes beside the plan. A
         step that takes more than the device has is left out, and the next one is compiled.
@@ -83,7 +94,7 @@ def plan(
       ValueError: unknown or contradicting fields, a batch that does not divide, or a figure that the machine lacks.
     """
     with _told_once():
-        return Planner(model, tx, mesh, batch, machine, dict(fixed or {}), min_disk_days, tiles).plan(validate)
+        return Planner(model, tx, mesh, batch, machine, fixed, min_disk_days, tiles, rounds_moments).plan(validate)
 
 
 @contextlib.contextmanager
@@ -105,8 +116,8 @@ def _told_once() -> Iterator[None]:
 
 
 def auto(
-    model: Model | LayeredModel, tx: optax.GradientTransformation, mesh: Mesh, batch: Any, machine: Machine | None = None,
-    **fixed: Any,
+    model: Model | LayeredModel, tx: optax.GradientTransformation, mesh: Mesh, batch: Any,
+    machine: Machine | str | None = None, **fixed: Any,
 ) -> ZeroConfig:  # fmt: skip
     """Return the config of `plan`: the fastest that fits. `ZeroConfig.auto` is this function.
 
@@ -131,22 +142,25 @@ class Planner:
     """One plan in the making."""
 
     def __init__(
-        self, model: Any, tx: Any, mesh: Any, batch: Any, machine: Machine | None, fixed: dict[str, Any],
-        min_disk_days: float | None, tiles: Sequence[int] | None = None,
+        self, model: Any, tx: Any, mesh: Any, batch: Any, machine: Machine | str | None, fixed: Mapping[str, Any] | None,
+        min_disk_days: float | None, tiles: Sequence[int] | None = None, rounds_moments: bool = False,
     ) -> None:  # fmt: skip
-        self.model, self.tx, self.batch, self.fixed = model, tx, batch, fixed
+        _check_arguments(fixed, min_disk_days, tiles)
+        self.model, self.tx, self.batch, self.fixed = model, tx, batch, dict(fixed or {})
         self.tiles = tuple(tiles or _TILES)
-        self.is_sizes, self.notes = isinstance(model, Sizes), list[str]()
+        self.is_sizes, self.notes, self.rounds_moments = isinstance(model, Sizes), list[str](), rounds_moments
         self._check(mesh)
         self.mesh: Mesh | None = None if self.is_sizes else mesh
         self.shares_cores = self.mesh is not None and self.mesh.devices.flat[0].platform == "cpu"
         if self.is_sizes:
             # The folder is not known, and not needed: nothing runs.
-            self.fixed = {"swap_dir": _SWAP_DIR} | fixed
+            self.fixed = {"swap_dir": _SWAP_DIR} | self.fixed
         self.base = ZeroConfig(**{**self.fixed, **_fitting(self.fixed)})
-        self.machine = self._on_mesh(self._machine(machine))
+        self.machine = _with_both(self._on_mesh(self._machine(machine)))
         self.grid = self._grid(mesh)
-        self.limits = limits_of(self.machine, self.shares_cores, min_disk_days)
+        self.min_disk_days = min_disk_days
+        self.less = 1.0  # the part of its usable memory that a plan fills, where a compiled one took more than it counted
+        _ = self.limits  # which says what figures are missing
         self.workload = self._workload()
         self._check_fixed()
 
@@ -160,9 +174,20 @@ class Planner:
         wrong = [name for name, value in (("tx", self.tx), ("mesh", mesh), ("batch", self.batch)) if value is None]
         if wrong or not isinstance(mesh, Mesh):
             raise ValueError(f"a plan of a model takes (model, tx, mesh, batch): {', '.join(wrong) or 'mesh'} is missing")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
+            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+                raise ValueError(
+                    f"batch{jax.tree_util.keystr(path)} is {leaf!r}: a plan takes arrays or jax.ShapeDtypeStructs of one step"
+                )
+        if not any(leaf.shape for leaf in jax.tree.leaves(self.batch)):
+            raise ValueError("batch has no array with rows: a plan takes arrays or jax.ShapeDtypeStructs of one step")
 
-    def _machine(self, machine: Machine | None) -> Machine:
+    def _machine(self, machine: Machine | str | None) -> Machine:
+        if isinstance(machine, str | os.PathLike):
+            return named_machine(machine)
         if machine is not None:
+            if not isinstance(machine, Machine):
+                raise ValueError(f"machine must be a zerojax.Machine or its name, such as 'h200', got {type(machine).__name__}")
             return machine
         if self.mesh is None:
             raise ValueError("a plan from Sizes needs a machine, such as zj.machine('h200')")
@@ -188,9 +213,13 @@ class Planner:
     def _grid(self, mesh: Any) -> Grid:
         if self.mesh is not None:
             return grid_of(self.mesh)
+        if mesh is not None and not isinstance(mesh, Mapping):
+            raise ValueError(f"mesh={mesh!r}: of Sizes it is axes by name, such as {{'fsdp': 8}}")
         devices, axes = self.machine.devices, dict(mesh or {})
         if unknown := sorted(set(axes) - set(Grid._fields)):
             raise ValueError(f"mesh has the axes {unknown}: they may be {', '.join(Grid._fields)}")
+        if wrong := [n for n in axes.values() if isinstance(n, bool) or not isinstance(n, int) or n < 1]:
+            raise ValueError(f"mesh {axes}: {wrong[0]!r} is no number of devices, a whole one of at least 1")
         others = math.prod(n for axis, n in axes.items() if axis != "fsdp")
         if devices % others:
             raise ValueError(f"mesh {axes} does not divide the {devices} devices of {self.machine.name}")
@@ -228,6 +257,12 @@ class Planner:
         if self.is_sizes and (missing := sorted(names - known)):
             raise ValueError(f"saved_names and offloaded_names name {missing}: a transformer of sizes has {sorted(known)}")
 
+    @property
+    def limits(self) -> Limits:
+        """What one device may use."""
+        limits = limits_of(self.machine, self.shares_cores, self.min_disk_days)
+        return dataclasses.replace(limits, device=self.less * limits.device)
+
     # --- the search --------------------------------------------------------------------------------------------------------
 
     def plan(self, validate: bool) -> Plan:
@@ -235,7 +270,7 @@ class Planner:
         made = self._plan()
         if not validate:
             return made
-        most, compiled = self.limits.device / USABLE, None
+        most, compiled = self.machine.need("device_bytes"), None
         for _ in range(_MOST_COMPILED):
             compiled = validated(made, self.model, self.tx, self.mesh, self.batch)
             made = dataclasses.replace(made, validated=compiled)
@@ -243,8 +278,7 @@ class Planner:
                 return made
             # It takes more than was counted: the next plan may count so much less.
             self._note(f"{_named(_chosen(made.config))} was left out: {compiled}")
-            less = min(0.98, 0.98 * most / compiled.device_bytes)
-            self.limits = dataclasses.replace(self.limits, device=self.limits.device * less)
+            self.less *= min(0.98, 0.98 * most / compiled.device_bytes)
             made = self._plan()
         assert compiled is not None
         raise PlanError(
@@ -255,14 +289,22 @@ class Planner:
     def _plan(self) -> Plan:
         search = self.search(self.space())
         best = search.settle()
-        if best is None and "moments" not in self.fixed:
-            search = self.search(dataclasses.replace(self.space(), rounds_moments=True))
-            best = search.settle()
-            if best is not None and best.config.moments != "float32":
-                self._note("moments='bfloat16' rounds the optimizer's moments: in float32 nothing fits")
         if best is None:
             raise self.error(search)
+        self._tell_of_moments(best)
         return self.made(search, best)
+
+    def _tell_of_moments(self, best: Found) -> None:
+        """Note where moments in bfloat16 would be faster: they round what is trained, and so are no choice unless asked for."""
+        if self.rounds_moments or "moments" in self.fixed or best.config.opt_state == "device":
+            return
+        rounded = Search(dataclasses.replace(self.space(), fixed=self.fixed | {"moments": "bfloat16"}), self.limits)
+        rounded.run()
+        if rounded.found and rounded.found[0].seconds < best.seconds * (1 - WORTH):
+            self._note(
+                f"with moments='bfloat16', which rounds the optimizer's moments, a step is predicted to take "
+                f"{rounded.found[0].seconds:.4g} s; it is not chosen unless it is fixed, or rounds_moments=True"
+            )
 
     def search(self, space: Space) -> Search:
         """Return a search that has run."""
@@ -282,7 +324,7 @@ class Planner:
             allowed |= self._capable(tiers, allowed, fixed)
         searched = {name: value for name, value in fixed.items() if name in SEARCHED}
         others = {name: value for name, value in fixed.items() if name not in SEARCHED}
-        return Space(
+        space = Space(
             workload=self.workload,
             grid=self.grid,
             machine=self.machine,
@@ -291,13 +333,15 @@ class Planner:
             tiles=self.tiles if self.is_sizes else (1,),
             allowed=allowed,
             shares_cores=self.shares_cores,
+            rounds_moments=self.rounds_moments,
         )
+        return with_options(space)
 
     def _tiers(self, fixed: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the tiers that the machine has; those that are asked for must have their figures."""
         figures, tiers = self.machine.figures, ["device"]
         link = ("link_up", "link_down", "link_both")
-        needs = {"pinned_host": ("host_bytes", *link), "nvme": ("disk_bytes", "disk_read", "disk_write", "disk_both", *link)}
+        needs = {"pinned_host": ("host_bytes", *link), "nvme": ("disk_bytes", "disk_read", "disk_write", *link)}
         for tier, names in needs.items():
             is_asked = tier in [fixed.get(name) for name in ("params", "grads", "opt_state", "activations")]
             if missing := [name for name in names if name not in figures]:
@@ -310,6 +354,8 @@ class Planner:
                 continue
             else:
                 tiers.append(tier)
+                if tier == "nvme" and self.machine.source["disk_both"] == BOTH_ASSUMED:
+                    self._note(f"disk_both, {size_of(self.machine.need('disk_both'))}/s, is {BOTH_ASSUMED}")
         return tuple(tiers)
 
     def _note(self, text: str) -> None:
@@ -341,7 +387,8 @@ class Planner:
             plain = {name: value for name, value in fixed.items() if name not in fields}
             assemble(self.model, self.tx, ZeroConfig(**{**plain, **fields}), self.mesh)
         except (ValueError, NotImplementedError) as error:
-            self._note(f"{', '.join(f'{k}={v!r}' for k, v in fields.items())} is not considered: {_first(str(error))}")
+            shown = _named(fields)
+            self._note(f"{shown} is not considered{_reason(shown, str(error))}")
             return False
         return True
 
@@ -380,8 +427,11 @@ class Planner:
         read, written = moved["read"], moved["write"]
         if best.exact is not None and best.exact.swapped is not None:
             read, written = best.exact.swapped
+        config = best.config
+        if config.swap_dir == _SWAP_DIR and not uses_disk(config):
+            config = dataclasses.replace(config, swap_dir=None)
         return Plan(
-            config=best.config,
+            config=config,
             name=work.name,
             grid=self.grid,
             machine=self.machine,
@@ -412,65 +462,65 @@ class Planner:
 
     def error(self, search: Search) -> PlanError:
         """Return the error that nothing fits: what is lacking, and the nearest change with which something does."""
-        tally = search.tally
-        if tally.nearest is None:
-            why = tally.refused[0] if tally.refused else "the fixed fields contradict each other"
-            return PlanError(f"no config can be built with {_named(self.fixed)}: {why}")
-        what, needed, had = tally.nearest.lacks[0]
-        if what == DAYS:
-            text = f"the disk lasts {had:.4g} days of steps, and min_disk_days={needed:.4g} are asked for"
+        nearest = search.tally.nearest
+        if nearest is None:
+            fixed = {name: value for name, value in self.fixed.items() if value != _SWAP_DIR}
+            return PlanError(f"no config can be built with {_named(fixed)}: {self._contradiction(search)}")
+        worst = nearest.lacks[0]
+        if worst.what == DAYS:
+            text = f"the disk lasts {worst.had:.4g} days of steps, and min_disk_days={worst.needed:.4g} are asked for"
         else:
-            text = f"nothing fits {self.machine.name}: {what} needs {size_of(needed)} of a device's {size_of(had)}"
-            text += f" ({needed:,.0f} and {had:,.0f})"
+            text = f"nothing fits {self.machine.name}: {what_lacks(worst)}"
+        notes = [note for note in self.notes if note.startswith(("pinned_host", "nvme"))]
+        repairs = Repairs(tries=self._tried, machine=self.machine, fixed=self.fixed, filled=USABLE * self.less)
         return PlanError(
-            f"{text}, with the config that comes nearest ({_named(_chosen(tally.nearest.config))}). "
-            + self._repair(tally.nearest),
-            what, needed, had,
+            f"{text}, with the config that comes nearest ({_named(_chosen(nearest.config))}). {repairs.nearest(search)}"
+            + (f" Not tried: {'; '.join(notes)}." if notes else ""),
+            worst.what, worst.needed, worst.had,
         )  # fmt: skip
 
-    def _repair(self, nearest: Nearest) -> str:
-        """Return the nearest change with which something fits."""
-        for name in (n for n in self.fixed if n in SEARCHED):
-            space = self.space({k: v for k, v in self.fixed.items() if k != name})
-            rounded = [dataclasses.replace(space, rounds_moments=True)] if "moments" not in space.fixed else []
-            if any(map(self._finds, (space, *rounded))):
-                return f"Without {name}={self.fixed[name]!r} a plan fits."
-        notes = [note for note in self.notes if note.startswith(("pinned_host", "nvme"))]
-        more = f" Not tried: {'; '.join(notes)}." if notes else ""
-        machine = " and ".join(f"{field} of {least:,}" for field, least in self._lacking(nearest).items())
-        days = " and ".join(f"min_disk_days={_rounded_down(lack.had)}" for lack in nearest.lacks if lack.what == DAYS)
-        if not machine:
-            return f"With {days} it fits.{more}"
-        text = f"A machine with {machine} would fit it, or more devices, or a smaller batch"
-        return f"{text}{f'; with {days}' if days else ''}.{more}"
+    def _contradiction(self, search: Search) -> str:
+        """Return why no config can be built: what refused the first one, and what was not considered."""
+        none = [name for name in SEARCHED if not search.space.choices(name)]
+        why = [*search.tally.refused[:1], *(f"no {name} can be taken" for name in none), *self.notes]
+        return "; ".join(why) or "the fixed fields contradict each other"
 
-    def _lacking(self, nearest: Nearest) -> dict[str, int]:
-        """Return the figures that a machine would have to have for a config."""
-        per, pinned, least = self.machine.devices_per_node, self.machine.pinned_bytes, dict[str, int]()
-        for what, needed, _ in (lack for lack in nearest.lacks if lack.what != DAYS):
-            # One byte more, because the share of it that is usable is a rounded number.
-            whole = math.ceil(needed * (1 if what == "device" else per) / (1.0 if what == "nvme" else USABLE)) + 1
-            fields = {"device": ["device_bytes"], "nvme": ["disk_bytes"]}.get(what, ["host_bytes"])
-            if what == "pinned_host" and pinned is not None:
-                fields = [field for field in ("host_bytes", "pinned_bytes") if self.machine.figures[field] < whole]
-            least |= {field: max(whole, least.get(field, 0)) for field in fields}
-        return least
+    def _tried(self, change: Change) -> tuple[Search, Found | None]:
+        """Return the search with a change of what was asked for, and what it has settled on."""
+        other = copy.copy(self)
+        other.notes, other.machine = [], dataclasses.replace(self.machine, **change.figures)
+        other.fixed = {name: value for name, value in self.fixed.items() if name != change.without} | dict(change.fixed)
+        if change.min_disk_days is not None:
+            other.min_disk_days = change.min_disk_days
+        search = Search(other.space(), other.limits, None if self.is_sizes else other.exact, _MOST_TRIED)
+        search.run()
+        return search, search.settle()
 
-    def _finds(self, space: Space) -> bool:
-        search = Search(space, self.limits, None if self.is_sizes else self.exact)
-        return any(map(search.consider_candidate, sorted(space, key=lambda c: c.complexity)))
+
+def _check_arguments(fixed: Any, min_disk_days: Any, tiles: Any) -> None:
+    """Raise ValueError for arguments of `plan` that are of another kind."""
+    if fixed is not None and not (isinstance(fixed, Mapping) and all(isinstance(name, str) for name in fixed)):
+        raise ValueError(f"fixed={fixed!r}: fields of ZeroConfig by name are needed, such as fixed={{'stage': 3}}")
+    days = min_disk_days
+    if days is not None and (isinstance(days, bool) or not isinstance(days, int | float) or not 0 < days < math.inf):
+        raise ValueError(f"min_disk_days={days!r}: a number of days above 0 is needed, or None for any")
+    if tiles is not None and not (tiles and all(isinstance(n, int) and n >= 1 for n in tiles)):
+        raise ValueError(f"tiles={tiles!r}: numbers of at least 1 are needed, such as (1, 2, 4)")
+
+
+def _with_both(machine: Machine) -> Machine:
+    """Return a machine with a rate of reads and writes at once, which no data sheet has: the lower of those alone."""
+    read, write = machine.disk_read, machine.disk_write
+    if read is None or write is None or machine.source.get("disk_both", BOTH_ASSUMED) != BOTH_ASSUMED:
+        return machine
+    source = dict(machine.source) | {"disk_both": BOTH_ASSUMED}
+    return dataclasses.replace(machine, disk_both=min(read, write), source=source)
 
 
 def _fitting(fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return what makes a config of the fixed fields valid before the others are chosen."""
     needs_host = fixed.get("update_on") == "host" or fixed.get("opt_state_device_fraction")
     return {"opt_state": "pinned_host"} if needs_host and "opt_state" not in fixed else {}
-
-
-def _rounded_down(days: float) -> float:
-    """Return days that a plan keeps for sure: three digits of them."""
-    unit = 10.0 ** (math.floor(math.log10(days)) - 2)
-    return float(f"{math.floor(days / unit) * unit:.3g}")
 
 
 def _head_share(work: Workload) -> float:
@@ -489,6 +539,7 @@ def _named(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in fields.items()) or "the default"
 
 
-def _first(text: str) -> str:
-    """Return the first part of a message."""
-    return text.split(": ")[0][:120]
+def _reason(fields: str, text: str) -> str:
+    """Return why some fields are not considered, given what refuses them: without the fields again, and without the repair."""
+    first = text.split("; ")[0]
+    return f" {first.removeprefix(fields).lstrip()}" if first.startswith(f"{fields} with") else f": {first}"

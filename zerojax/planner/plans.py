@@ -13,6 +13,7 @@ from host_offload.tiers import TIERS
 from zerojax.config import ZeroConfig
 from zerojax.costs import LANES, Estimate, Grid, StepTime
 from zerojax.machines import Machine, size_of
+from zerojax.planner.candidates import WORTH
 from zerojax.planner.pictures import draw_plan, page_of
 
 TRACED = ("compute", "up", "down", "read", "write")
@@ -36,7 +37,7 @@ class PlanError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Beaten:
-    """A config that was slower, or no faster and harder: its seconds, and what differs from the plan's."""
+    """A config that is slower, or that saves less than `WORTH` and is less plain: its seconds, and its fields."""
 
     seconds: float
     fields: Mapping[str, Any]
@@ -90,7 +91,8 @@ class Plan:
       link_bytes: bytes of one device over its link in a step: "up" and "down".
       disk_bytes: bytes that one node's disks read and write in a step: "read" and "write".
       collectives: bytes that a device sends in a step, by collective.
-      beaten: other configs that fit.
+      beaten: other configs that fit, the fastest first. Those that are faster than the plan are less plain, and save less than
+        `WORTH`.
       notes: what the plan could not consider, and what it assumes.
       source: where the seconds of compute are from.
       search: configs that were looked at, and how.
@@ -226,10 +228,16 @@ class Plan:
             days = "" if self.disk_days is None else f", {self.disk_days:,.0f} days to its TBW"
             rows.append(f"  wear        {size_of(self.disk_bytes_a_day)} written a day and node{days}")
         rows += ["  " + line for line in str(self.time).splitlines()]
-        rows += [f"  beaten      {other}" for other in self.beaten]
+        rows += [f"  {self._against(other)}" for other in self.beaten]
         rows += [f"  note        {note}" for note in self.notes]
         rows += [f"  {self.validated}"] if self.validated is not None else []
         return "\n".join([*rows, f"  seconds of compute: {self.source}; {self.search}"])
+
+    def _against(self, other: Beaten) -> str:
+        """Return a line that says what became of another config; one that is faster is not worth that it is less plain."""
+        if other.seconds >= self.seconds:
+            return f"beaten      {other}"
+        return f"less plain  {other} ({1 - other.seconds / self.seconds:.1%} faster, and {WORTH:.0%} are asked for)"
 
     def svg(self) -> str:
         """Return the plan as an SVG document: bytes by tier against capacity, the step's timeline, and its efficiency."""

@@ -11,6 +11,7 @@ slower than the fastest: a plan that is harder to read has to earn it.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,10 +20,8 @@ from host_offload.tiers import TIERS
 from zerojax.config import ZeroConfig
 from zerojax.costs import Estimate, estimate
 from zerojax.machines import Machine
-from zerojax.planner.candidates import SEARCHED, Bound, Candidate, Space, complexity
+from zerojax.planner.candidates import FRACTION, PARTS, SEARCHED, WORTH, Bound, Candidate, Space, complexity
 
-WORTH = 0.03
-"""The part of a step's seconds that a harder config has to save."""
 MOST_EXACT = 40
 USABLE = 0.95
 """The part of a device's memory that a plan fills: XLA's allocator and its libraries need the rest."""
@@ -179,8 +178,19 @@ class Tally:
 class Search:
     """One search. Its results are `found`, the fastest first."""
 
-    def __init__(self, space: Space, limits: Limits, exact: Callable[[ZeroConfig], Exact] | None = None) -> None:
+    def __init__(
+        self, space: Space, limits: Limits, exact: Callable[[ZeroConfig], Exact] | None = None, most_exact: int | None = None
+    ) -> None:
+        """Search later, by `run`.
+
+        Args:
+          space: what may be chosen.
+          limits: that it has to keep.
+          exact: returns what a config's program takes, or raises that it cannot be built.
+          most_exact: programs that may be built to settle on one, else on none; None: `MOST_EXACT`, and then on an estimate.
+        """
         self.space, self.limits, self.exact, self.tally, self.bound = space, limits, exact, Tally(), Bound(space)
+        self.most_exact = most_exact
         self.found: list[Found] = []
         self._known: dict[tuple[ZeroConfig, int], bool] = {}  # what was kept, and what `exact` has refused
 
@@ -195,7 +205,11 @@ class Search:
                 break
             if not self._may_matter(candidate.seconds, candidate.complexity):
                 continue
-            # More microbatches or tiles take no less time: they are there for what does not fit with fewer.
+            # More microbatches or tiles take no less time: they are there for what does not fit with fewer. With a fraction
+            # that is to be found they may, as more of the state fits beside them.
+            if self.space.leaves_fraction(candidate.fields):
+                self.consider_candidate(candidate)
+                continue
             key = tuple(value for name, value in candidate.fields.items() if name != "num_microbatches")
             if key in fitted:
                 continue
@@ -209,8 +223,35 @@ class Search:
         nearest = self.tally.nearest
         if lacks and nearest is not None and lacks[0].share >= nearest.lacks[0].share:
             return False
-        config = self.space.config(candidate.fields)
-        return config is not None and self.consider(config, candidate.tiles)
+        try:
+            config = self.space.built(candidate.fields)
+        except (ValueError, NotImplementedError) as error:
+            self.tally.refused.append(str(error))
+            return False
+        if not self.space.leaves_fraction(candidate.fields):
+            return self.consider(config, candidate.tiles)
+        return self._consider_largest_fraction(candidate, config)
+
+    def _consider_largest_fraction(self, candidate: Candidate, config: ZeroConfig) -> bool:
+        """Consider a candidate with as much of the optimizer's state on the device as fits, and tell whether any does.
+
+        The more is there, the less is moved. How much fits follows from the bytes of an estimate.
+        """
+        fields, (part, rounded) = candidate.fields, self.bound.part_bytes(candidate.fields)
+        free = self.limits.device - self.bound.resting(fields)["device"]
+        parts = min(PARTS - 1, int((free + rounded) / part)) if free > 0 else 0
+        while parts > 0:
+            fraction = parts / PARTS
+            least = self.bound.seconds({**fields, FRACTION: fraction})
+            if not self._may_matter(least, candidate.complexity):
+                return False
+            config = dataclasses.replace(config, opt_state_device_fraction=fraction)
+            of_config = self.estimate(config, candidate.tiles)
+            over = of_config.needed("device") - self.limits.device
+            if over <= 0 and self.consider(config, candidate.tiles):
+                return True
+            parts -= max(1, math.ceil((over - rounded) / part))
+        return False
 
     def estimate(self, config: ZeroConfig, tiles: int = 1) -> Estimate:
         """Return the estimate of a config."""
@@ -253,7 +294,7 @@ class Search:
         What was found is built best first. A program that cannot be built, or that does not fit after all, is left out, and
         what had been passed over because of it is looked at again.
         """
-        while self.found:
+        while self.found and (self.most_exact is None or self.tally.exact < self.most_exact):
             first = self._settled(self.found[0])
             plainest = first and self._settled(self.plainest())
             if plainest is not None:
@@ -275,9 +316,14 @@ class Search:
 
     def _exact(self, config: ZeroConfig, of_config: Estimate) -> "Exact | None":
         """Return what the real program takes if it fits, or None."""
-        if self.tally.exact >= MOST_EXACT:
+        if self.most_exact is None and self.tally.exact >= MOST_EXACT:
             return Exact(of_config.bytes, None)
         self.tally.exact += 1
+        exact = self._of_program(config, of_config)
+        return exact if exact is not None and self._fits(exact.bytes, of_config) else None
+
+    def _of_program(self, config: ZeroConfig, of_config: Estimate) -> "Exact | None":
+        """Return what the real program takes, or None where it cannot be built."""
         assert self.exact is not None
         try:
             exact = self.exact(config)
@@ -288,10 +334,15 @@ class Search:
         # In the phase that holds the most, which a program's account does not tell.
         phase = of_config.bytes["device"]
         tiers["device"] |= {kind: phase.get(kind, 0) for kind in ("in_flight", "gathered", "activations", "working")}
-        return Exact(tiers, exact.swapped) if self._fits(tiers, of_config) else None
+        return Exact(tiers, exact.swapped)
+
+    def lacks_of_program(self, config: ZeroConfig, tiles: int = 1) -> list[Lack]:
+        """Return what a config lacks by the bytes of its program; nothing where no program is built."""
+        exact = None if self.exact is None else self._of_program(config, self.estimate(config, tiles))
+        return [] if exact is None else self.limits.missing(_sums(exact.bytes))
 
     def _fits(self, tiers: Mapping[str, Mapping[str, int]], of_config: Estimate) -> bool:
-        lacks = self.limits.missing({tier: float(sum(kinds.values())) for tier, kinds in tiers.items()})
+        lacks = self.limits.missing(_sums(tiers))
         if lacks:
             self._note(lacks, of_config)
         return not lacks
@@ -310,10 +361,14 @@ class Search:
             self.tally.nearest = Nearest(tuple(lacks), of_config.config, of_config.tiles)
 
     def _complexity(self, config: ZeroConfig, tiles: int) -> float:
-        named = bool(config.saved_names or config.offloaded_names)
-        return complexity({name: getattr(config, name) for name in SEARCHED}, tiles) + 2.0 * named
+        return complexity({name: getattr(config, name) for name in (*SEARCHED, "saved_names", "offloaded_names")}, tiles)
 
     def plainest(self) -> Found:
         """Return the plainest config that is within `WORTH` of the fastest."""
         near = [f for f in self.found if f.seconds * (1 - WORTH) <= self.found[0].seconds]
         return min(near, key=lambda f: (f.complexity, f.seconds))
+
+
+def _sums(tiers: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+    """Return the bytes of each tier."""
+    return {tier: float(sum(kinds.values())) for tier, kinds in tiers.items()}

@@ -13,17 +13,18 @@ Contexts are met best first: first with the quick search of `by_greedy`, then th
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from zerojax.choice import Choice, LayerOption, Problem, by_greedy, by_milp, layer_options
 from zerojax.config import Segment, ZeroConfig
 from zerojax.costs import StackWork, kept_of
-from zerojax.planner.candidates import Bound
-from zerojax.planner.search import WORTH, Search
+from zerojax.planner.candidates import FRACTION, WORTH, Bound, Candidate, Space, named_fields
+from zerojax.planner.search import Search
 
 MAX_SEGMENTS = 4
 _MOST_CONTEXTS = 16
+_FRACTIONS = (0.25, 0.5, 0.75)
 _UNBOUNDED = 1e18  # bytes a second of a link that nobody told of: the solver takes finite numbers
 
 
@@ -51,16 +52,9 @@ def mix(search: Search, *, seconds: float = 20.0) -> None:
       search: that was run.
       seconds: of the solver, at most.
     """
-    space = search.space
-    stacks = space.workload.stacks
-    if (
-        {"activations", "saved_names", "offloaded_names"} & space.fixed.keys()
-        or len(stacks) != 1
-        or not space.workload.is_layered
-        or not stacks[0].values
-    ):
+    options = options_of(search.space)
+    if not options:
         return
-    options = _options(search)
     contexts = [c for c in _contexts(search, options) if c.choice.fits]
     if not contexts:
         return
@@ -77,14 +71,26 @@ def mix(search: Search, *, seconds: float = 20.0) -> None:
         search.consider(_config(best, choice), best.tiles)
 
 
-def _options(search: Search) -> tuple[LayerOption, ...]:
+def with_options(space: Space) -> Space:
+    """Return a space in which all layers may do as one option says, besides what modes and tiers do."""
+    options = options_of(space)
+    modes = (Segment(1, activations="save"), Segment(1, activations="remat"), Segment(1, activations="pinned_host"))
+    return dataclasses.replace(space, options=tuple(o for o in options if _segment(1, o, options) not in modes))
+
+
+def options_of(space: Space) -> tuple[LayerOption, ...]:
     """Return the options of a layer, without host memory those that offload nothing; each with what its estimate will say.
 
-    A choice fills the memory to the byte, so what it counts has to be what is counted of its config.
+    A choice fills the memory to the byte, so what it counts has to be what is counted of its config. There are none where what
+    layers keep is fixed, or where their values are not known, or those of several stacks.
     """
-    (stack,) = search.space.workload.stacks
+    stacks = space.workload.stacks
+    is_fixed = bool({"activations", "saved_names", "offloaded_names"} & space.fixed.keys())
+    if is_fixed or len(stacks) != 1 or not space.workload.is_layered or not stacks[0].values:
+        return ()
+    (stack,) = stacks
     options = layer_options(stack.values, stack.x_bytes)
-    offloads = "pinned_host" in search.space.tiers and not search.space.shares_cores
+    offloads = "pinned_host" in space.tiers and not space.shares_cores
     return tuple(_as_estimated(stack, option, options) for option in options if offloads or not option.host_bytes)
 
 
@@ -102,10 +108,10 @@ def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
     seen, contexts = set[tuple[Any, ...]](), list[_Context]()
     # Of segments, which stream: a layer is gathered once for all microbatches, and computes again what it has to.
     of_segments = {"activations": ()}
+    plain = dataclasses.replace(space, options=(), fixed={**space.fixed, "activations": "remat"})
     fields = sorted(
-        ((bound.seconds({**c.fields, **of_segments}), c.complexity, n, c) for n, c in enumerate(space)
-         if c.fields["activations"] == "remat"),
-    )  # fmt: skip
+        (bound.seconds({**c.fields, **of_segments}), c.complexity, n, c) for n, c in enumerate(_with_fractions(space, plain))
+    )
     for least, _, _, candidate in fields:
         if least >= best * (1 - WORTH) or len(contexts) == _MOST_CONTEXTS:
             break
@@ -121,6 +127,14 @@ def _contexts(search: Search, options: Sequence[LayerOption]) -> list[_Context]:
         if problem is not None:
             contexts.append(_Context(config, candidate.tiles, problem, by_greedy(problem)))
     return sorted(contexts, key=lambda c: c.choice.seconds + _rest(search, c))
+
+
+def _with_fractions(space: Space, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yield candidates, one whose fraction is to be found with each of some: what the state leaves is the activations'."""
+    for candidate in candidates:
+        fractions = _FRACTIONS if space.leaves_fraction(candidate.fields) else (candidate.fields[FRACTION],)
+        for fraction in fractions:
+            yield candidate._replace(fields={**candidate.fields, FRACTION: fraction})
 
 
 def _rest(search: Search, context: _Context) -> float:
@@ -181,5 +195,4 @@ def _segment(num_layers: int, option: LayerOption, options: Sequence[LayerOption
     most = max(len(o.keep) for o in options)
     if len(option.keep) == most and not option.offload and not option.input_offloaded and not option.seconds:
         return Segment(num_layers=num_layers, activations="save")
-    kept = "pinned_host" if option.input_offloaded else "remat"
-    return Segment(num_layers=num_layers, activations=kept, saved_names=option.keep, offloaded_names=option.offload)
+    return Segment(num_layers=num_layers, **named_fields(option))

@@ -46,7 +46,13 @@ class StepWatch:
         Args:
           plan: of its step, if there is one.
           machine: whose disk's endurance is known; the plan's by default.
+
+        Raises:
+          ValueError: one of them is of another kind.
         """
+        for name, value, kind in (("plan", plan, Plan), ("machine", machine, Machine)):
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{name} must be a zerojax.{kind.__name__}, got {value!r}")
         self.plan, self.machine = plan, machine if machine is not None or plan is None else plan.machine
         self.seconds: float | None = None
         self.written_a_day = 0.0
@@ -55,7 +61,13 @@ class StepWatch:
         self._has_told, self._is_compiled = False, False
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Take note of a step that was started, by its metrics, and wait for it. The first one compiles, and does not count."""
+        """Take note of a step that was started, by its metrics, and wait for it. The first one compiles, and does not count.
+
+        Raises:
+          ValueError: these are no metrics.
+        """
+        if not isinstance(metrics, Mapping):
+            raise ValueError(f"metrics={metrics!r}: what program.step returns beside the state is needed")
         jax.block_until_ready(dict(metrics))
         now, last = time.perf_counter(), self._last
         self._last = now

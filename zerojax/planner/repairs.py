@@ -1,0 +1,129 @@
+"""What to change where nothing fits: the nearest change with which a plan is found, followed before it is told.
+
+    without a fixed field                 "Without opt_state='device' a plan fits."
+    moments in bfloat16                   which rounds them, so that only a user may choose it
+    a machine with more of each tier      that the config which comes nearest lacks
+
+A change is told only if a search with it finds a plan. What a config needs is estimated, and then counted of its program, which
+may be more; and in a machine that has it another config may come nearest, which lacks something else. So what is lacking adds
+up until a plan is found.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zerojax.machines import Machine, size_of
+from zerojax.planner.candidates import SEARCHED
+from zerojax.planner.search import BOTH, DAYS, USABLE, Found, Lack, Nearest, Search
+
+_MOST_ROUNDS = 12
+_MOMENTS = {"moments": "bfloat16"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of what was asked for.
+
+    Attributes:
+      without: a fixed field that is left to the planner.
+      fixed: fields that are fixed besides.
+      figures: of the machine, in the place of its own.
+      min_disk_days: days that the disk has to last; None: as asked for.
+    """
+
+    without: str | None = None
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    figures: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    min_disk_days: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repairs:
+    """Changes that may make something fit.
+
+    Attributes:
+      tries: returns the search with a change, and what it has settled on, if anything fits.
+      machine: that was asked for.
+      fixed: fields that were.
+      filled: the part of the device's memory that a plan fills.
+    """
+
+    tries: Callable[[Change], tuple[Search, Found | None]]
+    machine: Machine
+    fixed: Mapping[str, Any]
+    filled: float
+
+    def nearest(self, search: Search) -> str:
+        """Return what to change, as a sentence, given a search that found nothing."""
+        for name in (n for n in self.fixed if n in SEARCHED):
+            if self._fits(Change(without=name)):
+                return f"Without {name}={self.fixed[name]!r} a plan fits."
+        if self.fixed.get("moments") != "bfloat16" and (found := self._fits(Change(without="moments", fixed=_MOMENTS))):
+            return (
+                f"With moments='bfloat16' fixed, which rounds the optimizer's moments, a plan fits: {found.seconds:.4g} s a "
+                "step, predicted."
+            )
+        return self._more(search)
+
+    def _fits(self, change: Change) -> Found | None:
+        return self.tries(change)[1]
+
+    def _more(self, search: Search) -> str:
+        """Return which figures the machine would have to have, or how many days are to be asked for."""
+        figures, days = dict[str, int](), None
+        for _ in range(_MOST_ROUNDS):
+            near = search.tally.nearest
+            if near is None:
+                break
+            lacks = lacks_of(search, near)
+            figures |= {name: max(n, figures.get(name, 0)) for name, n in self._lacking(lacks).items()}
+            lasts = [_rounded_down(lack.had) for lack in lacks if lack.what == DAYS]
+            days = min([*lasts, *([] if days is None else [days])], default=None)
+            search, found = self.tries(Change(figures=figures, min_disk_days=days))
+            if found is not None:
+                return _told(figures, days)
+        return f"No change was found in {_MOST_ROUNDS} tries with which a plan fits: use more devices, or a smaller batch."
+
+    def _lacking(self, lacks: Sequence[Lack]) -> dict[str, int]:
+        """Return the figures that a machine would have to have for what is lacking."""
+        machine, least = self.machine, dict[str, int]()
+        per, pinned = machine.devices_per_node, machine.pinned_bytes
+        for what, needed, _ in (lack for lack in lacks if lack.what != DAYS):
+            part = {"device": self.filled, "nvme": 1.0}.get(what, USABLE)
+            # One byte more, because the share of it that is usable is a rounded number.
+            whole = math.ceil(needed * (1 if what == "device" else per) / part) + 1
+            fields = {"device": ["device_bytes"], "nvme": ["disk_bytes"]}.get(what, ["host_bytes"])
+            if what == "pinned_host" and pinned is not None:
+                fields = [field for field in ("host_bytes", "pinned_bytes") if machine.figures[field] < whole]
+            least |= {field: max(whole, least.get(field, 0)) for field in fields}
+        return least
+
+
+def lacks_of(search: Search, near: Nearest) -> list[Lack]:
+    """Return all that the nearest config lacks, the more of what is estimated and what its program takes."""
+    most = {lack.what: lack for lack in near.lacks}
+    for lack in search.lacks_of_program(near.config, near.tiles):
+        if lack.what not in most or lack.needed > most[lack.what].needed:
+            most[lack.what] = lack
+    return list(most.values())
+
+
+def what_lacks(lack: Lack) -> str:
+    """Return a tier that lacks bytes, with what is needed and had of one device."""
+    what = f"{lack.what} needs" if lack.what != BOTH else "device and pinned_host, which are one memory on a CPU, need"
+    return f"{what} {size_of(lack.needed)} of a device's {size_of(lack.had)} ({lack.needed:,.0f} and {lack.had:,.0f})"
+
+
+def _told(figures: Mapping[str, int], days: float | None) -> str:
+    machine = " and ".join(f"{field} of {least:,}" for field, least in figures.items())
+    if not machine:
+        return f"With min_disk_days={days} it fits."
+    return f"A machine with {machine} would fit it{'' if days is None else f'; with min_disk_days={days}'}."
+
+
+def _rounded_down(days: float) -> float:
+    """Return days that a plan keeps for sure: three digits of them."""
+    unit = 10.0 ** (math.floor(math.log10(days)) - 2)
+    return float(f"{math.floor(days / unit) * unit:.3g}")
