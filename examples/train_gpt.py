@@ -20,7 +20,6 @@ same losses, bit for bit.
 
 import contextlib
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,24 +142,10 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 # --- the machine ---------------------------------------------------------------------------------------------------------
 
 
-def join_cluster(heartbeat_timeout: int) -> None:
-    """Call jax.distributed.initialize where the environment is a cluster's: Slurm, Open MPI, or JAX's own variables."""
-    if heartbeat_timeout < 1:
-        raise ValueError(f"--heartbeat-timeout {heartbeat_timeout}: 1 second or more is needed")
-    env = os.environ
-    # JAX's default lets the others of a process that died wait for up to 100 s.
-    options: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat_timeout}
-    if "JAX_COORDINATOR_ADDRESS" in env:
-        place = env["JAX_COORDINATOR_ADDRESS"], int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"])
-        jax.distributed.initialize(*place, **options)
-    elif ("SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1) or int(env.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        jax.distributed.initialize(**options)
-
-
 def start(options: Options) -> jax.sharding.Mesh:
     """Join a cluster, simulate devices if there is only a CPU, and lay out the mesh."""
     jax.config.update("jax_num_cpu_devices", options.devices)  # read by the CPU backend alone
-    join_cluster(options.heartbeat_timeout)
+    zj.join_cluster(options.heartbeat_timeout)
     sizes = dict(pair.split("=") for pair in options.mesh.split(","))
     unknown = set(sizes) - {"data", "fsdp", "tensor"}
     if unknown:
