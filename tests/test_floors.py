@@ -19,6 +19,7 @@ ROOMS = {
     "zerojax.jaxprs": (),
     "zerojax.beside": ("jaxprs",),
     "zerojax.precision": (),
+    "zerojax.progress": (),
     "zerojax.metrics": ("precision",),
     "zerojax.config": ("sharding", "precision"),
     "zerojax.aot": ("sharding",),
@@ -56,6 +57,7 @@ ROOMS = {
     "zerojax.planner": (
         "costs", "choice", "machines", "program", "memory", "models", "activations", "sharding", "aot", "config", "precision",
     ),
+    "zerojax.reporting": ("planner", "machines", "memory", "program", "progress"),
     "zerojax.hlo": (),
     "zerojax.cli": ("activations", "checkpoint", "weights", "memory", "planner", "sharding", "precision", "hlo"),
     "zerojax.__main__": ("cli",),

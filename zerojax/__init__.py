@@ -30,6 +30,7 @@ from zerojax.planner import probe as probe
 from zerojax.precision import LossScaling as LossScaling
 from zerojax.program import Program as Program
 from zerojax.program import build_train_step as build_train_step
+from zerojax.reporting import Run as Run
 from zerojax.runtime import Preemption as Preemption
 from zerojax.runtime import join_cluster as join_cluster
 from zerojax.sharding import make_mesh as make_mesh
@@ -57,6 +58,7 @@ __all__ = [
     "PlanError",
     "Preemption",
     "Program",
+    "Run",
     "Segment",
     "Sizes",
     "Stack",
