@@ -11,7 +11,7 @@
 With no arguments the text is the source of the Python standard library, as bytes, and a small GPT is trained at ZeRO stage 3.
 Every field of `zerojax.ZeroConfig` is an option, and segments are given as `--activations 2:pinned_host 2:save`. Where states
 rest on a disk, a line of progress tells for how much of the time the step waited for it, and `--swap-trace FILE` draws the last
-steps' reads and writes for https://ui.perfetto.dev.
+steps' reads and writes for https://ui.perfetto.dev. `runs/gpt/report.html` shows the run on one page.
 
 With a directory of checkpoints, SIGTERM and Ctrl-C save and end the run with status 0. The same command with `--resume True`
 goes on from there, on any number of devices and processes: over the same text and schedule, and on the same devices to the
@@ -20,10 +20,8 @@ same losses, bit for bit.
 
 import contextlib
 import dataclasses
-import os
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import gpt
@@ -32,15 +30,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
 from text_data import batches, go_to, load_corpus, validation_batches
 
 import zerojax as zj
 from zerojax import memory
 from zerojax.config import streams, whole_layers
-from zerojax.planner import changed, machine_of
+from zerojax.planner import changed
 from zerojax.tiling import choose_num_tiles
 
 TRACED_STEPS = 3
@@ -72,7 +67,9 @@ class Options:
       eval_batches: held-out batches in a validation.
       sample_bytes: bytes of text to generate at the end, with all parameters on the device; 0 where they do not fit there.
       prompt: how that text begins.
-      logdir: folder of the TensorBoard event files.
+      logdir: folder of the report, the figures and the TensorBoard event files.
+      report_to: where figures go beside the report: tensorboard, wandb.
+      profile: steps to trace by jax.profiler, from the third on, into logdir.
       swap_trace: file for a trace of the last TRACED_STEPS steps' swapping, such as trace.json.gz; of the first process.
       checkpoint_dir: of the checkpoints, on a file system that all processes share; none are saved by default.
       checkpoint_every: steps between checkpoints; the last step has one too.
@@ -105,6 +102,8 @@ class Options:
     sample_bytes: int = 300
     prompt: str = "def "
     logdir: str = "runs/gpt"
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    profile: int = 0
     swap_trace: str | None = None
     checkpoint_dir: str | None = None
     checkpoint_every: int = 100
@@ -143,24 +142,10 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
 # --- the machine ---------------------------------------------------------------------------------------------------------
 
 
-def join_cluster(heartbeat_timeout: int) -> None:
-    """Call jax.distributed.initialize where the environment is a cluster's: Slurm, Open MPI, or JAX's own variables."""
-    if heartbeat_timeout < 1:
-        raise ValueError(f"--heartbeat-timeout {heartbeat_timeout}: 1 second or more is needed")
-    env = os.environ
-    # JAX's default lets the others of a process that died wait for up to 100 s.
-    options: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat_timeout}
-    if "JAX_COORDINATOR_ADDRESS" in env:
-        place = env["JAX_COORDINATOR_ADDRESS"], int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"])
-        jax.distributed.initialize(*place, **options)
-    elif ("SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1) or int(env.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        jax.distributed.initialize(**options)
-
-
 def start(options: Options) -> jax.sharding.Mesh:
     """Join a cluster, simulate devices if there is only a CPU, and lay out the mesh."""
     jax.config.update("jax_num_cpu_devices", options.devices)  # read by the CPU backend alone
-    join_cluster(options.heartbeat_timeout)
+    zj.join_cluster(options.heartbeat_timeout)
     sizes = dict(pair.split("=") for pair in options.mesh.split(","))
     unknown = set(sizes) - {"data", "fsdp", "tensor"}
     if unknown:
@@ -170,13 +155,6 @@ def start(options: Options) -> jax.sharding.Mesh:
         # One -1 at most: the rest of the devices cannot be split between two axes.
         axes["fsdp"] = 1
     return zj.make_mesh(data=axes.get("data", 1), fsdp=axes.get("fsdp", -1), tensor=axes.get("tensor", 1))
-
-
-def peak_flops(mesh: jax.sharding.Mesh, precision: str) -> float | None:
-    """Return the mesh's 16-bit FLOP/s, or None where it is not known or the products are float32."""
-    name = machine_of(mesh.devices.flat[0].device_kind)
-    peak = zj.machine(name).peak_flops.get(precision) if name and precision != "fp32" else None
-    return peak and peak * mesh.size
 
 
 # --- the model -----------------------------------------------------------------------------------------------------------
@@ -230,32 +208,6 @@ def mlp_tiles(options: Options, c: gpt.GPTConfig, tensor: int) -> int:
     # Of a tile each device of a tensor group has its part.
     tiles = choose_num_tiles(4 * c.hidden // tensor, 4 * 8 * c.hidden**2 // tensor, "a device's part of an MLP")
     return 0 if streamed and tiles == 1 else tiles
-
-
-# --- the disk ------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Swapped:
-    """What several steps moved to and from this process's disk, and how long its devices waited for it, summed."""
-
-    num_bytes: float = 0.0
-    stall_seconds: float = 0.0
-
-    def add(self, metrics: Mapping[str, Any]) -> None:
-        """Add one step's metrics; without a tier on disk they tell nothing."""
-        if "swap_stall_seconds" in metrics:
-            self.num_bytes += float(metrics["swap_read_bytes"]) + float(metrics["swap_write_bytes"])
-            self.stall_seconds += float(metrics["swap_stall_seconds"])
-
-    def figures(self, seconds: float, devices: int) -> dict[str, float]:
-        """Return the part of the time that a device waited, and bytes a second, over so many seconds on so many devices."""
-        if not self.num_bytes:
-            return {}
-        return {
-            "speed/stall": self.stall_seconds / (devices * seconds),
-            "speed/swap_bytes_per_second": self.num_bytes / seconds,
-        }
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------------------
@@ -376,114 +328,89 @@ def run(
     plan: zj.Plan | None = None,
 ) -> dict[str, float]:
     """Train a program, validate and sample it, and return the last figures."""
-    mesh, me = program.mesh, jax.process_index()
-    console = Console(quiet=me != 0, highlight=False, width=None if sys.stdout.isatty() else 140)
+    mesh = program.mesh
     tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
-    report = program.memory({"tokens": tokens, "targets": tokens})
-    device = mesh.devices.flat[0]
-    if plan is not None:
-        console.print(str(plan), markup=False)
-    console.print(f"{c.num_params:,} parameters, {inputs.sizes[0]:,} bytes of text, {inputs.sizes[1]:,} held out")
-    console.print(
-        f"{mesh.size} x {device.device_kind}, mesh {dict(mesh.shape)}, ZeRO stage {program.config.stage}, "
-        f"{program.config.precision}: {report.model_state_bytes / 2**20:.1f} MiB of model states a device"
-    )
-    if on_disk := sum(report.tiers["nvme"].values()):
-        buffers = report.tiers["pinned_host"]["buffers"]
-        console.print(f"a device has {on_disk / 2**20:.1f} MiB on disk and {buffers / 2**20:.1f} MiB of buffers in host memory")
+    memory = program.memory({"tokens": tokens, "targets": tokens})
     with told_alone():
-        state = first_state(options, program, ckpt, inputs.data)
-    done = int(state.step)
-    if done:
-        console.print(f"goes on from step {done} of {options.checkpoint_dir}")
-    peak = peak_flops(mesh, options.zero.precision)
-    writer = SummaryWriter(options.logdir, purge_step=done + 1 if done else None) if me == 0 else None
-    columns = (BarColumn(30), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    figures: dict[str, float] = {}
-    tokens_a_step = options.batch_size * c.seq
-    watch = zj.StepWatch(plan, machine=None if options.machine is None else zj.machine(options.machine))
+        seen = zj.Run(
+            options.logdir,
+            program=program,
+            report_to=options.report_to,
+            steps=options.steps,
+            tokens=options.batch_size * c.seq,
+            flops_per_token=c.flops_per_token,
+            memory=memory,
+            plan=plan,
+            machine=None if options.machine is None else zj.machine(options.machine),
+            config={name: value for name, value in vars(options).items() if name != "zero"},
+            profile=options.profile,
+        )
+    with seen:
+        if plan is not None:
+            seen.print(str(plan))
+        seen.print(f"{c.num_params:,} parameters, {inputs.sizes[0]:,} bytes of text, {inputs.sizes[1]:,} held out")
+        seen.print(
+            f"{mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {dict(mesh.shape)}, ZeRO stage {program.config.stage}, "
+            f"{program.config.precision}: {memory.model_state_bytes / 2**20:.1f} MiB of model states a device"
+        )
+        if on_disk := sum(memory.tiers["nvme"].values()):
+            buffers = memory.tiers["pinned_host"]["buffers"]
+            seen.print(
+                f"a device has {on_disk / 2**20:.1f} MiB on disk and {buffers / 2**20:.1f} MiB of buffers in host memory"
+            )
+        with told_alone():
+            state = first_state(options, program, ckpt, inputs.data)
+        if state.step:
+            seen.print(f"goes on from step {int(state.step)} of {options.checkpoint_dir}")
+        state, is_over = train(options, program, state, inputs, ckpt, seen)
+        if seen.watch.written_a_day:
+            days = "" if seen.watch.disk_days is None else f", {seen.watch.disk_days:,.0f} days to its TBW"
+            seen.print(f"the disk takes {seen.watch.written_a_day / 1e12:.3g} TB a day at this pace{days}")
+        if is_over:
+            seen.ended = f"stopped by a signal after step {int(state.step)}"
+            seen.print(f"{seen.ended}, which is saved: --resume True goes on from there")
+        elif options.sample_bytes:
+            seen.print(f"\n--- sample ---\n{options.prompt}{sample(options, c, program, state)}")
+    return seen.figures
 
-    def record(step: int, metrics: dict[str, float]) -> None:
-        figures.update(metrics)
-        if writer is not None:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
 
-    show = Progress(*columns, console=console, disable=me != 0 or not sys.stdout.isatty())
-    with show as progress, contextlib.ExitStack() as last_steps:
+def train(
+    options: Options, program: zj.Program, state: zj.TrainState, inputs: Inputs, ckpt: zj.Checkpointer | None, seen: zj.Run
+) -> tuple[zj.TrainState, bool]:
+    """Make the steps that are left, with checkpoints and validations, and tell whether a signal ended them."""
+    first, is_over = int(state.step) + 1, False
+    with contextlib.ExitStack() as last_steps:
         preemption = None if ckpt is None else last_steps.enter_context(zj.Preemption())
-        bar = progress.add_task("compiling", total=options.steps, completed=done)
-        since, num_steps, swapped, is_over = time.monotonic(), 0, Swapped(), False
-        for step in range(done + 1, options.steps + 1):
+        for step in range(first, options.steps + 1):
             # The trace is written when `last_steps` closes, after the loop.
-            if step == max(done + 1, options.steps + 1 - TRACED_STEPS):
+            if step == max(first, options.steps + 1 - TRACED_STEPS):
                 last_steps.enter_context(inputs.trace)
             state, metrics = program.step(state, next(inputs.data))
-            values = {f"train/{name}": float(value) for name, value in metrics.items()}  # waits for the step
-            num_steps += 1
-            swapped.add(metrics)
-            watch.step(metrics)
-            if step == done + 1:
-                since, num_steps, swapped = time.monotonic(), 0, Swapped()  # the first step compiles
-                console.print(f"step {step:>5}  loss {values['train/loss']:.3f}  (compiled)")
-            else:
-                seconds = time.monotonic() - since
-                rate = num_steps / seconds
-                values |= swapped.figures(seconds, len(mesh.local_devices))
-                values["speed/tokens_per_second"] = rate * tokens_a_step
-                values["speed/model_flops_per_second"] = rate * tokens_a_step * c.flops_per_token
-                if peak is not None:
-                    values["speed/mfu"] = values["speed/model_flops_per_second"] / peak
-            record(step, values)
-            line = describe(figures)
-            progress.update(bar, advance=1, description=line)
+            seen.step(step, metrics)
             is_over = preemption is not None and preemption.reached(step)
             if ckpt is not None:
                 ckpt.save(program, state, data=inputs.data, force=is_over or step == options.steps)
             if is_over:
                 break
             if step % options.eval_every == 0 or step == options.steps:
-                record(step, {"validation/loss": validate(program, state, inputs.held_out)})
-                console.print(f"step {step:>5}  {line}  validation {figures['validation/loss']:.3f}")
-                since, num_steps, swapped = time.monotonic(), 0, Swapped()
-                watch.pause()
+                with seen.pause():
+                    line = seen.line
+                    seen.log(step, {"validation/loss": validate(program, state, inputs.held_out)})
+                    seen.print(f"step {step:>5}  {line}  validation {seen.figures['validation/loss']:.3f}")
         if ckpt is not None:
             ckpt.wait()  # before signals end the process again
-    if writer is not None:
-        writer.close()
-    if watch.written_a_day:
-        days = "" if watch.disk_days is None else f", {watch.disk_days:,.0f} days to its TBW"
-        console.print(f"the disk takes {watch.written_a_day / 1e12:.3g} TB a day at this pace{days}")
-    if is_over:
-        console.print(f"stopped by a signal after step {int(state.step)}, which is saved: --resume True goes on from there")
-        return figures
-
-    if options.sample_bytes:
-        prompt = options.prompt.encode()
-        generate = jax.jit(lambda params, key: gpt.sample(c, params, prompt, options.sample_bytes, key))
-        params = whole_params(c, program, state)
-        with jax.set_mesh(mesh):
-            generated = generate(params, jax.random.key(options.seed))
-        # Every device has the same text: the shard of one is enough.
-        text = bytes(np.asarray(generated.addressable_shards[0].data))
-        console.print(f"\n--- sample ---\n{options.prompt}{text.decode(errors='replace')}", markup=False)
-    return figures
+    return state, is_over
 
 
-def describe(figures: dict[str, float]) -> str:
-    """Return one line of progress."""
-    parts = [f"loss {figures['train/loss']:.3f}", f"norm {figures['train/grad_norm']:.2f}"]
-    if "speed/tokens_per_second" in figures:
-        parts.append(f"{figures['speed/tokens_per_second']:,.0f} tokens/s")
-        parts.append(f"{figures['speed/model_flops_per_second'] / 1e9:,.1f} GFLOP/s")
-    if "speed/mfu" in figures:
-        parts.append(f"MFU {100 * figures['speed/mfu']:.1f} %")
-    if "speed/stall" in figures:
-        parts.append(f"stall {100 * figures['speed/stall']:.0f} %")
-        parts.append(f"{figures['speed/swap_bytes_per_second'] / 1e9:.2f} GB/s swapped")
-    if figures["train/skipped_steps"]:
-        parts.append(f"skipped {figures['train/skipped_steps']:.0f}")
-    return "  ".join(parts)
+def sample(options: Options, c: gpt.GPTConfig, program: zj.Program, state: zj.TrainState) -> str:
+    """Return text that the model writes after the prompt."""
+    prompt = options.prompt.encode()
+    generate = jax.jit(lambda params, key: gpt.sample(c, params, prompt, options.sample_bytes, key))
+    params = whole_params(c, program, state)
+    with jax.set_mesh(program.mesh):
+        generated = generate(params, jax.random.key(options.seed))
+    # Every device has the same text: the shard of one is enough.
+    return bytes(np.asarray(generated.addressable_shards[0].data)).decode(errors="replace")
 
 
 if __name__ == "__main__":

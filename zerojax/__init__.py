@@ -30,7 +30,9 @@ from zerojax.planner import probe as probe
 from zerojax.precision import LossScaling as LossScaling
 from zerojax.program import Program as Program
 from zerojax.program import build_train_step as build_train_step
+from zerojax.reporting import Run as Run
 from zerojax.runtime import Preemption as Preemption
+from zerojax.runtime import join_cluster as join_cluster
 from zerojax.sharding import make_mesh as make_mesh
 from zerojax.state import TrainState as TrainState
 from zerojax.tiling import TiledDense as TiledDense
@@ -56,6 +58,7 @@ __all__ = [
     "PlanError",
     "Preemption",
     "Program",
+    "Run",
     "Segment",
     "Sizes",
     "Stack",
@@ -71,6 +74,7 @@ __all__ = [
     "export_safetensors",
     "from_flax",
     "import_params",
+    "join_cluster",
     "linear_cross_entropy",
     "linen",
     "machine",

@@ -13,4 +13,5 @@ from zerojax.machines.named_machines import machine_of as machine_of
 from zerojax.machines.probe import Link as Link
 from zerojax.machines.probe import ProbeSizes as ProbeSizes
 from zerojax.machines.probe import measure_link as measure_link
+from zerojax.machines.probe import memories_of as memories_of
 from zerojax.machines.probe import probe as probe

@@ -17,7 +17,7 @@ import dataclasses
 import datetime
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -149,7 +149,7 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
     sheet = NAMED.get(machine_of(kind) or "")
     peak = {} if sheet is None else dict(sheet.peak_flops)
     source |= {} if sheet is None else {f"peak_flops.{name}": sheet.source[f"peak_flops.{name}"] for name in peak}
-    memories, told = _memories(devices)
+    memories, told = memories_of(devices)
     return Machine(
         name=kind.lower().replace(" ", "-"),
         devices_per_node=len(devices),
@@ -162,8 +162,12 @@ def probe(swap_dir: str | None = None, *, sizes: ProbeSizes | None = None) -> Ma
     )
 
 
-def _memories(devices: list[Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the bytes of each memory, and what they are."""
+def memories_of(devices: Sequence[Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the bytes of each memory of one node, by the names of a machine's figures, and what they are.
+
+    Args:
+      devices: of this process, which are taken for those of the node.
+    """
     host, pool = host_bytes(), pinned_pool_bytes(devices[0].platform)
     stats = devices[0].memory_stats() or {}
     limit, of = stats.get("bytes_limit"), "the limit of XLA's allocator, by memory_stats()"

@@ -2,7 +2,8 @@
 
 `plan` searches the configs of a model, or of numbers alone (`Sizes`), for the fastest that fits. It takes the figures of a
 machine (`zerojax.machines`), what a step costs (`zerojax.costs`) and an exact choice among keeping, offloading and recomputing
-(`zerojax.choice`). What users need of those is offered here, too.
+(`zerojax.choice`). What users need of those is offered here, too, and the parts of drawings of which `zerojax.reporting` makes
+its own.
 """
 
 from zerojax.costs import OFFLOADED as OFFLOADED
@@ -28,8 +29,20 @@ from zerojax.machines import machine_of as machine_of
 from zerojax.machines import measure_link as measure_link
 from zerojax.machines import probe as probe
 from zerojax.machines import report as report
+from zerojax.planner.bars import draw_tiers as draw_tiers
+from zerojax.planner.charts import CHAR as CHAR
+from zerojax.planner.charts import DARK as DARK
+from zerojax.planner.charts import EDGE as EDGE
+from zerojax.planner.charts import GREY as GREY
+from zerojax.planner.charts import WIDTH as WIDTH
+from zerojax.planner.charts import Part as Part
+from zerojax.planner.charts import element as element
+from zerojax.planner.charts import line as line
+from zerojax.planner.charts import round_ticks as round_ticks
+from zerojax.planner.charts import text as text
 from zerojax.planner.command import add_plan_command as add_plan_command
 from zerojax.planner.command import run_plan as run_plan
+from zerojax.planner.pictures import draw_parts as draw_parts
 from zerojax.planner.planner import auto as auto
 from zerojax.planner.planner import plan as plan
 from zerojax.planner.plans import Plan as Plan

@@ -4,12 +4,12 @@ The SVG needs no script and no file beside it; boxes and stripes have tooltips. 
 """
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from zerojax.costs import Estimate, StepTime
 from zerojax.planner.bars import draw_tiers
-from zerojax.planner.charts import DARK, EDGE, GREY, WIDTH, element, rows_of, text
+from zerojax.planner.charts import DARK, EDGE, GREY, WIDTH, Part, element, rows_of, text
 from zerojax.planner.curves import draw_efficiency
 from zerojax.planner.lanes import draw_step
 
@@ -37,7 +37,12 @@ def draw_plan(plan: Drawable) -> str:
         draw_step(plan.time),
         draw_efficiency(plan.time, estimate.wires, estimate.seconds_with),
     ]
-    titles = rows_of(plan.title, WIDTH - 2 * EDGE, size=16)
+    return draw_parts(plan.title, parts)
+
+
+def draw_parts(title: str, parts: Sequence[Part]) -> str:
+    """Return parts below each other, each under its heading, as a standalone SVG document."""
+    titles = rows_of(title, WIDTH - 2 * EDGE, size=16) if title else []
     body = [text(EDGE, 30 + 20 * n, row, font_size=16, font_weight="bold") for n, row in enumerate(titles)]
     y = 20.0 * len(titles) + 40
     for part in parts:
@@ -48,7 +53,7 @@ def draw_plan(plan: Drawable) -> str:
         y += 14 + part.height + 36
     size = {"width": WIDTH, "height": f"{y:g}", "viewBox": f"0 0 {WIDTH} {y:g}"}
     ground = element("rect", width=WIDTH, height=y, fill="#fff")
-    inside = [element("title", html.escape(plan.title)), ground, *body]
+    inside = [element("title", html.escape(title)), ground, *body]
     font = {"font_family": "sans-serif", "font_size": 12, "fill": DARK, "style": "max-width: 100%; height: auto"}
     return element("svg", "\n", *(f"{one}\n" for one in inside), xmlns="http://www.w3.org/2000/svg", **size, **font)
 

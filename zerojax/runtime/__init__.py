@@ -1,5 +1,8 @@
-"""Services around a running program: its records on disk, the other processes, signals and preemption."""
+"""Services around a running program: its records on disk, the other processes and where they are, signals and preemption."""
 
+from zerojax.runtime.cluster import Place as Place
+from zerojax.runtime.cluster import find_place as find_place
+from zerojax.runtime.cluster import join_cluster as join_cluster
 from zerojax.runtime.interrupts import interrupts_wait as interrupts_wait
 from zerojax.runtime.preemption import Preemption as Preemption
 from zerojax.runtime.processes import AllProcesses as AllProcesses

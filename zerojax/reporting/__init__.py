@@ -1,0 +1,5 @@
+"""A run as it is seen: bars and lines on a terminal, writers of figures, and a report on one page."""
+
+from zerojax.reporting.display import bars as bars
+from zerojax.reporting.run import Run as Run
+from zerojax.reporting.speed import peak_flops as peak_flops

@@ -1,0 +1,62 @@
+"""What a run ran on and with: memory of each tier, hardware, versions."""
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zerojax.machines import memories_of, size_of
+
+_PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "numpy")
+
+
+def capacity_of(mesh: Mesh, swap_dir: str | None) -> dict[str, float | None]:
+    """Return the bytes of each tier that one device may use: its share of what this process's node has, and has free on disk.
+
+    To be called before the program makes its files.
+    """
+    devices = mesh.local_devices
+    memories, _ = memories_of(devices)
+    pinned = memories.get("pinned_bytes")
+    free = shutil.disk_usage(swap_dir).free if swap_dir and os.path.isdir(swap_dir) else None
+    shares = {"pinned_host": pinned, "nvme": free}
+    return {"device": memories.get("device_bytes")} | {t: n and n / len(devices) for t, n in shares.items()}
+
+
+def hardware_of(mesh: Mesh) -> dict[str, str]:
+    """Return what the run's devices and this host are."""
+    device, memories = mesh.devices.flat[0], memories_of(mesh.local_devices)[0]
+    axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    found = {
+        "devices": f"{mesh.size} x {device.device_kind} ({device.platform}), {axes}",
+        "processes": str(jax.process_count()),
+        "host": f"{platform.node()}, {os.cpu_count()} CPUs, {platform.machine()}",
+    }
+    if memories["host_bytes"]:
+        found["host memory"] = size_of(memories["host_bytes"])
+    return found
+
+
+def peaks_of(devices: Iterable[Any]) -> dict[str, str]:
+    """Return the most memory that was in use so far: of each device that tells, and of this process."""
+    peaks = [stats["peak_bytes_in_use"] for d in devices if "peak_bytes_in_use" in (stats := d.memory_stats() or {})]
+    found = {"most memory in use on a device": size_of(max(peaks))} if peaks else {}
+    return found | {"most resident memory of this process": size_of(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that a run's numbers depend on."""
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "from source"
+    return found

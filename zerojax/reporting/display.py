@@ -1,0 +1,78 @@
+"""What a run shows on a terminal: lines, the bar of its steps, and a bar for each long piece of work before them.
+
+On a file or a pipe there are lines alone. Bars are rich's, which redraws them in a thread, so they move while a program
+compiles.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+from zerojax.progress import Advance, shown_by
+from zerojax.reporting.writers import module_of
+
+EXTRA = "zerojax[report]"
+
+
+class Display:
+    """Bars and lines; a context manager."""
+
+    def __init__(self, *, is_quiet: bool, has_bars: bool | None) -> None:
+        """Show on standard output.
+
+        Args:
+          is_quiet: show nothing.
+          has_bars: draw bars; None: where standard output is a terminal.
+
+        Raises:
+          ModuleNotFoundError: rich is not installed.
+        """
+        console, progress = module_of("rich.console", EXTRA), module_of("rich.progress", EXTRA)
+        is_terminal = sys.stdout.isatty()
+        self.console = console.Console(quiet=is_quiet, highlight=False, width=None if is_terminal else 140)
+        columns = (progress.BarColumn(30), progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
+        words = progress.TextColumn("{task.description}")
+        hidden = is_quiet or not (is_terminal if has_bars is None else has_bars)
+        self._progress = progress.Progress(*columns, words, console=self.console, disable=hidden, transient=True)
+        self._steps: int | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Display":
+        self._stack.enter_context(self._progress)
+        self._stack.enter_context(shown_by(self.work))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def work(self, what: str, total: int | None) -> Iterator[Advance]:
+        """Show a piece of work, as `zerojax.progress` has it."""
+        bar = self._progress.add_task(what, total=total)
+        try:
+            yield lambda count: self._progress.advance(bar, count)
+        finally:
+            self._progress.remove_task(bar)
+
+    def step(self, step: int, total: int | None, line: str) -> None:
+        """Show how far the steps are."""
+        if self._steps is None:
+            self._steps = self._progress.add_task(line, total=total)
+        self._progress.update(self._steps, completed=step, description=line)
+
+    def print(self, text: str) -> None:
+        """Print a line as it is."""
+        self.console.print(text, markup=False)
+
+
+@contextlib.contextmanager
+def bars() -> Iterator[None]:
+    """Show bars of long work in this context, where standard output is a terminal: init, import, export, restore, compile.
+
+    `zj.Run` does that by itself.
+
+    Raises:
+      ModuleNotFoundError: rich is not installed.
+    """
+    with Display(is_quiet=False, has_bars=None):
+        yield

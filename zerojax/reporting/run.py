@@ -1,0 +1,312 @@
+"""A training run that is seen: its figures on the terminal, in TensorBoard or Weights & Biases, and on one page at its end.
+
+    with zj.Run("runs/gpt", program=program, memory=program.memory(batch), steps=1000, tokens=batch_size * seq) as run:
+        state = program.init(key)                     # with a bar, on a terminal
+        for step in range(1, 1001):
+            state, metrics = program.step(state, batch)
+            run.step(step, metrics)
+            if step % 100 == 0:
+                with run.pause():                     # what is done in it is no step's time
+                    run.log(step, {"validation/loss": validate(state)})
+
+Who asks for a metric's value waits for its step, and the device then waits for the next program. So on an accelerator the
+values of a step are fetched when the next one has been started: one step is always queued, and the loop runs no further ahead.
+On CPUs they are fetched at once: many programs that run at the same time there can wait for each other without end.
+
+The folder holds `report.html`, written at each pause (at most once a minute) and at the end, also after an error, Ctrl-C or
+SIGTERM; `metrics.jsonl`, a line of figures a step; and TensorBoard's events. Only process 0 writes and prints.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import jax
+
+from zerojax.machines import Machine
+from zerojax.memory import MemoryReport
+from zerojax.planner import Plan, StepWatch, changed
+from zerojax.program import Program
+from zerojax.reporting.about import capacity_of, hardware_of, peaks_of, versions
+from zerojax.reporting.display import Display
+from zerojax.reporting.page import Report, write_page
+from zerojax.reporting.speed import Speed, describe, peak_flops
+from zerojax.reporting.writers import History, Writer, modules_of, open_writers
+
+_PAGE_SECONDS = 60.0
+_PROFILE_AFTER = 2
+"""Steps before those that are profiled: the first one compiles."""
+logger = logging.getLogger("zerojax")
+
+
+class Run:
+    """Takes each step's metrics, and shows them; a context manager.
+
+    Attributes:
+      figures: the last value of each, by name: "train/loss", "validation/loss", "speed/tokens_per_second" and so on.
+      watch: compares the steps with the plan, and counts what the disk takes a day.
+      ended: how the run ended, for the report; to be set where it is not as planned.
+    """
+
+    def __init__(
+        self,
+        logdir: str | os.PathLike[str],
+        *,
+        program: Program,
+        report_to: Sequence[str] = ("tensorboard",),
+        schedule: Callable[[int], Any] | None = None,
+        steps: int | None = None,
+        tokens: int | None = None,
+        flops_per_token: float | None = None,
+        memory: MemoryReport | None = None,
+        plan: Plan | None = None,
+        machine: Machine | None = None,
+        config: Any = None,
+        name: str | None = None,
+        profile: int = 0,
+        bars: bool | None = None,
+        late: bool | None = None,
+    ) -> None:
+        """Make a run; files come with its first step.
+
+        Args:
+          logdir: folder of its files, which is made. One that holds a run is taken over: steps before the first one here stay.
+          program: whose steps it has.
+          report_to: where figures go beside the report: "tensorboard", "wandb" (whose WANDB_MODE=offline needs no network).
+          schedule: the learning rate by the number of updates before, where the step's metrics do not have it: those of
+            `optax.adamw(schedule)` and `inject_hyperparams` do.
+          steps: of the whole run, for the bar.
+          tokens: of a step, over all processes.
+          flops_per_token: of the model, for MFU (`zerojax.planner.flops_per_token`).
+          memory: of a step, by tier (`program.memory(batch)`).
+          plan: to compare the steps with.
+          machine: whose disks' endurance is known; the plan's by default.
+          config: options of the run, a mapping or a dataclass, for the report; numbers, texts and None, nested.
+          name: of the run; the folder's by default.
+          profile: steps to trace by `jax.profiler`, from the third on, into the folder, for TensorBoard or XProf.
+          bars: draw bars; by default where standard output is a terminal.
+          late: fetch a step's values when the next one has been started; by default on all but CPUs.
+
+        Raises:
+          ValueError: `report_to` has an unknown name, or a number is below its least.
+          ModuleNotFoundError: a package is missing; the message names what to install.
+        """
+        for what, value, least in (("steps", steps, 0), ("tokens", tokens, 1), ("profile", profile, 0)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ValueError(f"{what}={value!r}: a whole number, at least {least}, is needed")
+        self.logdir, self.name = os.path.abspath(os.fspath(logdir)), name or os.path.basename(os.path.abspath(logdir))
+        self.figures: dict[str, float] = {}
+        self.watch = StepWatch(plan, machine=machine)
+        self.ended = ""
+        self._modules = modules_of(report_to)
+        self._schedule, self._steps, self._memory, self._profile = schedule, steps, memory, profile
+        self._program, self._mesh = program, program.mesh
+        self._config = _flat(config)
+        self._is_first = jax.process_index() == 0
+        is_cpu = self._mesh.devices.flat[0].platform == "cpu"
+        self._lag = int(not is_cpu if late is None else late)
+        peak = peak_flops(self._mesh, program.config.precision)
+        count = len(self._mesh.local_devices)
+        self._speed = Speed(tokens=tokens, flops_per_token=flops_per_token, peak=peak, devices=count)
+        self._pending: list[tuple[int, Mapping[str, Any]]] = []
+        self._started = 0
+        self._is_profiling = False
+        self._history: History | None = None
+        self._writers: list[Writer] = []
+        self._display = Display(is_quiet=not self._is_first, has_bars=bars)
+        self._capacity: dict[str, float | None] = {}
+        self._page_written = 0.0
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        # Before the program makes its files, or the disk would seem smaller.
+        self._capacity = capacity_of(self._mesh, self._program.config.swap_dir)
+        self._stack.enter_context(_sigterm_raises())
+        self._stack.enter_context(self._display)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._stack:
+            if error is None:
+                self.flush()
+            else:
+                self.ended = self.ended or f"{type(error).__name__}: {error}"
+                with contextlib.suppress(Exception):  # the step that failed has no values, and the error is on its way
+                    self.flush()
+            self._end_profile()
+            for writer in self._writers:
+                writer.close(failed=error is not None)
+            try:
+                self._write_page(self.ended or "ended as planned")
+            except OSError as failure:
+                if error is None:
+                    raise
+                logger.error("the report of the run could not be written: %s", failure)  # the other error matters more
+
+    # --- what the loop calls -----------------------------------------------------------------------------------------------
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of a step that was started; those of the step before are fetched now, or on CPUs these.
+
+        Args:
+          step: its number, from 1 on; the first one that is given opens the files.
+          metrics: as `program.step` returned them.
+        """
+        self._started += 1
+        self._pending.append((step, metrics))
+        while len(self._pending) > self._lag:
+            self._take()
+        if self._profile and self._is_first and self._started in (_PROFILE_AFTER, _PROFILE_AFTER + self._profile):
+            self.flush()  # a trace has whole steps
+            self._begin_profile() if self._started == _PROFILE_AFTER else self._end_profile()
+
+    def log(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Take figures that are not of a step, such as {"validation/loss": 2.5}, in a `pause`."""
+        self._record(step, {name: float(value) for name, value in figures.items()})
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Wait for the steps so far; what is done in this context counts as no step's time."""
+        self.flush()
+        try:
+            yield
+        finally:
+            self.watch.pause()
+            if self._speed.since is not None:
+                if time.monotonic() - self._page_written > _PAGE_SECONDS:
+                    self._write_page("running")
+                self._speed.restart(time.monotonic())
+
+    def flush(self) -> None:
+        """Fetch the values of all steps that were started."""
+        while self._pending:
+            self._take()
+
+    def print(self, text: str) -> None:
+        """Print a line, in process 0, above the bar."""
+        self._display.print(text)
+
+    @property
+    def line(self) -> str:
+        """The last figures in one line."""
+        return describe(self.figures)
+
+    # --- what it does with them --------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        """Fetch the values of the oldest step, which waits for it."""
+        step, metrics = self._pending.pop(0)
+        values = {f"train/{name}": float(value) for name, value in jax.device_get(dict(metrics)).items()}
+        self.watch.step(metrics)
+        if self._schedule is not None and not any(name.startswith("train/learning_rate") for name in values):
+            skipped = int(values.get("train/skipped_steps", 0))
+            values["train/learning_rate"] = self._rate(max(0, step - 1 - skipped))
+        is_first = self._speed.since is None
+        self._record(step, values | self._speed.add(metrics, time.monotonic()))
+        if is_first:
+            self.print(f"step {step:>5}  loss {values['train/loss']:.3f}  (compiled)")
+        self._display.step(step, self._steps, self.line)
+
+    def _rate(self, updates: int) -> float:
+        """Return the schedule's value, computed on a CPU: no device waits for it."""
+        assert self._schedule is not None
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return float(self._schedule(updates))
+
+    def _record(self, step: int, figures: Mapping[str, float]) -> None:
+        self.figures.update(figures)
+        if not self._is_first:
+            return
+        if self._history is None:
+            os.makedirs(self.logdir, exist_ok=True)
+            self._history = History(os.path.join(self.logdir, "metrics.jsonl"), step)
+            self._writers = [self._history, *open_writers(self._modules, self.logdir, self.name, self._config, step)]
+        for writer in self._writers:
+            writer.write(step, figures)
+
+    def _begin_profile(self) -> None:
+        jax.profiler.start_trace(self.logdir)
+        self._is_profiling = True
+
+    def _end_profile(self) -> None:
+        if self._is_profiling:
+            self._is_profiling = False
+            jax.profiler.stop_trace()
+            self.print(f"a profile is in {self.logdir}: tensorboard --logdir {self.logdir}, with the package xprof")
+
+    def _write_page(self, state: str) -> None:
+        if self._history is None:
+            return
+        self._page_written = time.monotonic()
+        steps, _ = self._history.series.get("train/loss", ((0,), ()))
+        of = f" of {self._steps:,}" if self._steps else ""
+        summary = {"state": state, "steps": f"{steps[-1]:,}{of}", "last figures": self.line}
+        if "validation/loss" in self.figures:
+            summary["validation loss"] = f"{self.figures['validation/loss']:.4f}"
+        if self.watch.written_a_day:
+            days = "" if self.watch.disk_days is None else f", {self.watch.disk_days:,.0f} days to its TBW"
+            summary["disk"] = f"{self.watch.written_a_day / 1e12:.3g} TB a day{days}"
+        memory = self._memory
+        report = Report(
+            name=self.name,
+            summary=summary | ({} if memory is None else {"parameters": f"{memory.num_params:,}"}),
+            series=self._history.series,
+            tiers=None if memory is None else memory.tiers,
+            capacity=self._capacity,
+            tables={
+                "Hardware": hardware_of(self._mesh) | peaks_of(self._mesh.local_devices),
+                "Versions": versions(),
+                "ZeroConfig, but for defaults": _flat(changed(self._program.config)),
+                "Options": self._config,
+            },
+        )
+        write_page(os.path.join(self.logdir, "report.html"), report)
+
+
+def _flat(config: Any) -> dict[str, str]:
+    """Return options as texts, those that are nested by names with dots.
+
+    Raises:
+      ValueError: it is neither a mapping nor a dataclass.
+    """
+    if config is None:
+        return {}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config={config!r}: a mapping or a dataclass is needed")
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        is_nested = isinstance(value, Mapping) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+        found |= {f"{name}.{below}": text for below, text in _flat(value).items()} if is_nested else {str(name): str(value)}
+    return found
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit(143), where it would end the process at once.
+
+    Where a handler is there, such as `zj.Preemption`'s, it stays. In a run of several processes it is JAX's, which Python does
+    not see.
+    """
+    is_free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not is_free or jax.process_count() > 1:
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
