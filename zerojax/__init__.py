@@ -12,6 +12,8 @@ from zerojax.checkpoint import CheckpointError as CheckpointError
 from zerojax.checkpoint import IteratorError as IteratorError
 from zerojax.config import Segment as Segment
 from zerojax.config import ZeroConfig as ZeroConfig
+from zerojax.hf import Lora as Lora
+from zerojax.hf import import_hf as import_hf
 from zerojax.models import LayeredModel as LayeredModel
 from zerojax.models import Loss as Loss
 from zerojax.models import Model as Model
@@ -48,6 +50,7 @@ __all__ = [
     "Ema",
     "IteratorError",
     "LayeredModel",
+    "Lora",
     "Loss",
     "LossScaling",
     "Machine",
@@ -70,6 +73,7 @@ __all__ = [
     "export_orbax",
     "export_safetensors",
     "from_flax",
+    "import_hf",
     "import_params",
     "linear_cross_entropy",
     "linen",
