@@ -357,9 +357,7 @@ class Saving:
             if not leaf.is_derived and not leaf.is_inline
         }
         process, num_processes = jax.process_index(), jax.process_count()
-        write_manifest(
-            self.root, process, num_processes, leaves, self._values, stores, self._keys, self._data, self._about
-        )
+        write_manifest(self.root, process, num_processes, leaves, self._values, stores, self._keys, self._data, self._about)
 
     def abandon(self) -> None:
         """Wait for writes in progress, and release the snapshot of the disk. A second call does nothing."""
