@@ -75,7 +75,7 @@ def need(*modules: str) -> None:
 
 
 def write(case: str, folder: pathlib.Path, *, dtype: str = "float32", shard: str = "40KB", **sizes: Any) -> Any:
-    """Write a random model into a folder as transformers does, in several files; returns it."""
+    """Write a random model into a folder as transformers does, in several files; returns it in float32."""
     import torch
     import transformers
 
@@ -86,9 +86,12 @@ def write(case: str, folder: pathlib.Path, *, dtype: str = "float32", shard: str
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms begin as constants
             parameter.add_(0.1 * torch.randn_like(parameter))
-    model = model.to(getattr(torch, dtype)).eval()
-    model.save_pretrained(folder, max_shard_size=shard)
-    return model.float()
+    if dtype == "float32":
+        model.save_pretrained(folder, max_shard_size=shard)
+        return model.eval()
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
+    # Loaded anew: `to` has rounded the frequencies of rotations, too.
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="float32").eval()
 
 
 def batch_of(seed: int = 0, rows: int = 2, length: int = 12, vocab: int = 96) -> dict[str, np.ndarray]:

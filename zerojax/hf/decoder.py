@@ -34,6 +34,8 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
 }
+TENSOR = "tensor"
+"""The mesh axis that splits heads, the width of MLPs and the vocabulary."""
 _INIT = nnx.initializers.normal(0.02)
 
 
@@ -105,6 +107,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
         c = self.c
+        _check_heads(c, jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1))
         heads = (*x.shape[:2], -1, c.head_dim)
         q, k, v = (
             checkpoint_name(project(x), "qkv").reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -118,6 +121,15 @@ class Attention(nnx.Module):
             segment_ids=context.get("segment_ids"), implementation=self.implementation,
         )  # fmt: skip
         return checkpoint_name(self.o_proj(checkpoint_name(a.reshape(*x.shape[:2], -1), "attention")), "projection")
+
+
+def _check_heads(c: DecoderConfig, tensor: int) -> None:
+    """Raise ValueError unless each of so many devices of a tensor group has whole heads: else XLA would move scores."""
+    if c.kv_heads % tensor:
+        raise ValueError(
+            f"num_key_value_heads={c.kv_heads} do not divide by tensor={tensor}, and a device has whole heads: choose a tensor "
+            f"axis that divides {c.kv_heads}"
+        )
 
 
 class MLP(nnx.Module):

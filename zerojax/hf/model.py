@@ -22,11 +22,9 @@ from jax.sharding import PartitionSpec
 
 from zerojax.hf.attention import IMPLEMENTATIONS, Implementation
 from zerojax.hf.config import CONFIG, DecoderConfig, Family, decoder_config, family_of, read_config
-from zerojax.hf.decoder import Batch, Block, Embed, Head, Options
+from zerojax.hf.decoder import TENSOR, Batch, Block, Embed, Head, Options
 from zerojax.hf.names import FAMILIES, Lora
 from zerojax.models import LayeredModel, from_flax, with_specs
-
-TENSOR = "tensor"
 
 
 def model_of(
