@@ -47,6 +47,7 @@ ROOMS = {
     ),
     "zerojax.checkpoint": ("program", "runtime", "state", "models", "sharding", "precision"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config"),
+    "zerojax.hf": ("weights", "checkpoint", "program", "state", "models", "tiling"),
     "zerojax.machines": ("memory", "sharding", "precision", "hlo"),
     "zerojax.choice": (),
     "zerojax.costs": (
@@ -57,7 +58,7 @@ ROOMS = {
         "costs", "choice", "machines", "program", "memory", "models", "activations", "sharding", "aot", "config", "precision",
     ),
     "zerojax.hlo": (),
-    "zerojax.cli": ("activations", "checkpoint", "weights", "memory", "planner", "sharding", "precision", "hlo"),
+    "zerojax.cli": ("activations", "checkpoint", "weights", "hf", "memory", "planner", "sharding", "precision", "hlo"),
     "zerojax.__main__": ("cli",),
     "host_offload.tiers": (),
     "host_offload.fields": (),

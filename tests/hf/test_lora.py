@@ -102,9 +102,11 @@ def test_exported_adapters_are_those_that_trained_merged_or_not(tmp_path, base):
     untrained = torch_logits(original, batch_of()).detach().numpy()
     adapted = peft.PeftModel.from_pretrained(original, tmp_path / "adapters").eval()
     beside = torch_logits(adapted, batch_of()).detach().numpy()
-    merged = torch_logits(
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **kinds).eval(), batch_of()
-    ).detach().numpy()
+    merged = (
+        torch_logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **kinds).eval(), batch_of())
+        .detach()
+        .numpy()
+    )
     assert np.abs(beside - untrained).max() > 1e-2
     np.testing.assert_allclose(merged, beside, rtol=0, atol=1e-5)
     if base == "bf16":  # else the program computes with a rounded base, and the folder has the one that it was made of

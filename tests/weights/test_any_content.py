@@ -141,7 +141,7 @@ def files_of_other_kinds(folder: pathlib.Path) -> dict[str, str]:
     return {
         "sharded/model.safetensors.index.json": "names 2 files, of which 1 are not beside it: model-00002-of-00002.safetensors",
         "sharded": "model.safetensors.index.json names 2 files, of which 1 are not beside it",
-        "torch.index.json": "HuggingFace's index of weights in 2 other files, model-00001-of-00002.bin, .*: load each by torch.load",
+        "torch.index.json": "HuggingFace's index of weights in 2 other files, .*: load each by torch.load",
         "single": "it is a folder with one safetensors file: import .*single/x.safetensors;",
         "several": f"it is a folder with 2 safetensors files: import one of them, or {joined}",
         "torch": "it is a folder with pytorch_model.bin, as of torch.save: load it by torch.load",

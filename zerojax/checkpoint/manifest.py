@@ -125,7 +125,7 @@ def _encoded(value: np.ndarray) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Manifest:
-    """What one process wrote; `data` is None where its iterator has no position, `about` empty where the model tells nothing."""
+    """What one process wrote; `data` is None without an iterator, `about` empty where the model tells nothing."""
 
     num_processes: int
     leaves: dict[str, SavedLeaf]
