@@ -29,7 +29,7 @@ REFUSED = {
         "has text_config, vision_config: models of images",
     ),
     "unknown": ({"model_type": "mamba"}, "model_type 'mamba' is not built: gemma2, gemma3_text, llama"),
-    "none": ({"model_type": None}, "model_type None is not built"),
+    "none": ({"model_type": None}, "model_type 'None' is not built"),
     "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"weights are quantised \(gptq\)"),
     "rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope of type 'dynamic' is not built"),
     "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope of type 'longrope' is not built"),

@@ -1,6 +1,7 @@
 """What is exported loads in transformers, and weights that were not trained are the bits of the folder that they came from."""
 
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,9 +36,10 @@ def loaded(folder):
     """Return a folder's model in transformers, which found neither missing nor unexpected keys."""
     import transformers
 
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    found: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager", dtype="float32"
     )
+    model, info = found
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.eval()
 

@@ -19,14 +19,15 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
 _NO_CHANGE = frozenset({
     # of files, tokens and generation
-    "architectures", "auto_map", "bos_token_id", "decoder_start_token_id", "dtype", "eos_token_id", "finetuning_task", "id2label",
-    "label2id", "model_type", "prefix", "problem_type", "sep_token_id", "task_specific_params",
+    "architectures", "auto_map", "bos_token_id", "decoder_start_token_id", "dtype", "eos_token_id", "finetuning_task",
+    "id2label", "label2id", "model_type", "prefix", "problem_type", "sep_token_id", "task_specific_params",
     "tokenizer_class", "torch_dtype", "transformers_version", "unsloth_version", "_name_or_path",
     # which transformers writes beside layer_types, and does not read
     "_sliding_window_pattern",
     # of how transformers runs a model
-    "_attn_implementation", "attn_implementation", "_experts_implementation", "cache_implementation", "chunk_size_feed_forward",
-    "gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict", "torchscript", "use_cache", "use_bfloat16",
+    "_attn_implementation", "attn_implementation", "_experts_implementation", "cache_implementation",
+    "chunk_size_feed_forward", "gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict",
+    "torchscript", "use_bfloat16", "use_cache",
     # of how it was initialised; "pretraining_tp" cuts products into parts whose sum is the same
     "initializer_range", "pretraining_tp",
 })  # fmt: skip
@@ -149,7 +150,7 @@ def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str
     Raises:
       ValueError: it is not built; what it has that is not built is named.
     """
-    kind = raw.get("model_type")
+    kind = str(raw.get("model_type"))
     if vision := sorted(key for key in raw if key in ("vision_config", "audio_config", "text_config")):
         raise ValueError(
             f"{where}: model_type {kind!r} has {', '.join(vision)}: models of images or sound are not built. Save the language "
@@ -269,8 +270,9 @@ def _layer_kinds(given: Mapping[str, Any], family: Family, layers: int, where: s
             "last": lambda i: window is not None and i >= given["max_window_layers"],
         }[family.windows]
         kinds = [SLIDING if of(i) else FULL for i in range(layers)]
-    if len(kinds) != layers or (unknown := sorted(set(kinds) - {SLIDING, FULL})):
-        named = f"{unknown} of them are not built" if len(kinds) == layers else f"there are {layers} layers"
+    unknown = sorted(set(kinds) - {SLIDING, FULL})
+    if len(kinds) != layers or unknown:
+        named = f"{unknown} of them are not built" if unknown else f"there are {layers} layers"
         raise ValueError(f"{where}: layer_types={kinds}: {named}; each of {layers} is {SLIDING!r} or {FULL!r}")
     if SLIDING in kinds and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"{where}: sliding_window={window!r}: layers of {SLIDING!r} need a positive integer")
@@ -280,8 +282,8 @@ def _layer_kinds(given: Mapping[str, Any], family: Family, layers: int, where: s
 def _ropes(given: Mapping[str, Any], kinds: list[str], head_dim: int) -> tuple[Rope, ...]:
     """Return the rotations of each layer.
 
-    The newer `rope_parameters` goes before `rope_scaling`. Either may hold a dict for each kind of layer; where it does not, and
-    there is a base of sliding layers (`rope_local_base_freq`, Gemma 3), scaling is that of full ones alone.
+    The newer `rope_parameters` goes before `rope_scaling`. Either may hold a dict for each kind of layer; where it does not,
+    and there is a base of sliding layers (`rope_local_base_freq`, Gemma 3), scaling is that of full ones alone.
     """
     parameters = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
     by_kind = {kind: dict(parameters.pop(kind) or {}) for kind in (SLIDING, FULL) if kind in parameters}

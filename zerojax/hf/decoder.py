@@ -96,14 +96,15 @@ class Attention(nnx.Module):
     """Grouped-query attention (arXiv:2305.13245): x[B, T, H] -> [B, T, H]."""
 
     def __init__(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> None:
-        self.c, self.implementation = c, o.attention
+        self.c = c
+        self.implementation: Implementation = o.attention
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         self.q_proj = Projection("q_proj", c.hidden, q, c.qkv_bias, o.lora, rngs=rngs)
         self.k_proj = Projection("k_proj", c.hidden, kv, c.qkv_bias, o.lora, rngs=rngs)
         self.v_proj = Projection("v_proj", c.hidden, kv, c.qkv_bias, o.lora, rngs=rngs)
         self.o_proj = Projection("o_proj", q, c.hidden, c.output_bias, o.lora, rngs=rngs)
-        self.q_norm = nnx.data(Norm(c.head_dim, c, rngs=rngs) if c.qk_norm else None)
-        self.k_norm = nnx.data(Norm(c.head_dim, c, rngs=rngs) if c.qk_norm else None)
+        self.q_norm: Any = nnx.data(Norm(c.head_dim, c, rngs=rngs) if c.qk_norm else None)
+        self.k_norm: Any = nnx.data(Norm(c.head_dim, c, rngs=rngs) if c.qk_norm else None)
 
     def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
         c = self.c
@@ -155,8 +156,8 @@ class Block(nnx.Module):
         self.self_attn = Attention(c, o, rngs=rngs)
         # Of four norms, this name is that of attention's output; of two, that of the MLP's input.
         self.post_attention_layernorm = Norm(c.hidden, c, rngs=rngs)
-        self.pre_feedforward_layernorm = nnx.data(Norm(c.hidden, c, rngs=rngs) if c.post_norms else None)
-        self.post_feedforward_layernorm = nnx.data(Norm(c.hidden, c, rngs=rngs) if c.post_norms else None)
+        self.pre_feedforward_layernorm: Any = nnx.data(Norm(c.hidden, c, rngs=rngs) if c.post_norms else None)
+        self.post_feedforward_layernorm: Any = nnx.data(Norm(c.hidden, c, rngs=rngs) if c.post_norms else None)
         if o.mlp_tiles:
             self.mlp = TiledMLP(
                 c.hidden, c.intermediate, num_tiles=o.mlp_tiles, activation=ACTIVATIONS[c.activation], gated=True,

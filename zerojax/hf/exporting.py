@@ -127,7 +127,7 @@ def lora_of(saved: SavedState) -> Lora:
     Raises:
       CheckpointError: the checkpoint does not tell.
     """
-    told = saved.about.get("lora")
+    told: Any = saved.about.get("lora")
     try:
         return Lora(**{**told, "targets": tuple(told["targets"])})
     except (TypeError, KeyError, ValueError) as error:

@@ -3,8 +3,8 @@
     file     embed.table, blocks.w [L, ..]
     model    embed.table, blocks.w [L, ..], blocks.lora_a [L, ..]        lora_a[l] = init_block(key[l])["lora_a"]
 
-A layer's missing weights are computed when a record of it is read, and the others of the layer are not: only what is returned of
-a jitted function is computed. Keys are those of `init`, so the numbers are, too.
+A layer's missing weights are computed when a record of it is read, and the others of the layer are not: only what is returned
+of a jitted function is computed. Keys are those of `init`, so the numbers are, too.
 """
 
 import threading

@@ -122,7 +122,8 @@ class RenamedFile:
         first, shape = next(iter(shapes.items()))
         if None in parts:
             return Tensor(shape, dtype)
-        if absent := [layer for layer in range(max(parts) + 1) if layer not in parts]:
+        last = max(layer for layer in parts if layer is not None)
+        if absent := [layer for layer in range(last + 1) if layer not in parts]:
             names = [self._name(name, layer) for layer in absent]
             raise CheckpointError(f"{self.path} lacks layers of {name}: {first_few(names)}")
         if other := next((tensor for tensor, found in shapes.items() if found != shape), None):
