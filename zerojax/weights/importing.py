@@ -181,8 +181,8 @@ def import_params(
       rename: from the file's names to those of the model. A table by names, in which `{layer}` stands for the number of a
         layer, `{"h.{layer}.up.weight": ("blocks.up.kernel", (1, 0)), "wte": "embed.table"}`: a value is a name, or a pair of
         it and the order of the file's dims, as `numpy.transpose` takes it; None for a tensor that is not read. A name that the
-        table has not stays as it is. Or a function from one name to such a value, or to a `zerojax.weights.Place` where layers are
-        stacked. The tensors of layers are stacked as they are read.
+        table has not stays as it is. Or a function from one name to such a value, or to a `zerojax.weights.Place` where layers
+        are stacked. The tensors of layers are stacked as they are read.
       missing: "init": weights that the file lacks, such as adapters, are those of `program.init(key)`; or a function of a name
         that tells which may be lacking. "error": the file must have all.
 
