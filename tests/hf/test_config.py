@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -160,3 +161,29 @@ def test_real_sizes_have_the_published_number_of_parameters(tmp_path):
     }
     for count, config in models.items():
         assert config_of(folder_of(tmp_path, config)).num_params == count
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text", "qwen3"])
+def test_products_are_in_the_dtype_in_which_parameters_arrive(tmp_path, kind):
+    config = {**LLAMA, "model_type": kind, "head_dim": 16, "sliding_window": None if kind == "qwen3" else 5}
+    model = model_of(folder_of(tmp_path, {k: v for k, v in config.items() if kind != "llama" or k != "sliding_window"}))
+    key, batch = jax.random.key(0), batch_of()
+
+    def run():
+        low = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)  # noqa: E731
+        x = model.embed(low(model.init_embed(key)), batch, None)
+        layer = jax.tree.map(lambda a: jnp.asarray(a)[0], model.per_layer)
+        assert x.dtype == jnp.bfloat16
+        return model.block(low(model.init_block(key)), x, None, model.context(batch), layer)
+
+    jaxpr = jax.make_jaxpr(run)()
+    assert jaxpr.out_avals[0].dtype == jnp.bfloat16
+    wide = [e for e in _equations(jaxpr.jaxpr) if e.primitive.name == "dot_general" and e.invars[0].aval.dtype != jnp.bfloat16]
+    assert not wide
+
+
+def _equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)

@@ -186,7 +186,8 @@ class Embed(nnx.Module):
 
     def __call__(self, batch: Batch) -> jax.Array:
         tokens = batch["tokens"]
-        x = self.embed_tokens(tokens)
+        # In the dtype in which the parameters arrive; `nnx.Embed` casts to that in which it was made.
+        x = jnp.take(self.embed_tokens.embedding[...], tokens, axis=0)
         if self.pad_token is not None:
             x = jnp.where((tokens == self.pad_token)[..., None], jax.lax.stop_gradient(x), x)
         # Rounded to the dtype of x first, as Gemma was trained.
