@@ -48,6 +48,7 @@ ROOMS = {
     ),
     "zerojax.checkpoint": ("program", "runtime", "state", "models", "sharding", "precision"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config"),
+    "zerojax.hf": ("weights", "checkpoint", "program", "state", "models", "tiling"),
     "zerojax.machines": ("memory", "sharding", "precision", "hlo"),
     "zerojax.choice": (),
     "zerojax.costs": (
@@ -60,7 +61,7 @@ ROOMS = {
     ),
     "zerojax.reporting": ("planner", "machines", "memory", "program", "progress"),
     "zerojax.hlo": (),
-    "zerojax.cli": ("activations", "checkpoint", "weights", "memory", "planner", "sharding", "precision", "hlo"),
+    "zerojax.cli": ("activations", "checkpoint", "weights", "hf", "memory", "planner", "sharding", "precision", "hlo"),
     "zerojax.__main__": ("cli",),
     "host_offload.tiers": (),
     "host_offload.fields": (),

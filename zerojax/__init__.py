@@ -12,6 +12,10 @@ from zerojax.checkpoint import CheckpointError as CheckpointError
 from zerojax.checkpoint import IteratorError as IteratorError
 from zerojax.config import Segment as Segment
 from zerojax.config import ZeroConfig as ZeroConfig
+from zerojax.hf import Lora as Lora
+from zerojax.hf import export_hf as export_hf
+from zerojax.hf import export_peft as export_peft
+from zerojax.hf import import_hf as import_hf
 from zerojax.models import LayeredModel as LayeredModel
 from zerojax.models import Loss as Loss
 from zerojax.models import Model as Model
@@ -50,6 +54,7 @@ __all__ = [
     "Ema",
     "IteratorError",
     "LayeredModel",
+    "Lora",
     "Loss",
     "LossScaling",
     "Machine",
@@ -70,9 +75,12 @@ __all__ = [
     "ZeroConfig",
     "__version__",
     "build_train_step",
+    "export_hf",
     "export_orbax",
+    "export_peft",
     "export_safetensors",
     "from_flax",
+    "import_hf",
     "import_params",
     "join_cluster",
     "linear_cross_entropy",

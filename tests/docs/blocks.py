@@ -89,6 +89,8 @@ def run(blocks: list[Block], folder: pathlib.Path, disk: pathlib.Path) -> None:
     """
     namespace = prelude.names()
     with contextlib.chdir(folder):
+        if any(block.runs and prelude.PRETRAINED in block.text for block in blocks):
+            prelude.write_pretrained()
         try:
             for block in blocks:
                 text = block.text.replace(DISK, str(disk))

@@ -3,6 +3,8 @@
 Every page gets these anew. A reader puts their own in the place of `model`, `tx`, `mesh`, `batch` and `data`.
 """
 
+import json
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import safetensors.numpy
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -64,6 +67,31 @@ class Data:
 
     def set_state(self, state: dict[str, int]) -> None:
         self.position = state["position"]
+
+
+PRETRAINED = "Llama-3.1-8B"
+"""The folder of a pretrained model, which pages name: here a tiny one."""
+
+
+def write_pretrained() -> None:
+    """Write a random Llama of the vocabulary of `batch` into the working folder."""
+    h, f, heads = HIDDEN, 2 * HIDDEN, 4
+    config = {
+        "model_type": "llama", "vocab_size": VOCAB, "hidden_size": h, "intermediate_size": f, "num_hidden_layers": LAYERS,
+        "num_attention_heads": heads, "tie_word_embeddings": True,
+    }  # fmt: skip
+    shapes = {"model.embed_tokens.weight": (VOCAB, h), "model.norm.weight": (h,)}
+    for n in range(LAYERS):
+        layer = f"model.layers.{n}"
+        shapes |= {f"{layer}.self_attn.{p}_proj.weight": (h, h) for p in "qkvo"}
+        shapes |= {f"{layer}.mlp.{p}_proj.weight": (f, h) for p in ("gate", "up")} | {f"{layer}.mlp.down_proj.weight": (h, f)}
+        shapes |= {f"{layer}.{norm}_layernorm.weight": (h,) for norm in ("input", "post_attention")}
+    random = np.random.default_rng(0)
+    folder = pathlib.Path(PRETRAINED)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name: random.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
+    safetensors.numpy.save_file(weights, folder / "model.safetensors")
 
 
 def names() -> dict[str, Any]:

@@ -543,3 +543,64 @@ def test_what_from_flax_refuses():
         zj.from_flax(nn.Dense(8))
     with pytest.raises(ValueError, match=r"rngs -> nnx\.Module, but it returned int"):
         zj.from_flax(lambda rngs: 3, mse)  # type: ignore[arg-type]
+
+
+class NnxWindowed(nnx.Module):
+    def __init__(self, *, rngs):
+        self.up = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x, context, layer):
+        seen = (context["position"] % layer["window"] > 0).astype(x.dtype)[..., None]
+        return x + seen * jnp.tanh(self.up(x))
+
+
+class LinenWindowed(nn.Module):
+    @nn.compact
+    def __call__(self, x, context, layer):
+        seen = (context["position"] % layer["window"] > 0).astype(x.dtype)[..., None]
+        return x + seen * jnp.tanh(nn.Dense(16)(x))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_blocks_read_a_context_and_data_of_their_layer(kind):
+    """As a LayeredModel of plain functions does."""
+    tokens = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+    batch, layers = {"tokens": tokens, "targets": tokens}, 3
+    block = {"nnx": lambda rngs: NnxWindowed(rngs=rngs), "linen": LinenWindowed()}[kind]
+
+    class OfTokens(nn.Module):
+        @nn.compact
+        def __call__(self, batch):
+            return nn.Embed(8, 16)(batch["tokens"])
+
+    class NnxOfTokens(nnx.Module):
+        def __init__(self, *, rngs):
+            self.table = nnx.Embed(8, 16, rngs=rngs)
+
+        def __call__(self, batch):
+            return self.table(batch["tokens"])
+
+    head = {"nnx": lambda rngs: nnx.LayerNorm(16, rngs=rngs), "linen": nn.LayerNorm()}[kind]
+    windows = np.asarray([2, 3, 4], np.int32)
+    model = zj.from_flax(
+        embed=(lambda rngs: NnxOfTokens(rngs=rngs)) if kind == "nnx" else OfTokens(),
+        block=block,
+        head=head,
+        num_layers=layers,
+        loss=lambda head, embed, x, batch: jnp.mean(head(x)[..., 0] * batch["targets"]),
+        example_batch=batch,
+        context=lambda batch: {"position": jnp.broadcast_to(jnp.arange(batch["tokens"].shape[1]), batch["tokens"].shape)},
+        per_layer={"window": windows},
+    )
+    params = init_params(model, jax.random.key(0))
+    x = model.embed(params["embed"], batch, None)
+    kernel, bias = sorted(jax.tree.leaves(params["blocks"]), key=lambda a: -a.ndim)
+    for layer in range(layers):
+        seen = (jnp.arange(4) % windows[layer] > 0)[None, :, None]
+        x = x + seen * jnp.tanh(x @ kernel[layer] + bias[layer])
+    expected = model.head(params["head"], params["embed"], x, batch, None)
+    program = zj.build_train_step(model, optax.sgd(0.1), zj.ZeroConfig(), zj.make_mesh(devices=jax.devices()[:1]))
+    np.testing.assert_allclose(program.eval(program.init(jax.random.key(0)), batch), expected, rtol=1e-6)
+    assert float(program.eval(program.init(jax.random.key(0)), batch)) != 0
+    with pytest.raises(ValueError, match="from_flax of one module is given context, which blocks read"):
+        zj.from_flax(lambda rngs: NnxOfTokens(rngs=rngs), lambda m, b: 0.0, context=lambda batch: None)

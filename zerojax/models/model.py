@@ -45,6 +45,7 @@ class Model:
         on in order; `program.eval` reads it and drops what is new.
       predict: None, or `predict(params, batch) -> outputs`, what the model gives without a loss; with `init_state`
         `predict(params, batch, state)`.
+      about: None, or a dict for JSON that checkpoints keep, such as the scale of adapters: for exports, which see no model.
     """
 
     init: Callable[[jax.Array], Params]
@@ -55,6 +56,7 @@ class Model:
     frozen: Any = False
     init_state: Callable[[jax.Array], Any] | None = None
     predict: Callable[..., Any] | None = None
+    about: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +128,7 @@ class LayeredModel:
         together, whatever is given. What "block" has in `specs`, `frozen` and `init_state`, and `tiles` and `per_layer`, are
         then dicts by the names of the stacks; stacks may be left out of them.
       enter: as of a `Stack`, of a model without `stacks`.
+      about: as of a Model.
     """
 
     num_layers: int = None  # pyright: ignore[reportAssignmentType]  # required without `stacks`, as are all functions
@@ -145,6 +148,7 @@ class LayeredModel:
     predict: Callable[..., Any] | None = None
     stacks: Sequence[Stack] = ()
     enter: Callable[..., Any] | None = None
+    about: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._check_parts()

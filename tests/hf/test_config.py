@@ -1,0 +1,189 @@
+"""`config.json` alone tells what a model is; what is not built, or not known, is refused by name."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hf_models import CASES, SIZES, batch_of, need, program_of, torch_logits
+
+import zerojax as zj
+from zerojax.hf import FAMILIES, config_of, model_of
+
+LLAMA = {"model_type": "llama", **SIZES}
+GEMMA3 = {"model_type": "gemma3_text", **SIZES, "head_dim": 16, "sliding_window": 5}
+
+
+def folder_of(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+REFUSED = {
+    "experts": ({"model_type": "qwen3_moe", "num_experts": 8}, "num_experts=8: mixtures of experts are not built"),
+    "mixtral": ({"model_type": "mixtral", "num_local_experts": 8}, "mixtures of experts"),
+    "vision": (
+        {"model_type": "gemma3", "text_config": {}, "vision_config": {}},
+        "has text_config, vision_config: models of images",
+    ),
+    "unknown": ({"model_type": "mamba"}, "model_type 'mamba' is not built: gemma2, gemma3_text, llama"),
+    "none": ({"model_type": None}, "model_type 'None' is not built"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"weights are quantised \(gptq\)"),
+    "rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope of type 'dynamic' is not built"),
+    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope of type 'longrope' is not built"),
+    "rope key": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mode": 3}}, r"has the keys \['mode'\]"),
+    "rope lacks": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+        r"lacks \['low_freq_factor', 'high_freq_factor'\]",
+    ),
+    "partial": ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    "dropout": ({"attention_dropout": 0.1}, "attention_dropout=0.1: dropout of scores is not built"),
+    "key": ({"attention_multiplier": 0.5, "mup": True}, "attention_multiplier=0.5, mup=True: unknown, and may change"),
+    "of another family": ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0: unknown"),
+    "gemma3 cap": ({**GEMMA3, "attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0: unknown"),
+    "bidirectional": ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention=True: unknown"),
+    "layer types": ({**GEMMA3, "layer_types": ["chunked_attention"] * 3}, r"\['chunked_attention'\] of them are not built"),
+    "layer count": ({**GEMMA3, "layer_types": ["full_attention"]}, "there are 3 layers"),
+    "window": ({**GEMMA3, "sliding_window": 0}, "sliding_window=0: layers of 'sliding_attention' need"),
+    "activation": ({"hidden_act": "xielu"}, "activation 'xielu' is not built"),
+    "groups": ({"num_key_value_heads": 3}, "num_attention_heads=4 do not divide by num_key_value_heads=3"),
+    "size": ({"hidden_size": "48"}, "hidden_size='48': a positive number"),
+    "missing": ({"vocab_size": None}, "vocab_size=None: a positive number"),
+    "odd heads": ({"head_dim": 5}, "head_dim=5: rotations take pairs"),
+    "pad": ({"pad_token_id": 96}, "pad_token_id=96: null, or a token of the 96"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_models_that_are_not_built_are_refused_by_name(tmp_path, name):
+    change, told = REFUSED[name]
+    with pytest.raises(ValueError, match=told):
+        model_of(folder_of(tmp_path, {**LLAMA, **change}))
+
+
+def test_folders_without_a_config_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"config.json cannot be read \(No such file"):
+        model_of(tmp_path)
+    (tmp_path / "config.json").write_text("[1")
+    with pytest.raises(ValueError, match=r"config.json is no JSON"):
+        model_of(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="holds a list, and a JSON object"):
+        model_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"attention": "flash"}, "attention='flash' is unknown"),
+        ({"mlp_tiles": 2, "lora": zj.Lora(rank=2, alpha=4, targets="all")}, "mlp_tiles=2 with adapters beside down_proj"),
+        ({"mlp_tiles": 3}, "3"),
+        ({"trainable": lambda path, value: False}, "matches no parameter"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(tmp_path, options, told):
+    with pytest.raises(ValueError, match=told):
+        model_of(folder_of(tmp_path, LLAMA), **options)
+
+
+def test_tensor_axes_split_whole_heads(tmp_path):
+    model = model_of(folder_of(tmp_path, LLAMA))
+    mesh = zj.make_mesh(fsdp=1, tensor=4, devices=jax.devices()[:4])
+    program = zj.build_train_step(model, optax.sgd(1.0), zj.ZeroConfig(stage=3), mesh)
+    with pytest.raises(ValueError, match="num_key_value_heads=2 do not divide by tensor=4"):
+        program.check(batch_of())
+
+
+OLDER = {
+    "llama3": {"rope_theta": 5e5, "rope_scaling": None},
+    "gemma3": {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 2},
+}
+
+
+@pytest.mark.parametrize("name", list(OLDER))
+def test_older_keys_mean_what_the_newer_ones_do(tmp_path, name):
+    """Files of before transformers 5 have `rope_scaling`, and windows by a pattern."""
+    if name == "llama3":
+        newer = {**LLAMA, **CASES["llama3"][1]}
+        of_rope = dict(newer["rope_parameters"])
+        older = {k: v for k, v in newer.items() if k != "rope_parameters"}
+        older |= {"rope_theta": of_rope.pop("rope_theta"), "rope_scaling": of_rope}
+    else:
+        ropes = {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        newer = {**GEMMA3, "layer_types": kinds, "rope_parameters": ropes}
+        older = {**GEMMA3, **OLDER["gemma3"], "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    configs = [config_of(folder_of(tmp_path, config)) for config in (newer, older)]
+    assert configs[0] == configs[1]
+    assert len(set(configs[0].ropes)) == (2 if name == "gemma3" else 1)
+
+
+def test_a_family_is_added_by_a_table(tmp_path):
+    """Gemma 1: norms and embedding of Gemma 2, with two norms a layer, no window and no cap."""
+    need("torch", "transformers")
+    import torch
+    import transformers
+
+    two = {"input_layernorm", "post_attention_layernorm"}
+    gemma2 = FAMILIES["gemma2"]
+    names = {there: here for there, here in gemma2.names.items() if "layernorm" not in there or there.split(".")[3] in two}
+    gemma = dataclasses.replace(
+        gemma2, names=names, post_norms=False, windows="none", reads=("attention_bias", "hidden_activation"),
+        defaults={"hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6, "rope_theta": 1e4, "pad_token_id": 0,
+                  "tie_word_embeddings": True, "head_dim": 256},
+    )  # fmt: skip
+    families = {**FAMILIES, "gemma": gemma}
+    torch.manual_seed(0)
+    config = transformers.GemmaConfig(**SIZES, head_dim=16)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'gemma' is not built"):
+        model_of(tmp_path)
+    program = program_of(model_of(tmp_path, families=families), "device", tmp_path)
+    state = zj.import_hf(program, tmp_path, key=jax.random.key(0), families=families)
+    ours = np.asarray(program.apply(state, batch_of()))
+    np.testing.assert_allclose(ours, torch_logits(theirs, batch_of()).detach().numpy(), rtol=0, atol=1e-4)
+
+
+def test_real_sizes_have_the_published_number_of_parameters(tmp_path):
+    """Llama 3.1 8B, Qwen 2.5 0.5B and Gemma 2 2B, of their `config.json`, as far as it says sizes."""
+    sizes = lambda *n: dict(zip(list(SIZES)[:6], n, strict=True))  # noqa: E731
+    models = {
+        8_030_261_248: {"model_type": "llama", **sizes(128_256, 4096, 14_336, 32, 32, 8)},
+        494_032_768: {"model_type": "qwen2", **sizes(151_936, 896, 4864, 24, 14, 2), "tie_word_embeddings": True},
+        2_614_341_888: {"model_type": "gemma2", **sizes(256_000, 2304, 9216, 26, 8, 4)},
+    }
+    for count, config in models.items():
+        assert config_of(folder_of(tmp_path, config)).num_params == count
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma3_text", "qwen3"])
+def test_products_are_in_the_dtype_in_which_parameters_arrive(tmp_path, kind):
+    config = {**LLAMA, "model_type": kind, "head_dim": 16, "sliding_window": None if kind == "qwen3" else 5}
+    model = model_of(folder_of(tmp_path, {k: v for k, v in config.items() if kind != "llama" or k != "sliding_window"}))
+    key, batch = jax.random.key(0), batch_of()
+
+    def run():
+        low = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)  # noqa: E731
+        x = model.embed(low(model.init_embed(key)), batch, None)
+        layer = jax.tree.map(lambda a: jnp.asarray(a)[0], model.per_layer)
+        assert x.dtype == jnp.bfloat16
+        return model.block(low(model.init_block(key)), x, None, model.context(batch), layer)
+
+    jaxpr = jax.make_jaxpr(run)()
+    assert jaxpr.out_avals[0].dtype == jnp.bfloat16
+    wide = [e for e in _equations(jaxpr.jaxpr) if e.primitive.name == "dot_general" and e.invars[0].aval.dtype != jnp.bfloat16]
+    assert not wide
+
+
+def _equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)

@@ -1,0 +1,174 @@
+"""Adapters over a frozen base train as PEFT's do, write nothing of the base, and are exported for it."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from hf_models import batch_of, losses_of, need, program_of, torch_logits, torch_losses, write
+
+import zerojax as zj
+from zerojax.hf import FAMILIES, model_of
+from zerojax.weights import renaming
+
+need("torch", "transformers", "peft")
+# peft reads an attribute that transformers renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+LORA = zj.Lora(rank=3, alpha=12, targets="all")
+SIZES = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 96}
+"""Wide enough for blocks of 64 and 256 numbers."""
+
+
+def save(program, state, folder):
+    with zj.Checkpointer(folder) as ckpt:
+        ckpt.save(program, state)
+    return folder
+
+
+def set_base(theirs, program, state):
+    """Give a model of torch the base that a program computes with, decoded."""
+    import torch
+
+    pieces = dict(program.iter_params(state))
+    place = renaming(FAMILIES[theirs.config.model_type].names)
+    largest = 0.0
+    for name, parameter in theirs.named_parameters():
+        if (found := place(name)) is None:
+            continue
+        part, *path = found.name.split(".")
+        tree = pieces[part if found.layer is None else f"blocks/{found.layer}"]
+        for key in path:
+            tree = tree[key]
+        value = np.asarray(tree, np.float32)
+        value = value if found.axes is None else value.transpose(found.axes)
+        with torch.no_grad():
+            largest = max(largest, float((parameter - torch.tensor(value)).abs().max()))
+            parameter.copy_(torch.tensor(value))
+    return largest
+
+
+BASES = {"bf16": {}, "int8": {"frozen_dtype": "int8"}, "nf4": {"frozen_dtype": "nf4"}}
+
+
+@pytest.mark.by_default("llama-bf16-nvme", "qwen3-nf4-nvme")
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+@pytest.mark.parametrize("base", list(BASES))
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_adapters_over_a_base_on_disk_track_peft(tmp_path, case, base, tier):
+    """The base is that of a folder in bfloat16, and computed with in float32; the adapters rest on the device."""
+    import peft
+
+    like = tmp_path / "model"
+    theirs = write(case, like, dtype="bfloat16", **SIZES)
+    program = program_of(model_of(like, lora=LORA), "device", tmp_path, devices=1, frozen=tier, **BASES[base])
+    with program:
+        state = zj.import_hf(program, like, key=jax.random.key(1))
+        error = set_base(theirs, program, state)
+        assert (error > 1e-3) == (base != "bf16")
+        zj.export_peft(save(program, state, tmp_path / "ckpt"), tmp_path / "adapters", like=like)
+        losses, written, read = [], [], []
+        for step in range(5):
+            state, metrics = program.step(state, batch_of(step))
+            losses.append(float(jax.block_until_ready(metrics["loss"])))
+            written.append(metrics.get("swap_write_bytes", 0.0))
+            read.append(metrics.get("swap_read_bytes", 0.0))
+        assert all(read) == (tier == "nvme")
+        assert not any(written)
+    adapted = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapters", is_trainable=True)
+    trained = [p for name, p in adapted.named_parameters() if "lora_" in name]
+    assert len(trained) == 2 * 7 * 3
+    np.testing.assert_allclose(losses, torch_losses(adapted, rate=1e-3, parameters=trained), rtol=0, atol=1e-4)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == sum(p.numel() for p in trained)
+
+
+@pytest.mark.parametrize("base", list(BASES))
+def test_exported_adapters_are_those_that_trained_merged_or_not(tmp_path, base):
+    import peft
+    import transformers
+
+    like = tmp_path / "model"
+    write("qwen2", like, **SIZES)
+    program = program_of(model_of(like, lora=LORA), "device", tmp_path, devices=1, **BASES[base])
+    state = zj.import_hf(program, like, key=jax.random.key(1))
+    _, state = losses_of(program, state, steps=3)
+    ckpt = save(program, state, tmp_path / "ckpt")
+    zj.export_peft(ckpt, tmp_path / "adapters", like=like)
+    zj.export_hf(ckpt, tmp_path / "merged", like=like, merge_lora=True)
+    with pytest.raises(ValueError, match="holds adapters beside 7 projections: merge them"):
+        zj.export_hf(ckpt, tmp_path / "out", like=like)
+    kinds = {"attn_implementation": "eager", "dtype": "float32"}
+    original = transformers.AutoModelForCausalLM.from_pretrained(like, **kinds).eval()
+    untrained = torch_logits(original, batch_of()).detach().numpy()
+    adapted = peft.PeftModel.from_pretrained(original, tmp_path / "adapters").eval()
+    beside = torch_logits(adapted, batch_of()).detach().numpy()
+    merged = (
+        torch_logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", **kinds).eval(), batch_of())
+        .detach()
+        .numpy()
+    )
+    assert np.abs(beside - untrained).max() > 1e-2
+    np.testing.assert_allclose(merged, beside, rtol=0, atol=1e-5)
+    if base == "bf16":  # else the program computes with a rounded base, and the folder has the one that it was made of
+        np.testing.assert_allclose(program.apply(state, batch_of()), beside, rtol=0, atol=1e-4)
+
+
+@pytest.mark.by_default("nvme-device")
+@pytest.mark.parametrize("there", ["device", "pinned_host", "nvme"])
+@pytest.mark.parametrize("here", ["device", "pinned_host", "nvme"])
+def test_adapters_are_restored_from_any_tier_onto_any(tmp_path, here, there):
+    like = tmp_path / "model"
+    write("llama", like)
+    found = []
+    for tier in (here, there):
+        with program_of(model_of(like, lora=LORA), tier, tmp_path) as program, zj.Checkpointer(tmp_path / "ckpt") as ckpt:
+            if not found:
+                state = zj.import_hf(program, like, key=jax.random.key(1))
+                _, state = losses_of(program, state, steps=2)
+                ckpt.save(program, state)
+                ckpt.wait()
+            else:
+                state = ckpt.restore(program)
+            found.append([np.asarray(a) for _, tree in program.iter_params(state) for a in jax.tree.leaves(tree)])
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_dropout_of_adapters_is_in_training_alone(tmp_path):
+    write("llama", tmp_path)
+    losses = []
+    for dropout in (0.0, 0.5):
+        lora = zj.Lora(rank=2, alpha=64, targets=("v_proj", "down_proj"), dropout=dropout)
+        program = program_of(model_of(tmp_path, lora=lora), "device", tmp_path)
+        state = zj.import_hf(program, tmp_path, key=jax.random.key(1))
+        trained, state = losses_of(program, state, steps=2)
+        losses.append((trained[-1], float(program.eval(state, batch_of())), float(program.eval(state, batch_of()))))
+    assert losses[0][0] != losses[1][0]
+    assert losses[1][1] == losses[1][2]
+    names = [re.sub(r"\W+", ".", jax.tree_util.keystr(path)) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
+    assert len(names) == 4
+    assert all("v_proj.lora" in name or "down_proj.lora" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"rank": 0}, "rank=0"),
+        ({"alpha": -1}, "alpha=-1"),
+        ({"targets": ("q_proj", "wq")}, r"\['wq'\] are unknown"),
+        ({"targets": "q_proj"}, "a tuple of names"),
+        ({"dropout": 1.0}, r"dropout=1.0"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(fields, told):
+    with pytest.raises(ValueError, match=told):
+        zj.Lora(**{"rank": 4, "alpha": 8, **fields})
+
+
+def test_a_base_that_lacks_a_weight_is_not_completed(tmp_path):
+    write("llama", tmp_path, num_hidden_layers=2, tie_word_embeddings=True)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    program = program_of(model_of(tmp_path, lora=LORA), "device", tmp_path)
+    with pytest.raises(zj.CheckpointError, match=r"no head.lm_head.embedding \(in the file lm_head.weight\) \[96, 48\]"):
+        zj.import_hf(program, tmp_path, key=jax.random.key(0))
