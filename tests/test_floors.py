@@ -49,6 +49,7 @@ ROOMS = {
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config"),
     "zerojax.machines": ("memory", "sharding", "precision", "hlo"),
     "zerojax.choice": (),
+    "zerojax.data": (),
     "zerojax.costs": (
         "choice", "machines", "program", "memory", "streamed", "models", "activations", "tiling", "sharding", "aot", "config",
         "precision", "jaxprs",
