@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from chat_tokenizers import byte_tokenizer
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -88,4 +89,6 @@ def names() -> dict[str, Any]:
         "w": embedding.T,  # [D, V]
         "embedding": embedding,
         "labels": jnp.asarray(batch["targets"]),
+        # fine-tuning
+        "tokenizer": byte_tokenizer(),
     }
