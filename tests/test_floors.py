@@ -46,6 +46,7 @@ ROOMS = {
         "config", "precision", "hlo", "jaxprs",
     ),
     "zerojax.checkpoint": ("program", "runtime", "state", "models", "sharding", "precision"),
+    "zerojax.inference": ("program", "state", "models", "sharding", "config"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config"),
     "zerojax.machines": ("memory", "sharding", "precision", "hlo"),
     "zerojax.choice": (),

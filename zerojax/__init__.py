@@ -12,6 +12,10 @@ from zerojax.checkpoint import CheckpointError as CheckpointError
 from zerojax.checkpoint import IteratorError as IteratorError
 from zerojax.config import Segment as Segment
 from zerojax.config import ZeroConfig as ZeroConfig
+from zerojax.inference import Evaluation as Evaluation
+from zerojax.inference import generate as generate
+from zerojax.inference import perplexity as perplexity
+from zerojax.models import Cache as Cache
 from zerojax.models import LayeredModel as LayeredModel
 from zerojax.models import Loss as Loss
 from zerojax.models import Model as Model
@@ -43,9 +47,11 @@ from zerojax.weights import import_params as import_params
 
 __version__ = "0.1.0"
 __all__ = [
+    "Cache",
     "CheckpointError",
     "Checkpointer",
     "Ema",
+    "Evaluation",
     "IteratorError",
     "LayeredModel",
     "Loss",
@@ -70,11 +76,13 @@ __all__ = [
     "export_orbax",
     "export_safetensors",
     "from_flax",
+    "generate",
     "import_params",
     "linear_cross_entropy",
     "linen",
     "machine",
     "make_mesh",
+    "perplexity",
     "plan",
     "probe",
     "with_specs",

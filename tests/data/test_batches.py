@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 import toys
-from test_packing import examples_of
+from packed_examples import examples_of
 
 import zerojax as zj
 from zerojax import data

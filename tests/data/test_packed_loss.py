@@ -9,7 +9,7 @@ import optax
 import packed_decoder as decoder
 import pytest
 import toys
-from test_packing import examples_of
+from packed_examples import uneven_examples
 
 import zerojax as zj
 from zerojax import data
@@ -20,18 +20,6 @@ TIERS = {
     "host": {"params": "pinned_host", "opt_state": "pinned_host"},
     "nvme": {"params": "nvme", "opt_state": "nvme"},
 }
-
-
-def examples():
-    """Return 40 examples with masks of very different density."""
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(2, decoder.SEQ + 2, 40)
-    counted = rng.random(lengths.sum()) < np.repeat(rng.choice([0.05, 0.5, 1.0], 40), lengths)
-    counted[np.cumsum(lengths) - 1] = True
-    made = examples_of(lengths, counted)
-    return data.Examples(
-        made.source, rng.integers(1, decoder.VOCAB, len(counted)).astype(np.int32), counted, made.starts, made.numbers
-    )
 
 
 def whole(rows, size):
@@ -47,7 +35,7 @@ def build(tier, folder, count=1):
 @pytest.mark.by_default("device")
 @pytest.mark.parametrize("tier", TIERS)
 def test_packed_loss_is_the_sum_over_examples(tier, tmp_path):
-    made = examples()
+    made = uneven_examples()
     packed = data.pack(made, decoder.SEQ)
     alone = data.Rows(made, decoder.SEQ, np.arange(40), np.arange(41), packed.counts)
     assert len(packed) < 30  # several in a row
@@ -64,7 +52,7 @@ def test_packed_loss_is_the_sum_over_examples(tier, tmp_path):
 @pytest.mark.by_default("nvme-4")
 @pytest.mark.parametrize(("tier", "count"), [*itertools.product(TIERS, (1, 2, 4))])
 def test_gradients_do_not_depend_on_microbatches(tier, count, tmp_path):
-    batch = whole(data.pack(examples(), decoder.SEQ), 32)
+    batch = whole(data.pack(uneven_examples(), decoder.SEQ), 32)
     in_microbatch = [(batch["targets"][m::4] >= 0).sum() for m in range(4)]
     assert max(in_microbatch) > 1.2 * min(in_microbatch)  # so a mean of means would be another
 

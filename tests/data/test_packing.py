@@ -1,24 +1,15 @@
 """Packing: every pair of a token and its successor once, no overlap, each row as full as best fit has it."""
 
 import itertools
-import pathlib
 
 import numpy as np
 import pytest
 from chat_tokenizers import byte_tokenizer, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_examples import examples_of
 
 from zerojax import data
-from zerojax.data.reading import Source
-
-
-def examples_of(lengths, counted=None):
-    """Return examples whose tokens are all different."""
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    counted = np.ones(starts[-1], bool) if counted is None else counted
-    tokens = np.arange(starts[-1], dtype=np.int32)
-    return data.Examples(Source(pathlib.Path("a.jsonl")), tokens, counted, starts, np.arange(1, len(lengths) + 1))
 
 
 @st.composite

@@ -1,5 +1,6 @@
 """A small decoder that reads packed rows: attention within a segment, learned positions, a loss of the targets that count."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -51,4 +52,35 @@ def model() -> zj.LayeredModel:
     """Return the decoder."""
     return zj.LayeredModel(
         LAYERS, init_embed, embed, init_block, block, init_head, head, context=lambda batch: batch["segment_ids"]
+    )
+
+
+def predict(p: Any, p_embed: Any, x: Any, batch: Any) -> jax.Array:
+    del p_embed, batch
+    return x @ p["out"]  # [B, T, V]
+
+
+def init_cache(rows: int, length: int, dtype: Any) -> Any:
+    return dict.fromkeys(("k", "v"), jnp.zeros((rows, length, HEADS, WIDTH // HEADS), dtype))
+
+
+def cached_block(p: Any, x: jax.Array, cache: Any, positions: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
+    del layer
+    q, k, v = jnp.moveaxis(jnp.einsum("btd,dchw->btchw", x, p["qkv"]), 2, 0)
+    rows = jnp.arange(x.shape[0])[:, None]
+    cache = {name: cache[name].at[rows, positions].set(a) for name, a in (("k", k), ("v", v))}
+    mask = jnp.arange(cache["k"].shape[1]) <= positions[:, None, :, None]  # [B, 1, T, S]
+    a = jax.nn.dot_product_attention(q, cache["k"], cache["v"], mask=mask)
+    x = x + a.reshape(x.shape) @ p["out"]
+    return x + jnp.tanh(x @ p["up"]) @ p["down"], cache
+
+
+def generator() -> zj.LayeredModel:
+    """Return the decoder with logits and a cache, of rows of one sequence each."""
+
+    def causal(p: Any, x: jax.Array, key: Any, positions: jax.Array, layer: Any) -> jax.Array:
+        return block(p, x, key, jnp.zeros_like(positions), layer)
+
+    return dataclasses.replace(
+        model(), block=causal, context=lambda b: b["positions"], predict=predict, cache=zj.Cache(init_cache, cached_block)
     )
