@@ -12,6 +12,8 @@ from zerojax.checkpoint import CheckpointError as CheckpointError
 from zerojax.checkpoint import IteratorError as IteratorError
 from zerojax.config import Segment as Segment
 from zerojax.config import ZeroConfig as ZeroConfig
+from zerojax.hf import Lora as Lora
+from zerojax.hf import import_hf as import_hf
 from zerojax.inference import Evaluation as Evaluation
 from zerojax.inference import generate as generate
 from zerojax.inference import perplexity as perplexity
@@ -54,6 +56,7 @@ __all__ = [
     "Evaluation",
     "IteratorError",
     "LayeredModel",
+    "Lora",
     "Loss",
     "LossScaling",
     "Machine",
@@ -77,6 +80,7 @@ __all__ = [
     "export_safetensors",
     "from_flax",
     "generate",
+    "import_hf",
     "import_params",
     "linear_cross_entropy",
     "linen",

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.models.axes import AxisNames, Rules
@@ -82,6 +83,8 @@ def from_flax(
     mutable: Sequence[str] = (),
     sown: Sequence[str] = (),
     predict: Callable[..., Any] | None = None,
+    context: Callable[[Any], Any] | None = None,
+    per_layer: Any = None,
 ) -> Any:
     """Make a Model, or a LayeredModel, from Flax modules.
 
@@ -114,6 +117,9 @@ def from_flax(
       sown: Linen's collections that calls sow and the loss reads, as `model.variables["losses"]`; they are not kept.
       predict: what the model gives: `predict(model, batch) -> outputs`, or `predict(head, embed, x, batch) -> outputs`. The
         modules evaluate.
+      context: as of a LayeredModel: a function of the batch, such as its segment ids. Where it or `per_layer` is given, the
+        block is called as `block(x, context, layer)`.
+      per_layer: as of a LayeredModel: a tree of arrays [L, ...], of which `layer` is the slice of a block's own layer.
 
     Returns:
       A `zerojax.Model` if `module` is given, else a `zerojax.LayeredModel`.
@@ -125,10 +131,14 @@ def from_flax(
     if loss is None:
         raise ValueError("from_flax needs a loss: loss(model, batch), or loss(head, embed, x, batch) for the layered form")
     calls = Calls(AxisNames(axis_rules, mesh_axes), tuple(rngs), tuple(mutable), tuple(sown), trainable)
+    of_blocks = {"context": context, "per_layer": per_layer}
+    given = [name for name, value in of_blocks.items() if value is not None]
+    if module is not None and given:
+        raise ValueError(f"from_flax of one module is given {', '.join(given)}, which blocks read: give embed, block and head")
     if module is not None and embed is None and block is None and head is None and num_layers is None:
         model = _whole(module, loss, predict, example_batch, calls)
     elif module is None and embed is not None and block is not None and head is not None and num_layers is not None:
-        model = _layered(embed, block, head, num_layers, loss, predict, example_batch, calls)
+        model = _layered(embed, block, head, num_layers, loss, predict, example_batch, calls, of_blocks)
     else:
         parts = {"module": module, "embed": embed, "block": block, "head": head, "num_layers": num_layers}
         names = [name for name, value in parts.items() if value is not None]
@@ -174,20 +184,28 @@ def _layered(
     predict: Callable[..., Any] | None,
     batch: Any,
     calls: Calls,
+    of_blocks: dict[str, Any],
 ) -> LayeredModel:
-    call = call_with_key(loss, *(of_loss := ("head", "embed", "x", "batch")))
+    call_loss = call_with_key(loss, *(of_loss := ("head", "embed", "x", "batch")))
+    has_context = any(value is not None for value in of_blocks.values())
     first = _part("embed", embed, lambda m, b: m(b), (batch,), calls)
 
     def called(part: Part) -> Callable[..., Any]:
-        """Return `run(params, x, key[, state])`, which calls a module with its one input."""
+        """Return `run(params, x, key[, context, layer][, state])`, which calls a module with its inputs."""
 
         def run(p: Any, x: Any, key: jax.Array | None, *state: Any) -> Any:
+            return call(p, key, (x,), state)
+
+        def run_with_context(p: Any, x: Any, key: jax.Array | None, context: Any, layer: Any, *state: Any) -> Any:
+            return call(p, key, (x, context, layer), state)
+
+        def call(p: Any, key: jax.Array | None, args: tuple[Any, ...], state: tuple[Any, ...]) -> Any:
             with calls.run(key is not None):
                 bound = part.bind(p, key, *state)
-                out = without_variables(bound(x, **part.arguments(key)))
+                out = without_variables(bound(*args, **part.arguments(key)))
                 return (out, part.state_of(bound)) if state else out
 
-        return run
+        return run_with_context if part is not first and has_context else run
 
     def made(part: Part) -> tuple[Any, ...]:
         key = jax.random.key(0)
@@ -200,11 +218,11 @@ def _layered(
 
     # The shapes that the embedding hands to the first block, or None without an example batch.
     x = None if batch is None else jax.eval_shape(abstract_x, batch)
-    layer = _part("block", block, lambda m, x: m(x), (x,), calls)
+    layer = _part("block", block, lambda m, *args: m(*args), (x, *_abstract_inputs(of_blocks, batch)), calls)
 
     def shape_head(m: Any, x: Any, b: Any) -> Any:
         # Called for Linen alone, to shape the head's parameters. The loss may read a tied embedding, so it is given one.
-        return call(m, first.bind(*made(first)), x, b, None)
+        return call_loss(m, first.bind(*made(first)), x, b, None)
 
     last = _part("head", head, shape_head, (x, batch), calls)
     parts = {"embed": first, "block": layer, "head": last}
@@ -216,7 +234,7 @@ def _layered(
         of = state[0] if state else {}
         with calls.run(key is not None):
             bound = last.bind(p, key, of.get("head"))
-            out = without_variables(call(bound, first.bind(p_embed, of_embed, of.get("embed")), x, batch, key))
+            out = without_variables(call_loss(bound, first.bind(p_embed, of_embed, of.get("embed")), x, batch, key))
             return (out, last.state_of(bound)) if state else out
 
     def run_predict(p: Any, p_embed: Any, x: Any, batch: Any, *state: Any) -> Any:
@@ -243,7 +261,17 @@ def _layered(
         init_state=init_state or None,
         frozen=False if calls.trainable is None else {name: part.frozen for name, part in parts.items()},
         predict=None if predict is None else run_predict,
+        **of_blocks,
     )
+
+
+def _abstract_inputs(of_blocks: dict[str, Any], batch: Any) -> tuple[Any, ...]:
+    """Return the shapes of what blocks are called with beside x: nothing, or the context and the slice of one layer."""
+    context, per_layer = of_blocks["context"], of_blocks["per_layer"]
+    if context is None and per_layer is None:
+        return ()
+    made = None if context is None or batch is None else jax.eval_shape(context, batch)
+    return made, jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a)[1:], jnp.asarray(a).dtype), per_layer)
 
 
 def _check(parts: Sequence[Part], calls: Calls) -> None:
@@ -259,7 +287,7 @@ def _check(parts: Sequence[Part], calls: Calls) -> None:
 
 def _part(name: str, module: Modules, use: Callable[..., Any], args: Sequence[Any], calls: Calls) -> Part:
     if isinstance(module, nn.Module):
-        if any(a is None for a in args):
+        if args[0] is None:
             raise ValueError(f"{name} is a Linen module, whose parameters are shaped by use: give example_batch")
         return LinenPart(name, module, use, args, calls)
     if isinstance(module, nnx.Module):

@@ -17,8 +17,8 @@ No such file holds the optimizer's leaves. `zerojax.weights.initial_opt_state` f
 import dataclasses
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from zerojax.checkpoint import (
     SavedLeaf,
     SavedState,
     StateLeaf,
+    explained,
     first_few,
     leaves_of_program,
     of_mlp,
@@ -42,15 +43,17 @@ from zerojax.program import Program
 from zerojax.state import Encoding, TrainState, masters, state_key
 from zerojax.weights.arrays import ArrayTree
 from zerojax.weights.initial_opt_state import Copy, initial_values
-from zerojax.weights.names import known_dtype, path_of
+from zerojax.weights.initial_weights import CompletedFile
+from zerojax.weights.names import WeightFile, known_dtype, path_of
 from zerojax.weights.orbax import OrbaxFolder
+from zerojax.weights.renamed import Rename, RenamedFile
 from zerojax.weights.safetensors import SafetensorsFile
+from zerojax.weights.shards import INDEX, ShardedSafetensors, weights_in
 
-WeightFile = SafetensorsFile | OrbaxFolder | ArrayTree
 
 
 def open_weights(path: str | os.PathLike[str]) -> WeightFile:
-    """Open a file of weights, of the format that it is in.
+    """Open a file of weights, of the format that it is in; of a folder with an index of safetensors all that it names.
 
     Raises:
       CheckpointError: it is none.
@@ -58,7 +61,15 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
     path = os.path.abspath(os.fspath(path))
     if not os.path.exists(path):
         raise CheckpointError(f"{path} is not there")
-    return OrbaxFolder(path) if os.path.isdir(path) else SafetensorsFile(path)
+    if os.path.isdir(path):
+        try:
+            found = weights_in(path)
+        except OSError as error:
+            raise explained(error, f"reading {path}") from error
+        if found is None:
+            return OrbaxFolder(path)
+        path = found
+    return ShardedSafetensors(path) if path.endswith(INDEX) else SafetensorsFile(path)
 
 
 class StoredRecords(SavedRecords):
@@ -149,17 +160,32 @@ class _Imported(SavedState):
         """Do nothing: these formats hold no checksums of their own."""
 
 
-def import_params(program: Program, path: str | os.PathLike[str] | Any, *, key: jax.Array) -> TrainState:
+def import_params(
+    program: Program,
+    path: str | os.PathLike[str] | Any,
+    *,
+    key: jax.Array,
+    rename: Rename | None = None,
+    missing: Literal["error", "init"] | Callable[[str], bool] = "error",
+) -> TrainState:
     """Return a fresh state whose weights are those of a file, or arrays; in a run of several processes all call this.
 
     Args:
       program: of the model whose weights they are, on any mesh, stage, tier and precision. Weights in another number of tiles
         are cut anew. What the program had on disk is overwritten, once names and shapes were compared.
-      path: a safetensors file, or the folder of a checkpoint in Orbax's format that holds the parameter tree. Its names are
-        those that `export_safetensors` and `export_orbax` give; its dtypes are floating, and read as float32. Or a tree of
+      path: a safetensors file, an index of several (`model.safetensors.index.json`) or the folder of either, or the folder of a
+        checkpoint in Orbax's format that holds the parameter tree. Its names are those that `export_safetensors` and
+        `export_orbax` give, or `rename` makes; its dtypes are floating, and read as float32. Or a tree of
         arrays, of numpy or JAX, structured or named like the parameters: nested dicts and lists, or a flat dict with names as
         in safetensors. Arrays stay as they are, and are read a record at a time; each process needs all of them.
       key: from `jax.random.key`, as for `program.init`.
+      rename: from the file's names to those of the model. A table by names, in which `{layer}` stands for the number of a layer,
+        `{"h.{layer}.up.weight": ("blocks.up.kernel", (1, 0)), "wte": "embed.table"}`: a value is a name, or a pair of it and the
+        order of the file's dims, as `numpy.transpose` takes it; None for a tensor that is not read. A name that the table has
+        not stays as it is. Or a function from one name to such a value, or to a `zerojax.weights.Place` where layers are
+        stacked. The tensors of layers are stacked as they are read.
+      missing: "init": weights that the file lacks, such as adapters, are those of `program.init(key)`; or a function of a name
+        that tells which may be lacking. "error": the file must have all.
 
     Returns:
       The state at step 0; its optimizer state is that of `tx.init`, and its `model_state` that of `program.init(key)`.
@@ -167,19 +193,28 @@ def import_params(program: Program, path: str | os.PathLike[str] | Any, *, key: 
     Raises:
       ValueError: `key` is no random key, or the optimizer's state is neither constant nor a copy of weights and does not all
         rest on the device. The tree of arrays lacks weights, has others, or has others' shapes; or a leaf is no array.
-      CheckpointError: the file is of neither format, or lacks weights, has others, or has others' shapes: the first are named.
+      CheckpointError: the file is of no such format, or lacks weights, has others, or has others' shapes: the first are named.
       DamagedError: the file cannot be read.
       SwapError: the program's disk is too small, or failed.
     """
     key = _checked_key(key, program)
-    file = open_weights(path) if isinstance(path, str | os.PathLike) else ArrayTree(path)
+    if missing not in ("error", "init") and not callable(missing):
+        raise ValueError(f"missing={missing!r} is unknown: choose from 'error' and 'init', or give a function of a name")
+    may_lack = missing if callable(missing) else lambda _: missing == "init"
+    given: WeightFile = open_weights(path) if isinstance(path, str | os.PathLike) else ArrayTree(path)
     state_leaves = leaves_of_program(program)
     try:
+        file = given if rename is None else RenamedFile(given, rename)
         here = [x for x in state_leaves if x.name.startswith("weights") and not x.is_derived]
-        weights, leaves = _compare(file, _as_given(here, program.layout.encodings))
+        wanted = _as_given(here, program.layout.encodings)
+        told = file.told if isinstance(file, RenamedFile) else str
+        shapes = {".".join(path_of(leaf.name)): leaf.shape for leaf in wanted}
+        if absent := {n: shape for n, shape in shapes.items() if n not in file.tensors and may_lack(n)}:
+            file = CompletedFile(file, program.model, key, absent)
+        weights, leaves = _compare(file, wanted, told)
         encoded = _add_encoded(file, here, program.layout.encodings, weights, leaves)
     except CheckpointError as error:
-        if isinstance(file, ArrayTree):
+        if isinstance(given, ArrayTree):
             raise ValueError(str(error)) from error
         raise
     constants, others = _add_opt_state(program, state_leaves, weights, leaves)
@@ -302,8 +337,15 @@ def _checked_key(key: Any, program: Program) -> jax.Array:
     return key
 
 
-def _compare(file: WeightFile, state_leaves: Sequence[StateLeaf]) -> tuple[dict[str, str], dict[str, SavedLeaf]]:
+def _compare(
+    file: WeightFile, state_leaves: Sequence[StateLeaf], told: Callable[[str], str] = str
+) -> tuple[dict[str, str], dict[str, SavedLeaf]]:
     """Return the tensor of each weight, and what it is.
+
+    Args:
+      file: of the weights.
+      state_leaves: the weights of the program.
+      told: what to call a tensor in errors.
 
     Raises:
       CheckpointError: tensors that differ, or two weights that the file's names do not tell apart.
@@ -320,13 +362,13 @@ def _compare(file: WeightFile, state_leaves: Sequence[StateLeaf]) -> tuple[dict[
     for leaf in state_leaves:
         name = weights[leaf.name] = ".".join(path_of(leaf.name))
         if (tensor := file.tensors.get(name)) is None:
-            differences.append(f"no {name} {list(leaf.shape)}")
+            differences.append(f"no {told(name)} {list(leaf.shape)}")
             continue
         # Others' files do not mark tiles: where the program has tiles, a tensor of as many dims is taken for tiles as well.
         is_tiled = name in file.tiled or (bool(leaf.tiles) and len(tensor.shape) == len(leaf.shape))
         leaves[leaf.name] = SavedLeaf(tensor.shape, tensor.dtype, min(leaf.lead, 1), is_tiled, "")
         if not jnp.issubdtype(known_dtype(tensor.dtype), jnp.floating):
-            differences.append(f"{name} of {tensor.dtype}, which is no floating dtype that is read here")
+            differences.append(f"{told(name)} of {tensor.dtype}, which is no floating dtype that is read here")
         elif tensor.shape != leaf.shape:
             try:
                 if not (name in file.tiled or leaf.tiles):
@@ -335,10 +377,10 @@ def _compare(file: WeightFile, state_leaves: Sequence[StateLeaf]) -> tuple[dict[
                 # For its errors alone: the restore works out the same again.
                 retiled(tensor.shape, leaf.shape, stacked=leaf.lead > 0, tiled=(is_tiled, leaf.tiles), is_mlp=is_mlp)
             except ValueError as error:
-                differences.append(f"{name} {list(tensor.shape)}, and here it is {list(leaf.shape)}{error}")
+                differences.append(f"{told(name)} {list(tensor.shape)}, and here it is {list(leaf.shape)}{error}")
     # The other direction too, so that one error names all.
     extra = sorted(set(file.tensors) - set(weights.values()))
-    differences += [f"{name} {list(file.tensors[name].shape)}, which this program's model has not" for name in extra]
+    differences += [f"{told(name)} {list(file.tensors[name].shape)}, which this program's model has not" for name in extra]
     if differences:
         raise CheckpointError(f"{file.path} is of another model. It holds: {first_few(differences)}")
     return weights, leaves

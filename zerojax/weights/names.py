@@ -13,11 +13,11 @@ import ast
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from host_offload.disk import numpy_dtype
+from host_offload.disk import Box, numpy_dtype
 from host_offload.fields import Field, FieldError, parse_json
 from zerojax.checkpoint import ENCODED, CheckpointError, SavedState
 
@@ -121,6 +121,28 @@ class Tensor:
 
     shape: tuple[int, ...]
     dtype: str
+
+
+class WeightFile(Protocol):
+    """A file of weights, of any format, or arrays in its place.
+
+    Attributes:
+      path: what to call it in errors.
+      tensors: by name.
+      tiled: names of those that are known to be stacks of tiles.
+    """
+
+    path: str
+    tensors: dict[str, Tensor]
+    tiled: frozenset[str]
+
+    def read(self, name: str, box: Box) -> Any:
+        """Return a part of a tensor.
+
+        Raises:
+          CheckpointError: it cannot be read.
+        """
+        ...
 
 
 def known_dtype(name: str) -> Any:

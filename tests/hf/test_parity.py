@@ -1,0 +1,57 @@
+"""Decoders from a Hugging Face folder compute what transformers computes, in float32: logits, losses, and steps of AdamW."""
+
+import jax
+import numpy as np
+import pytest
+from hf_models import CASES, FAMILIES, batch_of, losses_of, need, program_of, torch_logits, torch_loss, torch_losses, write
+
+import zerojax as zj
+from zerojax.hf import FAMILIES as BUILT
+from zerojax.hf import config_of, model_of
+from zerojax.weights import renaming
+
+need("torch", "transformers")
+
+LOGITS, LOSS, GRADIENT, STEPS = 1e-4, 1e-5, 1e-5, 1e-4
+"""Largest differences."""
+
+
+@pytest.mark.by_default(*FAMILIES, "llama3", "qwen2-window")
+@pytest.mark.parametrize("case", list(CASES))
+def test_logits_loss_and_gradients_are_those_of_transformers(tmp_path, case):
+    theirs, batch = write(case, tmp_path), batch_of()
+    loss = torch_loss(theirs, batch)
+    loss.backward()
+    logits = torch_logits(theirs, batch).detach().numpy()
+    program = program_of(model_of(tmp_path), "device", tmp_path)
+    state = zj.import_hf(program, tmp_path, key=jax.random.key(0))
+    ours = np.asarray(program.apply(state, batch))
+    assert np.abs(logits).max() > 1  # weights that matter
+    assert np.abs(ours - logits).max() < LOGITS
+    our_loss, grads = program.grads(state, batch)
+    assert abs(float(our_loss) - loss.item()) < LOSS
+    flat = jax.tree_util.tree_flatten_with_path(grads)[0]
+    leaves = {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in flat}
+    place = renaming(BUILT[theirs.config.model_type].names)
+    for name, parameter in theirs.named_parameters():
+        found = place(name)
+        here = leaves[found.name] if found.layer is None else leaves[found.name][found.layer]
+        there = parameter.grad.numpy()
+        np.testing.assert_allclose(
+            here, there if found.axes is None else there.transpose(found.axes), rtol=0, atol=GRADIENT, err_msg=name
+        )
+    assert config_of(tmp_path).num_params == sum(p.numel() for p in theirs.parameters())
+
+
+@pytest.mark.by_default("device-llama", "nvme-gemma3", "pinned_host-qwen3")
+@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("tier", ["device", "pinned_host", "nvme"])
+def test_five_steps_of_adamw_track_those_of_torch(tmp_path, case, tier):
+    theirs = write(case, tmp_path / "model")
+    with program_of(model_of(tmp_path / "model"), tier, tmp_path) as program:
+        state = zj.import_hf(program, tmp_path / "model", key=jax.random.key(0))
+        untrained = float(program.eval(state, batch_of(4)))
+        losses, _ = losses_of(program, state)
+    expected = torch_losses(theirs)
+    assert abs(untrained - expected[4]) > 100 * STEPS  # the steps change something
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=STEPS)

@@ -1,0 +1,10 @@
+"""Pretrained decoders of Hugging Face folders: built, imported, adapted and exported, without transformers."""
+
+from zerojax.hf.config import DecoderConfig as DecoderConfig
+from zerojax.hf.config import Family as Family
+from zerojax.hf.importing import import_hf as import_hf
+from zerojax.hf.model import config_of as config_of
+from zerojax.hf.model import model_of as model_of
+from zerojax.hf.names import FAMILIES as FAMILIES
+from zerojax.hf.names import Lora as Lora
+from zerojax.hf.names import table as table

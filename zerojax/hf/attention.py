@@ -1,0 +1,132 @@
+"""Causal attention of a decoder: grouped heads, windows, caps of the scores, and rows that hold several sequences.
+
+    score[t, s] = q[t] . k[s] scale,    s <= t,  t - s < window,  segment[t] = segment[s]
+    cap         : score -> cap tanh(score / cap)          Gemma 2
+
+It is `jax.nn.dot_product_attention`, by cuDNN where that serves; only scores with a cap, which that has not, are computed here.
+A window that is the same in all layers is static, so that cuDNN leaves out what it hides; one that differs from layer to layer
+is an array, and becomes a mask, as segments do.
+"""
+
+import functools
+import logging
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import Target, target_of
+
+Implementation = Literal["auto", "xla", "cudnn"]
+IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+logger = logging.getLogger("zerojax")
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    cap: float | None = None,
+    window: int | jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Return attention's outputs [B, T, heads, D].
+
+    Args:
+      q: [B, T, heads, D].
+      k: [B, T, kv_heads, D]; kv_heads divides heads.
+      v: as k.
+      scale: of the scores.
+      cap: of the scores, or None.
+      window: the last so many tokens are seen, the token itself among them; None: all. An array i32[]: 0 for all.
+      segment_ids: integers [B, T]: tokens see those of their own number alone. None: all.
+      implementation: "xla", "cudnn", or "auto": cuDNN's where it serves, which is logged.
+
+    Raises:
+      ValueError: cuDNN's is named, and does not serve.
+    """
+    mask = _mask(q.shape[1], None if isinstance(window, int) else window, segment_ids)
+    uses_cudnn = implementation != "xla" and takes_cudnn(
+        q.dtype, q.shape[-1], cap is not None, target_of(q), implementation == "cudnn"
+    )
+    if cap is not None:
+        return _capped(q, k, v, scale, cap, window if isinstance(window, int) else None, mask)
+    local = (window - 1, 0) if isinstance(window, int) else None
+    options: dict[str, Any] = {"mask": mask, "scale": scale, "is_causal": True, "local_window_size": local}
+    if uses_cudnn:
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
+
+    def run(*qkv: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(*qkv, implementation="xla", **options)
+
+    if q.dtype != jnp.float16:
+        return run(q, k, v)
+    return jax.lax.platform_dependent(q, k, v, cpu=_widened(run), default=run)
+
+
+def _widened(run: Any) -> Any:
+    """Return attention in float32 of float16: XLA on CPU lacks its products in float16."""
+    return lambda q, k, v: run(*(a.astype(jnp.float32) for a in (q, k, v))).astype(q.dtype)
+
+
+def _mask(length: int, window: jax.Array | None, segment_ids: jax.Array | None) -> jax.Array | None:
+    """Return what of a causal square is seen, bool[B or 1, 1, T, T], or None for all."""
+    mask = None
+    if window is not None:
+        at = jnp.arange(length)
+        mask = ((window == 0) | (at[:, None] - at[None, :] < window))[None, None]
+    if segment_ids is not None:
+        same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        mask = same if mask is None else mask & same
+    return mask
+
+
+def _capped(
+    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, cap: float, window: int | None, mask: jax.Array | None
+) -> jax.Array:
+    """Return attention whose scores have a cap; scores and softmax in float32, as in `jax.nn.dot_product_attention`."""
+    batch, length, heads, width = q.shape
+    groups = q.reshape(batch, length, k.shape[2], -1, width)  # [B, T, K, heads / K, D]
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale
+        scores = cap * jnp.tanh(scores / cap)
+        at = jnp.arange(length)
+        seen = (at[:, None] >= at)[None, None]
+        if window is not None:
+            seen &= at[:, None] - at < window
+        if mask is not None:
+            seen = seen & mask
+        weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, -0.7 * jnp.finfo(jnp.float32).max), axis=-1)
+        return jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
+
+    if q.dtype == jnp.float16:
+        out = jax.lax.platform_dependent(groups, k, v, cpu=_widened(run), default=run)
+    else:
+        out = run(groups, k, v)
+    return out.reshape(batch, length, heads, width)
+
+
+@functools.cache  # a choice is logged once
+def takes_cudnn(dtype: Any, width: int, has_cap: bool, target: Target, is_named: bool) -> bool:
+    """Tell whether a program for a device takes cuDNN's attention, and log it.
+
+    Raises:
+      ValueError: it is named, and does not serve.
+    """
+    reason = None
+    if target.platform != "gpu" or not target.kind.startswith("NVIDIA"):
+        reason = f"it is for NVIDIA GPUs, and the program for {target.platform} {target.kind!r}"
+    elif dtype not in (jnp.bfloat16, jnp.float16):
+        reason = f"it takes bfloat16 and float16, not {dtype}"
+    elif width % 8 or width > 128:
+        reason = f"it takes heads of at most 128 in steps of 8, not {width}"
+    elif has_cap:
+        reason = "it has no cap of the scores, as Gemma 2 has"
+    if is_named and reason is not None:
+        raise ValueError(f"attention='cudnn' does not serve: {reason}; choose auto or xla")
+    logger.info("attention runs as %s", "cudnn" if reason is None else f"xla (not cudnn: {reason})")
+    return reason is None

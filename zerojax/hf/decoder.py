@@ -1,0 +1,205 @@
+"""A decoder in Flax NNX: embedding, block and head of Llama 2 and 3, Qwen 2, 2.5 and 3, Mistral, and Gemma 2 and 3.
+
+    x[0]   = E[tokens]                                      times sqrt(H) in Gemma
+    x      = x + norm(attention(norm(x)))                   the outer norm in Gemma alone
+    x[l+1] = x + norm(W_down (f(W_gate z) * (W_up z)))      z = norm(x)
+    logits = norm(x[L]) E'^T                                E' = E where tied; capped in Gemma 2
+
+One block serves all layers: what differs from layer to layer, windows and rotations, is an array over them (`per_layer`), so
+that layers are one loop. Modules have the names that transformers gives them. The head's matrix is stored [V, H], as an
+embedding is. Norms and rotations are computed in float32, products in the dtype in which the parameters arrive.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.hf.attention import Implementation, attend
+from zerojax.hf.config import DecoderConfig
+from zerojax.hf.names import Lora
+from zerojax.hf.rope import rotate
+from zerojax.models import Loss
+from zerojax.tiling import TiledMLP, linear_cross_entropy
+
+Batch = dict[str, jax.Array]
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": jax.nn.gelu,
+    "gelu_pytorch_tanh": jax.nn.gelu,
+}
+_INIT = nnx.initializers.normal(0.02)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a decoder is built; what it computes is the same.
+
+    Attributes:
+      lora: adapters, or None.
+      attention: "auto", "xla" or "cudnn" (`zerojax.hf.attention`).
+      mlp_tiles: tiles in which the weights of an MLP are stored and used, one at a time; 0: whole.
+      loss_tiles: tiles of the vocabulary in which the loss is computed; None: chosen by size.
+    """
+
+    lora: Lora | None = None
+    attention: Implementation = "auto"
+    mlp_tiles: int = 0
+    loss_tiles: int | None = None
+
+
+class Norm(nnx.Module):
+    """Root mean square norm (arXiv:1910.07467), over the last dim."""
+
+    def __init__(self, width: int, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        del rngs
+        self.eps, self.is_unit = c.norm_eps, c.unit_norm
+        self.scale = nnx.Param(jnp.zeros(width) if c.unit_norm else jnp.ones(width))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide, scale = x.astype(jnp.float32), self.scale[...]
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.is_unit:
+            return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+        return scale * wide.astype(x.dtype)
+
+
+class Projection(nnx.Linear):
+    """A dense layer, with an adapter beside it where `lora` targets its name."""
+
+    def __init__(self, name: str, d_in: int, d_out: int, bias: bool, lora: Lora | None, *, rngs: nnx.Rngs) -> None:
+        super().__init__(d_in, d_out, use_bias=bias, kernel_init=_INIT, rngs=rngs)
+        self.lora: Any = nnx.data(None)
+        if lora is not None and name in lora.targets:
+            # PEFT's: torch's kaiming_uniform with a = sqrt(5), which is uniform in +-1 / sqrt(d_in).
+            init = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+            self.lora = nnx.LoRA(d_in, lora.rank, d_out, a_initializer=init, rngs=rngs)
+            self.lora_scale = lora.scale
+            self.drop = nnx.Dropout(lora.dropout, rngs=rngs) if lora.dropout else nnx.data(None)
+
+    def __call__(self, x: jax.Array, out_sharding: Any = None) -> jax.Array:
+        y = super().__call__(x, out_sharding=out_sharding)
+        if self.lora is None:
+            return y
+        return y + self.lora(x if self.drop is None else self.drop(x)) * self.lora_scale
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (arXiv:2305.13245): x[B, T, H] -> [B, T, H]."""
+
+    def __init__(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> None:
+        self.c, self.implementation = c, o.attention
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        self.q_proj = Projection("q_proj", c.hidden, q, c.qkv_bias, o.lora, rngs=rngs)
+        self.k_proj = Projection("k_proj", c.hidden, kv, c.qkv_bias, o.lora, rngs=rngs)
+        self.v_proj = Projection("v_proj", c.hidden, kv, c.qkv_bias, o.lora, rngs=rngs)
+        self.o_proj = Projection("o_proj", q, c.hidden, c.output_bias, o.lora, rngs=rngs)
+        self.q_norm = nnx.data(Norm(c.head_dim, c, rngs=rngs) if c.qk_norm else None)
+        self.k_norm = nnx.data(Norm(c.head_dim, c, rngs=rngs) if c.qk_norm else None)
+
+    def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
+        c = self.c
+        heads = (*x.shape[:2], -1, c.head_dim)
+        q, k, v = (
+            checkpoint_name(project(x), "qkv").reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )  # [B, T, heads or kv_heads, D]
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        at = context["positions"], layer["frequencies"], layer["factor"]
+        a = attend(
+            rotate(q, *at), rotate(k, *at), v,
+            scale=c.attention_scale, cap=c.attention_cap, window=layer.get("window", c.windows[0] or None),
+            segment_ids=context.get("segment_ids"), implementation=self.implementation,
+        )  # fmt: skip
+        return checkpoint_name(self.o_proj(checkpoint_name(a.reshape(*x.shape[:2], -1), "attention")), "projection")
+
+
+class MLP(nnx.Module):
+    """A gated MLP (arXiv:2002.05202): x[B, T, H] -> [B, T, H]."""
+
+    def __init__(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> None:
+        self.activation = ACTIVATIONS[c.activation]
+        self.gate_proj = Projection("gate_proj", c.hidden, c.intermediate, c.mlp_bias, o.lora, rngs=rngs)
+        self.up_proj = Projection("up_proj", c.hidden, c.intermediate, c.mlp_bias, o.lora, rngs=rngs)
+        self.down_proj = Projection("down_proj", c.intermediate, c.hidden, c.mlp_bias, o.lora, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate = checkpoint_name(self.gate_proj(x), "mlp_hidden")
+        up = checkpoint_name(self.up_proj(x), "mlp_hidden")
+        return self.down_proj(self.activation(gate) * up)
+
+
+class Block(nnx.Module):
+    """One layer: x[B, T, H] -> x[B, T, H]."""
+
+    def __init__(self, c: DecoderConfig, o: Options, *, rngs: nnx.Rngs) -> None:
+        self.input_layernorm = Norm(c.hidden, c, rngs=rngs)
+        self.self_attn = Attention(c, o, rngs=rngs)
+        # Of four norms, this name is that of attention's output; of two, that of the MLP's input.
+        self.post_attention_layernorm = Norm(c.hidden, c, rngs=rngs)
+        self.pre_feedforward_layernorm = nnx.data(Norm(c.hidden, c, rngs=rngs) if c.post_norms else None)
+        self.post_feedforward_layernorm = nnx.data(Norm(c.hidden, c, rngs=rngs) if c.post_norms else None)
+        if o.mlp_tiles:
+            self.mlp = TiledMLP(
+                c.hidden, c.intermediate, num_tiles=o.mlp_tiles, activation=ACTIVATIONS[c.activation], gated=True,
+                use_bias=c.mlp_bias, up_init=_INIT, down_init=_INIT, rngs=rngs,
+            )  # fmt: skip
+        else:
+            self.mlp = MLP(c, o, rngs=rngs)
+
+    def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
+        a = self.self_attn(self.input_layernorm(x), context, layer)
+        if self.pre_feedforward_layernorm is None:
+            x = x + a
+            return x + checkpoint_name(self.mlp(self.post_attention_layernorm(x)), "mlp")
+        x = x + self.post_attention_layernorm(a)
+        z = checkpoint_name(self.mlp(self.pre_feedforward_layernorm(x)), "mlp")
+        return x + self.post_feedforward_layernorm(z)
+
+
+class Embed(nnx.Module):
+    """tokens[B, T] -> x[B, T, H]."""
+
+    def __init__(self, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.embed_tokens = nnx.Embed(c.vocab, c.hidden, embedding_init=_INIT, rngs=rngs)
+        self.factor = c.hidden**0.5 if c.scales_embedding else None
+        self.pad_token = c.pad_token
+
+    def __call__(self, batch: Batch) -> jax.Array:
+        tokens = batch["tokens"]
+        x = self.embed_tokens(tokens)
+        if self.pad_token is not None:
+            x = jnp.where((tokens == self.pad_token)[..., None], jax.lax.stop_gradient(x), x)
+        # Rounded to the dtype of x first, as Gemma was trained.
+        return x if self.factor is None else x * jnp.asarray(self.factor, x.dtype)
+
+
+class Head(nnx.Module):
+    """The last norm, and a matrix [V, H] unless it is the embedding."""
+
+    def __init__(self, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.cap = c.logits_cap
+        self.norm = Norm(c.hidden, c, rngs=rngs)
+        self.lm_head = nnx.data(None if c.tied else nnx.Embed(c.vocab, c.hidden, embedding_init=_INIT, rngs=rngs))
+
+    def matrix(self, embed: Embed) -> jax.Array:
+        """Return [V, H]."""
+        return (embed.embed_tokens if self.lm_head is None else self.lm_head).embedding[...]
+
+    def logits(self, embed: Embed, x: jax.Array) -> jax.Array:
+        """Return f32[B, T, V] of x[B, T, H]."""
+        z = jnp.einsum("bth,vh->btv", self.norm(x), self.matrix(embed), preferred_element_type=jnp.float32)
+        return z if self.cap is None else self.cap * jnp.tanh(z / self.cap)
+
+    def loss(self, embed: Embed, x: jax.Array, batch: Batch, tiles: int | None) -> Loss:
+        """Return the cross entropy of the targets that count, summed, and how many they are."""
+        z, targets = self.norm(x), batch["targets"]
+        w = self.matrix(embed).astype(z.dtype).T
+        total = linear_cross_entropy(z, w, targets, reduction="sum", softcap=self.cap, num_tiles=tiles)
+        return Loss(total, jnp.sum(targets >= 0).astype(jnp.float32))

@@ -1,0 +1,114 @@
+"""A file of weights, completed by those that it lacks, as `program.init(key)` makes them: adapters beside a pretrained base.
+
+    file     embed.table, blocks.w [L, ..]
+    model    embed.table, blocks.w [L, ..], blocks.lora_a [L, ..]        lora_a[l] = init_block(key[l])["lora_a"]
+
+A layer's missing weights are computed when a record of it is read, and the others of the layer are not: only what is returned of
+a jitted function is computed. Keys are those of `init`, so the numbers are, too.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from host_offload.disk import Box
+from zerojax.models import BLOCKS, LayeredModel, Model, block_path, layer_keys, stacks_of
+from zerojax.weights.names import Tensor, WeightFile, path_of
+
+
+class CompletedFile:
+    """A file of weights with the weights that it lacks.
+
+    Attributes:
+      path: of the file.
+      tensors: by name.
+      tiled: names of those that are known to be stacks of tiles.
+    """
+
+    def __init__(
+        self, file: WeightFile, model: Model | LayeredModel, key: jax.Array, missing: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Take the weights named in `missing` from the model.
+
+        Args:
+          file: that lacks them.
+          model: whose init functions make them.
+          key: as for `program.init`.
+          missing: their shapes, by name.
+        """
+        self.path, self._file, self._missing = file.path, file, dict(missing)
+        self.tensors = {**file.tensors, **{name: Tensor(tuple(shape), "float32") for name, shape in missing.items()}}
+        self.tiled = file.tiled
+        self._sources = _sources(model, key, self._missing)
+        # One layer's, or those of an end: they are asked for one after the other, and by each device.
+        self._last: tuple[Any, dict[str, np.ndarray]] = (None, {})
+        self._lock = threading.Lock()
+
+    def read(self, name: str, box: Box) -> Any:
+        """Return a part of a tensor.
+
+        Raises:
+          CheckpointError: the file cannot be read.
+        """
+        if name not in self._missing:
+            return self._file.read(name, box)
+        source, is_stacked = self._sources[name]
+        if not is_stacked:
+            return self._made(source, 0)[name][tuple(slice(a, b) for a, b in box)]
+        (start, stop), rest = box[0], tuple(slice(a, b) for a, b in box[1:])
+        return np.stack([self._made(source, layer)[name][rest] for layer in range(start, stop)])
+
+    def _made(self, source: Callable[[int], dict[str, Any]], layer: int) -> dict[str, np.ndarray]:
+        with self._lock:
+            if self._last[0] != (source, layer):
+                device = jax.local_devices()[0]
+                # The program's mesh may be set here, and need not have this device.
+                with jax.set_mesh(Mesh(np.asarray([device]), ("device",))), jax.default_device(device):
+                    made = jax.tree.map(np.asarray, source(layer))
+                self._last = (source, layer), made
+            return self._last[1]
+
+
+def _sources(
+    model: Model | LayeredModel, key: jax.Array, missing: Mapping[str, Any]
+) -> dict[str, tuple[Callable[[int], dict[str, Any]], bool]]:
+    """Return for each missing weight what makes it, given the number of a layer, and whether it is a stack of layers."""
+    sources: dict[str, tuple[Callable[[int], dict[str, Any]], bool]] = {}
+
+    def add(init: Callable[[jax.Array], Any], part: Sequence[str], keys: Callable[[int], jax.Array]) -> None:
+        shapes = jax.eval_shape(init, key)
+        names = [_name(part, path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
+        wanted = [name for name in names if name in missing]
+        if not wanted:
+            return
+
+        @jax.jit
+        def make(key: jax.Array) -> dict[str, Any]:
+            leaves = dict(zip(names, jax.tree.leaves(init(key)), strict=True))
+            return {name: leaves[name] for name in wanted}
+
+        def source(layer: int) -> dict[str, Any]:
+            return make(keys(layer))
+
+        sources.update({name: (source, part[:1] == (BLOCKS,)) for name in wanted})
+
+    if isinstance(model, Model):
+        add(model.init, (), lambda _: key)
+        return sources
+    k_embed, _, k_head = jax.random.split(key, 3)
+    of_layers = layer_keys(model, key)
+    add(model.init_embed, ("embed",), lambda _: k_embed)
+    add(model.init_head, ("head",), lambda _: k_head)
+    for stack in stacks_of(model):
+        mine = of_layers[stack.first : stack.first + stack.model.num_layers]
+        add(stack.model.init_block, block_path(stack.name), lambda layer, mine=mine: mine[layer])
+    return sources
+
+
+def _name(part: Sequence[str], path: Any) -> str:
+    """Return the name that files give to a leaf of a part of the parameters."""
+    return ".".join((*part, *path_of(f"weights{jax.tree_util.keystr(path)}")))
