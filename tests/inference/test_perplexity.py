@@ -21,13 +21,18 @@ program = zj.build_train_step(decoder.model(), optax.sgd(1.0), zj.ZeroConfig(sta
 state = program.init(jax.random.key(0))
 rows = data.pack(uneven_examples(), decoder.SEQ)
 value = zj.perplexity(program, state, data.batches_once(rows, 8))
-found = {"loss": value.loss, "tokens": value.tokens}
+generator = zj.build_train_step(decoder.generator(), optax.sgd(1.0), zj.ZeroConfig(stage=3), zj.make_mesh(fsdp=2))
+state = generator.init(jax.random.key(0))
+found = {"loss": value.loss, "tokens": value.tokens, "generated": []}
+for cached in (True, False):
+    rows = zj.generate(generator, state, [[3, 1, 4], [1], [5, 9]], 5, 1.0, key=jax.random.key(1), use_cache=cached)
+    found["generated"].append([row.tolist() for row in rows])
 """
 
 
-def build():
+def build(model=None):
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
-    return zj.build_train_step(decoder.model(), optax.sgd(1.0), zj.ZeroConfig(stage=3), mesh)
+    return zj.build_train_step(model or decoder.model(), optax.sgd(1.0), zj.ZeroConfig(stage=3), mesh)
 
 
 def test_perplexity_does_not_depend_on_batches():
@@ -45,12 +50,16 @@ def test_perplexity_does_not_depend_on_batches():
     assert found.perplexity == math.exp(found.loss)
 
 
-def test_two_processes_find_the_perplexity_of_one(tmp_path):
+def test_two_processes_find_the_perplexity_and_the_tokens_of_one(tmp_path):
     rows = data.pack(uneven_examples(), decoder.SEQ)
     with build() as program:
         alone = zj.perplexity(program, program.init(jax.random.key(0)), data.batches_once(rows, 8))
+    with build(decoder.generator()) as program:
+        state = program.init(jax.random.key(0))
+        tokens = zj.generate(program, state, [[3, 1, 4], [1], [5, 9]], 5, 1.0, key=jax.random.key(1))
     for found in launch(SCRIPT, tmp_path / "two", 2, devices=2):
         assert found["tokens"] == alone.tokens
+        assert found["generated"] == [[row.tolist() for row in tokens]] * 2
         np.testing.assert_allclose(found["loss"], alone.loss, rtol=1e-6)
 
 

@@ -16,19 +16,16 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from zerojax.config import streams
 from zerojax.inference.sampling import next_tokens
-from zerojax.models import LayeredModel
+from zerojax.models import LAST, LayeredModel, at_last
 from zerojax.program import Program
 from zerojax.sharding import ActivationSpec, num_batch_shards
 from zerojax.state import TrainState
 
-LAST = "last"
-"""The key, in a batch, of the position of each row whose logits are wanted, i32[B]: `predict` may give these alone."""
 logger = logging.getLogger("zerojax")
 
 
@@ -147,7 +144,7 @@ def _placed(program: Program, batch: dict[str, np.ndarray]) -> dict[str, jax.Arr
 @jax.jit
 def _at(logits: jax.Array, last: jax.Array) -> jax.Array:
     """Return the logits of one position, [B, V], where a model gives them of all."""
-    return logits if logits.ndim == 2 else jnp.take_along_axis(logits, last[:, None, None], 1)[:, 0]
+    return logits if logits.ndim == 2 else at_last(logits, {LAST: last})
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -1,6 +1,8 @@
 """What is trained: Model, LayeredModel, and both from Flax modules."""
 
 from zerojax.models.cached import CACHE as CACHE
+from zerojax.models.cached import LAST as LAST
+from zerojax.models.cached import at_last as at_last
 from zerojax.models.cached import with_cache as with_cache
 from zerojax.models.flax import from_flax as from_flax
 from zerojax.models.frozen import frozen_flags as frozen_flags

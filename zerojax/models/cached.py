@@ -20,7 +20,13 @@ import numpy as np
 
 from zerojax.models.model import LayeredModel
 
-CACHE = "cache"
+CACHE, LAST = "cache", "last"
+"""Keys of a batch: the cache of the tokens before, and the position of each row whose outputs are wanted, i32[B]."""
+
+
+def at_last(x: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
+    """Return [B, H], of x[B, T, H] the position `batch["last"]` of each row; x as it is where the batch names none."""
+    return x if LAST not in batch else jnp.take_along_axis(x, batch[LAST][:, None, None], 1)[:, 0]
 
 
 def with_cache(model: LayeredModel, length: int) -> LayeredModel:
