@@ -47,10 +47,12 @@ ROOMS = {
         "config", "precision", "hlo", "jaxprs",
     ),
     "zerojax.checkpoint": ("program", "runtime", "state", "models", "sharding", "precision"),
+    "zerojax.inference": ("program", "state", "models", "sharding", "config"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config"),
     "zerojax.hf": ("weights", "checkpoint", "program", "state", "models", "tiling"),
     "zerojax.machines": ("memory", "sharding", "precision", "hlo"),
     "zerojax.choice": (),
+    "zerojax.data": (),
     "zerojax.costs": (
         "choice", "machines", "program", "memory", "streamed", "models", "activations", "tiling", "sharding", "aot", "config",
         "precision", "jaxprs",

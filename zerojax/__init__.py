@@ -16,6 +16,10 @@ from zerojax.hf import Lora as Lora
 from zerojax.hf import export_hf as export_hf
 from zerojax.hf import export_peft as export_peft
 from zerojax.hf import import_hf as import_hf
+from zerojax.inference import Evaluation as Evaluation
+from zerojax.inference import generate as generate
+from zerojax.inference import perplexity as perplexity
+from zerojax.models import Cache as Cache
 from zerojax.models import LayeredModel as LayeredModel
 from zerojax.models import Loss as Loss
 from zerojax.models import Model as Model
@@ -49,9 +53,11 @@ from zerojax.weights import import_params as import_params
 
 __version__ = "0.1.0"
 __all__ = [
+    "Cache",
     "CheckpointError",
     "Checkpointer",
     "Ema",
+    "Evaluation",
     "IteratorError",
     "LayeredModel",
     "Lora",
@@ -80,6 +86,7 @@ __all__ = [
     "export_peft",
     "export_safetensors",
     "from_flax",
+    "generate",
     "import_hf",
     "import_params",
     "join_cluster",
@@ -87,6 +94,7 @@ __all__ = [
     "linen",
     "machine",
     "make_mesh",
+    "perplexity",
     "plan",
     "probe",
     "with_specs",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import safetensors.numpy
+from chat_tokenizers import byte_tokenizer
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -116,4 +117,6 @@ def names() -> dict[str, Any]:
         "w": embedding.T,  # [D, V]
         "embedding": embedding,
         "labels": jnp.asarray(batch["targets"]),
+        # fine-tuning
+        "tokenizer": byte_tokenizer(),
     }

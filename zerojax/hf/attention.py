@@ -53,12 +53,48 @@ def attend(
         q.dtype, q.shape[-1], cap is not None, target_of(q), implementation == "cudnn"
     )
     if cap is not None:
-        return _capped(q, k, v, scale, cap, window if isinstance(window, int) else None, mask)
+        at = jnp.arange(q.shape[1])
+        seen = (at[:, None] >= at)[None, None]
+        if isinstance(window, int):
+            seen &= at[:, None] - at < window
+        return _capped(q, k, v, scale, cap, seen if mask is None else seen & mask)
     local = (window - 1, 0) if isinstance(window, int) else None
     options: dict[str, Any] = {"mask": mask, "scale": scale, "is_causal": True, "local_window_size": local}
     if uses_cudnn:
         return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
 
+    return _by_xla(q, k, v, **options)
+
+
+def attend_to_cache(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    *,
+    scale: float,
+    cap: float | None = None,
+    window: int | jax.Array | None = None,
+) -> jax.Array:
+    """Return attention's outputs [B, T, heads, D] to keys and values of this and earlier tokens.
+
+    Args:
+      q: [B, T, heads, D].
+      k: [B, S, kv_heads, D], in which slot s holds the token at position s of its row.
+      v: as k.
+      positions: i32[B, T], of the queries; slots behind them are not read.
+      scale: of the scores.
+      cap: of the scores, or None.
+      window: as of `attend`.
+    """
+    behind = positions[:, None, :, None] - jnp.arange(k.shape[1])  # [B, 1, T, S]
+    seen = behind >= 0
+    if window is not None:
+        seen &= (window == 0) | (behind < window)
+    return _by_xla(q, k, v, mask=seen, scale=scale) if cap is None else _capped(q, k, v, scale, cap, seen)
+
+
+def _by_xla(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
     def run(*qkv: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(*qkv, implementation="xla", **options)
 
@@ -84,22 +120,17 @@ def _mask(length: int, window: jax.Array | None, segment_ids: jax.Array | None) 
     return mask
 
 
-def _capped(
-    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, cap: float, window: int | None, mask: jax.Array | None
-) -> jax.Array:
-    """Return attention whose scores have a cap; scores and softmax in float32, as in `jax.nn.dot_product_attention`."""
+def _capped(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, cap: float, seen: jax.Array) -> jax.Array:
+    """Return attention whose scores have a cap; scores and softmax in float32, as in `jax.nn.dot_product_attention`.
+
+    `seen` is bool[B or 1, 1, T, S].
+    """
     batch, length, heads, width = q.shape
     groups = q.reshape(batch, length, k.shape[2], -1, width)  # [B, T, K, heads / K, D]
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=jnp.float32) * scale
         scores = cap * jnp.tanh(scores / cap)
-        at = jnp.arange(length)
-        seen = (at[:, None] >= at)[None, None]
-        if window is not None:
-            seen &= at[:, None] - at < window
-        if mask is not None:
-            seen = seen & mask
         weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, -0.7 * jnp.finfo(jnp.float32).max), axis=-1)
         return jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax.hf.attention import Implementation, attend
+from zerojax.hf.attention import Implementation, attend, attend_to_cache
 from zerojax.hf.config import DecoderConfig
 from zerojax.hf.names import Lora
 from zerojax.hf.rope import rotate
@@ -27,6 +27,8 @@ from zerojax.models import Loss
 from zerojax.tiling import TiledMLP, linear_cross_entropy
 
 Batch = dict[str, jax.Array]
+Cached = dict[str, jax.Array]
+"""Keys and values of one layer: `k` and `v`, [B, S, kv_heads, D]."""
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
@@ -107,6 +109,21 @@ class Attention(nnx.Module):
         self.k_norm: Any = nnx.data(Norm(c.head_dim, c, rngs=rngs) if c.qk_norm else None)
 
     def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
+        a = attend(
+            *self._projected(x, context, layer), **self._scores(layer), segment_ids=context.get("segment_ids"),
+            implementation=self.implementation,
+        )  # fmt: skip
+        return self._output(a)
+
+    def cached(self, x: jax.Array, cache: Cached, context: Any, layer: Any) -> tuple[jax.Array, Cached]:
+        """Do the same for the next tokens of each row; a token's slot in the cache is its position."""
+        (q, k, v), positions = self._projected(x, context, layer), context["positions"]
+        rows = jnp.arange(x.shape[0])[:, None]
+        cache = {"k": cache["k"].at[rows, positions].set(k), "v": cache["v"].at[rows, positions].set(v)}
+        return self._output(attend_to_cache(q, cache["k"], cache["v"], positions, **self._scores(layer))), cache
+
+    def _projected(self, x: jax.Array, context: Any, layer: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return q[B, T, heads, D], and k and v[B, T, kv_heads, D]."""
         c = self.c
         _check_heads(c, jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1))
         heads = (*x.shape[:2], -1, c.head_dim)
@@ -116,12 +133,14 @@ class Attention(nnx.Module):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         at = context["positions"], layer["frequencies"], layer["factor"]
-        a = attend(
-            rotate(q, *at), rotate(k, *at), v,
-            scale=c.attention_scale, cap=c.attention_cap, window=layer.get("window", c.windows[0] or None),
-            segment_ids=context.get("segment_ids"), implementation=self.implementation,
-        )  # fmt: skip
-        return checkpoint_name(self.o_proj(checkpoint_name(a.reshape(*x.shape[:2], -1), "attention")), "projection")
+        return rotate(q, *at), rotate(k, *at), v
+
+    def _scores(self, layer: Any) -> dict[str, Any]:
+        c = self.c
+        return {"scale": c.attention_scale, "cap": c.attention_cap, "window": layer.get("window", c.windows[0] or None)}
+
+    def _output(self, a: jax.Array) -> jax.Array:
+        return checkpoint_name(self.o_proj(checkpoint_name(a.reshape(*a.shape[:2], -1), "attention")), "projection")
 
 
 def _check_heads(c: DecoderConfig, tensor: int) -> None:
@@ -167,7 +186,15 @@ class Block(nnx.Module):
             self.mlp = MLP(c, o, rngs=rngs)
 
     def __call__(self, x: jax.Array, context: Any, layer: Any) -> jax.Array:
-        a = self.self_attn(self.input_layernorm(x), context, layer)
+        return self._added(x, self.self_attn(self.input_layernorm(x), context, layer))
+
+    def cached(self, x: jax.Array, cache: Cached, context: Any, layer: Any) -> tuple[jax.Array, Cached]:
+        """Do the same for the next tokens of each row, which see those in the cache."""
+        a, cache = self.self_attn.cached(self.input_layernorm(x), cache, context, layer)
+        return self._added(x, a), cache
+
+    def _added(self, x: jax.Array, a: jax.Array) -> jax.Array:
+        """Return the stream with attention's output and the MLP's."""
         if self.pre_feedforward_layernorm is None:
             x = x + a
             return x + checkpoint_name(self.mlp(self.post_attention_layernorm(x)), "mlp")
@@ -207,8 +234,8 @@ class Head(nnx.Module):
         return (embed.embed_tokens if self.lm_head is None else self.lm_head).embedding[...]
 
     def logits(self, embed: Embed, x: jax.Array) -> jax.Array:
-        """Return f32[B, T, V] of x[B, T, H]."""
-        z = jnp.einsum("bth,vh->btv", self.norm(x), self.matrix(embed), preferred_element_type=jnp.float32)
+        """Return f32[B, T, V] of x[B, T, H]; of x[B, H], f32[B, V]."""
+        z = jnp.einsum("...h,vh->...v", self.norm(x), self.matrix(embed), preferred_element_type=jnp.float32)
         return z if self.cap is None else self.cap * jnp.tanh(z / self.cap)
 
     def loss(self, embed: Embed, x: jax.Array, batch: Batch, tiles: int | None) -> Loss:

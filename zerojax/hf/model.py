@@ -11,7 +11,7 @@ vocabulary of embedding and head; of an adapter A[in, r] B[r, out] the side that
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec
 
 from zerojax.hf.attention import IMPLEMENTATIONS, Implementation
 from zerojax.hf.config import CONFIG, DecoderConfig, Family, decoder_config, family_of, read_config
-from zerojax.hf.decoder import TENSOR, Batch, Block, Embed, Head, Options
+from zerojax.hf.decoder import TENSOR, Batch, Block, Cached, Embed, Head, Options
 from zerojax.hf.names import FAMILIES, Lora
-from zerojax.models import LayeredModel, from_flax, with_specs
+from zerojax.models import Cache, LayeredModel, at_last, from_flax, with_specs
 
 
 def model_of(
@@ -41,7 +41,7 @@ def model_of(
 
     A batch is a dict of int32 arrays [B, T]: `tokens`; `targets`, of which -1 does not count; and, where given, `segment_ids`,
     by which tokens see their own segment alone, and `positions`, which restart in each. The loss is the mean over the targets
-    that count, in nats. `program.apply` gives logits f32[B, T, V].
+    that count, in nats. `program.apply` gives logits f32[B, T, V]; with `last`, i32[B], those of one position, [B, V].
 
     Args:
       folder: as `save_pretrained` of transformers writes it.
@@ -70,10 +70,11 @@ def model_of(
         head=lambda rngs: Head(config, rngs=rngs),
         num_layers=config.layers,
         loss=lambda head, embed, x, batch: head.loss(embed, x, batch, loss_tiles),
-        predict=lambda head, embed, x, batch: head.logits(embed, x),
+        predict=lambda head, embed, x, batch: head.logits(embed, at_last(x, batch)),
         trainable=nnx.LoRAParam if trainable is None and lora is not None else trainable,
         context=context_of,
         per_layer=per_layer_of(config),
+        cache=Cache(cache_of(config), lambda block, *args: block.cached(*args)),
     )
     about = {} if lora is None else {"lora": dataclasses.asdict(lora)}
     return dataclasses.replace(with_specs(model, _specs(model)), about=about or None)
@@ -96,6 +97,15 @@ def context_of(batch: Batch) -> dict[str, jax.Array]:
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return {"positions": positions} | ({"segment_ids": batch["segment_ids"]} if "segment_ids" in batch else {})
+
+
+def cache_of(c: DecoderConfig) -> Callable[[int, int, Any], Cached]:
+    """Return what makes the cache of one layer, without tokens in it."""
+
+    def init(rows: int, length: int, dtype: Any) -> Cached:
+        return {name: jnp.zeros((rows, length, c.kv_heads, c.head_dim), dtype) for name in ("k", "v")}
+
+    return init
 
 
 def per_layer_of(c: DecoderConfig) -> dict[str, np.ndarray]:

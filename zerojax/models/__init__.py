@@ -1,5 +1,9 @@
 """What is trained: Model, LayeredModel, and both from Flax modules."""
 
+from zerojax.models.cached import CACHE as CACHE
+from zerojax.models.cached import LAST as LAST
+from zerojax.models.cached import at_last as at_last
+from zerojax.models.cached import with_cache as with_cache
 from zerojax.models.flax import from_flax as from_flax
 from zerojax.models.frozen import frozen_flags as frozen_flags
 from zerojax.models.loss import Loss as Loss
@@ -11,6 +15,7 @@ from zerojax.models.loss import quotient as quotient
 from zerojax.models.loss import summed as summed
 from zerojax.models.loss import together as together
 from zerojax.models.model import BLOCKS as BLOCKS
+from zerojax.models.model import Cache as Cache
 from zerojax.models.model import LayeredModel as LayeredModel
 from zerojax.models.model import Model as Model
 from zerojax.models.model import Stack as Stack

@@ -28,7 +28,7 @@ from zerojax.models.axes import AxisNames, Rules
 from zerojax.models.flax_calls import EMBED_IN_HEAD, Calls, call_with_key, takes_key, without_variables
 from zerojax.models.flax_linen import LinenPart
 from zerojax.models.flax_nnx import NnxPart
-from zerojax.models.model import LayeredModel, Model
+from zerojax.models.model import Cache, LayeredModel, Model
 
 Modules = Callable[[nnx.Rngs], nnx.Module] | nn.Module
 
@@ -85,6 +85,7 @@ def from_flax(
     predict: Callable[..., Any] | None = None,
     context: Callable[[Any], Any] | None = None,
     per_layer: Any = None,
+    cache: Cache | None = None,
 ) -> Any:
     """Make a Model, or a LayeredModel, from Flax modules.
 
@@ -120,6 +121,7 @@ def from_flax(
       context: as of a LayeredModel: a function of the batch, such as its segment ids. Where it or `per_layer` is given, the
         block is called as `block(x, context, layer)`.
       per_layer: as of a LayeredModel: a tree of arrays [L, ...], of which `layer` is the slice of a block's own layer.
+      cache: as of a LayeredModel; its `block` is given the module, which evaluates, in the place of its parameters.
 
     Returns:
       A `zerojax.Model` if `module` is given, else a `zerojax.LayeredModel`.
@@ -131,7 +133,7 @@ def from_flax(
     if loss is None:
         raise ValueError("from_flax needs a loss: loss(model, batch), or loss(head, embed, x, batch) for the layered form")
     calls = Calls(AxisNames(axis_rules, mesh_axes), tuple(rngs), tuple(mutable), tuple(sown), trainable)
-    of_blocks = {"context": context, "per_layer": per_layer}
+    of_blocks = {"context": context, "per_layer": per_layer, "cache": cache}
     given = [name for name, value in of_blocks.items() if value is not None]
     if module is not None and given:
         raise ValueError(f"from_flax of one module is given {', '.join(given)}, which blocks read: give embed, block and head")
@@ -187,7 +189,7 @@ def _layered(
     of_blocks: dict[str, Any],
 ) -> LayeredModel:
     call_loss = call_with_key(loss, *(of_loss := ("head", "embed", "x", "batch")))
-    has_context = any(value is not None for value in of_blocks.values())
+    has_context = any(of_blocks[name] is not None for name in ("context", "per_layer"))
     first = _part("embed", embed, lambda m, b: m(b), (batch,), calls)
 
     def called(part: Part) -> Callable[..., Any]:
@@ -261,8 +263,20 @@ def _layered(
         init_state=init_state or None,
         frozen=False if calls.trainable is None else {name: part.frozen for name, part in parts.items()},
         predict=None if predict is None else run_predict,
-        **of_blocks,
+        **{**of_blocks, "cache": _bound(of_blocks["cache"], layer, calls)},
     )
+
+
+def _bound(cache: Cache | None, part: Part, calls: Calls) -> Cache | None:
+    """Return a cache whose block takes parameters, of one whose block takes the module."""
+    if cache is None:
+        return None
+
+    def block(p: Any, *args: Any) -> Any:
+        with calls.run(False):
+            return without_variables(cache.block(part.bind(p, None), *args))
+
+    return Cache(cache.init, block)
 
 
 def _abstract_inputs(of_blocks: dict[str, Any], batch: Any) -> tuple[Any, ...]:

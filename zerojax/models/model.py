@@ -95,6 +95,21 @@ def _check_num_layers(num_layers: Any, what: str = "num_layers") -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class Cache:
+    """What the blocks of a LayeredModel keep of earlier tokens, such as keys and values, so that these are read once.
+
+    Attributes:
+      init: `init(rows, length, dtype) -> cache` of ONE layer, with room for `length` tokens of each row: a tree of arrays
+        [rows, ...]; `dtype` is that of activations.
+      block: `block(p, x, cache, context, layer) -> (x, cache)`: the layer over x[B, T, ...], the next T tokens of each row,
+        which see those in the cache too; without keys. `context` and `layer` are those of the model, or None.
+    """
+
+    init: Callable[[int, int, Any], Any]
+    block: Callable[..., tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
 class LayeredModel:
     """A stack of `num_layers` equal blocks between an embedding and a head; or several stacks, one after the other.
 
@@ -129,6 +144,8 @@ class LayeredModel:
         then dicts by the names of the stacks; stacks may be left out of them.
       enter: as of a `Stack`, of a model without `stacks`.
       about: as of a Model.
+      cache: None, or what blocks keep of earlier tokens, with which `zerojax.generate` reads each token once; of a model of one
+        stack, without `enter` and `init_state`.
     """
 
     num_layers: int = None  # pyright: ignore[reportAssignmentType]  # required without `stacks`, as are all functions
@@ -149,9 +166,12 @@ class LayeredModel:
     stacks: Sequence[Stack] = ()
     enter: Callable[..., Any] | None = None
     about: Mapping[str, Any] | None = None
+    cache: Cache | None = None
 
     def __post_init__(self) -> None:
         self._check_parts()
+        if self.cache is not None and (self.stacks or self.enter is not None or self.init_state is not None):
+            raise ValueError("a cache is of a model of one stack, without enter and init_state: leave out cache=")
         if self.specs is not None and set(self.specs) - {"embed", "block", "head"}:
             raise ValueError(f"specs has keys {sorted(self.specs)}: they may be 'embed', 'block' and 'head'")
         inits: list[Any] = list(self.init_state.values()) if isinstance(self.init_state, Mapping) else []

@@ -22,15 +22,17 @@ import optax
 
 from host_offload.schedule import Move, Schedule
 from zerojax.activations import BlockProduct, SequenceParallelism
+from zerojax.config import streams
 from zerojax.hlo import HostTraffic, host_traffic, module_name, read_thunks
 from zerojax.memory import KeptValues, MemoryReport, kept_by_program, program_memory
-from zerojax.models import LayeredModel, Model
+from zerojax.models import CACHE, LayeredModel, Model, with_cache
 from zerojax.program.compile import LoweredStep, ScratchMemory, StepCompiler
-from zerojax.program.gathering import GatheredEarly
+from zerojax.program.gathering import GatheredEarly, build_gather
 from zerojax.program.init import StateInit
 from zerojax.program.read_params import ParamReader
 from zerojax.program.runner import Runner
 from zerojax.program.step import Metrics, Step
+from zerojax.resident import ResidentStep
 from zerojax.runtime import SwapSession
 from zerojax.sharding import Replicated, Rows, abstract_batch, check_batch, place_any_batch, place_batch
 from zerojax.state import StateCheck, StateRecords, TrainState, as_arguments, check_is_there, masters
@@ -78,6 +80,7 @@ class Program:
         self._runner = Runner(self.swap, step.host)
         self.check_state = StateCheck(layout)
         self._init = StateInit(model, tx, records)
+        self._cached: dict[int, Any] = {}  # jitted, by the length of caches
         self._reader = ParamReader(model, records, self._runner)
 
     def __enter__(self) -> Self:
@@ -95,6 +98,7 @@ class Program:
             return
         with self.calling():
             self._compiler.clear()
+            self._cached.clear()
             self._scratch.clear()
             self._runner.close()
 
@@ -299,6 +303,43 @@ class Program:
             )
         batch, rows = self._any_batch(state, batch)
         return self._evaluate("apply", state, batch, lambda *args: self._compiler.apply(rows, *args))
+
+    def apply_cached(self, state: TrainState, batch: Any, cache: Any, length: int) -> tuple[Any, Any]:
+        """Return the outputs of the model's `predict` for tokens that follow others, and the cache with what is kept of them.
+
+        Args:
+          state: that is read.
+          batch: a dict, as the model takes it; its rows divide by the devices.
+          cache: None where there are no tokens before, else what the last call returned; donated.
+          length: tokens that a cache has room for, the same in all calls.
+
+        Returns:
+          (what `predict` returns, cache); the latter a tree of arrays [B, L, ...].
+
+        Raises:
+          ValueError: the model has no `cache` or no `predict`, its layers come to the device one by one, the batch does not
+            divide, or the state was donated.
+        """
+        model = self.model
+        if not isinstance(model, LayeredModel) or model.cache is None or model.predict is None:
+            raise ValueError("apply_cached needs a LayeredModel with cache= and predict=")
+        if streams(self.config):
+            raise ValueError("layers come to the device one by one, each as a whole for all tokens: use apply, without a cache")
+        check_is_there(state)
+        batch = self.shard_batch(batch, 1)
+        if length not in self._cached:
+            step = ResidentStep(
+                with_cache(model, length), self.tx, self.records, None, build_gather(self.layout, self._gathered_early)
+            )
+
+            def run(params: Any, model_state: Any, cache: Any, batch: Any, one: Any) -> Any:
+                return step.apply(params, model_state, batch if cache is None else {**batch, CACHE: cache}, one)
+
+            self._cached[length] = jax.jit(run, donate_argnums=2, compiler_options=self._compiler.options)
+        with self.calling(), jax.set_mesh(self.mesh):
+            self.check_state(state)
+            params = self.layout.join(state)
+            return self._cached[length](params, state.model_state, cache, batch, self._compiler.arrays)
 
     def _any_batch(self, state: TrainState, batch: Any) -> tuple[Any, Rows | None]:
         check_is_there(state)

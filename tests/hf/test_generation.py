@@ -1,0 +1,77 @@
+"""Greedy tokens are those of transformers' generate: with a cache on the device, and without one from disk."""
+
+import jax
+import numpy as np
+import pytest
+from hf_models import CASES, need, program_of, write
+
+import zerojax as zj
+from zerojax.hf import model_of
+
+need("torch", "transformers")
+
+COUNT = 32
+PROMPTS = [[7, 3, 90, 41, 5], [11], [64, 2, 2, 8, 30, 77, 12, 9, 1]]
+
+
+def theirs(model):
+    """Return what transformers generates for each prompt by itself."""
+    import torch
+
+    found = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        out = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=COUNT,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.mark.by_default("device-mistral", "device-gemma2", "device-gemma3", "nvme-qwen3")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("tier", ["device", "pinned_host", "nvme"])
+def test_greedy_tokens_are_those_of_transformers(tmp_path, case, tier):
+    # Large weights, and a head of its own: else a random model says the same token again and again.
+    sizes = {"initializer_range": 0.3} | ({"tie_word_embeddings": False} if case.startswith("gemma") else {})
+    sizes |= {"attn_logit_softcapping": 2.0} if case == "gemma2" else {}  # a cap that the scores reach
+    expected = theirs(write(case, tmp_path / "model", **sizes))
+    with program_of(model_of(tmp_path / "model"), tier, tmp_path) as program:
+        state = zj.import_hf(program, tmp_path / "model", key=jax.random.key(0))
+        found = zj.generate(program, state, PROMPTS, COUNT)
+        assert [row.tolist() for row in found] == expected
+    assert min(len(set(row)) for row in expected) > 8
+
+
+OTHERS = {
+    "nf4": ("llama", {"lora": zj.Lora(rank=4, alpha=8)}, {"frozen_dtype": "nf4"}),
+    "tiles": ("qwen3", {"mlp_tiles": 2}, {}),
+    "stage1": ("mistral", {}, {"stage": 1}),
+}
+"""A case, options of its model, and of its program."""
+
+
+@pytest.mark.by_default("nf4")
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_cache_changes_no_token(tmp_path, name):
+    case, options, fields = OTHERS[name]
+    write(case, tmp_path, initializer_range=0.3)
+    program = program_of(model_of(tmp_path, **options), "device", tmp_path, **fields)
+    state = zj.import_hf(program, tmp_path, key=jax.random.key(0))
+    found, again = (zj.generate(program, state, PROMPTS, COUNT, use_cache=cached) for cached in (True, False))
+    assert [row.tolist() for row in found] == [row.tolist() for row in again]
+
+
+def test_logits_of_one_position_are_those_of_all(tmp_path):
+    write("qwen3", tmp_path)
+    program = program_of(model_of(tmp_path), "device", tmp_path)
+    state = zj.import_hf(program, tmp_path, key=jax.random.key(0))
+    tokens, last = np.arange(24, dtype=np.int32).reshape(2, 12), np.asarray([3, 11], np.int32)
+    every, one = program.apply(state, {"tokens": tokens}), program.apply(state, {"tokens": tokens, "last": last})
+    assert one.shape == (2, 96)
+    np.testing.assert_allclose(one, np.asarray(every)[np.arange(2), last], atol=1e-5)

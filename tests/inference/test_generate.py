@@ -1,0 +1,158 @@
+"""Generated tokens: with a cache and without, on the device and from disk, those of a plain loop; and how they are drawn."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import packed_decoder as decoder
+import pytest
+
+import zerojax as zj
+from zerojax.inference.sampling import next_tokens
+from zerojax.models import init_params
+
+PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5], [8, 8]]
+COUNT = 8
+ON_DISK = {"params": "nvme", "opt_state": "nvme"}
+
+
+def build(model=None, fields=None, devices=2, **axes):
+    mesh = zj.make_mesh(**(axes or {"fsdp": devices}), devices=jax.devices()[:devices])
+    return zj.build_train_step(
+        model or decoder.generator(), optax.sgd(1.0), zj.ZeroConfig(**{"stage": 3, **(fields or {})}), mesh
+    )
+
+
+@functools.cache
+def plain():
+    """Return each prompt's greedy tokens, one prompt at a time, all tokens read again for each."""
+    model = decoder.generator()
+    params = init_params(model, jax.random.key(0))
+
+    @jax.jit
+    def logits(tokens):
+        batch = {"tokens": tokens, "positions": jnp.arange(tokens.shape[1])[None]}
+        x = decoder.embed(params["embed"], batch, None)
+        for layer in range(decoder.LAYERS):
+            x = model.block(jax.tree.map(lambda a, layer=layer: a[layer], params["blocks"]), x, None, batch["positions"], None)
+        return decoder.predict(params["head"], None, x, batch)[0, -1]
+
+    found = []
+    for prompt in PROMPTS:
+        row = list(prompt)
+        for _ in range(COUNT):
+            row.append(int(jnp.argmax(logits(jnp.asarray([row])))))
+        found.append(row[len(prompt) :])
+    return found
+
+
+CASES = {
+    "one": {"devices": 1},
+    "fsdp": {},
+    "uneven": {"devices": 8},  # 4 prompts on 8 devices
+    "stage1": {"fields": {"stage": 1}},
+    "stage0": {"fields": {"stage": 0}, "data": 2},
+    "opt_on_disk": {"fields": {"opt_state": "nvme"}},
+    "host": {"fields": {"params": "pinned_host", "opt_state": "pinned_host"}},
+    "nvme": {"fields": ON_DISK},
+}
+
+
+@pytest.mark.by_default("fsdp", "nvme")
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_tokens_are_those_of_a_plain_loop(name, tmp_path):
+    case = dict(CASES[name])
+    fields = case.pop("fields", {})
+    with build(fields=fields | ({"swap_dir": tmp_path} if "nvme" in fields.values() else {}), **case) as program:
+        state = program.init(jax.random.key(0))
+        found = zj.generate(program, state, PROMPTS, COUNT)
+        assert [row.tolist() for row in found] == plain()
+        if name in ("host", "nvme"):
+            with pytest.raises(ValueError, match="use_cache=True: layers come to the device one by one"):
+                zj.generate(program, state, PROMPTS, COUNT, use_cache=True)
+        else:
+            again = zj.generate(program, state, PROMPTS, COUNT, use_cache=False)
+            assert [row.tolist() for row in again] == plain()
+
+
+def test_a_row_ends_with_its_token_and_the_others_go_on():
+    program = build()
+    state = program.init(jax.random.key(0))
+    eos = plain()[2][1]
+    found = zj.generate(program, state, PROMPTS, COUNT, eos=eos)
+    expected = [row[: row.index(eos) + 1] if eos in row else row for row in plain()]
+    assert [row.tolist() for row in found] == expected
+    assert len({len(row) for row in expected}) > 1
+    assert [row.tolist() for row in zj.generate(program, state, PROMPTS[2:3], COUNT, eos={eos, 1})] == [expected[2]]
+
+
+def test_draws_follow_the_probabilities_and_the_key():
+    logits = jnp.log(jnp.asarray([[0.5, 0.25, 0.15, 0.1]]))
+
+    def drawn(temperature, top_p):
+        draw = jax.vmap(lambda key: next_tokens(logits, key, temperature, top_p)[0])
+        return np.bincount(draw(jax.random.split(jax.random.key(0), 4000)), minlength=4)
+
+    np.testing.assert_allclose(drawn(1.0, 1.0) / 4000, [0.5, 0.25, 0.15, 0.1], atol=0.03)
+    np.testing.assert_allclose(drawn(0.5, 1.0) / 4000, np.square([0.5, 0.25, 0.15, 0.1]) / 0.345, atol=0.03)
+    np.testing.assert_allclose(drawn(1.0, 0.6) / 4000, [2 / 3, 1 / 3, 0, 0], atol=0.03)
+    assert drawn(1.0, 0.5).tolist() == [4000, 0, 0, 0]
+    assert next_tokens(logits[:, ::-1], None, 0.0, 1.0).tolist() == [3]
+    program = build()
+    state = program.init(jax.random.key(0))
+    one, other = (zj.generate(program, state, PROMPTS, COUNT, 1.0, 0.9, key=jax.random.key(seed)) for seed in (1, 2))
+    again = zj.generate(program, state, PROMPTS, COUNT, 1.0, 0.9, key=jax.random.key(1), use_cache=False)
+    assert [row.tolist() for row in one] == [row.tolist() for row in again]
+    assert [row.tolist() for row in one] != [row.tolist() for row in other]
+
+
+def test_a_second_call_compiles_nothing():
+    traced = []
+
+    def block(*args):
+        traced.append(1)
+        return decoder.cached_block(*args)
+
+    program = build(dataclasses.replace(decoder.generator(), cache=zj.Cache(decoder.init_cache, block)))
+    state = program.init(jax.random.key(0))
+    zj.generate(program, state, PROMPTS, COUNT)
+    count = len(traced)
+    assert count > 0
+    zj.generate(program, state, [row[::-1] for row in PROMPTS], COUNT)
+    assert len(traced) == count
+
+
+WRONG = {
+    "none": ({"prompts": []}, "no prompts"),
+    "empty": ({"prompts": [[1], []]}, r"prompt 1 is \[\]"),
+    "text": ({"prompts": ["a"]}, "prompt 0 is 'a'"),
+    "count": ({"max_new_tokens": 0}, "max_new_tokens=0"),
+    "key": ({"temperature": 1.0}, "temperature=1.0 draws at random: give key="),
+    "top_p": ({"top_p": 0.0}, "top_p=0.0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused(name):
+    given, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        zj.generate(build(), None, **{"prompts": PROMPTS, "max_new_tokens": 2, **given})
+
+
+def test_models_without_logits_or_cache_are_told(tmp_path):
+    with pytest.raises(ValueError, match="give the model predict="):
+        zj.generate(build(decoder.model()), None, PROMPTS, 2)
+    with pytest.raises(ValueError, match="the model has no cache="):
+        zj.generate(build(dataclasses.replace(decoder.generator(), cache=None)), None, PROMPTS, 2, use_cache=True)
+    with pytest.raises(ValueError, match="a cache is of a model of one stack"):
+        dataclasses.replace(decoder.generator(), init_state={"head": lambda key: 0})
+    with (
+        build(fields={**ON_DISK, "swap_dir": tmp_path}) as program,
+        pytest.raises(ValueError, match="layers come to the device"),
+    ):
+        program.apply_cached(None, {}, None, 8)
+    with pytest.raises(ValueError, match="needs a LayeredModel with cache= and predict="):
+        build(decoder.model()).apply_cached(None, {}, None, 8)

@@ -1,0 +1,11 @@
+"""Examples for fine-tuning: files of conversations, prompts or texts as tokens, packed into rows, in batches."""
+
+from zerojax.data.batches import Batches as Batches
+from zerojax.data.batches import batches as batches
+from zerojax.data.batches import batches_once as batches_once
+from zerojax.data.examples import Examples as Examples
+from zerojax.data.examples import tokenize as tokenize
+from zerojax.data.packing import Counts as Counts
+from zerojax.data.packing import Rows as Rows
+from zerojax.data.packing import best_fit as best_fit
+from zerojax.data.packing import pack as pack

@@ -1,0 +1,188 @@
+"""Examples packed into rows of equal length.
+
+Best fit, the longest first (best-fit decreasing; Ding et al., arXiv:2404.10830): an example goes into that row where it leaves
+the least room, or into a new one. No example is cut so that rows are full, and on real lengths the rows are nearly full.
+
+An example of n tokens takes n - 1 positions: each holds a token and its successor, which is the target where it counts.
+
+    tokens       a0 a1 a2 b0 b1  0          of a0 .. a3 and b0 .. b2
+    targets      -1 a2 a3 b1 b2 -1          a1 does not count
+    segment_ids   1  1  1  2  2  0
+    positions     0  1  2  0  1  0
+"""
+
+import bisect
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from zerojax.data.examples import Examples
+
+TooLong = Literal["refuse", "truncate", "drop"]
+logger = logging.getLogger("zerojax.data")
+
+
+def best_fit(lengths: Sequence[int] | np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pack lengths into rows.
+
+    Args:
+      lengths: of at least 1 and at most `seq` each.
+      seq: length of a row.
+
+    Returns:
+      (order i64[E], starts i64[R + 1]): row r holds order[starts[r] : starts[r + 1]]. Of equal lengths the first comes first.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    rows: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # rows with so much room
+    rooms: list[int] = []  # the keys of it, sorted
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[i])
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            row, room = len(rows), seq
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[at]
+        rows[row].append(i)
+        if room > length:
+            if room - length not in by_room:
+                bisect.insort(rooms, room - length)
+            by_room.setdefault(room - length, []).append(row)
+    order = np.fromiter((i for row in rows for i in row), np.int64, len(lengths))
+    return order, np.cumsum([0, *map(len, rows)], dtype=np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What became of the examples.
+
+    Attributes:
+      examples: in the rows.
+      rows: of `seq` positions each.
+      positions: that hold a token.
+      counted: targets that count in the loss.
+      truncated: examples that were cut.
+      cut_tokens: tokens that these lost.
+      dropped: examples that were left out.
+    """
+
+    examples: int
+    rows: int
+    positions: int
+    counted: int
+    truncated: int
+    cut_tokens: int
+    dropped: int
+
+
+class Rows:
+    """Rows of packed examples, made when they are asked for.
+
+    `rows[r]` is a dict of i32[seq]: `tokens`, `targets` (-1 is not counted), `segment_ids` (1, 2, ..; 0 is padding) and
+    `positions` (from 0 in each segment).
+
+    Attributes:
+      seq: positions of a row.
+      examples: what is packed.
+      order: i64[E], `starts` i64[R + 1]: the examples of row r are order[starts[r] : starts[r + 1]].
+      counts: what became of the examples.
+    """
+
+    def __init__(self, examples: Examples, seq: int, order: np.ndarray, starts: np.ndarray, counts: Counts) -> None:
+        self.examples, self.seq, self.order, self.starts, self.counts = examples, seq, order, starts, counts
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def members(self, row: int) -> np.ndarray:
+        """Return the examples of a row, in order."""
+        return self.order[self.starts[row] : self.starts[row + 1]]
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        out, at = self.empty(), 0
+        for segment, i in enumerate(self.members(index), 1):
+            begin, end = self.examples.starts[i : i + 2]
+            piece = slice(begin, min(end, begin + self.seq + 1))
+            tokens, counted = self.examples.tokens[piece], self.examples.counted[piece]
+            here = slice(at, at + len(tokens) - 1)
+            out["tokens"][here] = tokens[:-1]
+            out["targets"][here] = np.where(counted[1:], tokens[1:], -1)
+            out["segment_ids"][here] = segment
+            out["positions"][here] = np.arange(len(tokens) - 1)
+            at = here.stop
+        return out
+
+    def empty(self) -> dict[str, np.ndarray]:
+        """Return a row of padding, in which nothing counts."""
+        names = ("tokens", "targets", "segment_ids", "positions")
+        return {name: np.full(self.seq, -1 if name == "targets" else 0, np.int32) for name in names}
+
+
+def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
+    """Pack examples into rows, best fit, the longest first.
+
+    Args:
+      examples: of `tokenize`.
+      seq: positions of a row. An example of n tokens takes n - 1.
+      too_long: what becomes of examples of more than seq + 1 tokens: "refuse" raises an error, "truncate" keeps their first
+        seq + 1 tokens, "drop" leaves them out. `rows.counts` tells how many there were.
+
+    Raises:
+      ValueError: an example is too long, or no token of it counts once it is truncated; with its place. Or nothing is left.
+    """
+    if too_long not in get_args(TooLong):
+        raise ValueError(f"too_long={too_long!r} is unknown: choose from {', '.join(get_args(TooLong))}")
+    if seq < 1:
+        raise ValueError(f"seq={seq}: a row has at least 1 position")
+    lengths = examples.lengths
+    is_long = lengths > seq + 1
+    long = np.flatnonzero(is_long)
+    if len(long) and too_long == "refuse":
+        n = lengths[long[0]]
+        raise ValueError(
+            f"{examples.place(int(long[0]))}: {n} tokens take {n - 1} positions, and a row has seq={seq}; {len(long)} of "
+            f"{len(examples)} examples are too long, and the longest has {lengths.max()} tokens: take a longer seq, or "
+            "too_long='truncate' or 'drop'"
+        )
+    kept = np.flatnonzero(~is_long) if too_long == "drop" else np.arange(len(examples))
+    if not len(kept):
+        raise ValueError(f"all {len(examples)} examples have more than seq + 1 = {seq + 1} tokens: take a longer seq")
+    pieces = np.minimum(lengths[kept], seq + 1)
+    counted = _counted(examples, kept, pieces)
+    if (empty := np.flatnonzero(counted == 0)).size:
+        i = int(kept[empty[0]])
+        raise ValueError(
+            f"{examples.place(i)}: of its {lengths[i]} tokens the first seq + 1 = {seq + 1} are kept, and none of them counts "
+            f"in the loss, as in {len(empty)} examples: take a longer seq, or too_long='drop'"
+        )
+    order, starts = best_fit(pieces - 1, seq)
+    cuts = len(long) if too_long == "truncate" else 0
+    counts = Counts(
+        examples=len(kept),
+        rows=len(starts) - 1,
+        positions=int(pieces.sum()) - len(kept),
+        counted=int(counted.sum()),
+        truncated=cuts,
+        cut_tokens=int((lengths[kept] - pieces).sum()),
+        dropped=len(examples) - len(kept),
+    )
+    logger.info("packed into rows of %d: %s, %.1f%% full", seq, counts, 100 * counts.positions / (counts.rows * seq))
+    return Rows(examples, seq, kept[order], starts, counts)
+
+
+def _counted(examples: Examples, kept: np.ndarray, pieces: np.ndarray) -> np.ndarray:
+    """Return how many targets of each example count, of its first `pieces` tokens."""
+    begins = examples.starts[kept]
+    edges = np.stack([begins + 1, begins + pieces], -1).ravel()  # the first token is no target
+    if edges[-1] == len(examples.counted):  # of sums that begin at an edge, the last one goes to the end
+        edges = edges[:-1]
+    return np.add.reduceat(examples.counted, edges, dtype=np.int64)[::2]

@@ -1,0 +1,186 @@
+"""Tokens that go on from prompts, in batches of prompts of different length.
+
+Prompts are padded on their right. Attention is causal, so what lies behind a row's last token is not read, and a new token
+takes the place of the first padding. Two ways give the logits of each row's last token:
+
+    with a cache      parameters are on the device: the prompts are read once, then one token of each row a pass
+    without           all tokens of all rows a pass, by `program.apply`. Where parameters come from host memory or disk, a pass
+                      takes the time of reading them, whatever it computes
+
+Both give the same tokens, but where two logits are equal within rounding.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from zerojax.config import streams
+from zerojax.inference.sampling import next_tokens
+from zerojax.models import LAST, LayeredModel, at_last
+from zerojax.program import Program
+from zerojax.sharding import ActivationSpec, num_batch_shards
+from zerojax.state import TrainState
+
+logger = logging.getLogger("zerojax")
+
+
+def generate(
+    program: Program,
+    state: TrainState,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    *,
+    key: jax.Array | None = None,
+    eos: int | Collection[int] = (),
+    use_cache: bool | None = None,
+) -> list[np.ndarray]:
+    """Continue prompts, token by token.
+
+    The model's `predict` gives logits [B, T, V] of a batch of `tokens` and `positions`, i32[B, T], in which tokens see those
+    before them; or [B, V], those of the position `batch["last"]` of each row. In a run of several processes all give the same
+    arguments, and all get all tokens.
+
+    Args:
+      program: of a model with `predict`; with a `cache`, too, of a model whose parameters are on the device.
+      state: that is read, wherever it rests.
+      prompts: of at least one token each.
+      max_new_tokens: to generate for each.
+      temperature: of the softmax; 0 takes the likeliest token.
+      top_p: draw from the likeliest tokens that together have this probability.
+      key: random, with a temperature above 0.
+      eos: token, or tokens, that end a row.
+      use_cache: None: with a cache where there is one.
+
+    Returns:
+      The new tokens of each prompt, i32, with the one that ended it.
+
+    Raises:
+      ValueError: arguments that do not fit, or a model that cannot be used so.
+    """
+    rows = _checked_prompts(prompts, max_new_tokens)
+    key = _checked_key(key, temperature, top_p)
+    ends = np.asarray([eos] if isinstance(eos, int | np.integer) else sorted(eos), np.int32)
+    lengths = np.asarray([len(row) for row in rows])
+    # Rows beyond those of the prompts make the batch divide. The last token is not read, so it needs no room.
+    size = -(-len(rows) // (shards := num_batch_shards(program.mesh))) * shards
+    tokens = np.zeros((size, lengths.max() + max_new_tokens - 1), np.int32)
+    for row, prompt in zip(tokens, rows, strict=False):
+        row[: len(prompt)] = prompt
+    lengths = np.concatenate([lengths, np.ones(size - len(rows), int)])
+    logits_of = _logits(program, state, tokens.shape[1], use_cache)
+    found: list[list[int]] = [[] for _ in rows]
+    is_open = np.ones(len(rows), bool)
+    for step in range(max_new_tokens):
+        logits = logits_of(tokens, lengths)
+        with jax.set_mesh(program.mesh):
+            drawn = np.asarray(_drawn(logits, None if key is None else jax.random.fold_in(key, step), temperature, top_p))
+        for i in np.flatnonzero(is_open):
+            found[i].append(int(drawn[i]))
+            is_open[i] = drawn[i] not in ends
+            if lengths[i] < tokens.shape[1]:
+                tokens[i, lengths[i]] = drawn[i]
+                lengths[i] += 1
+        if not is_open.any():
+            break
+    return [np.asarray(row, np.int32) for row in found]
+
+
+def _checked_prompts(prompts: Any, max_new_tokens: int) -> list[np.ndarray]:
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: at least 1")
+    rows = [np.asarray(prompt) for prompt in prompts]
+    if not rows:
+        raise ValueError("no prompts: a list of lists of tokens is needed")
+    for i, row in enumerate(rows):
+        if row.ndim != 1 or not len(row) or not np.issubdtype(row.dtype, np.integer):
+            raise ValueError(f"prompt {i} is {prompts[i]!r}: a list of at least one token is needed, each an integer")
+    return rows
+
+
+def _checked_key(key: jax.Array | None, temperature: float, top_p: float) -> jax.Array | None:
+    """Return the key of what is drawn at random, or None where nothing is."""
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise ValueError(f"temperature={temperature}, top_p={top_p}: at least 0, and above 0 and at most 1")
+    if temperature == 0:
+        return None
+    if key is None:
+        raise ValueError(f"temperature={temperature} draws at random: give key=jax.random.key(..), or temperature=0")
+    return key
+
+
+def _logits(program: Program, state: TrainState, width: int, use_cache: bool | None) -> Callable[..., jax.Array]:
+    """Return `logits(tokens[B, width], lengths[B])`, those of each row's last token, [B, V]; called in order."""
+    model = program.model
+    if model.predict is None:
+        raise ValueError("generate needs logits: give the model predict=, which returns them of a batch")
+    has_cache = isinstance(model, LayeredModel) and model.cache is not None
+    on_device = not (isinstance(model, LayeredModel) and streams(program.config))
+    if use_cache and not (has_cache and on_device):
+        why = "layers come to the device one by one" if has_cache else "the model has no cache="
+        raise ValueError(f"use_cache=True: {why}; leave it None, and all tokens are read in each pass")
+    if has_cache and on_device and use_cache is not False:
+        return _Cached(program, state, width)
+    logger.info("generate reads all tokens in each pass: %s", "no cache" if on_device else "parameters are not on the device")
+    return _Uncached(program, state)
+
+
+def _placed(program: Program, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Return arrays that every process has whole, split over the mesh."""
+
+    def place(a: np.ndarray) -> jax.Array:
+        a = a.astype(np.int32)
+        return jax.make_array_from_callback(a.shape, ActivationSpec(program.mesh).batch(a.ndim), lambda index: a[index])
+
+    return {name: place(a) for name, a in batch.items()}
+
+
+@jax.jit
+def _at(logits: jax.Array, last: jax.Array) -> jax.Array:
+    """Return the logits of one position, [B, V], where a model gives them of all."""
+    return logits if logits.ndim == 2 else at_last(logits, {LAST: last})
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _drawn(logits: jax.Array, key: jax.Array | None, temperature: float, top_p: float) -> jax.Array:
+    """Return the next tokens, on every device."""
+    return jax.lax.with_sharding_constraint(next_tokens(logits, key, temperature, top_p), PartitionSpec())
+
+
+class _Uncached:
+    """Reads all tokens in each pass."""
+
+    def __init__(self, program: Program, state: TrainState) -> None:
+        self._program, self._state = program, state
+
+    def __call__(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
+        positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+        batch = _placed(self._program, {"tokens": tokens, "positions": positions, LAST: lengths - 1})
+        return _at(self._program.apply(self._state, batch), batch[LAST])
+
+
+class _Cached:
+    """Reads the prompts, then the last token of each row."""
+
+    def __init__(self, program: Program, state: TrainState, width: int) -> None:
+        self._program, self._state, self._width = program, state, width
+        self._cache: Any = None
+
+    def __call__(self, tokens: np.ndarray, lengths: np.ndarray) -> jax.Array:
+        if self._cache is None:
+            longest = lengths.max()
+            positions, last = np.broadcast_to(np.arange(longest), (len(tokens), longest)), lengths - 1
+            tokens = tokens[:, :longest]
+        else:
+            # A row that has ended reads its last token again, and keeps the same of it.
+            positions, last = lengths[:, None] - 1, np.zeros_like(lengths)
+            tokens = np.take_along_axis(tokens, positions, 1)
+        batch = _placed(self._program, {"tokens": tokens, "positions": positions, LAST: last})
+        logits, self._cache = self._program.apply_cached(self._state, batch, self._cache, self._width)
+        return _at(logits, batch[LAST])
