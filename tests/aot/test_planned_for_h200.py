@@ -1,4 +1,4 @@
-"""Planned bytes are those of programs compiled for 1, 8 and 64 H200s: the device's, host memory's, and what collectives send."""
+"""Planned bytes are those of programs compiled for 1, 8 and 64 H200s: the device's, host memory's, and those that are sent."""
 
 import planned_memory
 import pytest

@@ -2,10 +2,10 @@
 
 import gpt
 import pytest
-import train_gpt
 
 import zerojax as zj
 from zerojax.planner import flops_per_token, hardware_flops_per_token, machine_of
+from zerojax.reporting import peak_flops
 
 # arXiv:2205.05198, tables 3 and 5: layers, hidden, GPUs (A100), batch, seconds of an iteration, MFU and HFU in percent.
 PRINTED = {
@@ -65,5 +65,5 @@ class Device:
     ],
 )
 def test_flops_of_a_mesh_are_looked_up_by_its_devices(kind, precision, flops):
-    assert train_gpt.peak_flops(Device(kind), precision) == flops
+    assert peak_flops(Device(kind), precision) == flops
     assert (machine_of(kind) is None) == (kind == "cpu")

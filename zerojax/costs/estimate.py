@@ -438,7 +438,7 @@ class _Estimator:
     def _first_record(schedule: Schedule, work: LayerWork) -> int:
         """Return the bytes of the record that the loop of updates reads before it begins; 0 if there is no such loop."""
         assert schedule.record_bytes is not None
-        sizes = schedule.record_bytes | {"grads": work.read.get("grads", 0)}
+        sizes = dict(schedule.record_bytes) | {"grads": work.read.get("grads", 0)}
         updates = [phase for phase in schedule.phases if phase.name == "update"]
         return sum(sizes[kind] for phase in updates if phase.preload.size for kind in phase.fetches)
 
@@ -454,7 +454,8 @@ class _Estimator:
         """Return the bytes by which a loop's peak differs from its schedule's, as compiled for an H200.
 
         A record is copied out of a ring of several slots. What rests on disk is updated where it was read, and so takes no
-        second record, but its gradients in float32. What backward reads in its tick comes when the derivative is done, in the place of what that had at once.
+        second record, but its gradients in float32. What backward reads in its tick comes when the derivative is done, in the
+        place of what that had at once.
         """
         phase, sizes = schedule.phase(name), schedule.record_bytes
         assert sizes is not None

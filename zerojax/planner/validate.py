@@ -53,7 +53,7 @@ def validated(plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Me
         planned_bytes=sum(plan.bytes["device"].values()),
         host_bytes=getattr(stats, "host_argument_size_in_bytes", 0),
         planned_host_bytes=host,
-        sent=sent_by(compiled.as_text(), mesh),
+        sent=sent_by(compiled.as_text() or "", mesh),
         planned_sent={name: n for name, n in plan.collectives.items() if name != "tensor"},
     )
 
