@@ -2,10 +2,12 @@
 
     python benchmarks/planned.py --swap-dir DIR                 # measures the machine, then each config in turn
     python benchmarks/planned.py --swap-dir DIR --machine lab.toml --auto
+    python benchmarks/planned.py --only resident --mixed        # layers that differ, beside those that are alike
 
 Of each config a step is predicted (`zj.plan` with every field fixed), and then run; rounds go through all configs in turn, so
 that a slow minute is shared. `--auto` also runs what `zj.plan` chooses, beside all others. Figures are medians of rounds, and a
-config's seconds are the median of its steps.
+config's seconds are the median of its steps. `--mixed` also plans for a device with room for half of what layers keep: its
+layers differ in what they keep, and it is run beside configs whose layers are alike.
 """
 
 import argparse
@@ -66,6 +68,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="of a config in a round")
     parser.add_argument("--only", help="configs whose name holds this")
     parser.add_argument("--auto", action="store_true", help="run what zj.plan chooses, too")
+    parser.add_argument("--mixed", action="store_true", help="run what zj.plan chooses where a half of what layers keep fits")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.swap_dir) as folder:
         run(options, folder)
@@ -92,6 +95,18 @@ def run(options: argparse.Namespace, folder: str) -> None:
         print(chosen)
         programs["chosen by zj.plan"] = fixed_of(chosen.fields, folder, options.precision)
         predicted["chosen by zj.plan"], measured["chosen by zj.plan"] = [], []
+    if options.mixed:
+        resident = dict.fromkeys(("params", "grads", "opt_state"), "device") | {"num_microbatches": 1, "update": None}
+        whole = {"swap_dir": folder, "precision": options.precision} | resident
+        needed = [
+            sum(plan(model, tx, mesh, batch, machine, fixed=whole | {"activations": mode}).bytes["device"].values())
+            for mode in ("save", "remat")
+        ]
+        small = dataclasses.replace(machine, device_bytes=int(sum(needed) / 2 / 0.95))
+        chosen = plan(model, tx, mesh, batch, small, fixed=whole)
+        print(f"save needs {needed[0] / 1e6:.0f} MB, remat {needed[1] / 1e6:.0f} MB\n{chosen}")
+        programs["mixed, chosen by zj.plan"] = fixed_of(chosen.fields, folder, options.precision)
+        predicted["mixed, chosen by zj.plan"], measured["mixed, chosen by zj.plan"] = [], []
     for number in range(options.rounds):
         for name, fixed in programs.items():
             # Before and after: a machine that others use is not as fast at both.
