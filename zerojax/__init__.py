@@ -13,6 +13,8 @@ from zerojax.checkpoint import IteratorError as IteratorError
 from zerojax.config import Segment as Segment
 from zerojax.config import ZeroConfig as ZeroConfig
 from zerojax.hf import Lora as Lora
+from zerojax.hf import export_hf as export_hf
+from zerojax.hf import export_peft as export_peft
 from zerojax.hf import import_hf as import_hf
 from zerojax.inference import Evaluation as Evaluation
 from zerojax.inference import generate as generate
@@ -76,7 +78,9 @@ __all__ = [
     "ZeroConfig",
     "__version__",
     "build_train_step",
+    "export_hf",
     "export_orbax",
+    "export_peft",
     "export_safetensors",
     "from_flax",
     "generate",

@@ -9,6 +9,7 @@ zerojax probe --swap-dir FOLDER --out machine.toml
 zerojax plan --params 1T --layers 128 --hidden 25600 --heads 256 --seq 1024 --batch 7 --machine dgx2
 zerojax inspect CHECKPOINTS
 zerojax export CHECKPOINTS OUT --format safetensors --dtype bfloat16
+zerojax export CHECKPOINTS OUT --format hf --like FOLDER --merge-lora
 """
 
 import argparse
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from host_offload.disk import SwapError
 from zerojax.activations import MODES
 from zerojax.checkpoint import CheckpointError, NoCheckpointError, inspect
+from zerojax.hf import export_hf, export_peft
 from zerojax.hlo import CALLBACKS, RATES, STREAMS, Rates, Simulation, dumped_text, module_name, read_thunks, simulate
 from zerojax.memory import (
     collective_elements,
@@ -38,7 +40,7 @@ from zerojax.precision import PRECISIONS
 from zerojax.sharding import STAGES
 from zerojax.weights import DTYPES, export_orbax, export_safetensors
 
-_EXPORTS = {"orbax": export_orbax, "safetensors": export_safetensors}
+_EXPORTS = ("orbax", "safetensors", "hf", "peft")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,11 +158,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     checkpoints.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
     checkpoints.add_argument("--verify", action="store_true", help="read all bytes and compare their checksums")
-    weights = commands.add_parser("export", help="the weights of a checkpoint, in Orbax's own format or as a safetensors file")
+    weights = commands.add_parser(
+        "export",
+        help="the weights of a checkpoint: in Orbax's own format, as a safetensors file, or as a Hugging Face or PEFT folder",
+    )
     weights.add_argument("folder", help="a Checkpointer's directory, or the folder of one step")
     weights.add_argument("out", help="what to write; nothing may be there")
-    weights.add_argument("--format", choices=list(_EXPORTS), required=True)
-    weights.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    weights.add_argument("--format", choices=_EXPORTS, required=True)
+    weights.add_argument("--dtype", choices=list(DTYPES), help="without it float32, and of --format hf that of --like")
+    weights.add_argument("--like", help="of hf and peft: the folder that the weights were imported from")
+    weights.add_argument("--merge-lora", action="store_true", help="of hf: add adapters to the weights beside them")
+    weights.add_argument("--shard-bytes", type=float, default=5e9, help="of hf: most bytes of one file")
     weights.add_argument(
         "--ema", action="store_true", help="the averages that zerojax.Ema keeps of the weights instead of these"
     )
@@ -180,8 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command == "export":
         jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its processes, which would take memory of GPUs
         folder = options.folder if options.step is None else os.path.join(options.folder, str(options.step))
+        _check_export(weights, options)
         try:
-            _EXPORTS[options.format](folder, options.out, dtype=options.dtype, ema=options.ema)
+            _export(folder, options)
         except (ValueError, CheckpointError) as error:
             parser.exit(1, f"zerojax export: {error}\n")
         return
@@ -221,6 +230,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     # The command that is left is `memory`.
     _memory(states, options)
+
+
+def _check_export(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exit with what is wrong with the options of an export, if anything is."""
+    needs_like = options.format in ("hf", "peft")
+    if needs_like and options.like is None:
+        parser.error(f"--format {options.format} needs --like, the folder that the weights were imported from")
+    if options.like is not None and not needs_like:
+        parser.error(f"--like is of --format hf and peft, and this is {options.format}")
+    if options.merge_lora and options.format != "hf":
+        parser.error(f"--merge-lora is of --format hf, and this is {options.format}")
+    if options.ema and needs_like:
+        parser.error(f"--ema is of --format orbax and safetensors, and this is {options.format}")
+
+
+def _export(folder: str, options: argparse.Namespace) -> None:
+    """Write what `zerojax export` was asked for; errors are those of the functions of the formats."""
+    if options.format == "hf":
+        export_hf(
+            folder, options.out, like=options.like, dtype=options.dtype, shard_bytes=options.shard_bytes,
+            merge_lora=options.merge_lora,
+        )  # fmt: skip
+    elif options.format == "peft":
+        export_peft(folder, options.out, like=options.like, dtype=options.dtype)
+    else:
+        export = export_orbax if options.format == "orbax" else export_safetensors
+        export(folder, options.out, dtype=options.dtype, ema=options.ema)
 
 
 def _check_out(path: str) -> None:

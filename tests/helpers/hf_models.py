@@ -135,12 +135,14 @@ def adamw(rate: float = 1e-3) -> optax.GradientTransformation:
     return optax.adamw(rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.01)
 
 
-def program_of(model: zj.LayeredModel, tier: str, tmp_path: pathlib.Path, devices: int = 2, **fields: Any) -> zj.Program:
+def program_of(
+    model: zj.LayeredModel, tier: str, tmp_path: pathlib.Path, devices: int = 2, tx: Any = None, **fields: Any
+) -> zj.Program:
     """Return a program whose state rests in a tier."""
     mesh = zj.make_mesh(fsdp=devices, devices=jax.devices()[:devices])
     tiers = {} if tier == "device" else {"params": tier, "grads": tier, "opt_state": tier}
     swap = {"swap_dir": str(tmp_path)} if tier == "nvme" or "nvme" in fields.values() else {}
-    return zj.build_train_step(model, adamw(), zj.ZeroConfig(**{**tiers, **swap, **fields}), mesh)
+    return zj.build_train_step(model, adamw() if tx is None else tx, zj.ZeroConfig(**{**tiers, **swap, **fields}), mesh)
 
 
 def losses_of(program: zj.Program, state: zj.TrainState, steps: int = 5) -> tuple[list[float], zj.TrainState]:

@@ -53,5 +53,5 @@ def test_five_steps_of_adamw_track_those_of_torch(tmp_path, case, tier):
         untrained = float(program.eval(state, batch_of(4)))
         losses, _ = losses_of(program, state)
     expected = torch_losses(theirs)
-    assert abs(untrained - expected[4]) > 100 * STEPS  # the steps change something
+    assert abs(untrained - expected[4]) > 10 * STEPS  # the steps change something
     np.testing.assert_allclose(losses, expected, rtol=0, atol=STEPS)

@@ -116,7 +116,7 @@ def files_of_other_kinds(folder: pathlib.Path) -> dict[str, str]:
         (folder / name).mkdir(parents=True)
     index = json.dumps({"metadata": {"total_size": 8}, "weight_map": shards})
     (folder / "sharded/model.safetensors.index.json").write_text(index)
-    for name in ("sharded/model-00001-of-00002.safetensors", "single/model.safetensors", "several/x.safetensors"):
+    for name in ("sharded/model-00001-of-00002.safetensors", "single/x.safetensors", "several/x.safetensors"):
         write(folder / name, HEADER)
     write(folder / "several/y.safetensors", HEADER)
     (folder / "torch/pytorch_model.bin").write_bytes(b"")
@@ -136,12 +136,13 @@ def files_of_other_kinds(folder: pathlib.Path) -> dict[str, str]:
     (folder / "empty").write_bytes(b"")
     os.mkfifo(folder / "fifo")
     (folder / "zero").symlink_to("/dev/zero")
+    (folder / "torch.index.json").write_text(index.replace(".safetensors", ".bin"))
     joined = r"join them into one file by safetensors.torch: save_file"
     return {
-        "sharded/model.safetensors.index.json": "HuggingFace's index of weights in 2 safetensors files, model-00001-of-00002.*"
-        rf"\(1 of them are not beside it, the first model-00002-of-00002.safetensors\): {joined}",
-        "sharded": f"it is a folder with model.safetensors.index.json, HuggingFace's index of .*: {joined}.*no _METADATA",
-        "single": "it is a folder with one safetensors file: import .*single/model.safetensors;",
+        "sharded/model.safetensors.index.json": "names 2 files, of which 1 are not beside it: model-00002-of-00002.safetensors",
+        "sharded": "model.safetensors.index.json names 2 files, of which 1 are not beside it",
+        "torch.index.json": "HuggingFace's index of weights in 2 other files, model-00001-of-00002.bin, .*: load each by torch.load",
+        "single": "it is a folder with one safetensors file: import .*single/x.safetensors;",
         "several": f"it is a folder with 2 safetensors files: import one of them, or {joined}",
         "torch": "it is a folder with pytorch_model.bin, as of torch.save: load it by torch.load",
         "gguf": "it is a folder with model.gguf",

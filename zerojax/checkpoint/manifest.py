@@ -76,6 +76,7 @@ def write_manifest(
     stores: Sequence[SavedStore],
     keys: Mapping[str, str],
     data: Any = None,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Describe what one process saved below `folder`, once all of it is on disk.
 
@@ -88,8 +89,9 @@ def write_manifest(
       stores: of this process's records.
       keys: implementations of the random keys among the values.
       data: the encoded position of its iterator (`zerojax.checkpoint.iterators`), or None.
+      about: what the model tells of itself, or None.
     """
-    manifest = {
+    manifest: dict[str, Any] = {
         "format": FORMAT,
         "process": process,
         "num_processes": num_processes,
@@ -99,6 +101,8 @@ def write_manifest(
         "keys": dict(keys),
         "data": data,
     }
+    if about is not None:
+        manifest["about"] = dict(about)
     path = os.path.join(folder, f"manifest.{process}.json")
     with open(path, "w") as file:
         json.dump(manifest | {"checksum": _checksum(manifest)}, file)
@@ -121,7 +125,7 @@ def _encoded(value: np.ndarray) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Manifest:
-    """What one process wrote; `data` is None where its iterator has no position."""
+    """What one process wrote; `data` is None where its iterator has no position, `about` empty where the model tells nothing."""
 
     num_processes: int
     leaves: dict[str, SavedLeaf]
@@ -129,6 +133,7 @@ class _Manifest:
     stores: list[SavedStore]
     keys: dict[str, str]
     data: Any
+    about: dict[str, Any]
 
     @staticmethod
     def of(field: Field, process: int) -> "_Manifest":
@@ -150,7 +155,9 @@ class _Manifest:
         if unknown := sorted(keys.keys() - values.keys()):
             raise FieldError(f"keys[{unknown[0]!r}] is of no leaf in values")
         data = None if (position := field.get("data")) is None else decoded_position(position)
-        return _Manifest(num_processes, leaves, values, stores, keys, data)
+        told = field.get("about")
+        about = {} if told is None else {name: entry.value for name, entry in told.fields()}
+        return _Manifest(num_processes, leaves, values, stores, keys, data, about)
 
 
 def _leaf(field: Field) -> SavedLeaf:
@@ -203,6 +210,7 @@ class SavedState:
       records: the bytes.
       keys: implementations of the random keys among the values, by name.
       data: positions of the iterators, by process.
+      about: what the model tells of itself (`zerojax.Model.about`).
       has_opt_state: it was saved; else it is made for the program that restores the weights.
     """
 
@@ -227,6 +235,7 @@ class SavedState:
         # Leaves and small values are the same in all manifests. Stores and iterator positions are each process's own.
         process, first = next(iter(manifests.items()))
         self.num_processes, self.leaves, self.values, self.keys = first.num_processes, first.leaves, first.values, first.keys
+        self.about = first.about
         for other, manifest in manifests.items():
             if (manifest.num_processes, manifest.leaves) != (first.num_processes, first.leaves):
                 raise CheckpointError(

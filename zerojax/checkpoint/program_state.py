@@ -44,7 +44,9 @@ def begin_save(
     with program.calling(), jax.set_mesh(program.mesh):
         leaves = leaves_of_program(program)
         # The step must be over: its callbacks write the records on disk that are about to be linked.
-        return Saving(program.layout, program.swap, leaves, jax.block_until_ready(state), root, max_host_bytes, data, last)
+        is_over = jax.block_until_ready(state)
+        about = program.model.about
+        return Saving(program.layout, program.swap, leaves, is_over, root, max_host_bytes, data, last, about)
 
 
 def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -> TrainState:

@@ -22,7 +22,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -167,6 +167,7 @@ class Saving:
         max_host_bytes: int | None,
         data: Any = None,
         last: str | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         """Copy what rests in memory, and keep what rests on disk.
 
@@ -179,6 +180,7 @@ class Saving:
           max_host_bytes: that copies which are not written may take; None: as much as there is.
           data: this process's iterator, whose `get_state()` is kept; or None.
           last: folder of the state that this run saved or restored last, whose records of frozen weights are linked; or None.
+          about: what the model tells of itself, as JSON, or None.
 
         Raises:
           ValueError: the state is not the one on disk.
@@ -194,7 +196,7 @@ class Saving:
         self._snapshot: Snapshot | None = None
         self._values: dict[str, np.ndarray] = {}
         self._keys: dict[str, str] = {}
-        self._data = None if data is None else encoded_position(data)
+        self._data, self._about = None if data is None else encoded_position(data), about
         self._base = SavedBase(last, {leaf.name for leaf in leaves if leaf.is_frozen})
         try:
             with explaining(f"writing the checkpoint {root}", root):
@@ -355,7 +357,7 @@ class Saving:
             if not leaf.is_derived and not leaf.is_inline
         }
         process, num_processes = jax.process_index(), jax.process_count()
-        write_manifest(self.root, process, num_processes, leaves, self._values, stores, self._keys, self._data)
+        write_manifest(self.root, process, num_processes, leaves, self._values, stores, self._keys, self._data, self._about)
 
     def abandon(self) -> None:
         """Wait for writes in progress, and release the snapshot of the disk. A second call does nothing."""

@@ -2,6 +2,8 @@
 
 from zerojax.hf.config import DecoderConfig as DecoderConfig
 from zerojax.hf.config import Family as Family
+from zerojax.hf.exporting import export_hf as export_hf
+from zerojax.hf.exporting import export_peft as export_peft
 from zerojax.hf.importing import import_hf as import_hf
 from zerojax.hf.model import config_of as config_of
 from zerojax.hf.model import model_of as model_of

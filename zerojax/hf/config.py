@@ -133,7 +133,9 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): a folder as save_pretrained writes it is needed") from error
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): a folder as save_pretrained writes it is needed"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(found, dict):

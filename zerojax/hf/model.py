@@ -8,6 +8,7 @@ Matrices are split over `tensor` as in Megatron (arXiv:1909.08053): columns of q
 vocabulary of embedding and head; of an adapter A[in, r] B[r, out] the side that its matrix splits.
 """
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -77,7 +78,8 @@ def model_of(
         per_layer=per_layer_of(config),
         cache=Cache(cache_of(config), lambda block, *args: block.cached(*args)),
     )
-    return with_specs(model, _specs(model))
+    about = {} if lora is None else {"lora": dataclasses.asdict(lora)}
+    return dataclasses.replace(with_specs(model, _specs(model)), about=about or None)
 
 
 def config_of(folder: str | os.PathLike[str], families: Mapping[str, Family] = FAMILIES) -> DecoderConfig:

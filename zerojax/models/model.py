@@ -45,6 +45,7 @@ class Model:
         on in order; `program.eval` reads it and drops what is new.
       predict: None, or `predict(params, batch) -> outputs`, what the model gives without a loss; with `init_state`
         `predict(params, batch, state)`.
+      about: None, or a dict for JSON that checkpoints keep, such as the scale of adapters: for exports, which see no model.
     """
 
     init: Callable[[jax.Array], Params]
@@ -55,6 +56,7 @@ class Model:
     frozen: Any = False
     init_state: Callable[[jax.Array], Any] | None = None
     predict: Callable[..., Any] | None = None
+    about: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +145,7 @@ class LayeredModel:
       enter: as of a `Stack`, of a model without `stacks`.
       cache: None, or what blocks keep of earlier tokens, with which `zerojax.generate` reads each token once; of a model of one
         stack, without `enter` and `init_state`.
+      about: as of a Model.
     """
 
     num_layers: int = None  # pyright: ignore[reportAssignmentType]  # required without `stacks`, as are all functions
@@ -163,6 +166,7 @@ class LayeredModel:
     stacks: Sequence[Stack] = ()
     enter: Callable[..., Any] | None = None
     cache: Cache | None = None
+    about: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._check_parts()

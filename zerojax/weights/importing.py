@@ -51,7 +51,6 @@ from zerojax.weights.safetensors import SafetensorsFile
 from zerojax.weights.shards import INDEX, ShardedSafetensors, weights_in
 
 
-
 def open_weights(path: str | os.PathLike[str]) -> WeightFile:
     """Open a file of weights, of the format that it is in; of a folder with an index of safetensors all that it names.
 

@@ -94,7 +94,7 @@ def _sources(
         def source(layer: int) -> dict[str, Any]:
             return make(keys(layer))
 
-        sources.update({name: (source, part[:1] == (BLOCKS,)) for name in wanted})
+        sources.update(dict.fromkeys(wanted, (source, part[:1] == (BLOCKS,))))
 
     if isinstance(model, Model):
         add(model.init, (), lambda _: key)

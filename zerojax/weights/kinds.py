@@ -10,8 +10,6 @@ from host_offload.disk import ReadFile
 from host_offload.fields import Field, parse_json
 from zerojax.checkpoint import STATE
 
-INDEX = ".safetensors.index.json"
-"""How the name of an index of shards ends."""
 _MOST_INDEX = 64 << 20
 _START = 512
 """First bytes that are looked at."""
@@ -99,11 +97,6 @@ def kind_of_folder(path: str) -> str | None:
     inner = [name for name in names if os.path.exists(os.path.join(path, name, "_METADATA"))]
     if inner:
         return f"a folder around a checkpoint of Orbax: {inner[0]} in it has one, so import {os.path.join(path, inner[0])}"
-    if index := next((name for name in names if name.endswith(INDEX)), None):
-        try:
-            return f"a folder with {index}, {_kind_of_json(os.path.join(path, index), ReadFile(os.path.join(path, index)))}"
-        except OSError:
-            return f"a folder with {index}, which cannot be read"
     if weights := [name for name in names if name.endswith(".safetensors")]:
         if len(weights) == 1:
             return f"a folder with one safetensors file: import {os.path.join(path, weights[0])}"

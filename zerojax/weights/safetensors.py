@@ -13,14 +13,14 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from host_offload.disk import Box, ReadFile, TruncatedError, numpy_dtype, reserve
 from host_offload.fields import Field, FieldError, parse_json
-from zerojax.checkpoint import CheckpointError, SavedState, explained
+from zerojax.checkpoint import CheckpointError, explained
 from zerojax.weights.exporting import export_dtype, open_checkpoint, read_pieces, write_atomically
 from zerojax.weights.kinds import kind_of_file
 from zerojax.weights.names import DTYPES, TILED, Tensor, tiled_in, tiled_names, weights_of
@@ -53,17 +53,37 @@ def export_safetensors(
     """
     kind = export_dtype(dtype)
     with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
-        tensors = {".".join(keys): name for keys, name in weights_of(saved, ema).items()}
-        header, end = _header(saved, tensors, kind)
-        fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            reserve(fd, end)  # a full disk is told now, and not after half an hour
-            at = _write(fd, np.frombuffer(header, np.uint8), 0)
-            for name in tensors.values():
-                for _, piece in read_pieces(saved, name, kind):
-                    at = _write(fd, piece, at)
-        finally:
-            os.close(fd)
+        names = {".".join(keys): name for keys, name in weights_of(saved, ema).items()}
+        tensors = {tensor: Tensor(saved.leaves[name].shape, kind.name) for tensor, name in names.items()}
+        metadata = {TILED: json.dumps(tiled_names(saved, names))}
+        write_safetensors(output, tensors, lambda tensor: (p for _, p in read_pieces(saved, names[tensor], kind)), metadata)
+
+
+def write_safetensors(
+    path: str, tensors: Mapping[str, Tensor], pieces: Callable[[str], Iterable[np.ndarray]], metadata: Mapping[str, str]
+) -> None:
+    """Write a file of tensors, each piece by piece.
+
+    Args:
+      path: of the file; nothing is there.
+      tensors: by name, in the order in which they are written.
+      pieces: given a name, yields the tensor's numbers in its dtype, as it lies in memory row by row.
+      metadata: texts by name.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    header, end = _header(tensors, metadata)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        reserve(fd, end)  # a full disk is told now, and not after half an hour
+        at = _write(fd, np.frombuffer(header, np.uint8), 0)
+        for name in tensors:
+            for piece in pieces(name):
+                at = _write(fd, piece, at)
+        assert at == end, f"{path}: pieces end at byte {at} of {end}"
+    finally:
+        os.close(fd)
 
 
 def _write(fd: int, piece: np.ndarray, offset: int) -> int:
@@ -74,14 +94,13 @@ def _write(fd: int, piece: np.ndarray, offset: int) -> int:
     return offset + at
 
 
-def _header(saved: SavedState, tensors: Mapping[str, str], kind: np.dtype[Any]) -> tuple[bytes, int]:
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int]:
     """Return what a file begins with, and its size."""
-    header: dict[str, Any] = {"__metadata__": {TILED: json.dumps(tiled_names(saved, tensors))}}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
-    for tensor, name in tensors.items():
-        shape = saved.leaves[name].shape
-        end = at + math.prod(shape) * kind.itemsize
-        header[tensor] = {"dtype": DTYPES[kind.name], "shape": list(shape), "data_offsets": [at, end]}
+    for name, tensor in tensors.items():
+        end = at + math.prod(tensor.shape) * numpy_dtype(tensor.dtype).itemsize
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)

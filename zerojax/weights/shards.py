@@ -16,6 +16,8 @@ from zerojax.weights.safetensors import SafetensorsFile
 
 INDEX = ".safetensors.index.json"
 """How the name of an index of shards ends."""
+INDEX_NAME = "model" + INDEX
+"""Of a folder of one model."""
 WHOLE = "model.safetensors"
 """The file of a folder whose weights are in one."""
 _MOST_INDEX = 64 << 20
@@ -28,7 +30,7 @@ def weights_in(folder: str) -> str | None:
       OSError: the folder cannot be read.
     """
     names = sorted(os.listdir(folder))
-    found = next((name for name in names if name == WHOLE + ".index.json"), None)
+    found = next((name for name in names if name == INDEX_NAME), None)
     found = found or next((name for name in names if name.endswith(INDEX)), None) or (WHOLE if WHOLE in names else None)
     return None if found is None else os.path.join(folder, found)
 
@@ -87,5 +89,3 @@ class ShardedSafetensors:
           CheckpointError: its file cannot be read.
         """
         return self._shards[self.shard_of[name]].read(name, box)
-
-

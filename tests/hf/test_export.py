@@ -1,0 +1,137 @@
+"""What is exported loads in transformers, and weights that were not trained are the bits of the folder that they came from."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from hf_models import FAMILIES, adamw, batch_of, losses_of, need, program_of, torch_logits, write
+from safetensors.numpy import load_file
+
+import zerojax as zj
+from zerojax import cli
+from zerojax.hf import model_of
+from zerojax.weights import open_weights
+
+need("torch", "transformers")
+
+
+def bits(folder):
+    """Return the bytes of all tensors of a folder, by name, with dtype and shape."""
+    file = open_weights(folder)
+    return {
+        name: (t.dtype, t.shape, np.asarray(file.read(name, tuple((0, n) for n in t.shape))).tobytes())
+        for name, t in file.tensors.items()
+    }
+
+
+def save(program, state, folder):
+    with zj.Checkpointer(folder) as ckpt:
+        ckpt.save(program, state)
+    return folder
+
+
+def loaded(folder):
+    """Return a folder's model in transformers, which found neither missing nor unexpected keys."""
+    import transformers
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager", dtype="float32"
+    )
+    assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def exported_logits(folder):
+    return torch_logits(loaded(folder), batch_of()).detach().numpy()
+
+
+@pytest.mark.by_default("llama-device", "gemma3-nvme")
+@pytest.mark.parametrize("tier", ["device", "nvme"])
+@pytest.mark.parametrize("case", [*FAMILIES, "llama-biases", "qwen2-tied"])
+def test_untouched_weights_are_the_bits_of_the_file(tmp_path, case, tier):
+    like = tmp_path / "model"
+    write(case, like, dtype="bfloat16")
+    (like / "tokenizer.json").write_text("{}")
+    with program_of(model_of(like), tier, tmp_path) as program:
+        save(program, zj.import_hf(program, like, key=jax.random.key(0)), tmp_path / "ckpt")
+    zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=like, shard_bytes=30_000)
+    assert bits(tmp_path / "out") == bits(like)
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (like / name).read_bytes()
+    loaded(tmp_path / "out")
+
+
+@pytest.mark.by_default("gemma2-1")
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_trained_weights_have_the_same_logits_in_transformers(tmp_path, case, tensor):
+    like = tmp_path / "model"
+    write(case, like)
+    mesh = zj.make_mesh(fsdp=2, tensor=tensor, devices=jax.devices()[: 2 * tensor])
+    program = zj.build_train_step(model_of(like), adamw(), zj.ZeroConfig(stage=3), mesh)
+    state = zj.import_hf(program, like, key=jax.random.key(0))
+    before = np.asarray(program.apply(state, batch_of()))
+    _, state = losses_of(program, state, steps=3)
+    save(program, state, tmp_path / "ckpt")
+    zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=like)
+    ours, theirs = np.asarray(program.apply(state, batch_of())), exported_logits(tmp_path / "out")
+    assert np.abs(ours - before).max() > 1e-2
+    assert np.abs(ours - theirs).max() < 1e-4
+
+
+@pytest.mark.by_default("llama-biases-nvme")
+@pytest.mark.parametrize("tier", ["device", "pinned_host", "nvme"])
+@pytest.mark.parametrize("case", ["llama", "llama-biases", "gemma3"])
+def test_mlps_in_tiles_compute_and_export_the_same(tmp_path, case, tier):
+    like = tmp_path / "model"
+    theirs = write(case, like)
+    model = model_of(like, mlp_tiles=4)
+    assert any(jax.tree.leaves(model.tiles))
+    with program_of(model, tier, tmp_path) as program:
+        state = zj.import_hf(program, like, key=jax.random.key(0))
+        ours = np.asarray(program.apply(state, batch_of()))
+        save(program, state, tmp_path / "ckpt")
+    assert np.abs(ours - torch_logits(theirs, batch_of()).detach().numpy()).max() < 1e-4
+    zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=like)
+    assert bits(tmp_path / "out") == bits(like)
+
+
+def test_command_exports_in_another_dtype_which_the_config_tells(tmp_path, capsys):
+    like = tmp_path / "model"
+    write("qwen2", like, num_hidden_layers=1)
+    program = program_of(model_of(like), "device", tmp_path)
+    save(program, zj.import_hf(program, like, key=jax.random.key(0)), tmp_path / "ckpt")
+    arguments = ["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--format", "hf", "--like", str(like)]
+    cli.main([*arguments, "--dtype", "bfloat16"])
+    there, here = bits(like), load_file(tmp_path / "out" / "model.safetensors")
+    assert here.keys() == there.keys()
+    assert {a.dtype.name for a in here.values()} == {"bfloat16"}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded(tmp_path / "out")
+    for wrong, told in (
+        (["--format", "hf"], "needs --like"),
+        (["--format", "peft", "--like", "x", "--merge-lora"], "is of --format hf"),
+        (["--format", "orbax", "--like", "x"], "is of --format hf and peft"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["export", str(tmp_path / "ckpt"), str(tmp_path / "o"), *wrong])
+        assert told in capsys.readouterr().err
+
+
+def test_folders_of_other_models_are_told(tmp_path):
+    like, other = tmp_path / "model", tmp_path / "other"
+    write("qwen2", like, num_hidden_layers=2)
+    write("llama", other, num_hidden_layers=2, intermediate_size=80)
+    program = program_of(model_of(like), "device", tmp_path)
+    save(program, zj.import_hf(program, like, key=jax.random.key(0)), tmp_path / "ckpt")
+    with pytest.raises(zj.CheckpointError, match=r"is of another model.*mlp.*gate_proj.kernel \[2, 48, 64\].*q_proj.bias"):
+        zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=other)
+    with pytest.raises(ValueError, match="holds no adapters"):
+        zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=like, merge_lora=True)
+    with pytest.raises(zj.CheckpointError, match="holds no adapters"):
+        zj.export_peft(tmp_path / "ckpt", tmp_path / "out", like=like)
+    with pytest.raises(ValueError, match="shard_bytes=0"):
+        zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=like, shard_bytes=0)
+    assert not (tmp_path / "out").exists()
