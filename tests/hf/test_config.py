@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from hf_models import CASES, SIZES, batch_of, need, program_of, torch_logits
 
 import zerojax as zj
 from zerojax.hf import FAMILIES, config_of, model_of
+from zerojax.jaxprs import flatten
 
 LLAMA = {"model_type": "llama", **SIZES}
 GEMMA3 = {"model_type": "gemma3_text", **SIZES, "head_dim": 16, "sliding_window": 5}
@@ -174,16 +176,13 @@ def test_products_are_in_the_dtype_in_which_parameters_arrive(tmp_path, kind):
         x = model.embed(low(model.init_embed(key)), batch, None)
         layer = jax.tree.map(lambda a: jnp.asarray(a)[0], model.per_layer)
         assert x.dtype == jnp.bfloat16
+        assert model.context is not None
         return model.block(low(model.init_block(key)), x, None, model.context(batch), layer)
 
     jaxpr = jax.make_jaxpr(run)()
     assert jaxpr.out_avals[0].dtype == jnp.bfloat16
-    wide = [e for e in _equations(jaxpr.jaxpr) if e.primitive.name == "dot_general" and e.invars[0].aval.dtype != jnp.bfloat16]
-    assert not wide
-
-
-def _equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
-            yield from _equations(inner)
+    flat = flatten(jaxpr.jaxpr, jaxpr.consts).instructions
+    inputs: list[Any] = [i.eqn.invars[0].aval for i in flat if i.eqn.primitive.name == "dot_general"]
+    products = [aval.dtype for aval in inputs]
+    assert len(products) >= 9  # seven projections, scores, and what is made of them
+    assert set(products) == {jnp.dtype("bfloat16")}
