@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from hf_models import CASES, SIZES, batch_of, need, program_of, torch_logits
 
 import zerojax as zj
 from zerojax.hf import FAMILIES, config_of, model_of
+from zerojax.jaxprs import flatten
 
 LLAMA = {"model_type": "llama", **SIZES}
 GEMMA3 = {"model_type": "gemma3_text", **SIZES, "head_dim": 16, "sliding_window": 5}
@@ -179,15 +181,8 @@ def test_products_are_in_the_dtype_in_which_parameters_arrive(tmp_path, kind):
 
     jaxpr = jax.make_jaxpr(run)()
     assert jaxpr.out_avals[0].dtype == jnp.bfloat16
-    wide = [e for e in _equations(jaxpr.jaxpr) if e.primitive.name == "dot_general" and e.invars[0].aval.dtype != jnp.bfloat16]
-    assert not wide
-
-
-def _equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            for each in value if isinstance(value, list | tuple) else (value,):
-                inner = getattr(each, "jaxpr", each)
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
+    flat = flatten(jaxpr.jaxpr, jaxpr.consts).instructions
+    inputs: list[Any] = [i.eqn.invars[0].aval for i in flat if i.eqn.primitive.name == "dot_general"]
+    products = [aval.dtype for aval in inputs]
+    assert len(products) >= 9  # seven projections, scores, and what is made of them
+    assert set(products) == {jnp.dtype("bfloat16")}
