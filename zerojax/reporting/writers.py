@@ -31,7 +31,7 @@ def module_of(name: str, package: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         top = name.partition(".")[0]
-        if error.name != top:
+        if error.name not in (top, name):
             raise  # it is there, and lacks something itself
         raise ModuleNotFoundError(f"zj.Run needs {top}: pip install '{package}'", name=top) from error
 
