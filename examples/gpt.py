@@ -9,8 +9,6 @@ vocabulary of the token embedding and of the head:
 """
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -21,13 +19,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax as zj
-from pallas_kernels.dispatch import Target, target_of
 from zerojax import memory
+from zerojax.hf import attend
 from zerojax.planner import flops_per_token
 
 Batch = dict[str, jax.Array]
 Attention = Literal["auto", "xla", "cudnn"]
-logger = logging.getLogger("zerojax.examples")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,38 +161,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, implementation: Attentio
     """
     if implementation not in ("auto", "xla", "cudnn"):
         raise ValueError(f"attention={implementation!r} is unknown: choose from auto, xla, cudnn")
-    if implementation != "xla" and takes_cudnn(q.dtype, q.shape[-1], target_of(q), implementation == "cudnn"):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-
-    def run(*qkv: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="xla")
-
-    def widened(*qkv: jax.Array) -> jax.Array:
-        return run(*(a.astype(jnp.float32) for a in qkv)).astype(q.dtype)
-
-    if q.dtype != jnp.float16:
-        return run(q, k, v)
-    return jax.lax.platform_dependent(q, k, v, cpu=widened, default=run)  # XLA on CPU lacks this product in float16
-
-
-@functools.cache  # a choice is logged once
-def takes_cudnn(dtype: Any, width: int, target: Target, is_named: bool) -> bool:
-    """Tell whether a program for a device takes cuDNN's attention, and log it.
-
-    Raises:
-      ValueError: it is named, and does not serve.
-    """
-    reason = None
-    if target.platform != "gpu" or not target.kind.startswith("NVIDIA"):
-        reason = f"it is for NVIDIA GPUs, and the program for {target.platform} {target.kind!r}"
-    elif dtype not in (jnp.bfloat16, jnp.float16):
-        reason = f"it takes bfloat16 and float16, not {dtype}"
-    elif width % 8 or width > 128:
-        reason = f"it takes heads of at most 128 in steps of 8, not {width}"
-    if is_named and reason is not None:
-        raise ValueError(f"attention='cudnn' does not serve: {reason}; choose auto or xla")
-    logger.info("attention runs as %s", "cudnn" if reason is None else f"xla (not cudnn: {reason})")
-    return reason is None
+    return attend(q, k, v, scale=q.shape[-1] ** -0.5, implementation=implementation)
 
 
 class Block(nnx.Module):

@@ -48,7 +48,7 @@ def exported_logits(folder):
     return torch_logits(loaded(folder), batch_of()).detach().numpy()
 
 
-@pytest.mark.by_default("llama-device", "gemma3-nvme")
+@pytest.mark.by_default("gemma3-nvme")
 @pytest.mark.parametrize("tier", ["device", "nvme"])
 @pytest.mark.parametrize("case", [*FAMILIES, "llama-biases", "qwen2-tied"])
 def test_untouched_weights_are_the_bits_of_the_file(tmp_path, case, tier):

@@ -103,9 +103,9 @@ def run(tmp_path, sizes, limit, layers):
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status tells the peak of memory on Linux")
 def test_peak_of_memory_does_not_grow_with_the_checkpoint(tmp_path):
     """Four times the layers, and the same record; how many of a fixed number of buffers are used depends on the disk."""
-    sizes = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024}
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 768}
     _, small, large = run(tmp_path, sizes, 3 << 30, [2, 16, 64])
-    assert large["bytes"] - small["bytes"] > 240e6
+    assert large["bytes"] - small["bytes"] > 75e6
     assert large["peak"] - small["peak"] < (large["bytes"] - small["bytes"]) / 4
     assert small["files"] >= 3
 

@@ -51,7 +51,7 @@ def set_base(theirs, program, state):
 BASES = {"bf16": {}, "int8": {"frozen_dtype": "int8"}, "nf4": {"frozen_dtype": "nf4"}}
 
 
-@pytest.mark.by_default("llama-bf16-nvme", "qwen3-nf4-nvme")
+@pytest.mark.by_default("qwen3-nf4-nvme")
 @pytest.mark.parametrize("tier", ["device", "nvme"])
 @pytest.mark.parametrize("base", list(BASES))
 @pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "gemma3"])
@@ -82,6 +82,7 @@ def test_adapters_over_a_base_on_disk_track_peft(tmp_path, case, base, tier):
     assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == sum(p.numel() for p in trained)
 
 
+@pytest.mark.by_default("nf4")
 @pytest.mark.parametrize("base", list(BASES))
 def test_exported_adapters_are_those_that_trained_merged_or_not(tmp_path, base):
     import peft

@@ -37,7 +37,7 @@ def packed_and_alone(length=12):
     return packed, {name: a.astype(np.int32) for name, a in rows.items()}
 
 
-@pytest.mark.by_default("qwen2", "gemma3")
+@pytest.mark.by_default("gemma3")
 @pytest.mark.parametrize("case", FAMILIES)
 def test_loss_of_packed_rows_is_that_of_their_sequences_alone(tmp_path, case):
     write(case, tmp_path)
@@ -56,7 +56,7 @@ def weights_of(program, state):
     return [np.asarray(leaf) for _, tree in program.iter_params(state) for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.by_default("device")
+@pytest.mark.exhaustive  # tests/data has one of them
 @pytest.mark.parametrize("tier", ["device", "pinned_host", "nvme"])
 def test_microbatches_with_uneven_masks_have_the_gradients_of_one_batch(tmp_path, tier):
     write("qwen2", tmp_path / "model", num_hidden_layers=2)

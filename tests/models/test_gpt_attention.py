@@ -10,6 +10,7 @@ import pytest
 from devices import on_gpu
 
 from zerojax import aot
+from zerojax.hf.attention import takes_cudnn
 from zerojax.jaxprs import flatten, flops_of
 
 
@@ -20,8 +21,8 @@ def traced(implementation, dtype=jnp.bfloat16, width=64):
 
 def test_attention_is_cudnns_for_a_described_gpu_in_16_bits_and_xlas_elsewhere(h200_compiler, caplog):
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=1)
-    gpt.takes_cudnn.cache_clear()
-    with caplog.at_level(logging.INFO, logger="zerojax.examples"):
+    takes_cudnn.cache_clear()
+    with caplog.at_level(logging.INFO, logger="zerojax"):
         with jax.set_mesh(mesh):
             assert "dot_product_attention" in traced("auto")
             assert "dot_general" in traced("xla")

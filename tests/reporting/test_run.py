@@ -18,10 +18,8 @@ import pytest
 import toys
 
 import zerojax as zj
-from zerojax.progress import shown_by, working
 from zerojax.reporting import run as run_module
 from zerojax.reporting import writers
-from zerojax.reporting.display import Display
 from zerojax.reporting.page import charts_of
 from zerojax.reporting.run import _flat
 from zerojax.reporting.series import MOST, Chart, Line, draw_charts
@@ -135,6 +133,8 @@ def test_the_rate_of_a_schedule_is_told_where_the_step_does_not_tell_it(program,
 
 @pytest.mark.parametrize("end", ["error", "sigterm", "interrupt"])
 def test_a_run_that_is_ended_leaves_its_report(program, tmp_path, end):
+    # Where a shell starts the tests in its background, SIGINT is ignored.
+    of_shell = signal.signal(signal.SIGINT, signal.default_int_handler)
     before, kind = signal.getsignal(signal.SIGTERM), {"error": ZeroDivisionError, "sigterm": SystemExit}
     expected = kind.get(end, KeyboardInterrupt)
 
@@ -143,8 +143,11 @@ def test_a_run_that_is_ended_leaves_its_report(program, tmp_path, end):
             raise ZeroDivisionError("no <such> number")
         os.kill(os.getpid(), signal.SIGTERM if end == "sigterm" else signal.SIGINT)
 
-    with pytest.raises(expected) as ended:
-        make_steps(run_of(program, tmp_path, late=True), 3, leave)
+    try:
+        with pytest.raises(expected) as ended:
+            make_steps(run_of(program, tmp_path, late=True), 3, leave)
+    finally:
+        signal.signal(signal.SIGINT, of_shell)
     assert signal.getsignal(signal.SIGTERM) == before
     page = (tmp_path / "report.html").read_text()
     assert {"error": "ZeroDivisionError: no &lt;such&gt; number", "sigterm": "SystemExit: 143"}.get(end, "Keyboard") in page
@@ -293,45 +296,6 @@ def test_charts_without_figures_are_not_drawn_and_the_models_own_are():
 def test_options_are_flat_texts():
     config = zj.ZeroConfig(stage=2)
     assert _flat({"a": {"b": None}, "zero": config}).items() >= {"a.b": "None", "zero.stage": "2"}.items()
-
-
-def test_long_work_tells_how_far_it_is():
-    seen = list[tuple]()
-
-    class Shown:
-        def __init__(self, what, total):
-            seen.append((what, total))
-
-        def __enter__(self):
-            return lambda count: seen.append((count,))
-
-        def __exit__(self, *error):
-            seen.append(("end",))
-
-    with working("unseen", 3) as advance:
-        advance(1)
-    assert seen == []
-    with shown_by(Shown), working("restore", 2) as advance:
-        advance(1)
-        advance(1)
-    assert seen == [("restore", 2), (1,), (1,), ("end",)]
-    with working("after", 1) as advance:
-        advance(1)
-    assert len(seen) == 4
-
-
-def test_bars_are_drawn_where_they_are_wanted(capsys):
-    with Display(is_quiet=False, has_bars=True) as display:
-        with working("import", 7) as advance:
-            advance(3)
-            (task,) = display._progress.tasks
-            assert (task.description, task.completed, task.total) == ("import", 3, 7)
-        display.step(4, 10, "loss 1.0")
-        (task,) = display._progress.tasks
-        assert (task.description, task.completed, task.total) == ("loss 1.0", 4, 10)
-    with Display(is_quiet=False, has_bars=None) as display, working("import", 7):  # no terminal here
-        assert display._progress.disable
-    capsys.readouterr()
 
 
 def test_a_module_that_lacks_another_is_not_called_missing(monkeypatch):

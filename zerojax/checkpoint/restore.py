@@ -25,6 +25,7 @@ from zerojax.checkpoint.errors import CheckpointError, DamagedError
 from zerojax.checkpoint.leaves import StateLeaf, state_arrays
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.source import LeafSource, find_sources
+from zerojax.progress import Advance, working
 from zerojax.runtime import AllProcesses, SwapSession
 from zerojax.sharding import explicit, named
 from zerojax.state import Layout, OnDisk, Split, TrainState, allocate_all, as_leaves, is_away
@@ -67,7 +68,9 @@ class Restoring:
         """
         sources = find_sources(self.leaves, saved, self.layout.config.loss_scaling)
         part = {"part": jax.process_index(), "num_parts": jax.process_count()}
-        self._checking.do(lambda: saved.check(checksums=verify, **part))
+        with working("verify"):
+            self._checking.do(lambda: saved.check(checksums=verify, **part))
+        what = "restore" if saved.has_opt_state else "import"
         with self._calling(), jax.set_mesh(self.layout.mesh):
             swap = self._swap
             if swap is not None:
@@ -76,9 +79,9 @@ class Restoring:
                 swap.begin((), (), name="restore")
             arrays: list[Any] = []
             # Its programs let no process wait for another, so that one that fails to read is heard of here.
-            self._together.do(lambda: arrays.extend(self._arrays(sources)))
+            self._together.do(lambda: arrays.extend(self._arrays(sources, what)))
             if swap is not None:
-                self._together.do(lambda: self._fill_disk(swap, sources))
+                self._together.do(lambda: self._fill_disk(swap, sources, what))
                 swap.finish()
                 # The number says that this state is the one on disk, which is true only now.
                 arrays = [self._numbered(array, swap.generation) for array in arrays]
@@ -87,8 +90,8 @@ class Restoring:
 
     # --- arrays ------------------------------------------------------------------------------------------------------------
 
-    def _arrays(self, sources: Sequence[LeafSource]) -> list[Any]:
-        """Return the leaves' arrays; what is on disk has no number yet."""
+    def _arrays(self, sources: Sequence[LeafSource], what: str) -> list[Any]:
+        """Return the leaves' arrays; what is on disk has no number yet. `what` names the work to who shows it."""
         abstract = state_arrays(self.layout.abstract_state)
         # Leaves that are no stacks are read whole.
         stacked = [i for i, s in enumerate(sources) if s.leaf.lead and not isinstance(abstract[i], OnDisk)]
@@ -104,7 +107,7 @@ class Restoring:
             leaf = sources[i].leaf
             alike.setdefault((leaf.stack, leaf.first, *_dims(leaf)), []).append(i)
         for members in alike.values():
-            stacks = self._fill([sources[i] for i in members], [arrays[i] for i in members])
+            stacks = self._fill([sources[i] for i in members], [arrays[i] for i in members], what)
             for i, array in zip(members, stacks, strict=True):
                 arrays[i] = array
         return arrays
@@ -118,51 +121,64 @@ class Restoring:
         arrays = [leaf if isinstance(leaf, OnDisk) else next(zeros[is_away(leaf)]) for leaf in flat]
         return jax.tree.unflatten(tree, arrays)
 
-    def _fill(self, sources: Sequence[LeafSource], stacks: list[Any]) -> list[Any]:
+    def _fill(self, sources: Sequence[LeafSource], stacks: list[Any], what: str) -> list[Any]:
         """Fill stacks whose records are numbered alike, one layer after the other."""
         mesh, leaves = self.layout.mesh, [source.leaf for source in sources]
         shardings = [leaf.record(mesh).sharding for leaf in leaves]
         first, arrays = leaves[0].first, [_arrays_in(stack) for stack in stacks]
         # A Split is filled by two programs, one for each part.
         programs = {flag: filler(mesh, leaves, arrays, flag) for flag in ((True, False) if first else (False,))}
-        for index in np.ndindex(*_dims(leaves[0])):
-            on_device = index[0] < first
-            # The index is that of a layer on disk, which `_fill_disk` fills.
-            if not on_device and all(isinstance(_rest(stack), OnDisk) for stack in stacks):
-                continue
-            values = [source.record(index, sharding) for source, sharding in zip(sources, shardings, strict=True)]
-            arrays = programs[on_device](arrays, values, np.asarray(index, np.int32))
-            # So that their buffers are free as soon as the program has read them.
-            del values
-            jax.block_until_ready(arrays)  # or records wait in memory for a device that is slower than the disk
+        records = [
+            index
+            for index in np.ndindex(*_dims(leaves[0]))
+            # The others are of layers on disk, which `_fill_disk` fills.
+            if index[0] < first or not all(isinstance(_rest(stack), OnDisk) for stack in stacks)
+        ]
+        with working(what, len(records)) as advance:
+            for index in records:
+                values = [source.record(index, sharding) for source, sharding in zip(sources, shardings, strict=True)]
+                arrays = programs[index[0] < first](arrays, values, np.asarray(index, np.int32))
+                # So that their buffers are free as soon as the program has read them.
+                del values
+                jax.block_until_ready(arrays)  # or records wait in memory for a device that is slower than the disk
+                advance(1)
         return [_with_arrays(stack, parts) for stack, parts in zip(stacks, arrays, strict=True)]
 
     # --- the disk ----------------------------------------------------------------------------------------------------------
 
-    def _fill_disk(self, swap: SwapSession, sources: Sequence[LeafSource]) -> None:
+    def _fill_disk(self, swap: SwapSession, sources: Sequence[LeafSource], what: str) -> None:
         """Fill the swap folder's records in the engine's buffers, a record after the other."""
         kinds: dict[str, tuple[DiskRecords, list[LeafSource]]] = {}
         for source in sources:
             if (records := source.leaf.disk_records) is not None:
                 kinds.setdefault(records.kind, (records, []))[1].append(source)
-        engine = swap.engine
-        for records, members in kinds.values():
-            # The views of a buffer come in the order of the record's leaves.
-            members.sort(key=lambda source: source.leaf.disk_leaf)
-            leaf = members[0].leaf
-            dims = _dims(leaf)
-            # The records before these are layers of a Split's first part, which is no record on disk.
-            first = leaf.first * int(np.prod(dims[1:]))
-            for rank in swap.disk.ranks():
-                device = self.layout.mesh.devices.flat[rank]
-                boxes = [_box_on(s.leaf.record(self.layout.mesh).sharding, s.leaf, device) for s in members]
-                for number in range(records.num_layers):
-                    index = np.unravel_index(first + number, dims) if dims else ()
-                    with engine.borrow(records.kind, rank, number, "write") as views:
-                        for source, view, box in zip(members, views, boxes, strict=True):
-                            source.fill(tuple((int(i), int(i) + 1) for i in index) + box, view)
-        # Buffers are written in the background; the disk holds the state only after this.
-        engine.flush()
+        engine, ranks = swap.engine, swap.disk.ranks()
+        total = len(ranks) * sum(records.num_layers for records, _ in kinds.values())
+        with working(what, total) as advance:
+            for records, members in kinds.values():
+                self._fill_kind(engine, ranks, records, members, advance)
+            # Buffers are written in the background; the disk holds the state only after this.
+            engine.flush()
+
+    def _fill_kind(
+        self, engine: Any, ranks: Sequence[int], records: DiskRecords, members: list[LeafSource], advance: Advance
+    ) -> None:
+        """Fill the records of one kind, whose leaves are `members`; `advance` is told of each."""
+        # The views of a buffer come in the order of the record's leaves.
+        members.sort(key=lambda source: source.leaf.disk_leaf)
+        leaf = members[0].leaf
+        dims = _dims(leaf)
+        # The records before these are layers of a Split's first part, which is no record on disk.
+        first = leaf.first * int(np.prod(dims[1:]))
+        for rank in ranks:
+            device = self.layout.mesh.devices.flat[rank]
+            boxes = [_box_on(s.leaf.record(self.layout.mesh).sharding, s.leaf, device) for s in members]
+            for number in range(records.num_layers):
+                index = np.unravel_index(first + number, dims) if dims else ()
+                with engine.borrow(records.kind, rank, number, "write") as views:
+                    for source, view, box in zip(members, views, boxes, strict=True):
+                        source.fill(tuple((int(i), int(i) + 1) for i in index) + box, view)
+                advance(1)
 
     def _numbered(self, array: Any, generation: int) -> Any:
         """Return a leaf whose part on disk has the state's number."""

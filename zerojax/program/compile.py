@@ -106,6 +106,7 @@ class CompiledStep:
       written: records on disk that it writes before it reads them.
       run: what a step calls: `step`, or what it was compiled into ahead of time.
       is_ordered: its callbacks know the order of their calls.
+      has_run: it was called, and so is compiled.
     """
 
     step: Any
@@ -113,6 +114,7 @@ class CompiledStep:
     written: Sequence[DiskRecords] = ()
     run: Any = None
     is_ordered: bool = False
+    has_run: bool = False
 
     def __post_init__(self) -> None:
         self.run = self.step

@@ -11,7 +11,7 @@ import dataclasses
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -32,6 +32,7 @@ from zerojax.program.init import StateInit
 from zerojax.program.read_params import ParamReader
 from zerojax.program.runner import Runner
 from zerojax.program.step import Metrics, Step
+from zerojax.progress import working
 from zerojax.resident import ResidentStep
 from zerojax.runtime import SwapSession
 from zerojax.sharding import Replicated, Rows, abstract_batch, check_batch, place_any_batch, place_batch
@@ -225,7 +226,7 @@ class Program:
             key = jax.random.wrap_key_data(key)
         if key.shape:
             raise ValueError(f"init takes one random key, got an array of shape {key.shape}")
-        with self.calling(), jax.set_mesh(self.mesh):
+        with working("init"), self.calling(), jax.set_mesh(self.mesh):
             number = self._runner.open()
             return self._runner.run("init", self._init.jitted, *self._init.arguments(key, number))
 
@@ -256,11 +257,13 @@ class Program:
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)
             args = (state, batch, self._compiler.arrays, scratch)
-            if self._runner.calls_back and not compiled.is_ordered:
-                self._compiler.order(compiled.step, as_arguments(args), 2)
-                compiled.is_ordered = True
-            addresses = self._runner.begin_step(state, self._moves, compiled.written)
-            results = self._runner.call(compiled.run, *args)
+            with nullcontext() if compiled.has_run else working("compile"):
+                if self._runner.calls_back and not compiled.is_ordered:
+                    self._compiler.order(compiled.step, as_arguments(args), 2)
+                    compiled.is_ordered = True
+                addresses = self._runner.begin_step(state, self._moves, compiled.written)
+                results = self._runner.call(compiled.run, *args)
+            compiled.has_run = True
             del args  # of which some were donated
             (state, scratch), metrics = self._runner.finished(results)
             # Before errors are raised: this memory has come back, whatever happened to the disk.

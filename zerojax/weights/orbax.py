@@ -32,6 +32,7 @@ import tensorstore as ts
 from host_offload.disk import Box, NotRegularError, ReadFile
 from host_offload.fields import Field, FieldError, is_inner_path, parse_json
 from zerojax.checkpoint import CheckpointError, SavedState, explained
+from zerojax.progress import working
 from zerojax.weights.exporting import export_dtype, open_checkpoint, piece_shape, read_pieces, write_atomically
 from zerojax.weights.kinds import kind_of_folder
 from zerojax.weights.names import TILED, Tensor, tiled_in, tiled_names, weights_of
@@ -77,8 +78,10 @@ def export_orbax(
                 raise CheckpointError(f"{name}: no folder of Orbax's format can be named {tensor}: export it as safetensors")
         try:
             _write_tree(output, weights, kind, tiled_names(saved, tensors))
-            for tensor, name in tensors.items():
-                _write_array(os.path.join(output, tensor), saved, name, kind)
+            with working("export", len(tensors)) as advance:
+                for tensor, name in tensors.items():
+                    _write_array(os.path.join(output, tensor), saved, name, kind)
+                    advance(1)
         except (ValueError, NotImplementedError) as error:  # tensorstore's, of a file too
             raise CheckpointError(f"writing {os.fspath(path)} failed: {error}") from error
         if kind != np.float64:  # of which there is no jax.Array, unless jax_enable_x64 is set

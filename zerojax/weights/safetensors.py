@@ -21,6 +21,7 @@ import numpy as np
 from host_offload.disk import Box, ReadFile, TruncatedError, numpy_dtype, reserve
 from host_offload.fields import Field, FieldError, parse_json
 from zerojax.checkpoint import CheckpointError, explained
+from zerojax.progress import working
 from zerojax.weights.exporting import export_dtype, open_checkpoint, read_pieces, write_atomically
 from zerojax.weights.kinds import kind_of_file
 from zerojax.weights.names import DTYPES, TILED, Tensor, tiled_in, tiled_names, weights_of
@@ -78,9 +79,11 @@ def write_safetensors(
     try:
         reserve(fd, end)  # a full disk is told now, and not after half an hour
         at = _write(fd, np.frombuffer(header, np.uint8), 0)
-        for name in tensors:
-            for piece in pieces(name):
-                at = _write(fd, piece, at)
+        with working("export", len(tensors)) as advance:
+            for name in tensors:
+                for piece in pieces(name):
+                    at = _write(fd, piece, at)
+                advance(1)
         assert at == end, f"{path}: pieces end at byte {at} of {end}"
     finally:
         os.close(fd)
