@@ -103,7 +103,8 @@ def test_plan_command_compares_stages_and_tiers(lab, capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ("--machine h201", "machine 'h201' is unknown"),
-    ("--machine nowhere.toml", "nowhere.toml"),
+    ("--machine nowhere.toml", "nowhere.toml is not there: the path of a TOML file of figures is needed"),
+    ("--machine l4 --precision bf16 --fix precision=fp32", "--precision bf16 and --fix precision=fp32: give one of them"),
     ("--machine l4 --set host_byte=1", "'host_byte' is no figure of a machine"),
     ("--machine l4 --set host_bytes=much", "a finite number is needed, such as host_bytes=2e12"),
     ("--machine l4 --set device_bytes=inf", "--set device_bytes=inf: a finite number is needed"),

@@ -189,6 +189,8 @@ def test_plan_counts_frozen_weights_and_updates_none_of_them():
     frozen = dataclasses.replace(model, frozen={"embed": True, "block": {"w": True}, "head": False})
     plans = [zj.plan(m, TX, mesh_of(2), batch, MACHINE, fixed=QUICK | {"activations": "remat"}) for m in (model, frozen)]
     assert plans[1].bytes["device"]["frozen"] == pytest.approx(plans[0].bytes["device"]["params"], rel=0.1)
+    searched = zj.plan(frozen, TX, mesh_of(2), batch, MACHINE, fixed=QUICK)  # of layers that have no optimizer state
+    assert searched.config.opt_state_device_fraction == 0
     assert plans[1].bytes["device"]["opt_state"] < 0.1 * plans[0].bytes["device"]["opt_state"]
 
 
@@ -202,13 +204,13 @@ def test_plan_for_gpus_that_are_not_there_takes_their_rates():
     assert made.fields == {"precision": "bf16"}
     assert made.mfu is not None
     assert 0 < made.mfu < 1
-    assert "pinned_host is not considered: the machine's host_bytes is not given" in made.notes
+    assert "pinned_host is not considered: the machine lacks host_bytes" in made.notes
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    ({"tx": None}, "a plan of a model takes (model, tx, mesh, batch): tx is missing"),
-    ({"mesh": None}, "mesh is missing"),
-    ({"mesh": {"fsdp": 2}}, "mesh is missing"),
+    ({"tx": None}, "a plan of a model takes (model, tx, mesh, batch): lacks tx"),
+    ({"mesh": None}, "lacks mesh"),
+    ({"mesh": {"fsdp": 2}}, "mesh is {'fsdp': 2}, and no jax.sharding.Mesh"),
     ({"model": lambda x: x}, "model must be a zerojax.Model, LayeredModel or Sizes, got function"),
     ({"fixed": {"stages": 3}}, "did you mean 'stage'"),
     ({"fixed": ["stage"]}, "fixed=['stage']: fields of ZeroConfig by name are needed, such as fixed={'stage': 3}"),

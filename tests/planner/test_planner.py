@@ -402,7 +402,7 @@ def test_plan_takes_a_machine_by_name():
 
 
 def test_plan_says_which_fixed_field_has_nothing_to_go_with():
-    with pytest.raises(PlanError, match=r"update_on='host' needs opt_state=.*the machine's host_bytes is not given") as caught:
+    with pytest.raises(PlanError, match=r"update_on='host' needs opt_state=.*the machine lacks host_bytes") as caught:
         plan(lab(host_bytes=None, disk_bytes=0), fixed=BF16 | {"update_on": "host"})
     assert "SWAP_DIR" not in str(caught.value)
 
@@ -429,8 +429,8 @@ def test_plan_assumes_that_reads_and_writes_share_the_slower_rate_of_the_disk():
 def test_plan_tells_what_it_did_not_consider():
     bare = Machine(name="bare", device_bytes=100 * STATE, flops={"bf16": 1e13}, memory_rate=1e11)
     assert plan(bare, fixed=FEW).notes == (
-        "pinned_host is not considered: the machine's host_bytes, link_up, link_down, link_both is not given",
-        "nvme is not considered: the machine's disk_bytes, disk_read, disk_write, link_up, link_down, link_both is not given",
+        "pinned_host is not considered: the machine lacks host_bytes, link_up, link_down, link_both",
+        "nvme is not considered: the machine lacks disk_bytes, disk_read, disk_write, link_up, link_down, link_both",
         "update_on='host' is not considered: the machine's host_kernel is not given",
     )  # fmt: skip
     assert plan(lab(), fixed=FEWER).notes == ()

@@ -42,6 +42,10 @@ def read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         if os.path.isdir(path):
             raise ValueError(f"{path} is a folder: the path of a TOML file of figures is needed, such as {path}/lab.toml")
+        if not os.path.exists(path):
+            raise ValueError(
+                f"{path} is not there: the path of a TOML file of figures is needed, as zerojax probe --out writes it"
+            )
         with open(path, encoding="utf-8") as file:
             text = file.read()
         values = _flat(tomllib.loads(text))

@@ -106,6 +106,8 @@ def run_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> No
 def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
     machine = _machine(options)
     given = _once("--fix", [_field(text) for text in options.fix]) | fixed
+    if options.precision and "precision" in given:
+        raise ValueError(f"--precision {options.precision} and --fix precision={given['precision']}: give one of them")
     precision = options.precision or ("bf16" if "flops.bf16" in machine.figures else "fp16")
     groups, left = divmod(machine.devices, options.tensor)
     if left or not groups:

@@ -173,7 +173,8 @@ class Planner:
             raise ValueError(f"model must be a zerojax.Model, LayeredModel or Sizes, got {type(self.model).__name__}")
         wrong = [name for name, value in (("tx", self.tx), ("mesh", mesh), ("batch", self.batch)) if value is None]
         if wrong or not isinstance(mesh, Mesh):
-            raise ValueError(f"a plan of a model takes (model, tx, mesh, batch): {', '.join(wrong) or 'mesh'} is missing")
+            shown = f"lacks {', '.join(wrong)}" if wrong else f"mesh is {mesh!r}, and no jax.sharding.Mesh"
+            raise ValueError(f"a plan of a model takes (model, tx, mesh, batch): {shown}")
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
             if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
                 raise ValueError(
@@ -299,7 +300,7 @@ class Planner:
         if self.rounds_moments or "moments" in self.fixed or best.config.opt_state == "device":
             return
         rounded = Search(dataclasses.replace(self.space(), fixed=self.fixed | {"moments": "bfloat16"}), self.limits)
-        rounded.run()
+        rounded.run(below=best.seconds * (1 - WORTH))
         if rounded.found and rounded.found[0].seconds < best.seconds * (1 - WORTH):
             self._note(
                 f"with moments='bfloat16', which rounds the optimizer's moments, a step is predicted to take "
@@ -347,7 +348,7 @@ class Planner:
             if missing := [name for name in names if name not in figures]:
                 if is_asked:
                     self.machine.needs(*missing)
-                self._note(f"{tier} is not considered: the machine's {', '.join(missing)} is not given")
+                self._note(f"{tier} is not considered: the machine lacks {', '.join(missing)}")
             elif tier == "nvme" and fixed.get("swap_dir") is None:
                 self._note("nvme is not considered: fixed={'swap_dir': folder} gives the disk")
             elif tier == "nvme" and not self.machine.disk_bytes:
@@ -504,7 +505,7 @@ def _check_arguments(fixed: Any, min_disk_days: Any, tiles: Any) -> None:
     days = min_disk_days
     if days is not None and (isinstance(days, bool) or not isinstance(days, int | float) or not 0 < days < math.inf):
         raise ValueError(f"min_disk_days={days!r}: a number of days above 0 is needed, or None for any")
-    if tiles is not None and not (tiles and all(isinstance(n, int) and n >= 1 for n in tiles)):
+    if tiles is not None and not (isinstance(tiles, Sequence) and tiles and all(isinstance(n, int) and n >= 1 for n in tiles)):
         raise ValueError(f"tiles={tiles!r}: numbers of at least 1 are needed, such as (1, 2, 4)")
 
 

@@ -120,7 +120,7 @@ def _told(figures: Mapping[str, int], days: float | None) -> str:
     machine = " and ".join(f"{field} of {least:,}" for field, least in figures.items())
     if not machine:
         return f"With min_disk_days={days} it fits."
-    return f"A machine with {machine} would fit it{'' if days is None else f'; with min_disk_days={days}'}."
+    return f"A machine with {machine}{'' if days is None else f', and min_disk_days={days},'} would fit it."
 
 
 def _rounded_down(days: float) -> float:

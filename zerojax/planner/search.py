@@ -3,8 +3,10 @@
     candidates, by their bound  ->  estimate: does it fit?  ->  walk through its schedule  ->  the fastest so far
 
 A candidate whose bound is not below the fastest so far cannot beat it, nor can any after it. So the result is the fastest
-uniform config of all, although few are walked through. `exact`, where it is given, has the last word on bytes: it counts those
-of the real program, of what was found, best first, and of at most `MOST_EXACT`.
+uniform config of all, although few are walked through. What does not fit is looked at once, also where the search runs again
+after a program was refused. Of configs that differ only in how far ahead they fetch and gather, none fits if the one with the
+least on its way does not. `exact`, where it is given, has the last word on bytes: it counts those of the real program, of what
+was found, best first, and of at most `MOST_EXACT`.
 
 Then layers may differ (`zerojax.planner.segments`). Of all that was found, the plainest config stays that is no more than 3 %
 slower than the fastest: a plan that is harder to read has to earn it.
@@ -21,6 +23,9 @@ from zerojax.config import ZeroConfig
 from zerojax.costs import Estimate, estimate
 from zerojax.machines import Machine
 from zerojax.planner.candidates import FRACTION, PARTS, SEARCHED, WORTH, Bound, Candidate, Space, complexity
+
+_AHEAD = ("prefetch_distance", "gather_ahead")
+"""Fields of which more takes more bytes of each tier, and no others change with them."""
 
 MOST_EXACT = 40
 USABLE = 0.95
@@ -193,32 +198,42 @@ class Search:
         self.most_exact = most_exact
         self.found: list[Found] = []
         self._known: dict[tuple[ZeroConfig, int], bool] = {}  # what was kept, and what `exact` has refused
+        self._estimates: dict[tuple[ZeroConfig, int], Estimate] = {}
+        self._candidates: list[Candidate] | None = None
+        self._unfit = set[int]()  # of the candidates, by number
+        self._groups: dict[tuple[Any, ...], bool] = {}  # of candidates alike but for `_AHEAD`: whether the least takes too much
 
-    def run(self) -> None:
-        """Look through all candidates."""
+    def run(self, below: float = math.inf) -> None:
+        """Look through all candidates, but for those that take `below` seconds or more."""
         begin = time.perf_counter()
-        candidates = sorted(self.space, key=lambda c: (c.seconds, c.complexity))
-        self.tally.candidates = len(candidates)
+        if self._candidates is None:
+            self._candidates = sorted(self.space, key=lambda c: (c.seconds, c.complexity))
+        self.tally.candidates = len(self._candidates)
         fitted = set[tuple[Any, ...]]()
-        for candidate in candidates:
-            if self.found and candidate.seconds * (1 - WORTH) > self.found[0].seconds:
+        for number, candidate in enumerate(self._candidates):
+            if candidate.seconds >= below or (self.found and candidate.seconds * (1 - WORTH) > self.found[0].seconds):
                 break
-            if not self._may_matter(candidate.seconds, candidate.complexity):
+            if number in self._unfit or not self._may_matter(candidate.seconds, candidate.complexity):
                 continue
             # More microbatches or tiles take no less time: they are there for what does not fit with fewer. With a fraction
             # that is to be found they may, as more of the state fits beside them.
-            if self.space.leaves_fraction(candidate.fields):
-                self.consider_candidate(candidate)
-                continue
+            has_fraction = self.space.leaves_fraction(candidate.fields)
             key = tuple(value for name, value in candidate.fields.items() if name != "num_microbatches")
-            if key in fitted:
+            if not has_fraction and key in fitted:
                 continue
-            if self.consider_candidate(candidate):
+            fits = self.consider_candidate(candidate)
+            if fits is False:
+                self._unfit.add(number)
+            elif fits and not has_fraction:
                 fitted.add(key)
         self.tally.seconds += time.perf_counter() - begin
 
-    def consider_candidate(self, candidate: Candidate) -> bool:
-        """Consider a candidate, unless what it has at rest is too much, and others came nearer; tell whether it fits."""
+    def consider_candidate(self, candidate: Candidate) -> bool | None:
+        """Consider a candidate, unless it cannot fit, and others came nearer.
+
+        Returns:
+          Whether it fits; None where that does not matter.
+        """
         lacks = self.limits.missing({tier: n * (1 - 1e-6) for tier, n in self.bound.resting(candidate.fields).items()})
         nearest = self.tally.nearest
         if lacks and nearest is not None and lacks[0].share >= nearest.lacks[0].share:
@@ -228,23 +243,41 @@ class Search:
         except (ValueError, NotImplementedError) as error:
             self.tally.refused.append(str(error))
             return False
-        if not self.space.leaves_fraction(candidate.fields):
-            return self.consider(config, candidate.tiles)
-        return self._consider_largest_fraction(candidate, config)
+        if self.space.leaves_fraction(candidate.fields):
+            return self._consider_largest_fraction(candidate, config)
+        group = (candidate.tiles, *(value for name, value in candidate.fields.items() if name not in _AHEAD))
+        if self._groups.get(group):
+            return False
+        fits = self.consider(config, candidate.tiles)
+        if not fits and group not in self._groups:
+            self._groups[group] = self._takes_too_much(config, candidate.tiles)
+        return fits
 
-    def _consider_largest_fraction(self, candidate: Candidate, config: ZeroConfig) -> bool:
+    def _takes_too_much(self, config: ZeroConfig, tiles: int) -> bool:
+        """Tell whether a config that fetches and gathers no further ahead than it has to takes too much, too."""
+        least = {name: min(self.space.choices(name)) for name in _AHEAD}
+        try:
+            config = dataclasses.replace(config, **least)
+        except (ValueError, NotImplementedError):
+            return False
+        of_config = self.estimate(config, tiles)
+        return not self._fits(of_config.bytes, of_config)
+
+    def _consider_largest_fraction(self, candidate: Candidate, config: ZeroConfig) -> bool | None:
         """Consider a candidate with as much of the optimizer's state on the device as fits, and tell whether any does.
 
         The more is there, the less is moved. How much fits follows from the bytes of an estimate.
         """
         fields, (part, rounded) = candidate.fields, self.bound.part_bytes(candidate.fields)
+        if not part:  # layers that are not trained have no such state
+            return False
         free = self.limits.device - self.bound.resting(fields)["device"]
         parts = min(PARTS - 1, int((free + rounded) / part)) if free > 0 else 0
         while parts > 0:
             fraction = parts / PARTS
             least = self.bound.seconds({**fields, FRACTION: fraction})
             if not self._may_matter(least, candidate.complexity):
-                return False
+                return None
             config = dataclasses.replace(config, opt_state_device_fraction=fraction)
             of_config = self.estimate(config, candidate.tiles)
             over = of_config.needed("device") - self.limits.device
@@ -254,9 +287,12 @@ class Search:
         return False
 
     def estimate(self, config: ZeroConfig, tiles: int = 1) -> Estimate:
-        """Return the estimate of a config."""
-        space = self.space
-        return estimate(space.workload, config, space.grid, space.machine, shares_cores=space.shares_cores, tiles=tiles)
+        """Return the estimate of a config, made once."""
+        if (of_config := self._estimates.get((config, tiles))) is None:
+            space = self.space
+            how = {"shares_cores": space.shares_cores, "tiles": tiles}
+            of_config = self._estimates[config, tiles] = estimate(space.workload, config, space.grid, space.machine, **how)
+        return of_config
 
     def consider(self, config: ZeroConfig, tiles: int = 1) -> bool:
         """Estimate a config, keep it if it may be the fastest or the plainest of fast ones, and tell whether it fits."""
