@@ -52,7 +52,7 @@ ROOMS = {
     "zerojax.hf": ("weights", "checkpoint", "program", "state", "models", "tiling"),
     "zerojax.machines": ("memory", "sharding", "precision", "hlo"),
     "zerojax.choice": (),
-    "zerojax.data": (),
+    "zerojax.data": ("progress",),
     "zerojax.costs": (
         "choice", "machines", "program", "memory", "streamed", "models", "activations", "tiling", "sharding", "aot", "config",
         "precision", "jaxprs",

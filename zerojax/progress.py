@@ -8,8 +8,8 @@
     with shown_by(show):                                        # where it is to be seen: `zerojax.reporting` draws bars
         state = ckpt.restore(program)
 
-A program reports `init` and its first step (`compile`), a checkpointer what it verifies and restores, imports their records and
-exports their tensors.
+A program reports `init` and its first step (`compile`), a checkpointer what it verifies and restores, imports their records,
+exports their tensors, and `zerojax.data.tokenize` the records of a file.
 
 Who shows it is a variable of the context, so work knows nothing of bars, and the threads that write checkpoints beside the
 steps show none.

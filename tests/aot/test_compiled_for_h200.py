@@ -106,7 +106,10 @@ def test_collectives_move_2p_2p_3p_elements(capfd, kind, stage):
 
 @pytest.mark.parametrize(
     ("kind", "stage"),
-    [("layered", 3), ("unrolled", 3), *(pytest.param(kind, 2, marks=pytest.mark.exhaustive) for kind in KINDS)],
+    [
+        ("layered", 3),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("unrolled", 3), *((k, 2) for k in KINDS))),
+    ],
 )
 def test_gathers_are_bfloat16(capfd, kind, stage):
     c = compile_step(capfd, kind, stage=stage)
@@ -124,6 +127,7 @@ def test_argument_bytes_equal_the_account(capfd, kind, stage):
     np.testing.assert_allclose(c.stats.argument_size_in_bytes, held, rtol=0.01)
 
 
+@pytest.mark.by_default("layered")  # of separate blocks test_on_use.py sees on CPUs what is gathered
 @pytest.mark.parametrize("kind", KINDS)
 def test_stage_3_gathers_a_layer_at_a_time(capfd, kind):
     c = compile_step(capfd, kind, stage=3)

@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "update_on_host": {"opt_state": HOST, "update_on": "host", "activations": "remat"},
     "update_on_host_all": {**ALL, "update_on": "host"},
 }
-QUICK = ["all", "all_96_layers", "microbatches", "in_backward", "segments", "update_on_host_all"]
+QUICK = ["all", "all_96_layers", "microbatches", "in_backward", "update_on_host_all"]
 """Compiled without `-m exhaustive`."""
 RESIDENT = {"resident": {"opt_state": HOST}, "resident_on_device": {}}
 

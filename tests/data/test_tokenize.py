@@ -1,5 +1,6 @@
 """Records as tokens: which of them count, by marks and by prefixes, and what is refused with its place."""
 
+import contextlib
 import tracemalloc
 
 import datasets
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from zerojax import data
+from zerojax.progress import shown_by
 
 TWO = conversation("hi é", "yes", "why?", "no!")
 
@@ -152,6 +154,21 @@ def test_what_cannot_be_tokenized_is_refused(tmp_path):
         data.tokenize(write(tmp_path / "c.jsonl", [{"text": "a"}]), byte_tokenizer(eos=None))
     with pytest.raises(ValueError, match="no examples in it"):
         data.tokenize(write(tmp_path / "d.jsonl", []), byte_tokenizer())
+
+
+def test_progress_is_told_by_record(tmp_path):
+    seen = []
+
+    @contextlib.contextmanager
+    def show(what, total):
+        seen.append([what, total, 0])
+        yield lambda count: seen.__setitem__(-1, [what, total, seen[-1][2] + count])
+
+    datasets.Dataset.from_list([TWO, TWO]).save_to_disk(tmp_path / "folder")
+    with shown_by(show):
+        read(tmp_path, [TWO, TWO, conversation("a", "b")])
+        data.tokenize(tmp_path / "folder", byte_tokenizer())
+    assert seen == [["tokenize", 3, 3], ["tokenize", 2, 2]]
 
 
 def test_a_file_takes_few_bytes_a_token(tmp_path):

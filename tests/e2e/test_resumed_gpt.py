@@ -139,6 +139,7 @@ def test_an_interrupted_run_goes_on_to_the_same_losses(tmp_path, whole):
             assert found[name] == {s: expected[name][s] for s in found[name]}
 
 
+@pytest.mark.exhaustive  # by default test_finetune.py does the same, by the same loop
 def test_processes_stop_at_one_step_and_one_process_goes_on(tmp_path, whole, here):
     """The signal comes to one of two; the iterator of one is put where theirs were."""
     text, expected, _ = whole

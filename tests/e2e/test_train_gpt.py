@@ -148,7 +148,10 @@ def test_train_gpt_ends_soon_after_one_of_its_processes_was_killed(tmp_path):
         (["--data", "nowhere"], "not a folder"),
         (["--params", "nvme"], "swap_dir"),
         (["--params", "nvme", "--swap-dir", "nowhere"], "nowhere"),
-        (["--partition-activations", "True"], "not built"),
+        (
+            ["--delayed-update", "True", "--update-on", "host", "--opt-state", "nvme", "--params", "nvme", "--swap-dir", "."],
+            "not built",
+        ),
         (["--swap-trace", "trace.json"], "nothing on nvme"),
         (["--stage", "5"], "5"),
         (["--loss-tiles", "257"], "0 (whole logits) to 256"),

@@ -50,6 +50,7 @@ def test_perplexity_does_not_depend_on_batches():
     assert found.perplexity == math.exp(found.loss)
 
 
+@pytest.mark.exhaustive  # by default two processes of test_finetune.py do
 def test_two_processes_find_the_perplexity_and_the_tokens_of_one(tmp_path):
     rows = data.pack(uneven_examples(), decoder.SEQ)
     with build() as program:

@@ -141,6 +141,7 @@ def check_choice(seed: int, fewer: bool) -> None:
     assert search.plainest().seconds <= search.found[0].seconds / (1 - WORTH), seed
 
 
+@pytest.mark.by_default("0", "8", "9")
 @pytest.mark.parametrize("seed", [0, 1, 2, 8, 9])
 def test_plan_is_the_best_of_all_configs(seed):
     check_choice(seed, fewer=True)
@@ -483,6 +484,7 @@ def test_error_names_the_fixed_field_that_is_in_the_way():
     plan(machine, fixed=FEWER)
 
 
+@pytest.mark.by_default("l4-40-5120", "h100-pcie-12-768")
 @pytest.mark.parametrize(("layers", "hidden"), [(40, 5120), (80, 8192), (12, 768)])
 @pytest.mark.parametrize("name", ["l4", "h100-pcie"])
 def test_error_names_a_change_that_fits_on_machines_by_name(name, layers, hidden):

@@ -16,6 +16,7 @@ import numpy as np
 
 from zerojax.data.encoding import Encoder, Form
 from zerojax.data.reading import Source, source
+from zerojax.progress import working
 
 logger = logging.getLogger("zerojax.data")
 
@@ -106,15 +107,17 @@ def tokenize(
     where = source(path, split)
     encoder = Encoder(tokenizer, form, add_eos, each_answer, template_options or {})
     tokens, counted, starts, numbers = array.array("i"), bytearray(), array.array("q", [0]), array.array("q")
-    for number, record in where.records():
-        try:
-            for example in encoder.encode(record):
-                tokens.frombytes(example.tokens.tobytes())
-                counted += example.counted.tobytes()
-                starts.append(len(tokens))
-                numbers.append(number)
-        except Exception as error:  # templates raise errors of their own
-            raise ValueError(f"{where.place(number)}: {error}") from error
+    with working("tokenize", where.count()) as advance:
+        for number, record in where.records():
+            try:
+                for example in encoder.encode(record):
+                    tokens.frombytes(example.tokens.tobytes())
+                    counted += example.counted.tobytes()
+                    starts.append(len(tokens))
+                    numbers.append(number)
+            except Exception as error:  # templates raise errors of their own
+                raise ValueError(f"{where.place(number)}: {error}") from error
+            advance(1)
     if not numbers:
         raise ValueError(f"{where.path}: no examples in it")
     examples = Examples(

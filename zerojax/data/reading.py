@@ -35,7 +35,18 @@ class Source:
         Raises:
           ValueError: a line that is no JSON object, or a folder without such a split.
         """
-        return self._folder() if self.path.is_dir() else self._lines()
+        return enumerate(self._loaded()) if self.path.is_dir() else self._lines()
+
+    def count(self) -> int:
+        """Return the number of records, in which the empty lines of a file count.
+
+        Raises:
+          ValueError: a folder without such a split.
+        """
+        if self.path.is_dir():
+            return len(self._loaded())
+        with self.path.open("rb") as file:
+            return sum(1 for _ in file)
 
     def _lines(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         with self.path.open("rb") as file:
@@ -50,7 +61,8 @@ class Source:
                     raise ValueError(f"{self.place(number)}: a JSON object is needed, got {type(record).__name__}")
                 yield number, record
 
-    def _folder(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    def _loaded(self) -> Any:
+        """Return a folder's data set."""
         try:
             import datasets
         except ImportError as error:
@@ -62,7 +74,7 @@ class Source:
             loaded = loaded[self.split]
         elif self.split is not None:
             raise ValueError(f"{self.path} holds one data set, and no splits: leave out split={self.split!r}")
-        yield from enumerate(loaded)
+        return loaded
 
 
 def source(path: str | os.PathLike[str], split: str | None = None) -> Source:

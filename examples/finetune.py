@@ -1,0 +1,332 @@
+"""Fine-tune a pretrained model on conversations, prompts or texts, on one GPU, a laptop, or a cluster.
+
+    python examples/finetune.py --model Llama-3.2-1B --data chats.jsonl                      # all weights
+    python examples/finetune.py --model Llama-3.1-8B --data chats.jsonl --lora-rank 16       # adapters over a frozen base
+    python examples/finetune.py ... --lora-rank 16 --frozen-dtype nf4                        # QLoRA: the base in 4 bits
+    python examples/finetune.py ... --lora-rank 16 --frozen nvme --swap-dir /mnt/disk        # the base on a disk
+    python examples/finetune.py ... --params nvme --grads nvme --opt-state nvme --swap-dir /mnt/disk    # all of it on a disk
+    python examples/finetune.py ... --checkpoint-dir runs/chat --resume True --export chat-model
+
+`--model` is a folder with config.json, weights and a tokenizer, as `save_pretrained` of transformers writes it; `--data` is a
+JSONL file or a folder of `datasets` (docs/fine_tuning_data.md). Nothing is downloaded. Examples are packed into rows of `--seq`
+tokens, and one of 20 is held out for validation.
+
+Every field of `zerojax.ZeroConfig` is an option. `runs/finetune/report.html` shows the run on one page. With a directory of
+checkpoints, SIGTERM and Ctrl-C save and end the run; the same command with `--resume True` goes on from there, on the same
+devices to the same losses, bit for bit. `--export` then writes a folder for transformers, or of adapters for PEFT.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+import train_loop
+import tyro
+from train_loop import LoopOptions, build_program, first_state, open_checkpoints, open_run, print_sizes, start, swap_trace
+
+import zerojax as zj
+from zerojax.data import Batches, Examples, Rows, batches, batches_once, pack, tokenize
+from zerojax.hf import config_of, model_of
+from zerojax.planner import flops_per_token
+from zerojax.reporting import bars
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(LoopOptions):
+    """Fine-tune a pretrained model.
+
+    Attributes:
+      model: folder of the model, with config.json, weights and a tokenizer.
+      data: JSONL file, or folder of `datasets`, of messages, of prompt and completion, or of text.
+      split: which data set of a folder with several.
+      validation_data: file or folder of held-out examples; by default some of data's.
+      validation_split: which data set of that folder; alone, of the folder of data.
+      held_out: one of so many examples is held out where no others are named.
+      form: messages, prompt or text, where examples have the keys of several.
+      each_answer: make an example of each answer of a conversation.
+      too_long: what becomes of an example that is longer than a row: refuse, truncate or drop.
+      seq: tokens of a row, in which several examples may be.
+      epochs: passes over the rows.
+      steps: train steps, in place of epochs.
+      learning_rate: its peak, after a thirtieth of the steps; it falls to a tenth as a cosine. By default 2e-4 of adapters, and
+        1e-5 of all weights.
+      lora_rank: of adapters; 0 trains all weights.
+      lora_alpha: alpha / rank scales the adapters; by default twice the rank.
+      lora_targets: names of projections, such as q_proj v_proj; all seven by default.
+      lora_dropout: rate, on the way into the adapters.
+      mlp_tiles: tiles in which the weights of MLPs are stored and used, one at a time; 0: whole.
+      loss_tiles: tiles of the vocabulary in which the loss is computed; by default chosen by size.
+      prompt: what the model goes on from at the end; by default the beginning of a held-out example.
+      sample_tokens: tokens to generate at the end for each prompt. Each takes a pass over the layers where they stream.
+      export: folder to write at the end, from the last checkpoint: the weights for transformers, or adapters for PEFT.
+      merge_lora: export the base with the adapters in it.
+    """
+
+    zero: Annotated[zj.ZeroConfig, tyro.conf.arg(name="")] = dataclasses.field(
+        default_factory=lambda: zj.ZeroConfig(stage=3, precision="bf16", activations="remat", clip_norm=1.0)
+    )
+    model: str
+    data: str
+    split: str | None = None
+    validation_data: str | None = None
+    validation_split: str | None = None
+    held_out: int = 20
+    form: Literal["messages", "prompt", "text"] | None = None
+    each_answer: bool = False
+    too_long: Literal["refuse", "truncate", "drop"] = "refuse"
+    seq: int = 1024
+    epochs: float = 1.0
+    steps: int | None = None
+    learning_rate: float | None = None
+    lora_rank: int = 0
+    lora_alpha: float | None = None
+    lora_targets: tuple[str, ...] = ("all",)
+    lora_dropout: float = 0.0
+    mlp_tiles: int = 0
+    loss_tiles: int | None = None
+    prompt: tuple[str, ...] = ()
+    sample_tokens: int = 32
+    export: str | None = None
+    merge_lora: bool = False
+    # Of all scripts, with other values by default:
+    batch_size: int = 8
+    weight_decay: float = 0.0
+    eval_batches: int = 16
+    logdir: str = "runs/finetune"
+
+
+def parse(arguments: Sequence[str] | None = None) -> Options:
+    """Return the options of a command line, by default of this one."""
+    return train_loop.parse(Options, arguments)
+
+
+def check(options: Options) -> None:
+    """Refuse options that would fail at the end of a run.
+
+    Raises:
+      ValueError: one is out of range, or does not go with the others.
+    """
+    for name, value, least in (("seq", options.seq, 2), ("epochs", options.epochs, 0), ("lora-rank", options.lora_rank, 0)):
+        if not value >= least or value == math.inf:
+            raise ValueError(f"--{name} {value}: a number of at least {least} is needed")
+    if options.steps is not None and options.steps < 0:
+        raise ValueError(f"--steps {options.steps}: at least 0")
+    if not options.lora_rank and (options.merge_lora or options.lora_alpha is not None or options.lora_dropout):
+        raise ValueError("--merge-lora, --lora-alpha and --lora-dropout are of adapters: give --lora-rank, too")
+    if options.export is not None:
+        if options.checkpoint_dir is None:
+            raise ValueError("--export writes what the last checkpoint holds: give --checkpoint-dir, too")
+        if os.path.lexists(options.export):
+            raise ValueError(f"--export {options.export}: there is something already, which is not written over")
+    if not os.path.isdir(options.model):
+        raise ValueError(f"--model {options.model}: not a folder; nothing is downloaded")
+
+
+# --- the data ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a run trains on.
+
+    Attributes:
+      tokenizer: of the model's folder.
+      rows: to train on.
+      held_out: rows of the examples that are held out.
+    """
+
+    tokenizer: Any
+    rows: Rows
+    held_out: Rows
+
+
+def prepare(options: Options) -> Inputs:
+    """Tokenize the examples, and pack them into rows.
+
+    Raises:
+      ValueError: the tokenizer or an example cannot be read, or the tokenizer is that of another model.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {options.model}: its tokenizer cannot be read: {error}") from error
+
+    def read(path: str, split: str | None) -> Examples:
+        return tokenize(path, tokenizer, split=split, form=options.form, each_answer=options.each_answer)
+
+    train = read(options.data, options.split)
+    if options.validation_data is None and options.validation_split is None:
+        train, held_out = train.hold_out(options.held_out)
+    else:
+        held_out = read(options.validation_data or options.data, options.validation_split)
+    vocab = config_of(options.model).vocab
+    if (largest := max(int(train.tokens.max()), int(held_out.tokens.max()))) >= vocab:
+        raise ValueError(f"--model {options.model}: its tokenizer gives token {largest}, and the model has {vocab}: from 0")
+    packed = [pack(examples, options.seq, too_long=options.too_long) for examples in (train, held_out)]
+    return Inputs(tokenizer, *packed)
+
+
+def num_steps(options: Options, rows: Rows) -> int:
+    """Return the steps of a run."""
+    return options.steps if options.steps is not None else math.ceil(options.epochs * len(rows) / options.batch_size)
+
+
+# --- the model -----------------------------------------------------------------------------------------------------------
+
+
+def build(options: Options, mesh: jax.sharding.Mesh, steps: int) -> tuple[zj.Program, zj.Plan | None]:
+    """Build the model of a folder, its optimizer and the train step, by a plan if the options ask for one."""
+    model = model_of(options.model, lora=lora_of(options), mlp_tiles=options.mlp_tiles, loss_tiles=options.loss_tiles)
+    peak = options.learning_rate if options.learning_rate is not None else 2e-4 if options.lora_rank else 1e-5
+    warmup = max(1, steps // 30)
+    # The decay must be longer than the warmup, also in a run of one step.
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), peak / 10)
+    tx = optax.adamw(rate, weight_decay=options.weight_decay)
+    return build_program(options, options.zero, model, tx, mesh, abstract_batch(options))
+
+
+def lora_of(options: Options) -> zj.Lora | None:
+    """Return the adapters that the options ask for."""
+    if not options.lora_rank:
+        return None
+    alpha = 2.0 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
+    targets = "all" if options.lora_targets == ("all",) else options.lora_targets
+    return zj.Lora(options.lora_rank, alpha, targets, options.lora_dropout)
+
+
+def abstract_batch(options: Options) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of a batch of all processes."""
+    a = jax.ShapeDtypeStruct((options.batch_size, options.seq), jnp.int32)
+    return dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), a)
+
+
+def model_flops_per_token(options: Options) -> float:
+    """Return the FLOPs of forward and backward for one token, of MFU; a frozen matrix has no gradient, and 4 in place of 6."""
+    c = config_of(options.model)
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    layer, head = c.hidden * (2 * q + 2 * kv + 3 * c.intermediate), c.vocab * c.hidden
+    whole = flops_per_token(c.layers, q, options.seq, layer, head)
+    return whole - 2.0 * (c.layers * layer + head) if options.lora_rank else whole
+
+
+# --- the run -------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Fine-tune as the command line says."""
+    with train_loop.told_alone("finetune.py"):
+        options = parse()
+        check(options)
+        mesh = start(options)
+        ckpt = open_checkpoints(options)
+        with bars():
+            inputs = prepare(options)
+        program, plan = build(options, mesh, num_steps(options, inputs.rows))
+    with program, ckpt or contextlib.nullcontext():  # what is on a disk goes at the end, and after an error
+        is_over = run(options, program, inputs, ckpt, plan)
+    if is_over:
+        sys.exit(options.stopped_status)
+
+
+def run(
+    options: Options, program: zj.Program, inputs: Inputs, ckpt: zj.Checkpointer | None = None, plan: zj.Plan | None = None
+) -> bool:
+    """Train a program, validate, sample and export it, and tell whether a signal ended it."""
+    steps = num_steps(options, inputs.rows)
+    memory = program.memory(abstract_batch(options))
+    with train_loop.told_alone("finetune.py"):
+        trace = swap_trace(options, program)
+        train_loop.local_batch_size(options)
+        data = batches(inputs.rows, options.batch_size, options.seed)
+        seen = open_run(
+            options, program, memory, plan, steps=steps, tokens=options.batch_size * options.seq,
+            flops_per_token=model_flops_per_token(options),
+        )  # fmt: skip
+
+    def make() -> zj.TrainState:
+        return zj.import_hf(program, options.model, key=jax.random.key(options.seed))
+
+    def validate(state: zj.TrainState) -> float:
+        held_out = batches_once(inputs.held_out, options.batch_size, count=options.eval_batches)
+        return zj.perplexity(program, state, held_out).loss
+
+    with seen:
+        if plan is not None:
+            seen.print(str(plan))
+        seen.print(f"train: {described(inputs.rows)}")
+        seen.print(f"held out: {described(inputs.held_out)}")
+        lora = lora_of(options)
+        trained = (
+            "all of them trained" if lora is None else f"and adapters of rank {lora.rank} beside {', '.join(lora.targets)}"
+        )
+        seen.print(f"{config_of(options.model).num_params:,} parameters, {trained}")
+        print_sizes(program, memory, seen)
+        with train_loop.told_alone("finetune.py"):
+            state = first_state(ckpt, program, make, data, Batches.go_to)
+        if not state.step:
+            with seen.pause():
+                seen.print(f"step     0  validation {validate(state):.3f}")
+        state, is_over = train_loop.train(options, steps, program, state, data, ckpt, seen, trace, validate)
+        if not is_over:
+            if options.sample_tokens:
+                sample(options, program, state, inputs, seen)
+            export(options, seen)
+    return is_over
+
+
+def described(rows: Rows) -> str:
+    """Return what became of the examples."""
+    c = rows.counts
+    text = f"{c.examples:,} examples in {c.rows:,} rows of {rows.seq:,}, {100 * c.positions / (c.rows * rows.seq):.0f} % full"
+    text += f"; {c.counted:,} tokens count in the loss"
+    return text + f"; {c.truncated:,} cut" * bool(c.truncated) + f"; {c.dropped:,} left out" * bool(c.dropped)
+
+
+def sample(options: Options, program: zj.Program, state: zj.TrainState, inputs: Inputs, seen: zj.Run) -> None:
+    """Print how the model goes on from the prompts, each time with the likeliest token."""
+    tokenizer = inputs.tokenizer
+    ends = {tokenizer.eos_token_id} - {None}
+    prompts = [prompt_tokens(tokenizer, text) for text in options.prompt] or [held_out_prompt(inputs.held_out.examples)]
+    for prompt, tokens in zip(prompts, zj.generate(program, state, prompts, options.sample_tokens, eos=ends), strict=True):
+        seen.print(f"\n--- sample ---\n{tokenizer.decode(prompt)}{tokenizer.decode(tokens)}")
+
+
+def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return a text as tokens, as a user's message where the tokenizer has a template for chats."""
+    if not tokenizer.chat_template:
+        return tokenizer(text)["input_ids"]
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def held_out_prompt(examples: Examples) -> list[int]:
+    """Return the tokens of the first example before those that count; of a text, in which all do, the first few."""
+    tokens, counted = (a[: examples.starts[1]] for a in (examples.tokens, examples.counted))
+    first = int(counted.argmax())
+    return tokens[: first if first > 1 else 8].tolist()
+
+
+def export(options: Options, seen: zj.Run) -> None:
+    """Write the last checkpoint as a folder, in the first process."""
+    if options.export is None or jax.process_index():
+        return
+    assert options.checkpoint_dir is not None
+    if options.lora_rank and not options.merge_lora:
+        zj.export_peft(options.checkpoint_dir, options.export, like=options.model)
+        seen.print(f"{options.export} holds the adapters, for PeftModel.from_pretrained")
+    else:
+        zj.export_hf(options.checkpoint_dir, options.export, like=options.model, merge_lora=options.merge_lora)
+        seen.print(f"{options.export} holds the weights, for AutoModelForCausalLM.from_pretrained")
+
+
+if __name__ == "__main__":
+    main()

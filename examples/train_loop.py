@@ -1,0 +1,308 @@
+"""What the scripts share: their options, the machine, checkpoints, and the loop of steps.
+
+A script parses its options, builds a program, and opens a `zj.Run`; then
+
+    state = first_state(options, ckpt, program, make, data)        a new or a saved one
+    state, is_over = train(options, steps, program, state, ...)    with checkpoints and validations, until a signal comes
+"""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar, cast
+
+import jax
+import optax
+import tyro
+
+import zerojax as zj
+from zerojax.memory import MemoryReport
+from zerojax.planner import changed
+
+TRACED_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """Options of every script that trains.
+
+    Attributes:
+      auto: let `zj.plan` choose what of the config is left as it is; it measures the machine, and prints its plan.
+      machine: of the plan: a name of `zerojax machines`, or a TOML file of `zerojax probe`; this machine by default.
+      mesh: sizes of the axes, such as data=2,fsdp=4,tensor=1; -1 is the rest of the devices.
+      devices: devices to simulate where there is only a CPU.
+      batch_size: sequences in a step, over all devices and microbatches.
+      weight_decay: of AdamW.
+      seed: of the parameters and the order of the data.
+      eval_every: steps between validations.
+      eval_batches: held-out batches in a validation.
+      logdir: folder of the report, the figures and the TensorBoard event files.
+      report_to: where figures go beside the report: tensorboard, wandb.
+      profile: steps to trace by jax.profiler, from the third on, into logdir.
+      swap_trace: file for a trace of the last TRACED_STEPS steps' swapping, such as trace.json.gz; of the first process.
+      checkpoint_dir: of the checkpoints, on a file system that all processes share; none are saved by default.
+      checkpoint_every: steps between checkpoints; the last step has one too.
+      keep: newest checkpoints to keep.
+      resume: go on from the newest whole checkpoint, with the other options as they were; start anew if there is none.
+      stopped_status: exit status of a run that a signal ended, once it is saved; another than 0 has a scheduler start it again.
+      heartbeat_timeout: seconds after which a process of several that gives no sign of life counts as dead, and the others end.
+    """
+
+    auto: bool = False
+    machine: str | None = None
+    mesh: str = "fsdp=-1"
+    devices: int = 4
+    batch_size: int = 32
+    weight_decay: float = 0.1
+    seed: int = 0
+    eval_every: int = 50
+    eval_batches: int = 4
+    logdir: str = "runs/gpt"
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    profile: int = 0
+    swap_trace: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: int = 100
+    keep: int = 3
+    resume: bool = False
+    stopped_status: int = 0
+    heartbeat_timeout: int = 30
+
+
+Options = TypeVar("Options", bound=LoopOptions)
+REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+@REGISTRY.primitive_rule
+def segment_option(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[zj.Segment] | None:
+    """Take segments as an option: `--activations 8:pinned_host 16:remat 8:save`. Their names to keep are for Python alone."""
+    if info.type is not zj.Segment:
+        return None
+
+    def parse(args: list[str]) -> zj.Segment:
+        layers, _, activations = args[0].partition(":")
+        return zj.Segment(int(layers), activations=cast(Any, activations or "save"))
+
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="LAYERS:ACTIVATIONS",
+        instance_from_str=parse,
+        is_instance=lambda value: isinstance(value, zj.Segment),
+        str_from_instance=lambda segment: [f"{segment.num_layers}:{segment.activations}"],
+    )
+
+
+def parse(options: type[Options], arguments: Sequence[str] | None = None) -> Options:
+    """Return the options of a command line, by default of this one."""
+    return tyro.cli(options, args=arguments, config=(tyro.conf.FlagConversionOff,), registry=REGISTRY)
+
+
+@contextlib.contextmanager
+def told_alone(script: str) -> Iterator[None]:
+    """End the script where its options are refused, by the message alone and with status 2, as for an unknown option."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, zj.SwapError, zj.CheckpointError) as error:
+        print(f"{script}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+# --- the machine ---------------------------------------------------------------------------------------------------------
+
+
+def start(options: LoopOptions) -> jax.sharding.Mesh:
+    """Join a cluster, simulate devices if there is only a CPU, and lay out the mesh."""
+    jax.config.update("jax_num_cpu_devices", options.devices)  # read by the CPU backend alone
+    zj.join_cluster(options.heartbeat_timeout)
+    sizes = dict(pair.split("=") for pair in options.mesh.split(","))
+    unknown = set(sizes) - {"data", "fsdp", "tensor"}
+    if unknown:
+        raise ValueError(f"--mesh {options.mesh}: {sorted(unknown)} unknown; the axes are data, fsdp and tensor")
+    axes = {axis: int(size) for axis, size in sizes.items()}
+    if "fsdp" not in axes and -1 in axes.values():
+        # One -1 at most: the rest of the devices cannot be split between two axes.
+        axes["fsdp"] = 1
+    return zj.make_mesh(data=axes.get("data", 1), fsdp=axes.get("fsdp", -1), tensor=axes.get("tensor", 1))
+
+
+def build_program(
+    options: LoopOptions,
+    zero: zj.ZeroConfig,
+    model: zj.Model | zj.LayeredModel,
+    tx: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    batch: Any,
+) -> tuple[zj.Program, zj.Plan | None]:
+    """Build the train step, by a plan if the options ask for one."""
+    plan = None
+    if options.auto:  # what the options say stays as it is
+        plan = zj.plan(model, tx, mesh, batch, machine_of(options), fixed=changed(zero))
+    return zj.build_train_step(model, tx, zero if plan is None else plan.config, mesh, batch=batch), plan
+
+
+def machine_of(options: LoopOptions) -> zj.Machine | None:
+    """Return the machine that the options name."""
+    return None if options.machine is None else zj.machine(options.machine)
+
+
+def local_batch_size(options: LoopOptions) -> int:
+    """Return the sequences of a batch that one process reads.
+
+    Raises:
+      ValueError: the batch does not divide.
+    """
+    processes = jax.process_count()
+    if options.batch_size % processes:
+        raise ValueError(f"--batch-size {options.batch_size} does not divide by {processes} processes")
+    return options.batch_size // processes
+
+
+def open_run(
+    options: LoopOptions,
+    program: zj.Program,
+    memory: MemoryReport,
+    plan: zj.Plan | None,
+    *,
+    steps: int,
+    tokens: int,
+    flops_per_token: float,
+) -> zj.Run:
+    """Return what shows the run.
+
+    Args:
+      options: of the script.
+      program: that trains.
+      memory: of its step.
+      plan: that chose its config, or None.
+      steps: of the whole run.
+      tokens: of a step.
+      flops_per_token: of the model.
+    """
+    return zj.Run(
+        options.logdir,
+        program=program,
+        report_to=options.report_to,
+        steps=steps,
+        tokens=tokens,
+        flops_per_token=flops_per_token,
+        memory=memory,
+        plan=plan,
+        machine=machine_of(options),
+        config={name: value for name, value in vars(options).items() if name != "zero"},
+        profile=options.profile,
+    )
+
+
+def print_sizes(program: zj.Program, memory: MemoryReport, seen: zj.Run) -> None:
+    """Print the machine, the config, and what a device has in each tier."""
+    mesh = program.mesh
+    seen.print(
+        f"{mesh.size} x {mesh.devices.flat[0].device_kind}, mesh {dict(mesh.shape)}, ZeRO stage {program.config.stage}, "
+        f"{program.config.precision}: {memory.model_state_bytes / 2**20:.1f} MiB of model states a device"
+    )
+    if on_disk := sum(memory.tiers["nvme"].values()):
+        buffers = memory.tiers["pinned_host"]["buffers"]
+        seen.print(f"a device has {on_disk / 2**20:.1f} MiB on disk and {buffers / 2**20:.1f} MiB of buffers in host memory")
+
+
+# --- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def open_checkpoints(options: LoopOptions) -> zj.Checkpointer | None:
+    """Return what saves and restores, or None without a directory.
+
+    Raises:
+      ValueError: the directory holds checkpoints, and the run is not to go on from them.
+    """
+    if options.checkpoint_dir is None:
+        if options.resume:
+            raise ValueError("--resume True: from which --checkpoint-dir?")
+        return None
+    ckpt = zj.Checkpointer(options.checkpoint_dir, max_to_keep=options.keep, save_interval_steps=options.checkpoint_every)
+    if not options.resume and (steps := ckpt.all_steps()):
+        raise ValueError(
+            f"--checkpoint-dir {options.checkpoint_dir} holds checkpoints up to step {steps[-1]}: --resume True goes on from "
+            "there, and a new run needs another directory"
+        )
+    return ckpt
+
+
+def first_state(
+    ckpt: zj.Checkpointer | None,
+    program: zj.Program,
+    make: Callable[[], zj.TrainState],
+    data: Any,
+    go_to: Callable[[Any, int], None],
+) -> zj.TrainState:
+    """Return the state to start from, a saved one or a new one of `make`, and put `data` where it was saved.
+
+    Args:
+      ckpt: of the run, or None.
+      program: whose state it is.
+      make: returns a new state.
+      data: this process's batches.
+      go_to: puts them at a step.
+    """
+    if ckpt is None or not ckpt.all_steps():
+        return make()
+    try:
+        return ckpt.restore(program, data=data)
+    except zj.IteratorError:  # the processes are more or fewer; their batches, side by side, are the same
+        state = ckpt.restore(program)
+        go_to(data, int(state.step))
+        return state
+
+
+# --- the loop ------------------------------------------------------------------------------------------------------------
+
+
+def swap_trace(options: LoopOptions, program: zj.Program) -> contextlib.AbstractContextManager[None]:
+    """Return the context of the steps that are traced, where one is asked for."""
+    if options.swap_trace and jax.process_index() == 0:
+        return program.trace_swaps(options.swap_trace)
+    return contextlib.nullcontext()
+
+
+def train(
+    options: LoopOptions,
+    steps: int,
+    program: zj.Program,
+    state: zj.TrainState,
+    data: Iterator[Any],
+    ckpt: zj.Checkpointer | None,
+    seen: zj.Run,
+    trace: contextlib.AbstractContextManager[None],
+    validate: Callable[[zj.TrainState], float],
+) -> tuple[zj.TrainState, bool]:
+    """Make the steps that are left of `steps`, with checkpoints and validations, and tell whether a signal ended them."""
+    if state.step:
+        seen.print(f"goes on from step {int(state.step)} of {options.checkpoint_dir}")
+    first, is_over = int(state.step) + 1, False
+    with contextlib.ExitStack() as last_steps:
+        preemption = None if ckpt is None else last_steps.enter_context(zj.Preemption())
+        for step in range(first, steps + 1):
+            # The trace is written when `last_steps` closes, after the loop.
+            if step == max(first, steps + 1 - TRACED_STEPS):
+                last_steps.enter_context(trace)
+            state, metrics = program.step(state, next(data))
+            seen.step(step, metrics)
+            is_over = preemption is not None and preemption.reached(step)
+            if ckpt is not None:
+                ckpt.save(program, state, data=data, force=is_over or step == steps)
+            if is_over:
+                break
+            if step % options.eval_every == 0 or step == steps:
+                with seen.pause():
+                    line = seen.line
+                    seen.log(step, {"validation/loss": validate(state)})
+                    seen.print(f"step {step:>5}  {line}  validation {seen.figures['validation/loss']:.3f}")
+        if ckpt is not None:
+            ckpt.wait()  # before signals end the process again
+    if seen.watch.written_a_day:
+        days = "" if seen.watch.disk_days is None else f", {seen.watch.disk_days:,.0f} days to its TBW"
+        seen.print(f"the disk takes {seen.watch.written_a_day / 1e12:.3g} TB a day at this pace{days}")
+    if is_over:
+        seen.ended = f"stopped by a signal after step {int(state.step)}"
+        seen.print(f"{seen.ended}, which is saved: --resume True goes on from there")
+    return state, is_over

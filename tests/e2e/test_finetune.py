@@ -1,0 +1,348 @@
+"""The script fine-tunes on conversations, is stopped and goes on bit for bit, and writes a folder of what it trained."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any, cast
+
+import finetune
+import jax
+import numpy as np
+import pytest
+import yaml
+from chat_tokenizers import byte_tokenizer, conversation, write
+from hf_models import need
+from hf_models import write as write_model
+
+import zerojax as zj
+from zerojax.hf import config_of
+from zerojax.runtime.cluster import find_place
+
+need("torch", "transformers", "peft")
+pytestmark = [
+    pytest.mark.xdist_group("finetune"),  # tests share a program and its run
+    # peft reads an attribute that transformers renamed.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+STEPS, EVERY, STOPPED = 24, 4, 10
+ADAPTERS = ["--lora-rank", "8", "--learning-rate", "1e-2"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> list[str]:
+    """Options of a tiny model, its tokenizer, and 200 conversations."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_model("llama", folder / "model", vocab_size=259)
+    byte_tokenizer().save_pretrained(folder / "model")
+    rng = np.random.default_rng(0)
+    pairs = rng.integers(0, 50, (200, 2)).tolist()
+    chats = [conversation(f"{a} + {b} = ?", f"It is {a + b}.") for a, b in pairs]
+    data = write(folder / "chats.jsonl", chats)
+    return ["--model", str(folder / "model"), "--data", str(data)]
+
+
+def options_of(folder: pathlib.Path, *more: str) -> list[str]:
+    """Return what all runs share; in float32, in which numbers can be compared."""
+    sizes = ["--steps", str(STEPS), "--seq", "128", "--batch-size", "8", "--eval-every", "6", "--sample-tokens", "4"]
+    return [*sizes, "--precision", "fp32", "--logdir", str(folder / "log"), *more]
+
+
+def saving(folder: pathlib.Path) -> list[str]:
+    return ["--checkpoint-dir", str(folder / "saved"), "--checkpoint-every", str(EVERY), "--keep", "2"]
+
+
+def figures(folder: pathlib.Path, name: str = "train/loss") -> dict[int, float]:
+    """Return a figure of a run by step, all its digits."""
+    lines = [json.loads(line) for line in (folder / "log" / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+@pytest.fixture(scope="module")
+def here():
+    """Return `tune(*arguments)`: runs in this process, one program for all; returns what it printed, and if it was stopped."""
+    programs: list[zj.Program] = []
+    mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+
+    def tune(*arguments: str) -> tuple[str, bool]:
+        options = finetune.parse(arguments)
+        finetune.check(options)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            inputs = finetune.prepare(options)
+            if not programs:
+                programs.append(finetune.build(options, mesh, STEPS)[0])
+            ckpt = finetune.open_checkpoints(options)
+            with ckpt or contextlib.nullcontext():
+                is_over = finetune.run(options, programs[0], inputs, ckpt)
+        return printed.getvalue(), is_over
+
+    yield tune
+    for program in programs:
+        program.close()
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory, inputs, here):
+    """The folder of a run that nothing stopped, and what it printed."""
+    folder = tmp_path_factory.mktemp("uncut")
+    out = ["--export", str(folder / "adapters")]
+    return folder, here(*inputs, *options_of(folder), *ADAPTERS, *saving(folder), *out)[0]
+
+
+def test_validation_loss_falls_on_200_conversations(uncut):
+    folder, printed = uncut
+    assert "train: 190 examples in" in printed
+    assert "held out: 10 examples in" in printed
+    validation = figures(folder, "validation/loss")
+    assert list(validation) == [6, 12, 18, 24]
+    start = float(printed.split("step     0  validation ")[1].split()[0])
+    assert 5 < start < 6.5  # of 259 tokens, log(259) is 5.56
+    assert validation[6] < start - 1
+    assert validation[24] < validation[12] - 0.2
+    assert printed.split("--- sample ---\n")[1].startswith("<|im_start|>user\n")
+    assert "tokens/s" in printed
+    assert (folder / "log" / "report.html").stat().st_size > 10_000
+
+
+def test_what_was_exported_is_what_peft_loads(uncut, inputs):
+    import peft
+    import transformers
+
+    folder, printed = uncut
+    assert f"{folder / 'adapters'} holds the adapters" in printed
+    base = transformers.AutoModelForCausalLM.from_pretrained(inputs[1])
+    untouched = {name: value.clone() for name, value in base.state_dict().items()}
+    merged = peft.PeftModel.from_pretrained(base, folder / "adapters").merge_and_unload()
+    changed = [name for name, value in merged.state_dict().items() if not bool((value == untouched[name]).all())]
+    assert len(changed) == 7 * 3
+
+
+def test_a_stopped_run_goes_on_to_the_uncut_losses_bit_for_bit(tmp_path, monkeypatch, inputs, here, uncut):
+    """SIGTERM comes to this process itself, in the middle of a run."""
+    step = zj.Run.step
+
+    def stopping(self: zj.Run, number: int, metrics: Any) -> None:
+        step(self, number, metrics)
+        if number == STOPPED:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(zj.Run, "step", stopping)
+    arguments = [*inputs, *options_of(tmp_path), *ADAPTERS, *saving(tmp_path)]
+    printed, is_over = here(*arguments)
+    assert is_over
+    assert f"stopped by a signal after step {STOPPED}" in printed
+    assert "--- sample ---" not in printed
+    assert list(figures(tmp_path)) == [*range(1, STOPPED + 1)]
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"holds checkpoints up to step {STOPPED}: --resume True"):
+        here(*arguments)
+    printed, is_over = here(*arguments, "--resume", "True")
+    assert not is_over
+    assert f"goes on from step {STOPPED} of" in printed
+    for name in ("train/loss", "validation/loss"):
+        assert figures(tmp_path, name) == figures(uncut[0], name)
+
+
+# The script, whose steps take half a second once a checkpoint is there: a signal finds it running, however fast it is.
+SLOWLY = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT / "examples")!r})
+import finetune, zerojax as zj
+step = zj.Run.step
+zj.Run.step = lambda self, number, metrics: (step(self, number, metrics), time.sleep(0.5 * (number > {EVERY})))
+finetune.main()
+"""
+
+
+def start(folder: pathlib.Path, *arguments: str, processes: int = 1, slowly: bool = False) -> list[subprocess.Popen[str]]:
+    """Start the script in processes that share two devices."""
+    script = ["-c", SLOWLY] if slowly else [str(ROOT / "examples" / "finetune.py")]
+    command = [sys.executable, *script, *arguments, "--devices", str(2 // processes)]
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
+    pipes: dict[str, Any] = {"cwd": folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [subprocess.Popen(command, env=env | {"JAX_PROCESS_ID": str(me)}, **pipes) for me in range(processes)]
+
+
+def ended(workers: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Wait for processes; returns the status and the outputs of each."""
+    try:
+        outputs = [worker.communicate(timeout=200) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    return [(worker.returncode, *output) for worker, output in zip(workers, outputs, strict=True)]
+
+
+def test_two_processes_agree_with_one(tmp_path, inputs, uncut, here):
+    """They stop at one step, after a signal to the last one, and one process goes on from there."""
+    arguments = [*inputs, *options_of(tmp_path), *ADAPTERS, *saving(tmp_path)]
+    workers = start(tmp_path, *arguments, "--stopped-status", "75", processes=2, slowly=True)
+    try:
+        while not (tmp_path / "saved" / str(EVERY)).is_dir():
+            assert all(worker.poll() is None for worker in workers), [worker.communicate() for worker in workers]
+            time.sleep(0.02)
+    finally:
+        workers[-1].send_signal(signal.SIGTERM)
+    found = ended(workers)
+    assert [status for status, *_ in found] == [75, 75], found
+    step = int(found[0][1].split("stopped by a signal after step ")[1].split(",")[0])
+    assert EVERY <= step < STEPS
+    assert "loss" not in found[1][1]  # the first alone prints
+    assert list(figures(tmp_path)) == [*range(1, step + 1)]
+    printed, _ = here(*arguments, "--resume", "True")
+    assert f"goes on from step {step} of" in printed
+    for name in ("train/loss", "validation/loss"):
+        found, expected = figures(tmp_path, name), figures(uncut[0], name)
+        assert found.keys() == expected.keys()
+        np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-4, err_msg=name)
+
+
+def test_kubernetes_job_fits_the_script(monkeypatch):
+    service, job = yaml.safe_load_all((ROOT / "examples" / "k8s" / "finetune.yaml").read_text())
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    env = {pair["name"]: pair["value"] for pair in container["env"]}
+    name, count = job["metadata"]["name"], spec["completions"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert pod["subdomain"] == service["metadata"]["name"] == env["HEADLESS_SERVICE"]
+    assert spec["parallelism"] == count
+    place = find_place(env | {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": f"{name}-1"})
+    assert (place.process, place.num_processes) == (1, count)
+    assert place.coordinator is not None
+    assert place.coordinator.startswith(f"{name}-0.{service['metadata']['name']}:")
+    options = finetune.parse(container["command"][2:])
+    assert options.resume
+    actions = {value: rule["action"] for rule in spec["podFailurePolicy"]["rules"] for value in _codes(rule)}
+    assert actions == {options.stopped_status: "Ignore", 2: "FailJob"}
+    check_fit(options, count * container["resources"]["limits"]["nvidia.com/gpu"], monkeypatch)
+
+
+def check_fit(options: finetune.Options, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a run takes so many devices, and that its batch divides."""
+    devices = [jax.devices()[0]] * count
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(zj, "join_cluster", lambda timeout: None)
+    assert finetune.start(dataclasses.replace(options, devices=8)).size == count
+    assert options.batch_size % count == 0
+
+
+def _codes(rule: dict[str, Any]) -> list[int]:
+    return rule.get("onExitCodes", {}).get("values", [])
+
+
+def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_path, monkeypatch):
+    """Stand-ins for srun and scontrol tell what they were called with on 2 nodes; the run ends by a signal."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    for name, text in (("srun", "shift 2\nprintf '%s\\n' \"$@\"\nexit 75"), ("scontrol", 'echo scontrol "$@"')):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "VENV": str(tmp_path)}
+    env |= {"MODEL": "model", "DATA": "chats.jsonl", "EXPORT": "out", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "examples" / "slurm" / "finetune.sh"), "--lora-rank", "16"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    *arguments, last = done.stdout.splitlines()
+    assert (done.returncode, last) == (75, "scontrol requeue 7")
+    options = finetune.parse(arguments)
+    assert (options.model, options.data, options.export, options.lora_rank) == ("model", "chats.jsonl", "out", 16)
+    assert (options.resume, options.stopped_status) == (True, 75)
+    check_fit(options, 16, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--lora-alpha", "3"], "give --lora-rank"),
+        (["--merge-lora", "True"], "give --lora-rank"),
+        (["--export", "out"], "give --checkpoint-dir"),
+        (["--seq", "1"], "--seq 1"),
+        (["--epochs", "nan"], "--epochs nan"),
+        (["--steps", "-1"], "--steps -1"),
+        (["--model", "nowhere"], "nothing is downloaded"),
+    ],
+)
+def test_options_that_would_fail_late_are_refused_at_once(inputs, more, words):
+    with pytest.raises(ValueError, match=words):
+        finetune.check(finetune.parse([*inputs, *more]))
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path, inputs):
+    write_model("llama", tmp_path / "model", vocab_size=100)
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="and the model has 100"):
+        finetune.prepare(finetune.parse([*inputs, "--model", str(tmp_path / "model")]))
+
+
+def test_flops_of_frozen_matrices_have_no_gradients(inputs):
+    whole, adapters = (
+        finetune.model_flops_per_token(finetune.parse([*inputs, *more, "--seq", "2"])) for more in ((), ("--lora-rank", "4"))
+    )
+    c = config_of(inputs[1])
+    matrices = c.num_params - c.hidden * (2 * c.layers + 1) - c.vocab * c.hidden  # without norms and the embedding
+    attention = 12 * c.layers * c.heads * c.head_dim * 2
+    assert math.isclose(whole, 6 * matrices + attention)
+    assert math.isclose(adapters, 4 * matrices + attention)
+
+
+@pytest.mark.exhaustive  # by default the signal comes to the test's own process
+def test_a_process_that_is_stopped_ends_with_the_status_asked_for(tmp_path, inputs, uncut, here):
+    arguments = [*inputs, *options_of(tmp_path), *ADAPTERS, *saving(tmp_path)]
+    (worker,) = start(tmp_path, *arguments, "--stopped-status", "75", slowly=True)
+    try:
+        while not (tmp_path / "saved" / str(EVERY)).is_dir():
+            assert worker.poll() is None, worker.communicate()
+            time.sleep(0.02)
+    finally:
+        worker.send_signal(signal.SIGTERM)
+    ((status, printed, error),) = ended([worker])
+    assert status == 75, error
+    step = int(printed.split("stopped by a signal after step ")[1].split(",")[0])
+    assert EVERY <= step < STEPS
+    here(*arguments, "--resume", "True")
+    assert figures(tmp_path) == figures(uncut[0])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--params", "nvme", "--grads", "nvme", "--opt-state", "nvme", "--swap-dir", "."],
+        [*ADAPTERS, "--frozen", "nvme", "--frozen-dtype", "nf4", "--swap-dir", "."],
+        [*ADAPTERS, "--auto", "True", "--merge-lora", "True"],
+    ],
+    ids=["all", "disk", "nf4", "auto"],
+)
+def test_tiers_and_exports(tmp_path, inputs, more):
+    import transformers
+
+    rate = [] if "--learning-rate" in more else ["--learning-rate", "3e-3"]
+    peft = "--lora-rank" in more and "--merge-lora" not in more
+    out = tmp_path / "out"
+    arguments = [*inputs, *options_of(tmp_path), *saving(tmp_path), "--export", str(out), *rate, *more]
+    ((status, printed, error),) = ended(start(tmp_path, *arguments))
+    assert status == 0, error
+    validation = list(figures(tmp_path, "validation/loss").values())
+    assert validation[-1] < 4
+    assert "--- sample ---" in printed
+    assert not [path for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith("zerojax-swap")]
+    if peft:
+        assert (out / "adapter_model.safetensors").exists()
+    else:
+        _, told = cast(Any, transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True))
+        assert not told["missing_keys"]
+        assert not told["unexpected_keys"]
