@@ -138,7 +138,7 @@ def test_stage_3_gathers_a_layer_at_a_time(capfd, kind):
     assert device < c.report.tiers["device"]["activations"] + (2 + ahead) * LAYER_BYTES
 
 
-@pytest.mark.by_default("4")
+@pytest.mark.exhaustive  # by default the test above has layers that are not computed again
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_stage_3_with_remat_gathers_a_layer_at_a_time(capfd, num_microbatches):
     c = compile_step(capfd, "layered", stage=3, activations="remat", num_microbatches=num_microbatches)
@@ -170,7 +170,8 @@ def test_without_rematerialised_units_many_layers_stay_gathered(capfd, monkeypat
     assert hlo.peak_gathered_bytes(c.text) > 4 * LAYER_BYTES
 
 
-@pytest.mark.parametrize("kind", ["layered", pytest.param("unrolled", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # by default test_activations_for_h200.py and test_reductions_for_h200.py compile steps over `tensor`
+@pytest.mark.parametrize("kind", KINDS)
 def test_tensor_parallel_program_moves_its_share(capfd, kind):
     c = compile_step(capfd, kind, {"tensor": 2}, stage=3)
     moved = c.elements()

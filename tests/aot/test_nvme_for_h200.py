@@ -52,6 +52,7 @@ def test_nvme_step_holds_a_few_layers_and_no_state(name, capfd):
     assert INVOLUNTARY not in capfd.readouterr().err
 
 
+@pytest.mark.exhaustive  # by default the test above holds a few layers of 96
 def test_nvme_step_takes_the_same_memory_at_24_and_96_layers():
     few, many = (compiled(name)[1].memory_analysis() for name in ("8 GPUs", "8 GPUs, 96 layers"))
     assert few.temp_size_in_bytes == many.temp_size_in_bytes

@@ -163,6 +163,7 @@ def test_the_device_holds_a_few_layers_however_many_there_are(name, distance):
     assert held < (distance + 3 + gathered_ahead) * LAYER_BYTES + (distance + 3) * ACTIVATION_BYTES
 
 
+@pytest.mark.exhaustive  # by default the test above holds a few layers of 96
 def test_device_bytes_are_equal_at_24_and_96_layers():
     few, many = compiled("all"), compiled("all_96_layers")
     np.testing.assert_allclose(few.stats.temp_size_in_bytes, many.stats.temp_size_in_bytes, rtol=0.01)

@@ -46,6 +46,7 @@ def compiled(num_tiles):
     return step.as_text(), step.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.exhaustive  # by default the test of a streamed layer on eight GPUs sees its tiles gathered
 def test_sixteen_tiles_gather_a_tenth_at_a_time():
     (whole, whole_temp), (tiled, tiled_temp) = compiled(1), compiled(16)
     layer_bytes = 2 * (2 * HIDDEN * INNER + INNER + HIDDEN)

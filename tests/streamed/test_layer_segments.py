@@ -123,7 +123,7 @@ def test_segmented_steps_of_every_pair_equal_the_uniform_one(case, tmp_path, req
     test_segmented_steps_equal_the_uniform_one(case, tmp_path, request)
 
 
-@pytest.mark.by_default("in_backward")
+@pytest.mark.exhaustive  # by default test_linear_indices.py compares them without segments
 @pytest.mark.parametrize(
     "fields",
     [{"update": "in_backward", "gather_ahead": True, "prefetch_distance": 2}, {"clip_norm": 0.5}, {"update_on": "host"}],
