@@ -276,6 +276,16 @@ def flops_of(eqn: jex.JaxprEqn) -> float:
     return sum(inner) * times
 
 
+def dtype_of_products(eqn: jex.JaxprEqn) -> Any:
+    """Return the dtype of the operands of an equation's products: in jaxprs that it holds, of those with the most FLOPs."""
+    while eqn.primitive.name != "pallas_call" and (inner := [e for j in jex.jaxprs_in_params(eqn.params) for e in j.eqns]):
+        largest = max(inner, key=flops_of)
+        if not flops_of(largest):
+            break
+        eqn = largest
+    return getattr(eqn.invars[0].aval, "dtype", None)
+
+
 def evaluate(instructions: Sequence[Instruction], slots: dict[int, Any]) -> None:
     """Run instructions in order, reading and writing `slots`."""
     for i in instructions:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.jaxprs import FlatJaxpr, evaluate, flatten, flops_of, read
+from zerojax.jaxprs import FlatJaxpr, dtype_of_products, evaluate, flatten, flops_of, read
 
 
 def flat(function: Any, *args: Any, **options: Any) -> FlatJaxpr:
@@ -109,3 +109,18 @@ def test_reads_are_the_slots_among_the_operands() -> None:
 def test_flops_of_products(function, shapes, expected):
     jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes))
     assert sum(flops_of(i.eqn) for i in flatten(jaxpr.jaxpr, jaxpr.consts).instructions) == expected
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_dtype_of_products_is_found_inside_of_loops(dtype):
+    """Whatever else they take, and however small products of another dtype are."""
+
+    def body(x, w):
+        return x + jax.lax.dot(x, w).astype(jnp.float32).astype(dtype), jnp.ones((2, 2)) @ jnp.ones((2, 2))
+
+    def f(scale, x, w):
+        return scale * jax.checkpoint(lambda x, w: jax.lax.scan(body, x, w)[0])(x, w).astype(jnp.float32)
+
+    args = (jnp.float32(2), jnp.ones((8, 8), dtype), jnp.ones((3, 8, 8), dtype))
+    products = [e for e in jax.make_jaxpr(f)(*args).eqns if flops_of(e)]
+    assert [dtype_of_products(e) for e in products] == [dtype]

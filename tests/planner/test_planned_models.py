@@ -194,6 +194,23 @@ def test_plan_counts_frozen_weights_and_updates_none_of_them():
     assert plans[1].bytes["device"]["opt_state"] < 0.1 * plans[0].bytes["device"]["opt_state"]
 
 
+@pytest.mark.usefixtures("_nothing_is_timed")
+def test_flops_of_frozen_matrices_are_without_their_gradients():
+    """Two products of each in place of three; of weights in 8 bits as well, whose scales are no parameters."""
+    model, batch = wide()
+    frozen = dataclasses.replace(model, frozen={"embed": True, "block": {"w": True}, "head": False})
+    plans = [
+        zj.plan(m, TX, mesh_of(2), batch, MACHINE, fixed=QUICK | {"frozen_dtype": kind})
+        for m, kind in ((model, None), (frozen, None), (frozen, "int8"))
+    ]
+    assert plans[0].tokens == batch["tokens"].size
+    assert plans[0].flops == 6 * batch["tokens"].size * (LAYERS * 128**2 + 128 * 16)
+    assert plans[0].flops - plans[1].flops == 2 * batch["tokens"].size * LAYERS * 128**2
+    assert plans[0].hardware_flops == plans[0].flops
+    assert plans[2].flops == plans[1].flops
+    assert len({made.name for made in plans}) == 1
+
+
 def test_plan_for_gpus_that_are_not_there_takes_their_rates():
     """Nothing runs there: seconds follow from the equations, by the rates of the machine that the devices are."""
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=8, fsdp=8)

@@ -26,7 +26,7 @@ from zerojax.choice import Value
 from zerojax.config import ZeroConfig
 from zerojax.costs.stopwatch import Stopwatch
 from zerojax.costs.workload import Grid, StackWork, Workload
-from zerojax.jaxprs import PRODUCTS, REDUCTIONS, FlatJaxpr, Instruction, flatten, flops_of
+from zerojax.jaxprs import PRODUCTS, REDUCTIONS, FlatJaxpr, Instruction, dtype_of_products, flatten, flops_of
 from zerojax.machines import Machine
 from zerojax.memory import kept_by_program
 from zerojax.models import LayeredModel, Model
@@ -105,8 +105,7 @@ class _Tracer:
             flops, name = flops_of(i.eqn) / shards, i.eqn.primitive.name
             if not flops and name not in REDUCTIONS | PRODUCTS:
                 return 0.0
-            is_single = getattr(i.eqn.invars[0].aval, "dtype", None) == jnp.float32
-            dtype = "fp32" if is_single else self.precision
+            dtype = "fp32" if dtype_of_products(i.eqn) == jnp.float32 else self.precision
             rate = figures.get(f"flops.{dtype}", figures.get(f"flops.{self.precision}", math.inf))
             moved = sum(_num_bytes(v.aval) for v in (*i.eqn.invars, *i.eqn.outvars)) / shards
             return max(flops / rate, moved / memory)
@@ -172,12 +171,19 @@ class _LayeredTracer(_Tracer):
         ends = [i for i, leaf in enumerate(layout.all_leaves) if not leaf.is_stacked]
         trained = [i for i in ends if not layout.all_leaves[i].frozen]
         parts = [[i for i in ends if layout.all_leaves[i].path[0].key == name] for name in ("embed", "head")]
+        has_own = any(
+            len((leaf.decodes or leaf).shape) > 1 for leaf in map(layout.all_leaves.__getitem__, parts[1])
+        )  # else the head is the embedding
         pairs = zip(step.loops, plans["remat"], strict=True)
-        flops = 3.0 * sum(loops.stack.num_layers * self.flops_of_block(plan.block) for loops, plan in pairs)
+        flops = forward_flops = 0.0
+        for loops, plan in pairs:
+            forward = loops.stack.num_layers * self.flops_of_block(plan.block)
+            forward_flops += forward
+            flops += 3.0 * forward - self.frozen_flops(layout, loops.stack.leaves.in_tree, forward)
         resident = self.parts(stage=3, activations="remat")
         whole = kept_by_program(resident.records, resident.step, self.batch).num_bytes
         return Workload(
-            name=f"{sum(math.prod(leaf.shape) for leaf in layout.all_leaves):,} parameters, {self.model.num_layers} layers",
+            name=f"{layout.num_params:,} parameters, {self.model.num_layers} layers",
             stacks=tuple(stacks),
             end_elements=self.elements(layout, trained),
             largest_end=max(self.gathered_elements(layout, part) for part in parts),
@@ -193,13 +199,20 @@ class _LayeredTracer(_Tracer):
             batch_bytes=sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(self.batch)),
             rows=self.rows // self.grid.batch_shards,
             tokens=self.tokens,
-            flops=flops + self.head_flops,
+            flops=flops + 3.0 * self.head_flops - self.frozen_flops(layout, parts[1] if has_own else ends, self.head_flops),
+            forward_flops=forward_flops,
             source=self.source,
         )
 
     def flops_of_block(self, block: Any) -> float:
         """Return the FLOPs of a block's forward, on all devices."""
         return sum(flops_of(i.eqn) for i in block.program.instructions)
+
+    def frozen_flops(self, layout: Any, indices: Sequence[int], forward: float) -> float:
+        """Return the FLOPs of gradients that the frozen matrices of some leaves do not get; their forward takes `forward`."""
+        frozen = [leaf.decodes or leaf for leaf in map(layout.all_leaves.__getitem__, indices) if leaf.frozen]
+        matrices = sum(math.prod(leaf.shape) for leaf in frozen if len(leaf.shape) - leaf.lead > 1)
+        return min(2.0 * self.tokens * matrices, forward)
 
     def stack(self, loops: StackLoops, blocks: Mapping[str, Any], kept: Mapping[str, int], args: Any) -> StackWork:
         """Return the work of one stack."""
@@ -288,6 +301,10 @@ class _LayeredTracer(_Tracer):
             done = ends.head_and_grads(ends.load(leaves), y, batch, key, jnp.float32(1), read)
             return done.loss, done.dy, done.grads
 
+        def forward(leaves: Any, y: Any, batch: Any) -> Any:
+            read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), after)
+            return ends.head(ends.load(leaves), y, batch, key, read)[0].total
+
         def embed_backward(leaves: Any, dx: Any, grads: Any, batch: Any) -> Any:
             read = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), states)
             return ends.embed_grads(ends.load(leaves), batch, key, dx, read, grads)
@@ -299,7 +316,8 @@ class _LayeredTracer(_Tracer):
             (embed_backward, (leaves, out[0], grads, self.batch)),
         )
         programs = [_program(f, jax.tree.map(shape, args)) for f, args in calls]
-        self.head_flops = sum(flops_of(i.eqn) for i in programs[1].instructions)
+        only_forward = _program(forward, jax.tree.map(shape, (leaves, y, self.batch)))
+        self.head_flops = sum(flops_of(i.eqn) for i in only_forward.instructions)
         working = peak_bytes(programs[1], self.rows) // self.grid.batch_shards
         if self.watch is None:
             first, second, third = map(self.roofline, programs)
@@ -353,7 +371,7 @@ class _PlainTracer(_Tracer):
         )
         moments = self.moment_bytes(layout)
         return Workload(
-            name=f"{sum(math.prod(leaf.shape) for leaf in layout.all_leaves):,} parameters",
+            name=f"{layout.num_params:,} parameters",
             is_layered=False,
             stacks=(stack,),
             end_elements=0,
@@ -369,6 +387,7 @@ class _PlainTracer(_Tracer):
             rows=self.rows // self.grid.batch_shards,
             tokens=self.tokens,
             flops=3.0 * sum(flops_of(i.eqn) for i in forward_program.instructions),
+            forward_flops=sum(flops_of(i.eqn) for i in forward_program.instructions),
             source=self.source,
         )
 

@@ -96,7 +96,9 @@ class Workload:
       batch_bytes: bytes of a device's part of the batch.
       rows: rows of a device.
       tokens: of a step, on all devices; rows where tokens are not known.
-      flops: the model's FLOPs of a step, on all devices; 0 where they are not known.
+      flops: the model's FLOPs of a step, on all devices: three times those of forward, less those of the gradients
+        that frozen weights do not get; 0 where they are not known.
+      forward_flops: those of the layers' forward.
       source: where the seconds are from.
     """
 
@@ -119,6 +121,7 @@ class Workload:
     rows: int
     tokens: int
     flops: float
+    forward_flops: float
     source: str
 
     @property
@@ -194,6 +197,7 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
         rows=rows,
         tokens=sizes.tokens,
         flops=sizes.step_flops(),
+        forward_flops=sizes.step_flops() / 3 - 2.0 * sizes.tokens * sizes.head_weights,
         source=f"closed forms at the rates of {machine.name}",
     )
 

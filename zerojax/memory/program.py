@@ -12,7 +12,6 @@ With `update_on="host"` gradients go down, and compute-dtype parameters up where
 bits. Callbacks of the program move them, so the compiled program's own copies are the rest of `host_link`.
 """
 
-import math
 from typing import Any
 
 from zerojax.memory.collectives import collectives_of_step
@@ -82,7 +81,7 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
         collectives=collectives_of_step(layout, streamed) | over_tensor,
         host_link=summed([running.link, running.called]),
         callback_link=running.called,
-        num_params=sum(math.prod(leaf.shape) for leaf in layout.all_leaves),
+        num_params=layout.num_params,
     )
 
 

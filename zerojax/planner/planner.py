@@ -458,8 +458,7 @@ class Planner:
         work = self.workload
         forward = sum(s.num_layers * s.forward for s in work.stacks)
         again = max(0.0, found.estimate.again)
-        of_layers = work.flops * (1 - _head_share(work))
-        return work.flops + of_layers / 3 * (again / forward if forward else 0.0)
+        return work.flops + work.forward_flops * (again / forward if forward else 0.0)
 
     def error(self, search: Search) -> PlanError:
         """Return the error that nothing fits: what is lacking, and the nearest change with which something does."""
@@ -522,12 +521,6 @@ def _fitting(fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return what makes a config of the fixed fields valid before the others are chosen."""
     needs_host = fixed.get("update_on") == "host" or fixed.get("opt_state_device_fraction")
     return {"opt_state": "pinned_host"} if needs_host and "opt_state" not in fixed else {}
-
-
-def _head_share(work: Workload) -> float:
-    """Return the head's part of the model's compute, by seconds."""
-    layers = sum(s.num_layers * (s.forward + s.backward["save"]) for s in work.stacks)
-    return work.head / (work.head + layers) if layers else 0.0
 
 
 def _chosen(config: ZeroConfig) -> dict[str, Any]:

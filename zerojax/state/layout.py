@@ -246,6 +246,14 @@ class Layout:
         )
 
     @functools.cached_property
+    def num_params(self) -> int:
+        """Elements of all parameters; of one in 8 or 4 bits those that it is decoded to, and not those of its scales."""
+        encoded = [leaf.decodes for leaf in self.all_leaves if leaf.decodes is not None]
+        paths = [of.path for of in encoded]
+        others = [leaf for leaf in self.all_leaves if not any(leaf.path[: len(path)] == path for path in paths)]
+        return sum(math.prod(leaf.shape) for leaf in (*encoded, *others))
+
+    @functools.cached_property
     def ends(self) -> tuple[int, ...]:
         """Indices of the leaves that are no stack of layers."""
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.role == "end")
