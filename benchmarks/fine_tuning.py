@@ -77,9 +77,8 @@ def row_of(plan: zj.Plan) -> list[str]:
 def described(fields: Mapping[str, Any]) -> str:
     """Return what was chosen."""
     shown = {name: value for name, value in fields.items() if name not in ("precision", "swap_dir", "frozen_dtype")}
-    return ", ".join(
-        f"{name}={value}" if not isinstance(value, tuple) else f"{name}: segments" for name, value in shown.items()
-    )
+    # Segments and names would fill the line.
+    return ", ".join(name if isinstance(value, tuple) else f"{name}={value}" for name, value in shown.items())
 
 
 def main() -> None:
