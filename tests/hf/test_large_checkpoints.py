@@ -9,7 +9,7 @@ import processes
 import pytest
 
 SCRIPT = """
-import json, pathlib, resource, shutil, sys
+import ctypes, gc, json, pathlib, resource, shutil, sys
 from typing import Any
 
 import jax, numpy as np, optax
@@ -74,6 +74,8 @@ for layers in json.loads(sys.argv[4]):
     swap.mkdir()
     mesh = zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
     tiers = {"params": "nvme", "opt_state": "nvme", "update": "in_backward", "swap_dir": str(swap)}
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the pass before took and gave back is not counted again
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
     with zj.build_train_step(model_of(like), optax.sgd(0.1), zj.ZeroConfig(**tiers), mesh) as program:
         state = zj.import_hf(program, like, key=jax.random.key(0))
@@ -83,7 +85,6 @@ for layers in json.loads(sys.argv[4]):
     found.append({"bytes": num_bytes, "peak": peak(), "files": len(list(out.glob("*.safetensors")))})
     same(like, out)
     for folder in (like, out, ckpt, swap):
-
         shutil.rmtree(folder)
 print(json.dumps(found))
 """
@@ -102,11 +103,11 @@ def run(tmp_path, sizes, limit, layers):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status tells the peak of memory on Linux")
 def test_peak_of_memory_does_not_grow_with_the_checkpoint(tmp_path):
-    """Four times the layers, and the same record; how many of a fixed number of buffers are used depends on the disk."""
+    """Four times the layers, and the same record."""
     sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 768}
     _, small, large = run(tmp_path, sizes, 3 << 30, [2, 16, 64])
     assert large["bytes"] - small["bytes"] > 75e6
-    assert large["peak"] - small["peak"] < (large["bytes"] - small["bytes"]) / 4
+    assert large["peak"] - small["peak"] < (large["bytes"] - small["bytes"]) / 8
     assert small["files"] >= 3
 
 
@@ -119,5 +120,4 @@ def test_four_gigabytes_pass_through_three_of_address_space(tmp_path):
     _, small, large = run(tmp_path, sizes, 3 << 30, [4, 73, 152])
     assert small["bytes"] > 2.0e9
     assert large["bytes"] > 4.0e9
-    # A disk that is busy for longer lets more of the buffers be used, whose number is fixed: two of 51 MB, when measured.
-    assert abs(large["peak"] - small["peak"]) < 0.1 * small["peak"]
+    assert abs(large["peak"] - small["peak"]) < 0.02 * small["peak"]
