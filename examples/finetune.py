@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import optax
 import train_loop
 import tyro
+from jax.experimental import multihost_utils
 from train_loop import LoopOptions, build_program, first_state, open_checkpoints, open_run, print_sizes, start, swap_trace
 
 import zerojax as zj
@@ -316,16 +317,18 @@ def held_out_prompt(examples: Examples) -> list[int]:
 
 
 def export(options: Options, seen: zj.Run) -> None:
-    """Write the last checkpoint as a folder, in the first process."""
-    if options.export is None or jax.process_index():
+    """Write the last checkpoint as a folder, in the first process; the others wait."""
+    if options.export is None:
         return
-    assert options.checkpoint_dir is not None
-    if options.lora_rank and not options.merge_lora:
-        zj.export_peft(options.checkpoint_dir, options.export, like=options.model)
-        seen.print(f"{options.export} holds the adapters, for PeftModel.from_pretrained")
-    else:
-        zj.export_hf(options.checkpoint_dir, options.export, like=options.model, merge_lora=options.merge_lora)
-        seen.print(f"{options.export} holds the weights, for AutoModelForCausalLM.from_pretrained")
+    if jax.process_index() == 0:
+        assert options.checkpoint_dir is not None
+        if options.lora_rank and not options.merge_lora:
+            zj.export_peft(options.checkpoint_dir, options.export, like=options.model)
+            seen.print(f"{options.export} holds the adapters, for PeftModel.from_pretrained")
+        else:
+            zj.export_hf(options.checkpoint_dir, options.export, like=options.model, merge_lora=options.merge_lora)
+            seen.print(f"{options.export} holds the weights, for AutoModelForCausalLM.from_pretrained")
+    multihost_utils.sync_global_devices("exported")  # a process that ends waits for the others for 5 minutes, and no longer
 
 
 if __name__ == "__main__":
