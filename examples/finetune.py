@@ -49,7 +49,7 @@ class Options(LoopOptions):
       split: which data set of a folder with several.
       validation_data: file or folder of held-out examples; by default some of data's.
       validation_split: which data set of that folder; alone, of the folder of data.
-      held_out: one of so many examples is held out where no others are named.
+      held_out: one of so many examples is held out where no others are named; 0: none, and nothing is validated.
       form: messages, prompt or text, where examples have the keys of several.
       each_answer: make an example of each answer of a conversation.
       too_long: what becomes of an example that is longer than a row: refuse, truncate or drop.
@@ -121,6 +121,12 @@ def check(options: Options) -> None:
         raise ValueError(f"--steps {options.steps}: at least 0")
     if not options.lora_rank and (options.merge_lora or options.lora_alpha is not None or options.lora_dropout):
         raise ValueError("--merge-lora, --lora-alpha and --lora-dropout are of adapters: give --lora-rank, too")
+    if options.zero.frozen_dtype is not None and not options.lora_rank:
+        raise ValueError(f"--frozen-dtype {options.zero.frozen_dtype} is of a frozen base: give --lora-rank, too")
+    if options.held_out < 0 or options.held_out == 1:
+        raise ValueError(f"--held-out {options.held_out}: one of 2 or more, or 0 for none")
+    if options.merge_lora and options.export is None:
+        raise ValueError("--merge-lora True says how to export: give --export, too")
     if options.export is not None:
         if options.checkpoint_dir is None:
             raise ValueError("--export writes what the last checkpoint holds: give --checkpoint-dir, too")
@@ -140,12 +146,12 @@ class Inputs:
     Attributes:
       tokenizer: of the model's folder.
       rows: to train on.
-      held_out: rows of the examples that are held out.
+      held_out: rows of the examples that are held out, or None.
     """
 
     tokenizer: Any
     rows: Rows
-    held_out: Rows
+    held_out: Rows | None
 
 
 def prepare(options: Options) -> Inputs:
@@ -164,16 +170,17 @@ def prepare(options: Options) -> Inputs:
     def read(path: str, split: str | None) -> Examples:
         return tokenize(path, tokenizer, split=split, form=options.form, each_answer=options.each_answer)
 
-    train = read(options.data, options.split)
-    if options.validation_data is None and options.validation_split is None:
-        train, held_out = train.hold_out(options.held_out)
-    else:
+    train, held_out = read(options.data, options.split), None
+    if options.validation_data is not None or options.validation_split is not None:
         held_out = read(options.validation_data or options.data, options.validation_split)
+    elif options.held_out:
+        train, held_out = train.hold_out(options.held_out)
+    both = [train] if held_out is None else [train, held_out]
     vocab = config_of(options.model).vocab
-    if (largest := max(int(train.tokens.max()), int(held_out.tokens.max()))) >= vocab:
+    if (largest := max(int(examples.tokens.max()) for examples in both)) >= vocab:
         raise ValueError(f"--model {options.model}: its tokenizer gives token {largest}, and the model has {vocab}: from 0")
-    packed = [pack(examples, options.seq, too_long=options.too_long) for examples in (train, held_out)]
-    return Inputs(tokenizer, *packed)
+    packed = [pack(examples, options.seq, too_long=options.too_long) for examples in both]
+    return Inputs(tokenizer, packed[0], packed[1] if len(packed) > 1 else None)
 
 
 def num_steps(options: Options, rows: Rows) -> int:
@@ -189,8 +196,8 @@ def build(options: Options, mesh: jax.sharding.Mesh, steps: int) -> tuple[zj.Pro
     model = model_of(options.model, lora=lora_of(options), mlp_tiles=options.mlp_tiles, loss_tiles=options.loss_tiles)
     peak = options.learning_rate if options.learning_rate is not None else 2e-4 if options.lora_rank else 1e-5
     warmup = max(1, steps // 30)
-    # The decay must be longer than the warmup, also in a run of one step.
-    rate = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), peak / 10)
+    # The first step has a rate, too. The decay must be longer than the warmup, also in a run of one step.
+    rate = optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, max(steps, warmup + 1), peak / 10)
     tx = optax.adamw(rate, weight_decay=options.weight_decay)
     return build_program(options, options.zero, model, tx, mesh, abstract_batch(options))
 
@@ -257,6 +264,7 @@ def run(
         return zj.import_hf(program, options.model, key=jax.random.key(options.seed))
 
     def validate(state: zj.TrainState) -> float:
+        assert inputs.held_out is not None
         held_out = batches_once(inputs.held_out, options.batch_size, count=options.eval_batches)
         return zj.perplexity(program, state, held_out).loss
 
@@ -264,7 +272,8 @@ def run(
         if plan is not None:
             seen.print(str(plan))
         seen.print(f"train: {described(inputs.rows)}")
-        seen.print(f"held out: {described(inputs.held_out)}")
+        if inputs.held_out is not None:
+            seen.print(f"held out: {described(inputs.held_out)}")
         lora = lora_of(options)
         trained = (
             "all of them trained" if lora is None else f"and adapters of rank {lora.rank} beside {', '.join(lora.targets)}"
@@ -273,10 +282,12 @@ def run(
         print_sizes(program, memory, seen)
         with train_loop.told_alone("finetune.py"):
             state = first_state(ckpt, program, make, data, Batches.go_to)
-        if not state.step:
+        if inputs.held_out is not None and not state.step:
             with seen.pause():
                 seen.print(f"step     0  validation {validate(state):.3f}")
-        state, is_over = train_loop.train(options, steps, program, state, data, ckpt, seen, trace, validate)
+        state, is_over = train_loop.train(
+            options, steps, program, state, data, ckpt, seen, trace, validate if inputs.held_out is not None else None
+        )
         if not is_over:
             if options.sample_tokens:
                 sample(options, program, state, inputs, seen)
@@ -296,7 +307,9 @@ def sample(options: Options, program: zj.Program, state: zj.TrainState, inputs: 
     """Print how the model goes on from the prompts, each time with the likeliest token."""
     tokenizer = inputs.tokenizer
     ends = {tokenizer.eos_token_id} - {None}
-    prompts = [prompt_tokens(tokenizer, text) for text in options.prompt] or [held_out_prompt(inputs.held_out.examples)]
+    prompts = [prompt_tokens(tokenizer, text) for text in options.prompt] or [
+        first_prompt((inputs.held_out or inputs.rows).examples)
+    ]
     for prompt, tokens in zip(prompts, zj.generate(program, state, prompts, options.sample_tokens, eos=ends), strict=True):
         seen.print(f"\n--- sample ---\n{tokenizer.decode(prompt)}{tokenizer.decode(tokens)}")
 
@@ -309,7 +322,7 @@ def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
-def held_out_prompt(examples: Examples) -> list[int]:
+def first_prompt(examples: Examples) -> list[int]:
     """Return the tokens of the first example before those that count; of a text, in which all do, the first few."""
     tokens, counted = (a[: examples.starts[1]] for a in (examples.tokens, examples.counted))
     first = int(counted.argmax())

@@ -273,9 +273,21 @@ def train(
     ckpt: zj.Checkpointer | None,
     seen: zj.Run,
     trace: contextlib.AbstractContextManager[None],
-    validate: Callable[[zj.TrainState], float],
+    validate: Callable[[zj.TrainState], float] | None,
 ) -> tuple[zj.TrainState, bool]:
-    """Make the steps that are left of `steps`, with checkpoints and validations, and tell whether a signal ended them."""
+    """Make the steps that are left of `steps`, with checkpoints and validations, and tell whether a signal ended them.
+
+    Args:
+      options: of the script.
+      steps: of the whole run.
+      program: that trains.
+      state: to start from.
+      data: this process's batches.
+      ckpt: saves them; or None.
+      seen: shows them.
+      trace: the context of the last steps.
+      validate: returns the loss of held-out data; or None.
+    """
     if state.step:
         seen.print(f"goes on from step {int(state.step)} of {options.checkpoint_dir}")
     first, is_over = int(state.step) + 1, False
@@ -294,9 +306,11 @@ def train(
                 break
             if step % options.eval_every == 0 or step == steps:
                 with seen.pause():
-                    line = seen.line
-                    seen.log(step, {"validation/loss": validate(state)})
-                    seen.print(f"step {step:>5}  {line}  validation {seen.figures['validation/loss']:.3f}")
+                    line = f"step {step:>5}  {seen.line}"
+                    if validate is not None:
+                        seen.log(step, {"validation/loss": validate(state)})
+                        line += f"  validation {seen.figures['validation/loss']:.3f}"
+                    seen.print(line)
         if ckpt is not None:
             ckpt.wait()  # before signals end the process again
     if seen.watch.written_a_day:

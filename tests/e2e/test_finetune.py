@@ -227,7 +227,7 @@ def test_kubernetes_job_fits_the_script(monkeypatch):
     options = finetune.parse(container["command"][2:])
     assert options.resume
     actions = {value: rule["action"] for rule in spec["podFailurePolicy"]["rules"] for value in _codes(rule)}
-    assert actions == {options.stopped_status: "Ignore", 2: "FailJob"}
+    assert actions == {options.stopped_status: "Ignore", 128 + signal.SIGTERM: "Ignore", 2: "FailJob"}
     check_fit(options, count * container["resources"]["limits"]["nvidia.com/gpu"], monkeypatch)
 
 
@@ -269,6 +269,9 @@ def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_p
         (["--lora-alpha", "3"], "give --lora-rank"),
         (["--merge-lora", "True"], "give --lora-rank"),
         (["--export", "out"], "give --checkpoint-dir"),
+        (["--lora-rank", "2", "--merge-lora", "True"], "give --export"),
+        (["--frozen-dtype", "nf4"], "give --lora-rank"),
+        (["--held-out", "1"], "--held-out 1"),
         (["--seq", "1"], "--seq 1"),
         (["--epochs", "nan"], "--epochs nan"),
         (["--steps", "-1"], "--steps -1"),

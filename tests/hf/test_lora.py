@@ -135,6 +135,34 @@ def test_adapters_are_restored_from_any_tier_onto_any(tmp_path, here, there):
         np.testing.assert_array_equal(a, b)
 
 
+def test_adapters_of_another_scale_are_not_restored_and_dropout_may_change(tmp_path):
+    write("llama", tmp_path / "like")
+
+    def program(**fields):
+        lora = zj.Lora(**({"rank": 2, "alpha": 4} | fields))
+        return program_of(model_of(tmp_path / "like", lora=lora), "device", tmp_path, 1)
+
+    with program() as first, zj.Checkpointer(tmp_path / "ckpt") as ckpt:
+        ckpt.save(first, zj.import_hf(first, tmp_path / "like", key=jax.random.key(0)))
+        with program(alpha=8) as other, pytest.raises(zj.CheckpointError, match=r"saved of a model with lora=.*'alpha': 4"):
+            ckpt.restore(other)
+        with program(dropout=0.1) as other:
+            assert ckpt.restore(other).step == 0
+
+
+def test_adapters_alone_are_not_exported_where_more_was_trained(tmp_path):
+    write("llama", tmp_path / "like")
+    model = model_of(
+        tmp_path / "like", lora=zj.Lora(rank=2, alpha=4), trainable=lambda path, _: "lora" in path or path[-1] == "scale"
+    )
+    with program_of(model, "device", tmp_path, 1) as program:
+        ckpt = save(program, zj.import_hf(program, tmp_path / "like", key=jax.random.key(0)), tmp_path / "ckpt")
+    with pytest.raises(ValueError, match=r"trained beside the adapters: blocks.input_layernorm.scale; .*merge_lora=True"):
+        zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "like")
+    assert not (tmp_path / "adapters").exists()
+    zj.export_hf(ckpt, tmp_path / "merged", like=tmp_path / "like", merge_lora=True)
+
+
 def test_dropout_of_adapters_is_in_training_alone(tmp_path):
     write("llama", tmp_path)
     losses = []

@@ -6,11 +6,13 @@ program, but its layout, its swap session and its leaves.
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.leaves import StateLeaf, state_leaves
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.restore import Restoring
@@ -51,6 +53,7 @@ def begin_save(
 
 def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -> TrainState:
     """Return a saved state as a program's; see `zerojax.Checkpointer.restore`."""
+    _check_about(program.model.about or {}, saved)
     # Some versions of XLA read host memory at a wrong index, silently: the devices are asked first.
     if program.layout.updates_by_record:
         with jax.set_mesh(program.mesh):
@@ -58,9 +61,25 @@ def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -
     return Restoring(program.layout, program.swap, leaves_of_program(program), program.calling).restore(saved, verify=verify)
 
 
+def _check_about(about: Mapping[str, Any], saved: SavedState) -> None:
+    """Raise CheckpointError where a model tells other numbers of itself than the one that was saved, such as adapters' scale.
+
+    These are in no leaf. A rate of dropout may change from run to run.
+    """
+    for name in sorted(set(about) & set(saved.about)):
+        here, there = (json.loads(json.dumps(each[name])) for each in (about, saved.about))
+        if isinstance(here, dict) and isinstance(there, dict):
+            here, there = ({k: v for k, v in each.items() if k != "dropout"} for each in (here, there))
+        if here != there:
+            raise CheckpointError(
+                f"{saved.folder} was saved of a model with {name}={there}, and this program's has {here}: restore it with what "
+                "it was saved with"
+            )
+
+
 def describe(program: Program) -> dict[str, Any]:
     """Return config, mesh and versions, as JSON can hold them; for people, and never read by a restore."""
-    config = {name: _plain(getattr(program.config, name)) for name in program.config.__dataclass_fields__}
+    config = {field.name: _plain(getattr(program.config, field.name)) for field in dataclasses.fields(program.config)}
     return {
         "config": config,
         "mesh": dict(program.mesh.shape),

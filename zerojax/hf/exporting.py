@@ -346,7 +346,7 @@ def export_peft(
       families: as of `zerojax.hf.model_of`.
 
     Raises:
-      ValueError: `out` exists, another dtype, or the model of `like` is not built.
+      ValueError: `out` exists, another dtype, the model of `like` is not built, or other weights than adapters were trained.
       CheckpointError: there is no checkpoint, or it has no adapters.
       DamagedError: the checkpoint is not whole.
     """
@@ -356,6 +356,13 @@ def export_peft(
         leaves = {name: leaf for name, (leaf, _) in _leaves(saved).items() if ADAPTER in name}
         if not leaves:
             raise CheckpointError(f"{saved.folder} holds no adapters: zerojax.export_hf writes its weights")
+        frozen, whole = saved.frozen, _leaves(saved)
+        trained = [n for n, (leaf, is_encoded) in whole.items() if n not in leaves and not is_encoded and leaf not in frozen]
+        if trained:
+            raise ValueError(
+                f"{saved.folder} holds weights that were trained beside the adapters: {first_few(sorted(trained))}. PEFT's "
+                "file would be without them: write all by zerojax.export_hf(merge_lora=True)"
+            )
         lora = lora_of(saved)
         found: dict[str, tuple[str, int]] = {}
         for there, here in table.items():

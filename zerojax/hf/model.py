@@ -92,6 +92,8 @@ def config_of(folder: str | os.PathLike[str], families: Mapping[str, Family] = F
 
 def context_of(batch: Batch) -> dict[str, jax.Array]:
     """Return what all blocks read of a batch: positions, 0 .. T - 1 where none are given, and segments where they are."""
+    if "tokens" not in batch:
+        raise ValueError(f"a batch has {sorted(batch)}: 'tokens' are needed, and 'targets' for a loss; each is the next token")
     tokens = batch["tokens"]
     positions = batch.get("positions")
     if positions is None:

@@ -79,6 +79,8 @@ def generate(
     is_open = np.ones(len(rows), bool)
     for step in range(max_new_tokens):
         logits = logits_of(tokens, lengths)
+        if step == 0 and (largest := max(int(row.max()) for row in rows)) >= logits.shape[-1]:
+            raise ValueError(f"a prompt has token {largest}, and the model has {logits.shape[-1]}, counted from 0")
         with jax.set_mesh(program.mesh):
             drawn = np.asarray(_drawn(logits, None if key is None else jax.random.fold_in(key, step), temperature, top_p))
         for i in np.flatnonzero(is_open):
@@ -101,6 +103,8 @@ def _checked_prompts(prompts: Any, max_new_tokens: int) -> list[np.ndarray]:
     for i, row in enumerate(rows):
         if row.ndim != 1 or not len(row) or not np.issubdtype(row.dtype, np.integer):
             raise ValueError(f"prompt {i} is {prompts[i]!r}: a list of at least one token is needed, each an integer")
+        if row.min() < 0:
+            raise ValueError(f"prompt {i} has token {row.min()}: tokens are counted from 0")
     return rows
 
 

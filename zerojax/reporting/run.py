@@ -123,12 +123,13 @@ class Run:
         self._display = Display(is_quiet=not self._is_first, has_bars=bars)
         self._capacity: dict[str, float | None] = {}
         self._page_written = 0.0
+        self._received: list[int] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         # Before the program makes its files, or the disk would seem smaller.
         self._capacity = capacity_of(self._mesh, self._program.config.swap_dir)
-        self._stack.enter_context(_sigterm_raises())
+        self._stack.enter_context(_sigterm_raises(self._received))
         self._stack.enter_context(self._display)
         return self
 
@@ -159,6 +160,8 @@ class Run:
           step: its number, from 1 on; the first one that is given opens the files.
           metrics: as `program.step` returned them.
         """
+        if self._received:  # what was raised then has been caught by somebody else
+            raise SystemExit(128 + self._received[0])
         self._started += 1
         self._pending.append((step, metrics))
         while len(self._pending) > self._lag:
@@ -290,8 +293,10 @@ def _flat(config: Any) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit(143), where it would end the process at once.
+def _sigterm_raises(received: list[int]) -> Iterator[None]:
+    """Let SIGTERM raise SystemExit(143), where it would end the process at once, and note it in `received`.
+
+    Python's collector of garbage and the like catch what is raised in them, so the next step asks for what was noted.
 
     Where a handler is there, such as `zj.Preemption`'s, it stays. In a run of several processes it is JAX's, which Python does
     not see.
@@ -303,6 +308,7 @@ def _sigterm_raises() -> Iterator[None]:
 
     def leave(number: int, frame: FrameType | None) -> None:
         del frame
+        received.append(number)
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)

@@ -149,7 +149,7 @@ class _Imported(SavedState):
           values: of the small leaves, random keys as their data.
           encoded: the arrays of weights that the program keeps in 8 or 4 bits.
         """
-        self.folder, self.num_processes, self.data = file.path, 1, {}
+        self.folder, self.num_processes, self.data, self.about = file.path, 1, {}, {}
         self.leaves = dict(leaves)
         self.keys: dict[str, str] = {}  # of the default implementation
         self.values = {"step": np.zeros((), np.int32), "skipped": np.zeros((), np.int32), **values}
