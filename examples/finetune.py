@@ -18,6 +18,7 @@ devices to the same losses, bit for bit. `--export` then writes a folder for tra
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import sys
@@ -114,11 +115,11 @@ def check(options: Options) -> None:
     Raises:
       ValueError: one is out of range, or does not go with the others.
     """
-    for name, value, least in (("seq", options.seq, 2), ("epochs", options.epochs, 0), ("lora-rank", options.lora_rank, 0)):
-        if not value >= least or value == math.inf:
-            raise ValueError(f"--{name} {value}: a number of at least {least} is needed")
-    if options.steps is not None and options.steps < 0:
-        raise ValueError(f"--steps {options.steps}: at least 0")
+    train_loop.check_loop(options)
+    for name, least in {"seq": 2, "epochs": 0, "steps": 0, "lora_rank": 0, "sample_tokens": 0}.items():
+        value = getattr(options, name)
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: a number of at least {least} is needed")
     if not options.lora_rank and (options.merge_lora or options.lora_alpha is not None or options.lora_dropout):
         raise ValueError("--merge-lora, --lora-alpha and --lora-dropout are of adapters: give --lora-rank, too")
     if options.zero.frozen_dtype is not None and not options.lora_rank:
@@ -132,6 +133,10 @@ def check(options: Options) -> None:
             raise ValueError("--export writes what the last checkpoint holds: give --checkpoint-dir, too")
         if os.path.lexists(options.export):
             raise ValueError(f"--export {options.export}: there is something already, which is not written over")
+        if not options.export or not os.path.isdir(os.path.dirname(os.path.abspath(options.export))):
+            raise ValueError(f"--export {options.export}: its folder is not there")
+        if options.steps == 0:
+            raise ValueError("--export with --steps 0: a run without a step saves no checkpoint, of which it would be written")
     if not os.path.isdir(options.model):
         raise ValueError(f"--model {options.model}: not a folder; nothing is downloaded")
 
@@ -147,11 +152,13 @@ class Inputs:
       tokenizer: of the model's folder.
       rows: to train on.
       held_out: rows of the examples that are held out, or None.
+      prompts: that the model goes on from at the end.
     """
 
     tokenizer: Any
     rows: Rows
     held_out: Rows | None
+    prompts: list[list[int]]
 
 
 def prepare(options: Options) -> Inputs:
@@ -177,10 +184,13 @@ def prepare(options: Options) -> Inputs:
         train, held_out = train.hold_out(options.held_out)
     both = [train] if held_out is None else [train, held_out]
     vocab = config_of(options.model).vocab
-    if (largest := max(int(examples.tokens.max()) for examples in both)) >= vocab:
+    prompts = [prompt_tokens(tokenizer, text) for text in options.prompt] or [first_prompt(both[-1])]
+    if not all(prompts):
+        raise ValueError(f"--prompt {' '.join(map(repr, options.prompt))}: each needs a token at least")
+    if (largest := max(*(int(examples.tokens.max()) for examples in both), *map(max, prompts))) >= vocab:
         raise ValueError(f"--model {options.model}: its tokenizer gives token {largest}, and the model has {vocab}: from 0")
     packed = [pack(examples, options.seq, too_long=options.too_long) for examples in both]
-    return Inputs(tokenizer, packed[0], packed[1] if len(packed) > 1 else None)
+    return Inputs(tokenizer, packed[0], packed[1] if len(packed) > 1 else None, prompts)
 
 
 def num_steps(options: Options, rows: Rows) -> int:
@@ -289,9 +299,9 @@ def run(
             options, steps, program, state, data, ckpt, seen, trace, validate if inputs.held_out is not None else None
         )
         if not is_over:
+            export(options, seen)
             if options.sample_tokens:
                 sample(options, program, state, inputs, seen)
-            export(options, seen)
     return is_over
 
 
@@ -305,13 +315,21 @@ def described(rows: Rows) -> str:
 
 def sample(options: Options, program: zj.Program, state: zj.TrainState, inputs: Inputs, seen: zj.Run) -> None:
     """Print how the model goes on from the prompts, each time with the likeliest token."""
-    tokenizer = inputs.tokenizer
-    ends = {tokenizer.eos_token_id} - {None}
-    prompts = [prompt_tokens(tokenizer, text) for text in options.prompt] or [
-        first_prompt((inputs.held_out or inputs.rows).examples)
-    ]
-    for prompt, tokens in zip(prompts, zj.generate(program, state, prompts, options.sample_tokens, eos=ends), strict=True):
-        seen.print(f"\n--- sample ---\n{tokenizer.decode(prompt)}{tokenizer.decode(tokens)}")
+    decode, ends = inputs.tokenizer.decode, end_tokens(options, inputs.tokenizer)
+    answers = zj.generate(program, state, inputs.prompts, options.sample_tokens, eos=ends)
+    for prompt, answer in zip(inputs.prompts, answers, strict=True):
+        seen.print(f"\n--- sample ---\n{decode(prompt)}{decode(answer)}")
+
+
+def end_tokens(options: Options, tokenizer: Any) -> set[int]:
+    """Return the tokens that end an answer: the tokenizer's, and those of the model's generation_config.json."""
+    found = [tokenizer.eos_token_id]
+    path = os.path.join(options.model, "generation_config.json")
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as file:
+            told = json.load(file).get("eos_token_id")
+        found += told if isinstance(told, list) else [told]
+    return {token for token in found if token is not None}
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> list[int]:

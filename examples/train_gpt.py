@@ -146,6 +146,7 @@ def main() -> None:
     """Train as the command line says."""
     with train_loop.told_alone("train_gpt.py"):
         options = parse()
+        train_loop.check_loop(options)
         ckpt = open_checkpoints(options)
         c, program, plan = build(options, start(options))
     with program, ckpt or contextlib.nullcontext():  # what is on a disk goes at the end, and after an error

@@ -8,6 +8,7 @@ A script parses its options, builds a program, and opens a `zj.Run`; then
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, cast
@@ -103,9 +104,22 @@ def told_alone(script: str) -> Iterator[None]:
     """End the script where its options are refused, by the message alone and with status 2, as for an unknown option."""
     try:
         yield
-    except (ValueError, NotImplementedError, zj.SwapError, zj.CheckpointError) as error:
+    except (ValueError, NotImplementedError, ModuleNotFoundError, zj.SwapError, zj.CheckpointError) as error:
         print(f"{script}: error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def check_loop(options: LoopOptions) -> None:
+    """Refuse options that would fail in the middle of a run, or at its end.
+
+    Raises:
+      ValueError: one is out of range, or the folder of the report is a file.
+    """
+    for name in ("devices", "batch_size", "eval_every", "eval_batches", "checkpoint_every", "keep"):
+        if (value := getattr(options, name)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
+    if os.path.exists(options.logdir) and not os.path.isdir(options.logdir):
+        raise ValueError(f"--logdir {options.logdir} is a file, and a folder is needed")
 
 
 # --- the machine ---------------------------------------------------------------------------------------------------------
@@ -115,7 +129,10 @@ def start(options: LoopOptions) -> jax.sharding.Mesh:
     """Join a cluster, simulate devices if there is only a CPU, and lay out the mesh."""
     jax.config.update("jax_num_cpu_devices", options.devices)  # read by the CPU backend alone
     zj.join_cluster(options.heartbeat_timeout)
-    sizes = dict(pair.split("=") for pair in options.mesh.split(","))
+    pairs = [pair.partition("=") for pair in options.mesh.split(",")]
+    if wrong := [pair for *pair, size in pairs if not size.removeprefix("-").isdecimal()]:
+        raise ValueError(f"--mesh {options.mesh}: {''.join(wrong[0])} has no number: sizes are as in data=2,fsdp=4")
+    sizes = {axis: size for axis, _, size in pairs}
     unknown = set(sizes) - {"data", "fsdp", "tensor"}
     if unknown:
         raise ValueError(f"--mesh {options.mesh}: {sorted(unknown)} unknown; the axes are data, fsdp and tensor")

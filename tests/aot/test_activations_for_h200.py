@@ -149,7 +149,7 @@ def test_temporary_bytes_of_streamed_steps_grow_by_it(activations):
 
 
 # Of a block's six products backward has two each. The result of the last one is read by no derivative.
-@pytest.mark.by_default("selective-19")  # whose five layers the test above has compiled for tensor=8, too
+@pytest.mark.exhaustive  # by default test_kept.py counts the products of traced derivatives
 @pytest.mark.parametrize(("activations", "each"), [("save", 18), ("selective", 19), ("remat", 23)])
 def test_no_product_runs_twice_in_save_the_scores_do_in_selective_and_forward_does_in_remat(activations, each):
     few, many = (hlo.num_products(compiled(activations, 8, n)[0].as_text(), unknown_trips=n) for n in (3, LAYERS))

@@ -187,8 +187,13 @@ def test_some_examples_are_held_out(tmp_path):
     texts = [{"text": f"text {i}"} for i in range(10)]
     examples = data.tokenize(write(tmp_path / "a.jsonl", texts), byte_tokenizer())
     train, held_out = examples.hold_out(5)
-    assert held_out.numbers.tolist() == [4, 9]
+    assert held_out.numbers.tolist() == [5, 10]
     assert sorted([*train.numbers, *held_out.numbers]) == list(range(1, 11))
-    assert [text for text, _ in parts(held_out, byte_tokenizer())] == ["text 3<|im_end|>", "text 8<|im_end|>"]
+    assert [text for text, _ in parts(held_out, byte_tokenizer())] == ["text 4<|im_end|>", "text 9<|im_end|>"]
     with pytest.raises(ValueError, match="one in 20 cannot be held out"):
         examples.hold_out(20)
+    # Empty lines are no records.
+    (tmp_path / "b.jsonl").write_text("\n" + (tmp_path / "a.jsonl").read_text().replace("\n", "\n\n"))
+    sparse = data.tokenize(tmp_path / "b.jsonl", byte_tokenizer()).hold_out(5)
+    for part, expected in zip(sparse, (train, held_out), strict=True):
+        np.testing.assert_array_equal(part.tokens, expected.tokens)

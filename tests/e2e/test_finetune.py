@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -153,13 +154,13 @@ def test_a_stopped_run_goes_on_to_the_uncut_losses_bit_for_bit(tmp_path, monkeyp
         assert figures(tmp_path, name) == figures(uncut[0], name)
 
 
-# The script, whose steps take half a second once a checkpoint is there: a signal finds it running, however fast it is.
+# The script, whose steps take 0.3 s more once a checkpoint is there: a signal finds it running, however fast it is.
 SLOWLY = f"""
 import sys, time
 sys.path.insert(0, {str(ROOT / "examples")!r})
 import finetune, zerojax as zj
 step = zj.Run.step
-zj.Run.step = lambda self, number, metrics: (step(self, number, metrics), time.sleep(0.5 * (number > {EVERY})))
+zj.Run.step = lambda self, number, metrics: (step(self, number, metrics), time.sleep(0.3 * (number > {EVERY})))
 finetune.main()
 """
 
@@ -270,6 +271,14 @@ def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_p
         (["--merge-lora", "True"], "give --lora-rank"),
         (["--export", "out"], "give --checkpoint-dir"),
         (["--lora-rank", "2", "--merge-lora", "True"], "give --export"),
+        (["--export", "no/where/out", "--checkpoint-dir", "c"], "its folder is not there"),
+        (["--export", "", "--checkpoint-dir", "c"], "its folder is not there"),
+        (["--export", "out", "--checkpoint-dir", "c", "--steps", "0"], "--steps 0"),
+        (["--sample-tokens", "-1"], "--sample-tokens -1"),
+        (["--eval-every", "0"], "--eval-every 0"),
+        (["--eval-batches", "0"], "--eval-batches 0"),
+        (["--devices", "0"], "--devices 0"),
+        (["--logdir", __file__], "is a file"),
         (["--frozen-dtype", "nf4"], "give --lora-rank"),
         (["--held-out", "1"], "--held-out 1"),
         (["--seq", "1"], "--seq 1"),
@@ -288,6 +297,40 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path, inputs):
     byte_tokenizer().save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="and the model has 100"):
         finetune.prepare(finetune.parse([*inputs, "--model", str(tmp_path / "model")]))
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "fsdp=x", "fsdp=2,data="])
+def test_a_mesh_without_numbers_is_told(inputs, mesh):
+    with pytest.raises(ValueError, match="has no number: sizes are as in data=2,fsdp=4"):
+        finetune.start(finetune.parse([*inputs, "--mesh", mesh, "--devices", "8"]))
+
+
+def test_prompts_are_looked_at_before_the_run(tmp_path, inputs):
+    tokenizer = byte_tokenizer(None)
+    tokenizer.add_tokens(["<new>"])
+    write_model("llama", tmp_path / "model", vocab_size=259)
+    tokenizer.save_pretrained(tmp_path / "model")
+    write(tmp_path / "texts.jsonl", [{"text": f"text {i}"} for i in range(40)])
+    options = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "texts.jsonl")]
+    for prompt, words in (("a <new>", "gives token 259, and the model has 259"), ("", "each needs a token")):
+        with pytest.raises(ValueError, match=words):
+            finetune.prepare(finetune.parse([*options, "--prompt", prompt]))
+    assert finetune.prepare(finetune.parse([*options, "--prompt", "ab"])).prompts == [tokenizer("ab")["input_ids"]]
+
+
+def test_nothing_is_held_out_where_that_is_asked_for(inputs):
+    found = finetune.prepare(finetune.parse([*inputs, "--held-out", "0", "--seq", "128"]))
+    assert found.held_out is None
+    assert found.rows.counts.examples == 200
+    assert found.prompts[0][0] == found.rows.examples.tokens[0]
+
+
+def test_an_answer_ends_at_any_of_the_models_end_tokens(tmp_path, inputs):
+    shutil.copytree(inputs[1], tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    options = finetune.parse([*inputs, "--model", str(tmp_path / "model")])
+    tokenizer = byte_tokenizer()
+    assert finetune.end_tokens(options, tokenizer) == {7, 8, tokenizer.eos_token_id}
 
 
 def test_flops_of_frozen_matrices_have_no_gradients(inputs):

@@ -13,6 +13,7 @@ from kernel_cases import MOSAIC, UNFUSED, XLA
 SMALL = kernels.cases(small=True)
 
 
+@pytest.mark.exhaustive  # by default the tests of each kernel run its cases
 def test_kernel_benchmark_runs_every_case_and_says_that_a_cpu_measures_nothing():
     lines = list(kernels.table(small=True, rounds=1))
     assert all(right for _, right in lines)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from hf_models import FAMILIES, adamw, batch_of, losses_of, need, program_of, torch_logits, write
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import zerojax as zj
 from zerojax import cli
@@ -24,6 +24,20 @@ def bits(folder):
         name: (t.dtype, t.shape, np.asarray(file.read(name, tuple((0, n) for n in t.shape))).tobytes())
         for name, t in file.tensors.items()
     }
+
+
+def test_a_head_that_is_said_to_be_tied_and_is_another_is_refused(tmp_path):
+    """transformers would use it. A copy of the embedding is read once."""
+    write("llama-tied", tmp_path / "like", shard="1GB")
+    (file,) = (tmp_path / "like").glob("*.safetensors")
+    found = load_file(file)
+    table = found["model.embed_tokens.weight"]
+    with program_of(model_of(tmp_path / "like"), "device", tmp_path, 1) as program:
+        save_file(found | {"lm_head.weight": table}, file, {"format": "pt"})
+        assert zj.import_hf(program, tmp_path / "like", key=jax.random.key(0)).step == 0
+        save_file(found | {"lm_head.weight": table * 2}, file, {"format": "pt"})
+        with pytest.raises(ValueError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"):
+            zj.import_hf(program, tmp_path / "like", key=jax.random.key(0))
 
 
 def save(program, state, folder):

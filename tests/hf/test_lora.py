@@ -163,6 +163,18 @@ def test_adapters_alone_are_not_exported_where_more_was_trained(tmp_path):
     zj.export_hf(ckpt, tmp_path / "merged", like=tmp_path / "like", merge_lora=True)
 
 
+def test_adapters_are_exported_for_their_own_base(tmp_path):
+    write("llama", tmp_path / "like")
+    write("llama", tmp_path / "wider", hidden_size=64)
+    write("llama", tmp_path / "shallow", num_hidden_layers=2)
+    with program_of(model_of(tmp_path / "like", lora=zj.Lora(rank=2, alpha=4)), "device", tmp_path, 1) as program:
+        ckpt = save(program, zj.import_hf(program, tmp_path / "like", key=jax.random.key(0)), tmp_path / "ckpt")
+    with pytest.raises(zj.CheckpointError, match=r"is of another model than .*wider: lora_A \[2, 48\] beside"):
+        zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "wider")
+    with pytest.raises(zj.CheckpointError, match=r"layers.2.self_attn.q_proj.weight which is not there"):
+        zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "shallow")
+
+
 def test_dropout_of_adapters_is_in_training_alone(tmp_path):
     write("llama", tmp_path)
     losses = []

@@ -101,6 +101,7 @@ def test_draws_follow_the_probabilities_and_the_key():
     np.testing.assert_allclose(drawn(1.0, 0.6) / 4000, [2 / 3, 1 / 3, 0, 0], atol=0.03)
     assert drawn(1.0, 0.5).tolist() == [4000, 0, 0, 0]
     assert next_tokens(logits[:, ::-1], None, 0.0, 1.0).tolist() == [3]
+    assert next_tokens(logits[:, ::-1], jax.random.key(0), 1e-38, 1.0).tolist() == [3]  # near 0 it is the likeliest, too
     program = build()
     state = program.init(jax.random.key(0))
     one, other = (zj.generate(program, state, PROMPTS, COUNT, 1.0, 0.9, key=jax.random.key(seed)) for seed in (1, 2))
@@ -132,6 +133,8 @@ WRONG = {
     "count": ({"max_new_tokens": 0}, "max_new_tokens=0"),
     "key": ({"temperature": 1.0}, "temperature=1.0 draws at random: give key="),
     "top_p": ({"top_p": 0.0}, "top_p=0.0"),
+    "nan": ({"temperature": float("nan")}, "temperature=nan"),
+    "negative": ({"prompts": [[1], [2, -3]]}, "prompt 1 has token -3"),
 }
 
 
@@ -140,6 +143,14 @@ def test_what_does_not_fit_is_refused(name):
     given, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         zj.generate(build(), None, **{"prompts": PROMPTS, "max_new_tokens": 2, **given})
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_tokens_outside_of_the_vocabulary_are_refused(use_cache):
+    with build(decoder.generator()) as program:
+        state = program.init(jax.random.key(0))
+        with pytest.raises(ValueError, match="has token 1000000, and the model has"):
+            zj.generate(program, state, [[1, 2], [3, 1_000_000]], 2, use_cache=use_cache)
 
 
 def test_models_without_logits_or_cache_are_told(tmp_path):

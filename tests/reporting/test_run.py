@@ -1,5 +1,6 @@
 """A run's figures come when they should, go where they should, and are on its page however it ends."""
 
+import contextlib
 import json
 import logging
 import os
@@ -274,6 +275,25 @@ def test_the_page_has_memory_by_tier_against_capacity_and_what_the_run_ran_with(
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
+@pytest.mark.parametrize("damaged", ["\0\0\0\n", '{"loss": 1.0}\n', "[3]\n", '{"step": 2, "train/loss": 1.0}{"st\n'])
+def test_a_damaged_line_ends_what_was_before(program, tmp_path, caplog, damaged):
+    good = '{"step": 1, "train/loss": 3.0}\n'
+    (tmp_path / "metrics.jsonl").write_text(good + damaged + good)
+    with run_of(program, tmp_path) as run:
+        run.step(5, {"loss": np.float32(2)})
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 5]
+    assert "metrics.jsonl is damaged at line 2" in caplog.text
+
+
+def test_a_signal_whose_exception_was_swallowed_ends_the_run_at_the_next_step(program, tmp_path):
+    with run_of(program, tmp_path) as run:
+        with contextlib.suppress(SystemExit):  # as the collector of garbage does
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(SystemExit) as ended:
+            run.step(1, {"loss": np.float32(2)})
+    assert ended.value.code == 143
+
+
 def test_a_long_line_is_drawn_by_means_within_a_band():
     steps = range(1, 10 * MOST + 1)
     values = [float("nan") if s == 7 else float(s % 2) for s in steps]
@@ -291,6 +311,7 @@ def test_charts_without_figures_are_not_drawn_and_the_models_own_are():
     drawn = draw_charts(charts_of(series))
     assert re.findall(r'font-weight="bold">([^<]*)<', "".join(drawn.body)) == ["Loss", "train/accuracy"]
     assert len(re.findall("<polyline", "".join(drawn.body))) == 3
+    ET.fromstring(f"<svg>{''.join(draw_charts([Chart('a', [Line('<b>&', [1, 2], [1.0, 2.0])])]).body)}</svg>")
 
 
 def test_options_are_flat_texts():

@@ -27,6 +27,7 @@ EIGHT = STEP | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2
 OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 URI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
 POD = {"JOB_COMPLETION_INDEX": "3", "HOSTNAME": "tune-3", "JAX_NUM_PROCESSES": "4", "HEADLESS_SERVICE": "tune-pods"}
+OWN_ADDRESS = {"JAX_COORDINATOR_ADDRESS": "here:1"}
 OWN = {"JAX_COORDINATOR_ADDRESS": "here:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 
 
@@ -57,6 +58,12 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
         (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, ("localhost:55527", 4, 2, (0,))),
         ({"PMI_SIZE": "2", "PMI_RANK": "1", "JAX_COORDINATOR_ADDRESS": "head:5"}, ("head:5", 2, 1, None)),
         ({"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}, ("localhost:55527", 2, 1, (1,))),
+        # one task of srun a node starts the ranks of mpiexec there; srun itself can set both
+        (
+            STEP | {"PMI_SIZE": "8", "PMI_RANK": "5", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"} | OWN_ADDRESS,
+            ("here:1", 8, 5, (1,)),
+        ),
+        (STEP | {"PMI_SIZE": "2", "PMI_RANK": "1"}, (f"gpu003:{PORT}", 2, 1, None)),
         (POD, ("tune-0.tune-pods:55527", 4, 3, None)),
         (without(POD, "HEADLESS_SERVICE") | {"JAX_COORDINATOR_ADDRESS": "tune-0.pods:7"}, ("tune-0.pods:7", 4, 3, None)),
     ],

@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from weight_files import program_of
 
 import zerojax as zj
-from zerojax.weights import Place
+from zerojax.weights import Place, open_weights
 
 LAYERS, WIDTH, INNER = 3, 4, 6
 
@@ -85,6 +85,14 @@ def test_tensors_are_renamed_transposed_and_stacked_from_several_files(tmp_path,
         for layer in range(LAYERS):
             np.testing.assert_array_equal(pieces[f"blocks/{layer}"]["up"], found[f"h.{layer}.up.weight"].T)
             np.testing.assert_array_equal(pieces[f"blocks/{layer}"]["bias"], found[f"h.{layer}.up.bias"])
+
+
+def test_a_file_is_read_before_an_index_as_transformers_does(tmp_path):
+    folder = write(tmp_path / "model", tensors())
+    save_file({"only": np.zeros(2, np.float32)}, folder / "model.safetensors")
+    assert set(open_weights(folder).tensors) == {"only"}
+    (folder / "model.safetensors").unlink()
+    assert set(open_weights(folder).tensors) == set(tensors())
 
 
 @pytest.mark.parametrize("tier", ["device", "nvme"])

@@ -149,6 +149,12 @@ class _Tracer:
         leaves = [layout.all_leaves[i] for i in indices]
         return sum(local_elements(leaf.shape, leaf.spec.base, self.mesh) * leaf.dtype.itemsize for leaf in leaves)
 
+    def frozen_flops(self, layout: Any, indices: Sequence[int], forward: float) -> float:
+        """Return the FLOPs of gradients that the frozen matrices of some leaves do not get; their forward takes `forward`."""
+        frozen = [leaf.decodes or leaf for leaf in map(layout.all_leaves.__getitem__, indices) if leaf.frozen]
+        matrices = sum(math.prod(leaf.shape) for leaf in frozen if len(leaf.shape) - leaf.lead > 1)
+        return min(2.0 * self.tokens * matrices, forward)
+
 
 class _LayeredTracer(_Tracer):
     def workload(self) -> Workload:
@@ -171,9 +177,8 @@ class _LayeredTracer(_Tracer):
         ends = [i for i, leaf in enumerate(layout.all_leaves) if not leaf.is_stacked]
         trained = [i for i in ends if not layout.all_leaves[i].frozen]
         parts = [[i for i in ends if layout.all_leaves[i].path[0].key == name] for name in ("embed", "head")]
-        has_own = any(
-            len((leaf.decodes or leaf).shape) > 1 for leaf in map(layout.all_leaves.__getitem__, parts[1])
-        )  # else the head is the embedding
+        of_head = [layout.all_leaves[i] for i in parts[1]]
+        has_own = any(len((leaf.decodes or leaf).shape) > 1 for leaf in of_head)  # else the head is the embedding
         pairs = zip(step.loops, plans["remat"], strict=True)
         flops = forward_flops = 0.0
         for loops, plan in pairs:
@@ -207,12 +212,6 @@ class _LayeredTracer(_Tracer):
     def flops_of_block(self, block: Any) -> float:
         """Return the FLOPs of a block's forward, on all devices."""
         return sum(flops_of(i.eqn) for i in block.program.instructions)
-
-    def frozen_flops(self, layout: Any, indices: Sequence[int], forward: float) -> float:
-        """Return the FLOPs of gradients that the frozen matrices of some leaves do not get; their forward takes `forward`."""
-        frozen = [leaf.decodes or leaf for leaf in map(layout.all_leaves.__getitem__, indices) if leaf.frozen]
-        matrices = sum(math.prod(leaf.shape) for leaf in frozen if len(leaf.shape) - leaf.lead > 1)
-        return min(2.0 * self.tokens * matrices, forward)
 
     def stack(self, loops: StackLoops, blocks: Mapping[str, Any], kept: Mapping[str, int], args: Any) -> StackWork:
         """Return the work of one stack."""
@@ -370,6 +369,7 @@ class _PlainTracer(_Tracer):
             backward={"save": backward, "selective": backward, "remat": backward + forward},
         )
         moments = self.moment_bytes(layout)
+        forward_flops = sum(flops_of(i.eqn) for i in forward_program.instructions)
         return Workload(
             name=f"{layout.num_params:,} parameters",
             is_layered=False,
@@ -386,8 +386,8 @@ class _PlainTracer(_Tracer):
             batch_bytes=sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(self.batch)),
             rows=self.rows // self.grid.batch_shards,
             tokens=self.tokens,
-            flops=3.0 * sum(flops_of(i.eqn) for i in forward_program.instructions),
-            forward_flops=sum(flops_of(i.eqn) for i in forward_program.instructions),
+            flops=3.0 * forward_flops - self.frozen_flops(layout, range(len(layout.all_leaves)), forward_flops),
+            forward_flops=forward_flops,
             source=self.source,
         )
 

@@ -372,6 +372,7 @@ def export_peft(
                     module = f"base_model.model.{there.removesuffix('.weight')}.lora_{letter}.weight"
                     found |= {module.replace("{layer}", str(n)): (leaf, n) for n in range(saved.leaves[leaf].shape[0])}
         shapes = {name: saved.leaves[leaf].shape[:0:-1] for name, (leaf, _) in found.items()}  # transposed
+        _check_beside(shapes, like, saved)
         tensors = {name: Tensor(shapes[name], kind.name) for name in sorted(found)}
 
         def pieces(name: str) -> Iterator[np.ndarray]:
@@ -382,6 +383,19 @@ def export_peft(
             write_safetensors(os.path.join(output, _ADAPTER_FILES[1]), tensors, pieces, {"format": "pt"})
             with open(os.path.join(output, _ADAPTER_FILES[0]), "w", encoding="utf-8") as file:
                 json.dump(_peft_config(lora, os.fspath(like)), file, indent=2)
+
+
+def _check_beside(shapes: Mapping[str, tuple[int, ...]], like: str | os.PathLike[str], saved: SavedState) -> None:
+    """Raise CheckpointError where adapters, A[r, in] and B[out, r], do not stand beside matrices [out, in] of a folder."""
+    base = open_weights(like).tensors
+    wrong = []
+    for name, shape in shapes.items():
+        module, _, part = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
+        there = base[f"{module}.weight"].shape if f"{module}.weight" in base else ()
+        if len(there) != 2 or shape[part == "A"] != there[part == "A"]:
+            wrong.append(f"lora_{part} {list(shape)} beside {module}.weight {list(there) or 'which is not there'}")
+    if wrong:
+        raise CheckpointError(f"{saved.folder} is of another model than {os.fspath(like)}: {first_few(wrong)}")
 
 
 def _peft_config(lora: Lora, base: str) -> dict[str, Any]:

@@ -1,20 +1,24 @@
 """The weights of a Hugging Face folder in a fresh state, in any tier, mesh, tiles and frozen dtype."""
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from zerojax.hf.config import CONFIG, Family, decoder_config, family_of, read_config
 from zerojax.hf.names import FAMILIES
 from zerojax.models import LayeredModel
 from zerojax.program import Program
 from zerojax.state import TrainState
-from zerojax.weights import import_params
+from zerojax.weights import import_params, open_weights
 
 ADAPTER = ".lora.lora_"
 """In the names of adapters alone."""
+_PIECE = 1 << 24
+"""Elements that are compared at once."""
 _TILED = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
 
 
@@ -38,7 +42,7 @@ def import_hf(
       The state at step 0, as of `zerojax.import_params`.
 
     Raises:
-      ValueError: the folder's model is not built, or `key` is no random key.
+      ValueError: the folder's model is not built, its head is tied and another than the embedding, or `key` is no random key.
       CheckpointError: the folder has no such files, or tensors are missing, unknown or misshapen: the first are named.
       DamagedError: a file cannot be read.
       SwapError: the program's disk is too small, or failed.
@@ -46,8 +50,32 @@ def import_hf(
     if not isinstance(program.model, LayeredModel):
         raise ValueError("import_hf takes a program of a model that zerojax.hf.model_of made; zerojax.import_params takes any")
     names = names_of(folder, families, is_tiled=any(jax.tree.leaves(program.model.tiles)))
+    _check_tied(folder, names)
     # The rest of the model must be there.
     return import_params(program, folder, key=key, rename=names, missing=lambda name: ADAPTER in name)
+
+
+def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
+    """Raise ValueError where config.json ties the head to the embedding, and the files hold another head: which is meant?"""
+    heads = [name for name in names if name.startswith("lm_head.") and names[name] is None]
+    tables = [name for name, here in names.items() if _name(here) == "embed.embed_tokens.embedding"]
+    if not heads or not tables:
+        return
+    file = open_weights(folder)
+    head, table = heads[0], tables[0]
+    if head not in file.tensors or table not in file.tensors:
+        return
+    shape = file.tensors[head].shape
+    is_same = shape == file.tensors[table].shape
+    step = max(1, _PIECE // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], step):
+        box = ((start, min(start + step, shape[0])), *((0, n) for n in shape[1:]))
+        is_same = is_same and np.array_equal(file.read(head, box), file.read(table, box))
+    if not is_same:
+        raise ValueError(
+            f"{os.path.join(os.fspath(folder), CONFIG)} has tie_word_embeddings=true, and {head} is not {table}: set it to "
+            "false where the model has a head of its own, or take that tensor out of the files"
+        )
 
 
 def names_of(folder: str | os.PathLike[str], families: Mapping[str, Family], *, is_tiled: bool) -> dict[str, Any]:
@@ -65,7 +93,7 @@ def names_of(folder: str | os.PathLike[str], families: Mapping[str, Family], *, 
     family = family_of(raw, families, where)
     names = dict(family.names)
     if decoder_config(raw, family, where).tied:
-        # Some files hold the embedding twice; transformers reads it once.
+        # Some files hold the embedding twice; `import_hf` has seen that it is the same.
         names = {there: None if _name(here).startswith("head.lm_head.") else here for there, here in names.items()}
     return {there: _in_tiles(here) for there, here in names.items()} if is_tiled else names
 

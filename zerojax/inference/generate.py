@@ -110,7 +110,7 @@ def _checked_prompts(prompts: Any, max_new_tokens: int) -> list[np.ndarray]:
 
 def _checked_key(key: jax.Array | None, temperature: float, top_p: float) -> jax.Array | None:
     """Return the key of what is drawn at random, or None where nothing is."""
-    if temperature < 0 or not 0 < top_p <= 1:
+    if not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
         raise ValueError(f"temperature={temperature}, top_p={top_p}: at least 0, and above 0 and at most 1")
     if temperature == 0:
         return None

@@ -23,7 +23,8 @@ def next_tokens(logits: jax.Array, key: jax.Array | None, temperature: float, to
     logits = logits.astype(jnp.float32)
     if key is None:
         return jnp.argmax(logits, -1).astype(jnp.int32)
-    logits = logits / temperature
+    # The largest is 0: with a temperature near 0 the others go to -inf, and none to inf.
+    logits = (logits - jnp.max(logits, -1, keepdims=True)) / temperature
     return jax.random.categorical(key, _nucleus(logits, top_p) if top_p < 1 else logits).astype(jnp.int32)
 
 

@@ -5,6 +5,7 @@ is left out, and the note says how many.
 """
 
 import dataclasses
+import html
 import math
 from collections.abc import Callable, Sequence
 
@@ -112,7 +113,7 @@ def _line(one: Line, kept: Sequence[tuple[int, float]], at: Callable[[float, flo
         lower = [at(group[0][0], min(v for _, v in group)) for group in groups]
         body.append(element("polygon", points=_points([*upper, *reversed(lower)]), fill=one.colour, opacity=0.18))
     means = [at(sum(s for s, _ in g) / len(g), sum(v for _, v in g) / len(g)) for g in groups]
-    tooltip = element("title", f"{one.name}: {len(kept)} points")
+    tooltip = element("title", html.escape(f"{one.name}: {len(kept)} points"))
     body.append(
         element("polyline", tooltip, points=_points(means), fill="none", stroke=one.colour, stroke_width=1.6, class_="series",
                 stroke_linejoin="round")

@@ -6,9 +6,12 @@ is known from which a run goes on. What was written of later steps, by a run tha
 
 import importlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
+
+logger = logging.getLogger("zerojax")
 
 _PACKAGES = {"tensorboard": ("tensorboardX", "zerojax[report]"), "wandb": ("wandb", "wandb")}
 """By a name in `report_to`: the module, and what pip installs it by."""
@@ -116,15 +119,19 @@ class History:
 
 
 def _lines_before(path: str, first: int) -> list[dict[str, Any]]:
-    """Return what a file of figures tells of the steps before one; a line that a killed run left unfinished ends it."""
+    """Return what a file of figures tells of the steps before one; a damaged line, as a killed run leaves it, ends it."""
     found: list[dict[str, Any]] = []
     if not os.path.exists(path):
         return found
     with open(path, encoding="utf-8") as file:
-        for text in file:
-            if not text.endswith("\n"):
+        for number, text in enumerate(file, 1):
+            try:
+                line = json.loads(text) if text.endswith("\n") else None
+            except ValueError:
+                line = None
+            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+                logger.warning("%s is damaged at line %d: the figures from there on are left out", path, number)
                 break
-            line = json.loads(text)
             if line["step"] < first:
                 found.append(line)
     return found

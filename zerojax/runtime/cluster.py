@@ -97,7 +97,7 @@ def find_place(env: Mapping[str, str]) -> Place:
     Raises:
       ValueError: as `join_cluster`.
     """
-    launched = _kubernetes(env) or _open_mpi(env) or _slurm(env) or _mpich(env)
+    launched = _kubernetes(env) or _open_mpi(env) or _of_srun_or_mpiexec(_slurm(env), _mpich(env))
     own = {name: env.get(name) for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
     if launched is None:
         if not any(own.values()):
@@ -121,6 +121,16 @@ def find_place(env: Mapping[str, str]) -> Place:
         address = f"{address}:{env.get('JAX_COORDINATOR_PORT') or launched.port}"
     devices = None if env.get("JAX_LOCAL_DEVICE_IDS") else _devices(env, *launched.on_node)
     return Place(source=launched.source, coordinator=address, num_processes=count, process=process, device_ids=devices)
+
+
+def _of_srun_or_mpiexec(slurm: "_Launched | None", mpich: "_Launched | None") -> "_Launched | None":
+    """Return what started this process. mpiexec runs one task of srun a node, whose variables its ranks inherit.
+
+    srun can set the variables of MPI as well; then both have the same numbers, and only Slurm's tell where process 0 is.
+    """
+    if slurm is None or mpich is None:
+        return slurm or mpich
+    return slurm if (slurm.count, slurm.process) == (mpich.count, mpich.process) else mpich
 
 
 class _Launched:

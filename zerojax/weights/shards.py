@@ -24,14 +24,16 @@ _MOST_INDEX = 64 << 20
 
 
 def weights_in(folder: str) -> str | None:
-    """Return the path of a folder's index of safetensors, or of its `model.safetensors`; None where it has neither.
+    """Return the path of a folder's `model.safetensors`, or of its index of safetensors; None where it has neither.
+
+    transformers asks in this order, too. An index of another name counts where there is nothing else.
 
     Raises:
       OSError: the folder cannot be read.
     """
     names = sorted(os.listdir(folder))
-    found = next((name for name in names if name == INDEX_NAME), None)
-    found = found or next((name for name in names if name.endswith(INDEX)), None) or (WHOLE if WHOLE in names else None)
+    found = next((name for name in (WHOLE, INDEX_NAME) if name in names), None)
+    found = found or next((name for name in names if name.endswith(INDEX)), None)
     return None if found is None else os.path.join(folder, found)
 
 
