@@ -289,10 +289,11 @@ def test_an_interrupted_wait_gives_no_save_up(program, tmp_path, caplog, call):
         state = run(program, program.init(jax.random.key(0)), ckpt, 1)
         with pytest.MonkeyPatch.context() as patch:
 
-            def join(self, timeout=None):
+            def join(timeout=None):
                 raise KeyboardInterrupt
 
-            patch.setattr(type(ckpt._writer._thread), "join", join)
+            # Of this thread alone: others are waited for by whatever collects them as garbage.
+            patch.setattr(ckpt._writer._thread, "join", join)
             with pytest.raises(KeyboardInterrupt):
                 getattr(ckpt, call)()
             with pytest.raises(zj.CheckpointError, match="saves checkpoints in"):  # else it would remove what is being written

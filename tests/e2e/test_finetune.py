@@ -207,8 +207,9 @@ def test_two_processes_agree_with_one(tmp_path, inputs, uncut, here):
     assert f"goes on from step {step} of" in printed
     for name in ("train/loss", "validation/loss"):
         found, expected = figures(tmp_path, name), figures(uncut[0], name)
-        assert found.keys() == expected.keys()
-        np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-4, err_msg=name)
+        # The step that a signal ends is not validated.
+        assert found.keys() == expected.keys() - ({step} if name == "validation/loss" else set())
+        np.testing.assert_allclose(list(found.values()), [expected[s] for s in found], rtol=1e-4, err_msg=name)
 
 
 def test_kubernetes_job_fits_the_script(monkeypatch):
