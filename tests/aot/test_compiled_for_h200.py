@@ -226,7 +226,8 @@ def test_the_vocabulary_stays_split_over_tensor(capfd, axes, fields, loss_tiles,
     assert all(e.num_bytes <= 2 * part + 2 * 16 * c.hidden**2 for e in hlo.collectives(text, 1) if e.op == "reduce-scatter")
 
 
-@pytest.mark.parametrize("kind", ["layered", pytest.param("unrolled", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # by default test_equivalence.py trains over data and fsdp, and test_memory.py counts its collectives
+@pytest.mark.parametrize("kind", KINDS)
 def test_hybrid_sharding_reduces_shards_across_replicas(capfd, kind):
     c = compile_step(capfd, kind, {"data": 8}, stage=3)
     moved = c.elements()

@@ -56,7 +56,7 @@ OTHERS = {
 """A case, options of its model, and of its program."""
 
 
-@pytest.mark.by_default("nf4")
+@pytest.mark.exhaustive  # by default tokens with a cache, and without, are those of transformers
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_cache_changes_no_token(tmp_path, name):
     case, options, fields = OTHERS[name]

@@ -114,7 +114,7 @@ def test_exported_adapters_are_those_that_trained_merged_or_not(tmp_path, base):
         np.testing.assert_allclose(program.apply(state, batch_of()), beside, rtol=0, atol=1e-4)
 
 
-@pytest.mark.by_default("nvme-device")
+@pytest.mark.exhaustive  # by default test_frozen_encoded.py moves a frozen base from tier to tier
 @pytest.mark.parametrize("there", ["device", "pinned_host", "nvme"])
 @pytest.mark.parametrize("here", ["device", "pinned_host", "nvme"])
 def test_adapters_are_restored_from_any_tier_onto_any(tmp_path, here, there):

@@ -142,7 +142,7 @@ def test_plan_leaves_out_what_the_optimizer_cannot_do():
 
 
 @pytest.mark.usefixtures("_nothing_is_timed")
-@pytest.mark.by_default("0.5-0.3-2")
+@pytest.mark.exhaustive  # by default changes are followed for sizes, in test_planner.py
 @pytest.mark.parametrize(("device", "host", "devices"), [(0.05, 0.3, 1), (0.5, 0.3, 2)])
 def test_error_of_a_model_names_a_change_that_its_program_fits(device, host, devices):
     """A program takes some bytes more than the estimate by which the nearest config is found, and all have to be named."""

@@ -217,7 +217,7 @@ def test_bytes_of_a_large_weight(format):
 
 
 @pytest.mark.xdist_group("frozen_dtype")
-@pytest.mark.by_default("stage_3")
+@pytest.mark.exhaustive  # by default a model of layers does
 @pytest.mark.parametrize("case", ["stage_0", "stage_3", "remat"])
 def test_a_model_without_layers_decodes_each_weight_where_it_is_used(case, tmp_path):
     with build("nf4", tmp_path, unrolled(), **CASES[case]) as program:

@@ -44,6 +44,7 @@ def test_long_work_tells_how_far_it_is():
     assert len(seen) == 1
 
 
+@pytest.mark.by_default("nvme")
 @pytest.mark.parametrize("tier", ["device", "nvme"])
 def test_a_program_and_its_checkpoints_tell_how_far_they_are(tier, tmp_path):
     (tmp_path / "swap").mkdir()
