@@ -33,7 +33,6 @@ from typing import Any
 import jax.extend.core as jex
 import numpy as np
 
-from host_offload.host_update.kernel_llvm import compile_source
 from host_offload.host_update.kernel_source import ARRAYS, SCALARS, Stream, Value, Writer, source_of_loop
 
 MIN_BLOCK, MAX_BLOCK = 2**14, 2**20  # elements: the start of a block costs about a microsecond
@@ -141,6 +140,8 @@ def build_kernel(
             streams.append(Stream(value.dtype, value.varies or aval.ndim > 0, None, k))
     scalars = {k: None if v.varies else v.dtype for k, v in enumerate(values)}
     source, num_bytes = source_of_loop(writer, streams, scalars, results)
+    from host_offload.host_update.kernel_llvm import compile_source  # imports numba, which most programs need not wait for
+
     run = compile_source(source, tuple(s.dtype for s in streams), tuple(d for d in scalars.values() if d is not None))
     helpers = ThreadPoolExecutor(_num_cores(), thread_name_prefix="host_offload")
     return Kernel(source, num_bytes, len(results), scalars, tuple(streams), run, helpers)
