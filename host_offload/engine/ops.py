@@ -85,14 +85,14 @@ class Swap:
         except BaseException as error:  # a callback must not raise: see the module's docstring
             self.fail(error, kind, layer)
             # The outputs are uninitialized memory. Zeros let the program reach the end of its step, where `check` raises.
-            self._try(self.copies.clear, context, out, kind=kind)
+            self._try(lambda: self.copies.clear(context, out), kind)
 
     def on_store(self, context: Any, out: Any, where: Any, token: Any, *values: Any, kind: str, site: Site) -> None:
         """Take the leaves of a record; `out` is the next token."""
-        asked = self._try(site.ask, context, where, kind=kind)
+        asked = self._try(lambda: site.ask(context, where), kind)
         # After an error too: later callbacks compare the number in the token with the state on disk. Before the store, since it
         # calls the driver, and a store ends by waking a thread.
-        self._try(self.copies.pass_on, context, token, out, kind=kind)
+        self._try(lambda: self.copies.pass_on(context, token, out), kind)
         if asked is None:
             return
         rank, layer, number = asked
@@ -102,10 +102,10 @@ class Swap:
         except BaseException as error:  # as above
             self.fail(error, kind, layer)
 
-    def _try(self, call: Callable[..., T], *args: Any, kind: str) -> T | None:
-        """Return `call(*args)`, or None after an error."""
+    def _try(self, call: Callable[[], T], kind: str) -> T | None:
+        """Return `call()`, or None after an error."""
         try:
-            return call(*args)
+            return call()
         except BaseException as error:  # as above
             self.fail(error, kind)
             return None
