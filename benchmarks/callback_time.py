@@ -1,15 +1,23 @@
 """Time of the nvme tier's callbacks for a GPU, without the GPU: a driver whose calls do nothing, and a disk that does nothing.
 
-What is left is what a callback does in Python: which record, its buffer, the calls of the driver, what to read next. While it
-runs, the GPU gets no new work. The copies alone (what is asked for, and the driver) are told apart from the whole. Threads that
-wait for events run beside it, as soon as they are told, and their share of the interpreter is in both figures. The package
-cuda-bindings takes another 1 to 3 us for each call of the driver, which is not in here.
+What is left is what a callback does in Python: which record, its buffer, the calls of the driver, and to wake the thread that
+does the rest. While it runs, the GPU gets no new work. The copies alone (what is asked for, and the driver) are told apart from
+the whole. Threads run beside it, as soon as they are woken, and their share of the interpreter is in both figures. A driver's
+call is one of two:
 
-    python benchmarks/callback_time.py
+    python     a function of Python that does nothing, and keeps the interpreter
+    c          a function of C that does nothing, by ctypes: another thread may take the interpreter in each, as in a real one
+
+The package cuda-bindings takes another 1 to 3 us for each call, which is in neither. Printed are the least and the median of
+the medians of several runs.
+
+    python benchmarks/callback_time.py [runs]
 """
 
+import ctypes
 import enum
 import statistics
+import sys
 import tempfile
 import time
 from concurrent.futures import Future
@@ -41,9 +49,10 @@ class Nothing(ModuleType):
 
         CUDA_SUCCESS = 0
 
-    def __init__(self) -> None:
+    def __init__(self, by_c: bool) -> None:
         super().__init__("cuda.bindings.driver")
         self.calls = 0
+        self._function = ctypes.CDLL(None).labs if by_c else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -51,6 +60,8 @@ class Nothing(ModuleType):
 
         def call(*_: Any) -> Any:
             self.calls += 1
+            if self._function is not None:
+                self._function(1)
             return Nothing.CUresult.CUDA_SUCCESS, 77
 
         setattr(self, name, call)  # found at once from now on, as in the package itself
@@ -81,9 +92,9 @@ class Buffer:
         self.__cuda_array_interface__ = {"data": (address, False)}
 
 
-def measure(num_leaves: int) -> dict[str, tuple[float, float, float]]:
+def measure(num_leaves: int, by_c: bool = False) -> dict[str, tuple[float, float, float]]:
     """Return microseconds of a callback of each sort, those of its copies, and calls of the driver, on so many leaves."""
-    api = Nothing()
+    api = Nothing(by_c)
     driver = Driver(api)
     device = jax.devices("cpu")[0]
     mesh = jax.sharding.Mesh(np.array([device]), ("fsdp",))
@@ -166,9 +177,17 @@ def measure(num_leaves: int) -> dict[str, tuple[float, float, float]]:
 
 def main() -> None:
     """Print a table."""
+    num_runs = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     for num_leaves in (1, 9, 27):
-        for name, (whole, copies, calls) in measure(num_leaves).items():
-            print(f"{num_leaves:3d} leaves, {name} {whole:7.1f} us, copies {copies:6.1f} us, {calls:.0f} calls of the driver")
+        for by_c in (False, True):
+            runs = [measure(num_leaves, by_c) for _ in range(num_runs)]
+            for name in ("fetch", "store"):
+                wholes, copies, calls = zip(*(run[name] for run in runs), strict=True)
+                print(
+                    f"{num_leaves:3d} leaves, {name}, driver in {'c     ' if by_c else 'python'}: least {min(wholes):6.1f} us, "
+                    f"median {statistics.median(wholes):6.1f} us, copies alone {statistics.median(copies):6.1f} us, "
+                    f"{calls[0]:.0f} calls of the driver"
+                )
 
 
 if __name__ == "__main__":

@@ -112,12 +112,13 @@ def resolve(
         if reason := refusal or passed_over.get(name):
             reasons.append(f"not {name}: {reason}")
             continue
-        _log_once(op, name, "; ".join(reasons))
+        log_choice(op, name, "; ".join(reasons))
         return name
     raise NotImplementedError(f"{op}: no implementation serves: {'; '.join(reasons)}")
 
 
 # The cache makes it once: a second call with the same arguments does nothing.
 @functools.cache
-def _log_once(op: str, name: str, reasons: str) -> None:
+def log_choice(op: str, name: str, reasons: str) -> None:
+    """Log which implementation of an op runs, and why."""
     logger.info("%s runs as %s%s", op, name, f" ({reasons})" if reasons else "")

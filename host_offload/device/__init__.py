@@ -4,6 +4,7 @@ from host_offload.device.buffers import Ring as Ring
 from host_offload.device.buffers import allocate as allocate
 from host_offload.device.copies import Copies as Copies
 from host_offload.device.copies import HostCopies as HostCopies
+from host_offload.device.copies import Views as Views
 from host_offload.device.copies import num_bytes as num_bytes
 from host_offload.device.cuda_driver import Driver as Driver
 from host_offload.device.cuda_driver import driver as driver
@@ -17,6 +18,7 @@ from host_offload.device.limits import pinned_pool_bytes as pinned_pool_bytes
 from host_offload.device.link import Link as Link
 from host_offload.device.link import link_of as link_of
 from host_offload.device.link import pointer as pointer
+from host_offload.device.link import pointers as pointers
 from host_offload.device.link import stream_of as stream_of
 from host_offload.device.link import view as view
 from host_offload.device.link import writable as writable

@@ -130,13 +130,15 @@ class Ring:
         self._changed = threading.Condition()
         self._out: dict[int, np.ndarray] = {}  # address -> buffer
         self._seconds_waited, self._closed = 0.0, False
-        self._free = [allocate(num_bytes) for _ in range(num_buffers)]
-        locked = [lock_pages(b) for b in self._free] if pin == "lock" else [False]
+        buffers = [allocate(num_bytes) for _ in range(num_buffers)]
+        # With their addresses, which callbacks of a running program would else ask numpy for.
+        self._free = [(buffer.ctypes.data, buffer) for buffer in buffers]
+        locked = [lock_pages(b) for b in buffers] if pin == "lock" else [False]
         self.locked = all(locked)
         if pin == "cuda":
             try:
                 # A registration that fails halfway must undo the others: memory that is freed while registered stays pinned.
-                for buffer in self._free:
+                for buffer in buffers:
                     driver().register(buffer)
                     self._registered.append(buffer)
             except BaseException:
@@ -181,9 +183,17 @@ class Ring:
                     )
             if self._closed:
                 raise RuntimeError(f"this ring of {self.num_buffers} buffers is closed")
-            buffer = self._free.pop()  # the one given back last: its pages are in the caches
-            self._out[buffer.ctypes.data] = buffer
-            return buffer
+            return self._pop()
+
+    def take_free(self) -> np.ndarray | None:
+        """Return a buffer, as `take` does, or None if all are taken or the ring is closed."""
+        with self._changed:
+            return self._pop() if self._free else None
+
+    def _pop(self) -> np.ndarray:
+        address, buffer = self._free.pop()  # the one given back last: its pages are in the caches
+        self._out[address] = buffer
+        return buffer
 
     def give(self, buffer: np.ndarray) -> None:
         """Give a buffer back; nothing may read or write it afterwards. If the ring is closed, its memory is freed.
@@ -193,11 +203,11 @@ class Ring:
         """
         with self._changed:
             # By address, not by identity: a caller may return a shorter view, of which only the start is the same.
-            whole_buffer = self._out.pop(buffer.ctypes.data, None)
+            whole_buffer = self._out.pop(address := buffer.ctypes.data, None)
             if whole_buffer is None:
                 raise ValueError("this buffer is not out: it was given back already, or is not of this ring")
             if not self._closed:
-                self._free.append(whole_buffer)
+                self._free.append((address, whole_buffer))
                 self._changed.notify()
                 return
         # The ring was closed while this buffer was out: `close` left its memory to us.
@@ -210,9 +220,9 @@ class Ring:
         """
         with self._changed:
             self._closed = True
-            buffers, self._free = self._free, []
+            free, self._free = self._free, []
             self._changed.notify_all()
-        for buffer in buffers:
+        for _, buffer in free:
             self._release(buffer)
 
     def _release(self, buffer: np.ndarray) -> None:

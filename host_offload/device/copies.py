@@ -28,6 +28,7 @@ No callback waits for the program. What bounds how far it runs ahead of the GPU 
 not free, and a callback that finds none waits for one, as it does for a slow disk.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -35,9 +36,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-Views = Sequence[np.ndarray]
 Parts = Sequence[tuple[int, int]]
 """Where each leaf begins in a record, and how many bytes it has."""
+
+
+class Views(list[np.ndarray]):
+    """The leaves of a record, in the memory of a buffer."""
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Where the record starts, if it has leaves: the first lies there."""
+        return self[0].ctypes.data
 
 
 class Copies(Protocol):
@@ -66,7 +75,11 @@ class Copies(Protocol):
         ...
 
     def load(self, context: Any, kind: str, rank: int, views: Views, out: Sequence[Any]) -> "Future[None] | None":
-        """Copy a record's leaves to a callback's buffers; return when `views` may be reused, or None if at once."""
+        """Copy a record's leaves to a callback's buffers; return when `views` may be reused, or None if at once.
+
+        A future of this or of `save` wakes the thread that completes it when it is first asked for anything, and not before:
+        a callback leaves that to another thread.
+        """
         ...
 
     def save(self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views) -> "Future[None] | None":
@@ -74,7 +87,7 @@ class Copies(Protocol):
         ...
 
     def pass_on(self, context: Any, source: Any, out: Any) -> None:
-        """Copy one callback buffer to another."""
+        """Copy a token, i32[1], to the next one."""
         ...
 
     def clear(self, context: Any, out: Sequence[Any]) -> None:

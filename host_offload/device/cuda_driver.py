@@ -5,10 +5,13 @@ A thin layer over the package cuda-bindings. Streams, events and addresses are p
 
 import functools
 import importlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
+
+Part = tuple[int, int]
+"""Address and bytes of a leaf of a record."""
 
 
 class Driver:
@@ -52,15 +55,23 @@ class Driver:
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Copy between any two of host and device; host memory must be registered."""
-        if num_bytes:
-            self.copy_all(((target, source, num_bytes),), stream)
+        if num_bytes and (status := self._api.cuMemcpyAsync(target, source, num_bytes, stream)[0]) != self._success:
+            self._refuse("cuMemcpyAsync", status)
 
-    def copy_all(self, copies: Iterable[tuple[int, int, int]], stream: int) -> None:
-        """Copy (target, source, bytes) each."""
-        # A callback that moves a record makes one such call for each leaf: nothing is looked up inside of the loop.
+    # A callback makes one of these two calls for all leaves of a record: nothing is looked up inside of the loops.
+
+    def copy_out(self, parts: Sequence[Part], targets: Sequence[int], stream: int) -> None:
+        """Copy each part of a record to a buffer of its own."""
         copy, success = self._api.cuMemcpyAsync, self._success
-        for target, source, num_bytes in copies:
-            if (status := copy(target, source, num_bytes, stream)[0]) != success:
+        for (address, num_bytes), target in zip(parts, targets, strict=True):
+            if num_bytes and (status := copy(target, address, num_bytes, stream)[0]) != success:
+                self._refuse("cuMemcpyAsync", status)
+
+    def copy_in(self, parts: Sequence[Part], sources: Sequence[int], stream: int) -> None:
+        """Copy buffers, one each, to the parts of a record."""
+        copy, success = self._api.cuMemcpyAsync, self._success
+        for (address, num_bytes), source in zip(parts, sources, strict=True):
+            if num_bytes and (status := copy(address, source, num_bytes, stream)[0]) != success:
                 self._refuse("cuMemcpyAsync", status)
 
     def clear(self, target: int, num_bytes: int, stream: int) -> None:

@@ -6,14 +6,17 @@ them. This module has the slots, the streams and the calls of the driver.
 A callback runs in a thread of XLA while the program is being queued, so what it adds to the program's stream runs in the
 program's order. What it adds to the streams up and down does not: an event orders each such copy against the program. No
 callback waits for the GPU. A buffer of the host is used again when an event says that its copy is over: threads of each GPU
-wait for these events, and then complete the futures for which disk and rings wait.
+wait for these events, and then complete the futures for which disk and rings wait. To wake a thread takes as long as to queue
+many copies, and with the calls of the driver that follow it would compete for Python's interpreter. So it is woken when a
+future is asked for something: after the callback, by another thread.
 """
 
+import collections
 import contextlib
 import dataclasses
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,7 +26,9 @@ import numpy as np
 
 from host_offload.device.copies import Copies, HostCopies, Parts, Views, num_bytes
 from host_offload.device.cuda_driver import Driver, driver
-from host_offload.device.link import pointer, stream_of
+from host_offload.device.link import pointer, pointers, stream_of
+
+_TOKEN_BYTES = 4
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,6 +37,7 @@ class _Slot:
 
     Attributes:
       memory: uint8[n] on the device.
+      leaves: where each leaf begins in a record, and its bytes.
       full: event, a record is in it; up: of the copy that `source` names.
       empty: event, the record was copied out of it; recorded once `used`.
       used: whether it ever held a record.
@@ -39,6 +45,7 @@ class _Slot:
     """
 
     memory: jax.Array
+    leaves: Parts
     full: int
     empty: int
     used: bool = False
@@ -47,6 +54,34 @@ class _Slot:
 
     def __post_init__(self) -> None:
         self.address: int = self.memory.unsafe_buffer_pointer()
+        # For every callback the same.
+        self.parts = _parts_at(self.address, self.leaves)
+        self.num_bytes = max((offset + size for offset, size in self.leaves), default=0)
+
+
+def _parts_at(base: int, leaves: Parts) -> list[tuple[int, int]]:
+    """Return address and bytes of each leaf of the record at `base`."""
+    return [(base + offset, size) for offset, size in leaves]
+
+
+class _Ending(Future[None]):
+    """A future that wakes the thread that completes it when it is asked for something."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        super().__init__()
+        self._wake = wake
+
+    def add_done_callback(self, fn: Callable[[Future[None]], object]) -> None:
+        super().add_done_callback(fn)
+        self._wake()
+
+    def result(self, timeout: float | None = None) -> None:
+        self._wake()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._wake()
+        return super().exception(timeout)
 
 
 class _Watch:
@@ -54,34 +89,45 @@ class _Watch:
 
     def __init__(self, gpu: "_Gpu", name: str) -> None:
         self.gpu = gpu
-        self._told: queue.SimpleQueue[tuple[int, Future[None]] | None] = queue.SimpleQueue()
+        self._told: collections.deque[tuple[int, Future[None]]] = collections.deque()
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: look at what it was told; False: end
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def future_of(self, event: int) -> "Future[None]":
-        """Return a future that is done when `event` has happened; the event is used again then."""
-        done: Future[None] = Future()
-        self._told.put((event, done))
+        """Return a future that is done when `event` has happened; the event is used again then.
+
+        The thread is not woken: it learns of the event when this future, or another of this thread, is asked for something.
+        """
+        done = _Ending(self._wake)
+        self._told.append((event, done))
         return done
+
+    def _wake(self) -> None:
+        self._calls.put(True)
 
     def _run(self) -> None:
         # A current context is a property of a thread, so this one sets its own.
         self.gpu.driver.use(self.gpu.context)
-        while (job := self._told.get()) is not None:
-            event, done = job
-            try:
-                self.gpu.driver.finish_event(event)
-            except BaseException as error:  # the thread must go on
-                # The event is not used again: after an error nothing is known of it.
-                done.set_exception(error)
-                continue
-            self.gpu.give_event(event)
-            # This runs the callbacks of the future, which start the write to disk, or give a buffer back.
-            done.set_result(None)
+        while self._calls.get():
+            while self._told:
+                self._complete(*self._told.popleft())
+
+    def _complete(self, event: int, done: Future[None]) -> None:
+        try:
+            self.gpu.driver.finish_event(event)
+        except BaseException as error:  # the thread must go on
+            # The event is not used again: after an error nothing is known of it.
+            done.set_exception(error)
+            return
+        self.gpu.give_event(event)
+        # This runs the callbacks of the future, which start the write to disk, or give a buffer back.
+        done.set_result(None)
 
     def close(self) -> None:
         """Complete all futures, and end the thread."""
-        self._told.put(None)
+        self._wake()
+        self._calls.put(False)
         self._thread.join()
 
 
@@ -116,19 +162,14 @@ class _Gpu:
         self.driver.record(event, stream)
         return self.passed.future_of(event)
 
-    @contextlib.contextmanager
-    def finishing(self, stream: int) -> Iterator[None]:
-        """Before an error leaves the context, wait for all that is queued on a stream.
+    def finish_after_error(self, stream: int) -> None:
+        """Wait for all that is queued on a stream, before an error is raised.
 
         The caller gives its buffers back on an error, and they are filled again at once: a copy that still ran would read or
         write another record's bytes.
         """
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(RuntimeError):
-                self.driver.finish_stream(stream)
-            raise
+        with contextlib.suppress(RuntimeError):
+            self.driver.finish_stream(stream)
 
     def close(self) -> None:
         """Complete all futures, and end the threads."""
@@ -164,7 +205,7 @@ class GpuCopies:
             if wanted:
                 # XLA must have filled the memory first: nothing orders XLA's streams before those that are used here.
                 memory = jax.device_put(jnp.zeros(num_bytes, jnp.uint8), self.devices[rank]).block_until_ready()
-                slots[kind, rank] = _Slot(memory, self._gpus[rank].take_event(), self.driver.make_event())
+                slots[kind, rank] = _Slot(memory, self._parts[kind], self._gpus[rank].take_event(), self.driver.make_event())
 
     def remove(self, kind: str) -> None:
         for slots in (self._up, self._down):
@@ -187,11 +228,14 @@ class GpuCopies:
                 return
             gpu, call, address = self._gpus[rank], self.driver, buffer.ctypes.data
             call.use(gpu.context)
-            with gpu.finishing(gpu.up):
+            try:
                 if slot.used:
                     call.wait(gpu.up, slot.empty)
                 call.copy(slot.address, address, buffer.nbytes, gpu.up)
                 call.record(slot.full, gpu.up)
+            except BaseException:
+                gpu.finish_after_error(gpu.up)
+                raise
             # Last, so that a copy that failed is never taken for a record.
             slot.source = address
 
@@ -216,55 +260,56 @@ class GpuCopies:
             return None
         call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
         call.use(gpu.context)
-        slot, base = self._up.get((kind, rank)), views[0].ctypes.data  # a record's first leaf lies at its start
+        slot, base, targets = self._up.get((kind, rank)), views.address, pointers(out)
         if slot is not None:
             with slot.lock:
                 if slot.source == base:
                     call.wait(stream, slot.full)
-                    call.copy_all(self._to(kind, out, slot.address), stream)
+                    call.copy_out(slot.parts, targets, stream)
                     call.record(slot.empty, stream)
                     slot.used = True
                     # The buffer is free when the copy up is over, whatever the program does.
                     return self._emptied(slot, gpu)
         # The record was not lifted: it is copied on the stream of the program, which then keeps the buffer for so long.
-        with gpu.finishing(stream):
-            call.copy_all(self._to(kind, out, base), stream)
+        try:
+            call.copy_out(_parts_at(base, self._parts[kind]), targets, stream)
             return gpu.after(stream)
+        except BaseException:
+            gpu.finish_after_error(stream)
+            raise
 
     def save(self, context: Any, kind: str, rank: int, values: Sequence[Any], views: Views) -> "Future[None] | None":
         if not views:
             return None
         call, stream, gpu = self.driver, stream_of(context), self._gpus[rank]
         call.use(gpu.context)
-        slot, base = self._down.get((kind, rank)), views[0].ctypes.data
+        slot, base, sources = self._down.get((kind, rank)), views.address, pointers(values)
         if slot is None:
-            with gpu.finishing(stream):
-                call.copy_all(self._from(kind, values, base), stream)
+            try:
+                call.copy_in(_parts_at(base, self._parts[kind]), sources, stream)
                 return gpu.after(stream)
-        with slot.lock, gpu.finishing(gpu.down):
-            if slot.used:
-                call.wait(stream, slot.empty)
-            call.copy_all(self._from(kind, values, slot.address), stream)
-            call.record(slot.full, stream)
-            call.wait(gpu.down, slot.full)
-            # The record as a whole: its leaves lie in the slot as in the buffer.
-            offset, last = self._parts[kind][-1]
-            call.copy(base, slot.address, offset + last, gpu.down)
-            call.record(slot.empty, gpu.down)
-            slot.used = True
-            # An event for this store alone: `empty` may be recorded again before the thread has waited for this copy.
-            return gpu.after(gpu.down)
-
-    def _to(self, kind: str, out: Sequence[Any], base: int) -> list[tuple[int, int, int]]:
-        """Return the copies of a record's leaves to a callback's buffers: target, source, bytes."""
-        return [(pointer(b), base + offset, size) for b, (offset, size) in zip(out, self._parts[kind], strict=True) if size]
-
-    def _from(self, kind: str, values: Sequence[Any], base: int) -> list[tuple[int, int, int]]:
-        """Return those of a callback's buffers to the leaves of a record."""
-        return [(base + offset, pointer(b), size) for b, (offset, size) in zip(values, self._parts[kind], strict=True) if size]
+            except BaseException:
+                gpu.finish_after_error(stream)
+                raise
+        with slot.lock:
+            try:
+                if slot.used:
+                    call.wait(stream, slot.empty)
+                call.copy_in(slot.parts, sources, stream)
+                call.record(slot.full, stream)
+                call.wait(gpu.down, slot.full)
+                # The record as a whole: its leaves lie in the slot as in the buffer.
+                call.copy(base, slot.address, slot.num_bytes, gpu.down)
+                call.record(slot.empty, gpu.down)
+                slot.used = True
+                # An event for this store alone: `empty` may be recorded again before the thread has waited for this copy.
+                return gpu.after(gpu.down)
+            except BaseException:
+                gpu.finish_after_error(gpu.down)
+                raise
 
     def pass_on(self, context: Any, source: Any, out: Any) -> None:
-        self.driver.copy(pointer(out), pointer(source), num_bytes(out), stream_of(context))
+        self.driver.copy(pointer(out), pointer(source), _TOKEN_BYTES, stream_of(context))
 
     def clear(self, context: Any, out: Sequence[Any]) -> None:
         for target in out:

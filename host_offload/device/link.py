@@ -116,6 +116,11 @@ def pointer(buffer: Any) -> int:
     return int(buffer.__cuda_array_interface__["data"][0])
 
 
+def pointers(buffers: Sequence[Any]) -> list[int]:
+    """Return `pointer` of each buffer, in one call: a record may have many leaves."""
+    return [buffer.__cuda_array_interface__["data"][0] for buffer in buffers]
+
+
 def link_of(platform: str) -> Link:
     """Return the link to the devices of a platform.
 

@@ -13,6 +13,7 @@ import math
 import ml_dtypes
 import numpy as np
 
+from host_offload.device import Views
 from host_offload.fields import Field
 
 LEAF_BYTES = 64
@@ -76,7 +77,7 @@ class RecordFormat:
             for start, leaf in zip(self.offsets, self.leaves, strict=True)
         )
 
-    def views(self, buffer: np.ndarray) -> list[np.ndarray]:
+    def views(self, buffer: np.ndarray) -> Views:
         """Return each leaf as an array in the buffer's own memory.
 
         Args:
@@ -86,7 +87,7 @@ class RecordFormat:
           ValueError: the buffer is of another form.
         """
         check_buffer(buffer, self.num_bytes)
-        return [buffer[place].view(dtype).reshape(shape) for place, dtype, shape in self._places]
+        return Views(buffer[place].view(dtype).reshape(shape) for place, dtype, shape in self._places)
 
 
 def numpy_dtype(name: str) -> np.dtype:

@@ -4,7 +4,6 @@ from host_offload.engine.buffer_sets import num_buffers as num_buffers
 from host_offload.engine.buffer_sets import shared_bytes as shared_bytes
 from host_offload.engine.engine import Engine as Engine
 from host_offload.engine.engine import Mode as Mode
-from host_offload.engine.engine import Views as Views
 from host_offload.engine.ops import DiskRecords as DiskRecords
 from host_offload.engine.ops import Lifetime as Lifetime
 from host_offload.engine.ops import Swap as Swap

@@ -16,7 +16,7 @@ from typing import Literal, Self
 
 import numpy as np
 
-from host_offload.device import Ring
+from host_offload.device import Ring, Views
 from host_offload.disk import Store
 
 
@@ -102,7 +102,7 @@ class DeviceRecords:
     store: Store
     buffers: BufferSet
     _records: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    _views: dict[int, list[np.ndarray]] = dataclasses.field(default_factory=dict)
+    _views: dict[int, Views] = dataclasses.field(default_factory=dict)
 
     def record_in(self, buffer: np.ndarray) -> np.ndarray:
         """Return the part of a buffer that holds a record, the same array each time: shared buffers may be longer."""
@@ -111,7 +111,7 @@ class DeviceRecords:
             record = self._records[id(buffer)] = buffer[: self.store.format.padded_bytes]
         return record
 
-    def views(self, record: np.ndarray) -> list[np.ndarray]:
+    def views(self, record: np.ndarray) -> Views:
         """Return the leaves of what `record_in` returned, made once for each buffer."""
         if (views := self._views.get(id(record))) is None:
             views = self._views[id(record)] = self.store.format.views(record)

@@ -26,24 +26,25 @@ state, and `failed` stays set until `reset`.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Literal
 
 import numpy as np
 
-from host_offload.device import Copies, HostCopies, Ring
+from host_offload.device import Copies, HostCopies, Ring, Views
 from host_offload.disk import STATE_LOST, Store, SwapError, explain
 from host_offload.engine.buffer_sets import BufferSet, DeviceRecords, num_buffers
 from host_offload.engine.stats import Event, Stats
 from host_offload.engine.transfers import Io, Transfers, Write
 from host_offload.schedule import Move, Window
 
-Views = list[np.ndarray]
 Key = tuple[str, int]
 """Kind and layer of a record."""
 Filled = Future[None] | None
@@ -99,9 +100,10 @@ class Engine:
         self._window = Window((), 0)  # at its start
         self._numbers = itertools.count(1)  # of transfers
         self._process = os.getpid()
-        # A GPU gets no new work while one of its callbacks runs, so another thread finds out what to read next. On a CPU that
-        # thread would take from the same cores.
-        self._soon: queue.SimpleQueue[_Lane | threading.Event | None] | None = None
+        # A GPU gets no new work while one of its callbacks runs. So a callback does what must be done before the next one, and
+        # leaves the rest to another thread, which it wakes once, when it has called the driver for the last time: what to read
+        # next, who waits for a copy, what a write waits for. On a CPU that thread would take from the same cores.
+        self._soon: queue.SimpleQueue[Callable[[], object] | None] | None = None
         if self.copies.lifts:
             self._soon = queue.SimpleQueue()
             threading.Thread(target=self._run_soon, args=(self._soon,), name="zerojax-ahead", daemon=True).start()
@@ -270,16 +272,22 @@ class Engine:
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
         """
-        lane, records, buffer = self._read(kind, rank, layer)
+        # On a GPU the use only queues copies, and the next reads start after it: see `_after_fetch`.
+        lane, records, buffer = self._read(kind, rank, layer, brief=self._soon is not None)
         try:
             freed = use(records.views(buffer))
         except BaseException:
             # A buffer that is lost in an error would be missing in every later step.
             self._give(lane, records, kind, buffer)
             raise
-        self._give(lane, records, kind, buffer, freed)
-        if freed is None:  # else there is no buffer yet, and when it is there it is read into
-            self._read_ahead_soon(lane)
+        if freed is None:
+            self._give(lane, records, kind, buffer)
+            self._read_ahead(lane)
+            return
+        ring = records.buffers.reads
+        with lane.lock:
+            lane.leaving.append(ring)
+        self._later(functools.partial(self._after_fetch, lane, kind, ring, buffer, freed))
 
     def store(self, kind: str, rank: int, layer: int, fill: Callable[[Views], Filled]) -> None:
         """Write a record whose leaves `fill` fills: when it returns, or when the future is done that it returns.
@@ -294,11 +302,8 @@ class Engine:
             records.buffers.writes.give(buffer)
             raise
         self._write(lane, records, event, buffer, filled)
-        if filled is None or self._soon is None:
+        if filled is None:  # else what this record held up cannot be read before the record is there
             self._read_ahead(lane)
-        else:
-            # What this record held up could not be read before the record is there.
-            filled.add_done_callback(lambda _: self._read_ahead_or_fail(lane))
 
     @contextlib.contextmanager
     def borrow(self, kind: str, rank: int, layer: int, mode: Mode = "read") -> Iterator[Views]:
@@ -368,8 +373,8 @@ class Engine:
 
     # --- pieces ------------------------------------------------------------------------------------------------------------
 
-    def _read(self, kind: str, rank: int, layer: int) -> tuple[_Lane, DeviceRecords, np.ndarray]:
-        """Return a buffer that holds a record.
+    def _read(self, kind: str, rank: int, layer: int, brief: bool = False) -> tuple[_Lane, DeviceRecords, np.ndarray]:
+        """Return a buffer that holds a record; if it was waited for, or its use is not `brief`, the next reads start before.
 
         Raises:
           SwapError: it cannot be read, or an earlier move failed.
@@ -400,10 +405,14 @@ class Engine:
                     self._transfers.count_miss()
         try:
             if read.done.done():
-                self._read_ahead_soon(lane)
+                if not brief:
+                    self._read_ahead_soon(lane)
+                start = time.perf_counter()
+                read.done.result()
+                self._transfers.waited(read.event, start)
             else:
                 self._read_ahead(lane)
-            self._transfers.waiting(read.event, read.done.result)
+                self._transfers.waiting(read.event, read.done.result)
         except BaseException:
             # An interrupt may come while the disk still writes into the buffer.
             self._drop(lane, records, kind, read)
@@ -422,9 +431,10 @@ class Engine:
         buffers, event = records.buffers, Event("write", kind, rank, layer, next(self._numbers))
         with lane.lock:
             # Most often a buffer is free, and nothing was read that is about to be stale.
-            if record not in lane.reading and buffers.writes.free:
-                with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
-                    return lane, records, records.record_in(self._transfers.waiting(event, buffers.writes.take, 0)), event
+            start = time.perf_counter()
+            if record not in lane.reading and (free := buffers.writes.take_free()) is not None:
+                self._transfers.waited(event, start)
+                return lane, records, records.record_in(free), event
         with self._wanting(lane, record, buffers.writes):
             # A copy that was read ahead is about to be stale, and its buffer may be the one that is missing.
             self._forget_record(lane, record)
@@ -434,27 +444,42 @@ class Engine:
 
     def _write(self, lane: _Lane, records: DeviceRecords, event: Event, buffer: np.ndarray, filled: Filled) -> None:
         """Start to write a record, when a write may start and `filled` is done."""
-        kind, layer = event.kind, event.layer
+        kind, layer = key = event.kind, event.layer
         # Before the lock is taken: the I/O threads need it while this callback waits for its turn.
         try:
-            self._transfers.waiting(event, records.buffers.turns.acquire)
+            start = time.perf_counter()
+            if records.buffers.turns.acquire(blocking=False):
+                self._transfers.waited(event, start)
+            else:
+                self._transfers.waiting(event, records.buffers.turns.acquire)
         except BaseException:  # an interrupt
             records.buffers.writes.give(buffer)
             raise
         write = Write(buffer, filled)
         with lane.lock:  # from here on the record is what is in this buffer, and what was read before is forgotten
-            stale = lane.reading.pop((kind, layer), None)
-            before = lane.writing.get((kind, layer))
-            lane.writing[kind, layer] = write
-            self._transfers.write(event, records.store, write, before)
+            stale = lane.reading.pop(key, None)
+            before = lane.writing.get(key)
+            lane.writing[key] = write
             lane.window.advance(Move(kind, layer, True))
+        begin = functools.partial(self._begin_write, lane, records, event, write, before)
+        if filled is None:
+            begin()
+        else:
+            self._later(begin)
+        if stale is not None:
+            self._drop(lane, records, kind, stale)
+
+    def _begin_write(self, lane: _Lane, records: DeviceRecords, event: Event, write: Write, before: Write | None) -> None:
+        """Start a write when it is filled, and after the one `before`; give its buffer and its turn back when it is done."""
+        key = event.kind, event.layer
+        self._transfers.write(event, records.store, write, before)
 
         def release(_: "Future[float]") -> None:
             records.buffers.turns.release()
             with lane.lock:
                 # A later write of the same record may have taken this place.
-                if lane.writing.get((kind, layer)) is write:
-                    del lane.writing[kind, layer]
+                if lane.writing.get(key) is write:
+                    del lane.writing[key]
             # No read can start to copy from this buffer any more, since `writing` does not name it. One thread does the
             # copies, so the last one to be queued is the last one to end.
             if write.copies:
@@ -463,13 +488,14 @@ class Engine:
                 give()
 
         def give(_: "Future[float] | None" = None) -> None:
-            records.buffers.writes.give(buffer)
+            records.buffers.writes.give(write.buffer)
             if records.buffers.reads is records.buffers.writes:  # there may be a read that found no buffer
                 self._read_ahead(lane)
 
         write.done.add_done_callback(release)
-        if stale is not None:
-            self._drop(lane, records, kind, stale)
+        if write.filled is not None:
+            # What this record held up could not be read before the record is there.
+            write.filled.add_done_callback(lambda _: self._read_ahead_or_fail(lane))
 
     @contextlib.contextmanager
     def _wanting(self, lane: _Lane, key: Key, ring: Ring) -> Iterator[None]:
@@ -504,10 +530,9 @@ class Engine:
                 # Each callback that waits for a buffer of this ring must find one.
                 if records.buffers.reads.free <= lane.claims.count(records.buffers.reads):
                     continue
-                with contextlib.suppress(TimeoutError):  # another callback has just taken the last one
-                    buffer = records.record_in(records.buffers.reads.take(0))
+                if (free := records.buffers.reads.take_free()) is not None:  # else another callback has just taken the last one
                     event = Event("read", move.kind, lane.rank, move.layer, next(self._numbers), ahead=True)
-                    lane.reading[move.kind, move.layer] = self._start_read(lane, records, event, buffer)
+                    lane.reading[move.kind, move.layer] = self._start_read(lane, records, event, records.record_in(free))
             self._lift(lane)
 
     def _read_ahead_soon(self, lane: _Lane) -> None:
@@ -515,14 +540,26 @@ class Engine:
         if self._soon is None:
             self._read_ahead(lane)
         else:
-            self._soon.put(lane)
+            self._soon.put(functools.partial(self._read_ahead_or_fail, lane))
 
-    def _run_soon(self, soon: "queue.SimpleQueue[_Lane | threading.Event | None]") -> None:
+    def _later(self, job: Callable[[], object]) -> None:
+        """Do a job in order with others, beside the callback where it is one of a GPU's."""
+        if self._soon is None:
+            job()
+        else:
+            self._soon.put(job)
+
+    def _run_soon(self, soon: "queue.SimpleQueue[Callable[[], object] | None]") -> None:
         while (job := soon.get()) is not None:
-            if isinstance(job, threading.Event):
-                job.set()
-            else:
-                self._read_ahead_or_fail(job)
+            try:
+                job()
+            except BaseException as error:  # the thread must go on
+                self.fail(error)
+
+    def _after_fetch(self, lane: _Lane, kind: str, ring: Ring, buffer: np.ndarray, freed: "Future[None]") -> None:
+        """Read ahead, and give a buffer back when `freed` is done."""
+        self._read_ahead_or_fail(lane)
+        freed.add_done_callback(functools.partial(self._given, lane, kind, ring, buffer))
 
     def _read_ahead_or_fail(self, lane: _Lane) -> None:
         """Read ahead in a thread that must go on."""
@@ -532,9 +569,10 @@ class Engine:
             self.fail(error)
 
     def settle(self) -> None:
-        """Wait until every read has begun that is due by now."""
+        """Wait until all is begun that callbacks have left to another thread."""
         if self._soon is not None:
-            self._soon.put(done := threading.Event())
+            done = threading.Event()
+            self._soon.put(done.set)
             done.wait()
 
     def _lift(self, lane: _Lane) -> None:
@@ -578,30 +616,28 @@ class Engine:
         read.done.exception()  # waits
         self._give(lane, records, kind, read.buffer)
 
-    def _give(self, lane: _Lane, records: DeviceRecords, kind: str, buffer: np.ndarray, freed: Freed = None) -> None:
-        """Give back a buffer that was read into, when `freed` is done."""
-        ring = records.buffers.reads
-        if freed is None:
-            freed = self.copies.drop(kind, lane.rank, buffer)  # of a record that no callback took
+    def _give(self, lane: _Lane, records: DeviceRecords, kind: str, buffer: np.ndarray) -> None:
+        """Give back a buffer that was read into, when no copy toward the device reads it any more."""
+        ring, freed = records.buffers.reads, self.copies.drop(kind, lane.rank, buffer)  # of a record that no callback took
         if freed is None:
             ring.give(buffer)
             return
         with lane.lock:
             lane.leaving.append(ring)
+        freed.add_done_callback(functools.partial(self._given, lane, kind, ring, buffer))
 
-        def give(done: Future[None]) -> None:  # in a thread that waits for the device, which must go on
-            try:
-                if (error := done.exception()) is not None:
-                    self.fail(error, kind)
-                with lane.lock:
-                    lane.leaving.remove(ring)
-                    ring.give(buffer)
-                    lane.given.notify_all()
-                self._read_ahead(lane)
-            except BaseException as error:
+    def _given(self, lane: _Lane, kind: str, ring: Ring, buffer: np.ndarray, freed: "Future[None]") -> None:
+        """Give back a buffer that was leaving, in a thread that waits for the device, which must go on."""
+        try:
+            if (error := freed.exception()) is not None:
                 self.fail(error, kind)
-
-        freed.add_done_callback(give)
+            with lane.lock:
+                lane.leaving.remove(ring)
+                ring.give(buffer)
+                lane.given.notify_all()
+            self._read_ahead(lane)
+        except BaseException as error:
+            self.fail(error, kind)
 
     def _drain(self, lane: _Lane) -> None:
         """Expect no moves, and wait for all transfers."""

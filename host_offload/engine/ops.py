@@ -16,7 +16,7 @@ exception in one of several devices would leave the others waiting in a collecti
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from host_offload.disk import LeafFormat, RecordFormat, SwapError
 from host_offload.engine.engine import Engine
 
 Array = jax.Array
+T = TypeVar("T")
 Lifetime = Literal["state", "step"]
 """Records of a state are valid until the next state. Those of a step are written in it before they are read."""
 User = Literal["program", "host", "both"]
@@ -84,25 +85,30 @@ class Swap:
         except BaseException as error:  # a callback must not raise: see the module's docstring
             self.fail(error, kind, layer)
             # The outputs are uninitialized memory. Zeros let the program reach the end of its step, where `check` raises.
-            self._try(lambda: self.copies.clear(context, out))
+            self._try(lambda: self.copies.clear(context, out), kind)
 
     def on_store(self, context: Any, out: Any, where: Any, token: Any, *values: Any, kind: str, site: Site) -> None:
         """Take the leaves of a record; `out` is the next token."""
-        layer = None
+        asked = self._try(lambda: site.ask(context, where), kind)
+        # After an error too: later callbacks compare the number in the token with the state on disk. Before the store, since it
+        # calls the driver, and a store ends by waking a thread.
+        self._try(lambda: self.copies.pass_on(context, token, out), kind)
+        if asked is None:
+            return
+        rank, layer, number = asked
         try:
-            rank, layer, number = site.ask(context, where)
             engine = self.engine_of(number)
             engine.store(kind, rank, layer, lambda views: self.copies.save(context, kind, rank, values, views))
         except BaseException as error:  # as above
             self.fail(error, kind, layer)
-        # After an error too: later callbacks compare the number in the token with the state on disk.
-        self._try(lambda: self.copies.pass_on(context, token, out))
 
-    def _try(self, call: Callable[[], None]) -> None:
+    def _try(self, call: Callable[[], T], kind: str) -> T | None:
+        """Return `call()`, or None after an error."""
         try:
-            call()
+            return call()
         except BaseException as error:  # as above
-            self.fail(error)
+            self.fail(error, kind)
+            return None
 
     def engine_of(self, number: int) -> Engine:
         """Return the engine for the records of a state; number 0 is for records of a step.

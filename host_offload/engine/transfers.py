@@ -148,13 +148,17 @@ class Transfers:
         try:
             return call(*args)
         finally:
-            seconds = time.perf_counter() - start
-            name, kind, rank, layer, number = event[:5]
-            # `_replace` takes longer than all else here, and every callback waits twice.
-            wait = Event(name + "_wait", kind, rank, layer, number, start, seconds, start, event.num_bytes, event.ahead)
-            with self._lock:
-                self._stats.stall_seconds[kind] += seconds
-                self._stats.note(wait)
+            self.waited(event, start)
+
+    def waited(self, event: Event, start: float) -> None:
+        """Count a wait of the step for a transfer, from `start` to now; most of them take no time."""
+        seconds = time.perf_counter() - start
+        name, kind, rank, layer, number = event[:5]
+        # `_replace` takes longer than all else here, and every callback waits twice.
+        wait = Event(name + "_wait", kind, rank, layer, number, start, seconds, start, event.num_bytes, event.ahead)
+        with self._lock:
+            self._stats.stall_seconds[kind] += seconds
+            self._stats.note(wait)
 
     def close(self) -> None:
         """End the thread, and close `io`."""

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.device import Link, writable
+from host_offload.device import Link, Views, writable
 from host_offload.disk import SwapError
-from host_offload.engine import Mode, Swap, Views
+from host_offload.engine import Mode, Swap
 from host_offload.host_update.leaf_kernel import LeafKernel, Traffic
 
 Place = tuple[int, int]

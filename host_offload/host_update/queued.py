@@ -19,8 +19,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from host_offload.calls import Site
-from host_offload.device import Driver, num_bytes, pointer, stream_of
-from host_offload.engine import Mode, Views
+from host_offload.device import Driver, Views, num_bytes, pointer, stream_of
+from host_offload.engine import Mode
 from host_offload.host_update.delayed import install_on_host, update_pending
 from host_offload.host_update.gpu_worker import GpuWorker, Job, PartSpec
 from host_offload.host_update.host_leaves import HostLeaves

@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from host_offload.engine import Mode, Views
+from host_offload.device import Views
+from host_offload.engine import Mode
 from host_offload.host_update.host_leaves import HostLeaves
 
 

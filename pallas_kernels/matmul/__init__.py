@@ -63,7 +63,8 @@ def matmul(
         kernel overwrites it (the first of two) where its dtype is the result's: donate it. Not in a `jax.shard_map` that checks
         which axes a value varies over: JAX aliases nothing there, so give that `check_vma=False` where memory counts.
       implementation: "mosaic" (the Hopper kernel), "xla", "reference" (float32), or None to have it chosen and logged: the
-        kernel where the table of `pallas_kernels.matmul.measured` says that it is faster for this shape, XLA's form elsewhere.
+        kernel where the table of `pallas_kernels.matmul.measured` says that it is faster for this shape, XLA's form elsewhere
+        and under `jax.vmap`, of which nothing is measured.
       preferred_element_type: dtype of the result; None is that of `accumulate`, else x's. float32 is for sums that go on.
       config: sizes of the kernel; None takes those of that table, and for other shapes those of a closed form.
       split: how the arrays are split over a mesh; what is in place stays so. Where it splits K, over P devices, the result and
@@ -71,7 +72,7 @@ def matmul(
 
     Raises:
       ValueError: dims or dtypes that do not fit each other, an unknown activation or implementation, blocks that do not fit.
-      NotImplementedError: the named implementation has no kernel for these dtypes or this device; or the kernel is under
+      NotImplementedError: the named implementation has no kernel for these dtypes or this device; or the named kernel is under
         `jax.vmap` in jax 0.10, which batches no kernel.
     """
     weights, biases, accumulates = _tuple(w), _tuple(bias), _tuple(accumulate)
@@ -94,7 +95,8 @@ def matmul(
         if chosen == "mosaic":
             config = config or (choose(problem, call.target.num_cores) if row is None else row.config)
             problem.check(config)
-        static = vjp.Call(form, config if chosen == "mosaic" else None, split, problem.bias_dtype, problem.accumulate_dtype)
+        config, is_named = config if chosen == "mosaic" else None, implementation is not None
+        static = vjp.Call(form, config, is_named, split, problem.bias_dtype, problem.accumulate_dtype)
         # Cast outside of the rule, so that JAX sums a replicated weight's gradient over the shards (see `varying`).
         y: Any = vjp.matmul(static, *vary_alike((rows, weights, biases, accumulates)))
     return y.reshape((*parts, *x.shape[:-1], n))

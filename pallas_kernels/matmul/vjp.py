@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from pallas_kernels.dispatch import log_choice
 from pallas_kernels.matmul import mosaic, xla
 from pallas_kernels.matmul.config import Config
 from pallas_kernels.matmul.reference import Form
@@ -31,12 +32,13 @@ Terms = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is static about a call: its form, who computes it (`config`: the kernel; None: XLA), over which mesh, and the dtypes
-    of its terms.
+    """What is static about a call: its form, who computes it (`config`: the kernel; None: XLA), whether the caller named who,
+    over which mesh, and the dtypes of its terms.
     """
 
     form: Form
     config: Config | None
+    is_named: bool
     split: Split | None
     bias_dtype: jnp.dtype | None
     accumulate_dtype: jnp.dtype | None
@@ -45,9 +47,29 @@ class Call:
         self, x: jax.Array, weights: Terms, biases: Terms, accumulates: Terms, keeps_products: bool
     ) -> tuple[jax.Array, Terms]:
         """Return y, and the products where they are kept."""
+        operands = (x, weights, biases, accumulates)
+        by_xla = functools.partial(xla.matmul, self.form, keeps_products=keeps_products, num_parts=self.num_parts)
         if self.config is None:
-            return xla.matmul(self.form, x, weights, biases, accumulates, keeps_products, self.num_parts)
-        kernel = functools.partial(mosaic.matmul, self.form, self.config, keeps_products=keeps_products)
+            return by_xla(*operands)
+        by_kernel = functools.partial(self._run_kernel, self.config, keeps_products)
+        if self.is_named:
+            return by_kernel(*operands)
+        # What was measured speaks for one product, and not for as many as a batch has. And jax 0.10 batches no kernel.
+        unless_batched = jax.custom_batching.custom_vmap(by_kernel)
+
+        @unless_batched.def_vmap
+        def batched(axis_size: int, in_batched: Any, *operands: Any) -> tuple[Any, Any]:
+            log_choice("matmul", "xla", "not mosaic: the call is batched by jax.vmap, and no measurement is of that")
+            axes = tuple(jax.tree.map(lambda is_batched: 0 if is_batched else None, in_batched))
+            results = jax.vmap(by_xla, axes, axis_size=axis_size)(*operands)
+            return results, jax.tree.map(lambda _: True, results)
+
+        return unless_batched(*operands)
+
+    def _run_kernel(
+        self, config: Config, keeps_products: bool, x: jax.Array, weights: Terms, biases: Terms, accumulates: Terms
+    ) -> tuple[jax.Array, Terms]:
+        kernel = functools.partial(mosaic.matmul, self.form, config, keeps_products=keeps_products)
         if self.split is None:
             return kernel(x, weights, biases, accumulates)
 

@@ -304,7 +304,7 @@ def test_a_named_implementation_serves_or_raises():
 
 
 def test_a_choice_is_logged_once_with_its_reason(caplog):
-    dispatch._log_once.cache_clear()
+    dispatch.log_choice.cache_clear()
     x, w, labels = problem()
     with caplog.at_level(logging.INFO):
         for _ in range(2):

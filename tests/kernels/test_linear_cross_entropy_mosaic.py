@@ -162,7 +162,7 @@ def test_backward_of_the_kernels_runs_where_a_config_asks_for_it_alone():
 
 
 def test_loss_on_hopper_is_xlas_until_a_measurement_says_otherwise(caplog):
-    dispatch._log_once.cache_clear()
+    dispatch.log_choice.cache_clear()
     with on_gpu("NVIDIA H200"), caplog.at_level(logging.INFO, logger="pallas_kernels"):
         chosen = jax.make_jaxpr(lambda: linear_cross_entropy(*BF16))()
         named = jax.make_jaxpr(lambda: mosaic(*BF16))()

@@ -269,7 +269,7 @@ def test_nf4_kernel_named_for_what_it_cannot_do_is_refused():
 
 
 def test_nf4_chosen_by_none_is_xlas_and_logged_once_with_the_reason(caplog):
-    dispatch._log_once.cache_clear()
+    dispatch.log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="pallas_kernels"), on_gpu("NVIDIA H200"):
         for _ in range(2):
             assert "mpmd_map" not in str(jax.make_jaxpr(lambda: quantize_nf4(X))())

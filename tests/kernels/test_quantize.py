@@ -298,7 +298,7 @@ def test_quantize_config_that_does_not_fit_is_refused():
 
 
 def test_quantize_chosen_by_none_is_xlas_and_logged_once_with_the_reason(caplog):
-    dispatch._log_once.cache_clear()
+    dispatch.log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         for kind in ("NVIDIA H200", "NVIDIA H200", "NVIDIA A100-SXM4-80GB"):
             with on_gpu(kind):

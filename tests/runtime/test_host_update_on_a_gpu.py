@@ -48,6 +48,7 @@ def on_gpu(monkeypatch, cuda):
         for name, of in (
             ("driver", lambda: driver),
             ("pointer", lambda buffer: np.asarray(buffer).ctypes.data),
+            ("pointers", lambda buffers: [np.asarray(buffer).ctypes.data for buffer in buffers]),
             ("stream_of", lambda context: 0),
         ):
             if hasattr(module, name):

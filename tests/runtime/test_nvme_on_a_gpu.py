@@ -15,7 +15,7 @@ from host_offload.device import copies, gpu_copies
 from host_offload.device.cuda_driver import Driver
 from host_offload.device.gpu_copies import GpuCopies
 from host_offload.disk import SwapError
-from host_offload.engine import Swap
+from host_offload.engine import Engine, Swap
 
 DISK = "nvme"
 ALL = {"params": DISK, "grads": DISK, "opt_state": DISK, "activations": DISK}
@@ -46,14 +46,20 @@ class Simulated:
 
     Attributes:
       waits: of each callback of a step, how often it waited for a stream or an event.
+      last: of each, what it did last: "driver", or "thread" where it left work to one; and how often it did that.
     """
 
     def __init__(self, monkeypatch):
         self.cuda, self.is_step, self.waits, self.logged = SimulatedCuda(delay=0.001), False, [], []
-        self.driver = Driver(self.cuda)
+        self.driver, self.last, self._done = Driver(self.cuda), [], threading.local()
+        for name in ("copy", "copy_in", "copy_out", "record", "wait"):
+            monkeypatch.setattr(Driver, name, self._noted(getattr(Driver, name), "driver"))
+        monkeypatch.setattr(Engine, "_later", self._noted(Engine._later, "thread"))
         monkeypatch.setattr("host_offload.engine.ops.copies_of", lambda devices: GpuCopies(devices, self.driver))
+        address = lambda buffer: np.asarray(buffer).ctypes.data  # noqa: E731
+        monkeypatch.setattr(gpu_copies, "pointers", lambda buffers: [address(buffer) for buffer in buffers])
         for module in (gpu_copies, log):
-            monkeypatch.setattr(module, "pointer", lambda buffer: np.asarray(buffer).ctypes.data)
+            monkeypatch.setattr(module, "pointer", address)
             monkeypatch.setattr(module, "stream_of", lambda context: 0)
         # Both devices are on stream 0, which runs at once, so the stream does not tell them apart.
         monkeypatch.setattr(log.CallLog, "rank_of", lambda log, context, where: int(np.asarray(where)[0]))
@@ -71,12 +77,22 @@ class Simulated:
     def log(self, devices):
         return log.CallLog(devices, self.driver)
 
+    def _noted(self, call, what):
+        def run(*args, **options):
+            if hasattr(self._done, "steps"):
+                self._done.steps.append(what)
+            return call(*args, **options)
+
+        return run
+
     def _watched(self, callback):
         def run(*args, **options):
             before = self.cuda.waits.count(threading.get_ident())
+            self._done.steps = []
             callback(*args, **options)
             if self.is_step:
                 self.waits.append(self.cuda.waits.count(threading.get_ident()) - before)
+                self.last.append((self._done.steps[-1], self._done.steps.count("thread")))
 
         return run
 
@@ -95,6 +111,8 @@ def test_records_that_cross_by_slots_and_streams_are_the_same(name, tmp_path, mo
     # No callback of a step waited, and each was sent what it had assumed.
     assert simulated.waits == [0] * len(simulated.logged)
     assert simulated.waits
+    # A thread is woken once, after the last call of the driver, in which it could take the interpreter.
+    assert set(simulated.last) == {("thread", 1)}
     beside = sum(num_bytes for stream, _, num_bytes in cuda.copies if stream)
     least = 0 if "update_on" in CASES[name] else 0.25  # half of a way is between slot and program
     assert beside > least * sum(num_bytes for *_, num_bytes in cuda.copies)

@@ -97,13 +97,18 @@ def gpu():
     assert gpu.cuda.events == {}
 
 
-def test_a_lifted_record_comes_from_its_slot_and_its_buffer_is_free(gpu):
+def test_a_lifted_record_comes_from_its_slot_and_its_buffer_is_free(gpu, monkeypatch):
+    lifted, woken = gpu.copies._gpus[0].lifted, []
+    wake = lifted._wake
+    monkeypatch.setattr(lifted, "_wake", lambda: (woken.append(True), wake()))
     for value in range(1, 8):
         buffer, views = record(value)
         gpu.copies.lift("params", 0, buffer)
         gpu.cuda.copies.clear()
         out = gpu.values()
+        woken.clear()
         freed = gpu.copies.load(gpu.context, "params", 0, views, out)
+        assert woken == []  # whoever asks for the future wakes the thread, and not the callback
         assert [copy[:2] for copy in gpu.cuda.copies if copy[1] in {view.ctypes.data for view in views}] == []
         assert {stream for stream, *_ in gpu.cuda.copies} == {gpu.stream}
         freed.result(10)

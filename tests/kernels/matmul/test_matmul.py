@@ -291,7 +291,7 @@ def test_matmul_kernel_named_for_a_hopper_gpu_is_traced(kind):
 
 
 def test_matmul_chosen_by_none_is_logged_once_with_the_reason(caplog):
-    dispatch._log_once.cache_clear()
+    dispatch.log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         ys = [matmul(X, W) for _ in range(2)]
     np.testing.assert_array_equal(ys[1], matmul(X, W, implementation="xla"))
@@ -300,7 +300,7 @@ def test_matmul_chosen_by_none_is_logged_once_with_the_reason(caplog):
 
 
 def test_matmul_on_hopper_is_xlas_until_a_measurement_says_otherwise(caplog):
-    dispatch._log_once.cache_clear()
+    dispatch.log_choice.cache_clear()
     with on_gpu("NVIDIA H200"), caplog.at_level(logging.INFO, logger="pallas_kernels"):
         jaxpr = jax.make_jaxpr(lambda: matmul(X, W))()
     assert "mpmd_map" not in str(jaxpr)

@@ -4,7 +4,9 @@ import dataclasses
 import json
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from devices import on_gpu
 
@@ -136,6 +138,29 @@ def test_matmul_of_none_takes_the_kernel_with_its_sizes_where_the_table_says_tha
         assert is_measured(x) == ("H200" in kind)
     assert ("mpmd_map" in str(jaxpr)) == taken
     assert configs == [SIZES] * taken
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+def test_matmul_of_none_takes_xlas_form_under_vmap_whatever_the_table_says(monkeypatch, axes):
+    monkeypatch.setattr(measured, "table", lambda: (row(activation="silu"),))
+    rng = np.random.default_rng(0)
+    one = tuple(jnp.asarray(rng.standard_normal(shape), BF16) for shape in ((1024, 256), (256, 512)))
+    batch = tuple(array if axis is None else jnp.stack([array, -array]) for array, axis in zip(one, axes, strict=True))
+
+    def program(implementation):
+        def loss(x, w):
+            y = matmul(x, w, activation="silu", implementation=implementation)
+            return jnp.sum(y.astype(jnp.float32) ** 2), y
+
+        return jax.vmap(lambda x, w: (loss(x, w), jax.jit(jax.grad(loss, (0, 1), has_aux=True))(x, w)), axes)
+
+    with on_gpu("NVIDIA H200"):
+        assert "mpmd_map" in str(jax.make_jaxpr(lambda x, w: matmul(x, w, activation="silu"))(*one))
+        programs = [jax.make_jaxpr(program(implementation))(*batch) for implementation in (None, "xla")]
+    assert "mpmd_map" not in str(programs[0])
+    if axes == (0, None):  # CPUs have no other product of a batch that sums bfloat16 in float32
+        for result, expected in zip(*(jex.jaxpr_as_fun(jaxpr)(*batch) for jaxpr in programs), strict=True):
+            np.testing.assert_array_equal(np.asarray(result, np.float32), np.asarray(expected, np.float32))
 
 
 def test_a_named_kernel_has_the_sizes_of_the_table_and_elsewhere_those_of_the_closed_form(monkeypatch):
