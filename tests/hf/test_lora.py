@@ -11,6 +11,7 @@ from hf_models import batch_of, losses_of, need, program_of, torch_logits, torch
 from safetensors.numpy import load_file, save_file
 
 import zerojax as zj
+import zerojax.hf.base as base_of_hf
 from zerojax.hf import FAMILIES, model_of
 from zerojax.weights import renaming
 
@@ -193,12 +194,11 @@ def test_adapters_are_exported_for_their_own_base(tmp_path):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "long")
 
 
-def change(folder, tensor, place):
-    """Double one number of a folder, the largest of a row of a tensor."""
+def change(folder, tensor, times, part=...):
+    """Multiply a part of a tensor of a folder."""
     (path,) = folder.glob("*.safetensors")
     found = load_file(path)
-    row = found[tensor][place]
-    row[np.abs(row).argmax()] *= 2
+    found[tensor][part] *= times
     save_file(found, path, {"format": "pt"})
 
 
@@ -206,7 +206,7 @@ def change(folder, tensor, place):
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("fsdp", [1, 2])
 @pytest.mark.parametrize("base", list(BASES))
-def test_another_base_of_the_same_shapes_is_not_merged_onto(tmp_path, base, fsdp, tensor):
+def test_another_base_of_the_same_shapes_is_not_merged_onto(tmp_path, monkeypatch, base, fsdp, tensor):
     """Of a mesh with `tensor` blocks lie along other dims, and scales are in groups of rows."""
     for name, seed in (("like", 0), ("sibling", 1)):
         write("qwen2", tmp_path / name, shard="1GB", seed=seed, num_hidden_layers=2, **SIZES)
@@ -222,8 +222,15 @@ def test_another_base_of_the_same_shapes_is_not_merged_onto(tmp_path, base, fsdp
             zj.CheckpointError, match=r"sibling is not the base .* differ: lm_head\.weight; model\..*; and \d+ more"
         ):
             export(ckpt, out, like=sibling)
-    # One number, of which no sample tells: all are compared where the base is written.
-    change(like, name := "model.layers.1.mlp.up_proj.weight", 3)
+    # The same codes, and other scales.
+    change(like, "model.layers.0.self_attn.v_proj.weight", 2)
+    with pytest.raises(zj.CheckpointError, match=r"that differ: model.layers.0.self_attn.v_proj.weight. Give"):
+        zj.export_peft(ckpt, out, like=like)
+    change(like, "model.layers.0.self_attn.v_proj.weight", 0.5)
+    # Some numbers that are in no sample: all are compared where the base is written, in pieces.
+    monkeypatch.setattr(base_of_hf, "_PIECE", 1 << 12)
+    zj.export_hf(ckpt, tmp_path / "again", like=like, merge_lora=True)
+    change(like, name := "model.layers.1.mlp.up_proj.weight", np.linspace(1, 2, 16, dtype=np.float32), (3, slice(16)))
     zj.export_peft(ckpt, tmp_path / "others", like=like)
     with pytest.raises(zj.CheckpointError, match=f"that differ: {name}. Give"):
         zj.export_hf(ckpt, out, like=like, merge_lora=True)
