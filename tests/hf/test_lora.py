@@ -223,10 +223,10 @@ def test_another_base_of_the_same_shapes_is_not_merged_onto(tmp_path, monkeypatc
         ):
             export(ckpt, out, like=sibling)
     # The same codes, and other scales.
-    change(like, "model.layers.0.self_attn.v_proj.weight", 2)
-    with pytest.raises(zj.CheckpointError, match=r"that differ: model.layers.0.self_attn.v_proj.weight. Give"):
+    change(like, "model.layers.0.mlp.up_proj.weight", 2)
+    with pytest.raises(zj.CheckpointError, match=r"that differ: model.layers.0.mlp.up_proj.weight. Give"):
         zj.export_peft(ckpt, out, like=like)
-    change(like, "model.layers.0.self_attn.v_proj.weight", 0.5)
+    change(like, "model.layers.0.mlp.up_proj.weight", 0.5)
     # Some numbers that are in no sample: all are compared where the base is written, in pieces.
     monkeypatch.setattr(base_of_hf, "_PIECE", 1 << 12)
     zj.export_hf(ckpt, tmp_path / "again", like=like, merge_lora=True)
