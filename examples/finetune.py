@@ -13,7 +13,8 @@ tokens, and one of 20 is held out for validation.
 
 Every field of `zerojax.ZeroConfig` is an option. `runs/finetune/report.html` shows the run on one page. With a directory of
 checkpoints, SIGTERM and Ctrl-C save and end the run; the same command with `--resume True` goes on from there, on the same
-devices to the same losses, bit for bit. `--export` then writes a folder for transformers, or of adapters for PEFT.
+devices to the same losses, bit for bit. What would make another run of it is refused (`run_record`). `--export` then writes a
+folder for transformers, or of adapters for PEFT.
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -31,13 +33,15 @@ import optax
 import train_loop
 import tyro
 from jax.experimental import multihost_utils
+from run_record import RunRecord
 from train_loop import LoopOptions, build_program, first_state, open_checkpoints, open_run, print_sizes, start, swap_trace
 
 import zerojax as zj
 from zerojax.data import Batches, Examples, Rows, batches, batches_once, pack, tokenize
-from zerojax.hf import config_of, model_of
+from zerojax.hf import config_of, fingerprint, model_of
 from zerojax.planner import flops_per_token
 from zerojax.reporting import bars
+from zerojax.weights import open_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,14 +118,19 @@ def check(options: Options) -> None:
 
     Raises:
       ValueError: one is out of range, or does not go with the others.
+      CheckpointError: the weights of the model are not there, or a file that their index names.
     """
     train_loop.check_loop(options)
-    for name, least in {"seq": 2, "epochs": 0, "steps": 0, "lora_rank": 0, "sample_tokens": 0}.items():
+    leasts = {"seq": 2, "epochs": 0, "steps": 0, "lora_rank": 0, "sample_tokens": 0, "mlp_tiles": 0, "loss_tiles": 1}
+    for name, least in leasts.items():
         value = getattr(options, name)
         if value is not None and not least <= value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value}: a number of at least {least} is needed")
     if not options.lora_rank and (options.merge_lora or options.lora_alpha is not None or options.lora_dropout):
         raise ValueError("--merge-lora, --lora-alpha and --lora-dropout are of adapters: give --lora-rank, too")
+    rate = options.learning_rate
+    if rate is not None and not 0 < rate < math.inf:
+        raise ValueError(f"--learning-rate {rate}: a positive number is needed")
     if options.zero.frozen_dtype is not None and not options.lora_rank:
         raise ValueError(f"--frozen-dtype {options.zero.frozen_dtype} is of a frozen base: give --lora-rank, too")
     if options.held_out < 0 or options.held_out == 1:
@@ -139,6 +148,16 @@ def check(options: Options) -> None:
             raise ValueError("--export with --steps 0: a run without a step saves no checkpoint, of which it would be written")
     if not os.path.isdir(options.model):
         raise ValueError(f"--model {options.model}: not a folder; nothing is downloaded")
+    try:
+        lora_of(options)
+    except ValueError as error:
+        raise ValueError(re.sub(r"^(\w+)=(.*) of a Lora", r"--lora-\1 \2", str(error))) from error
+    sizes = config_of(options.model)
+    if options.mlp_tiles and sizes.intermediate % options.mlp_tiles:
+        raise ValueError(f"--mlp-tiles {options.mlp_tiles}: a number that divides {sizes.intermediate} is needed, or 0")
+    if options.loss_tiles is not None and options.loss_tiles > sizes.vocab:
+        raise ValueError(f"--loss-tiles {options.loss_tiles}: at most the {sizes.vocab} tokens of the vocabulary")
+    open_weights(options.model)
 
 
 # --- the data ------------------------------------------------------------------------------------------------------------
@@ -174,14 +193,20 @@ def prepare(options: Options) -> Inputs:
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {options.model}: its tokenizer cannot be read: {error}") from error
 
-    def read(path: str, split: str | None) -> Examples:
-        return tokenize(path, tokenizer, split=split, form=options.form, each_answer=options.each_answer)
+    def read(path: str, split: str | None, validation: str = "") -> Examples:
+        try:
+            return tokenize(path, tokenizer, split=split, form=options.form, each_answer=options.each_answer)
+        except ValueError as error:
+            raise ValueError(f"--{validation}data: {str(error).replace('split=', f'--{validation}split ')}") from error
 
     train, held_out = read(options.data, options.split), None
     if options.validation_data is not None or options.validation_split is not None:
-        held_out = read(options.validation_data or options.data, options.validation_split)
+        held_out = read(options.validation_data or options.data, options.validation_split, "validation-")
     elif options.held_out:
-        train, held_out = train.hold_out(options.held_out)
+        try:
+            train, held_out = train.hold_out(options.held_out)
+        except ValueError as error:
+            raise ValueError(f"--held-out {options.held_out}: {error}") from error
     both = [train] if held_out is None else [train, held_out]
     vocab = config_of(options.model).vocab
     prompts = [prompt_tokens(tokenizer, text) for text in options.prompt] or [first_prompt(both[-1])]
@@ -189,8 +214,8 @@ def prepare(options: Options) -> Inputs:
         raise ValueError(f"--prompt {' '.join(map(repr, options.prompt))}: each needs a token at least")
     if (largest := max(*(int(examples.tokens.max()) for examples in both), *map(max, prompts))) >= vocab:
         raise ValueError(f"--model {options.model}: its tokenizer gives token {largest}, and the model has {vocab}: from 0")
-    packed = [pack(examples, options.seq, too_long=options.too_long) for examples in both]
-    return Inputs(tokenizer, packed[0], packed[1] if len(packed) > 1 else None, prompts)
+    rows = [pack(examples, options.seq, too_long=options.too_long) for examples in both]
+    return Inputs(tokenizer, rows[0], rows[1] if len(rows) > 1 else None, prompts)
 
 
 def num_steps(options: Options, rows: Rows) -> int:
@@ -204,12 +229,16 @@ def num_steps(options: Options, rows: Rows) -> int:
 def build(options: Options, mesh: jax.sharding.Mesh, steps: int) -> tuple[zj.Program, zj.Plan | None]:
     """Build the model of a folder, its optimizer and the train step, by a plan if the options ask for one."""
     model = model_of(options.model, lora=lora_of(options), mlp_tiles=options.mlp_tiles, loss_tiles=options.loss_tiles)
-    peak = options.learning_rate if options.learning_rate is not None else 2e-4 if options.lora_rank else 1e-5
-    warmup = max(1, steps // 30)
+    peak, warmup = peak_rate(options), max(1, steps // 30)
     # The first step has a rate, too. The decay must be longer than the warmup, also in a run of one step.
     rate = optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, max(steps, warmup + 1), peak / 10)
     tx = optax.adamw(rate, weight_decay=options.weight_decay)
     return build_program(options, options.zero, model, tx, mesh, abstract_batch(options))
+
+
+def peak_rate(options: Options) -> float:
+    """Return the learning rate after the warmup."""
+    return options.learning_rate if options.learning_rate is not None else 2e-4 if options.lora_rank else 1e-5
 
 
 def lora_of(options: Options) -> zj.Lora | None:
@@ -239,29 +268,75 @@ def model_flops_per_token(options: Options) -> float:
 # --- the run -------------------------------------------------------------------------------------------------------------
 
 
+def record_of(options: Options, mesh: jax.sharding.Mesh, ckpt: zj.Checkpointer | None) -> RunRecord:
+    """Compare the model and the options with those of the run that goes on, if one does.
+
+    Raises:
+      ValueError: they would make another run of it; they are named.
+    """
+    record = RunRecord(options.checkpoint_dir, ckpt is not None and bool(ckpt.all_steps()), mesh)
+    lora, zero = lora_of(options), options.zero
+    refuses = {
+        "the weights of --model": fingerprint(options.model),
+        "config.json of --model": config_of(options.model).computes(),
+        "lora_rank": options.lora_rank,
+        "lora_alpha": None if lora is None else lora.alpha,
+        "lora_targets": None if lora is None else list(lora.targets),
+        "frozen_dtype": zero.frozen_dtype,
+        "learning_rate": peak_rate(options),
+        "weight_decay": options.weight_decay,
+        "clip_norm": zero.clip_norm,
+        "batch_size": options.batch_size,
+        "seq": options.seq,
+        "seed": options.seed,
+    }
+    record.check(refuses, {"lora_dropout": options.lora_dropout, "precision": zero.precision})
+    return record
+
+
+def begin(options: Options, inputs: Inputs, record: RunRecord) -> list[str]:
+    """Compare rows and steps, too; note what defines the run beside its checkpoints, and return what is to be told.
+
+    Raises:
+      ValueError: the rows are others, or too few for a batch.
+    """
+    if len(inputs.rows) < options.batch_size:
+        raise ValueError(f"--batch-size {options.batch_size}: there are {len(inputs.rows)} rows of --seq {options.seq} in all")
+    rows = batches(inputs.rows, options.batch_size, options.seed, part=0, num_parts=1).get_state()["rows"]
+    record.check({"the rows of --data": rows}, {"steps": num_steps(options, inputs.rows)})
+    return record.begin()
+
+
 def main() -> None:
     """Fine-tune as the command line says."""
-    with train_loop.told_alone("finetune.py"):
+    with train_loop.told_alone("finetune.py", Options):
         options = parse()
         check(options)
         mesh = start(options)
         ckpt = open_checkpoints(options)
+        record = record_of(options, mesh, ckpt)
         with bars():
             inputs = prepare(options)
+        told = begin(options, inputs, record)
         program, plan = build(options, mesh, num_steps(options, inputs.rows))
     with program, ckpt or contextlib.nullcontext():  # what is on a disk goes at the end, and after an error
-        is_over = run(options, program, inputs, ckpt, plan)
+        is_over = run(options, program, inputs, ckpt, plan, told)
     if is_over:
         sys.exit(options.stopped_status)
 
 
 def run(
-    options: Options, program: zj.Program, inputs: Inputs, ckpt: zj.Checkpointer | None = None, plan: zj.Plan | None = None
+    options: Options,
+    program: zj.Program,
+    inputs: Inputs,
+    ckpt: zj.Checkpointer | None = None,
+    plan: zj.Plan | None = None,
+    told: Sequence[str] = (),
 ) -> bool:
     """Train a program, validate, sample and export it, and tell whether a signal ended it."""
     steps = num_steps(options, inputs.rows)
     memory = program.memory(abstract_batch(options))
-    with train_loop.told_alone("finetune.py"):
+    with train_loop.told_alone("finetune.py", Options):
         trace = swap_trace(options, program)
         train_loop.local_batch_size(options)
         data = batches(inputs.rows, options.batch_size, options.seed)
@@ -279,8 +354,8 @@ def run(
         return zj.perplexity(program, state, held_out).loss
 
     with seen:
-        if plan is not None:
-            seen.print(str(plan))
+        for line in [*([] if plan is None else [str(plan)]), *told]:
+            seen.print(line)
         seen.print(f"train: {described(inputs.rows)}")
         if inputs.held_out is not None:
             seen.print(f"held out: {described(inputs.held_out)}")
@@ -290,7 +365,7 @@ def run(
         )
         seen.print(f"{config_of(options.model).num_params:,} parameters, {trained}")
         print_sizes(program, memory, seen)
-        with train_loop.told_alone("finetune.py"):
+        with train_loop.told_alone("finetune.py", Options):
             state = first_state(ckpt, program, make, data, Batches.go_to)
         if inputs.held_out is not None and not state.step:
             with seen.pause():

@@ -144,13 +144,13 @@ def whole_params(c: gpt.GPTConfig, program: zj.Program, state: zj.TrainState) ->
 
 def main() -> None:
     """Train as the command line says."""
-    with train_loop.told_alone("train_gpt.py"):
+    with train_loop.told_alone("train_gpt.py", Options):
         options = parse()
         train_loop.check_loop(options)
         ckpt = open_checkpoints(options)
         c, program, plan = build(options, start(options))
     with program, ckpt or contextlib.nullcontext():  # what is on a disk goes at the end, and after an error
-        with train_loop.told_alone("train_gpt.py"):
+        with train_loop.told_alone("train_gpt.py", Options):
             inputs = prepare(options, c, program)
         is_over = run(options, c, program, inputs, ckpt, plan)
     if is_over:
@@ -200,7 +200,7 @@ def run(
     """Train a program, validate and sample it, and tell whether a signal ended it."""
     tokens = jax.ShapeDtypeStruct((options.batch_size, c.seq), jnp.int32)
     memory = program.memory({"tokens": tokens, "targets": tokens})
-    with train_loop.told_alone("train_gpt.py"):
+    with train_loop.told_alone("train_gpt.py", Options):
         seen = open_run(
             options, program, memory, plan, steps=options.steps, tokens=tokens.size, flops_per_token=c.flops_per_token
         )
@@ -209,7 +209,7 @@ def run(
             seen.print(str(plan))
         seen.print(f"{c.num_params:,} parameters, {inputs.sizes[0]:,} bytes of text, {inputs.sizes[1]:,} held out")
         print_sizes(program, memory, seen)
-        with train_loop.told_alone("train_gpt.py"):
+        with train_loop.told_alone("train_gpt.py", Options):
             state = first_state(ckpt, program, lambda: program.init(jax.random.key(options.seed)), inputs.data, go_to)
 
         def validate(state: zj.TrainState) -> float:

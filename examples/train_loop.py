@@ -9,6 +9,7 @@ A script parses its options, builds a program, and opens a `zj.Run`; then
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar, cast
@@ -100,13 +101,27 @@ def parse(options: type[Options], arguments: Sequence[str] | None = None) -> Opt
 
 
 @contextlib.contextmanager
-def told_alone(script: str) -> Iterator[None]:
+def told_alone(script: str, options: type[LoopOptions] = LoopOptions) -> Iterator[None]:
     """End the script where its options are refused, by the message alone and with status 2, as for an unknown option."""
     try:
         yield
     except (ValueError, NotImplementedError, ModuleNotFoundError, zj.SwapError, zj.CheckpointError) as error:
-        print(f"{script}: error: {error}", file=sys.stderr)
+        print(f"{script}: error: {as_options(str(error), options)}", file=sys.stderr)
         sys.exit(2)
+
+
+def as_options(message: str, options: type[LoopOptions]) -> str:
+    """Return a message of the library with fields and arguments as options: swap_dir='x' as --swap-dir x."""
+    fields = {field.name for kind in (options, zj.ZeroConfig) for field in dataclasses.fields(kind)}
+    fields -= {"data"}  # an axis of the mesh, too
+    # A name of one word is one of an option only where it has a value: "a shorter seq", "the model".
+    names = rf"(?<![\w-])(?:({'|'.join(sorted(fields))})=(?:'([^']*)')?|({'|'.join(sorted(f for f in fields if '_' in f))})\b)"
+
+    def named(match: re.Match[str]) -> str:
+        with_value, value, alone = match.groups()
+        return f"--{(with_value or alone).replace('_', '-')}" + f" {value or ''}" * (with_value is not None)
+
+    return re.sub(names, named, message)
 
 
 def check_loop(options: LoopOptions) -> None:
@@ -118,8 +133,12 @@ def check_loop(options: LoopOptions) -> None:
     for name in ("devices", "batch_size", "eval_every", "eval_batches", "checkpoint_every", "keep"):
         if (value := getattr(options, name)) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: at least 1")
-    if os.path.exists(options.logdir) and not os.path.isdir(options.logdir):
-        raise ValueError(f"--logdir {options.logdir} is a file, and a folder is needed")
+    for name in ("seed", "profile", "weight_decay"):
+        if not 0 <= (value := getattr(options, name)) < 2**63:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: a number from 0 to below 2^63 is needed")
+    for name in ("logdir", "checkpoint_dir"):
+        if (folder := getattr(options, name)) is not None and os.path.exists(folder) and not os.path.isdir(folder):
+            raise ValueError(f"--{name.replace('_', '-')} {folder} is a file, and a folder is needed")
 
 
 # --- the machine ---------------------------------------------------------------------------------------------------------
@@ -140,7 +159,10 @@ def start(options: LoopOptions) -> jax.sharding.Mesh:
     if "fsdp" not in axes and -1 in axes.values():
         # One -1 at most: the rest of the devices cannot be split between two axes.
         axes["fsdp"] = 1
-    return zj.make_mesh(data=axes.get("data", 1), fsdp=axes.get("fsdp", -1), tensor=axes.get("tensor", 1))
+    try:
+        return zj.make_mesh(data=axes.get("data", 1), fsdp=axes.get("fsdp", -1), tensor=axes.get("tensor", 1))
+    except ValueError as error:
+        raise ValueError(f"--mesh {options.mesh}: {error}") from error
 
 
 def build_program(
@@ -160,7 +182,10 @@ def build_program(
 
 def machine_of(options: LoopOptions) -> zj.Machine | None:
     """Return the machine that the options name."""
-    return None if options.machine is None else zj.machine(options.machine)
+    try:
+        return None if options.machine is None else zj.machine(options.machine)
+    except ValueError as error:
+        raise ValueError(f"--machine: {error}") from error
 
 
 def local_batch_size(options: LoopOptions) -> int:

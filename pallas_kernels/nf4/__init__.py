@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from pallas_kernels.dispatch import Implementation, resolve, target_of
 from pallas_kernels.nf4 import mosaic, reference, xla
 from pallas_kernels.nf4.reference import BLOCK, GROUP, Group
+from pallas_kernels.nf4.reference import NOT_FINITE as NOT_FINITE
 from pallas_kernels.quantize.config import Config as Config
 from pallas_kernels.quantize.config import Problem, choose
 from pallas_kernels.quantize.mosaic import FLOATS, refusal

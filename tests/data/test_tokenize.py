@@ -32,6 +32,7 @@ def test_answers_count_by_marks_and_by_prefixes(tmp_path):
     whole += "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nno!<|im_end|>\n"
     assert read(tmp_path, [TWO]) == [(whole, "yes<|im_end|>\nno!<|im_end|>\n")]  # what the template writes after an answer, too
     assert read(tmp_path, [TWO], MARKED) == [(whole, "yes<|im_end|>no!<|im_end|>")]
+    assert read(tmp_path, [conversation("hi", "")])[0][1] == "<|im_end|>\n"  # an empty answer is one
     greeting = {"messages": [{"role": "assistant", "content": "Hello"}, *TWO["messages"]]}
     assert read(tmp_path, [greeting], MARKED)[0][1] == "Hello<|im_end|>yes<|im_end|>no!<|im_end|>"
     with pytest.raises(ValueError, match=r"a.jsonl:2: the conversation begins with an answer"):

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from typing import Any, cast
 
 import finetune
@@ -79,12 +80,14 @@ def here():
         options = finetune.parse(arguments)
         finetune.check(options)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
+            ckpt = finetune.open_checkpoints(options)
+            record = finetune.record_of(options, mesh, ckpt)
             inputs = finetune.prepare(options)
+            told = finetune.begin(options, inputs, record)
             if not programs:
                 programs.append(finetune.build(options, mesh, STEPS)[0])
-            ckpt = finetune.open_checkpoints(options)
             with ckpt or contextlib.nullcontext():
-                is_over = finetune.run(options, programs[0], inputs, ckpt)
+                is_over = finetune.run(options, programs[0], inputs, ckpt, told=told)
         return printed.getvalue(), is_over
 
     yield tune
@@ -147,11 +150,84 @@ def test_a_stopped_run_goes_on_to_the_uncut_losses_bit_for_bit(tmp_path, monkeyp
     monkeypatch.undo()
     with pytest.raises(ValueError, match=f"holds checkpoints up to step {STOPPED}: --resume True"):
         here(*arguments)
+    with pytest.raises(ValueError, match=r"saved holds the checkpoints of another run: --weight-decay 0.0, and here 0.5"):
+        here(*arguments, "--resume", "True", "--weight-decay", "0.5")
     printed, is_over = here(*arguments, "--resume", "True")
     assert not is_over
     assert f"goes on from step {STOPPED} of" in printed
+    assert "began with" not in printed
     for name in ("train/loss", "validation/loss"):
         assert figures(tmp_path, name) == figures(uncut[0], name)
+
+
+def resumed(folder: pathlib.Path, *arguments: str) -> list[str]:
+    """Compare options with the run whose checkpoints are in a folder, without any of its steps; returns what is told."""
+    options = finetune.parse([*arguments, "--checkpoint-dir", str(folder)])
+    finetune.check(options)
+    ckpt = cast(Any, types.SimpleNamespace(all_steps=lambda: [3] if (folder / "3").exists() else []))
+    record = finetune.record_of(options, zj.make_mesh(fsdp=1, devices=jax.devices()[:1]), ckpt)
+    return finetune.begin(options, finetune.prepare(options), record)
+
+
+def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, inputs):
+    folder = tmp_path / "saved"
+    common = [*inputs, "--seq", "128", "--lora-rank", "4"]
+    assert resumed(folder, *common, "--lora-rank", "8") == []  # a run that ended before its first checkpoint
+    assert resumed(folder, *common) == []
+    (folder / "3").mkdir()
+    write_model("llama", tmp_path / "sibling", vocab_size=259, seed=1)
+    shutil.copytree(inputs[1], tmp_path / "elsewhere")
+    shutil.copytree(inputs[1], tmp_path / "long")
+    told = (tmp_path / "long" / "config.json").read_text()
+    (tmp_path / "long" / "config.json").write_text(told.replace('"rope_theta": 10000.0', '"rope_theta": 50000.0'))
+    write(tmp_path / "chats.jsonl", [conversation(f"{n}?", "Yes.") for n in range(400)])
+    for more, words in (
+        (["--model", str(tmp_path / "sibling")], "run: the weights of --model "),
+        (["--model", str(tmp_path / "long")], "run: config.json of --model ropes .*, and here "),
+        (["--learning-rate", "1e-4"], "--learning-rate 0.0002, and here 0.0001"),
+        (["--lora-rank", "0"], "--lora-rank 4, and here 0; .*--learning-rate 0.0002, and here 1e-05"),
+        (["--lora-targets", "q_proj", "v_proj"], "--lora-targets q_proj k_proj .* down_proj, and here q_proj v_proj"),
+        (["--frozen-dtype", "nf4"], "--frozen-dtype None, and here nf4"),
+        (["--seed", "1", "--clip-norm", "2"], "--clip-norm 1.0, and here 2.0; --seed 0, and here 1"),
+        (["--data", str(tmp_path / "chats.jsonl")], "run: the rows of --data "),
+    ):
+        with pytest.raises(ValueError, match=words):
+            resumed(folder, *common, *more)
+    assert resumed(folder, *common, "--model", str(tmp_path / "elsewhere"), "--learning-rate", "2e-4") == []
+    more = ["--steps", "30", "--lora-dropout", "0.5", "--precision", "fp32"]
+    names = ("goes on with --lora-dropout 0.5, and began with 0.0", "goes on with --precision fp32, and began with bf16")
+    assert resumed(folder, *common, *more) == [*names, "goes on with --steps 30, and began with 8"]
+    assert resumed(folder, *common, *more) == []  # now these are the run's
+    (folder / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"run.json, which tells what the run began with, cannot be read: .*Remove it"):
+        resumed(folder, *common)
+    (folder / "run.json").unlink()
+    (line,) = resumed(folder, *common, "--seed", "7")
+    assert "which older versions did not write: nothing was compared" in line
+    with pytest.raises(ValueError, match="--seed 7, and here 0"):
+        resumed(folder, *common)
+
+
+def test_files_that_an_index_names_are_looked_for_before_all_else(tmp_path, inputs):
+    shutil.copytree(inputs[1], tmp_path / "model")
+    max((tmp_path / "model").glob("*.safetensors")).unlink()
+    with pytest.raises(zj.CheckpointError, match="of which 1 are not beside it"):
+        finetune.check(finetune.parse([*inputs, "--model", str(tmp_path / "model")]))
+
+
+def test_errors_of_the_library_name_options(capsys, inputs):
+    with pytest.raises(SystemExit), finetune.train_loop.told_alone("finetune.py", finetune.Options):
+        finetune.parse([*inputs, "--moments", "bfloat16", "--update-on", "host"])
+    told = "finetune.py: error: --update-on host needs --opt-state pinned_host or 'nvme', got --opt-state device\n"
+    assert capsys.readouterr().err == told
+    as_options = finetune.train_loop.as_options
+    for message, options in (
+        ("set swap_dir", "set --swap-dir"),
+        ("a longer seq, or too_long='drop'", "a longer seq, or --too-long drop"),
+        ("--mesh data=3: sizes are", "--mesh data=3: sizes are"),
+        ("/a/my_seq=3", "/a/my_seq=3"),
+    ):
+        assert as_options(message, finetune.Options) == options
 
 
 # The script, whose steps take 0.3 s more once a checkpoint is there: a signal finds it running, however fast it is.
@@ -286,6 +362,14 @@ def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_p
         (["--epochs", "nan"], "--epochs nan"),
         (["--steps", "-1"], "--steps -1"),
         (["--model", "nowhere"], "nothing is downloaded"),
+        (["--learning-rate", "nan"], "--learning-rate nan"),
+        (["--weight-decay", "-1"], "--weight-decay -1"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--mlp-tiles", "3"], "--mlp-tiles 3"),
+        (["--loss-tiles", "300"], "--loss-tiles 300"),
+        (["--lora-rank", "2", "--lora-targets", "wq"], "--lora-targets"),
+        (["--lora-rank", "2", "--lora-dropout", "2"], "--lora-dropout 2"),
+        (["--checkpoint-dir", __file__], "--checkpoint-dir .* is a file"),
     ],
 )
 def test_options_that_would_fail_late_are_refused_at_once(inputs, more, words):

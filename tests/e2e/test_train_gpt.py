@@ -146,7 +146,7 @@ def test_train_gpt_ends_soon_after_one_of_its_processes_was_killed(tmp_path):
         (["--mesh", "fsdp=3"], "fsdp 3 x tensor 1 = 3, but there are 4 devices"),
         (["--mesh", "rows=3"], "the axes are data, fsdp and tensor"),
         (["--data", "nowhere"], "not a folder"),
-        (["--params", "nvme"], "swap_dir"),
+        (["--params", "nvme"], "set --swap-dir"),
         (["--params", "nvme", "--swap-dir", "nowhere"], "nowhere"),
         (
             ["--delayed-update", "True", "--update-on", "host", "--opt-state", "nvme", "--params", "nvme", "--swap-dir", "."],

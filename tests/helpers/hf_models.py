@@ -74,13 +74,13 @@ def need(*modules: str) -> None:
         pytest.skip(f"needs {', '.join(absent)}: pip install 'zerojax[dev]'", allow_module_level=True)
 
 
-def write(case: str, folder: pathlib.Path, *, dtype: str = "float32", shard: str = "40KB", **sizes: Any) -> Any:
+def write(case: str, folder: pathlib.Path, *, dtype: str = "float32", shard: str = "40KB", seed: int = 0, **sizes: Any) -> Any:
     """Write a random model into a folder as transformers does, in several files; returns it in float32."""
     import torch
     import transformers
 
     name, options = CASES[case]
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = getattr(transformers, name)(**{**SIZES, **options, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():

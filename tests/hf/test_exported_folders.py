@@ -68,14 +68,18 @@ def exported_logits(folder):
 def test_untouched_weights_are_the_bits_of_the_file(tmp_path, case, tier):
     like = tmp_path / "model"
     write(case, like, dtype="bfloat16")
-    (like / "tokenizer.json").write_text("{}")
+    for name in ("tokenizer.json", "more/templates/a.jinja", "more/.hidden", "original/consolidated.00.pth", ".cache/a"):
+        (like / name).parent.mkdir(parents=True, exist_ok=True)
+        (like / name).write_text("{}")
     with program_of(model_of(like), tier, tmp_path) as program:
         save(program, zj.import_hf(program, like, key=jax.random.key(0)), tmp_path / "ckpt")
     zj.export_hf(tmp_path / "ckpt", tmp_path / "out", like=like, shard_bytes=30_000)
     assert bits(tmp_path / "out") == bits(like)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
-    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "more/templates/a.jinja"):
         assert (tmp_path / "out" / name).read_bytes() == (like / name).read_bytes()
+    # Folders come along which hold no weights.
+    assert not [name for name in ("more/.hidden", "original", ".cache") if (tmp_path / "out" / name).exists()]
     loaded(tmp_path / "out")
 
 

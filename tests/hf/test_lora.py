@@ -1,13 +1,17 @@
 """Adapters over a frozen base train as PEFT's do, write nothing of the base, and are exported for it."""
 
+import dataclasses
 import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 from hf_models import batch_of, losses_of, need, program_of, torch_logits, torch_losses, write
+from safetensors.numpy import load_file, save_file
 
 import zerojax as zj
+import zerojax.hf.base as base_of_hf
 from zerojax.hf import FAMILIES, model_of
 from zerojax.weights import renaming
 
@@ -135,7 +139,7 @@ def test_adapters_are_restored_from_any_tier_onto_any(tmp_path, here, there):
         np.testing.assert_array_equal(a, b)
 
 
-def test_adapters_of_another_scale_are_not_restored_and_dropout_may_change(tmp_path):
+def test_adapters_of_another_scale_or_config_are_not_restored_and_dropout_may_change(tmp_path):
     write("llama", tmp_path / "like")
 
     def program(**fields):
@@ -147,6 +151,18 @@ def test_adapters_of_another_scale_are_not_restored_and_dropout_may_change(tmp_p
         with program(alpha=8) as other, pytest.raises(zj.CheckpointError, match=r"saved of a model with lora=.*'alpha': 4"):
             ckpt.restore(other)
         with program(dropout=0.1) as other:
+            assert ckpt.restore(other).step == 0
+        # Heads of another width have weights of the same shapes.
+        write("llama", tmp_path / "other", rms_norm_eps=1e-3, num_attention_heads=2, num_key_value_heads=1)
+        model = model_of(tmp_path / "other", lora=zj.Lora(rank=2, alpha=4))
+        told = r"of a model with decoder=\{.*'heads': 4,.*'norm_eps': 1e-06.* program's has .*'norm_eps': 0.001"
+        with program_of(model, "device", tmp_path, 1) as other, pytest.raises(zj.CheckpointError, match=told):
+            ckpt.restore(other)
+        about = first.model.about
+        assert about is not None
+        # What one of both does not tell is not compared: older checkpoints tell less.
+        model = dataclasses.replace(model, about={"lora": about["lora"]})
+        with program_of(model, "device", tmp_path, 1) as other:
             assert ckpt.restore(other).step == 0
 
 
@@ -167,12 +183,58 @@ def test_adapters_are_exported_for_their_own_base(tmp_path):
     write("llama", tmp_path / "like")
     write("llama", tmp_path / "wider", hidden_size=64)
     write("llama", tmp_path / "shallow", num_hidden_layers=2)
+    write("llama", tmp_path / "long", rope_parameters={"rope_type": "default", "rope_theta": 5e4})
     with program_of(model_of(tmp_path / "like", lora=zj.Lora(rank=2, alpha=4)), "device", tmp_path, 1) as program:
         ckpt = save(program, zj.import_hf(program, tmp_path / "like", key=jax.random.key(0)), tmp_path / "ckpt")
     with pytest.raises(zj.CheckpointError, match=r"is of another model than .*wider: lora_A \[2, 48\] beside"):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "wider")
     with pytest.raises(zj.CheckpointError, match=r"layers.2.self_attn.q_proj.weight which is not there"):
         zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "shallow")
+    with pytest.raises(zj.CheckpointError, match=r"was trained with decoder=\{'ropes'.*long/config.json makes it"):
+        zj.export_peft(ckpt, tmp_path / "adapters", like=tmp_path / "long")
+
+
+def change(folder, tensor, times, part=...):
+    """Multiply a part of a tensor of a folder."""
+    (path,) = folder.glob("*.safetensors")
+    found = load_file(path)
+    found[tensor][part] *= times
+    save_file(found, path, {"format": "pt"})
+
+
+@pytest.mark.by_default("bf16-2-1", "int8-2-1", "nf4-2-2")
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("fsdp", [1, 2])
+@pytest.mark.parametrize("base", list(BASES))
+def test_another_base_of_the_same_shapes_is_not_merged_onto(tmp_path, monkeypatch, base, fsdp, tensor):
+    """Of a mesh with `tensor` blocks lie along other dims, and scales are in groups of rows."""
+    for name, seed in (("like", 0), ("sibling", 1)):
+        write("qwen2", tmp_path / name, shard="1GB", seed=seed, num_hidden_layers=2, **SIZES)
+    like, sibling, out = tmp_path / "like", tmp_path / "sibling", tmp_path / "out"
+    mesh = zj.make_mesh(fsdp=fsdp, tensor=tensor, devices=jax.devices()[: fsdp * tensor])
+    config = zj.ZeroConfig(stage=3, precision="bf16", **BASES[base])
+    program = zj.build_train_step(model_of(like, lora=LORA), optax.adamw(1e-3), config, mesh)
+    ckpt = save(program, zj.import_hf(program, like, key=jax.random.key(1)), tmp_path / "ckpt")
+    zj.export_peft(ckpt, tmp_path / "adapters", like=like)
+    zj.export_hf(ckpt, tmp_path / "merged", like=like, merge_lora=True)
+    for export in (zj.export_peft, lambda *args, like: zj.export_hf(*args, like=like, merge_lora=True)):
+        with pytest.raises(
+            zj.CheckpointError, match=r"sibling is not the base .* differ: lm_head\.weight; model\..*; and \d+ more"
+        ):
+            export(ckpt, out, like=sibling)
+    # The same codes, and other scales.
+    change(like, "model.layers.0.mlp.up_proj.weight", 2)
+    with pytest.raises(zj.CheckpointError, match=r"that differ: model.layers.0.mlp.up_proj.weight. Give"):
+        zj.export_peft(ckpt, out, like=like)
+    change(like, "model.layers.0.mlp.up_proj.weight", 0.5)
+    # Some numbers that are in no sample: all are compared where the base is written, in pieces.
+    monkeypatch.setattr(base_of_hf, "_PIECE", 1 << 12)
+    zj.export_hf(ckpt, tmp_path / "again", like=like, merge_lora=True)
+    change(like, name := "model.layers.1.mlp.up_proj.weight", np.linspace(1, 2, 16, dtype=np.float32), (3, slice(16)))
+    zj.export_peft(ckpt, tmp_path / "others", like=like)
+    with pytest.raises(zj.CheckpointError, match=f"that differ: {name}. Give"):
+        zj.export_hf(ckpt, out, like=like, merge_lora=True)
+    assert not out.exists()
 
 
 def test_dropout_of_adapters_is_in_training_alone(tmp_path):

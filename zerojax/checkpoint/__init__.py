@@ -17,6 +17,7 @@ from zerojax.checkpoint.leaves import INLINE_ELEMENTS as INLINE_ELEMENTS
 from zerojax.checkpoint.leaves import StateLeaf as StateLeaf
 from zerojax.checkpoint.manifest import SavedLeaf as SavedLeaf
 from zerojax.checkpoint.manifest import SavedState as SavedState
+from zerojax.checkpoint.program_state import about_difference as about_difference
 from zerojax.checkpoint.program_state import begin_save as begin_save
 from zerojax.checkpoint.program_state import leaves_of_program as leaves_of_program
 from zerojax.checkpoint.program_state import restore_state as restore_state

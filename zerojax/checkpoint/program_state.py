@@ -6,6 +6,7 @@ program, but its layout, its swap session and its leaves.
 
 import dataclasses
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,10 @@ from zerojax.checkpoint.restore import Restoring
 from zerojax.checkpoint.save import Saving
 from zerojax.program import Program
 from zerojax.state import TrainState, check_host_reads
+
+_SHORT = reprlib.Repr()
+"""Of what differs: lists of hundreds of frequencies would hide the rest."""
+_SHORT.maxdict = 16
 
 
 def leaves_of_program(program: Program) -> list[StateLeaf]:
@@ -62,19 +67,28 @@ def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -
 
 
 def _check_about(about: Mapping[str, Any], saved: SavedState) -> None:
-    """Raise CheckpointError where a model tells other numbers of itself than the one that was saved, such as adapters' scale.
+    """Raise CheckpointError where a model tells other numbers of itself than the one that was saved."""
+    if told := about_difference(about, saved.about):
+        raise CheckpointError(
+            f"{saved.folder} was saved of a model with {told[0]}, and this program's has {told[1]}: restore it with what "
+            "it was saved with"
+        )
 
-    These are in no leaf. A rate of dropout may change from run to run.
+
+def about_difference(here: Mapping[str, Any], saved: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the first difference of what two models tell of themselves (`zerojax.Model.about`), saved and here, or None.
+
+    These are in no leaf, such as the scale of adapters. What one of them does not tell is not compared, as older checkpoints
+    tell less. A rate of dropout may change from run to run.
     """
-    for name in sorted(set(about) & set(saved.about)):
-        here, there = (json.loads(json.dumps(each[name])) for each in (about, saved.about))
-        if isinstance(here, dict) and isinstance(there, dict):
-            here, there = ({k: v for k, v in each.items() if k != "dropout"} for each in (here, there))
-        if here != there:
-            raise CheckpointError(
-                f"{saved.folder} was saved of a model with {name}={there}, and this program's has {here}: restore it with what "
-                "it was saved with"
-            )
+    for name in sorted(set(here) & set(saved)):
+        a, b = (json.loads(json.dumps(each[name])) for each in (saved, here))
+        if isinstance(a, dict) and isinstance(b, dict):
+            keys = [key for key in sorted(a.keys() & b.keys()) if key != "dropout" and a.get(key) != b.get(key)]
+            a, b = ({key: each.get(key) for key in keys} for each in (a, b))
+        if a != b:
+            return f"{name}={_SHORT.repr(a)}", f"{name}={_SHORT.repr(b)}"
+    return None
 
 
 def describe(program: Program) -> dict[str, Any]:

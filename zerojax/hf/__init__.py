@@ -1,6 +1,7 @@
 """Pretrained decoders of Hugging Face folders: built, imported, adapted and exported, without transformers."""
 
 from zerojax.hf.attention import attend as attend
+from zerojax.hf.base import fingerprint as fingerprint
 from zerojax.hf.config import DecoderConfig as DecoderConfig
 from zerojax.hf.config import Family as Family
 from zerojax.hf.exporting import export_hf as export_hf

@@ -93,6 +93,29 @@ class DecoderConfig:
         block += (q + 2 * kv if self.qkv_bias else 0) + (h if self.output_bias else 0) + (2 * f + h if self.mlp_bias else 0)
         return self.layers * block + self.vocab * h * (1 if self.tied else 2) + h
 
+    def computes(self) -> dict[str, Any]:
+        """Return, as JSON has it, what shapes of weights do not tell of what is computed of them.
+
+        Not `pad_token`, which says what is trained. Numbers that are computed of others are rounded to 6 digits, lest another
+        version of numpy make them another model. Of layers that rotate alike one is told: [layers, factor, frequencies].
+        """
+        alike: dict[Rope, list[int]] = {}
+        for layer, rope in enumerate(self.ropes):
+            alike.setdefault(rope, []).append(layer)
+        told = (
+            "heads", "kv_heads", "head_dim", "norm_eps", "activation", "tied", "attention_cap", "logits_cap", "unit_norm",
+            "scales_embedding",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in told} | {
+            "attention_scale": _rounded(self.attention_scale),
+            "windows": list(self.windows),
+            "ropes": [[layers, _rounded(r.factor), [_rounded(f) for f in r.frequencies]] for r, layers in alike.items()],
+        }
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.6g}")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:

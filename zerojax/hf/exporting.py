@@ -6,10 +6,12 @@
 Of each tensor of `like` the table of names tells which parameter it is, as in an import. It is written piece by piece from the
 checkpoint's records, without a program, model or device. Frozen weights were never written: where the checkpoint's number is
 that of the folder, rounded to the checkpoint's dtype, the folder's own is written; and where they rest in 8 or 4 bits it is,
-too, since an adapter belongs beside the base that it was trained for.
+too, since an adapter belongs beside the base that it was trained for. So they are compared with those of the folder
+(`zerojax.hf.base`): a sample of each tensor before anything is written, and all of it with the tensor. Another base is an error
+in 16 and 32 bits, too. There the checkpoint has numbers of its own to write; but names, dtypes, config and tokenizer would be
+another model's, and what was not trained would no longer be the folder's bits.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -20,21 +22,20 @@ from typing import Any
 import numpy as np
 
 from host_offload.disk import Box, numpy_dtype
-from zerojax.checkpoint import ENCODED, CheckpointError, SavedState, explaining, first_few, of_mlp, retiled
+from zerojax.checkpoint import CheckpointError, SavedState, about_difference, explaining, first_few
+from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.config import CONFIG, Family, read_config
 from zerojax.hf.importing import ADAPTER, names_of
+from zerojax.hf.model import DECODER, config_of
 from zerojax.hf.names import FAMILIES, Lora
+from zerojax.hf.sources import Source, leaves_of, pieces_of, read_adapter, read_weight, sources_of
 from zerojax.weights import (
     INDEX_NAME,
-    Place,
     Tensor,
     WeightFile,
     export_dtype,
     open_checkpoint,
     open_weights,
-    path_of,
-    read_part,
-    renaming,
     write_atomically,
     write_safetensors,
 )
@@ -42,26 +43,9 @@ from zerojax.weights import (
 PIECE_BYTES = 256 * 2**20
 """Most float32 bytes of a piece of a tensor: that a transposed one is cut where it must be, and no sooner."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+_OF_CHECKPOINTS = ("manifest.0.json", "_METADATA", ".zarray", "zarr.json", "manifest.ocdbt")
+"""Files of zerojax's checkpoints, Orbax's and zarr's arrays, whose other files have no ending that tells."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """The parameter that a tensor is.
-
-    Attributes:
-      leaf: its name in the checkpoint.
-      place: of the tensor.
-      shape: of the parameter, all layers', not in tiles.
-      is_frozen: it was not trained.
-      is_encoded: it rests in 8 or 4 bits.
-    """
-
-    leaf: str
-    place: Place
-    shape: tuple[int, ...]
-    is_frozen: bool
-    is_encoded: bool
 
 
 def export_hf(
@@ -78,13 +62,14 @@ def export_hf(
 
         zj.export_hf("runs/llama/checkpoints", "llama-tuned", like="Llama-3.1-8B")
 
-    To be called by one process; it uses no device, and holds at most some hundred MB of a weight.
+    To be called by one process; it holds at most some hundred MB of a weight. It uses no device but the CPU, which encodes the
+    folder's numbers anew where the base rests in 8 or 4 bits, to compare them.
 
     Args:
       checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole step.
       out: folder to write; nothing may be there.
       like: the folder that the weights were imported from: its names, its dtypes, and its files beside the weights, such as
-        `config.json` and those of the tokenizer, are those of `out`.
+        `config.json` and those of the tokenizer, are those of `out`. Its weights are compared with those that were frozen.
       dtype: float32, float16, bfloat16 or float64; None: of each tensor that of `like`.
       shard_bytes: most bytes of one file, unless a tensor is larger.
       merge_lora: add adapters to the weights beside which they stand. A checkpoint with adapters needs it; or use
@@ -94,7 +79,8 @@ def export_hf(
     Raises:
       ValueError: `out` exists, an option does not fit, the model of `like` is not built, or the checkpoint has adapters and
         `merge_lora` is False.
-      CheckpointError: there is no checkpoint, its weights are not those of `like`, or the folder cannot be written.
+      CheckpointError: there is no checkpoint, it is of another model than `like` or was trained over another base, or the
+        folder cannot be written. The first tensors that differ are named.
       DamagedError: the checkpoint is not whole.
     """
     if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int | float) or shard_bytes < 1:
@@ -102,7 +88,7 @@ def export_hf(
     kind = None if dtype is None else export_dtype(dtype).name
     base = open_weights(like)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
-        leaves = _leaves(saved)
+        leaves = leaves_of(saved)
         adapters = {name for name in leaves if ADAPTER in name}
         if adapters and not merge_lora:
             raise ValueError(
@@ -114,7 +100,7 @@ def export_hf(
         lora = lora_of(saved) if adapters else None
         sources = _sources(saved, base, leaves, like, families)
         tensors = {n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in sources}
-        writer = _Writer(saved, base, leaves, sources, tensors, None if lora is None else lora.scale)
+        writer = _Writer(saved, base, os.fspath(like), leaves, sources, tensors, None if lora is None else lora.scale)
         with explaining(f"writing {output}"):
             os.mkdir(output)
             _write_shards(output, tensors, writer.pieces, shard_bytes)
@@ -137,76 +123,26 @@ def lora_of(saved: SavedState) -> Lora:
         ) from error
 
 
-def _leaves(saved: SavedState) -> dict[str, tuple[str, bool]]:
-    """Return the weights of a checkpoint by the names that files have, each with its name there and whether it is encoded."""
-    found: dict[str, tuple[str, bool]] = {}
-    for name in saved.leaves:
-        if name.startswith("weights"):
-            whole, mark, _ = name.partition(ENCODED)
-            found[".".join(path_of(whole))] = (whole, bool(mark))
-    return found
-
-
 def _sources(
     saved: SavedState,
     base: WeightFile,
     leaves: Mapping[str, tuple[str, bool]],
     like: str | os.PathLike[str],
     families: Mapping[str, Family],
-) -> dict[str, _Source]:
-    """Return the parameter of each tensor that is written.
+) -> dict[str, Source]:
+    """Return the parameter of each tensor of a folder, whose config and frozen weights, in a sample, are the checkpoint's.
 
     Raises:
-      CheckpointError: one has none, or its shape differs, or a weight is no tensor of `like`: the first are named.
+      CheckpointError: it is another model's or another base: what differs is named.
     """
-    is_tiled = any(saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded)
-    place_of = renaming(names_of(like, families, is_tiled=is_tiled))
-    places = {name: found for name in base.tensors if (found := place_of(name)) is not None}
-    sources: dict[str, _Source] = {}
-    differences: list[str] = []
-    frozen, layers = saved.frozen, _num_layers(places)
-    for name, place in places.items():
-        shape = base.tensors[name].shape
-        if base.tensors[name].dtype not in ("float64", "float32", "float16", "bfloat16"):
-            differences.append(f"{name} of {base.tensors[name].dtype} in {like}, which is no floating dtype that is written")
-            continue
-        shape = shape if place.axes is None else tuple(shape[axis] for axis in place.axes)
-        shape = shape if place.layer is None else (layers, *shape)
-        if place.name not in leaves:
-            differences.append(f"no {place.name}, which is {name} {list(base.tensors[name].shape)} there")
-            continue
-        leaf, is_encoded = leaves[place.name]
-        source = sources[name] = _Source(leaf, place, shape, is_encoded or leaf in frozen, is_encoded)
-        try:
-            # The shape of an encoded weight is in no file of the checkpoint: its arrays are those of its blocks.
-            if not is_encoded and saved.leaves[leaf].shape != shape:
-                _retiled(saved, source)
-        except ValueError:
-            differences.append(f"{place.name} {list(saved.leaves[leaf].shape)}, and {name} there makes it {list(shape)}")
-    used = {place.name for place in places.values()}
-    extra = sorted(name for name in leaves if name not in used and ADAPTER not in name)
-    differences += [f"{name}, which is no tensor there" for name in extra]
-    if differences:
-        raise CheckpointError(f"{saved.folder} is of another model than {os.fspath(like)}. It holds: {first_few(differences)}")
+    sources = sources_of(saved, base, leaves, like, families)
+    if told := about_difference({DECODER: config_of(like, families).computes()}, saved.about):
+        raise CheckpointError(
+            f"{saved.folder} was trained with {told[0]}, and {os.path.join(os.fspath(like), CONFIG)} makes it {told[1]}: give "
+            "the folder that it was trained from as `like`"
+        )
+    check_base(saved, base, sources, like, whole=False)
     return sources
-
-
-def _num_layers(places: Mapping[str, Place]) -> int:
-    return 1 + max((place.layer for place in places.values() if place.layer is not None), default=-1)
-
-
-def _retiled(saved: SavedState, source: _Source) -> Any:
-    """Return how to read a weight in tiles as a whole one.
-
-    Raises:
-      ValueError: the shapes do not fit.
-    """
-    leaf = saved.leaves[source.leaf]
-    shapes = {name: other.shape for name, other in saved.leaves.items()}
-    return retiled(
-        leaf.shape, source.shape, stacked=source.place.layer is not None, tiled=(leaf.is_tiled, False),
-        is_mlp=of_mlp(source.leaf, shapes),
-    )  # fmt: skip
 
 
 class _Writer:
@@ -216,21 +152,23 @@ class _Writer:
         self,
         saved: SavedState,
         base: WeightFile,
+        like: str,
         leaves: Mapping[str, tuple[str, bool]],
-        sources: Mapping[str, _Source],
+        sources: Mapping[str, Source],
         tensors: Mapping[str, Tensor],
         scale: float | None,
     ) -> None:
-        self._saved, self._base, self._leaves, self._sources = saved, base, leaves, sources
+        self._saved, self._base, self._like, self._leaves, self._sources = saved, base, like, leaves, sources
         self._tensors, self._scale = tensors, scale
 
     def pieces(self, name: str) -> Iterator[np.ndarray]:
         """Yield a tensor's rows, some at a time, in the dtype in which it is written."""
         shape, kind = self._tensors[name].shape, numpy_dtype(self._tensors[name].dtype)
-        row = max(1, math.prod(shape[1:])) * 4
-        step = max(1, PIECE_BYTES // row)
-        for start in range(0, shape[0], step):
-            box = ((start, min(start + step, shape[0])), *((0, n) for n in shape[1:]))
+        source = self._sources[name]
+        if source.layout is not None:
+            check_base(self._saved, self._base, {name: source}, self._like, whole=True)
+        for rows in pieces_of(shape, PIECE_BYTES // 4):
+            box = (rows, *((0, n) for n in shape[1:]))
             piece = self._piece(name, box)
             try:
                 with np.errstate(over="raise"):
@@ -242,50 +180,28 @@ class _Writer:
         """Return a box of a tensor: float32, or the folder's own numbers."""
         source = self._sources[name]
         delta = self._delta(source, box)
-        if source.is_encoded:
+        if source.layout is not None:
             weight = self._base.read(name, box)
         else:
-            weight = self._weight(source, box)
+            weight = read_weight(self._saved, source, box)
             if source.is_frozen:
                 there = np.asarray(self._base.read(name, box))
+                if not is_rounded(weight, there):
+                    raise other_base(self._like, self._saved, [name])
                 weight = np.where(there.astype(weight.dtype) == weight, there.astype(there.dtype), weight.astype(there.dtype))
         return weight if delta is None else np.asarray(weight, np.float32) + delta
 
-    def _weight(self, source: _Source, box: Box) -> np.ndarray:
-        """Return a box of a tensor from the checkpoint, in the dtype in which it was saved."""
-        axes = source.place.axes or tuple(range(len(box)))
-        front = () if source.place.layer is None else ((source.place.layer, source.place.layer + 1),)
-        here = front + tuple(box[axis] for axis in axes)
-        kind = numpy_dtype(self._saved.leaves[source.leaf].dtype)
-        out = np.empty([b - a for a, b in here], kind)
-        if self._saved.leaves[source.leaf].shape == source.shape:
-            read_part(self._saved, source.leaf, here, out)
-        else:
-            _retiled(self._saved, source).read(self._saved.records, source.leaf, here, out)
-        part = out[0] if front else out
-        return part.transpose(np.argsort(axes))
-
-    def _delta(self, source: _Source, box: Box) -> np.ndarray | None:
+    def _delta(self, source: Source, box: Box) -> np.ndarray | None:
         """Return what the adapter beside a weight adds to a box of its tensor, or None."""
         stem, _, ending = source.place.name.rpartition(".")
         names = [f"{stem}{ADAPTER}{part}" for part in "ab"]
         if ending != "kernel" or names[0] not in self._leaves:
             return None
         layer = source.place.layer
-        a, b = (adapter(self._saved, self._leaves[name][0], layer) for name in names)  # [in, r], [r, out]
+        a, b = (read_adapter(self._saved, self._leaves[name][0], layer) for name in names)  # [in, r], [r, out]
         (out_start, out_stop), (in_start, in_stop) = box
         assert self._scale is not None
         return (a[in_start:in_stop] @ b[:, out_start:out_stop]).T * np.float32(self._scale)
-
-
-def adapter(saved: SavedState, leaf: str, layer: int | None) -> np.ndarray:
-    """Return one layer of an adapter's matrix, in float32."""
-    shape = saved.leaves[leaf].shape
-    front = () if layer is None else ((layer, layer + 1),)
-    box = front + tuple((0, n) for n in shape[len(front) :])
-    out = np.empty([b - a for a, b in box], np.float32)
-    read_part(saved, leaf, box, out)
-    return out[0] if front else out
 
 
 def _write_shards(
@@ -314,16 +230,30 @@ def _write_shards(
 
 
 def _copy_others(like: str, folder: str, dtype: str | None) -> None:
-    """Copy what a folder holds beside weights; its config tells the dtype that they have now."""
+    """Copy what a folder holds beside weights; its config tells the dtype that they have now.
+
+    Folders in it are copied whole, such as `additional_chat_templates` of a tokenizer, or not at all: where they hold weights
+    in another format, or checkpoints.
+    """
     for name in sorted(os.listdir(like)):
-        path = os.path.join(like, name)
-        if os.path.isfile(path) and not name.startswith(".") and not name.endswith(_WEIGHTS) and name not in _ADAPTER_FILES:
-            shutil.copyfile(path, os.path.join(folder, name))
+        path, target = os.path.join(like, name), os.path.join(folder, name)
+        if name.startswith(".") or name.endswith(_WEIGHTS) or name in _ADAPTER_FILES:
+            continue
+        if os.path.isfile(path):
+            shutil.copyfile(path, target)
+        elif os.path.isdir(path) and not _holds_weights(path):
+            shutil.copytree(path, target, ignore=shutil.ignore_patterns(".*"), copy_function=shutil.copyfile)
     if dtype is not None:
         config = read_config(like)
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
         with open(os.path.join(folder, CONFIG), "w", encoding="utf-8") as out:
             json.dump(config, out, indent=2)
+
+
+def _holds_weights(folder: str) -> bool:
+    """Tell whether a folder, or one in it, has weights in any format."""
+    found = (name for _, _, files in os.walk(folder) for name in files)
+    return any(name.endswith(_WEIGHTS) or name in _OF_CHECKPOINTS for name in found)
 
 
 def export_peft(
@@ -336,7 +266,8 @@ def export_peft(
 ) -> None:
     """Write the adapters of a checkpoint as a folder that `peft.PeftModel.from_pretrained` loads.
 
-    It holds `adapter_model.safetensors` and `adapter_config.json`; the base is not written.
+    It holds `adapter_model.safetensors` and `adapter_config.json`, which names `like` as the base; the base is not written. Of
+    each tensor of `like` a sample is compared with the base in the checkpoint, not all of it.
 
     Args:
       checkpoint: as of `export_hf`.
@@ -347,16 +278,16 @@ def export_peft(
 
     Raises:
       ValueError: `out` exists, another dtype, the model of `like` is not built, or other weights than adapters were trained.
-      CheckpointError: there is no checkpoint, or it has no adapters.
+      CheckpointError: there is no checkpoint, it has no adapters, or they were trained over another base than `like`.
       DamagedError: the checkpoint is not whole.
     """
     kind = export_dtype(dtype)
     table = names_of(like, families, is_tiled=False)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
-        leaves = {name: leaf for name, (leaf, _) in _leaves(saved).items() if ADAPTER in name}
+        leaves = {name: leaf for name, (leaf, _) in leaves_of(saved).items() if ADAPTER in name}
         if not leaves:
             raise CheckpointError(f"{saved.folder} holds no adapters: zerojax.export_hf writes its weights")
-        frozen, whole = saved.frozen, _leaves(saved)
+        frozen, whole = saved.frozen, leaves_of(saved)
         trained = [n for n, (leaf, is_encoded) in whole.items() if n not in leaves and not is_encoded and leaf not in frozen]
         if trained:
             raise ValueError(
@@ -372,11 +303,14 @@ def export_peft(
                     module = f"base_model.model.{there.removesuffix('.weight')}.lora_{letter}.weight"
                     found |= {module.replace("{layer}", str(n)): (leaf, n) for n in range(saved.leaves[leaf].shape[0])}
         shapes = {name: saved.leaves[leaf].shape[:0:-1] for name, (leaf, _) in found.items()}  # transposed
-        _check_beside(shapes, like, saved)
+        base = open_weights(like)
+        _check_beside(shapes, base, like, saved)
+        if whole.keys() - leaves.keys():
+            _sources(saved, base, whole, like, families)
         tensors = {name: Tensor(shapes[name], kind.name) for name in sorted(found)}
 
         def pieces(name: str) -> Iterator[np.ndarray]:
-            yield np.ascontiguousarray(adapter(saved, *found[name]).T, kind)
+            yield np.ascontiguousarray(read_adapter(saved, *found[name]).T, kind)
 
         with explaining(f"writing {output}"):
             os.mkdir(output)
@@ -385,10 +319,11 @@ def export_peft(
                 json.dump(_peft_config(lora, os.fspath(like)), file, indent=2)
 
 
-def _check_beside(shapes: Mapping[str, tuple[int, ...]], like: str | os.PathLike[str], saved: SavedState) -> None:
+def _check_beside(
+    shapes: Mapping[str, tuple[int, ...]], file: WeightFile, like: str | os.PathLike[str], saved: SavedState
+) -> None:
     """Raise CheckpointError where adapters, A[r, in] and B[out, r], do not stand beside matrices [out, in] of a folder."""
-    base = open_weights(like).tensors
-    wrong = []
+    base, wrong = file.tensors, []
     for name, shape in shapes.items():
         module, _, part = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".lora_")
         there = base[f"{module}.weight"].shape if f"{module}.weight" in base else ()

@@ -26,6 +26,9 @@ from zerojax.hf.decoder import TENSOR, Batch, Block, Cached, Embed, Head, Option
 from zerojax.hf.names import FAMILIES, Lora
 from zerojax.models import Cache, LayeredModel, at_last, from_flax, with_specs
 
+DECODER = "decoder"
+"""In `about` of a model, what a restore and an export compare of `config.json`."""
+
 
 def model_of(
     folder: str | os.PathLike[str],
@@ -76,8 +79,8 @@ def model_of(
         per_layer=per_layer_of(config),
         cache=Cache(cache_of(config), lambda block, *args: block.cached(*args)),
     )
-    about = {} if lora is None else {"lora": dataclasses.asdict(lora)}
-    return dataclasses.replace(with_specs(model, _specs(model)), about=about or None)
+    about = {DECODER: config.computes()} | ({} if lora is None else {"lora": dataclasses.asdict(lora)})
+    return dataclasses.replace(with_specs(model, _specs(model)), about=about)
 
 
 def config_of(folder: str | os.PathLike[str], families: Mapping[str, Family] = FAMILIES) -> DecoderConfig:

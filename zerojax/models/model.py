@@ -45,7 +45,8 @@ class Model:
         on in order; `program.eval` reads it and drops what is new.
       predict: None, or `predict(params, batch) -> outputs`, what the model gives without a loss; with `init_state`
         `predict(params, batch, state)`.
-      about: None, or a dict for JSON that checkpoints keep, such as the scale of adapters: for exports, which see no model.
+      about: None, or a dict for JSON that checkpoints keep, such as the scale of adapters: for exports, which see no model. A
+        restore compares what both tell, but for a key "dropout" of a dict in it.
     """
 
     init: Callable[[jax.Array], Params]

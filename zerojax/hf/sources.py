@@ -1,0 +1,194 @@
+"""Which parameter of a checkpoint each tensor of a folder is, and how its numbers are read.
+
+    tensor of `like` [out, in]   <-   record [in, out] of one layer, transposed                        all of it, or some rows
+
+The table of names tells the parameter, as in an import. A weight in 8 or 4 bits has several arrays in a checkpoint, and its
+shape is in none of them: it is that of the tensor, if arrays of these shapes come of it.
+"""
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from host_offload.disk import Box, numpy_dtype
+from pallas_kernels import storage
+from zerojax.checkpoint import ENCODED, CheckpointError, SavedState, first_few, of_mlp, retiled
+from zerojax.hf.config import Family
+from zerojax.hf.importing import ADAPTER, names_of
+from zerojax.weights import DTYPES, Place, WeightFile, path_of, read_part, renaming
+
+_ARRAY = re.compile(r"(int8|nf4)(?:\.dim(-[0-9]+))?\.([a-z]+)")
+"""What the name of an array has after the weight's and `ENCODED`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The parameter that a tensor is.
+
+    Attributes:
+      leaf: its name in the checkpoint; of an encoded one without that of an array.
+      place: of the tensor.
+      shape: of the parameter, all layers', not in tiles.
+      is_frozen: it was not trained.
+      arrays: names in the checkpoint of the arrays of a weight in 8 or 4 bits, by their own; else empty.
+      layout: how such a weight, or a layer of it, lies in them.
+    """
+
+    leaf: str
+    place: Place
+    shape: tuple[int, ...]
+    is_frozen: bool
+    arrays: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    layout: storage.Layout | None = None
+
+
+def leaves_of(saved: SavedState) -> dict[str, tuple[str, bool]]:
+    """Return the weights of a checkpoint by the names that files have, each with its name there and whether it is encoded."""
+    found: dict[str, tuple[str, bool]] = {}
+    for name in saved.leaves:
+        if name.startswith("weights"):
+            whole, mark, _ = name.partition(ENCODED)
+            found[".".join(path_of(whole))] = (whole, bool(mark))
+    return found
+
+
+def sources_of(
+    saved: SavedState,
+    base: WeightFile,
+    leaves: Mapping[str, tuple[str, bool]],
+    like: str | os.PathLike[str],
+    families: Mapping[str, Family],
+) -> dict[str, Source]:
+    """Return the parameter of each tensor of a folder that is read.
+
+    Args:
+      saved: the checkpoint.
+      base: the folder's weights.
+      leaves: of `leaves_of`.
+      like: the folder.
+      families: as of `zerojax.hf.model_of`.
+
+    Raises:
+      CheckpointError: one has none, or its shape differs, or a weight is no tensor of `like`: the first are named.
+    """
+    is_tiled = any(saved.leaves[leaf].is_tiled for leaf, is_encoded in leaves.values() if not is_encoded)
+    place_of = renaming(names_of(like, families, is_tiled=is_tiled))
+    places = {name: found for name in base.tensors if (found := place_of(name)) is not None}
+    sources: dict[str, Source] = {}
+    differences: list[str] = []
+    frozen, layers = saved.frozen, 1 + max((p.layer for p in places.values() if p.layer is not None), default=-1)
+    for name, place in places.items():
+        tensor = base.tensors[name]
+        if tensor.dtype not in DTYPES:
+            differences.append(f"{name} of {tensor.dtype} in {like}, which is no floating dtype that is written")
+            continue
+        shape = tensor.shape if place.axes is None else tuple(tensor.shape[axis] for axis in place.axes)
+        shape = shape if place.layer is None else (layers, *shape)
+        if place.name not in leaves:
+            differences.append(f"no {place.name}, which is {name} {list(tensor.shape)} there")
+            continue
+        leaf, is_encoded = leaves[place.name]
+        source = Source(leaf, place, shape, is_encoded or leaf in frozen)
+        try:
+            if is_encoded:
+                source = _encoded(saved, source)
+            elif saved.leaves[leaf].shape != shape:
+                _retiled(saved, source)
+        except (ValueError, KeyError, StopIteration):
+            has = "in 8 or 4 bits" if is_encoded else list(saved.leaves[leaf].shape)
+            differences.append(f"{place.name} {has}, and {name} there makes it {list(shape)}")
+        sources[name] = source
+    used = {place.name for place in places.values()}
+    extra = sorted(name for name in leaves if name not in used and ADAPTER not in name)
+    differences += [f"{name}, which is no tensor there" for name in extra]
+    if differences:
+        raise CheckpointError(f"{saved.folder} is of another model than {os.fspath(like)}. It holds: {first_few(differences)}")
+    return sources
+
+
+def _encoded(saved: SavedState, source: Source) -> Source:
+    """Return a weight in 8 or 4 bits with its arrays and its layout, which their names and shapes tell.
+
+    Raises:
+      ValueError: a weight of its shape has other arrays.
+    """
+    found = {}
+    for name in saved.leaves:
+        whole, _, rest = name.partition(ENCODED)
+        if whole == source.leaf and (match := _ARRAY.fullmatch(rest)):
+            found[match[3]] = (name, match)
+    first, match = next(iter(found.values()))
+    shape = source.shape[source.place.layer is not None :]
+    moved = None if match[2] is None else int(match[2])
+    if moved is not None:
+        shape = (*shape[: len(shape) + moved], *shape[len(shape) + moved + 1 :], shape[moved])
+    # A row of an array is the last dims merged: as many as the weight has more than the array.
+    merged = len(source.shape) - len(saved.leaves[first].shape)
+    inner = shape[len(shape) - merged :] if merged else ()
+    group = (1, 1)
+    if match[1] == "nf4":
+        (*_, rows, blocks), (*_, r, c) = ((1, *saved.leaves[found[name][0]].shape) for name in ("scales", "steps"))
+        group = (rows // max(1, r), blocks // max(1, c))
+    layout = storage.Layout(format=match[1], inner=inner, moved=moved, group=group)  # pyright: ignore[reportArgumentType]
+    expected = jax.tree_util.tree_flatten_with_path(storage.abstract_encoded(layout, source.shape).q)[0]
+    here = {jax.tree_util.keystr(path, simple=True): tuple(array.shape) for path, array in expected}
+    if here != {name: saved.leaves[leaf].shape for name, (leaf, _) in found.items()}:
+        raise ValueError("")
+    return dataclasses.replace(source, arrays={name: leaf for name, (leaf, _) in found.items()}, layout=layout)
+
+
+def _retiled(saved: SavedState, source: Source) -> Any:
+    """Return how to read a weight in tiles as a whole one.
+
+    Raises:
+      ValueError: the shapes do not fit.
+    """
+    leaf = saved.leaves[source.leaf]
+    shapes = {name: other.shape for name, other in saved.leaves.items()}
+    return retiled(
+        leaf.shape, source.shape, stacked=source.place.layer is not None, tiled=(leaf.is_tiled, False),
+        is_mlp=of_mlp(source.leaf, shapes),
+    )  # fmt: skip
+
+
+def read_weight(saved: SavedState, source: Source, box: Box) -> np.ndarray:
+    """Return a box of a tensor from a checkpoint's weight that is not encoded, in the dtype in which it was saved."""
+    axes = source.place.axes or tuple(range(len(box)))
+    front = front_of(source)
+    here = front + tuple(box[axis] for axis in axes)
+    out = np.empty([b - a for a, b in here], numpy_dtype(saved.leaves[source.leaf].dtype))
+    if saved.leaves[source.leaf].shape == source.shape:
+        read_part(saved, source.leaf, here, out)
+    else:
+        _retiled(saved, source).read(saved.records, source.leaf, here, out)
+    part = out[0] if front else out
+    return part.transpose(np.argsort(axes))
+
+
+def front_of(source: Source) -> Box:
+    """Return the first entry of a box of a tensor's parameter: its layer, or nothing where there are no layers."""
+    layer = source.place.layer
+    return () if layer is None else ((layer, layer + 1),)
+
+
+def read_adapter(saved: SavedState, leaf: str, layer: int | None) -> np.ndarray:
+    """Return one layer of an adapter's matrix, in float32."""
+    shape = saved.leaves[leaf].shape
+    front = () if layer is None else ((layer, layer + 1),)
+    box = front + tuple((0, n) for n in shape[len(front) :])
+    out = np.empty([b - a for a, b in box], np.float32)
+    read_part(saved, leaf, box, out)
+    return out[0] if front else out
+
+
+def pieces_of(shape: tuple[int, ...], most: int, unit: int = 1) -> list[tuple[int, int]]:
+    """Return ranges of the first dim that cover it: multiples of `unit` rows, of `most` elements or one unit."""
+    row = max(1, math.prod(shape[1:]))
+    step = max(1, most // row // unit) * unit
+    return [(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
