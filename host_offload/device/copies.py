@@ -86,8 +86,8 @@ class Copies(Protocol):
         """Copy a callback's buffers to a record's leaves; return a future of the end of the copy, or None if it has ended."""
         ...
 
-    def pass_on(self, context: Any, source: Any, out: Any) -> None:
-        """Copy a token, i32[1], to the next one."""
+    def pass_on(self, context: Any, rank: int | None, source: Any, out: Any) -> None:
+        """Copy a token, i32[1], to the next one; `rank` is None where an error hides it."""
         ...
 
     def clear(self, context: Any, out: Sequence[Any]) -> None:
@@ -126,7 +126,7 @@ class HostCopies:
         for value, room in zip(values, views, strict=True):
             np.copyto(room, np.asarray(value))
 
-    def pass_on(self, context: Any, source: Any, out: Any) -> None:
+    def pass_on(self, context: Any, rank: int | None, source: Any, out: Any) -> None:
         del context
         np.asarray(out)[...] = np.asarray(source)
 

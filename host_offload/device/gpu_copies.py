@@ -308,7 +308,9 @@ class GpuCopies:
                 gpu.finish_after_error(gpu.down)
                 raise
 
-    def pass_on(self, context: Any, source: Any, out: Any) -> None:
+    def pass_on(self, context: Any, rank: int | None, source: Any, out: Any) -> None:
+        if rank is not None:  # else the driver refuses, where the thread has no context yet
+            self.driver.use(self._gpus[rank].context)
         self.driver.copy(pointer(out), pointer(source), _TOKEN_BYTES, stream_of(context))
 
     def clear(self, context: Any, out: Sequence[Any]) -> None:

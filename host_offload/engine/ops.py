@@ -92,7 +92,7 @@ class Swap:
         asked = self._try(lambda: site.ask(context, where), kind)
         # After an error too: later callbacks compare the number in the token with the state on disk. Before the store, since it
         # calls the driver, and a store ends by waking a thread.
-        self._try(lambda: self.copies.pass_on(context, token, out), kind)
+        self._try(lambda: self.copies.pass_on(context, None if asked is None else asked[0], token, out), kind)
         if asked is None:
             return
         rank, layer, number = asked

@@ -21,6 +21,12 @@ one before it, or by the worker before its job is done.
 
 The other leaves cross once in a step, when the program has little else to do, and each is a job of its own. They need no slots:
 the program's stream copies them itself, down to a buffer, and up from a room when the job is done.
+
+Of a delayed update the worker has all jobs from the start of the step, and keeps what they make in memory for all layers. The
+callback of a layer waits for its job, queues the copy up to one slot and the copy out of it (`GpuWorker.hand_over`): callbacks
+come long before the program is there, so the copy up runs beside the products of the layer's own tick.
+
+    sent, empty    recorded by the callback; waited for by the program's stream, and by the up stream, as above
 """
 
 import collections
@@ -57,7 +63,7 @@ class PartSpec:
       leaves: their indices.
       grads: of each leaf; nothing where the gradients are in host memory.
       weights: of each leaf, where they rest on the device.
-      params: of each leaf, where they rest on the device.
+      params: of each leaf, where they rest on the device; of a delayed update those of a layer, which cross by a slot.
       num_scalars: of the vector of all scalars.
       stacked: whether they are stacks of layers.
       stashes: the gradients only go down to host memory, where they wait.
@@ -87,7 +93,12 @@ class PartSpec:
     @property
     def slot_bytes(self) -> int:
         """Bytes of device memory that the slots take."""
-        return (self.down.num_bytes + LAG * self.up.num_bytes) if self.stacked else 0
+        return (self.down.num_bytes + self.num_slots_up * self.up.num_bytes) if self.stacked else 0
+
+    @property
+    def num_slots_up(self) -> int:
+        """Slots through which new parameters go up."""
+        return 0 if not (self.stacked and self.params) else 1 if self.stashes else LAG
 
     @property
     def host_bytes(self) -> int:
@@ -160,9 +171,10 @@ class Part:
         by_slots, self._memory = spec.stacked, list[np.ndarray]()
         num_buffers = 0 if spec.stashes else LAG + 1 if by_slots else 1
         self.buffers = [self.down.views(self._host(self.down)) for _ in range(num_buffers)]
-        self.rooms = [self.up.views(self._host(self.up)) for _ in range(LAG if by_slots else 1)] if spec.params else []
+        num_rooms = 0 if spec.stashes or not spec.params else LAG if by_slots else 1
+        self.rooms = [self.up.views(self._host(self.up)) for _ in range(num_rooms)]
         self.slot_down = self._slot(self.down, device) if by_slots else None
-        self.slots_up = [self._slot(self.up, device) for _ in self.rooms] if by_slots else []
+        self.slots_up = [self._slot(self.up, device) for _ in range(spec.num_slots_up)]
         self.full = driver.make_event()
         num_events = 1 if spec.stashes else num_buffers if by_slots else max(1, len(spec.leaves))
         self.arrived = [driver.make_event() for _ in range(num_events)]
@@ -341,16 +353,37 @@ class GpuWorker:
         call.record(arrived, self.down)
         return arrived
 
-    def start(self, stream: int, part: Part, told: Sequence[Any], work: Callable[[], bool]) -> Job:
-        """Queue the copies down of scalars, and submit a job that does `work` when they are there."""
+    def hand_over(self, stream: int, part: Part, made: Sequence[np.ndarray], results: Sequence[Any]) -> None:
+        """Queue copies of what a delayed update made: beside the program up to the slot, and then on its stream to `results`.
+
+        Leaves that are no stack of layers have no slot.
+        """
+        call = self.driver
+        call.use(self.context)
+        if not part.slots_up:
+            for source, result in zip(made, results, strict=True):
+                call.copy(pointer(result), source.ctypes.data, source.nbytes, stream)
+            return
+        slot, (sent,), (empty,) = part.slots_up[0].unsafe_buffer_pointer(), part.sent, part.empty
+        call.wait(self.up, empty)
+        for source, start in zip(made, part.up.starts, strict=True):
+            call.copy(slot + start, source.ctypes.data, source.nbytes, self.up)
+        call.record(sent, self.up)
+        call.wait(stream, sent)
+        for result, start, size in zip(results, part.up.starts, part.up.sizes, strict=True):
+            call.copy(pointer(result), slot + start, size, stream)
+        call.record(empty, stream)
+
+    def start(self, stream: int, part: Part, told: Sequence[Any], works: Sequence[Callable[[], bool]]) -> list[Job]:
+        """Queue the copies down of scalars, and submit jobs that do `works`, one after the other, when they are there."""
         call, (buffer,), (arrived,) = self.driver, part.buffers, part.arrived
         call.use(self.context)
         for target, source, size in zip(buffer, told, part.down.sizes, strict=True):
             call.copy(target.ctypes.data, pointer(source), size, stream)
         call.record(arrived, stream)
-        job = Job(None, range(0), 0, 0, arrived, work=work)
-        self.submit([job])
-        return job
+        jobs = [Job(None, range(0), 0, 0, arrived, work=work) for work in works]
+        self.submit(jobs)
+        return jobs
 
     def future_of(self, event: int) -> "Future[None]":
         """Return a future that is done when an event has happened; if it is recorded again meanwhile, the later one."""

@@ -87,6 +87,10 @@ class HostLeaves:
         if (device, leaf) not in self.new_params:
             self.new_params[device, leaf] = self._allocated(shape, dtype)
 
+    def bind_new_params(self, device: int, leaf: int, params: np.ndarray) -> None:
+        """Set the memory for a leaf's new parameters."""
+        self.new_params[device, leaf] = params
+
     def _allocated(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         self._own.append(self.link.allocate(shape, dtype))
         return self._own[-1]

@@ -3,7 +3,7 @@
     update(layer, scalars, g)     queue the copies down of one layer; hand back the parameters of the layer `LAG` calls before
     take()                        hand back those of the oldest layer that was not taken yet
     stash(layer, g)               queue the copies down to where gradients wait for their norm, or for the next step
-    start(), install(layer)       of a delayed update (`host_offload.host_update.delayed`)
+    start(), install(layer), finish()       of a delayed update (`host_offload.host_update.delayed`)
 
 `host_offload.host_update.gpu_worker` has the streams, slots and events. What the program computes, such as whether to update at
 all, is not there yet when a callback runs: it goes down with the gradients, and the worker reads it. So no callback waits for
@@ -13,6 +13,7 @@ A callback must never raise, and a job that fails is done, too: errors go to `Ho
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ from typing import Any
 from host_offload.calls import Site
 from host_offload.device import Driver, Views, num_bytes, pointer, stream_of
 from host_offload.engine import Mode
-from host_offload.host_update.delayed import install_on_host, update_pending
+from host_offload.host_update.delayed import pending_records, update_pending
 from host_offload.host_update.gpu_worker import GpuWorker, Job, PartSpec
 from host_offload.host_update.host_leaves import HostLeaves
 
@@ -48,7 +49,8 @@ class QueuedStep:
         self.leaves, self.specs, self._devices, self._driver = leaves, tuple(specs), list(devices), driver
         self._workers: dict[int, GpuWorker] = {}
         self._by_stream: dict[int, GpuWorker] = {}
-        self._started: dict[int, Job] = {}  # of delayed updates, by device
+        # Of delayed updates: by device, then by the record's first leaf and layer.
+        self._started: dict[int, dict[tuple[int, int], Job]] = {}
         self._lock = threading.Lock()
 
     # --- callbacks ---------------------------------------------------------------------------------------------------------
@@ -161,24 +163,26 @@ class QueuedStep:
             part = worker.parts[0]
             told, values = part.buffers[0]
 
-            def work() -> bool:
+            def work(of: range, layer: int) -> bool:
                 device, go, *_ = told.tolist()
                 _check_device(device, worker.rank)
-                if go:
-                    update_pending(self.leaves, device, values)
+                update_pending(self.leaves, device, of, layer, values, bool(go))
                 return bool(go)
 
-            self._started[worker.rank] = worker.start(stream, part, (where, scalars), work)
+            records = pending_records(self.leaves, worker.rank, [spec.leaves for spec in self.specs if spec.stashes])
+            works = [functools.partial(work, *record) for record in records]
+            jobs = worker.start(stream, part, (where, scalars), works)
+            self._started[worker.rank] = {(of.start, layer): job for (of, layer), job in zip(records, jobs, strict=True)}
 
         self._try(start)
         self._try(lambda: self._pass_on(context, after, out))
 
     def install(self, context: Any, out: Any, where: Any, after: Any, *, first: int, count: int, site: Site) -> None:
-        """Hand over one layer's new parameters, of a delayed update.
+        """Hand over one layer's new parameters, which live on the device, of a delayed update.
 
         Args:
           context: of the callback.
-          out: (list of new parameters that live on the device; token).
+          out: (list of new parameters; token).
           where: i32[3], device, layer, and the number of the state on disk.
           after: as in `update`.
           first: index of a leaf.
@@ -189,23 +193,39 @@ class QueuedStep:
 
         def install() -> None:
             rank, layer, _ = site.ask(context, where)
-            job, leaves = self._started.get(rank), self.leaves
-            if job is None:
+            worker, leaves = self._workers[rank], self.leaves
+            worker.driver.use(worker.context)  # XLA may call from another thread each time
+            job = self._started.get(rank, {}).get((first, layer))
+            if job is None:  # that it could not be started was told
                 return
-            job.finish()  # every layer asks, and only the first one waits
-            self._driver().use(self._workers[rank].context)
-            if not job.made:
-                return
-            for leaf in range(first, first + count):
-                if leaves.kernels[leaf].params_on_device:
-                    room, target = leaves.record(leaves.new_params[rank, leaf], leaf, layer), results[leaf - first]
-                    self._driver().copy(pointer(target), room.ctypes.data, room.nbytes, stream_of(context))
-                    leaves.count(to_device=room.nbytes)
-                else:
-                    install_on_host(leaves, rank, leaf, layer)
+            job.finish()
+            if job.made:
+                made = [leaves.record(leaves.new_params[rank, leaf], leaf, layer) for leaf in range(first, first + count)]
+                worker.hand_over(stream_of(context), worker.stashes[first], made, results)
+                leaves.count(to_device=sum(a.nbytes for a in made))
 
         self._try(install)
         self._try(lambda: self._pass_on(context, after, token))
+
+    def finish(self, context: Any, out: Any, where: Any, after: Any) -> None:
+        """Wait until a delayed update has done all.
+
+        Args:
+          context: of the callback.
+          out: i32[1], a token.
+          where: i32[2], which is not read.
+          after: as in `update`.
+        """
+        del where
+
+        def finish() -> None:
+            worker = self._worker(stream_of(context))
+            worker.driver.use(worker.context)
+            for job in self._started.get(worker.rank, {}).values():
+                job.finish()
+
+        self._try(finish)
+        self._try(lambda: self._pass_on(context, after, out))
 
     def _try(self, call: Callable[[], None]) -> None:
         try:

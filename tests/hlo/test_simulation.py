@@ -258,17 +258,31 @@ def test_a_callback_drains_the_stream():
 
 
 def test_a_delayed_update_has_all_of_the_step():
-    body = lines(product("d"), f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}")
-    start = f"  %start = s32[] custom-call(%i), {CALLBACK}"
-    installs = [f"  %new{n} = {A} custom-call(%i), {CALLBACK}" for n in range(2)]
-    found = hlo.simulate(module(lines(start, loop("w", 2), *installs), body), rates=CALL_RATES, callbacks="delayed")
-    # The first call ends at 0.5, when the update of 2e6 parameters begins, 56e6 / 14e6 = 4 s, until 4.5. d 0.5..2.5, down
-    # 2.5..4.5; d 2.5..4.5, down 4.5..6.5. The host waits from 2.375 for the update; up 4.5..6.5 and 6.5..8.5.
+    stash, install = f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}", f"  %new = {A} custom-call(%i), {CALLBACK}"
+    call = f"  %start = s32[] custom-call(%i), {CALLBACK}"
+    program = lines(call, loop("w", 2), install, call.replace("start", "finish"))
+    found = hlo.simulate(module(program, lines(product("d"), stash, install)), rates=CALL_RATES, callbacks="delayed")
+    # The first call ends at 0.5, when the kernels begin, 28e6 / 14e6 = 2 s for each array. d 0.5..2.5, down 2.5..4.5.
+    # The host is at the first install at 1.75 and waits for the kernels until 2.5, when the array begins to go up, until 4.5.
+    # d 4.5..6.5, down 6.5..8.5. The host is at the second one at 3.75 and waits until 4.5: up 4.5..6.5, behind its product.
+    # The last array, at 5.125, waits until 6.5 for the kernels, and goes up in the program's stream, 6.5..8.5.
+    # At the end there is nothing left to wait for: two arrays went down and three were made.
     assert seconds(found) == (8.5, 4, 0)
-    assert (found.num_callbacks, found.num_host_waits) == (5, 0)
-    assert found.host_wait_seconds == pytest.approx(2.125, abs=1e-6)
-    assert found.callback_bytes == {"to_device": 4_000_000, "to_host": 4_000_000}
-    assert found.busy["host kernel"] == pytest.approx(4)
+    assert (found.num_callbacks, found.num_host_waits) == (7, 0)
+    assert found.host_wait_seconds == pytest.approx(0.75 + 0.75 + 1.375, abs=1e-6)
+    assert found.callback_bytes == {"to_device": 6_000_000, "to_host": 4_000_000}
+    assert found.busy["host kernel"] == pytest.approx(6)
+
+
+def test_a_delayed_update_of_parameters_in_host_memory_is_waited_for_at_the_end():
+    call = f"  %start = s32[] custom-call(%i), {CALLBACK}"
+    body = lines(product("d"), f"  %cb = s32[] custom-call(%i, %x), {CALLBACK}")
+    program = lines(call, loop("w", 2), call.replace("start", "finish"))
+    found = hlo.simulate(module(program, body), rates=dataclasses.replace(CALL_RATES, host_kernel=7e6), callbacks="delayed")
+    # d 0.5..2.5 and 2.5..4.5, down until 4.5 and 6.5; the kernels of both 0.5..8.5. The host waits from 2.25.
+    assert seconds(found) == (8.5, 4, 0)
+    assert found.host_wait_seconds == pytest.approx(8.5 - 2.25, abs=1e-6)
+    assert found.callback_bytes == {"to_device": 0, "to_host": 4_000_000}
 
 
 def test_layers_are_updated_by_a_worker_beside_the_program():

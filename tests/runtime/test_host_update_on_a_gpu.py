@@ -125,13 +125,24 @@ def test_a_gradient_that_is_not_finite_updates_nothing(monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, states(program, state), before)
 
 
-@pytest.mark.parametrize("error", [OSError("no such thing"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_an_error_in_a_worker_is_raised_by_the_step_and_hangs_nothing(error, monkeypatch):
+ERRORS = [
+    pytest.param("in backward", OSError("no such thing"), id="error"),
+    pytest.param("in backward", KeyboardInterrupt(), id="interrupt"),
+    pytest.param("delayed", OSError("no such thing"), id="delayed"),
+    pytest.param("delayed, params on the host", OSError("no such thing"), id="delayed_in_host_memory"),
+]
+
+
+@pytest.mark.by_default("error", "interrupt")
+@pytest.mark.parametrize(("name", "error"), ERRORS)
+def test_an_error_in_a_worker_is_raised_by_the_step_and_hangs_nothing(name, error, monkeypatch):
     on_gpu(monkeypatch, Program(delay=0.001))
-    with build({"update": "in_backward"}) as program:
+    with build(CASES[name]) as program:
         data = toys.batches(3)
         expected, _ = toys.run(program, program.init(jax.random.key(0)), data)
         state, host, calls = program.init(jax.random.key(0)), program._runner.host.host, []
+        if "delayed" in name:  # its first step updates nothing
+            state, _ = program.step(state, data[0])
         whole = host.run_kernel
 
         def fail(*args, **fields):
@@ -150,10 +161,12 @@ def test_an_error_in_a_worker_is_raised_by_the_step_and_hangs_nothing(error, mon
         assert toys.run(program, program.init(jax.random.key(0)), data)[0] == expected
 
 
-def test_an_error_of_the_driver_is_raised_by_the_step_and_hangs_nothing(monkeypatch):
+@pytest.mark.by_default("in backward")
+@pytest.mark.parametrize("name", ["in backward", "delayed", "delayed, params on the host"])
+def test_an_error_of_the_driver_is_raised_by_the_step_and_hangs_nothing(name, monkeypatch):
     cuda = Program(delay=0.001)
     on_gpu(monkeypatch, cuda)
-    with build({"update": "in_backward"}) as program:
+    with build(CASES[name]) as program:
         state, _ = program.step(program.init(jax.random.key(0)), toys.batches(1)[0])
         cuda.fail_copies = True
         with pytest.raises(RuntimeError, match="update on the host failed, and the state is lost") as error:

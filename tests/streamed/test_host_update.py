@@ -7,6 +7,8 @@ import pytest
 import toys
 
 import zerojax as zj
+from host_offload.device import view
+from host_offload.host_update import DelayedStep, HostStep
 
 HOST = "pinned_host"
 
@@ -74,6 +76,37 @@ def test_delayed_update_is_one_step_late(fields):
     losses, state = toys.run(program, state, data)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     toys.assert_trees_close(program.params(state), jax.device_get(after), atol=1e-5)
+
+
+def test_a_delayed_update_is_taken_over_in_backward_and_exchanged_in_host_memory(monkeypatch):
+    calls = []
+
+    def spy(step, name):
+        whole = getattr(step, name)
+
+        def call(self, context, out, where, *rest, **fields):
+            device, layer = np.asarray(where).tolist()[:2]
+            if device == 0:
+                calls.append((name, layer))
+            return whole(self, context, out, where, *rest, **fields)
+
+        monkeypatch.setattr(step, name, call)
+
+    for step, name in ((HostStep, "stash"), (DelayedStep, "start"), (DelayedStep, "install"), (DelayedStep, "finish")):
+        spy(step, name)
+    first, *rest = toys.batches(3)
+    with build({"precision": "bf16", "delayed_update": True}) as program:
+        state, _ = program.step(program.init(jax.random.key(0)), first)
+        in_backward = [(name, layer) for layer in (2, 1, 0) for name in ("stash", "install")]
+        assert calls == [("start", 0), *in_backward, ("stash", 0), ("install", 0), ("finish", 0)]
+    with build({"precision": "bf16", "delayed_update": True, "params": HOST}) as program:
+        state, host = program.init(jax.random.key(0)), program._runner.host
+        for batch in (first, *rest):
+            calls.clear()
+            state, _ = program.step(state, batch)
+            assert not [name for name, _ in calls if name == "install"]
+            made = {a.ctypes.data for a in host.host.new_params.values()}
+            assert made == {view(s.data).ctypes.data for a in jax.tree.leaves(state.params) for s in a.addressable_shards}
 
 
 @pytest.mark.by_default("in_backward")

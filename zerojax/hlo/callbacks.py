@@ -3,8 +3,8 @@
 XLA calls them on the thread that enqueues the program's operations, so nothing is enqueued until one returns. By mode:
 
     "update"       gradients down, the host's update in a worker, new parameters up (`update_on="host"`)
-    "delayed"      the worker updates with the last step's gradients from the first callback on; gradients down, and when it has
-                   done, parameters up (`delayed_update`)
+    "delayed"      the worker updates with the last step's gradients from the first callback on; gradients down, and of each
+                   layer in backward, when it is updated, parameters up (`delayed_update`)
     "nvme"         a record up from a buffer that the disk has filled, or one down into a buffer that goes to the disk; with
                    a copy to or from a slot on the device each time
     "nvme_update"  parameters as in "nvme"; gradients as in "update", with the optimizer's state from and to the disk
@@ -13,9 +13,11 @@ XLA calls them on the thread that enqueues the program's operations, so nothing 
 The callbacks of an update do not wait for the device. In a loop they copy a layer's gradients to a slot, from where they go
 down beside the program; the worker's kernels follow; the new parameters go up to a slot, from where a callback `LAG` layers
 later copies them, which waits for that layer's kernels. Outside of loops gradients and parameters are copied in the program's
-stream, array by array. A delayed update's gradients go down likewise, and its parameters up in the program's stream. Those of
-the nvme tier wait for the disk and for buffers, and not for the device. Of other callbacks it is assumed that they wait until
-the device has done all that was enqueued, as one that reads an index from device memory.
+stream, array by array. A delayed update's gradients go down likewise. Its parameters go up to one slot when their callback has
+waited for the layer's kernels and the slot is empty, and from there behind the products of their tick. Those that rest in host
+memory do not go up, and the last callback waits for them. The callbacks of the nvme tier wait for the disk and for buffers, and
+not for the device. Of other callbacks it is assumed that they wait until the device has done all that was enqueued, as one that
+reads an index from device memory.
 
 The disk reads a record one use ahead, into two buffers in turn. The callback waits until it is read. It goes up to its kind's
 slot as soon as it is read and the program has taken the one before from there, and its buffer is then free; the program waits
@@ -61,6 +63,7 @@ class Callbacks:
         self._down_slot: dict[int, int] = {}  # by the record's bytes: the last copy down from the slot
         self._writes: list[int] = []
         self._handed: int | None = None  # the last call that handed over gradients, or began an update
+        self._made = 0  # bytes of parameters that a delayed update has made
         self._down: dict[tuple[int, ...], int] = {}  # by the arrays of a layer: the last copy of its gradients to the host
         # By the new parameters of a layer, or of one array: the kernel, and the copy up to a slot where it has one.
         self._updates: dict[tuple[int, ...], collections.deque[tuple[int, int | None]]] = {}
@@ -144,11 +147,21 @@ class Callbacks:
         elif down:
             self._main_copy(DOWN, down)
         if up:
-            if WORKER not in t.last:  # with as many gradients as have gone down in this step
-                seconds = self.bytes_down / _ITEM * _UPDATED / self.rates.host_kernel
-                t.add(WORKER, seconds, (HOST_KERNEL,), [self._handed], "host kernel: update")
-            self._wait(t.last[WORKER])
+            self._pending_kernel(up)
+        if up and in_loop:
+            record = tuple(made)
+            self._up_slot[record] = self._slot(up, self._copy(UP, up, [t.last[HOST], self._up_slot.get(record)]))
+        elif up:
             self._main_copy(UP, up)
+        elif not down:  # the first call, or the last one: as many gradients have come as have gone down in this step
+            self._pending_kernel(max(0, self.bytes_down - self._made))
+
+    def _pending_kernel(self, num_bytes: int) -> None:
+        """Wait for the next kernels of a delayed update, which make so many bytes of parameters."""
+        if num_bytes:
+            seconds = num_bytes / _ITEM * _UPDATED / self.rates.host_kernel
+            self._made += num_bytes
+            self._wait(self.timeline.add(WORKER, seconds, (HOST_KERNEL,), [self._handed], "host kernel: update"))
 
     def _update_arrays(self, given: list[int]) -> None:
         for num_bytes in given:

@@ -178,7 +178,7 @@ def _peak_bytes(streamed: StreamedStep, stacks: Sequence[_StackBytes]) -> int:
             _peak(schedule, stack.in_backward, "backward"),
             both_ways(summed(layer_called)),
         ]
-        if streamed.layout.config.update != "in_backward":
+        if any(phase.name == "update" for phase in schedule.phases):
             peaks.append(_peak(schedule, stack.written, "update"))
     return max(peaks)
 

@@ -3,6 +3,9 @@
 A program for CPUs hands its callbacks the memory of the state as operands. A program for GPUs cannot pass host memory to a
 callback: there the addresses are bound before a step, and compared after it. The step donates the state and returns it updated
 in place, so they are the same; were they not, the kernels would have worked on memory that is no longer the state's.
+
+A delayed update has two sets of arrays for gradients, and for parameters where they rest in host memory: the program reads one,
+while callbacks and kernels write the other. They exchange their roles after the step (`HostBinding.exchange`).
 """
 
 import dataclasses
@@ -108,7 +111,9 @@ class HostBinding:
         """Bind memory of `state` to `host`; `calls` are of its program, where no other part of it counts them."""
         self.state, self.host, self._calls = state, host, calls
         self.queued: QueuedStep | None = None
-        self._spare: list[Any] = []  # of a delayed update: arrays for this step's gradients
+        # Of a delayed update: arrays for this step's gradients, and for the parameters that it makes in host memory.
+        self._spare: list[Any] = []
+        self._spare_params: list[Any] = []
         self._together = AllProcesses(state.mesh, "the optimizer's update on the host", RuntimeError)
 
     def prepare(self, state: TrainState) -> list[int]:
@@ -140,7 +145,7 @@ class HostBinding:
             for device in local:
                 if not delayed and stashes_in_memory and index in layout.blocks:
                     self.host.reserve(device, leaf, shape, self.state.grad_dtype(index))
-                if delayed:
+                if delayed and not self.state.params_away:
                     self.host.reserve_new_params(device, leaf, shape, layout.leaves[index].dtype)
         pending = layout.abstract_state.pending
         if pending is None:
@@ -151,17 +156,31 @@ class HostBinding:
         for leaf, array in enumerate(self._spare):
             for shard in array.addressable_shards:
                 self.host.bind_stash(positions[shard.device], leaf, view(shard.data))
+        if not self.state.params_away:
+            return
+        if not self._spare_params:
+            self._spare_params = allocate_all(jax.tree.leaves(layout.abstract_state.params))
+        for leaf, index in enumerate(self.state.order):
+            for shard in self._spare_params[index].addressable_shards:
+                self.host.bind_new_params(positions[shard.device], leaf, view(shard.data))
 
     def exchange(self, state: TrainState) -> TrainState:
-        """Return the state after a step whose gradients are the pending ones; the arrays of those before take the next."""
+        """Return the state after a step with a delayed update: its gradients are the pending ones, and what it made of those
+        before are the parameters, where they rest in host memory. The arrays of both take those of the next step.
+        """
         if state.pending is None:
             return state
         grads, self._spare = self._spare, state.pending.grads
-        return dataclasses.replace(state, pending=dataclasses.replace(state.pending, grads=grads))
+        state = dataclasses.replace(state, pending=dataclasses.replace(state.pending, grads=grads))
+        if not self.state.params_away:
+            return state
+        old, tree = jax.tree.flatten(state.params)
+        made, self._spare_params = self._spare_params, old
+        return dataclasses.replace(state, params=jax.tree.unflatten(tree, made))
 
     def release(self) -> None:
         """Drop the references to memory."""
-        self._spare = []
+        self._spare, self._spare_params = [], []
         self.host.release()
 
     def _bind(self, state: TrainState, positions: dict[Any, int], local: Sequence[int]) -> list[int]:
@@ -174,8 +193,11 @@ class HostBinding:
                 views = [shard[device] for shard in shards]
                 if state.pending is not None:  # which kernels only read
                     self.host.bind_pending(device, leaf, views.pop())
-                addresses += [v.ctypes.data for v in views]
                 self.host.bind(device, leaf, views)
+                if state.pending is not None and self.state.params_away:
+                    # The parameters, before or behind the others, are read alone: new ones are made in other arrays.
+                    views = views[:-1] if self.state.layout.has_master else views[1:]
+                addresses += [v.ctypes.data for v in views]
         return addresses
 
     def check(self, before: list[int], state: TrainState) -> None:

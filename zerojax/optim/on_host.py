@@ -101,7 +101,7 @@ class HostUpdate:
         self.host = HostLeaves(leaves, link_of(self.mesh.devices.flat[0].platform), None if disk is None else disk.swap)
         self.calls = Calls(list(self.mesh.devices.flat)) if disk is None else disk.swap.calls
         self.binding = HostBinding(self.state, self.host, self.calls if disk is None else None)
-        self._step, self._delayed = HostStep(self.host), DelayedStep(self.host)
+        self._step, self._delayed = HostStep(self.host), DelayedStep(self.host, self._ranges())
         # On a CPU callbacks are handed everything in host memory, and update at once.
         self.lag = 0 if self.state.hands_over or self.config.delayed_update else LAG
         if not self.state.hands_over:
@@ -158,8 +158,14 @@ class HostUpdate:
             )
             specs += [] if delayed else [spec]
             if stashes:
-                specs.append(dataclasses.replace(spec, grads=grads, weights=(), params=(), num_scalars=0, stashes=True))
+                up = spec.params if delayed and stacked else ()
+                specs.append(dataclasses.replace(spec, grads=grads, weights=(), params=up, num_scalars=0, stashes=True))
         return specs
+
+    def _ranges(self) -> list[range]:
+        """Return the numbers of the kernels of each stack, then of the leaves that are no stack."""
+        parts = (*(stack.blocks for stack in self.layout.stacks), self.layout.ends)
+        return [range(self._first(part), self._first(part) + len(part)) for part in parts if part]
 
     def close(self) -> None:
         """End the workers, and drop all references to memory; what a later step needs is made again."""
@@ -252,28 +258,44 @@ class HostUpdate:
         return self.stash(self.layout.ends, jnp.int32(0), grads, token)
 
     def install(
-        self, states: FlatState, part: Sequence[int], layer: Array, pending: Pending, token: Array
-    ) -> tuple[FlatState, Array]:
-        """Take over the new parameters of one layer, or of the leaves that are no stack of layers."""
+        self, params: Mapping[int, Array], part: Sequence[int], layer: Array, pending: Pending, token: Array
+    ) -> tuple[dict[int, Array], Array]:
+        """Take over the new parameters of one layer, or of the leaves that are no stack of layers; they rest on the device.
+
+        Args:
+          params: by index, those of `part` among them.
+          part: leaves of one stack, or all that are no stack.
+          layer: i32[].
+          pending: of the step before.
+          token: orders the callbacks of a device.
+
+        Returns:
+          The parameters, and the next token.
+        """
+        params = dict(params)
         if not part:
-            return states, token
+            return params, token
         stacked = self.layout.leaves[part[0]].is_stacked
-        results = () if self.params_away else tuple(part)
         if self.binding.queued is not None:
-            site, memory = Site(self.calls, "install"), None
+            site = Site(self.calls, "install")
             callback = functools.partial(self.binding.queued.install, first=self._first(part), count=len(part), site=site)
         else:
             callback = functools.partial(self._delayed.install, first=self._first(part), count=len(part))
-            memory = self.state.operands(states, part, pending)
-        new, token = self._call(callback, results, [layer], memory, None, (), (), token, small=False)
-        params = list(states.params)
-        for i, value in zip(part, new, strict=False):
+        new, token = self._call(callback, tuple(part), [layer], None, None, (), (), token, small=False)
+        for i, value in zip(part, new, strict=True):
             record = self.records.params[i]
             before = record.read(params[i], layer) if stacked else params[i]
             # Before the first step, and after one that was skipped, nothing is pending.
             value = jnp.where(pending.ready, value, before)
             params[i] = record.write(params[i], layer, value) if stacked else record.store(value)
-        return FlatState(params, states.master, states.opt), token
+        return params, token
+
+    def finish(self, states: FlatState, pending: Pending, token: Array) -> Array:
+        """Wait for the update that `start` began; returns a token."""
+        if self.binding.queued is not None:
+            return self._call(self.binding.queued.finish, (), [], None, None, (), (), token)[1]
+        memory = self.state.operands(states, self.state.order, pending)
+        return self._call(self._delayed.finish, (), [], memory, None, (), (), token)[1]
 
     def update_ends(
         self,
@@ -398,7 +420,7 @@ class HostUpdate:
         )
         positions = jnp.arange(self.mesh.size, dtype=jnp.int32)
         # Not stacked: from concatenations `zerojax.program.call_order` knows the layers.
-        told = jnp.concatenate([value[None].astype(jnp.int32) for value in where])
+        told = jnp.concatenate([value[None].astype(jnp.int32) for value in where]) if where else jnp.zeros(0, jnp.int32)
         return island(positions, token, told, arrays, scalars, list(operands))
 
     def first_token(self, state: TrainState) -> Array:

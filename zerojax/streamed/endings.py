@@ -8,7 +8,8 @@
       stores late   store s[l+1] while s[l] is fetched; update    the record of layer 0; fetch, update, write back the others
     OnHost          store g[l], on the device or on the host      norm; the host updates each layer
       in backward   the host updates layer l                      the other leaves
-    Delayed         store g[l] on the host                        take over what the host made of the last step's gradients
+    Delayed         store g[l] on the host; take over what it     the other leaves
+                    made of layer l's gradient of the last step
 
 An ending carries values through the loop of backward. All carry the sum of squares of the gradients so far. `StoredGrads` also
 carries the stacks of gradients, and `InBackward` the state that it is updating. Clipping is exact: gradients are scaled when
@@ -59,11 +60,13 @@ class GradStacks:
       grads: a stack of each stacked leaf, on the device, in host memory or OnDisk; none where callbacks stash them.
       squares: f32[], the sum of squares of the unscaled gradients so far.
       token: orders the callbacks of the host's update.
+      params: of a delayed update, the stacks of parameters on the device, by leaf; new where a layer's backward is over.
     """
 
     grads: list[Any]
     squares: Array
     token: Array
+    params: dict[int, Array] = dataclasses.field(default_factory=dict)
 
 
 class StoredGrads:

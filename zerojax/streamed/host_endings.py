@@ -109,22 +109,42 @@ class OnHost(StoredGrads):
 
 
 class Delayed(OnHost):
-    """The host works on the gradients of the step before while this one computes (ZeRO-Offload, section 5.2)."""
+    """The host works on the gradients of the step before while this one computes (ZeRO-Offload, section 5.2).
+
+    A layer is used for the last time in its tick of backward. That tick takes over its new parameters, which have come up the
+    link meanwhile. Parameters in host memory are taken over after the step (`HostBinding.exchange`).
+    """
+
+    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> GradStacks:
+        carried, params = super().begin(state, head, grads, token), self.records.flat(state).params
+        return dataclasses.replace(carried, params={} if self.host.params_away else {i: params[i] for i in self.plan.stacked})
+
+    def params(self, state: TrainState, carried: GradStacks) -> list[Array]:
+        # Those that are being written. Reads of the stacks of before the step would make XLA keep a copy of them.
+        return [carried.params[i] for i in self.plan.stacked] if carried.params else super().params(state, carried)
+
+    def use(self, state: TrainState, carried: GradStacks, record: RecordGrads) -> tuple[GradStacks, Any]:
+        carried, landing = super().use(state, carried, record)
+        if not carried.params:
+            return carried, landing
+        assert state.pending is not None
+        # After the gradients were handed over, and so after the layer's last use.
+        params, token = self.host.install(carried.params, record.part, record.now.write, state.pending, carried.token)
+        return dataclasses.replace(carried, params=params, token=token), landing
 
     def end(self, result: BackwardResult[GradStacks]) -> Result:
         plan, records, host, state = self.plan, self.records, self.host, result.state
         pending = state.pending
         assert pending is not None
-        # Of this step's gradients. Those that `install` takes over below were clipped by the norm of the step before.
+        # Of this step's gradients. Those that were taken over were clipped by the norm of the step before.
         norm = self.norm(result)
-        token = host.stash_ends(result.ends, result.carried.token)
-
-        # `install` waits for the thread that updates, which had all of forward and backward for it.
-        def tick(part: Sequence[int], carry: Any, now: Tick) -> Any:
-            return host.install(carry[0], part, now.write, pending, carry[1]), now.landing
-
-        states, token = self.of_layers(result, tick, (records.flat(state), token))
-        states, _ = host.install(states, plan.ends, jnp.int32(0), pending, token)
+        token, states = host.stash_ends(result.ends, result.carried.token), records.flat(state)
+        if not host.params_away:
+            params, token = host.install(
+                dict(enumerate(states.params)) | result.carried.params, plan.ends, jnp.int32(0), pending, token
+            )
+            states = dataclasses.replace(states, params=[params[i] for i in range(len(params))])
+        host.finish(states, pending, token)
         # The next step applies these gradients, so what belongs to them goes along: loss, clipping factor and loss scale, and
         # the optimizer's scalars of this step, which `closed` then advances in the state.
         scalars = jnp.stack([result.loss, clip_factor(norm, self.config.clip_norm), loss_scale(state)])

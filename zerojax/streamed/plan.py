@@ -493,7 +493,7 @@ def _plan_schedule(
         **({"head": _stored_bytes(records, early)} if early and run is runs[-1] else {}),
         **({"embed": _stored_bytes(records, others)} if others and run is runs[0 if in_backward else -1] else {}),
     }
-    return build_schedule(
+    schedule = build_schedule(
         run.num_layers,
         distance,
         gather_ahead=ahead,
@@ -502,6 +502,9 @@ def _plan_schedule(
         ends=ends,
         **options,
     )
+    if config.delayed_update:  # layers are updated beside the step, and taken over in backward
+        schedule = dataclasses.replace(schedule, phases=tuple(p for p in schedule.phases if p.name != "update"))
+    return schedule
 
 
 def _tiers(records: StateRecords, run: LayerRun) -> dict[str, str]:

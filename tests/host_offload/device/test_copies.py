@@ -200,7 +200,7 @@ def test_a_kind_of_one_record_is_copied_on_the_programs_stream(gpu):
 def test_values_are_cleared_and_tokens_passed_on(gpu):
     values, token, after = gpu.values(5), Buffer(np.full(1, 9, np.int32)), Buffer(np.zeros(1, np.int32))
     gpu.copies.clear(gpu.context, values)
-    gpu.copies.pass_on(gpu.context, token, after)
+    gpu.copies.pass_on(gpu.context, 0, token, after)
     assert gpu.get(values) == 0
     assert after.array[0] == 9
 

@@ -15,6 +15,7 @@ from host_offload.host_update.host_leaves import HostLeaves
 
 F32 = np.dtype(np.float32)
 LAYERS, SHAPES = 7, ((300,), (2, 50))
+CROSSING = tuple((shape, F32) for shape in SHAPES)
 
 
 class Buffer:
@@ -41,16 +42,20 @@ class Leaves(HostLeaves):
     """Kernels that take the gradient and the layer for the new parameter."""
 
     def __init__(self):
-        kernel = SimpleNamespace(records={}, grad=None, arrays=(), delayed=False)
+        kernel = SimpleNamespace(records={}, grad=None, arrays=(), delayed=False, stacked=True, params_on_device=True)
         super().__init__([kernel, kernel], link.CudaLink())
+        self.layers = []  # of the first leaf, as they were updated
 
     def run_kernel(self, device, leaf, layer, grad, scalars, *, weight=None, result=None, views=None):
         assert result is not None
+        self.layers += [layer] if leaf == 0 else []
         result[...] = grad * scalars[leaf] + layer
 
 
 class Replay:
     """One step of a program on a stream of its own, whose every array has one place that each layer uses again."""
+
+    specs: tuple[PartSpec, ...] = (PartSpec(range(2), CROSSING, (), CROSSING, 2, stacked=True),)
 
     def __init__(self, monkeypatch):
         self.cuda = Late()
@@ -60,11 +65,9 @@ class Replay:
         for module in (gpu_worker, queued):
             monkeypatch.setattr(module, "pointer", lambda buffer: buffer.array.ctypes.data)
         self.leaves = Leaves()
-        specs = tuple((shape, F32) for shape in SHAPES)
-        spec = PartSpec(range(2), specs, (), specs, 2, stacked=True)
         device = SimpleNamespace(local_hardware_id=0)
         monkeypatch.setattr(Part, "_slot", lambda self, packing, device: Slot(packing.num_bytes))
-        self.step = queued.QueuedStep(self.leaves, [spec], [device], lambda: driver)
+        self.step = queued.QueuedStep(self.leaves, self.specs, [device], lambda: driver)
         self.step.prepare([0])
         self.worker = self.step._workers[0]
         self.part = self.worker.parts[0]
@@ -99,6 +102,60 @@ class Replay:
         return taken[LAG:], np.array(expected, F32), int(token.array[0])
 
 
+class Delayed(Replay):
+    """The same of a step with a delayed update, which makes its gradients in backward and takes parameters there."""
+
+    specs = (
+        PartSpec(range(0), (), (), (), 2, stacked=False),
+        PartSpec(range(2), CROSSING, (), CROSSING, 0, stacked=True, stashes=True),
+    )
+
+    def __init__(self, monkeypatch):
+        super().__init__(monkeypatch)
+        self.part, leaves = self.worker.stashes[0], self.leaves
+        for leaf, shape in enumerate(SHAPES):
+            for arrays in (leaves.pending, leaves.stashed, leaves.new_params):
+                arrays[0, leaf] = np.zeros((LAYERS, *shape), F32)
+        self.step_number, self.grads = 0, [[np.zeros(shape, F32) for shape in SHAPES]] * LAYERS
+
+    def run(self, goes=(True,) * LAYERS, installs=True):
+        """Return the parameters of every layer after it, and those that are right: made of the gradients before."""
+        assert all(goes)
+        rng, copy, leaves = np.random.default_rng(self.step_number), self.driver.copy, self.leaves
+        self.step_number += 1
+        values, told = np.array([2, 3], F32) + self.step_number, np.array([0, 1, 0, 9], np.int32)
+        expected = [
+            np.concatenate([(g * s + n).ravel() for g, s in zip(self.grads[n], values, strict=True)]) for n in range(LAYERS)
+        ]
+        self.grads = grads = [[rng.normal(size=shape).astype(F32) for shape in SHAPES] for _ in range(LAYERS)]
+        scalars, context = Buffer(np.zeros(2, F32)), SimpleNamespace(stream=self.stream)
+        where, after, token = Buffer(np.zeros(4, np.int32)), Buffer(np.array([9], np.int32)), Buffer(np.zeros(1, np.int32))
+        operands, results = ([Buffer(np.zeros(shape, F32)) for shape in SHAPES] for _ in range(2))
+        taken = np.zeros((LAYERS, sum(r.array.size for r in results)), F32)
+        copy(where.array.ctypes.data, told.ctypes.data, 16, self.stream)
+        copy(scalars.array.ctypes.data, values.ctypes.data, 8, self.stream)
+        self.step.start(context, token, where, after, scalars)
+        for n in reversed(range(LAYERS)):
+            site = SimpleNamespace(ask=lambda context, where, n=n: (0, n, 9))
+            for operand, grad in zip(operands, grads[n], strict=True):
+                copy(operand.array.ctypes.data, grad.ctypes.data, grad.nbytes, self.stream)
+            self.step.stash(context, token, where, after, *operands, first=0, site=site)
+            if installs:
+                self.step.install(context, (results, token), where, after, first=0, count=2, site=site)
+                at = taken[n].ctypes.data
+                for result in results:
+                    copy(at, result.array.ctypes.data, result.array.nbytes, self.stream)
+                    at += result.array.nbytes
+        self.step.finish(context, token, where, after)
+        made = [np.array(leaves.new_params[0, leaf]) for leaf in range(2)]
+        self.driver.finish_stream(self.stream)
+        self.step.prepare([0])  # as after a step: what was stashed has come
+        leaves.pending, leaves.stashed = leaves.stashed, leaves.pending
+        if not installs:
+            taken = np.concatenate([a.reshape(LAYERS, -1) for a in made], 1)
+        return taken, np.array(expected, F32), int(token.array[0])
+
+
 class Slot:
     def __init__(self, num_bytes):
         self.memory = np.zeros(num_bytes, np.uint8)
@@ -107,13 +164,21 @@ class Slot:
         return self.memory.ctypes.data
 
 
-@pytest.fixture
-def replay(monkeypatch):
-    made = Replay(monkeypatch)
+def closed_after(made):
     yield made
     for stream in made.cuda.streams:
         made.cuda.seconds[stream] = 0
     made.step.close()
+
+
+@pytest.fixture
+def replay(monkeypatch):
+    yield from closed_after(Replay(monkeypatch))
+
+
+@pytest.fixture
+def delayed(monkeypatch):
+    yield from closed_after(Delayed(monkeypatch))
 
 
 def without(replay, monkeypatch, name):
@@ -167,3 +232,63 @@ def test_each_wait_is_needed(name, replay, monkeypatch):
     without(replay, monkeypatch, name)
     taken, expected, _ = replay.run()
     assert not np.array_equal(taken, expected)
+
+
+@pytest.mark.parametrize("slow", ["nothing", "down", "up", "stream"])
+def test_a_delayed_update_is_given_to_the_layers_of_a_program_that_runs_late(slow, delayed):
+    streams = {"down": delayed.worker.down, "up": delayed.worker.up, "stream": delayed.stream}
+    delayed.cuda.seconds = {streams[slow]: 0.002} if slow in streams else {}
+    for _ in range(3):
+        taken, expected, number = delayed.run()
+        np.testing.assert_array_equal(taken, expected)
+        assert number == 9
+    assert delayed.leaves.layers == 3 * list(reversed(range(LAYERS)))  # in the order of backward
+    assert delayed.leaves.take_errors() == []
+
+
+def without_delayed(delayed, monkeypatch, name):
+    """Take one wait of a delayed update out, and slow down what it waits for."""
+    driver, part, worker, stream = delayed.driver, delayed.part, delayed.worker, delayed.stream
+    wait, finish = driver.wait, driver.finish_event
+    slow, is_out = {
+        "program fills the slot down": (worker.down, lambda on, event: on == stream and event in part.arrived),
+        "down reads the slot": (stream, lambda on, event: on == worker.down),
+        "worker reads the scalars": (stream, lambda on, event: on is None and event in worker.parts[0].arrived),
+        "up fills the slot": (stream, lambda on, event: on == worker.up),
+        "program reads the slot up": (worker.up, lambda on, event: on == stream and event in part.sent),
+        "callback waits for the worker": (stream, None),
+    }[name]
+    if is_out is None:
+        monkeypatch.setattr(gpu_worker.Job, "finish", lambda job: None)
+    else:
+        monkeypatch.setattr(driver, "wait", lambda on, event: is_out(on, event) or wait(on, event))
+        monkeypatch.setattr(driver, "finish_event", lambda event: is_out(None, event) or finish(event))
+    delayed.cuda.seconds[slow] = 0.004
+
+
+DELAYED_WAITS = [
+    "program fills the slot down",
+    "down reads the slot",
+    "worker reads the scalars",
+    "up fills the slot",
+    "program reads the slot up",
+    "callback waits for the worker",
+]
+
+
+@pytest.mark.parametrize("name", DELAYED_WAITS)
+def test_each_wait_of_a_delayed_update_is_needed(name, delayed, monkeypatch):
+    delayed.run()
+    without_delayed(delayed, monkeypatch, name)
+    steps = [delayed.run()[:2] for _ in range(2)]  # what was stashed wrongly shows a step later
+    assert not all(np.array_equal(taken, expected) for taken, expected in steps)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_last_callback_waits_for_what_no_layer_takes(waits, delayed, monkeypatch):
+    delayed.run()
+    if not waits:
+        monkeypatch.setattr(gpu_worker.Job, "finish", lambda job: None)
+    delayed.cuda.seconds[delayed.stream] = 0.004
+    made, expected, _ = delayed.run(installs=False)
+    assert np.array_equal(made, expected) == waits
