@@ -183,8 +183,7 @@ class StreamedPlan:
         self.of_stacks = tuple(_stack_plan(models[run.stack.name], run, schedules[run.name], layout) for run in runs)
         self.schedule = stacked_schedule(schedules)
         self.drained = next((stack for stack in self.of_stacks if stack.drains_beside_ends), None)
-        starts_with = self.of_stacks[-1].schedule.phase("backward")
-        self.early_ends = early_ends(state_records) if any(move.name == "head" for move in starts_with.ends) else ()
+        self.early_ends = early_ends(state_records, runs)
         self.late_ends = tuple(i for i in self.ends if i not in self.early_ends)
         grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
         frozen = sorted(i for stack in layout.stacks for part in stack.frozen_parts for i in part)
@@ -501,7 +500,7 @@ def _plan_schedule(
     # Backward begins with the last run, which stores what the head completed; it ends with the first one. An update ends with
     # the last one.
     is_last = run is runs[0 if in_backward else -1]
-    early = early_ends(records) if in_backward and _stores_late(records, runs[-1]) else ()
+    early = early_ends(records, runs)
     others = [i for i in layout.ends if i not in (*early, *cut)]
     ends = {
         **({"head": _stored_bytes(records, early)} if early and run is runs[-1] else {}),
@@ -541,12 +540,15 @@ def _tiers(records: StateRecords, run: LayerRun) -> dict[str, str]:
     return tiers
 
 
-def early_ends(records: StateRecords) -> tuple[int, ...]:
+def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ...]:
     """Return leaves that the head alone uses, as many as are together no larger than a layer's record.
 
-    Their gradients are complete before backward of the layers. In its first tick no layer's record waits to be stored.
+    Their gradients are complete before backward of the layers. In its first tick no layer's record waits to be stored, where an
+    update in backward stores late.
     """
     layout = records.layout
+    if layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
+        return ()
     tree = jax.tree.unflatten(jax.tree.structure(layout.abstract_params), range(len(layout.leaves)))
     most, early = _stored_bytes(records, layout.stacks[-1].blocks), list[int]()
     for i in jax.tree.leaves(tree["head"]):
@@ -565,8 +567,8 @@ def cut_ends(records: StateRecords, runs: Sequence[LayerRun], update: RecordUpda
     run = runs[0 if in_backward else -1]
     if update is None or layout.config.update_on == "host" or not _stores_late(records, run):
         return {}
-    most, cut = _stored_bytes(records, run.stack.blocks), dict[int, int]()
-    for i in layout.ends:
+    most, cut, early = _stored_bytes(records, run.stack.blocks), dict[int, int](), early_ends(records, runs)
+    for i in (i for i in layout.ends if i not in early):
         pieces = update.pieces(i)
         if pieces is not None and _stored_bytes(records, (i,)) * (1 - 1 / pieces.count) > most:
             cut[i] = pieces.count
