@@ -79,7 +79,7 @@ def head(out: Any, table: Any, x: Any, batch: Any, key: Any) -> Any:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]))
 
 
-def layered(layers: int, tensor: bool, vocab: int) -> zj.LayeredModel:
+def layered(layers: int, tensor: bool, vocab: int = VOCAB) -> zj.LayeredModel:
     specs = {"a": P(None, "tensor"), "b": P("tensor", None), "c": P(), "scale": P()}
     return zj.LayeredModel(
         layers,
