@@ -20,6 +20,7 @@ import platform
 import re
 import sys
 import tempfile
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -38,7 +39,7 @@ SEQ = 2048
 
 
 def simulated(
-    mode: Mode, tokens: int, layers: int, rates: hlo.Rates, keep: pathlib.Path | None, streams: set[str]
+    mode: Mode, tokens: int, sizes: dict[str, Any], rates: hlo.Rates, keep: pathlib.Path | None, streams: set[str]
 ) -> list[hlo.Simulation]:
     """Compile a step; return what is predicted where kernels have the cores to themselves, and where they run beside products.
 
@@ -47,7 +48,7 @@ def simulated(
     batch = {name: jax.ShapeDtypeStruct((tokens // SEQ, SEQ), jnp.int32) for name in ("tokens", "targets")}
     config = zj.ZeroConfig(precision="bf16", activations="remat", **mode.config)
     with tempfile.TemporaryDirectory() as folder:
-        program = zj.build_train_step(llama(layers), optax.adamw(1e-3), config, aot.gpu_mesh("h200", gpus_per_host=1))
+        program = zj.build_train_step(llama(**sizes), optax.adamw(1e-3), config, aot.gpu_mesh("h200", gpus_per_host=1))
         with program:
             compiled = program.lower(batch).compile({"xla_gpu_enable_triton_gemm": False, "xla_dump_to": folder})
             text = compiled.as_text() or ""
@@ -75,11 +76,11 @@ def row(name: str, found: list[hlo.Simulation]) -> str:
 
 
 def table(
-    tokens: int, names: list[str], layers: int, rates: hlo.Rates, keep: pathlib.Path | None, streams: set[str]
+    tokens: int, names: list[str], sizes: dict[str, Any], rates: hlo.Rates, keep: pathlib.Path | None, streams: set[str]
 ) -> list[str]:
     """Return the lines of a table of modes for steps of so many tokens; `streams` is as for `simulated`."""
     rows = [
-        f"Predicted steps of {tokens:,} tokens, {layers} layers:",
+        f"Predicted steps of {tokens:,} tokens, {', '.join(f'{size} {name}' for name, size in sizes.items())}:",
         "",
         "| states | s | idle | compute s | over compute | floor s | over floor | up: copies GB | kernels | callbacks "
         "| down: copies GB | kernels | callbacks | host waits s | drains | TF/s |",
@@ -88,18 +89,20 @@ def table(
     for name in names:
         print(f"{tokens} tokens, {name}", flush=True)
         path = None if keep is None else keep / f"{jax.__version__}_{tokens}_{name.replace(' ', '_').replace(',', '')}.txt"
-        found = simulated(MODES[name], tokens, layers, rates, path, streams)
+        found = simulated(MODES[name], tokens, sizes, rates, path, streams)
         rows.append(row(name, found))
         print(rows[-1], flush=True)
     return [*rows, ""]
 
 
-def section(names: list[str], tokens: list[int], layers: int, rates: hlo.Rates, keep: pathlib.Path | None, title: str) -> str:
+def section(
+    names: list[str], tokens: list[int], sizes: dict[str, Any], rates: hlo.Rates, keep: pathlib.Path | None, title: str
+) -> str:
     """Return the part of the file that is of this version of jax, and perhaps of a title."""
     versions = f"jaxlib {importlib.metadata.version('jaxlib')}, Python {platform.python_version()}"
     tables, streams = [], set[str]()
     for count in tokens:
-        tables += table(count, names, layers, rates, keep, streams)
+        tables += table(count, names, sizes, rates, keep, streams)
     told = ", ".join(f"`{stream}`" for stream in sorted(streams)) or "none"
     name = f"## jax {jax.__version__}{f', {title}' if title else ''}"
     return "\n".join([name, "", f"{versions}. Streams that its thunks name: {told}.", "", *tables])
@@ -114,7 +117,7 @@ def head(rates: hlo.Rates) -> str:
             "",
             "**Predicted, not measured.** Steps of a Llama of 6.7 B parameters, compiled for an H200 without one and walked by",
             "`hlo.simulate`. Command, once for each version of jax: `python benchmarks/simulated.py --save`",
-            "`benchmarks/results/simulated_h200_aot_202611.md`.",
+            "`benchmarks/results/simulated_h200_aot_202611.md`; of a vocabulary of 128256 with `--vocab 128256 --ff 14336`.",
             "",
             f"Rates, assumed: {assumed}.",
             "",
@@ -143,6 +146,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 32768], help="of a step")
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--vocab", type=int, help="tokens of the embedding and the head, other than 32000")
+    parser.add_argument("--ff", type=int, help="width of the MLP, other than 11008")
     parser.add_argument("--rate", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of hlo.Rates")
     parser.add_argument("--keep", type=pathlib.Path, help="a folder for the HLO texts")
     parser.add_argument("--title", default="", help="of the section, beside the version")
@@ -151,7 +156,8 @@ def main() -> None:
     rates = dataclasses.replace(hlo.RATES["h200"], **{name: float(value) for name, value in options.rate})
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
-    text = section(options.modes, options.tokens, options.layers, rates, options.keep, options.title)
+    sizes = {name: size for name in ("layers", "vocab", "ff") if (size := getattr(options, name)) is not None}
+    text = section(options.modes, options.tokens, sizes, rates, options.keep, options.title)
     print(f"\n{head(rates)}{text}")
     if options.save:
         save(options.save, text, rates)

@@ -48,7 +48,8 @@ def build_schedule(
       device_layers: opt_state of layers below this one stays on the device.
       stores_late: what updates, backward or update, stores each record in the tick after the one that updated it.
       ends: bytes of the records of leaves that are no stack of layers and are updated beside ticks whose stores are late:
-        "head", whose gradients are complete before backward, and "embed", which are updated when the layers are.
+        "head", whose gradients are complete before backward, "embed", which are updated when the layers are, and "pieces": of
+        each of the others, which are updated after all of them in pieces, one.
       record_bytes: bytes of one layer on one device, by kind (params: its shard), and "gathered" (whole); missing ones are 0.
       budget_bytes: the most bytes that may be in flight on a device.
       first_layer: number of the first layer in its stack, where these are a run of its layers: all arrays count from it.
@@ -62,7 +63,7 @@ def build_schedule(
     _check_int("first_layer", first_layer, 0)
     _check_int("device_layers", device_layers, 0, first_layer + num_layers)
     _check_names("tiers", tiers or {}, KINDS)
-    _check_names("ends", ends or {}, ("head", "embed"))
+    _check_names("ends", ends or {}, ("head", "embed", "pieces"))
     _check_names("record_bytes", record_bytes or {}, SIZES)
     for kind, tier in (tiers or {}).items():
         if tier not in TIERS:
@@ -164,7 +165,7 @@ def _build_phases(
             ends=beside if late else (),
         )
 
-    ticks = {"head": (-1, 0), "embed": (num_layers, num_layers + 1)}
+    ticks = {"head": (-1, 0), "embed": (num_layers, num_layers + 1), "pieces": (num_layers + 1, num_layers + 2)}
     beside = tuple(EndsMove(name=name, fetch=ticks[name][0], store=ticks[name][1], num_bytes=n) for name, n in ends.items())
     layers = np.arange(numbers.start, numbers.stop)
     forward = phase("forward", layers, "params frozen", "activations")

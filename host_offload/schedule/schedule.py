@@ -48,7 +48,8 @@ the last one is stored after the loop (`drain`). Such an update phase has no rin
 
 **Ends.** Leaves that are no stack of layers are updated beside such a backward (`ends`). What only the head uses has its
 gradient before the first tick, in which nothing else is stored: it is loaded before the loop, and stored in that tick. The
-others have theirs after the last tick: they are loaded while its record is drained, and stored then.
+others have theirs after the last tick: they are loaded while its record is drained, and stored then. Those that are larger
+than a record come after that, in pieces: one is stored while the next one is loaded (`pieces`).
 
 All ticks count the same here. A schedule bounds layers and bytes; seconds have to be measured.
 """
@@ -72,10 +73,10 @@ class EndsMove:
     """When the optimizer state of leaves that are no stack of layers crosses the link, beside a loop.
 
     Attributes:
-      name: of the leaves, "head" or "embed".
+      name: of the leaves, "head", "embed" or "pieces".
       fetch: the tick beside which it is loaded; -1 is before the loop, the number of ticks is after it.
       store: the tick beside which it is stored, after its update.
-      num_bytes: of it, on one device.
+      num_bytes: of it, on one device; of "pieces" those of the largest one.
     """
 
     name: str
@@ -187,6 +188,9 @@ class Phase:
         text = "; ".join(f"{verb} {', '.join(kinds)}" for verb, kinds in parts if kinds)
         text += " a tick late" if self.stores_late else ""
         for e in self.ends:
+            if e.name == "pieces":
+                text += "; pieces of larger leaves: after the last store"
+                continue
             at = [
                 "before the loop" if t < 0 else f"tick {t}" if t < len(self.layer) else "after the loop"
                 for t in (e.fetch, e.store)

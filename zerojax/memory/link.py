@@ -6,7 +6,7 @@ parameters rest on the device. Copies are operations of the compiled program. Ca
 tier, move their bytes beside it, and are counted apart.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -68,6 +68,18 @@ def _host_update(records: StateRecords, index: int) -> LinkBytes:
     weights = 4 if on_device and not layout.has_master else 0
     params = leaf.dtype.itemsize if on_device else 0
     return {"to_device": elements * params, "to_host": elements * (grad_itemsize(layout) + weights)}
+
+
+def updated_alone(records: StateRecords, pieces: Mapping[int, int]) -> int:
+    """Return the most bytes on their way where leaves are updated one after the other.
+
+    Args:
+      records: how the state rests.
+      pieces: in how many each leaf is updated, by its index. While one is made, the one before it waits to be stored.
+    """
+    copied, _ = moved_by_updates(records, pieces)
+    each = zip(copied, pieces.values(), strict=True)
+    return max((both_ways(n) if count == 1 else (both_ways(n) + n["to_host"]) // count for n, count in each), default=0)
 
 
 def summed(moved: Iterable[LinkBytes]) -> LinkBytes:

@@ -51,7 +51,8 @@ def program_memory(records: StateRecords, step: object, abstract_batch: Any) -> 
         scalars += 4 + 4 * sum(a.size for arrays in streamed.schedule.arrays().values() for a in arrays.values())
     else:
         assert isinstance(step, ResidentStep)
-        running = resident_bytes(records, step.objective, abstract_batch)
+        pieces = {} if step.update is None else step.update.num_pieces()
+        running = resident_bytes(records, pieces, step.objective, abstract_batch)
         # The 1 that bounds loops of one trip: i32[].
         scalars += 4 if layout.updates_by_record else 0
     kinds = {

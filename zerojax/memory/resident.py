@@ -4,33 +4,36 @@ All layers are on the device, so what comes and goes is the optimizer: where its
 leaf.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from zerojax.memory.kept import resident_kept
 from zerojax.memory.leaves import gathered_bytes, grad_elements, grad_itemsize, unreduced_bytes
-from zerojax.memory.link import both_ways, moved_by_updates, summed, swapped_by_updates
+from zerojax.memory.link import moved_by_updates, summed, swapped_by_updates, updated_alone
 from zerojax.memory.report import RunningBytes
 from zerojax.state import StateRecords
 
 
-def resident_bytes(records: StateRecords, loss: Any, abstract_batch: Any) -> RunningBytes:
+def resident_bytes(records: StateRecords, pieces: Mapping[int, int], loss: Any, abstract_batch: Any) -> RunningBytes:
     """Return what a resident step takes beside its arguments, and moves over the link.
 
     Args:
       records: how the states of the program rest.
+      pieces: in how many the device updates each leaf, by its index.
       loss: the objective over whole parameters.
       abstract_batch: tree of ShapeDtypeStruct with shardings.
     """
     layout = records.layout
     copied, called = moved_by_updates(records, layout.ends)
+    alone = updated_alone(records, pieces)
     device = {
         "grads": grad_elements(layout) * grad_itemsize(layout),
         # Sums over microbatches, and those that the microbatch which is computed adds to them.
         "unreduced": 2 * unreduced_bytes(layout),
         "gathered": gathered_bytes(layout),
         "activations": sum(kept.num_bytes for kept in resident_kept(layout, loss, abstract_batch)),
-        # The device updates one leaf at a time, so the largest counts. Callbacks bring all leaves at once.
-        "in_flight": max(max(map(both_ways, copied), default=0), summed(called)["to_device"]),
+        # The device updates one leaf at a time, or a piece of it. Callbacks bring all leaves at once.
+        "in_flight": max(alone, summed(called)["to_device"]),
     }
     swapped, link = summed(swapped_by_updates(records, layout.ends)), summed(copied)
     # Callbacks move what rests on nvme, so it is no copy of the compiled program.

@@ -20,7 +20,7 @@ from zerojax.memory.leaves import (
     local_record_bytes,
     unreduced_bytes,
 )
-from zerojax.memory.link import LinkBytes, both_ways, moved_by_updates, summed, swapped_by_updates
+from zerojax.memory.link import LinkBytes, both_ways, moved_by_updates, summed, swapped_by_updates, updated_alone
 from zerojax.memory.report import RunningBytes
 from zerojax.sharding import ActivationSpec
 from zerojax.state import Layout, RecordSpec
@@ -153,13 +153,13 @@ def _loaded_bytes(layout: Layout, plan: StreamedPlan, tiers: Sequence[str] = ("p
 def _peak_bytes(streamed: StreamedStep, stacks: Sequence[_StackBytes]) -> int:
     """Return the most bytes that are on their way at once, with those gathered.
 
-    Leaves that are not stacked are updated after all layers: one at a time by the device, all at once by callbacks. Where
-    records are stored late, those that the head completes are updated at once before backward, and the others in groups, each
-    of which is stored while the next one is loaded.
+    Leaves that are not stacked are updated after all layers: one at a time by the device, large ones in pieces, all at once by
+    callbacks. Where records are stored late, those that the head completes are updated at once before backward, and the others
+    in groups, each of which is stored while the next one is loaded.
     """
     plan, records = streamed.plan, streamed.plan.state_records
-    copied, called = moved_by_updates(records, plan.ends)
-    peaks = [max(map(both_ways, copied), default=0), summed(called)["to_device"]]
+    _, called = moved_by_updates(records, plan.ends)
+    peaks = [updated_alone(records, {} if plan.update is None else plan.update.num_pieces()), summed(called)["to_device"]]
     if plan.early_ends:
         peaks.append(both_ways(summed(moved_by_updates(records, plan.early_ends)[0])))
     if plan.drained is not None:

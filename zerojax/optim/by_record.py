@@ -9,7 +9,7 @@ is done. Where each record rests, and how it is read and written, is known to `z
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import optax
 
 from zerojax.config import reason
 from zerojax.optim.elementwise import ElementwiseUpdate, elementwise_update
+from zerojax.optim.in_pieces import Pieces, pieces_of, update_in_pieces
 from zerojax.optim.layer_wise import Gathered, LayerTransformation, check_whole_leaves, why_not_by_leaf
 from zerojax.optim.leaf_rule import LeafRule
 from zerojax.optim.unused import unused_grads
@@ -61,6 +62,17 @@ class RecordUpdate:
         """The elementwise optimizer; of an update on the host it always is one."""
         assert isinstance(self.rule, ElementwiseUpdate)
         return self.rule
+
+    def pieces(self, index: int) -> Pieces | None:
+        """Return how a leaf that is no stack of layers is cut; None where it is updated as a whole."""
+        return pieces_of(self.records, index) if isinstance(self.rule, ElementwiseUpdate) else None
+
+    def num_pieces(self) -> dict[int, int]:
+        """Return in how many pieces the device updates each leaf that is no stack of layers, by its index: 1 is whole."""
+        if self.layout.config.update_on == "host":
+            return {}
+        pieces = {i: self.pieces(i) for i in self.layout.ends}
+        return {i: 1 if some is None else some.count for i, some in pieces.items()}
 
     def shared(self, states: FlatState, loss: Array, ok: Array) -> list[Array]:
         """Return the scalars of the optimizer state after the step."""
@@ -166,19 +178,21 @@ class RecordUpdate:
         loss: Array,
         ok: Array,
         one: Array,
+        ready: Callable[[Array], Array] = lambda grad: grad,
     ) -> FlatState:
-        """Update leaves that are no stack of layers, one after the other.
+        """Update leaves that are no stack of layers, one after the other; large ones in pieces, where they may be cut.
 
         Args:
           states: all leaves.
-          grads: float32, sharded; by leaf, of some of `Layout.ends`.
+          grads: sharded; by leaf, of some of `Layout.ends`.
           shared: the scalars of the optimizer state before the step.
           loss: f32[].
           ok: bool[].
           one: i32[] holding 1, an argument of the program.
+          ready: elements of a gradient -> those to update with, float32.
         """
         for index, grad in grads.items():
-            states, one = self._update_leaf(states, index, grad, shared, loss, ok, one)
+            states, one = self._update_leaf(states, index, grad, ready, shared, loss, ok, one)
         return states
 
     def load_end(self, states: FlatState, index: int) -> list[Array]:
@@ -214,15 +228,30 @@ class RecordUpdate:
         return dataclasses.replace(states, params=params), values
 
     def _update_leaf(
-        self, states: FlatState, index: int, grad: Array, shared: Sequence[Array], loss: Array, ok: Array, one: Array
+        self,
+        states: FlatState,
+        index: int,
+        grad: Array,
+        ready: Callable[[Array], Array],
+        shared: Sequence[Array],
+        loss: Array,
+        ok: Array,
+        one: Array,
     ) -> tuple[FlatState, Array]:
+        if (pieces := self.pieces(index)) is not None:
+
+            def move(grad: Array, old: Array, opt: list[Array]) -> tuple[Array, list[Array]]:
+                (value,), after = self._move((index,), (ready(grad),), (old,), opt, shared, loss, ok)
+                return value, after
+
+            return update_in_pieces(self.records, states, index, grad, move, pieces, one)
         records, masters = self.records.opt_records((index,)), int(states.master is not None)
 
         def new(param: Any, opt: list[Any]) -> tuple[Array, list[Array]]:
             # Masters lead their record; without them the parameter is the weight.
             leaves = load_leaves(records, opt)
             old = leaves[0] if masters else self.records.params[index].load(param)
-            (value,), after = self._move((index,), (grad,), (old,), leaves[masters:], shared, loss, ok)
+            (value,), after = self._move((index,), (ready(grad),), (old,), leaves[masters:], shared, loss, ok)
             return value, after
 
         return self.records.put_leaf(states, index, new, one)

@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from zerojax.optim import RecordUpdate, finish
+from zerojax.optim import RecordUpdate, dealt, finish
 from zerojax.state import FlatState, Pending, RecordSpec, StateRecords, TrainState, read_layer, write_layer
 from zerojax.streamed.phases import ScheduleArrays, Tick
 
@@ -128,13 +128,7 @@ class Crossing:
         self.records, self.part, self.now, self.pending, self.states = records, part, now, pending, states
         self.ends = ends or {}
         self.specs, self.num_opt = record_specs(records, part), len(records.opt_records(part))
-        sizes = [a.size * a.dtype.itemsize for a in pending]
-        self.groups: list[list[int]] = [[] for _ in range(min(num_groups, len(sizes)))]
-        filled = [0] * len(self.groups)
-        for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-            least = filled.index(min(filled))
-            self.groups[least].append(n)
-            filled[least] += sizes[n]
+        self.groups = dealt([a.size * a.dtype.itemsize for a in pending], num_groups)
 
     @property
     def num_turns(self) -> int:

@@ -179,9 +179,9 @@ class ByLayers(StoredGrads):
         states = records.flat(state)
         # Every record is updated with the scalars of before the step; `closed` moves them on, once.
         shared = records.shared_of(states)
-        ends = [ready(g) for g in result.ends]
+        ends = dict(zip(plan.ends, result.ends, strict=True))
         if self.ends_first:
-            states = update.update_ends(states, dict(zip(plan.ends, ends, strict=True)), shared, result.loss, ok, arrays.one)
+            states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one, ready)
             # The engine was told that the layers' records come after those of the ends (`step_moves`).
             if (token := records.end_token(states)) is not None:
                 arrays, _ = arrays.after(token, plan.mesh)
@@ -210,10 +210,9 @@ class ByLayers(StoredGrads):
             # A loop with nothing on disk has no tokens: the next one waits for those of the loop before it.
             tokens = records.tokens(states, loop.part) or tokens
         if plan.drained is not None:
-            of_ends = dict(zip(plan.ends, ends, strict=True))
-            states = _end_beside_drain(plan, update, states, pending, of_ends, result.loss, ok)
+            states = _end_beside_drain(plan, update, states, pending, ends, ready, result.loss, ok, arrays.one)
         elif not self.ends_first:
-            states = update.update_ends(states, dict(zip(plan.ends, ends, strict=True)), shared, result.loss, ok, arrays.one)
+            states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one, ready)
         return closed(update, result, states, norm)
 
     def _after(self, loop: "UpdateLoop", before: "UpdateLoop", states: FlatState) -> tuple["UpdateLoop", FlatState]:
@@ -466,11 +465,13 @@ class InBackward:
 
     def end(self, result: BackwardResult[UpdatedState]) -> Result:
         plan, update, states, norm = self.plan, self.record_update, result.carried.states, self.norm(result)
-        ends, ok = {i: plan.mean(g) for i, g in self._late_ends(result).items()}, jnp.isfinite(norm)
+        ends, ok, one = self._late_ends(result), jnp.isfinite(norm), result.arrays.one
         if plan.drained is not None:
-            states = _end_beside_drain(plan, update, states, result.carried.pending, ends, result.loss, ok)
+            pending = result.carried.pending
+            states = _end_beside_drain(plan, update, states, pending, ends, plan.mean, result.loss, ok, one)
         else:
-            states = update.update_ends(states, ends, self.records.shared_of(states), result.loss, ok, result.arrays.one)
+            shared = self.records.shared_of(states)
+            states = update.update_ends(states, ends, shared, result.loss, ok, one, plan.mean)
         return closed(update, result, states, norm)
 
 
@@ -504,19 +505,25 @@ def _end_beside_drain(
     states: FlatState,
     pending: Mapping[int, list[Array]],
     grads: Mapping[int, Array],
+    ready: Callable[[Array], Array],
     loss: Array,
     ok: Array,
+    one: Array,
 ) -> FlatState:
     """Update leaves while the record that was updated last is stored; each group is stored while the next one is loaded.
+
+    Leaves that are larger than the record are updated after the others, in pieces.
 
     Args:
       plan: of the step.
       update: of records.
       states: all leaves.
       pending: updated records of layers, by the first of their leaves.
-      grads: float32, means over microbatches, by leaf.
+      grads: by leaf.
+      ready: a gradient -> the one to update with, float32.
       loss: f32[].
       ok: bool[], whether to update at all.
+      one: i32[] holding 1, an argument of the program.
     """
     records, groups, last = update.records, plan.end_groups(), plan.drained
     assert last is not None
@@ -530,7 +537,7 @@ def _end_beside_drain(
         for number, group in enumerate(groups):
             stored = dict[int, list[Array]]()
             for i in group:
-                states, stored[i] = update.updated_end(states, i, grads[i], loaded[i], loss, ok)
+                states, stored[i] = update.updated_end(states, i, ready(grads[i]), loaded[i], loss, ok)
             if number + 1 < len(groups):
                 stored, following = jax.lax.optimization_barrier((stored, states))
                 loaded = load(following, groups[number + 1])
@@ -540,4 +547,6 @@ def _end_beside_drain(
         return states
 
     (layer,) = (n for phase in last.schedule.phases for n in phase.drain.tolist())
-    return one_trip(layer, body, states, plan.mesh)
+    states = one_trip(layer, body, states, plan.mesh)
+    in_pieces = {i: grads[i] for i in plan.cut_ends}
+    return update.update_ends(states, in_pieces, records.shared_of(states), loss, ok, one, ready)

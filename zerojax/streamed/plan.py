@@ -7,7 +7,7 @@ computes little: it gathers a record, and takes means and squares of gradients.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -150,6 +150,7 @@ class StreamedPlan:
       ends: the other trained ones.
       early_ends: those of them that are updated before backward of the layers, and stored in its first tick.
       late_ends: the others.
+      cut_ends: those of the late ones that are larger than a layer's record, and in how many pieces they are updated.
       drained: the run whose last record is stored while these are loaded, or None.
       stacks: all stacks of parameters: `stacked`, then those that are frozen.
       params: how each parameter rests.
@@ -176,13 +177,13 @@ class StreamedPlan:
         on_host = config.update_on == "host"
         self.stacked, self.ends = layout.stacked, layout.ends
         runs, models = runs_of(layout), {stack.name: stack for stack in stacks_of(model)}
-        planned = plan_schedules(state_records, runs)
+        self.cut_ends = cut_ends(state_records, runs, update)
+        planned = plan_schedules(state_records, runs, self.cut_ends)
         schedules = {name: dataclasses.replace(schedule, stream=str(self.stream)) for name, schedule in planned.items()}
         self.of_stacks = tuple(_stack_plan(models[run.stack.name], run, schedules[run.name], layout) for run in runs)
         self.schedule = stacked_schedule(schedules)
         self.drained = next((stack for stack in self.of_stacks if stack.drains_beside_ends), None)
-        starts_with = self.of_stacks[-1].schedule.phase("backward")
-        self.early_ends = early_ends(state_records) if any(move.name == "head" for move in starts_with.ends) else ()
+        self.early_ends = early_ends(state_records, runs)
         self.late_ends = tuple(i for i in self.ends if i not in self.early_ends)
         grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
         frozen = sorted(i for stack in layout.stacks for part in stack.frozen_parts for i in part)
@@ -230,12 +231,15 @@ class StreamedPlan:
         return max(2, min(most, 2 * sum(len(self.leaves[i].record_shape) > 1 for i in part)))
 
     def end_groups(self) -> list[list[int]]:
-        """Return `late_ends` in groups, the largest leaf first: one leaf, or as many as are together no larger than a layer."""
+        """Return those of `late_ends` that are not cut in groups: one leaf, or as many as are together no larger than a layer.
+
+        The largest leaf comes first.
+        """
         assert self.drained is not None
-        blocks = self.drained.blocks
-        sizes = {i: math.prod(self.leaves[i].record_shape) for i in (*self.late_ends, *blocks)}
+        blocks, whole = self.drained.blocks, [i for i in self.late_ends if i not in self.cut_ends]
+        sizes = {i: math.prod(self.leaves[i].record_shape) for i in (*whole, *blocks)}
         most, groups, filled = sum(sizes[i] for i in blocks), list[list[int]](), 0
-        for i in sorted(self.late_ends, key=lambda i: -sizes[i]):
+        for i in sorted(whole, key=lambda i: -sizes[i]):
             if not groups or filled + sizes[i] > most:
                 groups, filled = [*groups, []], 0
             groups[-1].append(i)
@@ -434,8 +438,10 @@ def _stack_plan(stack: StackModel, run: LayerRun, schedule: Schedule, layout: La
     return StackPlan(stack, run, schedule, operands, tree)
 
 
-def plan_schedules(records: StateRecords, runs: Sequence[LayerRun]) -> dict[str, Schedule]:
+def plan_schedules(records: StateRecords, runs: Sequence[LayerRun], cut: Mapping[int, int]) -> dict[str, Schedule]:
     """Return the schedule of the loops over each run of layers, by its name.
+
+    `cut` are the leaves that are updated in pieces after the layers, and their number.
 
     Raises:
       ValueError: they do not fit `device_budget_bytes`.
@@ -443,10 +449,10 @@ def plan_schedules(records: StateRecords, runs: Sequence[LayerRun]) -> dict[str,
     config = records.layout.config
     distance, ahead, budget = config.prefetch_distance, config.gather_ahead, config.device_budget_bytes
     if len(runs) == 1:
-        return {runs[0].name: _plan_schedule(records, runs, runs[0], distance, ahead, budget)}
+        return {runs[0].name: _plan_schedule(records, runs, runs[0], cut, distance, ahead, budget)}
 
     def build(distance: int, ahead: bool) -> dict[str, Schedule]:
-        return {run.name: _plan_schedule(records, runs, run, distance, ahead) for run in runs}
+        return {run.name: _plan_schedule(records, runs, run, cut, distance, ahead) for run in runs}
 
     schedules = build(distance, ahead)
     peaks = {name: schedule.peak_bytes for name, schedule in schedules.items()}
@@ -462,7 +468,13 @@ def plan_schedules(records: StateRecords, runs: Sequence[LayerRun]) -> dict[str,
 
 
 def _plan_schedule(
-    records: StateRecords, runs: Sequence[LayerRun], run: LayerRun, distance: int, ahead: bool, budget: int | None = None
+    records: StateRecords,
+    runs: Sequence[LayerRun],
+    run: LayerRun,
+    cut: Mapping[int, int],
+    distance: int,
+    ahead: bool,
+    budget: int | None = None,
 ) -> Schedule:
     """Return the schedule of the loops over one of the runs.
 
@@ -487,11 +499,13 @@ def _plan_schedule(
     in_backward = config.update == "in_backward"
     # Backward begins with the last run, which stores what the head completed; it ends with the first one. An update ends with
     # the last one.
-    early = early_ends(records) if in_backward and _stores_late(records, runs[-1]) else ()
-    others = [i for i in layout.ends if i not in early]
+    is_last = run is runs[0 if in_backward else -1]
+    early = early_ends(records, runs)
+    others = [i for i in layout.ends if i not in (*early, *cut)]
     ends = {
         **({"head": _stored_bytes(records, early)} if early and run is runs[-1] else {}),
-        **({"embed": _stored_bytes(records, others)} if others and run is runs[0 if in_backward else -1] else {}),
+        **({"embed": _stored_bytes(records, others)} if others and is_last else {}),
+        **({"pieces": max(_stored_bytes(records, (i,)) // n for i, n in cut.items())} if cut and is_last else {}),
     }
     schedule = build_schedule(
         run.num_layers,
@@ -529,18 +543,39 @@ def _tiers(records: StateRecords, run: LayerRun) -> dict[str, str]:
     return tiers
 
 
-def early_ends(records: StateRecords) -> tuple[int, ...]:
+def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ...]:
     """Return leaves that the head alone uses, as many as are together no larger than a layer's record.
 
-    Their gradients are complete before backward of the layers. In its first tick no layer's record waits to be stored.
+    Their gradients are complete before backward of the layers. In its first tick no layer's record waits to be stored, where an
+    update in backward stores late.
     """
     layout = records.layout
+    if layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
+        return ()
     tree = jax.tree.unflatten(jax.tree.structure(layout.abstract_params), range(len(layout.leaves)))
     most, early = _stored_bytes(records, layout.stacks[-1].blocks), list[int]()
     for i in jax.tree.leaves(tree["head"]):
         if _stored_bytes(records, (*early, i)) <= most:
             early.append(i)
     return tuple(early)
+
+
+def cut_ends(records: StateRecords, runs: Sequence[LayerRun], update: RecordUpdate | None) -> dict[int, int]:
+    """Return in how many pieces leaves are updated that take longer to cross the link than a layer's record, by leaf.
+
+    The last layer's record is stored before them, and the first piece is then loaded alone. Beside that record a leaf of its
+    size is loaded as a whole. A larger one would let the link wait.
+    """
+    layout, in_backward = records.layout, records.layout.config.update == "in_backward"
+    run = runs[0 if in_backward else -1]
+    if update is None or layout.config.update_on == "host" or not _stores_late(records, run):
+        return {}
+    most, cut, early = _stored_bytes(records, run.stack.blocks), dict[int, int](), early_ends(records, runs)
+    for i in (i for i in layout.ends if i not in early):
+        pieces = update.pieces(i)
+        if pieces is not None and _stored_bytes(records, (i,)) * (1 - 1 / pieces.count) > most:
+            cut[i] = pieces.count
+    return cut
 
 
 def _stored_bytes(records: StateRecords, part: Sequence[int]) -> int:

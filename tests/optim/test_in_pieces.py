@@ -1,0 +1,113 @@
+"""Large leaves whose state is in host memory are updated in pieces of rows, to the same numbers."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toys
+
+import zerojax as zj
+from zerojax.optim import by_record, in_pieces
+from zerojax.state import state_records
+
+HOST, VOCAB, HIDDEN = "pinned_host", 48, 8
+ALL = {"params": HOST, "grads": HOST, "opt_state": HOST}
+CASES = {
+    "in_backward": ({"update": "in_backward", "opt_state": HOST, "precision": "bf16"}, {"fsdp": 2}),
+    "in_backward_1": ({"update": "in_backward", "opt_state": HOST}, {"fsdp": 1}),
+    "all_in_backward": ({"update": "in_backward", "precision": "bf16", **ALL}, {"fsdp": 2}),
+    "all_float32": (ALL, {"fsdp": 2, "tensor": 2}),
+    "clip_norm": ({"opt_state": HOST, "clip_norm": 0.5, "num_microbatches": 2, "precision": "bf16"}, {"fsdp": 2}),
+    "stage_1": ({"stage": 1, "opt_state": HOST, "precision": "bf16"}, {"data": 2, "fsdp": 2}),
+}
+
+
+def large_ends():
+    """A model whose embedding and head are larger than a layer."""
+    return zj.LayeredModel(
+        2,
+        lambda key: {"table": toys.draw(key, (VOCAB, HIDDEN)), "scale": jnp.ones(HIDDEN)},
+        lambda p, batch, key: p["table"][batch["x"]] * p["scale"],
+        lambda key: {"a": toys.draw(key, (HIDDEN, HIDDEN)) / 3, "b": jnp.zeros(HIDDEN)},
+        lambda p, x, key: x + jnp.tanh(x @ p["a"] + p["b"]),
+        lambda key: toys.draw(key, (HIDDEN, VOCAB)),
+        lambda w, e, x, batch, key: jnp.mean(
+            optax.softmax_cross_entropy_with_integer_labels((x @ w).astype(jnp.float32), batch["y"])
+        ),
+    )
+
+
+def train(model, data, fields, axes):
+    """Return losses and trained state of three steps, and the pieces of each leaf of the last program."""
+    config = zj.ZeroConfig(**{"stage": 3, **fields})
+    size = int(np.prod(list(axes.values())))
+    with zj.build_train_step(model, optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:size], **axes)) as program:
+        losses, state = toys.run(program, program.init(jax.random.key(0)), data)
+        leaves = [*jax.tree.leaves(program.params(state)), *jax.tree.leaves(state.opt_state)]
+        return [np.asarray(losses), *(np.asarray(a, np.float32) for a in leaves)], str(program.schedule)
+
+
+def both(monkeypatch, model, data, fields, axes):
+    """Return what `train` does of leaves that are updated as wholes and in pieces, and how often a leaf was cut."""
+    cut = []
+
+    def update(*args):
+        cut.append(args[-2])
+        return in_pieces.update_in_pieces(*args)
+
+    monkeypatch.setattr(by_record, "update_in_pieces", update)
+    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
+    whole, _ = train(model, data, fields, axes)
+    assert not cut
+    monkeypatch.setattr(in_pieces, "LEAST_BYTES", 1)
+    found, schedule = train(model, data, fields, axes)
+    return whole, found, schedule, cut
+
+
+@pytest.mark.by_default("in_backward")
+@pytest.mark.parametrize("case", CASES)
+def test_embedding_and_head_are_updated_in_pieces_to_the_same_numbers(case, monkeypatch):
+    fields, axes = CASES[case]
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (4, 8, 5))
+    data = [{"x": x, "y": y} for x, y in itertools.pairwise(tokens)]
+    whole, found, schedule, cut = both(monkeypatch, large_ends(), data, fields, axes)
+    assert len(cut) >= 2
+    assert all(pieces.count > 1 for pieces in cut)
+    # Where stores are not late, the schedule tells of no leaves but layers.
+    assert ("pieces of larger leaves: after the last store" in schedule) == ("a tick late" in schedule)
+    for a, b in zip(found, whole, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))
+
+
+@pytest.mark.exhaustive
+def test_a_resident_model_is_updated_in_pieces_to_the_same_numbers(monkeypatch):
+    fields, axes = {"opt_state": HOST, "precision": "bf16", "clip_norm": 0.5}, {"fsdp": 4}
+    whole, found, _, cut = both(monkeypatch, toys.unrolled(), toys.batches(3), fields, axes)
+    assert len(cut) > 2
+    for a, b in zip(found, whole, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ([4, 4, 4], [[0], [1], [2]]),  # two groups would take 8 + 8
+        ([4, 2, 2], [[0], [1, 2]]),  # three would take 4 + 2 + 4
+        ([4, 4], [[0], [1]]),
+        ([4, 1], [[0], [1]]),
+    ],
+)
+def test_arrays_are_in_the_groups_whose_turns_take_least(sizes, groups):
+    assert in_pieces._turns(sizes) == groups
+
+
+def test_an_optimizer_that_combines_elements_updates_whole_leaves(monkeypatch):
+    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
+    monkeypatch.setattr(in_pieces, "LEAST_BYTES", 1)
+    config = zj.ZeroConfig(stage=3, opt_state=HOST, update="in_backward")
+    for tx, is_cut in ((optax.adamw(1e-2), True), (optax.lamb(1e-2), False)):
+        with zj.build_train_step(large_ends(), tx, config, zj.make_mesh(devices=jax.devices()[:1])) as program:
+            assert ("pieces of larger leaves" in str(program.schedule)) == is_cut
