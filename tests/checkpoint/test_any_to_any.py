@@ -10,6 +10,7 @@ from matrix_of_checkpoints import DISK, HOST, SAVED, STEPS, TARGETS, Place, asse
 import zerojax as zj
 from zerojax.state import as_arguments
 
+pytestmark = pytest.mark.xdist_group("any_to_any")  # which share checkpoints
 AFTERWARDS = toys.batches(STEPS + 3)[STEPS:]
 ROUNDING = 2e-4
 """Of losses in float16, by the order in which gradients are summed: relative."""

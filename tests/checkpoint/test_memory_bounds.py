@@ -15,6 +15,7 @@ from matrix_of_checkpoints import Place, build
 import zerojax as zj
 from zerojax.checkpoint import restore as restoring
 
+pytestmark = pytest.mark.xdist_group("memory_bounds")  # which share one process that measures
 SLACK = 40 << 20  # what compiling takes, and records of 9 MB
 ROWS = ("on the device, at most 64 MB of copies", "on the device", "on disk, the same as the checkpoint's")
 SCRIPT = """

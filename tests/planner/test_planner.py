@@ -141,7 +141,7 @@ def check_choice(seed: int, fewer: bool) -> None:
     assert search.plainest().seconds <= search.found[0].seconds / (1 - WORTH), seed
 
 
-@pytest.mark.by_default("0", "8", "9")
+@pytest.mark.by_default("8", "9")
 @pytest.mark.parametrize("seed", [0, 1, 2, 8, 9])
 def test_plan_is_the_best_of_all_configs(seed):
     check_choice(seed, fewer=True)

@@ -10,6 +10,7 @@ import zerojax as zj
 from zerojax.planner import StepWatch, plan
 from zerojax.planner import watch as watch_module
 
+pytestmark = pytest.mark.xdist_group("watch")  # which share a plan
 MACHINE = zj.Machine(
     name="toy", device_bytes=10**12, host_bytes=10**12, disk_bytes=10**12, disk_tbw_bytes=6 * 10**14,
     flops={"bf16": 1e12, "fp32": 1e12}, memory_rate=1e12, link_up=1e10, link_down=1e10, link_both=2e10, disk_read=3e9,
@@ -17,7 +18,7 @@ MACHINE = zj.Machine(
 )  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def planned() -> zj.Plan:
     sizes = zj.Sizes(layers=2, hidden=256, heads=4, seq=128, batch=2, vocab=512)
     return plan(sizes, machine=MACHINE, fixed={"precision": "bf16", "params": "nvme", "opt_state": "nvme"})

@@ -30,7 +30,7 @@ def settings_of_schedules(draw, max_layers=30):
     }
 
 
-many = settings(max_examples=300, deadline=None)
+many = settings(max_examples=100, deadline=None)
 few = settings(max_examples=60, deadline=None)
 schedules = settings_of_schedules()
 bytes_of_records = st.fixed_dictionaries({}, optional={kind: st.integers(0, 1000) for kind in SIZES})
