@@ -30,6 +30,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -309,6 +310,18 @@ def parse() -> argparse.Namespace:
     names = {check.name for part in options.part for check in PARTS[part].checks}
     if options.only and (unknown := set(options.only) - names):
         parser.error(f"--only {', '.join(sorted(unknown))}: the checks of these parts are {', '.join(sorted(names))}")
+    if not 0 < options.limit < math.inf:
+        parser.error(f"--limit {options.limit:g}: a positive number of seconds is needed")
+    # Else the table would tell another disk's figures.
+    for name in ("join", "swap_dir", "ram_dir"):
+        folder, default = getattr(options, name), parser.get_default(name)
+        if folder not in (None, default) and not pathlib.Path(folder).is_dir():
+            parser.error(f"--{name.replace('_', '-')} {folder}: no such folder")
+    runs = not (options.list or options.join or options.compile_only or options.small or options.peak)
+    if runs and not options.worker and platform_name() == "cpu":
+        parser.error(
+            "JAX finds no GPU here: give --small for tiny sizes anywhere, or --compile-only for an H200 that is not there"
+        )
     return options
 
 
@@ -366,7 +379,10 @@ def main() -> None:
     out = pathlib.Path(options.join or options.out or tempfile.mkdtemp(prefix="gpu_check_"))
     if not options.join:
         run_parts(options, mode, out.resolve())
-    runs = joined.latest(joined.read_runs(out))
+    try:
+        runs = joined.latest(joined.read_runs(out))
+    except ValueError as error:
+        sys.exit(f"gpu_check.py: {error}")
     text = joined.table(runs, list(PARTS))
     print(f"\n{text}")
     if options.save:

@@ -147,10 +147,19 @@ def _run(arguments: Sequence[str] | None) -> None:
     simulation.add_argument("--thunks", help="that folder, where the program is given as text")
     simulation.add_argument("--rates", choices=list(RATES), default="h200", help="assumed ones, by name; those below go before")
     for field in dataclasses.fields(Rates):
-        simulation.add_argument(f"--{field.name.replace('_', '-')}", type=float, help="a second, as in zerojax.hlo.Rates")
+        is_flops = field.name.startswith(("products", "attention"))
+        unit = "seconds" if field.name.endswith("_seconds") else "FLOPs a second" if is_flops else "bytes a second"
+        what = f"{unit}, {getattr(RATES['h200'], field.name):g} of an H200; zerojax.hlo.Rates tells of what"
+        simulation.add_argument(f"--{field.name.replace('_', '-')}", type=float, help=what)
     simulation.add_argument("--streams", choices=list(STREAMS), help="; ".join(f"{k}: {v}" for k, v in STREAMS.items()))
     simulation.add_argument("--kernels", choices=["exclusive", "beside"], default="exclusive", help="that move host memory")
-    simulation.add_argument("--callbacks", choices=list(CALLBACKS), default="plain", help="what those of the program do")
+    simulation.add_argument(
+        "--callbacks",
+        choices=list(CALLBACKS),
+        default="plain",
+        help="what those of the program do: update of update_on='host', delayed of delayed_update, nvme of a state on disk, "
+        "nvme_update of both; plain ones wait until the device has done all",
+    )
     disk = commands.add_parser("bench-io", help="bandwidth of a folder's disk, and the models and step times that it supports")
     disk.add_argument("folder", help="an existing folder, such as a swap_dir; only a small file with the settings found stays")
     disk.add_argument("--gib", type=float, default=1.0, help="GiB that each reader writes and reads in a round")
@@ -290,8 +299,11 @@ def _simulation(options: argparse.Namespace) -> Simulation:
     if folder == options.program:
         text = dumped_text(folder)
     else:
-        with open(options.program) as file:
-            text = file.read()
+        try:
+            with open(options.program, encoding="utf-8") as file:
+                text = file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{options.program} is no text: what compiled.as_text() returns is needed") from error
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Rates)}
     return simulate(
         text,

@@ -90,6 +90,13 @@ def latest(runs: Iterable[PartRun]) -> list[PartRun]:
         mode = (run.head["part"], run.head["mode"], run.facts.get("versions", {}).get("jax", ""), run.facts.get("hardware", ""))
         for name in run.head["checks"]:
             kept[*mode, name] = run
+    # A run that began no check knows no machine. Another one that came later stands for it.
+    later = {(part, mode, name): run.head["time"] for (part, mode, _, machine, name), run in kept.items() if machine}
+    kept = {
+        (part, mode, jax, machine, name): run
+        for (part, mode, jax, machine, name), run in kept.items()
+        if machine or later.get((part, mode, name), "") < run.head["time"]
+    }
     left = []
     for run in {id(run): run for run in kept.values()}.values():
         names = [key[-1] for key, last in kept.items() if last is run]

@@ -104,7 +104,10 @@ def test_simulate_prints_predictions_at_the_rates_given(tmp_path, capsys):
 def test_simulate_says_what_it_cannot_read(tmp_path, capsys):
     path = tmp_path / "program.txt"
     path.write_text(SCHEDULED)
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\x7fELF\xd0\xff")
     for arguments, message in (
+        ([str(binary)], f"{binary} is no text"),
         ([str(tmp_path)], "holds no program that XLA dumped for a GPU"),
         ([str(tmp_path / "none")], "No such file"),
         ([str(path), "--link", "0"], "link = 0.0: it is a rate, above 0 a second"),

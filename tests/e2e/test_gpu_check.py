@@ -246,6 +246,42 @@ def test_results_of_parts_that_ran_apart_join(tmp_path):
     assert joined.holds(runs[:2])
 
 
+def test_a_run_that_began_no_check_is_replaced_by_a_later_one_on_any_machine(tmp_path):
+    one, path = {"x": Row("r", "new", "b", ok=True)}, tmp_path / "one.jsonl"
+    head = {"part": "one", "command": "c", "mode": "run", "limit": 1.0, "time": "2026-11-01 10:00:00", "checks": ["x"]}
+    end = {"check": "x", "end": {"status": "not run", "seconds": 0.0}}
+    said = [{"head": head}, {"check": "x", "row": dataclasses.asdict(Row("x", "not run: why"))}, end]
+    path.write_text("\n".join(map(json.dumps, said)) + "\n")
+    assert not joined.holds(joined.latest(joined.read_runs(tmp_path)))
+    lines(path, "one GPU", "2026-11-02 10:00:00", one)
+    (run,) = joined.latest(joined.read_runs(tmp_path))
+    assert run.facts["hardware"] == "one GPU"
+    assert joined.holds([run])
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--swap-dir", "not/there"], "--swap-dir not/there: no such folder"),
+        (["--small", "--ram-dir", "not/there"], "--ram-dir not/there: no such folder"),
+        (["--join", "not/there"], "--join not/there: no such folder"),
+        (["--small", "--limit", "0"], "--limit 0: a positive number"),
+        (["--part", "first"], "JAX finds no GPU here"),
+    ],
+)
+def test_gpu_check_refuses_what_would_measure_something_else(options, why, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", *options])
+    with pytest.raises(SystemExit, match="2"):
+        gpu_check.main()
+    assert why in capsys.readouterr().err
+
+
+def test_a_folder_without_results_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--join", str(tmp_path)])
+    with pytest.raises(SystemExit, match="holds no results"):
+        gpu_check.main()
+
+
 def test_a_row_says_what_was_raised():
     def breaks():
         yield Row("first", "1", ok=True)

@@ -111,3 +111,10 @@ def test_an_optimizer_that_combines_elements_updates_whole_leaves(monkeypatch):
     for tx, is_cut in ((optax.adamw(1e-2), True), (optax.lamb(1e-2), False)):
         with zj.build_train_step(large_ends(), tx, config, zj.make_mesh(devices=jax.devices()[:1])) as program:
             assert ("pieces of larger leaves" in str(program.schedule)) == is_cut
+    for least, told in ((1, "update: opt_state is read and written leaf by leaf, "), (1 << 40, "leaf by leaf\n")):
+        monkeypatch.setattr(in_pieces, "LEAST_BYTES", least)
+        config = zj.ZeroConfig(opt_state=HOST)
+        with zj.build_train_step(
+            toys.unrolled(), optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:1])
+        ) as program:
+            assert told in str(program.schedule)

@@ -44,6 +44,22 @@ def test_bytes_that_cross_the_link(fields, down, up):
         assert traffic.to_device - before[1] == (0 if first else toys.trained_bytes(program, up))
 
 
+def test_the_schedule_tells_what_callbacks_move():
+    down, up = "callbacks move gradients down", "new parameters up"
+    bf16 = {"precision": "bf16", "activations": "remat"}
+    for fields, told in (
+        ({**bf16}, [f"update: {down}, {up}\n"]),
+        ({**bf16, "grads": HOST}, [f"backward: {down}\n", f"update: callbacks move {up}\n"]),
+        ({**bf16, "update": "in_backward"}, [f"backward: {down}, {up}\n"]),
+        ({**bf16, "delayed_update": True}, [f"backward: {down}, {up}\n"]),
+        ({"params": HOST}, [f"update: writes params; {down}\n"]),
+        ({"activations": "remat"}, [f"update: {down}, float32 weights down, {up}\n"]),
+    ):
+        with build(fields) as program:
+            for line in told:
+                assert line in str(program.schedule)
+
+
 def delayed_reference(params, data, tx):
     """Each step's gradient is applied after the next step's is taken."""
     opt_state, losses, pending = tx.init(params), [], None

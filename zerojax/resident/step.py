@@ -80,7 +80,22 @@ class ResidentStep:
         layers = layout.stack_layers or {"": 1}  # a Model counts as one layer
         stream = str(ActivationSpec(layout.mesh, is_stream=layout.config.sequence_parallel)) if layout.stack_layers else ""
         schedules = {name: build_schedule(num_layers) for name, num_layers in layers.items()}
-        self.schedule = stacked_schedule({name: dataclasses.replace(s, stream=stream) for name, s in schedules.items()})
+        schedules = {name: dataclasses.replace(s, stream=stream) for name, s in schedules.items()}
+        last = list(schedules)[-1]
+        told = (dataclasses.replace(p, besides=self._moved() * (p.name == "update")) for p in schedules[last].phases)
+        schedules[last] = dataclasses.replace(schedules[last], phases=tuple(told))
+        self.schedule = stacked_schedule(schedules)
+
+    def _moved(self) -> str:
+        """Return what the update moves, in words: layers and their ticks have no part in it."""
+        if self.update is None:
+            return ""
+        if self.host is not None:
+            weights = "" if self.layout.has_master else ", float32 weights down"
+            return f"callbacks move gradients down{weights}, new parameters up"
+        pieces = self.update.num_pieces()
+        cut = sum(count > 1 for count in pieces.values())
+        return f"opt_state is read and written leaf by leaf{f', {cut} of {len(pieces)} in pieces of rows' if cut else ''}"
 
     def arrays(self) -> np.ndarray:
         """Return i32[] holding 1: the trips of loops that XLA must not unroll."""

@@ -495,7 +495,8 @@ def _plan_schedule(
     if stack.groups:
         groups = {group.name: group.num_tiles for group in stack.groups}
         sizes = [record_bytes(records, group.leaves, group.frozen) for group in stack.groups]
-        return build_tiled_schedule(run.num_layers, distance, groups=groups, group_bytes=sizes, **options)
+        tiled = build_tiled_schedule(run.num_layers, distance, groups=groups, group_bytes=sizes, **options)
+        return _with_host_update(tiled, layout)
     in_backward = config.update == "in_backward"
     # Backward begins with the last run, which stores what the head completed; it ends with the first one. An update ends with
     # the last one.
@@ -518,7 +519,27 @@ def _plan_schedule(
     )
     if config.delayed_update:  # layers are updated beside the step, and taken over in backward
         schedule = dataclasses.replace(schedule, phases=tuple(p for p in schedule.phases if p.name != "update"))
-    return schedule
+    return _with_host_update(schedule, layout)
+
+
+def _with_host_update(schedule: Schedule, layout: Layout) -> Schedule:
+    """Return a schedule that tells what callbacks of an update on the host move, which is no part of its arrays."""
+    config = layout.config
+    if config.update_on != "host":
+        return schedule
+    on_device = config.params == "device"
+    up = ["new parameters up"] if on_device else []
+    weights = ["float32 weights down"] if on_device and not layout.has_master else []
+    if config.delayed_update or config.update == "in_backward":
+        moves = {"backward": ["gradients down", *weights, *up]}
+    elif config.grads == "device":
+        moves = {"update": ["gradients down", *weights, *up]}
+    else:
+        moves = {"backward": ["gradients down"], "update": [*weights, *up]}
+    told = {name: f"callbacks move {', '.join(some)}" for name, some in moves.items() if some}
+    return dataclasses.replace(
+        schedule, phases=tuple(dataclasses.replace(phase, besides=told.get(phase.name, "")) for phase in schedule.phases)
+    )
 
 
 def _tiers(records: StateRecords, run: LayerRun) -> dict[str, str]:
