@@ -144,6 +144,8 @@ def check(options: Options) -> None:
             raise ValueError(f"--export {options.export}: there is something already, which is not written over")
         if not options.export or not os.path.isdir(os.path.dirname(os.path.abspath(options.export))):
             raise ValueError(f"--export {options.export}: its folder is not there")
+        if not os.access(os.path.dirname(os.path.abspath(options.export)), os.W_OK):
+            raise ValueError(f"--export {options.export}: its folder cannot be written")
         if options.steps == 0:
             raise ValueError("--export with --steps 0: a run without a step saves no checkpoint, of which it would be written")
     if not os.path.isdir(options.model):
@@ -151,7 +153,9 @@ def check(options: Options) -> None:
     try:
         lora_of(options)
     except ValueError as error:
-        raise ValueError(re.sub(r"^(\w+)=(.*) of a Lora", r"--lora-\1 \2", str(error))) from error
+        given = " ".join(options.lora_targets)  # and not as a tuple
+        told = str(error).replace(f"targets={tuple(options.lora_targets)!r}", f"targets={given}")
+        raise ValueError(re.sub(r"^(\w+)=(.*) of a Lora", r"--lora-\1 \2", told)) from error
     sizes = config_of(options.model)
     if options.mlp_tiles and sizes.intermediate % options.mlp_tiles:
         raise ValueError(f"--mlp-tiles {options.mlp_tiles}: a number that divides {sizes.intermediate} is needed, or 0")
@@ -161,6 +165,9 @@ def check(options: Options) -> None:
 
 
 # --- the data ------------------------------------------------------------------------------------------------------------
+
+
+ROWS = "the rows of --data (which --split, --form, --each-answer, --held-out, --too-long and --seq change, too):"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +310,9 @@ def begin(options: Options, inputs: Inputs, record: RunRecord) -> list[str]:
     if len(inputs.rows) < options.batch_size:
         raise ValueError(f"--batch-size {options.batch_size}: there are {len(inputs.rows)} rows of --seq {options.seq} in all")
     rows = batches(inputs.rows, options.batch_size, options.seed, part=0, num_parts=1).get_state()["rows"]
-    record.check({"the rows of --data": rows}, {"steps": num_steps(options, inputs.rows)})
+    held_out = None if inputs.held_out is None else batches(inputs.held_out, 1, part=0, num_parts=1).get_state()["rows"]
+    tells = {"held-out rows": held_out, "steps": num_steps(options, inputs.rows)}
+    record.check({ROWS: rows}, tells)
     return record.begin()
 
 
@@ -320,7 +329,7 @@ def main() -> None:
         told = begin(options, inputs, record)
         program, plan = build(options, mesh, num_steps(options, inputs.rows))
     with program, ckpt or contextlib.nullcontext():  # what is on a disk goes at the end, and after an error
-        is_over = run(options, program, inputs, ckpt, plan, told)
+        is_over = run(options, program, inputs, ckpt, plan, record, told)
     if is_over:
         sys.exit(options.stopped_status)
 
@@ -331,6 +340,7 @@ def run(
     inputs: Inputs,
     ckpt: zj.Checkpointer | None = None,
     plan: zj.Plan | None = None,
+    record: RunRecord | None = None,
     told: Sequence[str] = (),
 ) -> bool:
     """Train a program, validate, sample and export it, and tell whether a signal ended it."""
@@ -367,6 +377,8 @@ def run(
         print_sizes(program, memory, seen)
         with train_loop.told_alone("finetune.py", Options):
             state = first_state(ckpt, program, make, data, Batches.go_to)
+            if record is not None:  # what could not go on has changed nothing
+                record.keep()
         if inputs.held_out is not None and not state.step:
             with seen.pause():
                 seen.print(f"step     0  validation {validate(state):.3f}")
@@ -374,7 +386,8 @@ def run(
             options, steps, program, state, data, ckpt, seen, trace, validate if inputs.held_out is not None else None
         )
         if not is_over:
-            export(options, seen)
+            with train_loop.told_alone("finetune.py", Options):
+                export(options, seen)
             if options.sample_tokens:
                 sample(options, program, state, inputs, seen)
     return is_over
@@ -428,12 +441,16 @@ def export(options: Options, seen: zj.Run) -> None:
         return
     if jax.process_index() == 0:
         assert options.checkpoint_dir is not None
-        if options.lora_rank and not options.merge_lora:
-            zj.export_peft(options.checkpoint_dir, options.export, like=options.model)
-            seen.print(f"{options.export} holds the adapters, for PeftModel.from_pretrained")
-        else:
-            zj.export_hf(options.checkpoint_dir, options.export, like=options.model, merge_lora=options.merge_lora)
-            seen.print(f"{options.export} holds the weights, for AutoModelForCausalLM.from_pretrained")
+        try:
+            if options.lora_rank and not options.merge_lora:
+                zj.export_peft(options.checkpoint_dir, options.export, like=options.model)
+                seen.print(f"{options.export} holds the adapters, for PeftModel.from_pretrained")
+            else:
+                zj.export_hf(options.checkpoint_dir, options.export, like=options.model, merge_lora=options.merge_lora)
+                seen.print(f"{options.export} holds the weights, for AutoModelForCausalLM.from_pretrained")
+        except (OSError, ValueError, zj.CheckpointError) as error:
+            told = str(error).replace("as `like`", "as --model")
+            raise ValueError(f"--export {options.export}: {told}. The checkpoints are whole, for `zerojax export`") from error
     multihost_utils.sync_global_devices("exported")  # a process that ends waits for the others for 5 minutes, and no longer
 
 

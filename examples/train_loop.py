@@ -21,6 +21,7 @@ import tyro
 import zerojax as zj
 from zerojax.memory import MemoryReport
 from zerojax.planner import changed
+from zerojax.runtime import AllProcesses
 
 TRACED_STEPS = 3
 
@@ -137,6 +138,8 @@ def check_loop(options: LoopOptions) -> None:
         if not 0 <= (value := getattr(options, name)) < 2**63:
             raise ValueError(f"--{name.replace('_', '-')} {value}: a number from 0 to below 2^63 is needed")
     for name in ("logdir", "checkpoint_dir"):
+        if getattr(options, name) == "":
+            raise ValueError(f"--{name.replace('_', '-')}: the name of a folder is needed")
         if (folder := getattr(options, name)) is not None and os.path.exists(folder) and not os.path.isdir(folder):
             raise ValueError(f"--{name.replace('_', '-')} {folder} is a file, and a folder is needed")
 
@@ -160,9 +163,26 @@ def start(options: LoopOptions) -> jax.sharding.Mesh:
         # One -1 at most: the rest of the devices cannot be split between two axes.
         axes["fsdp"] = 1
     try:
-        return zj.make_mesh(data=axes.get("data", 1), fsdp=axes.get("fsdp", -1), tensor=axes.get("tensor", 1))
+        mesh = zj.make_mesh(data=axes.get("data", 1), fsdp=axes.get("fsdp", -1), tensor=axes.get("tensor", 1))
     except ValueError as error:
         raise ValueError(f"--mesh {options.mesh}: {error}") from error
+    AllProcesses(mesh, "looking for the folder of the report", ValueError).do(lambda: check_logdir(options))
+    return mesh
+
+
+def check_logdir(options: LoopOptions) -> None:
+    """Refuse a folder of the report that the first process, which writes it, cannot make or write.
+
+    Raises:
+      ValueError: it cannot.
+    """
+    if jax.process_index():
+        return
+    found = os.path.abspath(options.logdir)
+    while not os.path.lexists(found):
+        found = os.path.dirname(found)
+    if not os.path.isdir(found) or not os.access(found, os.W_OK | os.X_OK):
+        raise ValueError(f"--logdir {options.logdir}: {found} is no folder that can be written")
 
 
 def build_program(

@@ -211,7 +211,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         try:
             _export(folder, options)
         except (ValueError, CheckpointError) as error:
-            parser.exit(1, f"zerojax export: {error}\n")
+            parser.exit(1, f"zerojax export: {_as_options(str(error))}\n")
         return
     if options.command == "bench-io":
         if options.gib <= 0 or options.rounds < 1:
@@ -277,6 +277,19 @@ def _export(folder: str, options: argparse.Namespace) -> None:
     else:
         export = export_orbax if options.format == "orbax" else export_safetensors
         export(folder, options.out, dtype=options.dtype, ema=options.ema)
+
+
+def _as_options(message: str) -> str:
+    """Return a message of an export with its arguments, and the functions for other formats, as options."""
+    for name, option in (
+        ("zerojax.export_hf(merge_lora=True)", "--format hf --merge-lora"),
+        ("merge_lora=True", "--merge-lora"),
+        ("zerojax.export_peft", "--format peft"),
+        ("zerojax.export_hf", "--format hf"),
+        ("`like`", "--like"),
+    ):
+        message = message.replace(name, option)
+    return message
 
 
 def _check_out(path: str) -> None:

@@ -87,7 +87,7 @@ def here():
             if not programs:
                 programs.append(finetune.build(options, mesh, STEPS)[0])
             with ckpt or contextlib.nullcontext():
-                is_over = finetune.run(options, programs[0], inputs, ckpt, told=told)
+                is_over = finetune.run(options, programs[0], inputs, ckpt, record=record, told=told)
         return printed.getvalue(), is_over
 
     yield tune
@@ -166,7 +166,9 @@ def resumed(folder: pathlib.Path, *arguments: str) -> list[str]:
     finetune.check(options)
     ckpt = cast(Any, types.SimpleNamespace(all_steps=lambda: [3] if (folder / "3").exists() else []))
     record = finetune.record_of(options, zj.make_mesh(fsdp=1, devices=jax.devices()[:1]), ckpt)
-    return finetune.begin(options, finetune.prepare(options), record)
+    told = finetune.begin(options, finetune.prepare(options), record)
+    record.keep()
+    return told
 
 
 def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, inputs):
@@ -189,7 +191,10 @@ def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, input
         (["--lora-targets", "q_proj", "v_proj"], "--lora-targets q_proj k_proj .* down_proj, and here q_proj v_proj"),
         (["--frozen-dtype", "nf4"], "--frozen-dtype None, and here nf4"),
         (["--seed", "1", "--clip-norm", "2"], "--clip-norm 1.0, and here 2.0; --seed 0, and here 1"),
-        (["--data", str(tmp_path / "chats.jsonl")], "run: the rows of --data "),
+        (
+            ["--data", str(tmp_path / "chats.jsonl")],
+            r"run: the rows of --data \(.*--held-out.*\): 64 of 128, .*, and here 95 of",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             resumed(folder, *common, *more)
@@ -197,7 +202,21 @@ def test_another_run_does_not_go_on_and_another_schedule_is_told(tmp_path, input
     more = ["--steps", "30", "--lora-dropout", "0.5", "--precision", "fp32"]
     names = ("goes on with --lora-dropout 0.5, and began with 0.0", "goes on with --precision fp32, and began with bf16")
     assert resumed(folder, *common, *more) == [*names, "goes on with --steps 30, and began with 8"]
-    assert resumed(folder, *common, *more) == []  # now these are the run's
+    assert resumed(folder, *common, *more)[0] == names[0]  # each time beside what the run began with
+    assert resumed(tmp_path / "other", *common, "--validation-data", str(tmp_path / "chats.jsonl")) == []
+    (tmp_path / "other" / "3").mkdir()
+    (line,) = resumed(tmp_path / "other", *common, "--validation-data", inputs[3])
+    assert line.startswith("goes on with held-out rows ")
+    before = (folder / "run.json").read_text()
+    record = json.loads(before)
+    del record["refuses"]["config.json of --model"]["logits_cap"], record["refuses"]["seed"]
+    (folder / "run.json").write_text(json.dumps(record))
+    (line,) = resumed(folder, *common)  # as of a version that told less
+    assert "run.json does not tell --seed: not compared" in line
+    assert json.loads((folder / "run.json").read_text())["refuses"]["seed"] == 0
+    (folder / "run.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="cannot be read"):
+        resumed(folder, *common)
     (folder / "run.json").write_text("{")
     with pytest.raises(ValueError, match=r"run.json, which tells what the run began with, cannot be read: .*Remove it"):
         resumed(folder, *common)
@@ -375,6 +394,29 @@ def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_p
 def test_options_that_would_fail_late_are_refused_at_once(inputs, more, words):
     with pytest.raises(ValueError, match=words):
         finetune.check(finetune.parse([*inputs, *more]))
+
+
+def test_folders_that_cannot_be_written_are_told_before_the_run(tmp_path, inputs):
+    (tmp_path / "file").touch()
+    arguments = [*inputs, "--seq", "128", "--lora-rank", "4"]
+    with pytest.raises(ValueError, match=r"--logdir .*file/log: .*file is no folder that can be written"):
+        finetune.start(finetune.parse([*arguments, "--logdir", str(tmp_path / "file" / "log"), "--devices", "8"]))
+    with pytest.raises(ValueError, match="--checkpoint-dir: the name of a folder is needed"):
+        finetune.check(finetune.parse([*arguments, "--checkpoint-dir", ""]))
+    (tmp_path / "saved" / "run.json.new").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"--checkpoint-dir: .*run.json cannot be written: "):
+        resumed(tmp_path / "saved", *arguments)
+
+
+def test_an_export_that_fails_is_told_alone(tmp_path, inputs, uncut, capsys):
+    write_model("llama", tmp_path / "sibling", vocab_size=259, seed=1)
+    options = finetune.parse([*inputs, "--lora-rank", "8", "--checkpoint-dir", str(uncut[0] / "saved")])
+    options = dataclasses.replace(options, model=str(tmp_path / "sibling"), export=str(tmp_path / "out"))
+    with pytest.raises(SystemExit, match="2"), finetune.train_loop.told_alone("finetune.py", finetune.Options):
+        finetune.export(options, cast(Any, None))
+    told = capsys.readouterr().err
+    assert "error: --export " in told
+    assert "imported from as --model. The checkpoints are whole" in told
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path, inputs):

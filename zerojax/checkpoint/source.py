@@ -132,6 +132,11 @@ def find_sources(leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: L
     # The other direction: what was saved, and nothing here reads.
     unread = sorted(name for name in [*saved.leaves, *saved.values] if name not in shapes and not _may_be_left(name, saved))
     differences += [f"{name}, which this program's state has not" for name in unread]
+    if differences and all(ENCODED in difference for difference in differences):
+        raise CheckpointError(
+            f"the checkpoint {saved.folder} holds frozen weights in 8 or 4 bits in other blocks than this program: "
+            f"{differences[0]}{_why_encoded(differences)}"
+        )
     if differences:
         raise CheckpointError(
             f"the checkpoint {saved.folder} is of another model, optimizer or setting. It holds: {first_few(differences)}"

@@ -151,7 +151,7 @@ def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
         raise ValueError(
             f"{examples.place(int(long[0]))}: {n} tokens take {n - 1} positions, and a row has seq={seq}; {len(long)} of "
             f"{len(examples)} examples are too long, and the longest has {lengths.max()} tokens: take a longer seq, or "
-            "too_long='truncate' or 'drop'"
+            "too_long='truncate', or too_long='drop'"
         )
     kept = np.flatnonzero(~is_long) if too_long == "drop" else np.arange(len(examples))
     if not len(kept):

@@ -91,7 +91,8 @@ def is_rounded(weight: np.ndarray, there: np.ndarray) -> bool:
     """Tell whether the numbers of a checkpoint are those of a folder, up to rounding to 16 bits."""
     weight, there = weight.astype(np.float32), there.astype(np.float32)
     with np.errstate(invalid="ignore"):  # of infinities
-        is_near = np.abs(weight - there) <= ROUNDING * np.abs(there) + _SMALLEST
+        # Of an infinity there the bound is one, too, and every number within it.
+        is_near = np.isfinite(there) & (np.abs(weight - there) <= ROUNDING * np.abs(there) + _SMALLEST)
     return bool(np.all(is_near | (weight == there) | (np.isnan(weight) & np.isnan(there))))
 
 

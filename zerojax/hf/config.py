@@ -8,13 +8,16 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 from zerojax.hf.rope import Rope, rope_of
 
 CONFIG = "config.json"
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-"""Of MLPs; `gelu_new` and `gelu_pytorch_tanh` are the same."""
+"""Of MLPs."""
+SAME_ACTIVATIONS: Mapping[str, str] = MappingProxyType({"gelu_new": "gelu_pytorch_tanh"})
+"""Other names of the same ones."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
 _NO_CHANGE = frozenset({
@@ -103,10 +106,10 @@ class DecoderConfig:
         for layer, rope in enumerate(self.ropes):
             alike.setdefault(rope, []).append(layer)
         told = (
-            "heads", "kv_heads", "head_dim", "norm_eps", "activation", "tied", "attention_cap", "logits_cap", "unit_norm",
-            "scales_embedding",
+            "heads", "kv_heads", "head_dim", "norm_eps", "tied", "attention_cap", "logits_cap", "unit_norm", "scales_embedding",
         )  # fmt: skip
         return {name: getattr(self, name) for name in told} | {
+            "activation": SAME_ACTIVATIONS.get(self.activation, self.activation),
             "attention_scale": _rounded(self.attention_scale),
             "windows": list(self.windows),
             "ropes": [[layers, _rounded(r.factor), [_rounded(f) for f in r.frequencies]] for r, layers in alike.items()],

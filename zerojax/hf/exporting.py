@@ -266,8 +266,8 @@ def export_peft(
 ) -> None:
     """Write the adapters of a checkpoint as a folder that `peft.PeftModel.from_pretrained` loads.
 
-    It holds `adapter_model.safetensors` and `adapter_config.json`, which names `like` as the base; the base is not written. Of
-    each tensor of `like` a sample is compared with the base in the checkpoint, not all of it.
+    It holds `adapter_model.safetensors`, and `adapter_config.json`, which names `like` as the base by its absolute path.
+    The base is not written. A sample of each tensor of `like` is compared with the base in the checkpoint, not all of it.
 
     Args:
       checkpoint: as of `export_hf`.
@@ -316,7 +316,7 @@ def export_peft(
             os.mkdir(output)
             write_safetensors(os.path.join(output, _ADAPTER_FILES[1]), tensors, pieces, {"format": "pt"})
             with open(os.path.join(output, _ADAPTER_FILES[0]), "w", encoding="utf-8") as file:
-                json.dump(_peft_config(lora, os.fspath(like)), file, indent=2)
+                json.dump(_peft_config(lora, os.path.abspath(like)), file, indent=2)
 
 
 def _check_beside(

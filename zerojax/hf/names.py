@@ -125,7 +125,9 @@ class Lora:
         if isinstance(targets, str) or not targets or not all(isinstance(name, str) for name in targets):
             raise ValueError(f"targets={self.targets!r} of a Lora: a tuple of names is needed, such as ('q_proj',), or 'all'")
         if unknown := sorted(set(targets) - set(PROJECTIONS)):
-            raise ValueError(f"targets={self.targets!r} of a Lora: {unknown} are unknown: choose from {', '.join(PROJECTIONS)}")
+            raise ValueError(
+                f"targets={self.targets!r} of a Lora: {', '.join(unknown)} unknown: choose from {', '.join(PROJECTIONS)}"
+            )
         object.__setattr__(self, "targets", tuple(name for name in PROJECTIONS if name in targets))
 
     @property
