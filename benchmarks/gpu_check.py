@@ -375,9 +375,9 @@ def main() -> None:
     if options.list:
         print(listed(mode))
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that workers and folders go too
     out = pathlib.Path(options.join or options.out or tempfile.mkdtemp(prefix="gpu_check_"))
     if not options.join:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that workers and folders go too
         run_parts(options, mode, out.resolve())
     try:
         runs = joined.latest(joined.read_runs(out))

@@ -236,7 +236,7 @@ class Directory(RuleBasedStateMachine):
         )
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("examples", [5, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_the_newest_confirmed_state_is_restored(examples, monkeypatch):
     # A process that is killed loses nothing that the kernel has, and waiting for the disk takes most of the time.
     monkeypatch.setattr(os, "fsync", lambda fd: None)

@@ -161,7 +161,7 @@ def test_estimate_of_a_stage_equals_the_programs(data, states, stage, tmp_path):
 
 @pytest.mark.parametrize("activations", ["remat", "selective", H, N, *SEGMENTS])
 @pytest.mark.parametrize("states", ["device", "all-host"])
-@pytest.mark.by_default("all-host-pinned_host", "device-segments-away")
+@pytest.mark.by_default("all-host-pinned_host")
 def test_estimate_of_activations_equals_the_programs(states, activations, tmp_path):
     fields = STATES[states] | {"activations": SEGMENTS.get(activations, activations)}
     estimated, counted = both(tmp_path, **fields)

@@ -212,6 +212,7 @@ def test_stacks_with_tensor_parallel_blocks(fields):
     np.testing.assert_allclose(losses, [m["loss"] for m in metrics], rtol=1e-5)
 
 
+@pytest.mark.exhaustive  # by default checkpoints of one stack go into every tier
 @pytest.mark.xdist_group("stacks")
 def test_a_checkpoint_is_restored_into_another_tier_and_exported_by_stack(tmp_path):
     _, metrics, _ = expected(2)
