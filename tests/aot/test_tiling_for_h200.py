@@ -90,6 +90,7 @@ def test_on_one_gpu_sixteen_tiles_hold_a_tenth_of_a_layer(update):
     assert hlo.host_link_bytes(text, 1) == account.host_link
 
 
+@pytest.mark.exhaustive  # by default the test above compiles one in tiles, for one GPU
 def test_on_eight_gpus_a_streamed_layer_is_gathered_by_tiles():
     text, stats, account = compiled_stream(8, 16, "after_backward")
     layer_bytes = 2 * 2 * HIDDEN * 4 * HIDDEN

@@ -56,6 +56,7 @@ def test_backward_kernels_for_h200_multiply_on_tensor_cores_without_spills(compi
     assert report.count("HGMMA") >= 4 + 8  # 64 of D; 128 columns or tokens
 
 
+@pytest.mark.exhaustive  # by default its kernels are compiled one by one
 def test_loss_and_gradients_for_h200_take_float32_sums_and_no_array_of_logits(compile_for_h200):
     loss = functools.partial(linear_cross_entropy, implementation="mosaic", config=KernelConfig(backward=True))
     report = compile_for_h200(jax.value_and_grad(loss, (0, 1)), *operands(BF16))

@@ -323,6 +323,7 @@ def test_gradients_that_wait_for_the_host_are_no_argument():
     assert report.model_state_bytes == plain.model_state_bytes
 
 
+@pytest.mark.exhaustive  # by default a program of 96 layers is compiled for H200s
 def test_records_in_flight_do_not_depend_on_the_number_of_layers():
     def running(num_layers, **config):
         device = report_of(num_layers, precision="bf16", **EVERYTHING, **config).tiers["device"]

@@ -168,6 +168,7 @@ def test_plan_tells_why_clipping_leaves_no_update_in_backward():
     assert note in made.notes
 
 
+@pytest.mark.exhaustive  # by default models of one stack are planned
 @pytest.mark.usefixtures("_nothing_is_timed")
 def test_plan_of_two_stacks_trains():
     model, batch = encoder_decoder.model(), encoder_decoder.batches(1)[0]

@@ -162,7 +162,7 @@ OF_TWO_STACKS = {
 }
 
 
-@pytest.mark.by_default("disk")
+@pytest.mark.exhaustive  # by default segments and stacks are tested apart
 @pytest.mark.parametrize("case", OF_TWO_STACKS)
 def test_segments_of_an_encoder_and_a_decoder_share_its_context(case, tmp_path):
     """The decoder has a frozen leaf, a context whose cotangents are summed over its segments, and numbers of its layers."""
@@ -266,6 +266,7 @@ def test_bytes_over_tensor_are_those_of_their_layers():
     assert 3 * mixed == remat + 2 * save
 
 
+@pytest.mark.exhaustive  # a state has nothing of activations
 def test_a_checkpoint_is_restored_into_other_segments(tmp_path):
     data = toys.batches(4, 16)
     with build(activations=MIXES["modes"], opt_state=HOST) as program, zj.Checkpointer(tmp_path / "c") as ckpt:

@@ -33,7 +33,6 @@ def terms(shape, dtype, num_weights, bias, accumulate):
 
 
 @pytest.mark.by_default(
-    "shape3-float16-2-silu-float16-None-None-None",
     "shape5-bfloat16-1-gelu-float32-float32-bfloat16-None",
     "shape7-bfloat16-1-silu-None-None-None-config7",
 )
