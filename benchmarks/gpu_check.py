@@ -48,7 +48,7 @@ from gpu_checks import equality, joined, kernels, memory, speed, swap
 from gpu_checks.compiled import compile_rows
 from gpu_checks.jobs import Job, platform_name
 from gpu_checks.link import copies, rates, slices
-from gpu_checks.mixes import CPU, GPU, SMALL, Sizes
+from gpu_checks.mixes import GPU, SMALL, Sizes
 from gpu_checks.parts import TIME_LIMIT, Check, Context, Group, Needs, Part, seconds_of
 from gpu_checks.rows import Row
 from gpu_checks.runner import Run, pipes, serve
@@ -246,10 +246,8 @@ PARTS: Mapping[str, Part] = {
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
-    """Return the sizes for these options and this platform."""
-    if options.small:
-        return SMALL
-    return CPU if platform_name() == "cpu" and not options.compile_only else GPU
+    """Return the sizes for these options."""
+    return SMALL if options.small else GPU
 
 
 def facts(sizes: Sizes) -> dict[str, Any]:

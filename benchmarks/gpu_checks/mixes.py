@@ -84,20 +84,28 @@ class Sizes:
 
 
 _TINY = Problem(layers=3, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=10, learning_rate=1e-3)
-_LAPTOP = Problem(layers=8, hidden=128, heads=4, seq=64, vocab=512, batch=4, steps=10, learning_rate=1e-3)
+_MIDDLE = Problem(layers=8, hidden=256, heads=4, seq=128, vocab=1024, batch=8, steps=10, learning_rate=1e-3)
 _LARGE = Problem(layers=16, hidden=2048, heads=16, seq=1024, vocab=32768, batch=8, steps=6, precision="bf16")
 _TINY_LLAMA = LlamaSizes(layers=3, hidden=128, heads=2, ff=256, vocab=256, seq=64, tokens=(128, 256))
 _LLAMA = LlamaSizes(layers=32, hidden=4096, heads=32, ff=11008, vocab=32000, seq=2048, tokens=(16384, 32768))
 _TINY_COPIES = Copied(shape=(4, 32, 48), left=(64, 64), right=(64, 64), products=(1, 2))
-_SMALL_REST: dict[str, Any] = {
-    "llama": _TINY_LLAMA, "short": _TINY_LLAMA, "on_disk": _TINY_LLAMA, "copied": _TINY_COPIES, "host_params": 1 << 16,
-    "peer": dataclasses.replace(_TINY, steps=4, precision="bf16"),
-}  # fmt: skip
-SMALL = Sizes(equal=_TINY, lean=_TINY, fast=_TINY, swapped=_TINY, rounds=3, link_bytes=1 << 22, few=True, **_SMALL_REST)
-_FAST_LAPTOP = dataclasses.replace(_LAPTOP, hidden=256, seq=128)
-CPU = Sizes(equal=_LAPTOP, lean=_LAPTOP, fast=_FAST_LAPTOP, swapped=_FAST_LAPTOP, rounds=5, link_bytes=1 << 26, **_SMALL_REST)
+SMALL = Sizes(
+    equal=_TINY,
+    lean=_TINY,
+    fast=_TINY,
+    swapped=_TINY,
+    rounds=3,
+    link_bytes=1 << 22,
+    llama=_TINY_LLAMA,
+    short=_TINY_LLAMA,
+    on_disk=_TINY_LLAMA,
+    copied=_TINY_COPIES,
+    host_params=1 << 16,
+    peer=dataclasses.replace(_TINY, steps=4, precision="bf16"),
+    few=True,
+)
 GPU = Sizes(
-    equal=dataclasses.replace(_LAPTOP, hidden=256, seq=128, vocab=1024, batch=8),
+    equal=_MIDDLE,
     lean=dataclasses.replace(_LARGE, layers=8, seq=128, vocab=8192, batch=1),
     fast=_LARGE,
     swapped=dataclasses.replace(_LARGE, layers=8, vocab=8192),
