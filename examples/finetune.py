@@ -167,9 +167,6 @@ def check(options: Options) -> None:
 # --- the data ------------------------------------------------------------------------------------------------------------
 
 
-ROWS = "the rows of --data (which --split, --form, --each-answer, --held-out, --too-long and --seq change, too):"
-
-
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """What a run trains on.
@@ -273,6 +270,8 @@ def model_flops_per_token(options: Options) -> float:
 
 
 # --- the run -------------------------------------------------------------------------------------------------------------
+
+ROWS = "the rows of --data (which --split, --form, --each-answer, --held-out, --too-long and --seq change, too):"
 
 
 def record_of(options: Options, mesh: jax.sharding.Mesh, ckpt: zj.Checkpointer | None) -> RunRecord:

@@ -91,7 +91,10 @@ def latest(runs: Iterable[PartRun]) -> list[PartRun]:
         for name in run.head["checks"]:
             kept[*mode, name] = run
     # A run that began no check knows no machine. Another one that came later stands for it.
-    later = {(part, mode, name): run.head["time"] for (part, mode, _, machine, name), run in kept.items() if machine}
+    later: dict[tuple[str, ...], str] = {}
+    for (part, mode, _, machine, name), run in kept.items():
+        if machine:
+            later[part, mode, name] = max(run.head["time"], later.get((part, mode, name), ""))
     kept = {
         (part, mode, jax, machine, name): run
         for (part, mode, jax, machine, name), run in kept.items()

@@ -1,41 +1,43 @@
-"""How the records of a streamed step rest and move: specs, tiers, dtypes of every leaf, and the schedule that follows.
+"""How the records of a streamed step rest and move: specs, tiers, dtypes of every leaf, and what the disk is told of them.
 
 A layer's record of a kind is its shards of that kind on one device. The loops (`zerojax.streamed.loops`) and the endings
 (`zerojax.streamed.endings`) both read a `StreamedPlan`, and of each run of layers (`zerojax.state.runs`) its `StackPlan`. It
 computes little: it gathers a record, and takes means and squares of gradients.
+
+The engine reads from disk ahead, in the order of the moves that it is told:
+
+    ends read | layers of forward, backward, ... | ends updated | update of the layers, where the ends come before it
+
+The schedule (`zerojax.streamed.schedules`) knows the records of layers that the device fetches and stores. Three things are
+added to it: the ends, which are the leaves that are no stack of layers; the records that an update on the host reads and writes
+without the device; and the loops over tiles inside of a tick.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from host_offload.schedule import (
+    Move,
     Schedule,
     TiledSchedule,
     TileLoops,
-    advise,
-    build_schedule,
-    build_tiled_schedule,
+    moves_of,
     stacked_schedule,
 )
-from zerojax.activations import MODES
 from zerojax.float32_grads import Derivative, float32_grads
 from zerojax.models import LayeredModel, StackModel, stacks_of
 from zerojax.optim import HostUpdate, RecordUpdate, unused_grads, used
 from zerojax.sharding import (
     FSDP,
-    STAGES,
     ActivationSpec,
-    LeafSpec,
     Spec,
-    local_elements,
     named,
     num_batch_shards,
-    stored_spec,
     without_axis,
 )
 from zerojax.state import (
@@ -54,6 +56,7 @@ from zerojax.state import (
     read_layer,
     runs_of,
 )
+from zerojax.streamed.schedules import cut_ends, early_ends, plan_schedules
 from zerojax.tiling import marked
 from zerojax.unreduced import reduced, unreduced_grads, unreduced_sharding
 
@@ -396,41 +399,6 @@ class StreamedPlan:
         return sum((jnp.sum(jnp.square(self.unscaled(g, state))) for g in grads), jnp.float32(0))
 
 
-def record_bytes(records: StateRecords, part: Sequence[int], frozen: Sequence[int] = ()) -> dict[str, int]:
-    """Return the bytes of the records of some stacked leaves on each device, as `host_offload.build_schedule` takes them.
-
-    `part` are those that are trained, `frozen` those that are not.
-
-    "grads" is the record's whole gradient, which is there before it is reduced to its shards. Activations are not counted:
-    their shapes are known once there is a batch.
-    """
-    layout, mesh, stage = records.layout, records.mesh, STAGES[records.layout.config.stage]
-
-    def num_bytes(part: Sequence[int], spec_of: Callable[[LeafSpec], Spec], itemsize: int | None = None) -> int:
-        leaves = [layout.all_leaves[i] for i in part]
-        elements = [local_elements(leaf.record_shape, spec_of(leaf.spec)[leaf.lead :], mesh) for leaf in leaves]
-        return sum(n * (itemsize or leaf.dtype.itemsize) for n, leaf in zip(elements, leaves, strict=True))
-
-    # Masters are float32, and rest beside the optimizer state in one record.
-    opt_state = num_bytes(part, lambda s: stored_spec(s, stage.opt_state), 4) if layout.has_master else 0
-    if layout.updates_by_record:
-        opt_map = layout.opt_map
-        for j in opt_map.states_of(part):
-            # The shape of one record: a state leaf has the leading dims of the parameter that it mirrors.
-            shape = opt_map.leaves[j].shape[layout.leaves[opt_map.owner(j)].lead :]
-            opt_state += local_elements(shape, records.opt_record(j).spec, mesh) * opt_map.leaves[j].dtype.itemsize
-    whole, whole_frozen = (num_bytes(some, lambda s: s.base) for some in (part, frozen))
-    whole_grads = num_bytes(part, lambda s: s.base, 4) if layout.reduces_in_float32 else whole
-    # What rests encoded is whole twice: as it was gathered, and decoded.
-    for leaf in (layout.all_leaves[i].decodes for i in frozen):
-        if leaf is not None:
-            elements = local_elements(leaf.record_shape, leaf.spec.base[leaf.lead :], mesh)
-            whole_frozen += elements * leaf.dtype.itemsize
-    shards, frozen_shards = (num_bytes(some, lambda s: stored_spec(s, stage.params)) for some in (part, frozen))
-    sizes = {"params": shards, "gathered": whole + whole_frozen, "grads": whole_grads, "opt_state": opt_state}
-    return sizes | ({"frozen": frozen_shards} if layout.frozen else {})
-
-
 def _stack_plan(stack: StackModel, run: LayerRun, schedule: Schedule, layout: Layout) -> StackPlan:
     tree = layout.block_tree(stack.name)
     nodes = jax.tree.leaves(jax.tree.unflatten(tree, run.stack.in_tree), is_leaf=is_encoded)
@@ -438,194 +406,51 @@ def _stack_plan(stack: StackModel, run: LayerRun, schedule: Schedule, layout: La
     return StackPlan(stack, run, schedule, operands, tree)
 
 
-def plan_schedules(records: StateRecords, runs: Sequence[LayerRun], cut: Mapping[int, int]) -> dict[str, Schedule]:
-    """Return the schedule of the loops over each run of layers, by its name.
+# --- what is read from disk and written to it ----------------------------------------------------------------------------
 
-    `cut` are the leaves that are updated in pieces after the layers, and their number.
+Loops = Sequence[Mapping[str, Sequence[tuple[TileLoops, str]]]]
+"""Of each run of layers, the loops over tiles of a tick of each phase."""
 
-    Raises:
-      ValueError: they do not fit `device_budget_bytes`.
+
+def step_moves(plan: StreamedPlan, loops: Loops, ends_first: bool) -> tuple[Move, ...]:
+    """Return the moves of a step.
+
+    Args:
+      plan: of the step.
+      loops: over tiles.
+      ends_first: whether the ends are updated before the layers.
     """
-    config = records.layout.config
-    distance, ahead, budget = config.prefetch_distance, config.gather_ahead, config.device_budget_bytes
-    if len(runs) == 1:
-        return {runs[0].name: _plan_schedule(records, runs, runs[0], cut, distance, ahead, budget)}
-
-    def build(distance: int, ahead: bool) -> dict[str, Schedule]:
-        return {run.name: _plan_schedule(records, runs, run, cut, distance, ahead) for run in runs}
-
-    schedules = build(distance, ahead)
-    peaks = {name: schedule.peak_bytes for name, schedule in schedules.items()}
-    if budget is not None and max(peaks.values()) > budget:
-        name = max(peaks, key=peaks.__getitem__)
-        of_run = name if runs[0].is_segment else f"stack {name!r}"
-        raise ValueError(
-            f"device_budget_bytes={budget}: prefetch_distance={distance} with gather_ahead={ahead} puts {peaks[name]} bytes of "
-            f"{of_run} in flight on a device, {peaks[name] - budget} more; "
-            + advise(lambda distance, ahead: stacked_schedule(build(distance, ahead)), distance, ahead, budget)
-        )
-    return schedules
-
-
-def _plan_schedule(
-    records: StateRecords,
-    runs: Sequence[LayerRun],
-    run: LayerRun,
-    cut: Mapping[int, int],
-    distance: int,
-    ahead: bool,
-    budget: int | None = None,
-) -> Schedule:
-    """Return the schedule of the loops over one of the runs.
-
-    Raises:
-      ValueError: it does not fit the budget.
-    """
-    layout, stack, tiers = records.layout, run.stack, _tiers(records, run)
-    config = layout.config
-    options: dict[str, Any] = {
-        "tiers": tiers,
-        "update": config.update or "after_backward",
-        # Without masters the device's update fetches the parameters; an update on the host reads them by itself.
-        "master": layout.has_master or config.update_on == "host",
-        "record_bytes": record_bytes(records, stack.blocks, stack.frozen_blocks),
-        "budget_bytes": budget,
-        "first_layer": run.first,
-    }
-    if stack.groups:
-        groups = {group.name: group.num_tiles for group in stack.groups}
-        sizes = [record_bytes(records, group.leaves, group.frozen) for group in stack.groups]
-        tiled = build_tiled_schedule(run.num_layers, distance, groups=groups, group_bytes=sizes, **options)
-        return _with_host_update(tiled, layout)
-    in_backward = config.update == "in_backward"
-    # Backward begins with the last run, which stores what the head completed; it ends with the first one. An update ends with
-    # the last one.
-    is_last = run is runs[0 if in_backward else -1]
-    early = early_ends(records, runs)
-    others = [i for i in layout.ends if i not in (*early, *cut)]
-    ends = {
-        **({"head": _stored_bytes(records, early)} if early and run is runs[-1] else {}),
-        **({"embed": _stored_bytes(records, others)} if others and is_last else {}),
-        **({"pieces": max(_stored_bytes(records, (i,)) // n for i, n in cut.items())} if cut and is_last else {}),
-    }
-    schedule = build_schedule(
-        run.num_layers,
-        distance,
-        gather_ahead=ahead,
-        device_layers=min(stack.device_layers, run.stop),
-        stores_late=_stores_late(records, run),
-        ends=ends,
-        **options,
-    )
-    if config.delayed_update:  # layers are updated beside the step, and taken over in backward
-        schedule = dataclasses.replace(schedule, phases=tuple(p for p in schedule.phases if p.name != "update"))
-    return _with_host_update(schedule, layout)
-
-
-def _with_host_update(schedule: Schedule, layout: Layout) -> Schedule:
-    """Return a schedule that tells what callbacks of an update on the host move, which is no part of its arrays."""
-    config = layout.config
-    if config.update_on != "host":
-        return schedule
-    on_device = config.params == "device"
-    up = ["new parameters up"] if on_device else []
-    weights = ["float32 weights down"] if on_device and not layout.has_master else []
-    if config.delayed_update or config.update == "in_backward":
-        moves = {"backward": ["gradients down", *weights, *up]}
-    elif config.grads == "device":
-        moves = {"update": ["gradients down", *weights, *up]}
-    else:
-        moves = {"backward": ["gradients down"], "update": [*weights, *up]}
-    told = {name: f"callbacks move {', '.join(some)}" for name, some in moves.items() if some}
-    return dataclasses.replace(
-        schedule, phases=tuple(dataclasses.replace(phase, besides=told.get(phase.name, "")) for phase in schedule.phases)
-    )
-
-
-def _tiers(records: StateRecords, run: LayerRun) -> dict[str, str]:
-    """Return where the records of a run rest, as its schedule takes it."""
-    layout, stack, segment = records.layout, run.stack, run.segment
-    config = layout.config
-    # What a user's names keep in host memory is fetched with its layer, as a layer's input in host memory would be.
-    # Where its input rests off the device anyway, that is the tier, by which bytes are counted.
-    activations = "pinned_host" if segment.offloaded_names and segment.activations in MODES else segment.activations
-    on_host = config.update_on == "host"  # then its callbacks read and write the state, and nothing of it is fetched
-    tiers = {
-        "params": config.params,
-        "grads": "device" if on_host else config.grads,
-        "opt_state": "device" if on_host else config.opt_state,
-        "activations": "device" if activations in MODES else activations,
-    }
-    if layout.frozen:
-        # A kind of which no layer has anything is fetched by nobody.
-        tiers["frozen"] = layout.frozen_tier if any(stack.frozen_parts) else "device"
-        for kind in ("params", "grads", "opt_state") if not any(stack.parts) else ():
-            tiers[kind] = "device"
-    return tiers
-
-
-def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ...]:
-    """Return leaves that the head alone uses, as many as are together no larger than a layer's record.
-
-    Their gradients are complete before backward of the layers. In its first tick no layer's record waits to be stored, where an
-    update in backward stores late.
-    """
-    layout = records.layout
-    if layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
+    if plan.layout.disk is None:
         return ()
-    tree = jax.tree.unflatten(jax.tree.structure(layout.abstract_params), range(len(layout.leaves)))
-    most, early = _stored_bytes(records, layout.stacks[-1].blocks), list[int]()
-    for i in jax.tree.leaves(tree["head"]):
-        if _stored_bytes(records, (*early, i)) <= most:
-            early.append(i)
-    return tuple(early)
+    first, last = plan.state_records.end_moves()
+    # The engine reads ahead in this order, so it must be the one in which the program fetches and stores.
+    layers, update = [*_moves(plan, "forward", loops), *_moves(plan, "backward", loops)], _moves(plan, "update")
+    return (*first, *layers, *last, *update) if ends_first else (*first, *layers, *update, *last)
 
 
-def cut_ends(records: StateRecords, runs: Sequence[LayerRun], update: RecordUpdate | None) -> dict[int, int]:
-    """Return in how many pieces leaves are updated that take longer to cross the link than a layer's record, by leaf.
-
-    The last layer's record is stored before them, and the first piece is then loaded alone. Beside that record a leaf of its
-    size is loaded as a whole. A larger one would let the link wait.
-    """
-    layout, in_backward = records.layout, records.layout.config.update == "in_backward"
-    run = runs[0 if in_backward else -1]
-    if update is None or layout.config.update_on == "host" or not _stores_late(records, run):
-        return {}
-    most, cut, early = _stored_bytes(records, run.stack.blocks), dict[int, int](), early_ends(records, runs)
-    for i in (i for i in layout.ends if i not in early):
-        pieces = update.pieces(i)
-        if pieces is not None and _stored_bytes(records, (i,)) * (1 - 1 / pieces.count) > most:
-            cut[i] = pieces.count
-    return cut
+def _moves(plan: StreamedPlan, phase: str, loops: Loops = ()) -> list[Move]:
+    """Return the moves of a phase of every run of layers: backward begins with the last one."""
+    assert plan.layout.disk is not None
+    kinds, moves = plan.layout.disk.kinds.keys(), []
+    for n, stack in (reversed if phase == "backward" else list)(list(enumerate(plan.of_stacks))):
+        by_host = {} if plan.host is None else plan.host.state.moves(stack.leaves)
+        inside, activations = loops[n] if loops else None, stack.run.activations_kind
+        moves += moves_of(stack.schedule, kinds, (phase,), by_host, inside, stack.name, activations)
+    return moves
 
 
-def _stored_bytes(records: StateRecords, part: Sequence[int]) -> int:
-    """Return the bytes that an update of some leaves stores off the device, of one record."""
-    sizes = record_bytes(records, part)
-    return sizes["opt_state"] + (sizes["params"] if any(records.params[i].is_away for i in part) else 0)
+def eval_moves(plan: StreamedPlan, loops: Loops) -> tuple[Move, ...]:
+    """Return the moves of an evaluation: parameters alone."""
+    if plan.layout.disk is None:
+        return ()
+    # Forward of a step also writes activations. An evaluation keeps none. Tiles, ends and stacks have kinds of their own,
+    # "params.tiles.<group>", "params.<i>" and "params.<stack>".
+    forward = [move for move in _moves(plan, "forward", loops) if move.kind.split(".")[0] in ("params", "frozen")]
+    return (*plan.state_records.end_moves()[0], *forward)
 
 
-def _stores_late(records: StateRecords, run: LayerRun) -> bool:
-    """Tell whether a run's record is stored a tick after it was updated, while the next one is loaded.
-
-    Only copy engines move both directions at once. An array of a record is loaded while another one is stored, so that there
-    must be two. Records on disk are moved by the engine, which has its own order. Parameters that are fetched in the tick that
-    takes them are read before its products, and there is nothing to store them beside. An update would have to load parameters
-    that are their own masters, too, where they rest off the device.
-    """
-    stack, tiers, config = run.stack, _tiers(records, run), records.layout.config
-    num_arrays = len(records.opt_records(stack.blocks))
-    if config.update == "in_backward":
-        possible = config.prefetch_distance > 0 or tiers["params"] == "device"
-    else:
-        possible = config.update_on != "host" and (records.layout.has_master or tiers["params"] == "device")
-    return (
-        records.linear_slices
-        and tiers["opt_state"] == "pinned_host"
-        and "nvme" not in tiers.values()
-        and possible
-        and not stack.device_layers
-        and not stack.groups
-        and run.num_layers > 1
-        and num_arrays > 1
-    )
+def grads_moves(plan: StreamedPlan, loops: Loops) -> tuple[Move, ...]:
+    """Return the moves of forward and backward alone, of a step that keeps gradients on the device."""
+    if plan.layout.disk is None:
+        return ()
+    return (*plan.state_records.end_moves()[0], *_moves(plan, "forward", loops), *_moves(plan, "backward", loops))

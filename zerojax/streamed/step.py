@@ -47,9 +47,8 @@ from zerojax.streamed.ends import Ends, ends_state
 from zerojax.streamed.host_endings import Delayed, HostInBackward, OnHost
 from zerojax.streamed.loops import StackLoops
 from zerojax.streamed.microbatches import LayerInputs, Microbatches
-from zerojax.streamed.moves import eval_moves, grads_moves, step_moves
 from zerojax.streamed.phases import ScheduleArrays
-from zerojax.streamed.plan import StreamedPlan
+from zerojax.streamed.plan import StreamedPlan, eval_moves, grads_moves, step_moves
 from zerojax.streamed.residuals import TracedBlock, check_names
 
 Array = jax.Array
