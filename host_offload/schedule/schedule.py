@@ -107,7 +107,7 @@ class Phase:
       device_layers: opt_state of the layers below this one is on the device, whatever its tier.
       first_layer: the lowest layer, from which records of activations are counted.
       ends: what else crosses the link beside the loop.
-      besides: what moves beside what the arrays tell, in words, such as by callbacks; or "".
+      in_words: what moves and is in no array, such as by callbacks; or "".
     """
 
     name: str
@@ -127,7 +127,7 @@ class Phase:
     device_layers: int
     first_layer: int = 0
     ends: tuple[EndsMove, ...] = ()
-    besides: str = ""
+    in_words: str = ""
 
     @property
     def stores_late(self) -> bool:
@@ -198,7 +198,7 @@ class Phase:
                 for t in (e.fetch, e.store)
             ]
             text += f"; {e.name}: fetched {at[0]}, stored {at[1]}" if at[0] != at[1] else f"; {e.name}: {at[0]}"
-        return f": {'; '.join(some for some in (text, self.besides) if some) or 'nothing moves'}"
+        return f": {'; '.join(some for some in (text, self.in_words) if some) or 'nothing moves'}"
 
     def _rows(self) -> list[str]:
         rows = []

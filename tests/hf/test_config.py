@@ -126,6 +126,14 @@ def test_older_keys_mean_what_the_newer_ones_do(tmp_path, name):
     assert len(set(configs[0].ropes)) == (2 if name == "gemma3" else 1)
 
 
+def test_another_name_of_an_activation_is_no_other_model(tmp_path):
+    told = {
+        name: config_of(folder_of(tmp_path, {**LLAMA, "hidden_act": name})).computes()
+        for name in ("gelu_new", "gelu_pytorch_tanh", "gelu")
+    }
+    assert told["gelu_new"] == told["gelu_pytorch_tanh"] != told["gelu"]
+
+
 def test_a_family_is_added_by_a_table(tmp_path):
     """Gemma 1: norms and embedding of Gemma 2, with two norms a layer, no window and no cap."""
     need("torch", "transformers")

@@ -82,7 +82,7 @@ class ResidentStep:
         schedules = {name: build_schedule(num_layers) for name, num_layers in layers.items()}
         schedules = {name: dataclasses.replace(s, stream=stream) for name, s in schedules.items()}
         last = list(schedules)[-1]
-        told = (dataclasses.replace(p, besides=self._moved() * (p.name == "update")) for p in schedules[last].phases)
+        told = (dataclasses.replace(p, in_words=self._moved() * (p.name == "update")) for p in schedules[last].phases)
         schedules[last] = dataclasses.replace(schedules[last], phases=tuple(told))
         self.schedule = stacked_schedule(schedules)
 

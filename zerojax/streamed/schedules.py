@@ -152,7 +152,7 @@ def _with_host_update(schedule: Schedule, layout: Layout) -> Schedule:
         moves = {"backward": ["gradients down"], "update": [*weights, *up]}
     told = {name: f"callbacks move {', '.join(some)}" for name, some in moves.items() if some}
     return dataclasses.replace(
-        schedule, phases=tuple(dataclasses.replace(phase, besides=told.get(phase.name, "")) for phase in schedule.phases)
+        schedule, phases=tuple(dataclasses.replace(phase, in_words=told.get(phase.name, "")) for phase in schedule.phases)
     )
 
 
