@@ -32,6 +32,7 @@ def build_schedule(
     device_layers: int = 0,
     stores_late: bool = False,
     ends: Mapping[str, int] | None = None,
+    num_head_pieces: int = 0,
     record_bytes: Mapping[str, int] | None = None,
     budget_bytes: int | None = None,
     first_layer: int = 0,
@@ -48,8 +49,10 @@ def build_schedule(
       device_layers: opt_state of layers below this one stays on the device.
       stores_late: what updates, backward or update, stores each record in the tick after the one that updated it.
       ends: bytes of the records of leaves that are no stack of layers and are updated beside ticks whose stores are late:
-        "head", whose gradients are complete before backward, "embed", which are updated when the layers are, and "pieces": of
-        each of the others, which are updated after all of them in pieces, one.
+        "head", whose gradients are complete before backward; "head_pieces", of a piece of others of the head, of which each
+        tick updates one; "embed", which are updated when the layers are; and "pieces", of a piece of each of the others, which
+        are updated after all of them in pieces.
+      num_head_pieces: how many ticks update a piece of the head: the first ones. At most num_layers.
       record_bytes: bytes of one layer on one device, by kind (params: its shard), and "gathered" (whole); missing ones are 0.
       budget_bytes: the most bytes that may be in flight on a device.
       first_layer: number of the first layer in its stack, where these are a run of its layers: all arrays count from it.
@@ -63,7 +66,8 @@ def build_schedule(
     _check_int("first_layer", first_layer, 0)
     _check_int("device_layers", device_layers, 0, first_layer + num_layers)
     _check_names("tiers", tiers or {}, KINDS)
-    _check_names("ends", ends or {}, ("head", "embed", "pieces"))
+    _check_names("ends", ends or {}, ("head", "head_pieces", "embed", "pieces"))
+    _check_int("num_head_pieces", num_head_pieces, 0, num_layers)
     _check_names("record_bytes", record_bytes or {}, SIZES)
     for kind, tier in (tiers or {}).items():
         if tier not in TIERS:
@@ -87,7 +91,7 @@ def build_schedule(
             device_layers=device_layers,
             phases=_build_phases(
                 range(first_layer, first_layer + num_layers), distance, where, update, gather_ahead, master, device_layers,
-                stores_late, ends or {},
+                stores_late, ends or {}, num_head_pieces,
             ),
             record_bytes=size,
             first_layer=first_layer,
@@ -128,6 +132,7 @@ def _build_phases(
     device_layers: int,
     stores_late: bool,
     ends: Mapping[str, int],
+    num_head_pieces: int,
 ) -> tuple[Phase, ...]:
     moving, num_layers = {kind for kind, tier in tiers.items() if tier != "device"}, len(numbers)
     if device_layers == numbers.stop:
@@ -165,8 +170,19 @@ def _build_phases(
             ends=beside if late else (),
         )
 
-    ticks = {"head": (-1, 0), "embed": (num_layers, num_layers + 1), "pieces": (num_layers + 1, num_layers + 2)}
-    beside = tuple(EndsMove(name=name, fetch=ticks[name][0], store=ticks[name][1], num_bytes=n) for name, n in ends.items())
+    ticks = {
+        "head": (-1, 0),
+        "head_pieces": (0, 1),
+        "embed": (num_layers, num_layers + 1),
+        "pieces": (num_layers + 1, num_layers + 2),
+    }
+    beside = tuple(
+        EndsMove(
+            name=name, fetch=ticks[name][0], store=ticks[name][1], num_bytes=n,
+            count=num_head_pieces if name == "head_pieces" else 1,
+        )
+        for name, n in ends.items()
+    )  # fmt: skip
     layers = np.arange(numbers.start, numbers.stop)
     forward = phase("forward", layers, "params frozen", "activations")
     if update == "in_backward":

@@ -47,9 +47,10 @@ other direction than its loads, and in backward beside its own products. The fir
 the last one is stored after the loop (`drain`). Such an update phase has no ring: a tick loads the record that it updates.
 
 **Ends.** Leaves that are no stack of layers are updated beside such a backward (`ends`). What only the head uses has its
-gradient before the first tick, in which nothing else is stored: it is loaded before the loop, and stored in that tick. The
-others have theirs after the last tick: they are loaded while its record is drained, and stored then. Those that are larger
-than a record come after that, in pieces: one is stored while the next one is loaded (`pieces`).
+gradient before the first tick, in which nothing else is stored: it is loaded before the loop, and stored in that tick. Of those
+that are larger than a record each of the first ticks loads and updates a piece, which the next tick stores (`head_pieces`). The
+others have their gradients after the last tick: they are loaded while its record is drained, and stored then. Those that are
+larger than a record come after that, in pieces: one is stored while the next one is loaded (`pieces`).
 
 All ticks count the same here. A schedule bounds layers and bytes; seconds have to be measured.
 """
@@ -73,16 +74,18 @@ class EndsMove:
     """When the optimizer state of leaves that are no stack of layers crosses the link, beside a loop.
 
     Attributes:
-      name: of the leaves, "head", "embed" or "pieces".
+      name: of the leaves, "head", "head_pieces", "embed" or "pieces".
       fetch: the tick beside which it is loaded; -1 is before the loop, the number of ticks is after it.
       store: the tick beside which it is stored, after its update.
       num_bytes: of it, on one device; of "pieces" those of the largest one.
+      count: how many ticks in a row move so much each, from `fetch` and from `store` on.
     """
 
     name: str
     fetch: int
     store: int
     num_bytes: int = 0
+    count: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -178,11 +181,13 @@ class Phase:
         lanes = [Lane(name=name, boxes=tuple(b)) for name, b in boxes.items()]
         lanes += [Lane(name=f"slot {slot}", boxes=tuple(b)) for slot, b in slots.items()]
         for name, ticks in (("fetch ends", [e.fetch for e in self.ends]), ("store ends", [e.store for e in self.ends])):
-            pairs = zip(self.ends, ticks, strict=True)
-            ends = [Box(layer=e.name[0].upper(), start=tick, stop=tick + 1, kinds=("opt_state",)) for e, tick in pairs]
+            each = [
+                (e.name[0].upper(), t) for e, tick in zip(self.ends, ticks, strict=True) for t in range(tick, tick + e.count)
+            ]
+            ends = [Box(layer=letter, start=t, stop=t + 1, kinds=("opt_state",)) for letter, t in each]
             lanes.append(Lane(name=name, boxes=tuple(ends)))
         start = min([start, *(e.fetch for e in self.ends)])
-        stop = max([len(self.layer) + len(self.drain), *(e.store + 1 for e in self.ends)])
+        stop = max([len(self.layer) + len(self.drain), *(e.store + e.count for e in self.ends)])
         return Strip(name=self.name, note=self._note(), start=start, stop=stop, lanes=tuple(lanes))
 
     def _note(self) -> str:
@@ -192,6 +197,9 @@ class Phase:
         for e in self.ends:
             if e.name == "pieces":
                 text += "; pieces of larger leaves: after the last store"
+                continue
+            if e.name == "head_pieces":
+                text += f"; {e.count} pieces of the head: one a tick"
                 continue
             at = [
                 "before the loop" if t < 0 else f"tick {t}" if t < len(self.layer) else "after the loop"
@@ -299,7 +307,8 @@ class Schedule:
             used up by its gather (activations; params that the tick updates);
           - `reads` and `writes` of the layer;
           - in backward the layer's gradient, whatever the tier of gradients;
-          - of `ends` what a tick stores, and in such a tick the room for the record that it leaves to the next one.
+          - of `ends` what a tick stores, and in such a tick the room for the record that it leaves to the next one; of their
+            pieces what it loads and stores.
 
         Arrays that stay on the device, and what a layer's own computation needs, are not counted; nor are the ticks before 0.
 
@@ -323,6 +332,10 @@ class Schedule:
         add(phase.reads, phase.layer)
         add(phase.writes, phase.store)
         for move in phase.ends:
+            if move.name == "head_pieces":  # a piece is loaded while the one before it is stored
+                for first in (move.fetch, move.store):
+                    total[first : first + move.count] += move.num_bytes
+                continue
             # The loop of that tick has the room that later ticks have for a record that was updated and is not stored yet.
             room = sum(size[kind] for kind in phase.writes)
             total[move.store : move.store + 1] += move.num_bytes + room

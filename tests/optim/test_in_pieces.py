@@ -1,5 +1,6 @@
 """Large leaves whose state is in host memory are updated in pieces of rows, to the same numbers."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -14,8 +15,17 @@ from zerojax.optim import by_record, in_pieces
 from zerojax.state import state_records
 
 HOST, VOCAB, HIDDEN = "pinned_host", 48, 8
+SEGMENTS = (zj.Segment(3, activations="remat"), zj.Segment(9, activations="save"))
 ALL = {"params": HOST, "grads": HOST, "opt_state": HOST}
+HEAD = {"update": "in_backward", "opt_state": HOST, "layers": 12}  # a row of 48 in each of 8 ticks
 CASES = {
+    "head": ({**HEAD, "precision": "bf16"}, {"fsdp": 2}),
+    "head_8_layers": ({**HEAD, "layers": 8}, {"fsdp": 1}),
+    "head_all": ({**HEAD, "params": HOST, "precision": "bf16", "gather_ahead": True}, {"data": 2, "fsdp": 2}),
+    "head_float32": ({**HEAD, "params": HOST, "prefetch_distance": 2}, {"fsdp": 2, "tensor": 2}),
+    "head_stage_1": ({**HEAD, "stage": 1, "precision": "bf16"}, {"data": 2, "fsdp": 2}),
+    "head_microbatches": ({**HEAD, "num_microbatches": 2, "reduce_every": "step", "precision": "bf16"}, {"fsdp": 2}),
+    "head_segments": ({**HEAD, "activations": SEGMENTS, "precision": "bf16"}, {"fsdp": 2}),
     "in_backward": ({"update": "in_backward", "opt_state": HOST, "precision": "bf16"}, {"fsdp": 2}),
     "in_backward_1": ({"update": "in_backward", "opt_state": HOST}, {"fsdp": 1}),
     "all_in_backward": ({"update": "in_backward", "precision": "bf16", **ALL}, {"fsdp": 2}),
@@ -25,10 +35,10 @@ CASES = {
 }
 
 
-def large_ends():
+def large_ends(layers=2):
     """A model whose embedding and head are larger than a layer."""
     return zj.LayeredModel(
-        2,
+        layers,
         lambda key: {"table": toys.draw(key, (VOCAB, HIDDEN)), "scale": jnp.ones(HIDDEN)},
         lambda p, batch, key: p["table"][batch["x"]] * p["scale"],
         lambda key: {"a": toys.draw(key, (HIDDEN, HIDDEN)) / 3, "b": jnp.zeros(HIDDEN)},
@@ -67,19 +77,56 @@ def both(monkeypatch, model, data, fields, axes):
     return whole, found, schedule, cut
 
 
-@pytest.mark.by_default("in_backward")
+@pytest.mark.by_default("head")
 @pytest.mark.parametrize("case", CASES)
 def test_embedding_and_head_are_updated_in_pieces_to_the_same_numbers(case, monkeypatch):
     fields, axes = CASES[case]
+    fields = dict(fields)
+    model = large_ends(fields.pop("layers", 2))
     tokens = np.random.default_rng(0).integers(0, VOCAB, (4, 8, 5))
     data = [{"x": x, "y": y} for x, y in itertools.pairwise(tokens)]
-    whole, found, schedule, cut = both(monkeypatch, large_ends(), data, fields, axes)
-    assert len(cut) >= 2
+    whole, found, schedule, cut = both(monkeypatch, model, data, fields, axes)
+    assert ("8 pieces of the head: one a tick" in schedule) == case.startswith("head")
+    assert len(cut) >= (1 if case.startswith("head") else 2)
     assert all(pieces.count > 1 for pieces in cut)
     # Where stores are not late, the schedule tells of no leaves but layers.
     assert ("pieces of larger leaves: after the last store" in schedule) == ("a tick late" in schedule)
     for a, b in zip(found, whole, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))
+
+
+@pytest.mark.parametrize("where", ["head", "layer"])
+def test_the_whole_head_is_updated_or_none_of_it(where, monkeypatch):
+    """Its gradient is known before the first tick. One of a layer that is not finite stops the layers below it alone."""
+    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
+    monkeypatch.setattr(in_pieces, "LEAST_BYTES", 1)
+    plain = large_ends(12)
+
+    def block(p, x, key):
+        return plain.block(p, x, key) + 0 * jnp.sqrt(p["c"])  # where c is 0 its derivative is no number
+
+    def init_block(key):
+        c = jax.random.normal(key)
+        return {**plain.init_block(key), "c": jnp.maximum(c, 0) if where == "layer" else jnp.float32(1)}
+
+    def head(w, e, x, batch, key):
+        return plain.head(w, e, x, batch, key) * (jnp.nan if where == "head" else 1.0)
+
+    model = dataclasses.replace(plain, init_block=init_block, block=block, head=head)
+    config, mesh = zj.ZeroConfig(stage=3, opt_state=HOST, update="in_backward"), zj.make_mesh(devices=jax.devices()[:1])
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 8, 5))
+    with zj.build_train_step(model, optax.adamw(1e-2), config, mesh) as program:
+        assert "8 pieces of the head: one a tick" in str(program.schedule)
+        state = program.init(jax.random.key(0))
+        before = jax.device_get(program.params(state))
+        state, _ = program.step(state, {"x": tokens[0], "y": tokens[1]})
+        after = jax.device_get(program.params(state))
+    assert np.all(after["head"] != before["head"]) == (where == "layer")
+    assert np.any(after["head"] != before["head"]) == (where == "layer")
+    moved = [np.any(a != b) for a, b in zip(after["blocks"]["a"], before["blocks"]["a"], strict=True)]
+    finite = [where == "layer" and bool(np.all(before["blocks"]["c"][layer:] > 0)) for layer in range(12)]
+    assert moved == finite
+    assert not np.any(after["embed"]["table"] != before["embed"]["table"])
 
 
 @pytest.mark.exhaustive

@@ -67,7 +67,8 @@ def crossing(sizes, num_groups, fetch=7, stored=9, num_params=0):
     pending = [types.SimpleNamespace(name=f"new{n}", size=size, dtype=np.dtype("int8")) for n, size in enumerate(sizes)]
     now = Tick(8, 8, None, None, None, True, False, fetch=fetch, stored=stored)
     part = range(max(num_params, 1)) if num_params else []
-    return records, ending.Crossing(records, part, num_groups, now, pending, State(tuple(records.params)))
+    late = ending.LateRecord(records, part)
+    return records, ending.Crossing(late, num_groups, now, pending, State(tuple(records.params)))
 
 
 @pytest.mark.parametrize("num_groups", [2, 3, 4])
@@ -195,8 +196,28 @@ def test_the_head_is_stored_in_the_first_tick_and_the_others_are_loaded_beside_t
     lanes = [line.split() for line in late.timeline().splitlines() if "ends" in line]
     assert lanes == [["fetch", "ends", *"H|....E."], ["store", "ends", *".|H....E"]]
     assert not build_schedule(4, 1, ends={"head": 30}, **options).phase("backward").ends  # stores are not late
-    with pytest.raises(ValueError, match="ends has 'tail': known are head, embed"):
+    with pytest.raises(ValueError, match="ends has 'tail': known are head, head_pieces, embed"):
         build_schedule(4, 1, ends={"tail": 1}, **options)
+
+
+@pytest.mark.parametrize(
+    ("count", "more", "lanes"),
+    [
+        (4, [5, 10, 10, 10], ["fetch ends HHHHE.", "store ends .HHHHE"]),
+        (2, [5, 10, 5, 0], ["fetch ends HH..E.", "store ends .HH..E"]),
+    ],
+)
+def test_a_large_head_is_updated_in_pieces_beside_the_first_ticks(count, more, lanes):
+    tiers, sizes = {"opt_state": HOST}, {"opt_state": 100}
+    options = {"tiers": tiers, "update": "in_backward", "record_bytes": sizes, "stores_late": True}
+    ends = {"head_pieces": 5, "embed": 7}
+    schedule, plain = build_schedule(4, 1, ends=ends, num_head_pieces=count, **options), build_schedule(4, 1, **options)
+    assert (schedule.in_flight()["backward"] - plain.in_flight()["backward"]).tolist() == more
+    assert f"; {count} pieces of the head: one a tick" in str(schedule)
+    drawn = [line.split() for line in schedule.timeline().splitlines() if "ends" in line]
+    assert [" ".join([*words[:2], "".join(words[2:])]) for words in drawn] == lanes
+    with pytest.raises(ValueError, match="num_head_pieces=5: 0 to 4"):
+        build_schedule(4, 1, ends=ends, num_head_pieces=5, **options)
 
 
 def two_stacks(config):

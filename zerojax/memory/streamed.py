@@ -159,7 +159,10 @@ def _peak_bytes(streamed: StreamedStep, stacks: Sequence[_StackBytes]) -> int:
     """
     plan, records = streamed.plan, streamed.plan.state_records
     _, called = moved_by_updates(records, plan.ends)
-    peaks = [updated_alone(records, {} if plan.update is None else plan.update.num_pieces()), summed(called)["to_device"]]
+    alone = {} if plan.update is None else plan.update.num_pieces()
+    # The ticks of backward count the pieces of the head.
+    alone = {i: count for i, count in alone.items() if i not in plan.head_pieces}
+    peaks = [updated_alone(records, alone), summed(called)["to_device"]]
     if plan.early_ends:
         peaks.append(both_ways(summed(moved_by_updates(records, plan.early_ends)[0])))
     if plan.drained is not None:

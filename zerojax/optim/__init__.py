@@ -5,6 +5,7 @@ from zerojax.optim.by_record import update_by_record as update_by_record
 from zerojax.optim.ema import Ema as Ema
 from zerojax.optim.ema import check_ema as check_ema
 from zerojax.optim.ema import ema_of_each as ema_of_each
+from zerojax.optim.in_pieces import Pieces as Pieces
 from zerojax.optim.in_pieces import dealt as dealt
 from zerojax.optim.layer_wise import LayerTransformation as LayerTransformation
 from zerojax.optim.layer_wise import by_layer as by_layer

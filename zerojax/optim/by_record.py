@@ -18,7 +18,7 @@ import optax
 
 from zerojax.config import reason
 from zerojax.optim.elementwise import ElementwiseUpdate, elementwise_update
-from zerojax.optim.in_pieces import Pieces, pieces_of, update_in_pieces
+from zerojax.optim.in_pieces import MOST_PIECES, Pieces, pieces_of, update_in_pieces
 from zerojax.optim.layer_wise import Gathered, LayerTransformation, check_whole_leaves, why_not_by_leaf
 from zerojax.optim.leaf_rule import LeafRule
 from zerojax.optim.unused import unused_grads
@@ -63,9 +63,9 @@ class RecordUpdate:
         assert isinstance(self.rule, ElementwiseUpdate)
         return self.rule
 
-    def pieces(self, index: int) -> Pieces | None:
-        """Return how a leaf that is no stack of layers is cut; None where it is updated as a whole."""
-        return pieces_of(self.records, index) if isinstance(self.rule, ElementwiseUpdate) else None
+    def pieces(self, index: int, most: int = MOST_PIECES) -> Pieces | None:
+        """Return how a leaf that is no stack of layers is cut, into `most` pieces at most; None: it is updated as a whole."""
+        return pieces_of(self.records, index, most) if isinstance(self.rule, ElementwiseUpdate) else None
 
     def num_pieces(self) -> dict[int, int]:
         """Return in how many pieces the device updates each leaf that is no stack of layers, by its index: 1 is whole."""

@@ -62,6 +62,11 @@ class Pieces:
         dims = len(self._lead) + 1
         return array.reshape(math.prod(array.shape[:dims]), *array.shape[dims:])
 
+    def shape(self, array: Any) -> tuple[int, ...]:
+        """Return the shape of a piece of what `split` returned: [V/K, ...]."""
+        lead, rest = array.shape[: len(self._lead) - 1], array.shape[len(self._lead) :]
+        return (math.prod(lead) * rest[0], *rest[1:])
+
     def read(self, record: RecordSpec, array: Array, piece: Array) -> Array:
         """Return a piece of what `split` returned, on the device: [V/K, ...], sharded as the leaf is."""
         value = jax.lax.dynamic_index_in_dim(array, piece, len(self._lead) - 1, keepdims=False)
@@ -85,8 +90,8 @@ class Pieces:
         return place(record.mesh, spec, tier)
 
 
-def pieces_of(records: StateRecords, index: int) -> Pieces | None:
-    """Return how a leaf that is no stack of layers is cut; None where it crosses the link as a whole.
+def pieces_of(records: StateRecords, index: int, most: int = MOST_PIECES) -> Pieces | None:
+    """Return how a leaf that is no stack of layers is cut, into `most` pieces at most; None: it crosses the link as a whole.
 
     It does where kernels move host memory, which move one direction at a time; where there is but one array to load; and where
     rows do not divide into pieces that are worth a copy each.
@@ -107,7 +112,7 @@ def pieces_of(records: StateRecords, index: int) -> Pieces | None:
     if len(splits) > 1 or leaf.shape[0] % shards:
         return None
     smallest = min(itemsize * local_elements(leaf.shape, r.spec, r.mesh) for r, itemsize in loaded)
-    rows, most = leaf.shape[0] // shards, min(MOST_PIECES, smallest // LEAST_BYTES)
+    rows, most = leaf.shape[0] // shards, min(most, smallest // LEAST_BYTES)
     count = max((n for n in range(1, most + 1) if rows % n == 0), default=1)
     return Pieces(count, shards) if count > 1 else None
 

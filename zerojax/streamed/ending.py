@@ -7,9 +7,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from zerojax.optim import RecordUpdate, dealt, finish
+from zerojax.optim import Pieces, RecordUpdate, dealt, finish
 from zerojax.state import FlatState, Pending, RecordSpec, StateRecords, TrainState, read_layer, write_layer
 from zerojax.streamed.phases import ScheduleArrays, Tick
+from zerojax.streamed.plan import StackPlan
 
 Array = jax.Array
 
@@ -92,12 +93,11 @@ class Crossed:
 
 
 class Crossing:
-    """Loads of the record that a tick updates, and stores of the one that the tick before updated, beside its products.
+    """Loads of what a tick updates, and stores of what the tick before updated, beside its products.
 
-    A record's arrays are its masters, where there are any, its optimizer state, and its parameters where they rest in host
-    memory: of these the tick loads what a later tick takes. A link carries both directions at once. But no array may be read
-    and written at once: XLA would copy it. So the arrays are dealt out to groups of equal bytes, and in each turn one group is
-    loaded while another one is stored:
+    It is a `LateRecord`. Of its parameters in host memory the tick loads what a later tick takes. A link carries both
+    directions at once. But no array may be read and written at once: XLA would copy it. So the arrays are dealt out to groups
+    of equal bytes, and in each turn one group is loaded while another one is stored:
 
         turn   0  1  2  3
         load   0  1  2  3
@@ -106,8 +106,7 @@ class Crossing:
 
     def __init__(
         self,
-        records: StateRecords,
-        part: Sequence[int],
+        record: "LateRecord",
         num_groups: int,
         now: Tick,
         pending: list[Array],
@@ -117,17 +116,14 @@ class Crossing:
         """Plan the turns of a tick.
 
         Args:
-          records: how the state rests.
-          part: indices of the record's leaves.
+          record: what crosses.
           num_groups: at most.
           now: the tick.
-          pending: the record that the tick before updated, on the device.
+          pending: what the tick before updated, on the device.
           states: all leaves.
           ends: updated records of leaves that are no stack of layers, by leaf, on the device: this tick stores them.
         """
-        self.records, self.part, self.now, self.pending, self.states = records, part, now, pending, states
-        self.ends = ends or {}
-        self.specs, self.num_opt = record_specs(records, part), len(records.opt_records(part))
+        self.record, self.now, self.pending, self.states, self.ends = record, now, pending, states, ends or {}
         self.groups = dealt([a.size * a.dtype.itemsize for a in pending], num_groups)
 
     @property
@@ -137,19 +133,17 @@ class Crossing:
 
     def begin(self) -> Crossed:
         """Start the first turn."""
-        return self.turn(0, Crossed(without_ends(self.records, self.states, list(self.ends)), {}, {i: [] for i in self.ends}))
+        states = without_ends(self.record.records, self.states, list(self.ends))
+        return self.turn(0, Crossed(states, {}, {i: [] for i in self.ends}))
 
     def turn(self, number: int, crossed: Crossed) -> Crossed:
         """Start a turn. What the turns before it started has to be done."""
+        record, now = self.record, self.now
         up, down = self.groups[number], self.groups[(number + self.num_turns // 2) % self.num_turns]
-        stacks, loaded = record_stacks(self.records, crossed.states, self.part), {}
-        for n in up:
-            index = self.now.layer if n < self.num_opt else self.now.fetch
-            if index is not None:
-                (loaded[n],) = read_layer([self.specs[n]], [stacks[n]], index)
-        states = crossed.states
-        if self.now.stored is not None:
-            states = store_record(self.records, states, self.part, self.now.stored, {n: self.pending[n] for n in down})
+        loaded, states = record.load(crossed.states, up, now), crossed.states
+        if now.stored is not None:
+            num = len(self.pending) if now.stores_pieces else record.num_own
+            states = record.store(states, now.stored, {n: self.pending[n] for n in down if n < num})
         return Crossed(states, crossed.loaded | loaded, self._ends_of(number, crossed.ends))
 
     def _ends_of(self, number: int, stored: dict[int, list[Any]]) -> dict[int, list[Any]]:
@@ -157,7 +151,7 @@ class Crossing:
         each = [
             (i, spec, a)
             for i, some in self.ends.items()
-            for spec, a in zip(record_specs(self.records, (i,)), some, strict=True)
+            for spec, a in zip(record_specs(self.record.records, (i,)), some, strict=True)
         ]
         stored = {i: list(arrays) for i, arrays in stored.items()}
         for n, (i, spec, value) in enumerate(each):
@@ -167,12 +161,93 @@ class Crossing:
 
     def states_of(self, crossed: Crossed) -> FlatState:
         """Return the state, when all turns were taken."""
-        return with_ends(self.records, crossed.states, crossed.ends)
+        return with_ends(self.record.records, crossed.states, crossed.ends)
 
     def loaded(self, crossed: Crossed) -> tuple[list[Array], list[Array]]:
         """Return what was loaded: of the record that is updated, and parameters of the one that is taken later."""
-        arrays = [crossed.loaded[n] for n in sorted(crossed.loaded)]
-        return arrays[: self.num_opt], arrays[self.num_opt :]
+        record = self.record
+        arrays = [crossed.loaded[n] for n in sorted(crossed.loaded) if n < record.num_own]
+        return arrays[: record.num_opt], arrays[record.num_opt :]
+
+    def loaded_piece(self, crossed: Crossed, leaf: int) -> list[Array]:
+        """Return what was loaded of a piece of a leaf: its master, if there is one, its optimizer state, its parameter."""
+        return [crossed.loaded[n] for n in self.record.places[leaf] if n in crossed.loaded]
+
+
+class LateRecord:
+    """What is loaded, updated, and stored a tick later: a layer's record, and a piece of each of some leaves that are none.
+
+    Its arrays are masters, where there are any, and optimizer state of the layer, its parameters where they rest in host
+    memory, and then the same of each piece. Piece k belongs to the tick of layer `lowest` + k.
+
+    Attributes:
+      records: how the state rests.
+      part: indices of the leaves of the layer.
+      pieces: how each of the other leaves is cut; the state holds them as `Pieces.split` returns them.
+      lowest: the layer whose tick updates piece 0.
+      num_opt: arrays of masters and optimizer state of the layer, which come first.
+      num_own: arrays of the layer.
+      places: of the arrays of each piece, by its leaf.
+    """
+
+    def __init__(
+        self, records: StateRecords, part: Sequence[int], pieces: Mapping[int, Pieces] | None = None, lowest: int = 0
+    ) -> None:
+        self.records, self.part, self.pieces, self.lowest = records, part, pieces or {}, lowest
+        self._specs, self.num_opt = record_specs(records, part), len(records.opt_records(part))
+        self.num_own, self.places = len(self._specs), dict[int, range]()
+        self._own_leaf = dict[int, int]()
+        for i in self.pieces:
+            specs = record_specs(records, (i,))
+            self.places[i] = range(len(self._specs), len(self._specs) + len(specs))
+            self._own_leaf |= dict.fromkeys(self.places[i], i)
+            self._specs += specs
+
+    def load(self, states: FlatState, places: Sequence[int], now: Tick) -> dict[int, Array]:
+        """Return arrays by their places, on the device: those of them that a tick loads."""
+        stacks, loaded = self._stacks(states), dict[int, Array]()
+        for n in places:
+            if n >= self.num_own:
+                i = self._own_leaf[n]
+                # A parameter whose master is updated is stored alone.
+                is_weight = states.master is None or n - self.places[i].start < len(self.records.opt_records((i,)))
+                if now.loads_pieces and is_weight:
+                    loaded[n] = self.pieces[i].read(self._specs[n], stacks[n], self.piece(now.layer))
+                continue
+            index = now.layer if n < self.num_opt else now.fetch
+            if index is not None:
+                (loaded[n],) = read_layer([self._specs[n]], [stacks[n]], index)
+        return loaded
+
+    def store(self, states: FlatState, layer: Array, values: Mapping[int, Array]) -> FlatState:
+        """Return the state with some arrays, by their places, as those of the tick of a layer."""
+        stacks = self._stacks(states)
+        for n, value in values.items():
+            if n >= self.num_own:
+                stacks[n] = self.pieces[self._own_leaf[n]].write(self._specs[n], stacks[n], self.piece(layer), value)
+            else:
+                (stacks[n],) = write_layer([self._specs[n]], [stacks[n]], layer, [value])
+        params = list(states.params)
+        for i, stack in zip(_away(self.records, self.part), stacks[self.num_opt : self.num_own], strict=True):
+            params[i] = stack
+        states = self.records.replace(dataclasses.replace(states, params=params), self.part, stacks[: self.num_opt])
+        return with_ends(self.records, states, {i: [stacks[n] for n in places] for i, places in self.places.items()})
+
+    def piece(self, layer: Array) -> Array:
+        """Return the number of the pieces that belong to the tick of a layer."""
+        return layer - self.lowest if self.lowest else layer
+
+    def empty(self, states: FlatState) -> list[Array]:
+        """Return room for what was updated and not stored yet."""
+        stacks, found = self._stacks(states), list[Array]()
+        for n, (spec, stack) in enumerate(zip(self._specs, stacks, strict=True)):
+            shape = stack.shape[1:] if n < self.num_own else self.pieces[self._own_leaf[n]].shape(stack)
+            found.append(jax.lax.with_sharding_constraint(jnp.zeros(shape, stack.dtype), spec.sharding))
+        return found
+
+    def _stacks(self, states: FlatState) -> list[Any]:
+        of_pieces = [stack for i in self.pieces for stack in record_stacks(self.records, states, (i,))]
+        return [*record_stacks(self.records, states, self.part), *of_pieces]
 
 
 def record_specs(records: StateRecords, part: Sequence[int]) -> list[RecordSpec]:
@@ -183,19 +258,6 @@ def record_specs(records: StateRecords, part: Sequence[int]) -> list[RecordSpec]
 def record_stacks(records: StateRecords, states: FlatState, part: Sequence[int]) -> list[Any]:
     """Return the stacks of the same arrays."""
     return [*records.opt_states(states, part), *(states.params[i] for i in _away(records, part))]
-
-
-def store_record(
-    records: StateRecords, states: FlatState, part: Sequence[int], layer: Array, values: Mapping[int, Array]
-) -> FlatState:
-    """Return the state with some arrays of a record, by their places in it, written at a layer."""
-    specs, stacks = record_specs(records, part), record_stacks(records, states, part)
-    for n, value in values.items():
-        (stacks[n],) = write_layer([specs[n]], [stacks[n]], layer, [value])
-    num_opt, params = len(records.opt_records(part)), list(states.params)
-    for i, stack in zip(_away(records, part), stacks[num_opt:], strict=True):
-        params[i] = stack
-    return records.replace(dataclasses.replace(states, params=params), part, stacks[:num_opt])
 
 
 def with_ends(records: StateRecords, states: FlatState, ends: Mapping[int, Sequence[Any]]) -> FlatState:
@@ -246,8 +308,8 @@ class GradsTaker(Protocol[Carried]):
         """
         ...
 
-    def drain(self, part: Sequence[int], layer: Array, carried: Carried) -> Carried:
-        """Store what the last tick updated of some leaves, where stores are late."""
+    def drain(self, stack: StackPlan, layer: Array, carried: Carried) -> Carried:
+        """Store what the last tick of a run of layers updated, where stores are late."""
         ...
 
     def grads(self, carried: Carried) -> list[Array]:

@@ -31,22 +31,21 @@ import optax
 from host_offload.device import one_trip
 from host_offload.schedule import Phase
 from zerojax.models import BLOCKS
-from zerojax.optim import Handed, RecordUpdate, build_update, clip_factor
+from zerojax.optim import Handed, Pieces, RecordUpdate, build_update, clip_factor
 from zerojax.state import FlatState, Index, StateRecords, Tile, TrainState, is_stored, pick, read_layer, write_layer
 from zerojax.streamed.ending import (
     BackwardResult,
     Crossing,
     HeadDone,
+    LateRecord,
     RecordGrads,
     Result,
     closed,
     record_specs,
-    record_stacks,
-    store_record,
     with_ends,
 )
 from zerojax.streamed.phases import PhaseArrays, Tick, run_phase
-from zerojax.streamed.plan import StreamedPlan
+from zerojax.streamed.plan import StackPlan, StreamedPlan
 
 Array = jax.Array
 
@@ -107,8 +106,8 @@ class StoredGrads:
         del carried, now, part, ends
         return None
 
-    def drain(self, part: Sequence[int], layer: Array, carried: GradStacks) -> GradStacks:
-        raise AssertionError(f"gradients are not stored late: {part}, {layer}")
+    def drain(self, stack: StackPlan, layer: Array, carried: GradStacks) -> GradStacks:
+        raise AssertionError(f"gradients are not stored late: {stack.name}, {layer}")
 
     def grads(self, carried: GradStacks) -> list[Array]:
         return carried.grads if self.plan.grads_in_memory else []
@@ -210,7 +209,13 @@ class ByLayers(StoredGrads):
             # A loop with nothing on disk has no tokens: the next one waits for those of the loop before it.
             tokens = records.tokens(states, loop.part) or tokens
         if plan.drained is not None:
-            states = _end_beside_drain(plan, update, states, pending, ends, ready, result.loss, ok, arrays.one)
+            part = plan.drained.blocks
+            values = dict(enumerate(pending[part[0]]))
+
+            def drain(layer: Array, states: FlatState) -> FlatState:
+                return LateRecord(records, part).store(states, layer, values)
+
+            states = _end_beside_drain(plan, update, states, drain, ends, ready, result.loss, ok, arrays.one)
         elif not self.ends_first:
             states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one, ready)
         return closed(update, result, states, norm)
@@ -288,12 +293,13 @@ class ByLayers(StoredGrads):
         Args are those of `update_records`. Returns the states, and the last record where it is stored with the ends.
         """
         records, part, shared = self.records, loop.part, self.records.shared_of(states)
+        late = LateRecord(records, part)
 
         def tick(carry: Any, now: Tick) -> tuple[Any, None]:
             states, pending = carry
             grads, old = self.read_grads(result.carried, part, now.layer), list[Array]()
             # Two groups: no products part the turns, so that each more would only wait for the longer of two directions.
-            crossing = Crossing(records, part, 2, now, pending, states)
+            crossing = Crossing(late, 2, now, pending, states)
             crossed = crossing.begin()
             for number in range(1, crossing.num_turns):
                 crossed = crossing.turn(number, jax.lax.optimization_barrier(crossed))
@@ -306,9 +312,9 @@ class ByLayers(StoredGrads):
 
         def drain(layer: Array, carry: Any) -> Any:
             states, pending = carry
-            return store_record(records, states, part, layer, dict(enumerate(pending))), pending
+            return late.store(states, layer, dict(enumerate(pending))), pending
 
-        carry = states, _nothing_updated(records, states, part)
+        carry = states, late.empty(states)
         states, pending = run_phase(
             loop.phase, loop.arrays, carry, tick, fetch=lambda carry, layer: [], drain=None if loop.is_last else drain
         )
@@ -349,9 +355,10 @@ class UpdatedState:
       squares: f32[], the sum of squares of the unscaled gradients so far.
       states: of layers whose backward is over, after the step.
       token: orders the callbacks of the host's update.
-      pending: of each stack whose stores are late, by the first of its leaves, the record that the tick before updated.
+      pending: of each stack whose stores are late, by the first of its leaves, what the tick before updated (`LateRecord`).
       handed: layers that the host updates, and whose parameters were not taken yet.
       ends: updated records of leaves whose gradients the head completed, by leaf, which the first tick stores.
+      head: what of such leaves is updated in pieces, or None.
     """
 
     loss: Array
@@ -362,6 +369,21 @@ class UpdatedState:
     pending: dict[int, list[Array]]
     ends: dict[int, list[Array]]
     handed: dict[int, Handed] = dataclasses.field(default_factory=dict)
+    head: "_HeadPieces | None" = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _HeadPieces:
+    """What leaves that the head completed are updated with, a piece in a tick.
+
+    Attributes:
+      grads: of them, by leaf, as `Pieces.split` returns them.
+      ok: bool[], whether to update: the same for all pieces of a leaf.
+    """
+
+    grads: dict[int, Array]
+    ok: Array
 
 
 class InBackward:
@@ -387,15 +409,27 @@ class InBackward:
     def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> UpdatedState:
         del grads
         plan, states = self.plan, self.records.flat(state)
-        late = [s.blocks for s in plan.of_stacks if s.schedule.phase("backward").stores_late]
-        pending = {part[0]: _nothing_updated(self.records, states, part) for part in late}
         complete = dict(zip(plan.ends, head.grads, strict=True))
-        of_head = {i: _rounded(plan.reduced([complete[i]], [i])[0]) for i in plan.early_ends}
+        done = (*plan.early_ends, *plan.head_pieces)
+        of_head = {i: _rounded(plan.reduced([complete[i]], [i])[0]) for i in done}
         squares, ends = plan.squares(list(of_head.values()), list(of_head), state), dict[int, list[Array]]()
-        for i, grad in of_head.items():
-            loaded, ok = head.loaded[i], jnp.isfinite(squares)
-            states, ends[i] = self.record_update.updated_end(states, i, plan.mean(grad), loaded, head.loss, ok)
-        return UpdatedState(head.loss, None, squares, states, token, pending, ends)
+        ok = jnp.isfinite(squares)
+        for i in plan.early_ends:
+            states, ends[i] = self.record_update.updated_end(states, i, plan.mean(of_head[i]), head.loaded[i], head.loss, ok)
+        cut = {i: pieces.split(of_head[i]) for i, pieces in plan.head_pieces.items()}
+        states = _with_pieces(self.records, states, plan.head_pieces, Pieces.split)
+        late = {s.blocks for s in plan.of_stacks if s.schedule.phase("backward").stores_late}
+        pending = {part[0]: self._late(part).empty(states) for part in late}
+        pieces = _HeadPieces(cut, ok) if cut else None
+        return UpdatedState(head.loss, None, squares, states, token, pending, ends, head=pieces)
+
+    def _late(self, part: Sequence[int]) -> LateRecord:
+        """Return what crosses the link in the ticks of the layers with some leaves."""
+        plan, last = self.plan, self.plan.of_stacks[-1]
+        if part != last.blocks or not plan.head_pieces:
+            return LateRecord(self.records, part)
+        count = next(iter(plan.head_pieces.values())).count
+        return LateRecord(self.records, part, plan.head_pieces, last.run.stop - count)
 
     def split_ends(self, carried: UpdatedState) -> tuple[UpdatedState, dict[int, list[Array]]]:
         return dataclasses.replace(carried, ends={}), carried.ends
@@ -406,7 +440,7 @@ class InBackward:
         if not part or part[0] not in carried.pending:
             return None
         pending = carried.pending[part[0]]
-        return Crossing(self.records, part, self.plan.link_groups(part), now, pending, carried.states, ends)
+        return Crossing(self._late(part), self.plan.link_groups(part), now, pending, carried.states, ends)
 
     def params(self, state: TrainState, carried: UpdatedState) -> list[Array]:
         del state
@@ -441,13 +475,48 @@ class InBackward:
         shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
         moved = self.record_update.updated_layer(part, mean, old + opt, shared, carried.loss, ok)
         states, updated = _kept(records, states, part, record.now.layer, *moved)
-        pending = carried.pending | {part[0]: updated}
+        states, of_pieces = self._updated_pieces(carried, record, states, shared)
+        pending = carried.pending | {part[0]: [*updated, *of_pieces]}
         landing = None if record.now.fetch is None else [*fetched, *(record.landing or ())]
         return dataclasses.replace(carried, states=states, squares=squares, pending=pending), landing
 
-    def drain(self, part: Sequence[int], layer: Array, carried: UpdatedState) -> UpdatedState:
-        values = dict(enumerate(carried.pending[part[0]]))
-        return dataclasses.replace(carried, states=store_record(self.records, carried.states, part, layer, values))
+    def _updated_pieces(
+        self, carried: UpdatedState, record: RecordGrads, states: FlatState, shared: Sequence[Array]
+    ) -> tuple[FlatState, list[Array]]:
+        """Update the tick's pieces of the head's leaves; returns the states, and what a later tick stores."""
+        crossing, crossed, now, records = record.crossing, record.crossed, record.now, self.records
+        assert crossing is not None
+        assert crossed is not None
+        late = crossing.record
+        if not now.loads_pieces or carried.head is None:
+            return states, carried.pending[record.part[0]][late.num_own :]
+        piece, pending = late.piece(now.layer), list[Array]()
+        for i, pieces in late.pieces.items():
+            loaded, params = crossing.loaded_piece(crossed, i), list(states.params)
+            num_opt, spec = len(records.opt_records((i,))), records.params[i]
+            if states.master is None:  # the parameter is the weight
+                weight = loaded[num_opt] if spec.is_away else pieces.read(spec, params[i], piece)
+                loaded = [weight, *loaded[:num_opt]]
+            grad = self.plan.mean(pieces.read(records.grads[i], carried.head.grads[i], piece))
+            moved = self.record_update.updated_layer((i,), [grad], loaded, shared, carried.loss, carried.head.ok)
+            (weight,), opt = moved
+            pending += [*([weight] if states.master is not None else []), *opt]
+            if spec.is_away:
+                pending.append(records.cast(i, weight))
+            else:  # on the device it is written in place
+                params[i] = pieces.write(spec, params[i], piece, records.cast(i, weight))
+                states = dataclasses.replace(states, params=params)
+        return states, pending
+
+    def drain(self, stack: StackPlan, layer: Array, carried: UpdatedState) -> UpdatedState:
+        return dataclasses.replace(carried, states=self._drained(stack, carried.pending, layer, carried.states))
+
+    def _drained(self, stack: StackPlan, pending: Mapping[int, Sequence[Array]], layer: Array, states: FlatState) -> FlatState:
+        """Return the state with what the last tick of a run of layers updated."""
+        late, values = self._late(stack.blocks), pending[stack.blocks[0]]
+        # Of fewer pieces than layers the last one was stored by a tick.
+        has_piece = stack is self.plan.of_stacks[-1] and late.lowest == stack.run.first
+        return late.store(states, layer, dict(enumerate(values if has_piece else values[: late.num_own])))
 
     def grads(self, carried: UpdatedState) -> list[Array]:
         del carried
@@ -467,11 +536,12 @@ class InBackward:
         plan, update, states, norm = self.plan, self.record_update, result.carried.states, self.norm(result)
         ends, ok, one = self._late_ends(result), jnp.isfinite(norm), result.arrays.one
         if plan.drained is not None:
-            pending = result.carried.pending
-            states = _end_beside_drain(plan, update, states, pending, ends, plan.mean, result.loss, ok, one)
+            drain = partial(self._drained, plan.drained, result.carried.pending)
+            states = _end_beside_drain(plan, update, states, drain, ends, plan.mean, result.loss, ok, one)
         else:
             shared = self.records.shared_of(states)
             states = update.update_ends(states, ends, shared, result.loss, ok, one, plan.mean)
+        states = _with_pieces(self.records, states, plan.head_pieces, Pieces.join)
         return closed(update, result, states, norm)
 
 
@@ -483,10 +553,16 @@ def _rounded(grad: Array) -> Array:
     return jax.lax.reduce_precision(grad, bits.nexp, bits.nmant)
 
 
-def _nothing_updated(records: StateRecords, states: FlatState, part: Sequence[int]) -> list[Array]:
-    """Return room for a record that was updated and not stored yet."""
-    pairs = zip(record_specs(records, part), record_stacks(records, states, part), strict=True)
-    return [jax.lax.with_sharding_constraint(jnp.zeros(a.shape[1:], a.dtype), spec.sharding) for spec, a in pairs]
+def _with_pieces(
+    records: StateRecords, states: FlatState, cut: Mapping[int, Pieces], change: Callable[[Pieces, Array], Array]
+) -> FlatState:
+    """Return the state with leaves cut into pieces, or joined again, by `Pieces.split` or `Pieces.join`."""
+    for i, pieces in cut.items():
+        params = list(states.params)
+        params[i] = change(pieces, params[i])
+        opt = [change(pieces, a) for a in records.opt_states(states, (i,))]
+        states = records.replace(dataclasses.replace(states, params=params), (i,), opt)
+    return states
 
 
 def _kept(
@@ -503,7 +579,7 @@ def _end_beside_drain(
     plan: StreamedPlan,
     update: RecordUpdate,
     states: FlatState,
-    pending: Mapping[int, list[Array]],
+    drain: Callable[[Array, FlatState], FlatState],
     grads: Mapping[int, Array],
     ready: Callable[[Array], Array],
     loss: Array,
@@ -518,7 +594,7 @@ def _end_beside_drain(
       plan: of the step.
       update: of records.
       states: all leaves.
-      pending: updated records of layers, by the first of their leaves.
+      drain: (layer, states) -> the states with the record that was updated last.
       grads: by leaf.
       ready: a gradient -> the one to update with, float32.
       loss: f32[].
@@ -532,7 +608,7 @@ def _end_beside_drain(
         return {i: update.load_end(states, i) for i in group}
 
     def body(layer: Array, states: FlatState) -> FlatState:
-        states = store_record(records, states, last.blocks, layer, dict(enumerate(pending[last.blocks[0]])))
+        states = drain(layer, states)
         loaded = load(states, groups[0])
         for number, group in enumerate(groups):
             stored = dict[int, list[Array]]()

@@ -212,7 +212,7 @@ class StackLoops:
             return (dx, d_context, next_full, next_fetched, carried), landing
 
         def drain(layer: Array, carry: Any) -> Any:
-            return (*carry[:-1], taker.drain(stack.blocks, layer, carry[-1]))
+            return (*carry[:-1], taker.drain(stack, layer, carry[-1]))
 
         # Not carried by the loops: the first tick alone uses them.
         carried, ends = taker.split_ends(carried)

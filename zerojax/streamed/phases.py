@@ -91,6 +91,8 @@ class Tick:
       fetch: i32[], the layer whose record the tick fetches itself, where stores are late; else None.
       stored: i32[], the layer that the tick before updated, where this tick stores it (`Phase.stores_late`); else None.
       stores_ends: whether it stores the records of leaves that the head completed (`Phase.ends`).
+      loads_pieces: whether it loads and updates a piece of such leaves that are larger than a record.
+      stores_pieces: whether it stores the piece that the tick before updated.
       lands_first: the phase writes the stacks that it fetches from, and `write` does not say so: what the tick writes there has
         to wait for `landing`.
     """
@@ -106,6 +108,8 @@ class Tick:
     fetch: Array | None = None
     stored: Array | None = None
     stores_ends: bool = False
+    loads_pieces: bool = False
+    stores_pieces: bool = False
 
     def index(self, at: Callable[[Any], Index] = lambda layer: layer) -> Index:
         """Return the index of the record in stacks of optimizer state, given that of a layer or tile by its number."""
@@ -186,7 +190,7 @@ def run_phase(
             stored = at("store", t) if late and kind.stores else None
             now = Tick(
                 index, write_index, consume, record, landing, kind.takes, kind.on_device, lands_first, fetched, stored,
-                kind.stores_ends,
+                kind.stores_ends, kind.loads_pieces, kind.stores_pieces,
             )  # fmt: skip
             carry, landed = tick(carry, now)
             if landed is not None:
@@ -269,6 +273,7 @@ class _TickKind:
       on_device: the layer's optimizer state stays on the device.
       stores: a record is stored.
       stores_ends: so are leaves that the head completed.
+      loads_pieces, stores_pieces: as of `Tick`.
     """
 
     fetches: bool
@@ -277,12 +282,17 @@ class _TickKind:
     on_device: bool
     stores: bool
     stores_ends: bool
+    loads_pieces: bool
+    stores_pieces: bool
 
 
 def _kinds(phase: Phase, device_layers: int) -> list[_TickKind]:
     """Return the kind of each tick."""
     ticks = zip(phase.fetch, phase.consume, phase.use_slot, phase.layer, phase.store, range(len(phase.layer)), strict=True)
-    ends = [move.store for move in phase.ends]
+    ends = [move.store for move in phase.ends if move.name == "head"]
+    pieces = [move for move in phase.ends if move.name == "head_pieces"]
+    loaded = [t for move in pieces for t in range(move.fetch, move.fetch + move.count)]
+    stored = [t for move in pieces for t in range(move.store, move.store + move.count)]
     # Where stores are not late, each tick of a phase does store, or what it stores is on the device as its state is.
     return [
         _TickKind(
@@ -292,6 +302,8 @@ def _kinds(phase: Phase, device_layers: int) -> list[_TickKind]:
             int(layer) < device_layers,
             not phase.stores_late or int(s) >= 0,
             t in ends,
+            t in loaded,
+            t in stored,
         )
         for f, c, slot, layer, s, t in ticks
     ]

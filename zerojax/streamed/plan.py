@@ -56,7 +56,7 @@ from zerojax.state import (
     read_layer,
     runs_of,
 )
-from zerojax.streamed.schedules import cut_ends, early_ends, plan_schedules
+from zerojax.streamed.schedules import cut_ends, early_ends, head_pieces, plan_schedules
 from zerojax.tiling import marked
 from zerojax.unreduced import reduced, unreduced_grads, unreduced_sharding
 
@@ -152,6 +152,7 @@ class StreamedPlan:
       stacked: the trained leaves of all stacks of layers, in order.
       ends: the other trained ones.
       early_ends: those of them that are updated before backward of the layers, and stored in its first tick.
+      head_pieces: those that are updated in pieces in the ticks of backward, and how they are cut.
       late_ends: the others.
       cut_ends: those of the late ones that are larger than a layer's record, and in how many pieces they are updated.
       drained: the run whose last record is stored while these are loaded, or None.
@@ -180,14 +181,15 @@ class StreamedPlan:
         on_host = config.update_on == "host"
         self.stacked, self.ends = layout.stacked, layout.ends
         runs, models = runs_of(layout), {stack.name: stack for stack in stacks_of(model)}
-        self.cut_ends = cut_ends(state_records, runs, update)
-        planned = plan_schedules(state_records, runs, self.cut_ends)
+        self.head_pieces = head_pieces(state_records, runs, update)
+        self.cut_ends = cut_ends(state_records, runs, update, self.head_pieces)
+        planned = plan_schedules(state_records, runs, self.cut_ends, self.head_pieces)
         schedules = {name: dataclasses.replace(schedule, stream=str(self.stream)) for name, schedule in planned.items()}
         self.of_stacks = tuple(_stack_plan(models[run.stack.name], run, schedules[run.name], layout) for run in runs)
         self.schedule = stacked_schedule(schedules)
         self.drained = next((stack for stack in self.of_stacks if stack.drains_beside_ends), None)
         self.early_ends = early_ends(state_records, runs)
-        self.late_ends = tuple(i for i in self.ends if i not in self.early_ends)
+        self.late_ends = tuple(i for i in self.ends if i not in (*self.early_ends, *self.head_pieces))
         grads_tier = "device" if on_host else config.grads  # as far as the loops know: callbacks stash them
         frozen = sorted(i for stack in layout.stacks for part in stack.frozen_parts for i in part)
         self.stacks = (*layout.stacked, *frozen)

@@ -1,7 +1,8 @@
 """The schedule of a streamed step: of each run of layers, which record moves at which tick, and which leaves move beside.
 
-Leaves that are no stack of layers, the ends, are updated beside backward as far as their gradients are known: those that the
-head completes before its first tick (`early_ends`), the others after its last one, and large ones in pieces (`cut_ends`).
+Leaves that are no stack of layers, the ends, are updated beside backward as far as their gradients are known. Those that the
+head completes are updated before its first tick (`early_ends`), large ones in pieces, one in a tick (`head_pieces`). The others
+are updated after its last tick, large ones likewise in pieces (`cut_ends`).
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import jax
 
 from host_offload.schedule import Schedule, advise, build_schedule, build_tiled_schedule, stacked_schedule
 from zerojax.activations import MODES
-from zerojax.optim import RecordUpdate
+from zerojax.optim import Pieces, RecordUpdate
 from zerojax.sharding import STAGES, LeafSpec, Spec, local_elements, stored_spec
 from zerojax.state import LayerRun, Layout, StateRecords
 
@@ -52,10 +53,16 @@ def record_bytes(records: StateRecords, part: Sequence[int], frozen: Sequence[in
     return sizes | ({"frozen": frozen_shards} if layout.frozen else {})
 
 
-def plan_schedules(records: StateRecords, runs: Sequence[LayerRun], cut: Mapping[int, int]) -> dict[str, Schedule]:
+def plan_schedules(
+    records: StateRecords, runs: Sequence[LayerRun], cut: Mapping[int, int], pieces: Mapping[int, Pieces]
+) -> dict[str, Schedule]:
     """Return the schedule of the loops over each run of layers, by its name.
 
-    `cut` are the leaves that are updated in pieces after the layers, and their number.
+    Args:
+      records: how the state rests.
+      runs: of layers.
+      cut: the leaves that are updated in pieces after the layers, and in how many.
+      pieces: `head_pieces`.
 
     Raises:
       ValueError: they do not fit `device_budget_bytes`.
@@ -63,10 +70,10 @@ def plan_schedules(records: StateRecords, runs: Sequence[LayerRun], cut: Mapping
     config = records.layout.config
     distance, ahead, budget = config.prefetch_distance, config.gather_ahead, config.device_budget_bytes
     if len(runs) == 1:
-        return {runs[0].name: _plan_schedule(records, runs, runs[0], cut, distance, ahead, budget)}
+        return {runs[0].name: _plan_schedule(records, runs, runs[0], cut, pieces, distance, ahead, budget)}
 
     def build(distance: int, ahead: bool) -> dict[str, Schedule]:
-        return {run.name: _plan_schedule(records, runs, run, cut, distance, ahead) for run in runs}
+        return {run.name: _plan_schedule(records, runs, run, cut, pieces, distance, ahead) for run in runs}
 
     schedules = build(distance, ahead)
     peaks = {name: schedule.peak_bytes for name, schedule in schedules.items()}
@@ -86,6 +93,7 @@ def _plan_schedule(
     runs: Sequence[LayerRun],
     run: LayerRun,
     cut: Mapping[int, int],
+    pieces: Mapping[int, Pieces],
     distance: int,
     ahead: bool,
     budget: int | None = None,
@@ -116,9 +124,11 @@ def _plan_schedule(
     # the last one.
     is_last = run is runs[0 if in_backward else -1]
     early = early_ends(records, runs)
-    others = [i for i in layout.ends if i not in (*early, *cut)]
+    others = [i for i in layout.ends if i not in (*early, *cut, *pieces)]
+    of_piece = sum(_stored_bytes(records, (i,)) // some.count for i, some in pieces.items())
     ends = {
         **({"head": _stored_bytes(records, early)} if early and run is runs[-1] else {}),
+        **({"head_pieces": of_piece} if pieces and run is runs[-1] else {}),
         **({"embed": _stored_bytes(records, others)} if others and is_last else {}),
         **({"pieces": max(_stored_bytes(records, (i,)) // n for i, n in cut.items())} if cut and is_last else {}),
     }
@@ -129,6 +139,7 @@ def _plan_schedule(
         device_layers=min(stack.device_layers, run.stop),
         stores_late=_stores_late(records, run),
         ends=ends,
+        num_head_pieces=next((some.count for some in pieces.values()), 0) if run is runs[-1] else 0,
         **options,
     )
     if config.delayed_update:  # layers are updated beside the step, and taken over in backward
@@ -187,16 +198,44 @@ def early_ends(records: StateRecords, runs: Sequence[LayerRun]) -> tuple[int, ..
     layout = records.layout
     if layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
         return ()
-    tree = jax.tree.unflatten(jax.tree.structure(layout.abstract_params), range(len(layout.leaves)))
     most, early = _stored_bytes(records, layout.stacks[-1].blocks), list[int]()
-    for i in jax.tree.leaves(tree["head"]):
+    for i in _head_leaves(layout):
         if _stored_bytes(records, (*early, i)) <= most:
             early.append(i)
     return tuple(early)
 
 
-def cut_ends(records: StateRecords, runs: Sequence[LayerRun], update: RecordUpdate | None) -> dict[int, int]:
+def head_pieces(records: StateRecords, runs: Sequence[LayerRun], update: RecordUpdate | None) -> dict[int, Pieces]:
+    """Return how leaves are cut that the head alone uses, and that are not among `early_ends`: all into equally many pieces.
+
+    Each of the first ticks of backward updates one piece beside its layer, and the next one stores it. So there are at most as
+    many as there are layers, and none is larger than a layer's record.
+    """
+    early = early_ends(records, runs)
+    if update is None or records.layout.config.update != "in_backward" or not _stores_late(records, runs[-1]):
+        return {}
+    most, cut = _stored_bytes(records, runs[-1].stack.blocks), dict[int, Pieces]()
+    for i in sorted(set(_head_leaves(records.layout)) - set(early), key=lambda i: -_stored_bytes(records, (i,))):
+        pieces, others = update.pieces(i, runs[-1].num_layers), {some.count for some in cut.values()}
+        if pieces is None or _stored_bytes(records, (i,)) > most * pieces.count:
+            continue
+        if others <= {pieces.count}:
+            cut[i] = pieces
+    return cut
+
+
+def _head_leaves(layout: Layout) -> list[int]:
+    """Return the trained leaves that the head alone uses."""
+    tree = jax.tree.unflatten(jax.tree.structure(layout.abstract_params), range(len(layout.leaves)))
+    return jax.tree.leaves(tree["head"])
+
+
+def cut_ends(
+    records: StateRecords, runs: Sequence[LayerRun], update: RecordUpdate | None, pieces: Mapping[int, Pieces]
+) -> dict[int, int]:
     """Return in how many pieces leaves are updated that take longer to cross the link than a layer's record, by leaf.
+
+    They are none of `head_pieces`, which `pieces` are.
 
     The last layer's record is stored before them, and the first piece is then loaded alone. Beside that record a leaf of its
     size is loaded as a whole. A larger one would let the link wait.
@@ -206,10 +245,10 @@ def cut_ends(records: StateRecords, runs: Sequence[LayerRun], update: RecordUpda
     if update is None or layout.config.update_on == "host" or not _stores_late(records, run):
         return {}
     most, cut, early = _stored_bytes(records, run.stack.blocks), dict[int, int](), early_ends(records, runs)
-    for i in (i for i in layout.ends if i not in early):
-        pieces = update.pieces(i)
-        if pieces is not None and _stored_bytes(records, (i,)) * (1 - 1 / pieces.count) > most:
-            cut[i] = pieces.count
+    for i in (i for i in layout.ends if i not in (*early, *pieces)):
+        some = update.pieces(i)
+        if some is not None and _stored_bytes(records, (i,)) * (1 - 1 / some.count) > most:
+            cut[i] = some.count
     return cut
 
 
