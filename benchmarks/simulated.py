@@ -8,7 +8,8 @@ asynchronous operation, are read from XLA's thunks. The file that `--save` names
 the version that runs is put in its place. Products are cuBLAS's, since XLA cannot choose tiles of its own without a GPU.
 
 The model is that of Llama 7B: 32 layers x 4096, 32 heads, 11008 in the MLP, 32000 tokens, sequences of 2048, bf16, AdamW,
-layers recomputed in backward; its attention is cuDNN's, its loss has no logits. Needs zerojax[aot].
+layers recomputed in backward; its attention is cuDNN's, its loss has no logits. With `--autotune` the settings of the schedule
+are tried for each of some sizes of Llama (`zj.autotune`). Needs zerojax[aot].
 """
 
 import argparse
@@ -36,6 +37,13 @@ import zerojax as zj  # noqa: E402
 from zerojax import aot, hlo  # noqa: E402
 
 SEQ = 2048
+TUNED: dict[str, dict[str, Any]] = {
+    "1.3 B": {"layers": 24, "hidden": 2048, "heads": 16, "ff": 5504, "vocab": 50304},
+    "6.7 B": {"layers": 32},
+    "7.6 B": {"layers": 32, "ff": 14336, "vocab": 128256},
+    "13 B": {"layers": 40, "hidden": 5120, "heads": 40, "ff": 13824},
+}
+"""Sizes for `--autotune`, by parameters."""
 
 
 def simulated(
@@ -95,6 +103,19 @@ def table(
     return [*rows, ""]
 
 
+def tuned(name: str, tokens: list[int], rates: hlo.Rates) -> list[str]:
+    """Return what `zj.autotune` tells of a size, of steps of so many tokens."""
+    mode, lines = MODES["opt_state on the host"], []
+    for count in tokens:
+        batch = {name: jax.ShapeDtypeStruct((count // SEQ, SEQ), jnp.int32) for name in ("tokens", "targets")}
+        config = zj.ZeroConfig(precision="bf16", activations="remat", **mode.config)
+        mesh = aot.gpu_mesh("h200", gpus_per_host=1)
+        found = zj.autotune(llama(**TUNED[name]), optax.adamw(1e-3), config, mesh, batch, rates=rates)
+        lines += [f"{name} parameters, {count:,} tokens, opt_state on the host:", "", "```", str(found), "```", ""]
+        print("\n".join(lines[-6:]), flush=True)
+    return lines
+
+
 def section(
     names: list[str], tokens: list[int], sizes: dict[str, Any], rates: hlo.Rates, keep: pathlib.Path | None, title: str
 ) -> str:
@@ -148,6 +169,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--vocab", type=int, help="tokens of the embedding and the head, other than 32000")
     parser.add_argument("--ff", type=int, help="width of the MLP, other than 11008")
+    parser.add_argument("--autotune", action="store_true", help="try settings of the schedule of several sizes instead")
     parser.add_argument("--rate", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"), help="of hlo.Rates")
     parser.add_argument("--keep", type=pathlib.Path, help="a folder for the HLO texts")
     parser.add_argument("--title", default="", help="of the section, beside the version")
@@ -157,6 +179,12 @@ def main() -> None:
     if options.keep is not None:
         options.keep.mkdir(parents=True, exist_ok=True)
     sizes = {name: size for name in ("layers", "vocab", "ff") if (size := getattr(options, name)) is not None}
+    if options.autotune:
+        title = f"## jax {jax.__version__}, settings of the schedule by `--autotune`"
+        text = "\n".join([title, "", *(line for name in TUNED for line in tuned(name, options.tokens, rates))])
+        if options.save:
+            save(options.save, text, rates)
+        return
     text = section(options.modes, options.tokens, sizes, rates, options.keep, options.title)
     print(f"\n{head(rates)}{text}")
     if options.save:

@@ -37,6 +37,8 @@ from zerojax.planner import plan as plan
 from zerojax.planner import probe as probe
 from zerojax.precision import LossScaling as LossScaling
 from zerojax.program import Program as Program
+from zerojax.program import Tuned as Tuned
+from zerojax.program import autotune as autotune
 from zerojax.program import build_train_step as build_train_step
 from zerojax.reporting import Run as Run
 from zerojax.runtime import Preemption as Preemption
@@ -78,8 +80,10 @@ __all__ = [
     "TiledDense",
     "TiledMLP",
     "TrainState",
+    "Tuned",
     "ZeroConfig",
     "__version__",
+    "autotune",
     "build_train_step",
     "export_hf",
     "export_orbax",

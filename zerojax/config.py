@@ -114,6 +114,9 @@ class ZeroConfig:
       prefetch_distance: layers fetched ahead of their use, by the tiers off the device. 0: none.
       gather_ahead: at stage 3 the next layer of a LayeredModel is gathered while one computes, at the price of one more
         gathered layer.
+      link_groups: in how many groups the arrays of a layer's record are loaded and stored, one group up while another goes
+        down, where the link to the host works in both directions at once in backward. None: by a table of predicted steps;
+        `zerojax.autotune` predicts which number is fastest for a model. At most as many as there are arrays.
       device_budget_bytes: most bytes that records in flight, gathered layers among them, may take on a device. None: no limit.
       min_shard_bytes: parameters of fewer float32 bytes stay replicated (ZeRO's persistence threshold).
       swap_dir: folder of the nvme tier: a str, or an os.PathLike, which is kept as the str that it stands for.
@@ -151,6 +154,7 @@ class ZeroConfig:
     delayed_update: bool = False
     prefetch_distance: int = 1
     gather_ahead: bool = False
+    link_groups: int | None = None
     device_budget_bytes: int | None = None
     min_shard_bytes: int = 0
     swap_dir: str | None = None
@@ -206,6 +210,9 @@ class ZeroConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
                 raise ValueError(f"{name}={value!r}: an integer of at least {least} is needed")
+        groups = self.link_groups
+        if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int | np.integer) or groups < 2):
+            raise ValueError(f"link_groups={groups!r}: an integer of at least 2 is needed, or None for the default")
         if not isinstance(self.loss_scaling, LossScaling):
             raise ValueError(f"loss_scaling={self.loss_scaling!r}: a zerojax.LossScaling is needed")
         if self.swap_dir is not None:

@@ -9,6 +9,7 @@ import pytest
 
 import zerojax as zj
 from zerojax import aot, hlo
+from zerojax.state import state_records
 
 D, L = 16, 4
 H = "pinned_host"
@@ -72,3 +73,24 @@ def test_host_copies_are_those_of_the_thunks(tmp_path, config):
 @pytest.mark.xdist_group("h200")
 def test_a_resident_step_moves_nothing():
     assert program(update="after_backward", stage=0).host_copies(BATCH).moves == ()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("h200")
+def test_autotune_predicts_each_setting_from_its_compiled_program(monkeypatch):
+    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
+    base = program(params=H, opt_state=H)
+    tuned = zj.autotune(
+        base.model, base.tx, base.config, base.mesh, BATCH, distances=(1, 2), groups=(2, 3), rates=hlo.Rates(link=1e6)
+    )
+    settings = [(step.config.prefetch_distance, step.config.link_groups) for step in tuned.tried]
+    assert settings[:2] == [(1, None), (2, None)]
+    assert [groups for _, groups in settings[2:]] == [2, 3]
+    for step in tuned.tried:
+        assert step.simulation.traffic.source == "thunks"
+        assert step.simulation.floor_seconds <= step.simulation.seconds
+        assert step.num_bytes < 1 << 20
+    fastest = min(step.simulation.seconds for step in tuned.tried)
+    (chosen,) = (step for step in tuned.tried if step.config == tuned.config)
+    assert chosen.simulation.seconds <= fastest / 0.995
+    assert "<- fastest" in str(tuned)

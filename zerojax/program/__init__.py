@@ -4,3 +4,5 @@ from zerojax.program.build import Parts as Parts
 from zerojax.program.build import assemble as assemble
 from zerojax.program.build import build_train_step as build_train_step
 from zerojax.program.program import Program as Program
+from zerojax.program.tuning import Tuned as Tuned
+from zerojax.program.tuning import autotune as autotune

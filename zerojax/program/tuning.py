@@ -1,0 +1,179 @@
+"""Choose the schedule of a step by prediction: it is compiled with each of a few settings, and each program is simulated.
+
+    tuned = zj.autotune(model, tx, config, mesh, batch)
+    print(tuned)                                              # a table; every figure in it is predicted
+    program = zj.build_train_step(model, tx, tuned.config, mesh)
+
+Two settings change when records cross the link to the host, and no number: `prefetch_distance`, and `link_groups` where the
+link works in both directions at once. What is fastest depends on how XLA schedules the program around them, which no formula
+tells. So each is compiled, for devices that may not be there, and its schedule is walked by `hlo.simulate`.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from zerojax.aot import CHIPS
+from zerojax.config import ZeroConfig, streams
+from zerojax.hlo import Rates, Simulation, module_name, read_thunks, simulate
+from zerojax.models import LayeredModel, Model
+from zerojax.program.build import build_train_step
+from zerojax.program.program import Program
+
+DISTANCES = (1, 2, 4)
+GROUPS = (2, 4, 5, 6, 8, 10)
+LEAST_GAIN = 0.005
+"""Of the seconds of a step. What gains less is not preferred to a setting that was tried before it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TunedStep:
+    """A step with some settings, as it was predicted.
+
+    Attributes:
+      config: with these settings.
+      simulation: of its compiled program.
+      num_bytes: that its arguments and temporaries take on a device; compiled, not predicted.
+    """
+
+    config: ZeroConfig
+    simulation: Simulation
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The settings that are predicted to be fastest. It prints as a table.
+
+    Attributes:
+      config: with the fastest ones that fit.
+      tried: all steps, in the order in which they were compiled; the first is that of the config as it was given.
+      device_bytes: most bytes on a device, or None where that is not known.
+    """
+
+    config: ZeroConfig
+    tried: tuple[TunedStep, ...]
+    device_bytes: int | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"predicted at assumed rates from {len(self.tried)} compiled programs; nothing here was measured",
+            f"{'prefetch_distance':>17} {'link_groups':>11} {'predicted s':>11} {'idle':>6} {'floor s':>8} {'GB':>7}",
+        ]
+        for step in self.tried:
+            config, found = step.config, step.simulation
+            groups = "default" if config.link_groups is None else config.link_groups
+            marks = " <- fastest" if config == self.config else ""
+            if self.device_bytes is not None and step.num_bytes > self.device_bytes:
+                marks = f" more than the device's {self.device_bytes / 1e9:.2f}"
+            lines.append(
+                f"{config.prefetch_distance:>17} {groups:>11} {found.seconds:>11.4f} {100 * found.idle:>4.0f} % "
+                f"{found.floor_seconds:>8.4f} {step.num_bytes / 1e9:>7.2f}{marks}"
+            )
+        return "\n".join(lines)
+
+
+def autotune(
+    model: Model | LayeredModel,
+    tx: optax.GradientTransformation,
+    config: ZeroConfig,
+    mesh: Mesh,
+    batch: Any,
+    *,
+    rates: Rates | str = "h200",
+    distances: Sequence[int] = DISTANCES,
+    groups: Sequence[int] = GROUPS,
+    device_bytes: int | None = None,
+) -> Tuned:
+    """Compile a step with several settings of its schedule, and return those that are predicted to be fastest.
+
+    First `prefetch_distance` is chosen, then `link_groups`, each only where the step has a use for it. A step takes seconds to
+    compile, a large one tens of them. No figure is measured. No setting changes what a step computes, but for rounding.
+
+    Args:
+      model: as of `build_train_step`.
+      tx: likewise.
+      config: likewise; its settings are tried first.
+      mesh: of one GPU, which need not be there (`zerojax.aot`).
+      batch: arrays, or a tree of ShapeDtypeStruct.
+      rates: as of `hlo.simulate`; `zj.machine(...).rates()` are those of other machines.
+      distances: values of `prefetch_distance` to try.
+      groups: values of `link_groups` to try.
+      device_bytes: most bytes on the device. None: what a described chip has; of a GPU that is there, what JAX may take.
+
+    Raises:
+      NotImplementedError: the mesh is not one GPU: CPUs have no link, and collectives have no rates.
+      ValueError: no step fits, or the settings are none; and as `build_train_step`.
+    """
+    device = mesh.devices.flat[0]
+    if device.platform not in ("gpu", "cuda") or mesh.size > 1:
+        raise NotImplementedError(
+            f"autotune predicts steps of one GPU, and this mesh has {mesh.size} of platform {device.platform!r}: give "
+            'zerojax.aot.gpu_mesh("h200", gpus_per_host=1), which need not be there'
+        )
+    limit = _device_bytes(device) if device_bytes is None else device_bytes
+    tried = list[TunedStep]()
+
+    def attempt(config: ZeroConfig) -> Program:
+        with build_train_step(model, tx, config, mesh) as program:
+            if all(step.config != config for step in tried):
+                tried.append(_predicted(program, batch, rates))
+        return program
+
+    def best() -> ZeroConfig:
+        fitting = [step for step in tried if limit is None or step.num_bytes <= limit]
+        if not fitting:
+            least = min(step.num_bytes for step in tried)
+            raise ValueError(f"no setting fits: the least takes {least:,} bytes of the device, which has {limit:,}")
+        chosen = fitting[0]
+        for step in fitting[1:]:
+            if step.simulation.seconds < (1 - LEAST_GAIN) * chosen.simulation.seconds:
+                chosen = step
+        return chosen.config
+
+    schedule = attempt(config).schedule
+    phases = schedule.phases if isinstance(model, LayeredModel) and streams(config) else ()
+    if any(phase.fetches for phase in phases):
+        for distance in distances:
+            attempt(dataclasses.replace(config, prefetch_distance=distance))
+    if any(phase.stores_late and phase.name.rpartition("/")[2] == "backward" for phase in phases):
+        chosen = best()
+        for count in groups:
+            attempt(dataclasses.replace(chosen, link_groups=count))
+    return Tuned(config=best(), tried=tuple(tried), device_bytes=limit)
+
+
+def _predicted(program: Program, batch: Any, rates: Rates | str) -> TunedStep:
+    """Compile and walk a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = program.lower(batch).compile({"xla_dump_to": folder})
+        text, stats = compiled.as_text(), compiled.memory_analysis()
+        assert text is not None
+        assert stats is not None
+        thunks = read_thunks(folder, module_name(text))
+    found = simulate(text, rates=rates, thunks=thunks, callbacks=_callbacks(program.config))
+    taken = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    return TunedStep(config=program.config, simulation=found, num_bytes=taken)
+
+
+def _callbacks(config: ZeroConfig) -> str:
+    """Return what a step's callbacks do, as `simulate` takes it."""
+    on_disk = "nvme" in (config.params, config.grads, config.opt_state, config.frozen)
+    if config.update_on == "host":
+        return "nvme_update" if on_disk else "delayed" if config.delayed_update else "update"
+    return "nvme" if on_disk else "plain"
+
+
+def _device_bytes(device: Any) -> int | None:
+    """Return the bytes that a program may take on a device; None where that is not known."""
+    described = {facts["name"]: int(facts["memory"]) for facts in CHIPS.values()}
+    try:
+        stats = device.memory_stats()
+    except (jax.errors.JaxRuntimeError, NotImplementedError):  # of a device that is not there
+        stats = None
+    return (stats or {}).get("bytes_limit") or described.get(device.device_kind)
