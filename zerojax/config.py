@@ -115,7 +115,7 @@ class ZeroConfig:
       gather_ahead: at stage 3 the next layer of a LayeredModel is gathered while one computes, at the price of one more
         gathered layer.
       link_groups: in how many groups the arrays of a layer's record are loaded and stored, one group up while another goes
-        down, where the link to the host works in both directions at once in backward. None: by a table of predicted steps;
+        down, where the link to the host works in both directions at once. None: by a table of predicted steps;
         `zerojax.autotune` predicts which number is fastest for a model. At most as many as there are arrays.
       device_budget_bytes: most bytes that records in flight, gathered layers among them, may take on a device. None: no limit.
       min_shard_bytes: parameters of fewer float32 bytes stay replicated (ZeRO's persistence threshold).

@@ -51,7 +51,8 @@ def test_settings_are_tried_where_the_step_has_a_use_for_them(monkeypatch):
     assert tuned(monkeypatch, {}, flat)[1] == [(1, None)]
     assert tuned(monkeypatch, IN_BACKWARD, flat)[1] == [(1, None), *groups]
     assert tuned(monkeypatch, IN_BACKWARD, flat, linear=False)[1] == [(1, None)]  # by kernels, one way at a time
-    assert tuned(monkeypatch, {"opt_state": HOST}, flat)[1] == [(1, None)]
+    assert tuned(monkeypatch, {"opt_state": HOST, "params": HOST}, flat, linear=False)[1] == [(1, None), (2, None), (4, None)]
+    assert tuned(monkeypatch, {"opt_state": HOST}, flat)[1] == [(1, None), *groups]  # an update after backward
     fetching = {"params": HOST, **IN_BACKWARD}
     assert tuned(monkeypatch, fetching, flat)[1] == [(1, None), (2, None), (4, None), *groups]
     assert tuned(monkeypatch, fetching, flat, distances=(1, 3), groups=(2,))[1] == [(1, None), (3, None), (1, 2)]

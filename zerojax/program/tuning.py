@@ -141,7 +141,7 @@ def autotune(
     if any(phase.fetches for phase in phases):
         for distance in distances:
             attempt(dataclasses.replace(config, prefetch_distance=distance))
-    if any(phase.stores_late and phase.name.rpartition("/")[2] == "backward" for phase in phases):
+    if any(phase.stores_late for phase in phases):
         chosen = best()
         for count in groups:
             attempt(dataclasses.replace(chosen, link_groups=count))

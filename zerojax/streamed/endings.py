@@ -298,8 +298,7 @@ class ByLayers(StoredGrads):
         def tick(carry: Any, now: Tick) -> tuple[Any, None]:
             states, pending = carry
             grads, old = self.read_grads(result.carried, part, now.layer), list[Array]()
-            # Two groups: no products part the turns, so that each more would only wait for the longer of two directions.
-            crossing = Crossing(late, 2, now, pending, states)
+            crossing = Crossing(late, self.plan.update_groups(), now, pending, states)
             crossed = crossing.begin()
             for number in range(1, crossing.num_turns):
                 crossed = crossing.turn(number, jax.lax.optimization_barrier(crossed))
