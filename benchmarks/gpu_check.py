@@ -12,6 +12,7 @@ fewer seconds are left than it is said to need, and is listed as not run. One th
 and no other check. What lacks a package or a device says so, and fails nothing.
 
     first             records by both forms of index, copies alone and beside products, both ways at once, a short streamed step
+    groups            8 layers of it, whose records cross the link in 2, 4, 6 and 10 groups (`ZeroConfig.link_groups`)
     steps-*           a Llama of 6.7 B: 16K and 32K tokens, with its states in a mode; seconds, idle share, bytes over the link
                       by copies and by kernels, peak memory, a profile kept as a file, beside what `hlo.simulate` predicts
     disks             3.9 B with everything on the host, on a RAM disk and on a disk
@@ -96,13 +97,13 @@ def copied(way: str) -> Check:
     return Check(name=f"copies {way}", run=copies.check_copies(way), compiled=copies.compile_copies(way), needs=needs)
 
 
-def stepped(name: str, mode: str, needs: Needs, which: int = 0, short: bool = False) -> Check:
-    """Return the check of a step in one mode, at the first or the second number of tokens."""
+def stepped(name: str, mode: str, needs: Needs, which: int = 0, short: bool = False, groups: int | None = None) -> Check:
+    """Return the check of a step in one mode, at the first or the second number of tokens; `groups` are its `link_groups`."""
 
     def case(context: Context) -> llamas.Case:
         sizes = context.sizes.short if short else context.sizes.llama
         is_largest = which == 1 and not short
-        return llamas.Case(mode=mode, sizes=sizes, tokens=sizes.tokens[which], is_largest=is_largest)
+        return llamas.Case(mode=mode, sizes=sizes, tokens=sizes.tokens[which], is_largest=is_largest, link_groups=groups)
 
     return Check(name=name, run=llamas.check_step(case), compiled=llamas.compile_step(case), needs=needs)
 
@@ -161,6 +162,17 @@ PARTS: Mapping[str, Part] = {
                         stepped("8 layers, resident", "resident", SHORT, short=True),
                         stepped("8 layers, opt_state", "opt_state on the host", SHORT, short=True),
                     ),
+                    env=MOST_MEMORY,
+                ),
+            ),
+        ),
+        Part(
+            name="groups",
+            what="8 layers with opt_state in host memory, whose records cross the link in 2, 4, 6 and 10 groups",
+            groups=(
+                Group(checks=(measured_rates(),)),
+                *alone(
+                    *(stepped(f"{n} groups", "opt_state on the host", SHORT, short=True, groups=n) for n in (2, 4, 6, 10)),
                     env=MOST_MEMORY,
                 ),
             ),

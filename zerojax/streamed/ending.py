@@ -196,11 +196,11 @@ class LateRecord:
         self.records, self.part, self.pieces, self.lowest = records, part, pieces or {}, lowest
         self._specs, self.num_opt = record_specs(records, part), len(records.opt_records(part))
         self.num_own, self.places = len(self._specs), dict[int, range]()
-        self._own_leaf = dict[int, int]()
+        self._leaf_of = dict[int, int]()
         for i in self.pieces:
             specs = record_specs(records, (i,))
             self.places[i] = range(len(self._specs), len(self._specs) + len(specs))
-            self._own_leaf |= dict.fromkeys(self.places[i], i)
+            self._leaf_of |= dict.fromkeys(self.places[i], i)
             self._specs += specs
 
     def load(self, states: FlatState, places: Sequence[int], now: Tick) -> dict[int, Array]:
@@ -208,7 +208,7 @@ class LateRecord:
         stacks, loaded = self._stacks(states), dict[int, Array]()
         for n in places:
             if n >= self.num_own:
-                i = self._own_leaf[n]
+                i = self._leaf_of[n]
                 # A parameter whose master is updated is stored alone.
                 is_weight = states.master is None or n - self.places[i].start < len(self.records.opt_records((i,)))
                 if now.loads_pieces and is_weight:
@@ -224,7 +224,7 @@ class LateRecord:
         stacks = self._stacks(states)
         for n, value in values.items():
             if n >= self.num_own:
-                stacks[n] = self.pieces[self._own_leaf[n]].write(self._specs[n], stacks[n], self.piece(layer), value)
+                stacks[n] = self.pieces[self._leaf_of[n]].write(self._specs[n], stacks[n], self.piece(layer), value)
             else:
                 (stacks[n],) = write_layer([self._specs[n]], [stacks[n]], layer, [value])
         params = list(states.params)
@@ -241,7 +241,7 @@ class LateRecord:
         """Return room for what was updated and not stored yet."""
         stacks, found = self._stacks(states), list[Array]()
         for n, (spec, stack) in enumerate(zip(self._specs, stacks, strict=True)):
-            shape = stack.shape[1:] if n < self.num_own else self.pieces[self._own_leaf[n]].shape(stack)
+            shape = stack.shape[1:] if n < self.num_own else self.pieces[self._leaf_of[n]].shape(stack)
             found.append(jax.lax.with_sharding_constraint(jnp.zeros(shape, stack.dtype), spec.sharding))
         return found
 

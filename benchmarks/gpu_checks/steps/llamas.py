@@ -58,12 +58,14 @@ class Case:
       sizes: of the model.
       tokens: of a step.
       is_largest: whether the bounds of the most tokens hold for it.
+      link_groups: of the config; None: the default.
     """
 
     mode: str
     sizes: LlamaSizes
     tokens: int
     is_largest: bool = False
+    link_groups: int | None = None
 
     @property
     def of(self) -> "Mode":
@@ -75,7 +77,8 @@ class Case:
     @property
     def name(self) -> str:
         """For files and rows."""
-        return f"{self.mode}, {self.sizes.layers} layers, {self.tokens} tokens"
+        groups = "" if self.link_groups is None else f", link_groups={self.link_groups}"
+        return f"{self.mode}, {self.sizes.layers} layers, {self.tokens} tokens{groups}"
 
     def build(self, mesh: Any, swap_dir: str | None = None) -> Any:
         """Return the program; attention is cuDNN's on GPUs."""
@@ -86,7 +89,12 @@ class Case:
 
         s = self.sizes
         attention = "xla" if mesh.devices.flat[0].platform == "cpu" else "cudnn"
-        fields: dict[str, Any] = {"precision": "bf16", "activations": "remat", **self.of.config}
+        fields: dict[str, Any] = {
+            "precision": "bf16",
+            "activations": "remat",
+            "link_groups": self.link_groups,
+            **self.of.config,
+        }
         fields |= {} if swap_dir is None else {"swap_dir": swap_dir}
         model = llama(s.layers, s.hidden, s.heads, s.ff, s.vocab, attention)
         return zj.build_train_step(model, optax.adamw(1e-4), zj.ZeroConfig(**fields), mesh)
@@ -224,9 +232,9 @@ def check_step(case: Callable[[Context], Case]) -> Callable[[Context], Iterator[
 
     def rows(context: Context) -> Iterator[Row]:
         given = case(context)
-        key, asked = (given.mode, given.sizes), given.sizes.layers
+        key, asked = (given.mode, given.sizes, given.link_groups), given.sizes.layers
         if key not in context.shared:
-            context.shared.clear()  # of another mode: its state would take the room of this one's
+            context.shared.clear()  # of another program: its state would take the room of this one's
             fits, program = fitted(given, lambda one: one.build(one_device()), host_room(context))
             context.shared[key] = fits.sizes, program, None
         sizes, program, state = context.shared[key]
