@@ -108,7 +108,7 @@ def test_a_layer_larger_than_the_budget_trains_within_it():
     """Parameters of one layer take 17 GB in bfloat16, with state 120 GB; the program has 8 GB of device memory."""
     budget, hidden = 8_000_000_000, 32768
     fields = {**tiling.STREAM, "device_budget_bytes": budget}
-    with pytest.raises(ValueError, match=f"budget_bytes={budget}: .*nothing fits"):
+    with pytest.raises(ValueError, match=f"device_budget_bytes={budget}: .*nothing fits"):
         tiling.streamed_program(hidden, 1, 1, 2, TOKENS, **fields)
     program, batch = tiling.streamed_program(hidden, 64, 1, 2, TOKENS, **fields)
     compiled = program.lower(batch).compile().memory_analysis()

@@ -398,6 +398,12 @@ def test_arguments_that_name_nothing_are_refused(arguments, message):
 def test_programs_that_cannot_be_walked_are_refused():
     with pytest.raises(ValueError, match="not scheduled: give the text of a compiled one"):
         hlo.simulate(module(product("d")).replace(", is_scheduled=true", ""))
+    with pytest.raises(ValueError, match="no ENTRY, or was cut before it"):
+        hlo.simulate(module(product("d")).partition("ENTRY")[0])
+    with pytest.raises(ValueError, match="text is of type list: give the text of a compiled program"):
+        hlo.simulate([])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"thunks are of type str: give what hlo.read_thunks"):
+        hlo.simulate(module(product("d")), thunks="dump")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="g is a collective: a program of one device is simulated"):
         hlo.simulate(module(f"  %g = {A} all-reduce(%x), to_apply=%condition"))
     with pytest.raises(ValueError, match="link = 0: it is a rate, above 0 a second"):

@@ -27,16 +27,31 @@ class Predicted:
     floor_seconds: float = 0.5
 
 
-def tuned(monkeypatch, fields, seconds, num_bytes=lambda config: 100, linear=True, **options):
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """Stands for a lowered step, which takes a second to make."""
+
+    text: str
+
+    def as_text(self):
+        return self.text
+
+
+def lower(program, batch):
+    return Lowered(f"{program.config.prefetch_distance} {program.config.link_groups}")
+
+
+def tuned(monkeypatch, fields, seconds, num_bytes=lambda config: 100, linear=True, lowers=False, **options):
     """Return what is chosen if a config takes `seconds(config)`, and the settings in the order in which they were tried."""
     tried = []
 
-    def predicted(program, batch, rates):
-        config = program.config
+    def predicted(config, lowered, rates):
         tried.append((config.prefetch_distance, config.link_groups))
         return tuning.TunedStep(config=config, simulation=Predicted(seconds(config)), num_bytes=num_bytes(config))
 
     monkeypatch.setattr(tuning, "_predicted", predicted)
+    if not lowers:
+        monkeypatch.setattr(zj.Program, "lower", lower)
     monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: linear)
     config = zj.ZeroConfig(precision="bf16", activations="remat", **fields)
     mesh = aot.gpu_mesh("h200", gpus_per_host=1)
@@ -52,10 +67,17 @@ def test_settings_are_tried_where_the_step_has_a_use_for_them(monkeypatch):
     assert tuned(monkeypatch, IN_BACKWARD, flat)[1] == [(1, None), *groups]
     assert tuned(monkeypatch, IN_BACKWARD, flat, linear=False)[1] == [(1, None)]  # by kernels, one way at a time
     assert tuned(monkeypatch, {"opt_state": HOST, "params": HOST}, flat, linear=False)[1] == [(1, None), (2, None), (4, None)]
-    assert tuned(monkeypatch, {"opt_state": HOST}, flat)[1] == [(1, None), *groups]  # an update after backward
+    after = {"opt_state": HOST}  # an update after backward
+    assert tuned(monkeypatch, after, flat, groups=(3, 4))[1] == [(1, None), (1, 3), (1, 4)]
     fetching = {"params": HOST, **IN_BACKWARD}
     assert tuned(monkeypatch, fetching, flat)[1] == [(1, None), (2, None), (4, None), *groups]
     assert tuned(monkeypatch, fetching, flat, distances=(1, 3), groups=(2,))[1] == [(1, None), (3, None), (1, 2)]
+
+
+def test_settings_that_make_the_same_program_are_compiled_once(monkeypatch):
+    """There are at most as many groups as arrays."""
+    found = tuned(monkeypatch, IN_BACKWARD, lambda config: 1.0, lowers=True, groups=(3, 50, 100))
+    assert found[1][1:] == [(1, 3), (1, 50)]
 
 
 def test_the_fastest_that_fits_is_chosen(monkeypatch):
@@ -72,12 +94,53 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch):
     found, _ = tuned(monkeypatch, fields, seconds, num_bytes, device_bytes=20)
     assert (found.config.prefetch_distance, found.config.link_groups) == (2, 10)
     lines = str(found).splitlines()
-    assert "predicted at assumed rates from 5 compiled programs; nothing here was measured" in lines[0]
-    assert lines[2].split() == ["1", "default", "1.0000", "25", "%", "0.5000", "0.00"]
-    assert [line.endswith("more than the device's 0.00") for line in lines[2:]] == [n == 2 for n in range(5)]
+    assert lines[0].startswith("predicted from 5 compiled programs at assumed rates, such as 55 GB/s of the link each way")
+    assert lines[2].split() == ["1", "default", "1,000.000", "25", "%", "500.000", "0.0"]
+    assert [line.endswith("more than the device's 0.0") for line in lines[2:]] == [n == 2 for n in range(5)]
     assert [line.endswith("<- fastest") for line in lines[2:]] == [n == 4 for n in range(5)]
     with pytest.raises(ValueError, match="no setting fits: the least takes 10 bytes of the device, which has 9"):
         tuned(monkeypatch, fields, seconds, num_bytes, device_bytes=9)
+
+
+def test_settings_that_cannot_be_built_are_told_and_not_chosen(monkeypatch):
+    fields = {"params": HOST, **IN_BACKWARD}
+    with zj.build_train_step(
+        toys.layered(), optax.adamw(1e-3), zj.ZeroConfig(precision="bf16", activations="remat", **fields),
+        aot.gpu_mesh("h200", gpus_per_host=1),
+    ) as program:  # fmt: skip
+        most = program.schedule.peak_bytes
+    budget = {"device_budget_bytes": most}
+    found, tried = tuned(monkeypatch, fields | budget, lambda config: 1 / config.prefetch_distance, linear=False)
+    assert tried == [(1, None)]
+    assert [(config.prefetch_distance, f"device_budget_bytes={most}: " in why) for config, why in found.refused] == [
+        (2, True),
+        (4, True),
+    ]
+    assert str(found).splitlines()[3].split()[:4] == ["2", "default", "not", "built:"]
+    with pytest.raises(ValueError, match=r"device_budget_bytes=1: .*nothing fits"):
+        tuned(monkeypatch, fields | {"device_budget_bytes": 1}, lambda config: 1.0, linear=False)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"groups": 4}, "groups=4: a sequence of values of link_groups"),
+        ({"groups": (1,)}, "link_groups=1: an integer of at least 2"),
+        ({"distances": "12"}, "distances='12': a sequence"),
+        ({"distances": (-1,)}, "prefetch_distance=-1"),
+        ({"device_bytes": "60e9"}, "device_bytes='60e9': an integer"),
+        ({"rates": "l4"}, r"rates .l4. are unknown: .* zerojax.machine\(.l4.\).rates\(\)"),
+        ({"rates": zj.machine("l4")}, "rates of type Machine are unknown"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_compiled(wrong, told, monkeypatch):
+    monkeypatch.setattr(tuning, "build_train_step", None)
+    with pytest.raises(ValueError, match=told):
+        tuned(monkeypatch, IN_BACKWARD, None, **wrong)
+
+
+def test_a_step_without_settings_says_so(monkeypatch):
+    assert str(tuned(monkeypatch, {}, lambda config: 1.0)[0]).endswith("no setting of the schedule changes this step")
 
 
 def test_a_gain_within_rounding_changes_nothing(monkeypatch):

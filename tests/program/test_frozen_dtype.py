@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import toys
+from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from pallas_kernels.storage import abstract_encoded, choose_layout, decode, encode
@@ -100,6 +101,23 @@ def batches():
     random = np.random.default_rng(0)
     draw = lambda: random.integers(0, VOCAB, (BATCH, 3))  # noqa: E731
     return [{"tokens": draw(), "targets": draw()} for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("is_layered", [True, False], ids=["layered", "unrolled"])
+def test_the_account_of_tensor_parallelism_knows_encoded_leaves(is_layered):
+    """What crosses `tensor`, and what is kept, are activations: the same in every dtype of the base."""
+    specs = {r"up": P(None, "tensor"), r"down": P("tensor", None)}
+    model = zj.with_specs(
+        MODEL if is_layered else unrolled(), {rf"block/{k}" if is_layered else k: v for k, v in specs.items()}
+    )
+    mesh, batch, found = zj.make_mesh(tensor=2, devices=jax.devices()[:2]), batches()[0], []
+    for dtype in (None, "int8"):
+        with zj.build_train_step(model, optax.adamw(1e-2), zj.ZeroConfig(frozen_dtype=dtype), mesh) as program:
+            sent = program.memory(batch).collectives
+            kept = [(value.name, value.num_bytes) for value in program.kept(batch)]
+        found.append(({name: n for name, n in sent.items() if name.startswith("tensor")}, kept))
+    assert found[0][0]["tensor_all_reduce"] > 0
+    assert found[1] == found[0]
 
 
 def rounded(params, format, sharded, dims):

@@ -224,13 +224,13 @@ def test_the_schedule_and_the_account_count_tiles():
     again = LAYERS * (sum(a.size for a in leaves) + D * D) * 4 // 4
     assert memory.host_link["to_device"] - memory_whole.host_link["to_device"] == again
     assert memory.tiers["device"]["gathered"] < memory_whole.tiers["device"]["gathered"] / 2
-    with pytest.raises(ValueError, match=r"budget_bytes=1000: .* bytes in flight on a device"):
+    with pytest.raises(ValueError, match=r"device_budget_bytes=1000: .* bytes in flight on a device"):
         build(dataclasses.replace(config, device_budget_bytes=1000), {"fsdp": 4}, model())
 
 
 def test_a_budget_that_whole_layers_exceed_is_kept_by_tiles():
     fields = {"stage": 3, "params": HOST, "opt_state": HOST, "update": "in_backward", "prefetch_distance": 1}
-    with pytest.raises(ValueError, match=r"budget_bytes=20000: .* nothing fits"):
+    with pytest.raises(ValueError, match=r"device_budget_bytes=20000: .* nothing fits"):
         build(zj.ZeroConfig(**fields, device_budget_bytes=20_000), {"fsdp": 1}, model(tiles=False))
     build(zj.ZeroConfig(**fields, device_budget_bytes=20_000), {"fsdp": 1}, model())
 

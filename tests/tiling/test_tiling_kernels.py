@@ -201,6 +201,16 @@ def test_an_unknown_implementation_is_refused_when_a_layer_is_built():
             make()
 
 
+def test_an_activation_that_is_no_function_is_refused_when_a_layer_is_built():
+    for make in (
+        lambda: zj.TiledMLP(D, H, activation="silu", rngs=nnx.Rngs(0)),  # pyright: ignore[reportArgumentType]
+        lambda: zj.linen.TiledMLP(H, activation="silu"),  # pyright: ignore[reportArgumentType]
+        lambda: tiling.tiled_mlp(jnp.zeros((2, S, D)), {}, "silu"),  # pyright: ignore[reportArgumentType]
+    ):
+        with pytest.raises(ValueError, match=r"activation='silu': a function is needed, such as jax.nn.gelu"):
+            make()
+
+
 def test_activations_that_the_kernel_has_are_known_by_their_functions():
     for f, name in ((jax.nn.gelu, "gelu"), (nnx.gelu, "gelu"), (jax.nn.silu, "silu"), (nn.swish, "silu"), (jnp.tanh, None)):
         assert name_of(f) == name

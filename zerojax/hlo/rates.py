@@ -76,6 +76,10 @@ def rates_of(rates: Rates | str) -> Rates:
     """
     if isinstance(rates, Rates):
         return rates
-    if rates not in RATES:
-        raise ValueError(f"rates {rates!r} are unknown: choose from {', '.join(RATES)}, or give a Rates")
+    if not isinstance(rates, str) or rates not in RATES:
+        told = repr(rates) if isinstance(rates, str) else f"of type {type(rates).__name__}"
+        raise ValueError(
+            f"rates {told} are unknown: choose from {', '.join(RATES)}, or give an hlo.Rates; those of another machine are "
+            'zerojax.machine("l4").rates()'
+        )
     return RATES[rates]

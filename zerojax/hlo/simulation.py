@@ -182,6 +182,10 @@ def simulate(
     Raises:
       ValueError: the program is one of several devices or not scheduled, or an argument is none of those.
     """
+    if not isinstance(text, str):
+        raise ValueError(f"text is of type {type(text).__name__}: give the text of a compiled program, compiled.as_text()")
+    if thunks is not None and not isinstance(thunks, Thunks):
+        raise ValueError(f"thunks are of type {type(thunks).__name__}: give what hlo.read_thunks(folder) returns")
     if kernels not in ("exclusive", "beside"):
         raise ValueError(f"kernels={kernels!r}: 'exclusive' or 'beside'")
     if callbacks not in CALLBACKS:
@@ -190,6 +194,8 @@ def simulate(
         raise ValueError(f"streams={streams!r}: choose from {', '.join(STREAMS)}")
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError("the program is not scheduled: give the text of a compiled one, compiled.as_text()")
+    if re.search("^ENTRY ", text, re.MULTILINE) is None:
+        raise ValueError("the text has no ENTRY, or was cut before it: give the whole text of a compiled program")
     walk = _Walk(text, rates_of(rates), thunks, streams, kernels == "exclusive", callbacks, unknown_trips)
     walk.run(walk.module.entry)
     return walk.result()

@@ -106,7 +106,8 @@ class HostTraffic:
         rows = [f"bytes of a step over the link to the host, counted in its program by its {self.source}"]
         for by, total in ((COPY, self.by_copies), (KERNEL, self.by_kernels)):
             rows.append(f"  by {by:<6}  to device {total['to_device']:>16,}  to host {total['to_host']:>16,}")
-        rows.append(f"  {100 * self.share_of_copies:.1f} % by copies")
+        moves = any(sum(total.values()) for total in (self.by_copies, self.by_kernels))
+        rows.append(f"  {100 * self.share_of_copies:.1f} % by copies" if moves else "  the program itself moves nothing")
         if self.has_callbacks:
             rows.append("  besides what the program's callbacks move, which it does not say")
         for m in self.kernels:

@@ -68,7 +68,7 @@ def _sent(layout: Layout, model: Any, abstract_batch: Any, modes: Mapping[str, s
     state = layout.abstract_arrays
     params, model_state = jax.tree.map(shape, (layout.join(state), state.model_state))
     leaves, tree = jax.tree.flatten(jax.eval_shape(layout.decode, params))
-    specs = [layout.all_leaves[i] for i in layout.in_tree]
+    specs = layout.decoded_leaves()
     count = layout.config.num_microbatches
 
     def derivative(leaves: list[Any], batch: Any, model_state: Any) -> Any:

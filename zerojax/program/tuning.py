@@ -11,7 +11,7 @@ tells. So each is compiled, for devices that may not be there, and its schedule 
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,10 @@ from jax.sharding import Mesh
 
 from zerojax.aot import CHIPS
 from zerojax.config import ZeroConfig, streams
-from zerojax.hlo import Rates, Simulation, module_name, read_thunks, simulate
+from zerojax.hlo import Rates, Simulation, module_name, rates_of, read_thunks, simulate
 from zerojax.models import LayeredModel, Model
 from zerojax.program.build import build_train_step
+from zerojax.program.compile import LoweredStep
 from zerojax.program.program import Program
 
 DISTANCES = (1, 2, 4)
@@ -52,30 +53,44 @@ class Tuned:
 
     Attributes:
       config: with the fastest ones that fit.
-      tried: all steps, in the order in which they were compiled; the first is that of the config as it was given.
+      tried: all steps, in the order in which they were compiled; the first is that of the config as it was given. A setting
+        that makes the same program as one before it is not among them.
+      refused: settings with which the step cannot be built, such as by `device_budget_bytes`, and why.
       device_bytes: most bytes on a device, or None where that is not known.
+      rates: assumed.
     """
 
     config: ZeroConfig
     tried: tuple[TunedStep, ...]
+    refused: tuple[tuple[ZeroConfig, str], ...]
     device_bytes: int | None
+    rates: Rates
 
     def __str__(self) -> str:
+        rates = self.rates
         lines = [
-            f"predicted at assumed rates from {len(self.tried)} compiled programs; nothing here was measured",
-            f"{'prefetch_distance':>17} {'link_groups':>11} {'predicted s':>11} {'idle':>6} {'floor s':>8} {'GB':>7}",
+            f"predicted from {len(self.tried)} compiled programs at assumed rates, such as {rates.link / 1e9:.4g} GB/s of the "
+            f"link each way and {rates.products / 1e12:.4g} TF/s; nothing here was measured",
+            f"{'prefetch_distance':>17} {'link_groups':>11} {'predicted ms':>12} {'idle':>6} {'floor ms':>10} {'MB':>11}",
         ]
         for step in self.tried:
             config, found = step.config, step.simulation
-            groups = "default" if config.link_groups is None else config.link_groups
             marks = " <- fastest" if config == self.config else ""
             if self.device_bytes is not None and step.num_bytes > self.device_bytes:
-                marks = f" more than the device's {self.device_bytes / 1e9:.2f}"
+                marks = f" more than the device's {self.device_bytes / 1e6:,.1f}"
             lines.append(
-                f"{config.prefetch_distance:>17} {groups:>11} {found.seconds:>11.4f} {100 * found.idle:>4.0f} % "
-                f"{found.floor_seconds:>8.4f} {step.num_bytes / 1e9:>7.2f}{marks}"
+                f"{_settings(config)} {1e3 * found.seconds:>12,.3f} {100 * found.idle:>4.0f} % "
+                f"{1e3 * found.floor_seconds:>10,.3f} {step.num_bytes / 1e6:>11,.1f}{marks}"
             )
+        lines += [f"{_settings(config)} not built: {why}" for config, why in self.refused]
+        if len(self.tried) + len(self.refused) == 1:
+            lines.append("no setting of the schedule changes this step")
         return "\n".join(lines)
+
+
+def _settings(config: ZeroConfig) -> str:
+    """Return the settings of a config, as the first columns of the table."""
+    return f"{config.prefetch_distance:>17} {'default' if config.link_groups is None else config.link_groups:>11}"
 
 
 def autotune(
@@ -108,22 +123,36 @@ def autotune(
 
     Raises:
       NotImplementedError: the mesh is not one GPU: CPUs have no link, and collectives have no rates.
-      ValueError: no step fits, or the settings are none; and as `build_train_step`.
+      ValueError: no step fits, or an argument is none of those; and as `build_train_step`, of the config as it is given.
     """
-    device = mesh.devices.flat[0]
+    device, rates = mesh.devices.flat[0], rates_of(rates)
     if device.platform not in ("gpu", "cuda") or mesh.size > 1:
         raise NotImplementedError(
             f"autotune predicts steps of one GPU, and this mesh has {mesh.size} of platform {device.platform!r}: give "
             'zerojax.aot.gpu_mesh("h200", gpus_per_host=1), which need not be there'
         )
+    # Each is checked before anything is compiled.
+    by_distance = _with_each(config, "prefetch_distance", distances)
+    by_groups = _with_each(config, "link_groups", groups)
+    if device_bytes is not None and (isinstance(device_bytes, bool) or not isinstance(device_bytes, int)):
+        raise ValueError(f"device_bytes={device_bytes!r}: an integer is needed, or None for what the device has")
     limit = _device_bytes(device) if device_bytes is None else device_bytes
-    tried = list[TunedStep]()
+    tried, programs, refused = list[TunedStep](), set[str](), list[tuple[ZeroConfig, str]]()
 
     def attempt(config: ZeroConfig) -> Program:
         with build_train_step(model, tx, config, mesh) as program:
-            if all(step.config != config for step in tried):
-                tried.append(_predicted(program, batch, rates))
+            lowered = program.lower(batch)
+            if (text := lowered.as_text()) not in programs:
+                programs.add(text)
+                tried.append(_predicted(config, lowered, rates))
         return program
+
+    def attempt_others(configs: Sequence[ZeroConfig]) -> None:
+        for other in configs:
+            try:
+                attempt(other)
+            except ValueError as error:  # the config as it was given can be built
+                refused.append((other, str(error)))
 
     def best() -> ZeroConfig:
         fitting = [step for step in tried if limit is None or step.num_bytes <= limit]
@@ -139,26 +168,35 @@ def autotune(
     schedule = attempt(config).schedule
     phases = schedule.phases if isinstance(model, LayeredModel) and streams(config) else ()
     if any(phase.fetches for phase in phases):
-        for distance in distances:
-            attempt(dataclasses.replace(config, prefetch_distance=distance))
+        attempt_others(by_distance)
     if any(phase.stores_late for phase in phases):
-        chosen = best()
-        for count in groups:
-            attempt(dataclasses.replace(chosen, link_groups=count))
-    return Tuned(config=best(), tried=tuple(tried), device_bytes=limit)
+        distance = best().prefetch_distance
+        attempt_others([dataclasses.replace(other, prefetch_distance=distance) for other in by_groups])
+    return Tuned(config=best(), tried=tuple(tried), refused=tuple(refused), device_bytes=limit, rates=rates)
 
 
-def _predicted(program: Program, batch: Any, rates: Rates | str) -> TunedStep:
+def _with_each(config: ZeroConfig, name: str, values: Any) -> list[ZeroConfig]:
+    """Return a config with each of some values of a field.
+
+    Raises:
+      ValueError: they are no sequence, or the field takes one of them not.
+    """
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        what = "distances" if name == "prefetch_distance" else "groups"
+        raise ValueError(f"{what}={values!r}: a sequence of values of {name} is needed")
+    return [dataclasses.replace(config, **{name: value}) for value in values]
+
+
+def _predicted(config: ZeroConfig, lowered: LoweredStep, rates: Rates) -> TunedStep:
     """Compile and walk a step."""
     with tempfile.TemporaryDirectory() as folder:
-        compiled = program.lower(batch).compile({"xla_dump_to": folder})
+        compiled = lowered.compile({"xla_dump_to": folder})
         text, stats = compiled.as_text(), compiled.memory_analysis()
         assert text is not None
         assert stats is not None
         thunks = read_thunks(folder, module_name(text))
-    found = simulate(text, rates=rates, thunks=thunks, callbacks=_callbacks(program.config))
-    taken = stats.argument_size_in_bytes + stats.temp_size_in_bytes
-    return TunedStep(config=program.config, simulation=found, num_bytes=taken)
+    found = simulate(text, rates=rates, thunks=thunks, callbacks=_callbacks(config))
+    return TunedStep(config=config, simulation=found, num_bytes=stats.argument_size_in_bytes + stats.temp_size_in_bytes)
 
 
 def _callbacks(config: ZeroConfig) -> str:

@@ -43,7 +43,7 @@ from zerojax.models import (
 from zerojax.optim import HostUpdate, RecordUpdate, Update, build_update, update_by_record, update_on_host
 from zerojax.resident.segments import keep_by_segments
 from zerojax.sharding import STAGES, TENSOR, ActivationSpec, num_batch_shards, split_microbatches
-from zerojax.state import Layout, StateRecords, TrainState, join_frozen, with_model_state
+from zerojax.state import Layout, Leaf, StateRecords, TrainState, join_frozen, with_model_state
 from zerojax.unreduced import reduced, unreduced_grads, unreduced_sharding
 
 Array = jax.Array
@@ -171,13 +171,16 @@ class ResidentStep:
         return ()
 
 
-def plain_objective(model: Model | LayeredModel, layout: Layout, modes: Mapping[str, str] = MappingProxyType({})) -> Objective:
+def plain_objective(
+    model: Model | LayeredModel, layout: Layout, modes: Mapping[str, str] = MappingProxyType({}), *, as_stored: bool = False
+) -> Objective:
     """Return the objective over whole parameters, before any gather is inserted.
 
     Args:
       model: the model.
       layout: of its state.
       modes: what the layers of a stack keep, by its name; by default `activations`.
+      as_stored: whether a layered model takes parameters as they rest, some of them in 8 or 4 bits (`Layout.decoding`).
     """
     mode, constrain = layout.config.activations, ActivationSpec(layout.mesh).constrain
     if isinstance(model, Model):
@@ -185,33 +188,33 @@ def plain_objective(model: Model | LayeredModel, layout: Layout, modes: Mapping[
         # A checkpoint runs no rule whose results nothing reads, and these rules return new scales as gradients all the same.
         if mode == "save" and _overwritten(layout.abstract_arrays.model_state)[0] is not None:
             return build_objective(model, constrain=constrain)
-        return keep_by_segments(build_objective(model, constrain=constrain), mode, splits_of(layout, layout.in_tree))
+        return keep_by_segments(build_objective(model, constrain=constrain), mode, splits_of(layout, layout.decoded_leaves()))
     stacks = {stack.name: stack.in_tree for stack in layout.stacks}
 
     def region(function: Callable[..., Any], stack: str) -> Callable[..., Any]:
         # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to merge, and no barrier is needed.
         if modes.get(stack, mode) == "remat":
             return jax.checkpoint(function, prevent_cse=False)
-        return keep_products(function, prevent_cse=False, splits=splits_of(layout, stacks[stack], 1), group=stack)
+        leaves = [layout.all_leaves[i] for i in stacks[stack]] if as_stored else layout.decoded_leaves(stacks[stack])
+        return keep_products(function, prevent_cse=False, splits=splits_of(layout, leaves, 1), group=stack)
 
     return build_objective(model, region=region, constrain=constrain)
 
 
-def splits_of(layout: Layout, leaves: Sequence[int], lead: int = 0) -> Splits | None:
+def splits_of(layout: Layout, leaves: Sequence[Leaf], lead: int = 0) -> Splits | None:
     """Return how some parameters are split by tensor parallelism, without their first `lead` dims; None where nothing is.
 
     A leaf that rests encoded is decoded where it is used: nothing is said of it.
     """
     if layout.mesh.shape[TENSOR] == 1:
         return None
-    params = [layout.all_leaves[i] for i in leaves]
-    return Splits(layout.mesh, tuple(None if leaf.decodes is not None else leaf.spec.base[lead:] for leaf in params))
+    return Splits(layout.mesh, tuple(None if leaf.decodes is not None else leaf.spec.base[lead:] for leaf in leaves))
 
 
 def stored_objective(model: Model | LayeredModel, layout: Layout) -> Objective:
     """Return the objective over parameters as they rest, some of them in 8 or 4 bits; before any gather, likewise."""
     if isinstance(model, LayeredModel):
-        return plain_objective(layout.decoding(model), layout)  # each layer decodes its own
+        return plain_objective(layout.decoding(model), layout, as_stored=True)  # each layer decodes its own
     objective = plain_objective(model, layout)
     # Outside of all that is rematerialised: a region takes postponed weights as it takes shards.
     return lambda params, *args: objective(layout.decode(params), *args)

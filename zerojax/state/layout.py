@@ -214,6 +214,16 @@ class Layout:
         """Return parameters as a model is given them, from gathered ones that may be encoded."""
         return decoded(params, self.compute_dtype) if self.encodings else params
 
+    def decoded_leaves(self, indices: Sequence[int] | None = None) -> list[Leaf]:
+        """Return leaves as a model is given them, in the order of the tree: one for the arrays of each that rests encoded.
+
+        `indices` are of those that are wanted, in that order; None: all.
+        """
+        leaves = [self.all_leaves[i] for i in (self.in_tree if indices is None else indices)]
+        encoded = [leaf.decodes.path for leaf in leaves if leaf.decodes is not None]
+        others = lambda leaf: any(leaf.path[: len(path)] == path for path in encoded)  # noqa: E731
+        return [leaf.decodes or leaf for leaf in leaves if leaf.decodes is not None or not others(leaf)]
+
     def decoding(self, model: LayeredModel) -> LayeredModel:
         """Return a model whose functions take parameters that may be encoded."""
         return decoding_model(model, self.compute_dtype) if self.encodings else model

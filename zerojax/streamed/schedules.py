@@ -69,8 +69,6 @@ def plan_schedules(
     """
     config = records.layout.config
     distance, ahead, budget = config.prefetch_distance, config.gather_ahead, config.device_budget_bytes
-    if len(runs) == 1:
-        return {runs[0].name: _plan_schedule(records, runs, runs[0], cut, pieces, distance, ahead, budget)}
 
     def build(distance: int, ahead: bool) -> dict[str, Schedule]:
         return {run.name: _plan_schedule(records, runs, run, cut, pieces, distance, ahead) for run in runs}
@@ -79,9 +77,9 @@ def plan_schedules(
     peaks = {name: schedule.peak_bytes for name, schedule in schedules.items()}
     if budget is not None and max(peaks.values()) > budget:
         name = max(peaks, key=peaks.__getitem__)
-        of_run = name if runs[0].is_segment else f"stack {name!r}"
+        of_run = "" if len(runs) == 1 else f" of {name}" if runs[0].is_segment else f" of stack {name!r}"
         raise ValueError(
-            f"device_budget_bytes={budget}: prefetch_distance={distance} with gather_ahead={ahead} puts {peaks[name]} bytes of "
+            f"device_budget_bytes={budget}: prefetch_distance={distance} with gather_ahead={ahead} puts {peaks[name]} bytes"
             f"{of_run} in flight on a device, {peaks[name] - budget} more; "
             + advise(lambda distance, ahead: stacked_schedule(build(distance, ahead)), distance, ahead, budget)
         )
@@ -96,13 +94,8 @@ def _plan_schedule(
     pieces: Mapping[int, Pieces],
     distance: int,
     ahead: bool,
-    budget: int | None = None,
 ) -> Schedule:
-    """Return the schedule of the loops over one of the runs.
-
-    Raises:
-      ValueError: it does not fit the budget.
-    """
+    """Return the schedule of the loops over one of the runs."""
     layout, stack, tiers = records.layout, run.stack, _tiers(records, run)
     config = layout.config
     options: dict[str, Any] = {
@@ -111,7 +104,6 @@ def _plan_schedule(
         # Without masters the device's update fetches the parameters; an update on the host reads them by itself.
         "master": layout.has_master or config.update_on == "host",
         "record_bytes": record_bytes(records, stack.blocks, stack.frozen_blocks),
-        "budget_bytes": budget,
         "first_layer": run.first,
     }
     if stack.groups:

@@ -31,6 +31,12 @@ def check_implementation(implementation: str | None, what: str) -> None:
         raise ValueError(f"{what}: implementation={implementation!r} is unknown: choose from {', '.join(names)}, or None")
 
 
+def check_activation(activation: Any, what: str) -> None:
+    """Raise ValueError unless an activation is a function."""
+    if not callable(activation):
+        raise ValueError(f"{what}: activation={activation!r}: a function is needed, such as jax.nn.gelu")
+
+
 def name_of(activation: Callable[[Array], Array]) -> str | None:
     """Return the kernel's name of an activation, or None where it has none: the activation then follows the kernel."""
     if isinstance(activation, functools.partial) and activation.func is jax.nn.gelu and not activation.args:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from pallas_kernels.dispatch import Implementation
-from zerojax.tiling.kernels import check_implementation
+from zerojax.tiling.kernels import check_activation, check_implementation
 from zerojax.tiling.operators import tiled_dense, tiled_mlp
 from zerojax.tiling.weights import check_tiles, tile_kernel, tiles_of
 
@@ -118,6 +118,7 @@ class TiledMLP(nn.Module):
 
     def __post_init__(self) -> None:
         check_implementation(self.implementation, "TiledMLP")
+        check_activation(self.activation, "TiledMLP")
         super().__post_init__()
 
     @nn.compact

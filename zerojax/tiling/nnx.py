@@ -13,7 +13,7 @@ from flax import nnx
 from flax.nnx.nn.linear import default_bias_init, default_kernel_init
 
 from pallas_kernels.dispatch import Implementation
-from zerojax.tiling.kernels import check_implementation
+from zerojax.tiling.kernels import check_activation, check_implementation
 from zerojax.tiling.operators import tiled_dense, tiled_mlp
 from zerojax.tiling.weights import check_tiles, tile_kernel, tiles_of
 
@@ -166,6 +166,7 @@ class TiledMLP(nnx.Module):
           ValueError: tiles that do not divide the hidden dim, or an unknown implementation.
         """
         check_implementation(implementation, "TiledMLP")
+        check_activation(activation, "TiledMLP")
         # Float32 bytes of all weights of which a tile has a slice: up and down, and gate.
         num_bytes = 4 * features * hidden * (3 if gated else 2)
         tiles = tiles_of(num_tiles, hidden, num_bytes, f"an MLP [{features}, {hidden}]")

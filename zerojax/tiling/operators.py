@@ -28,7 +28,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.dispatch import Implementation
-from zerojax.tiling.kernels import check_implementation, joined, measured_faster, product, tensor_dims, use_mlp
+from zerojax.tiling.kernels import (
+    check_activation,
+    check_implementation,
+    joined,
+    measured_faster,
+    product,
+    tensor_dims,
+    use_mlp,
+)
 from zerojax.tiling.loops import loop_over
 from zerojax.tiling.weights import check_tiles
 
@@ -202,6 +210,7 @@ def tiled_mlp(
       NotImplementedError: the named implementation does not serve this dtype or this device.
     """
     check_implementation(implementation, "tiled_mlp")
+    check_activation(activation, "tiled_mlp")
     tiles = {name: a for name, a in weights.items() if name != "down_bias"}
     if unknown := sorted(set(tiles) - {"up", "down", "gate", "up_bias", "gate_bias"}):
         raise ValueError(f"an MLP has up, down, gate, up_bias, gate_bias and down_bias, not {unknown}")
