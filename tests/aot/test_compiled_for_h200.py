@@ -265,6 +265,7 @@ def test_microbatches_multiply_gathers_and_keep_memory(capfd):
     assert c.stats.temp_size_in_bytes < one.stats.temp_size_in_bytes + 1.2 * grads
 
 
+@pytest.mark.exhaustive  # by default the planner plans a trillion, and the tests above compile for 64 GPUs
 def test_a_trillion_parameters_compile_for_512_gpus(capfd):
     c = gpt.GPTConfig(layers=128, hidden=25600, heads=160, seq=1024, vocab=50304, dtype=jnp.bfloat16, attention="xla")
     assert c.num_params > 1e12

@@ -159,13 +159,17 @@ def test_meshes_of_cpus_and_of_several_gpus_are_refused():
             zj.autotune(toys.layered(), optax.adamw(1e-3), config, mesh, batch)
 
 
-def test_link_groups_are_checked_and_are_those_of_the_schedule(monkeypatch):
-    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
+def test_link_groups_are_checked():
     for wrong in (1, True, 2.0, "4"):
         with pytest.raises(ValueError, match=r"link_groups=.*: an integer of at least 2"):
-            zj.ZeroConfig(link_groups=wrong)
+            zj.ZeroConfig(link_groups=wrong)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.exhaustive
+def test_link_groups_change_no_number(monkeypatch):
+    monkeypatch.setattr(state_records, "takes_linear_slices", lambda mesh: True)
     losses = []
-    for groups in (None, 2):
+    for groups in (None, 2, 3):
         config = zj.ZeroConfig(link_groups=groups, **IN_BACKWARD)
         with zj.build_train_step(toys.layered(), optax.adamw(1e-2), config, zj.make_mesh(devices=jax.devices()[:1])) as program:
             losses.append(toys.run(program, program.init(jax.random.key(0)), toys.batches(2))[0])

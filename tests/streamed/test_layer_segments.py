@@ -104,7 +104,6 @@ def config_of(case, swap_dir=None):
 @pytest.mark.xdist_group("segments")  # which share references
 @pytest.mark.by_default(
     "tiers-pinned_host-pinned_host-nvme-after_backward_device-2-0-True-0.7",
-    "disk-pinned_host-device-nvme-after_backward_host-2-4-True-0.0",
     "modes-pinned_host-device-device-in_backward_device-2-0-False-0.0",
 )
 @pytest.mark.parametrize("case", quick_cases(), ids=matrix.name_of)

@@ -131,7 +131,8 @@ def odd_init(key):
 ODD_TILES = {"scale": False, "mix": {"kernel": True, "bias": False}, "first": True, "second": True, "unused": False}
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # by default the test above trains tiles beside other leaves
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_odd_blocks_train_as_whole_layers_do(precision):
     """First evaluated, as a cached trace once made other programs of the same functions run something else."""
     built = dataclasses.replace(model(ODD_TILES, stochastic=False, block=odd), init_block=odd_init)
