@@ -95,7 +95,6 @@ def test_embedding_and_head_are_updated_in_pieces_to_the_same_numbers(case, monk
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))
 
 
-@pytest.mark.by_default("layer")
 @pytest.mark.parametrize("where", ["head", "layer"])
 def test_the_whole_head_is_updated_or_none_of_it(where, monkeypatch):
     """Its gradient is known before the first tick. One of a layer that is not finite stops the layers below it alone."""
