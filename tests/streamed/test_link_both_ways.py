@@ -15,7 +15,7 @@ import zerojax as zj
 from host_offload.schedule import build_schedule, moves_of
 from zerojax.beside import beside, equal_parts
 from zerojax.state import state_records
-from zerojax.streamed import ending
+from zerojax.streamed.endings import crossing as crossings
 from zerojax.streamed.phases import Tick
 
 HOST = "pinned_host"
@@ -67,8 +67,8 @@ def crossing(sizes, num_groups, fetch=7, stored=9, num_params=0):
     pending = [types.SimpleNamespace(name=f"new{n}", size=size, dtype=np.dtype("int8")) for n, size in enumerate(sizes)]
     now = Tick(8, 8, None, None, None, True, False, fetch=fetch, stored=stored)
     part = range(max(num_params, 1)) if num_params else []
-    late = ending.LateRecord(records, part)
-    return records, ending.Crossing(late, num_groups, now, pending, State(tuple(records.params)))
+    late = crossings.LateRecord(records, part)
+    return records, crossings.Crossing(late, num_groups, now, pending, State(tuple(records.params)))
 
 
 @pytest.mark.parametrize("num_groups", [2, 3, 4])

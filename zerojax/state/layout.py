@@ -221,8 +221,12 @@ class Layout:
         """
         leaves = [self.all_leaves[i] for i in (self.in_tree if indices is None else indices)]
         encoded = [leaf.decodes.path for leaf in leaves if leaf.decodes is not None]
-        others = lambda leaf: any(leaf.path[: len(path)] == path for path in encoded)  # noqa: E731
-        return [leaf.decodes or leaf for leaf in leaves if leaf.decodes is not None or not others(leaf)]
+
+        def is_array_of_one(leaf: Leaf) -> bool:
+            return any(leaf.path[: len(path)] == path for path in encoded)
+
+        # The first array of each stands for all of its arrays.
+        return [leaf.decodes or leaf for leaf in leaves if leaf.decodes is not None or not is_array_of_one(leaf)]
 
     def decoding(self, model: LayeredModel) -> LayeredModel:
         """Return a model whose functions take parameters that may be encoded."""
@@ -258,10 +262,7 @@ class Layout:
     @functools.cached_property
     def num_params(self) -> int:
         """Elements of all parameters; of one in 8 or 4 bits those that it is decoded to, and not those of its scales."""
-        encoded = [leaf.decodes for leaf in self.all_leaves if leaf.decodes is not None]
-        paths = [of.path for of in encoded]
-        others = [leaf for leaf in self.all_leaves if not any(leaf.path[: len(path)] == path for path in paths)]
-        return sum(math.prod(leaf.shape) for leaf in (*encoded, *others))
+        return sum(math.prod(leaf.shape) for leaf in self.decoded_leaves())
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from zerojax.models import Given, Loss, call_block, floating, summed
 from zerojax.sharding import ActivationSpec
 from zerojax.state import TrainState
 from zerojax.streamed.activations import BlockTracer, ResidualPlan
-from zerojax.streamed.ending import Crossed, Crossing, GradsTaker, RecordGrads, loss_scale
+from zerojax.streamed.endings.crossing import Crossed, Crossing
+from zerojax.streamed.endings.interface import GradsTaker, RecordGrads, loss_scale
 from zerojax.streamed.microbatches import LayerInputs, Microbatches, key_of
 from zerojax.streamed.phases import ScheduleArrays, Tick, fetch_first, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan

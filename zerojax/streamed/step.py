@@ -41,10 +41,11 @@ from zerojax.models import BLOCKS, LayeredModel, Loss, divided, floating, joined
 from zerojax.optim import RecordUpdate
 from zerojax.state import StateRecords, TrainState, with_model_state
 from zerojax.streamed.activations import ResidualPlan, Scratch
-from zerojax.streamed.ending import BackwardResult, Ending, GradsTaker, HeadDone, loss_scale
-from zerojax.streamed.endings import ByLayers, GradsAlone, InBackward, WholeTree
+from zerojax.streamed.endings.in_backward import InBackward
+from zerojax.streamed.endings.interface import BackwardResult, Ending, GradsTaker, HeadDone, loss_scale
+from zerojax.streamed.endings.on_host import Delayed, HostInBackward, OnHost
+from zerojax.streamed.endings.stored import ByLayers, GradsAlone, WholeTree
 from zerojax.streamed.ends import Ends, ends_state
-from zerojax.streamed.host_endings import Delayed, HostInBackward, OnHost
 from zerojax.streamed.loops import StackLoops
 from zerojax.streamed.microbatches import LayerInputs, Microbatches
 from zerojax.streamed.phases import ScheduleArrays

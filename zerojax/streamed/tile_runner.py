@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from host_offload.schedule import TileLoops
 from zerojax.beside import beside
 from zerojax.state import Tile, TileGroup
-from zerojax.streamed.ending import RecordGrads
+from zerojax.streamed.endings.interface import RecordGrads
 from zerojax.streamed.microbatches import Microbatches
 from zerojax.streamed.phases import ScheduleArrays, Tick, run_phase
 from zerojax.streamed.plan import StackPlan, StreamedPlan

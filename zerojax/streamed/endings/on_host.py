@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from zerojax.optim import HostUpdate, RecordUpdate, clip_factor
 from zerojax.state import Pending, TrainState
-from zerojax.streamed.ending import BackwardResult, HeadDone, RecordGrads, Result, closed, loss_scale
-from zerojax.streamed.endings import GradStacks, InBackward, StoredGrads, UpdatedState
+from zerojax.streamed.endings.in_backward import InBackward, UpdatedState
+from zerojax.streamed.endings.interface import BackwardResult, HeadDone, RecordGrads, Result, closed, loss_scale
+from zerojax.streamed.endings.stored import GradStacks, StoredGrads
 from zerojax.streamed.phases import Tick, run_phase
 from zerojax.streamed.plan import StreamedPlan
 

@@ -1,0 +1,66 @@
+"""The update of leaves that are no stack of layers, beside the store of the last layer's record."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+from host_offload.device import one_trip
+from zerojax.optim import RecordUpdate
+from zerojax.state import FlatState
+from zerojax.streamed.endings.crossing import record_specs, with_ends
+from zerojax.streamed.plan import StreamedPlan
+
+Array = jax.Array
+
+
+def end_beside_drain(
+    plan: StreamedPlan,
+    update: RecordUpdate,
+    states: FlatState,
+    drain: Callable[[Array, FlatState], FlatState],
+    grads: Mapping[int, Array],
+    ready: Callable[[Array], Array],
+    loss: Array,
+    ok: Array,
+    one: Array,
+) -> FlatState:
+    """Update leaves while the record that was updated last is stored; each group is stored while the next one is loaded.
+
+    Leaves that are larger than the record are updated after the others, in pieces.
+
+    Args:
+      plan: of the step.
+      update: of records.
+      states: all leaves.
+      drain: (layer, states) -> the states with the record that was updated last.
+      grads: by leaf.
+      ready: a gradient -> the one to update with, float32.
+      loss: f32[].
+      ok: bool[], whether to update at all.
+      one: i32[] holding 1, an argument of the program.
+    """
+    records, groups, last = update.records, plan.end_groups(), plan.drained
+    assert last is not None
+
+    def load(states: FlatState, group: Sequence[int]) -> dict[int, list[Array]]:
+        return {i: update.load_end(states, i) for i in group}
+
+    def body(layer: Array, states: FlatState) -> FlatState:
+        states = drain(layer, states)
+        loaded = load(states, groups[0])
+        for number, group in enumerate(groups):
+            stored = dict[int, list[Array]]()
+            for i in group:
+                states, stored[i] = update.updated_end(states, i, ready(grads[i]), loaded[i], loss, ok)
+            if number + 1 < len(groups):
+                stored, following = jax.lax.optimization_barrier((stored, states))
+                loaded = load(following, groups[number + 1])
+            for i, values in stored.items():
+                specs = record_specs(records, (i,))
+                states = with_ends(records, states, {i: [s.store(v) for s, v in zip(specs, values, strict=True)]})
+        return states
+
+    (layer,) = (n for phase in last.schedule.phases for n in phase.drain.tolist())
+    states = one_trip(layer, body, states, plan.mesh)
+    in_pieces = {i: grads[i] for i in plan.cut_ends}
+    return update.update_ends(states, in_pieces, records.shared_of(states), loss, ok, one, ready)

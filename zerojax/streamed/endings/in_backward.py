@@ -1,0 +1,240 @@
+"""The ending that updates a layer in the tick that makes its gradient."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.optim import Handed, Pieces, RecordUpdate
+from zerojax.state import FlatState, StateRecords, TrainState
+from zerojax.streamed.endings.beside_drain import end_beside_drain
+from zerojax.streamed.endings.crossing import Crossing, LateRecord, kept_for_later
+from zerojax.streamed.endings.interface import BackwardResult, HeadDone, RecordGrads, Result, closed
+from zerojax.streamed.phases import Tick
+from zerojax.streamed.plan import StackPlan, StreamedPlan
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UpdatedState:
+    """What backward carries where it updates.
+
+    Attributes:
+      loss: f32[].
+      scalars: of the host's kernels, or None.
+      squares: f32[], the sum of squares of the unscaled gradients so far.
+      states: of layers whose backward is over, after the step.
+      token: orders the callbacks of the host's update.
+      pending: of each stack whose stores are late, by the first of its leaves, what the tick before updated (`LateRecord`).
+      handed: layers that the host updates, and whose parameters were not taken yet.
+      ends: updated records of leaves whose gradients the head completed, by leaf, which the first tick stores.
+      head: what of such leaves is updated in pieces, or None.
+    """
+
+    loss: Array
+    scalars: Array | None
+    squares: Array
+    states: FlatState
+    token: Array
+    pending: dict[int, list[Array]]
+    ends: dict[int, list[Array]]
+    handed: dict[int, Handed] = dataclasses.field(default_factory=dict)
+    head: "_HeadPieces | None" = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _HeadPieces:
+    """What leaves that the head completed are updated with, a piece in a tick.
+
+    Attributes:
+      grads: of them, by leaf, as `Pieces.split` returns them.
+      ok: bool[], whether to update: the same for all pieces of a leaf.
+    """
+
+    grads: dict[int, Array]
+    ok: Array
+
+
+class InBackward:
+    """A layer is updated in the tick that makes its gradient, which is never stored.
+
+    A gradient that is not finite stops the updates from there on; those of later layers are done. Hence no loss scaling.
+    """
+
+    ends_first = False
+
+    def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
+        self.plan, self.record_update, self.records = plan, update, update.records
+
+    def load_ends(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
+        states = self.records.flat(state)
+        loaded = dict[int, list[Array]]()
+        if self.plan.early_ends:
+            # They cross the link beside the head, and not beside the layers before it.
+            y, states = jax.lax.optimization_barrier((y, states))
+            loaded = {i: self.record_update.load_end(states, i) for i in self.plan.early_ends}
+        return y, loaded
+
+    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> UpdatedState:
+        del grads
+        plan, states = self.plan, self.records.flat(state)
+        complete = dict(zip(plan.ends, head.grads, strict=True))
+        done = (*plan.early_ends, *plan.head_pieces)
+        of_head = {i: _rounded(plan.reduced([complete[i]], [i])[0]) for i in done}
+        squares, ends = plan.squares(list(of_head.values()), list(of_head), state), dict[int, list[Array]]()
+        ok = jnp.isfinite(squares)
+        for i in plan.early_ends:
+            states, ends[i] = self.record_update.updated_end(states, i, plan.mean(of_head[i]), head.loaded[i], head.loss, ok)
+        cut = {i: pieces.split(of_head[i]) for i, pieces in plan.head_pieces.items()}
+        states = _with_pieces(self.records, states, plan.head_pieces, Pieces.split)
+        late = {s.blocks for s in plan.of_stacks if s.schedule.phase("backward").stores_late}
+        pending = {part[0]: self._late(part).empty(states) for part in late}
+        pieces = _HeadPieces(cut, ok) if cut else None
+        return UpdatedState(head.loss, None, squares, states, token, pending, ends, head=pieces)
+
+    def _late(self, part: Sequence[int]) -> LateRecord:
+        """Return what crosses the link in the ticks of the layers with some leaves."""
+        plan, last = self.plan, self.plan.of_stacks[-1]
+        if part != last.blocks or not plan.head_pieces:
+            return LateRecord(self.records, part)
+        count = next(iter(plan.head_pieces.values())).count
+        return LateRecord(self.records, part, plan.head_pieces, last.run.stop - count)
+
+    def split_ends(self, carried: UpdatedState) -> tuple[UpdatedState, dict[int, list[Array]]]:
+        return dataclasses.replace(carried, ends={}), carried.ends
+
+    def crossing(
+        self, carried: UpdatedState, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]
+    ) -> Crossing | None:
+        if not part or part[0] not in carried.pending:
+            return None
+        pending = carried.pending[part[0]]
+        return Crossing(self._late(part), self.plan.link_groups(part), now, pending, carried.states, ends)
+
+    def params(self, state: TrainState, carried: UpdatedState) -> list[Array]:
+        del state
+        # Those that are being updated. Reads of the stacks of before the step would make XLA keep a copy of them.
+        return [carried.states.params[i] for i in self.plan.stacked]
+
+    def use(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
+        if record.crossing is not None:
+            return self._use_late(state, carried, record)
+        plan, records, states, now, part = self.plan, self.records, carried.states, record.now, record.part
+        # The gathered layer is at hand: its shard is cut out of it, and not fetched again.
+        old = plan.on_shards(record.params, part) if states.master is None else []
+        arrays = old + records.read_opt(states, part, now.index())
+        squares = carried.squares + plan.squares(record.grads, record.part, state)
+        # Neither clipped nor checked against the layers that are still to come: the norm is known when all are updated.
+        # A sum that is not finite stays so: no later layer of this step is updated either.
+        shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
+        states, landing = self.record_update.update_layer(
+            states, part, now.write_index(), mean, arrays, shared, carried.loss, ok, record.landing
+        )
+        return dataclasses.replace(carried, states=states, squares=squares), landing
+
+    def _use_late(self, state: TrainState, carried: UpdatedState, record: RecordGrads) -> tuple[UpdatedState, Any]:
+        """Update what was loaded beside the products, and leave it on the device: the next tick stores it."""
+        plan, records, part, crossed = self.plan, self.records, record.part, record.crossed
+        assert record.crossing is not None
+        assert crossed is not None
+        states, (opt, fetched) = record.crossing.states_of(crossed), record.crossing.loaded(crossed)
+        old = plan.on_shards(record.params, part) if states.master is None else []
+        squares = carried.squares + plan.squares(record.grads, part, state)
+        # As in `use`.
+        shared, mean, ok = records.shared_of(states), [plan.mean(g) for g in record.grads], jnp.isfinite(squares)
+        moved = self.record_update.updated_layer(part, mean, old + opt, shared, carried.loss, ok)
+        states, updated = kept_for_later(records, states, part, record.now.layer, *moved)
+        states, of_pieces = self._updated_pieces(carried, record, states, shared)
+        pending = carried.pending | {part[0]: [*updated, *of_pieces]}
+        landing = None if record.now.fetch is None else [*fetched, *(record.landing or ())]
+        return dataclasses.replace(carried, states=states, squares=squares, pending=pending), landing
+
+    def _updated_pieces(
+        self, carried: UpdatedState, record: RecordGrads, states: FlatState, shared: Sequence[Array]
+    ) -> tuple[FlatState, list[Array]]:
+        """Update the tick's pieces of the head's leaves; returns the states, and what a later tick stores."""
+        crossing, crossed, now, records = record.crossing, record.crossed, record.now, self.records
+        assert crossing is not None
+        assert crossed is not None
+        late = crossing.record
+        if not now.loads_pieces or carried.head is None:
+            return states, carried.pending[record.part[0]][late.num_own :]
+        piece, pending = late.piece(now.layer), list[Array]()
+        for i, pieces in late.pieces.items():
+            loaded, params = crossing.loaded_piece(crossed, i), list(states.params)
+            num_opt, spec = len(records.opt_records((i,))), records.params[i]
+            if states.master is None:  # the parameter is the weight
+                weight = loaded[num_opt] if spec.is_away else pieces.read(spec, params[i], piece)
+                loaded = [weight, *loaded[:num_opt]]
+            grad = self.plan.mean(pieces.read(records.grads[i], carried.head.grads[i], piece))
+            moved = self.record_update.updated_layer((i,), [grad], loaded, shared, carried.loss, carried.head.ok)
+            (weight,), opt = moved
+            pending += [*([weight] if states.master is not None else []), *opt]
+            if spec.is_away:
+                pending.append(records.cast(i, weight))
+            else:  # on the device it is written in place
+                params[i] = pieces.write(spec, params[i], piece, records.cast(i, weight))
+                states = dataclasses.replace(states, params=params)
+        return states, pending
+
+    def drain(self, stack: StackPlan, layer: Array, carried: UpdatedState) -> UpdatedState:
+        return dataclasses.replace(carried, states=self._drained(stack, carried.pending, layer, carried.states))
+
+    def _drained(self, stack: StackPlan, pending: Mapping[int, Sequence[Array]], layer: Array, states: FlatState) -> FlatState:
+        """Return the state with what the last tick of a run of layers updated."""
+        late, values = self._late(stack.blocks), pending[stack.blocks[0]]
+        # Of fewer pieces than layers the last one was stored by a tick.
+        has_piece = stack is self.plan.of_stacks[-1] and late.lowest == stack.run.first
+        return late.store(states, layer, dict(enumerate(values if has_piece else values[: late.num_own])))
+
+    def grads(self, carried: UpdatedState) -> list[Array]:
+        del carried
+        return []
+
+    def norm(self, result: BackwardResult[UpdatedState]) -> Array:
+        """Return the global norm of the gradients."""
+        ends = self._late_ends(result)
+        return jnp.sqrt(result.carried.squares + self.plan.squares(list(ends.values()), list(ends), result.state))
+
+    def _late_ends(self, result: BackwardResult[UpdatedState]) -> dict[int, Array]:
+        """Return the gradients of the leaves that are no stack of layers, but for those that were updated before backward."""
+        grads = dict(zip(self.plan.ends, result.ends, strict=True))
+        return {i: grads[i] for i in self.plan.late_ends}
+
+    def end(self, result: BackwardResult[UpdatedState]) -> Result:
+        plan, update, states, norm = self.plan, self.record_update, result.carried.states, self.norm(result)
+        ends, ok, one = self._late_ends(result), jnp.isfinite(norm), result.arrays.one
+        if plan.drained is not None:
+            drain = partial(self._drained, plan.drained, result.carried.pending)
+            states = end_beside_drain(plan, update, states, drain, ends, plan.mean, result.loss, ok, one)
+        else:
+            shared = self.records.shared_of(states)
+            states = update.update_ends(states, ends, shared, result.loss, ok, one, plan.mean)
+        states = _with_pieces(self.records, states, plan.head_pieces, Pieces.join)
+        return closed(update, result, states, norm)
+
+
+def _rounded(grad: Array) -> Array:
+    """Return a gradient rounded to its dtype: XLA may leave that out where a gradient is used as soon as it is made."""
+    if grad.dtype == jnp.float32:
+        return grad
+    bits = jnp.finfo(grad.dtype)
+    return jax.lax.reduce_precision(grad, bits.nexp, bits.nmant)
+
+
+def _with_pieces(
+    records: StateRecords, states: FlatState, cut: Mapping[int, Pieces], change: Callable[[Pieces, Array], Array]
+) -> FlatState:
+    """Return the state with leaves cut into pieces, or joined again, by `Pieces.split` or `Pieces.join`."""
+    for i, pieces in cut.items():
+        params = list(states.params)
+        params[i] = change(pieces, params[i])
+        opt = [change(pieces, a) for a in records.opt_states(states, (i,))]
+        states = records.replace(dataclasses.replace(states, params=params), (i,), opt)
+    return states

@@ -1,0 +1,316 @@
+"""The endings that store gradients until all are known, and then update on the device."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from host_offload.schedule import Phase
+from zerojax.models import BLOCKS
+from zerojax.optim import RecordUpdate, build_update, clip_factor
+from zerojax.state import FlatState, Index, Tile, TrainState, is_stored, pick, read_layer, write_layer
+from zerojax.streamed.endings.beside_drain import end_beside_drain
+from zerojax.streamed.endings.crossing import Crossing, LateRecord, kept_for_later
+from zerojax.streamed.endings.interface import BackwardResult, HeadDone, RecordGrads, Result, closed
+from zerojax.streamed.phases import PhaseArrays, Tick, run_phase
+from zerojax.streamed.plan import StackPlan, StreamedPlan
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GradStacks:
+    """What backward carries where gradients are stored.
+
+    Attributes:
+      grads: a stack of each stacked leaf, on the device, in host memory or OnDisk; none where callbacks stash them.
+      squares: f32[], the sum of squares of the unscaled gradients so far.
+      token: orders the callbacks of the host's update.
+      params: of a delayed update, the stacks of parameters on the device, by leaf; new where a layer's backward is over.
+    """
+
+    grads: list[Any]
+    squares: Array
+    token: Array
+    params: dict[int, Array] = dataclasses.field(default_factory=dict)
+
+
+class StoredGrads:
+    """Gradients are stored until all are known."""
+
+    ends_first = False
+
+    def __init__(self, plan: StreamedPlan) -> None:
+        self.plan, self.config = plan, plan.config
+
+    def load_ends(self, state: TrainState, y: Any) -> tuple[Any, dict[int, list[Array]]]:
+        del state
+        return y, {}
+
+    def split_ends(self, carried: GradStacks) -> tuple[GradStacks, dict[int, list[Array]]]:
+        return carried, {}
+
+    def begin(self, state: TrainState, head: HeadDone, grads: list[Array], token: Array) -> GradStacks:
+        del state, head
+        # Stacks in host memory come from outside of the program, which writes them in place; the others are made here.
+        return GradStacks(grads if self.plan.grads_in_memory else self.plan.empty_grads(), jnp.float32(0), token)
+
+    def params(self, state: TrainState, carried: GradStacks) -> list[Array]:
+        del carried
+        return jax.tree.leaves(state.params[BLOCKS], is_leaf=is_stored)
+
+    def use(self, state: TrainState, carried: GradStacks, record: RecordGrads) -> tuple[GradStacks, Any]:
+        # Squares are summed while the gradients are at hand, so no stack is read a second time for the norm.
+        squares = carried.squares + self.plan.squares(record.grads, record.part, state)
+        return dataclasses.replace(self.store(carried, record), squares=squares), record.landing
+
+    def store(self, carried: GradStacks, record: RecordGrads) -> GradStacks:
+        plan, part = self.plan, record.part
+        after = write_layer(pick(plan.grads, part), plan.pick(carried.grads, part), record.now.write, record.grads)
+        return dataclasses.replace(carried, grads=plan.put(carried.grads, part, after))
+
+    def crossing(self, carried: GradStacks, now: Tick, part: Sequence[int], ends: Mapping[int, list[Array]]) -> Crossing | None:
+        del carried, now, part, ends
+        return None
+
+    def drain(self, stack: StackPlan, layer: Array, carried: GradStacks) -> GradStacks:
+        raise AssertionError(f"gradients are not stored late: {stack.name}, {layer}")
+
+    def grads(self, carried: GradStacks) -> list[Array]:
+        return carried.grads if self.plan.grads_in_memory else []
+
+    def read_grads(self, carried: GradStacks, part: Sequence[int], index: Index) -> list[Array]:
+        return read_layer(pick(self.plan.grads, part), self.plan.pick(carried.grads, part), index)
+
+    def norm(self, result: BackwardResult[GradStacks]) -> Array:
+        """Return the global norm of the unscaled gradients."""
+        # The squares of the ends come last: a tied embedding's gradient is complete only when backward is over.
+        return jnp.sqrt(result.carried.squares + self.plan.squares(result.ends, self.plan.ends, result.state))
+
+
+class GradsAlone(StoredGrads):
+    """Nothing is updated: the stored gradients are what is wanted. They are on the device."""
+
+    def use(self, state: TrainState, carried: GradStacks, record: RecordGrads) -> tuple[GradStacks, Any]:
+        del state
+        return self.store(carried, record), record.landing
+
+    def tree(self, result: BackwardResult[GradStacks]) -> Any:
+        """Return the unscaled mean gradients, float32, like the trained parameters."""
+        plan = self.plan
+        grads = dict(zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True))
+        mean = [plan.unscaled(grads[i], result.state) for i in range(len(grads))]
+        return jax.tree.unflatten(jax.tree.structure(plan.layout.abstract_params), mean)
+
+
+class WholeTree(StoredGrads):
+    """Everything that the optimizer reads is on the device: any optimizer runs, once, on whole trees."""
+
+    def __init__(self, plan: StreamedPlan, tx: optax.GradientTransformation) -> None:
+        super().__init__(plan)
+        self.update = build_update(tx, plan.layout)
+
+    def end(self, result: BackwardResult[GradStacks]) -> Result:
+        plan = self.plan
+        # By index, because the update takes the leaves in the order of the parameter tree.
+        grads = dict(zip((*plan.stacked, *plan.ends), [*result.carried.grads, *result.ends], strict=True))
+        tree = jax.tree.structure(result.state.params)
+        # Still scaled: the update of whole trees divides by the loss scale itself, then takes the norm and clips.
+        mean = [plan.mean(grads[i]) for i in range(len(grads))]
+        return self.update(result.state, result.loss, jax.tree.unflatten(tree, mean))
+
+
+class ByLayers(StoredGrads):
+    """The update is a loop over layers, and over each group's tiles, whose records come from where they rest and go back."""
+
+    def __init__(self, plan: StreamedPlan, update: RecordUpdate) -> None:
+        super().__init__(plan)
+        self.record_update, self.records = update, update.records
+        # The layer updated first is the one whose gradient was stored last: on disk that write is done meanwhile.
+        self.ends_first = plan.layout.disk is not None
+
+    def end(self, result: BackwardResult[GradStacks]) -> Result:
+        plan, update, records, state = self.plan, self.record_update, self.records, result.state
+        # What the update fetches first comes after backward, not before it.
+        arrays, squares = result.arrays.after(result.carried.squares, plan.mesh)
+        result = dataclasses.replace(result, carried=dataclasses.replace(result.carried, squares=squares))
+        norm = self.norm(result)
+        ok, factor = jnp.isfinite(norm), clip_factor(norm, self.config.clip_norm)
+
+        def ready(grad: Array) -> Array:
+            # Unscale first, then clip: `factor` is made of the norm of unscaled gradients.
+            grad = plan.unscaled(grad, state)
+            return grad if self.config.clip_norm is None else grad * factor
+
+        states = records.flat(state)
+        # Every record is updated with the scalars of before the step; `closed` moves them on, once.
+        shared = records.shared_of(states)
+        ends = dict(zip(plan.ends, result.ends, strict=True))
+        if self.ends_first:
+            states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one, ready)
+            # The engine was told that the layers' records come after those of the ends (`step_moves`).
+            if (token := records.end_token(states)) is not None:
+                arrays, _ = arrays.after(token, plan.mesh)
+        # Of each run the layers' records, then all L T tiles of each group: as the engine reads ahead (`moves_of`).
+        loops = []
+        for stack in plan.of_stacks:
+            mine, on_device = arrays.of_run(stack.run.name), stack.run.device_layers
+            phase, is_last = stack.schedule.phase("update"), stack is plan.drained
+            follows = bool(loops) and not stack.run.starts_stack
+            loops.append(UpdateLoop(phase, mine.phase("update"), stack.blocks, on_device, is_last=is_last, follows=follows))
+            for group, tiles in stack.loops:
+                at = partial(Tile.numbered, of=group.num_tiles)
+                # A record's number makes two indices, of which neither is linear in it.
+                of_tiles = dataclasses.replace(mine.phase(tiles.plan("update")), linear=None)
+                loops.append(UpdateLoop(tiles.phase("update"), of_tiles, group.leaves, 0, at))
+        tokens, pending = list[Array](), dict[int, list[Array]]()
+        for number, loop in enumerate(loops):
+            if tokens:  # the engine reads and writes records in one order, so loops over them may not be exchanged
+                loop = dataclasses.replace(loop, arrays=loop.arrays.after(tokens, plan.mesh))
+            elif loop.follows and plan.grads_away and loops[number - 1].part:
+                loop, states = self._after(loop, loops[number - 1], states)
+            if loop.phase.stores_late:
+                states, pending = self.update_records_late(result, states, loop, ready, ok)
+            else:
+                states = self.update_records(result, states, loop, ready, ok)
+            # A loop with nothing on disk has no tokens: the next one waits for those of the loop before it.
+            tokens = records.tokens(states, loop.part) or tokens
+        if plan.drained is not None:
+            part = plan.drained.blocks
+            values = dict(enumerate(pending[part[0]]))
+
+            def drain(layer: Array, states: FlatState) -> FlatState:
+                return LateRecord(records, part).store(states, layer, values)
+
+            states = end_beside_drain(plan, update, states, drain, ends, ready, result.loss, ok, arrays.one)
+        elif not self.ends_first:
+            states = update.update_ends(states, ends, shared, result.loss, ok, arrays.one, ready)
+        return closed(update, result, states, norm)
+
+    def _after(self, loop: "UpdateLoop", before: "UpdateLoop", states: FlatState) -> tuple["UpdateLoop", FlatState]:
+        """Return a loop over layers of the stack of the loop before it: what it fetches first comes after that one.
+
+        What it fetches of the state does, since the loop before it returns the state. Gradients are only read.
+        """
+        mesh, arrays = self.plan.mesh, loop.arrays
+        if mesh.devices.flat[0].platform != "cpu":
+            columns, states = jax.lax.optimization_barrier((arrays.columns, states))
+            return dataclasses.replace(loop, arrays=dataclasses.replace(arrays, columns=columns)), states
+        # XLA for CPUs drops barriers (`wait_for`): there the least of what the loop before it wrote last is read.
+        least = min(before.part, key=lambda i: math.prod(self.plan.leaves[i].record_shape))
+        written = self.records.params[least].read(states.params[least], before.at(jnp.int32(before.phase.layer[-1])))
+        return dataclasses.replace(loop, arrays=arrays.after(written, mesh)), states
+
+    def update_records(
+        self,
+        result: BackwardResult[GradStacks],
+        states: FlatState,
+        loop: "UpdateLoop",
+        ready: Callable[[Array], Array],
+        ok: Array,
+    ) -> FlatState:
+        """Update the records of one loop.
+
+        Args:
+          result: of backward.
+          states: all leaves.
+          loop: over the records.
+          ready: a stored gradient -> the one to update with.
+          ok: bool[], whether to update at all.
+        """
+        plan, records, part, at = self.plan, self.records, loop.part, loop.at
+        shared = records.shared_of(states)
+        old_away = states.master is None and plan.params_away
+        opt_away = self.config.opt_state != "device"
+        # A ring holds records of one form. Where some layers fetch gradients or parameters, and their state is on the device,
+        # no layer's optimizer state is part of the record.
+        opt_ahead = opt_away and not (loop.on_device and (old_away or plan.grads_away))
+        num = len(part)
+
+        def fetch(states: FlatState, layer: Array) -> list[Array]:
+            record = self.read_grads(result.carried, part, at(layer)) if plan.grads_away else []
+            record += records.read_params(states, part, at(layer)) if old_away else []
+            return record + (records.read_opt(states, part, at(layer)) if opt_ahead else [])
+
+        def tick(states: FlatState, now: Tick) -> tuple[FlatState, Any]:
+            # What was fetched ahead is taken apart in the order of `fetch`: gradients, parameters, masters and optimizer state.
+            # What was not fetched ahead is read here.
+            record, here, there = list(now.record or []), now.index(at), now.write_index(at)
+            grads = self.read_grads(result.carried, part, here) if not plan.grads_away else record[:num]
+            record = record[num:] if plan.grads_away else record
+            old: list[Array] = []
+            if states.master is None:
+                old, record = (record[:num], record[num:]) if old_away else (records.read_params(states, part, here), record)
+            opt = record if opt_ahead and not now.on_device else records.read_opt(states, part, here)
+            mean = [ready(g) for g in grads]
+            return self.record_update.update_layer(states, part, there, mean, old + opt, shared, result.loss, ok, now.landing)
+
+        return run_phase(loop.phase, loop.arrays, states, tick, fetch=fetch, device_layers=loop.on_device)
+
+    def update_records_late(
+        self,
+        result: BackwardResult[GradStacks],
+        states: FlatState,
+        loop: "UpdateLoop",
+        ready: Callable[[Array], Array],
+        ok: Array,
+    ) -> tuple[FlatState, dict[int, list[Array]]]:
+        """Update the records of one loop, each stored while the next one is loaded.
+
+        Args are those of `update_records`. Returns the states, and the last record where it is stored with the ends.
+        """
+        records, part, shared = self.records, loop.part, self.records.shared_of(states)
+        late = LateRecord(records, part)
+
+        def tick(carry: Any, now: Tick) -> tuple[Any, None]:
+            states, pending = carry
+            grads, old = self.read_grads(result.carried, part, now.layer), list[Array]()
+            crossing = Crossing(late, self.plan.update_groups(), now, pending, states)
+            crossed = crossing.begin()
+            for number in range(1, crossing.num_turns):
+                crossed = crossing.turn(number, jax.lax.optimization_barrier(crossed))
+            states, (opt, _) = crossing.states_of(crossed), crossing.loaded(crossed)
+            if states.master is None:
+                old = records.read_params(states, part, now.layer)
+            mean = [ready(g) for g in grads]
+            moved = self.record_update.updated_layer(part, mean, old + opt, shared, result.loss, ok)
+            return kept_for_later(records, states, part, now.layer, *moved), None
+
+        def drain(layer: Array, carry: Any) -> Any:
+            states, pending = carry
+            return late.store(states, layer, dict(enumerate(pending))), pending
+
+        carry = states, late.empty(states)
+        states, pending = run_phase(
+            loop.phase, loop.arrays, carry, tick, fetch=lambda carry, layer: [], drain=None if loop.is_last else drain
+        )
+        return states, {part[0]: pending}
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateLoop:
+    """A loop of the update over records.
+
+    Attributes:
+      phase: of the schedule.
+      arrays: of the phase.
+      part: the leaves of a record.
+      on_device: layers whose optimizer state stays on the device.
+      at: number of a record -> its index.
+      is_last: whether the last record is stored with the leaves that are no stack of layers, where stores are late.
+      follows: whether the loop before it is over layers of the same stack.
+    """
+
+    phase: Phase
+    arrays: PhaseArrays
+    part: Sequence[int]
+    on_device: int
+    at: Callable[[Array], Index] = lambda layer: layer
+    is_last: bool = False
+    follows: bool = False
