@@ -11,7 +11,7 @@
 JSONL file or a folder of `datasets` (docs/fine_tuning_data.md). Nothing is downloaded. Examples are packed into rows of `--seq`
 tokens, and one of 20 is held out for validation.
 
-Every field of `zerojax.ZeroConfig` is an option. `runs/finetune/report.html` shows the run on one page. With a directory of
+Every field of `zerojax.ZeroConfig` is an option. `report.html` in `--logdir` shows the run on one page. With a directory of
 checkpoints, SIGTERM and Ctrl-C save and end the run; the same command with `--resume True` goes on from there, on the same
 devices to the same losses, bit for bit. What would make another run of it is refused (`run_record`). `--export` then writes a
 folder for transformers, or of adapters for PEFT.
@@ -25,7 +25,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +105,7 @@ class Options(LoopOptions):
     batch_size: int = 8
     weight_decay: float = 0.0
     eval_batches: int = 16
-    logdir: str = "runs/finetune"
+    runs: ClassVar[str] = "runs/finetune"
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import gpt
 import jax
@@ -58,6 +58,8 @@ class Options(LoopOptions):
       sample_bytes: bytes of text to generate at the end, with all parameters on the device; 0 where they do not fit there.
       prompt: how that text begins.
     """
+
+    runs: ClassVar[str] = "runs/gpt"
 
     zero: Annotated[zj.ZeroConfig, tyro.conf.arg(name="")] = dataclasses.field(
         default_factory=lambda: zj.ZeroConfig(stage=3, clip_norm=1.0)

@@ -11,8 +11,9 @@ import dataclasses
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import jax
 import optax
@@ -21,6 +22,7 @@ import tyro
 import zerojax as zj
 from zerojax.memory import MemoryReport
 from zerojax.planner import changed
+from zerojax.reporting import modules_of
 from zerojax.runtime import AllProcesses
 
 TRACED_STEPS = 3
@@ -40,7 +42,8 @@ class LoopOptions:
       seed: of the parameters and the order of the data.
       eval_every: steps between validations.
       eval_batches: held-out batches in a validation.
-      logdir: folder of the report, the figures and the TensorBoard event files.
+      logdir: folder of the report, the figures and the TensorBoard event files, for this run alone; by default `log` in
+        checkpoint_dir, where a resumed run finds it, or without checkpoints a new folder below `runs`.
       report_to: where figures go beside the report: tensorboard, wandb.
       profile: steps to trace by jax.profiler, from the third on, into logdir.
       swap_trace: file for a trace of the last TRACED_STEPS steps' swapping, such as trace.json.gz; of the first process.
@@ -52,6 +55,9 @@ class LoopOptions:
       heartbeat_timeout: seconds after which a process of several that gives no sign of life counts as dead, and the others end.
     """
 
+    runs: ClassVar[str] = "runs"
+    """Folder of the runs that have no directory of checkpoints."""
+
     auto: bool = False
     machine: str | None = None
     mesh: str = "fsdp=-1"
@@ -61,7 +67,7 @@ class LoopOptions:
     seed: int = 0
     eval_every: int = 50
     eval_batches: int = 4
-    logdir: str = "runs/gpt"
+    logdir: str | None = None
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
     profile: int = 0
     swap_trace: str | None = None
@@ -97,8 +103,18 @@ def segment_option(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructo
 
 
 def parse(options: type[Options], arguments: Sequence[str] | None = None) -> Options:
-    """Return the options of a command line, by default of this one."""
-    return tyro.cli(options, args=arguments, config=(tyro.conf.FlagConversionOff,), registry=REGISTRY)
+    """Return the options of a command line, by default of this one, with the folder of the log."""
+    parsed = tyro.cli(options, args=arguments, config=(tyro.conf.FlagConversionOff,), registry=REGISTRY)
+    if parsed.logdir is None:
+        parsed = dataclasses.replace(parsed, logdir=default_logdir(parsed))
+    return parsed
+
+
+def default_logdir(options: LoopOptions) -> str:
+    """Return a folder that no other run uses."""
+    if options.checkpoint_dir is not None:
+        return os.path.join(options.checkpoint_dir, "log")
+    return os.path.join(options.runs, f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
 
 
 @contextlib.contextmanager
@@ -130,6 +146,7 @@ def check_loop(options: LoopOptions) -> None:
 
     Raises:
       ValueError: one is out of range, or the folder of the report is a file.
+      ModuleNotFoundError: a package that `report_to` needs is missing.
     """
     for name in ("devices", "batch_size", "eval_every", "eval_batches", "checkpoint_every", "keep"):
         if (value := getattr(options, name)) < 1:
@@ -142,6 +159,7 @@ def check_loop(options: LoopOptions) -> None:
             raise ValueError(f"--{name.replace('_', '-')}: the name of a folder is needed")
         if (folder := getattr(options, name)) is not None and os.path.exists(folder) and not os.path.isdir(folder):
             raise ValueError(f"--{name.replace('_', '-')} {folder} is a file, and a folder is needed")
+    modules_of(options.report_to)
 
 
 # --- the machine ---------------------------------------------------------------------------------------------------------
@@ -178,6 +196,7 @@ def check_logdir(options: LoopOptions) -> None:
     """
     if jax.process_index():
         return
+    assert options.logdir is not None
     found = os.path.abspath(options.logdir)
     while not os.path.lexists(found):
         found = os.path.dirname(found)
@@ -241,6 +260,7 @@ def open_run(
       tokens: of a step.
       flops_per_token: of the model.
     """
+    assert options.logdir is not None
     return zj.Run(
         options.logdir,
         program=program,
@@ -378,6 +398,7 @@ def train(
     if seen.watch.written_a_day:
         days = "" if seen.watch.disk_days is None else f", {seen.watch.disk_days:,.0f} days to its TBW"
         seen.print(f"the disk takes {seen.watch.written_a_day / 1e12:.3g} TB a day at this pace{days}")
+    seen.print(f"report: {os.path.join(options.logdir or '', 'report.html')}")
     if is_over:
         seen.ended = f"stopped by a signal after step {int(state.step)}"
         seen.print(f"{seen.ended}, which is saved: --resume True goes on from there")

@@ -61,7 +61,7 @@ ROOMS = {
         "costs", "choice", "machines", "program", "memory", "models", "activations", "sharding", "aot", "config", "precision",
         "hlo",
     ),
-    "zerojax.reporting": ("planner", "machines", "memory", "program", "progress"),
+    "zerojax.reporting": ("planner", "machines", "memory", "program", "runtime", "progress"),
     "zerojax.hlo": (),
     "zerojax.cli": ("activations", "checkpoint", "weights", "hf", "memory", "planner", "sharding", "precision", "hlo"),
     "zerojax.__main__": ("cli",),

@@ -157,16 +157,15 @@ def test_a_run_that_is_ended_leaves_its_report(program, tmp_path, end):
         assert ended.value.code == 143
 
 
-def test_the_error_of_the_loop_is_not_hidden_by_that_of_the_report(program, tmp_path, monkeypatch, caplog):
+def test_a_page_that_cannot_be_written_is_a_warning(program, tmp_path, monkeypatch, caplog):
     def full(path, report):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run_module, "write_page", full)
-    with caplog.at_level(logging.ERROR, "zerojax"), pytest.raises(ZeroDivisionError):
+    with caplog.at_level(logging.WARNING, "zerojax"), pytest.raises(ZeroDivisionError):
         make_steps(run_of(program, tmp_path), 1, lambda: 1 // 0)
     assert "No space left" in caplog.text
-    with pytest.raises(OSError, match="No space"):
-        make_steps(run_of(program, tmp_path), 1)
+    make_steps(run_of(program, tmp_path), 1)
 
 
 def test_a_run_that_goes_on_keeps_the_steps_before(program, tmp_path):
@@ -273,16 +272,6 @@ def test_the_page_has_memory_by_tier_against_capacity_and_what_the_run_ran_with(
         assert words in page, words
     assert "<script" not in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
-
-
-@pytest.mark.parametrize("damaged", ["\0\0\0\n", '{"loss": 1.0}\n', "[3]\n", '{"step": 2, "train/loss": 1.0}{"st\n'])
-def test_a_damaged_line_ends_what_was_before(program, tmp_path, caplog, damaged):
-    good = '{"step": 1, "train/loss": 3.0}\n'
-    (tmp_path / "metrics.jsonl").write_text(good + damaged + good)
-    with run_of(program, tmp_path) as run:
-        run.step(5, {"loss": np.float32(2)})
-    assert [line["step"] for line in lines_of(tmp_path)] == [1, 5]
-    assert "metrics.jsonl is damaged at line 2" in caplog.text
 
 
 def test_a_signal_whose_exception_was_swallowed_ends_the_run_at_the_next_step(program, tmp_path):

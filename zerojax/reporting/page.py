@@ -5,10 +5,10 @@ It needs no script and no file beside it. Its pictures are SVG, drawn of the par
 
 import dataclasses
 import html
-import os
 from collections.abc import Mapping, Sequence
 
 from zerojax.planner import draw_parts, draw_tiers
+from zerojax.reporting.folder import replace_file
 from zerojax.reporting.series import Chart, Line, draw_charts
 
 Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]
@@ -60,11 +60,16 @@ def page_of(report: Report) -> str:
 
 
 def write_page(path: str, report: Report) -> None:
-    """Write the page to a file, in place of what is there, at once: who reads it meanwhile sees the old one."""
-    unfinished = f"{path}.tmp"
-    with open(unfinished, "w", encoding="utf-8") as file:
-        file.write(page_of(report))
-    os.replace(unfinished, path)
+    """Replace the page's file by a rename, so that a reader sees the old page or the new one.
+
+    Args:
+      path: of the file.
+      report: that it shows.
+
+    Raises:
+      OSError: the disk is full, say; the old page stays.
+    """
+    replace_file(path, [page_of(report).encode()])
 
 
 def charts_of(series: Series) -> list[Chart]:

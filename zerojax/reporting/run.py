@@ -14,7 +14,8 @@ values of a step are fetched when the next one has been started: one step is alw
 On CPUs they are fetched at once: many programs that run at the same time there can wait for each other without end.
 
 The folder holds `report.html`, written at each pause (at most once a minute) and at the end, also after an error, Ctrl-C or
-SIGTERM; `metrics.jsonl`, a line of figures a step; and TensorBoard's events. Only process 0 writes and prints.
+SIGTERM; `metrics.jsonl`, a line of figures a step; and TensorBoard's events. Only process 0 writes and prints. The folder is
+locked while the run writes there. A full disk costs figures and a warning, and never ends the training.
 """
 
 import contextlib
@@ -36,9 +37,12 @@ from zerojax.planner import Plan, StepWatch, changed
 from zerojax.program import Program
 from zerojax.reporting.about import capacity_of, hardware_of, peaks_of, versions
 from zerojax.reporting.display import Display
+from zerojax.reporting.folder import PAGE, RunFolder, set_aside
+from zerojax.reporting.history import History
 from zerojax.reporting.page import Report, write_page
 from zerojax.reporting.speed import Speed, describe, peak_flops
-from zerojax.reporting.writers import History, Writer, modules_of, open_writers
+from zerojax.reporting.writers import Guarded, TensorBoard, Wandb, Writer, modules_of
+from zerojax.runtime import AllProcesses
 
 _PAGE_SECONDS = 60.0
 _PROFILE_AFTER = 2
@@ -74,10 +78,11 @@ class Run:
         bars: bool | None = None,
         late: bool | None = None,
     ) -> None:
-        """Make a run; files come with its first step.
+        """Make a run; entering it locks its folder, and its first step writes files.
 
         Args:
-          logdir: folder of its files, which is made. One that holds a run is taken over: steps before the first one here stay.
+          logdir: folder of its files, for this run alone; made when the run is entered. A run that resumes at a later step
+            keeps the figures of earlier steps. Figures and page of another run are renamed, not overwritten.
           program: whose steps it has.
           report_to: where figures go beside the report: "tensorboard", "wandb" (whose WANDB_MODE=offline needs no network).
           schedule: the learning rate by the number of updates before, where the step's metrics do not have it: those of
@@ -118,6 +123,7 @@ class Run:
         self._pending: list[tuple[int, Mapping[str, Any]]] = []
         self._started = 0
         self._is_profiling = False
+        self._folder: RunFolder | None = None
         self._history: History | None = None
         self._writers: list[Writer] = []
         self._display = Display(is_quiet=not self._is_first, has_bars=bars)
@@ -129,8 +135,12 @@ class Run:
     def __enter__(self) -> Self:
         # Before the program makes its files, or the disk would seem smaller.
         self._capacity = capacity_of(self._mesh, self._program.config.swap_dir)
-        self._stack.enter_context(_sigterm_raises(self._received))
-        self._stack.enter_context(self._display)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close_folder)
+            AllProcesses(self._mesh, f"opening logdir={self.logdir!r}", ValueError).do(self._open_folder)
+            stack.enter_context(_sigterm_raises(self._received))
+            stack.enter_context(self._display)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -144,12 +154,7 @@ class Run:
             self._end_profile()
             for writer in self._writers:
                 writer.close(failed=error is not None)
-            try:
-                self._write_page(self.ended or "ended as planned")
-            except OSError as failure:
-                if error is None:
-                    raise
-                logger.error("the report of the run could not be written: %s", failure)  # the other error matters more
+            self._write_page(self.ended or "ended as planned")
 
     # --- what the loop calls -----------------------------------------------------------------------------------------------
 
@@ -228,21 +233,48 @@ class Run:
         if not self._is_first:
             return
         if self._history is None:
-            os.makedirs(self.logdir, exist_ok=True)
-            self._history = History(os.path.join(self.logdir, "metrics.jsonl"), step)
-            self._writers = [self._history, *open_writers(self._modules, self.logdir, self.name, self._config, step)]
+            self._history = self._open_history(step)
         for writer in self._writers:
             writer.write(step, figures)
+
+    def _open_folder(self) -> None:
+        """Lock the folder, in process 0, and open what a later failure could only report."""
+        if not self._is_first:
+            return
+        self._folder = RunFolder(self.logdir)
+        if (module := self._modules.get("wandb")) is not None:
+            self._writers.append(Guarded("wandb", Wandb(module, self.logdir, self.name, self._config)))
+
+    def _close_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+
+    def _open_history(self, first: int) -> History:
+        """Open the files, whose content depends on the step at which the run begins."""
+        if self._folder is None:
+            raise RuntimeError("a zj.Run takes steps in its context: with zj.Run(...) as run: run.step(...)")
+        if first == 1:
+            set_aside(self._folder.file(PAGE))
+        history = History(self._folder, first)
+        self._writers.append(history)
+        if "tensorboard" in self._modules:
+            self._writers.append(Guarded("tensorboard", None, lambda: TensorBoard(self.logdir, first)))
+        return history
 
     def _begin_profile(self) -> None:
         jax.profiler.start_trace(self.logdir)
         self._is_profiling = True
 
     def _end_profile(self) -> None:
-        if self._is_profiling:
-            self._is_profiling = False
+        if not self._is_profiling:
+            return
+        self._is_profiling = False
+        try:
             jax.profiler.stop_trace()
-            self.print(f"a profile is in {self.logdir}: tensorboard --logdir {self.logdir}, with the package xprof")
+        except Exception as error:  # a full disk, as JAX or its profiler reports it
+            logger.warning("the profile could not be written to %s: %s", self.logdir, error)
+            return
+        self.print(f"a profile is in {self.logdir}: tensorboard --logdir {self.logdir}, with the package xprof")
 
     def _write_page(self, state: str) -> None:
         if self._history is None:
@@ -270,7 +302,12 @@ class Run:
                 "Options": self._config,
             },
         )
-        write_page(os.path.join(self.logdir, "report.html"), report)
+        assert self._folder is not None
+        path = self._folder.file(PAGE)
+        try:
+            write_page(path, report)
+        except OSError as error:
+            logger.warning("%s could not be written: %s", path, error)
 
 
 def _flat(config: Any) -> dict[str, str]:

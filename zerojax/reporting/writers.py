@@ -1,20 +1,27 @@
-"""Where the figures of a run go: TensorBoard, Weights & Biases, and a file of lines of JSON from which the report is drawn.
+"""Where the figures of a run go beside its own file: TensorBoard and Weights & Biases.
 
-A package that is missing is told when the run is made, not at its first step. Files come with the first figures: then the step
-is known from which a run goes on. What was written of later steps, by a run that ended after its last checkpoint, is dropped.
+A missing package is an error when the run is made, not at its first step. TensorBoard's file comes with the first figures:
+the step from which a run resumes is known then.
 """
 
+import contextlib
 import importlib
-import json
 import logging
+import math
 import os
-from collections.abc import Mapping, Sequence
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 logger = logging.getLogger("zerojax")
 
 _PACKAGES = {"tensorboard": ("tensorboardX", "zerojax[report]"), "wandb": ("wandb", "wandb")}
 """By a name in `report_to`: the module, and what pip installs it by."""
+
+
+_FLUSH_SECONDS = 10.0
+_RETRY_SECONDS = 60.0
 
 
 class Writer(Protocol):
@@ -51,26 +58,100 @@ def modules_of(report_to: Sequence[str]) -> dict[str, Any]:
     return {name: module_of(*_PACKAGES[name]) for name in report_to}
 
 
-def open_writers(modules: Mapping[str, Any], logdir: str, name: str, config: Mapping[str, Any], first: int) -> list[Writer]:
-    """Open them for figures from step `first` on."""
-    made: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb}
-    return [made[key](module, logdir, name, config, first) for key, module in modules.items()]
+class Guarded:
+    """A writer whose failures end neither the training nor the other writers.
+
+    A failure is logged once. If the writer can be opened again, that is tried a minute later: a full disk may have room by
+    then. The figures in between are missing there, and are in `metrics.jsonl`.
+    """
+
+    def __init__(self, key: str, writer: Writer | None, reopen: Callable[[], Writer] | None = None) -> None:
+        """Guard a writer.
+
+        Args:
+          key: its name in `report_to`.
+          writer: an open one, or None to open it now.
+          reopen: opens the writer; None if it can be opened only once.
+        """
+        self._key = key
+        self._writer = writer
+        self._reopen = reopen
+        self._tried = -math.inf
+        self._try(lambda _: None)
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        self._try(lambda writer: writer.write(step, figures))
+
+    def close(self, failed: bool) -> None:
+        if self._writer is not None:
+            self._try(lambda writer: writer.close(failed))
+            self._writer = None
+
+    def _try(self, use: Callable[[Writer], None]) -> None:
+        try:
+            if self._writer is None:
+                self._writer = self._open()
+            if self._writer is not None:
+                use(self._writer)
+        except Exception as error:  # whatever another package raises: the training is worth more than its figures
+            logger.warning("%s takes no figures: %s: %s; the run goes on without it", self._key, type(error).__name__, error)
+            self._abandon()
+
+    def _open(self) -> Writer | None:
+        now = time.monotonic()
+        if self._reopen is None or now - self._tried < _RETRY_SECONDS:
+            return None
+        self._tried = now
+        return self._reopen()
+
+    def _abandon(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with contextlib.suppress(Exception):
+                writer.close(failed=True)
 
 
 class TensorBoard:
-    """An event file in the run's folder."""
+    """An event file in the run's folder.
 
-    def __init__(self, module: Any, logdir: str, name: str, config: Mapping[str, Any], first: int) -> None:
-        del name, config
-        self._writer = module.SummaryWriter(logdir, purge_step=first if first > 1 else None)
+    Events are written in the caller's thread. The package's own writer uses a thread, which ends at the first error of the
+    disk; after ten more events its queue is full, and the training would wait for it without end.
+    """
+
+    def __init__(self, logdir: str, first: int) -> None:
+        """Open a new file.
+
+        Args:
+          logdir: folder of the run.
+          first: number of the next step.
+        """
+        package = _PACKAGES["tensorboard"][1]
+        self._summary = module_of("tensorboardX.summary", package)
+        self._protocol = module_of("tensorboardX.proto.event_pb2", package)
+        # TensorBoard reads the files of a folder in the order of their names; the number keeps two of one second apart.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{time.monotonic_ns()}"
+        self._records = module_of("tensorboardX.record_writer", package).RecordWriter(os.path.join(logdir, name))
+        self._add(file_version="brain.Event:2")
+        self._flushed = -math.inf
+        if first > 1:  # TensorBoard hides what an earlier file has of these steps
+            start = self._protocol.SessionLog(status=self._protocol.SessionLog.START)
+            self._add(step=first, session_log=start)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
+            self._add(step=step, summary=self._summary.scalar(name, value))
+        now = time.monotonic()
+        if now - self._flushed > _FLUSH_SECONDS:
+            self._flushed = now
+            self._records.flush()
 
     def close(self, failed: bool) -> None:
         del failed
-        self._writer.close()
+        self._records.close()
+
+    def _add(self, **fields: Any) -> None:
+        event = self._protocol.Event(wall_time=time.time(), **fields)
+        self._records.write(event.SerializeToString())
 
 
 class Wandb:
@@ -79,8 +160,7 @@ class Wandb:
     A run that goes on is a new one there, whose steps go on; WANDB_RUN_ID and WANDB_RESUME make it the same.
     """
 
-    def __init__(self, module: Any, logdir: str, name: str, config: Mapping[str, Any], first: int) -> None:
-        del first
+    def __init__(self, module: Any, logdir: str, name: str, config: Mapping[str, Any]) -> None:
         project = os.environ.get("WANDB_PROJECT", "zerojax")
         self._run = module.init(project=project, name=os.environ.get("WANDB_NAME", name), dir=logdir, config=dict(config))
 
@@ -89,49 +169,3 @@ class Wandb:
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
-
-
-class History:
-    """All figures of a run, and of the runs that it goes on from: in memory, and line by line in `metrics.jsonl`.
-
-    Attributes:
-      series: by name, the steps and their values, in order.
-    """
-
-    def __init__(self, path: str, first: int) -> None:
-        """Open the file, and read what it holds of steps before `first`."""
-        self.series: dict[str, tuple[list[int], list[float]]] = {}
-        lines = _lines_before(path, first) if first > 1 else []
-        self._file = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115  closed by `close`
-        for line in lines:
-            self.write(line.pop("step"), line)
-
-    def write(self, step: int, figures: Mapping[str, float]) -> None:
-        for name, value in figures.items():
-            steps, values = self.series.setdefault(name, ([], []))
-            steps.append(step)
-            values.append(value)
-        self._file.write(json.dumps({"step": step, **figures}) + "\n")
-
-    def close(self, failed: bool) -> None:
-        del failed
-        self._file.close()
-
-
-def _lines_before(path: str, first: int) -> list[dict[str, Any]]:
-    """Return what a file of figures tells of the steps before one; a damaged line, as a killed run leaves it, ends it."""
-    found: list[dict[str, Any]] = []
-    if not os.path.exists(path):
-        return found
-    with open(path, encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                line = json.loads(text) if text.endswith("\n") else None
-            except ValueError:
-                line = None
-            if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-                logger.warning("%s is damaged at line %d: the figures from there on are left out", path, number)
-                break
-            if line["step"] < first:
-                found.append(line)
-    return found

@@ -1,0 +1,195 @@
+"""All figures of a run: in memory, from which the report is drawn, and line by line in `metrics.jsonl`.
+
+    {"step": 7, "train/loss": 2.25, "train/grad_norm": null}        a number that is not finite is null
+
+A run that resumes at step N keeps the lines of earlier steps. Lines of later steps, which it makes again, and lines that cannot
+be read move to `metrics.dropped.jsonl`. The shorter file is written beside the old one and renamed, so a kill at any moment
+leaves one of them whole.
+
+The disk of a log may fill up while the training goes on: lines that could not be written stay in memory and are written
+with a later step.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+
+from host_offload.fields import Field, parse_json
+from zerojax.reporting.folder import DROPPED, METRICS, RunFolder, open_file, replace_file
+
+logger = logging.getLogger("zerojax")
+
+
+class History:
+    """The figures of a run and of the runs that it resumes.
+
+    Attributes:
+      series: {name: (steps, values)}, in the order in which they were written.
+    """
+
+    def __init__(self, folder: RunFolder, first: int) -> None:
+        """Read the lines of steps before `first`, and open the file for more.
+
+        Args:
+          folder: of the run.
+          first: number of the next step.
+        """
+        self.series: dict[str, tuple[list[int], list[float]]] = {}
+        self._path = folder.file(METRICS)
+        self._dropped_path = folder.file(DROPPED)
+        self._fd: int | None = None
+        self._kept: list[bytes] = []
+        self._dropped: list[bytes] = []
+        self._size = 0
+        """Bytes of the whole lines in the file."""
+        self._pending: list[bytes] = []
+        self._is_failing = False
+        try:
+            self._read(first)
+        except OSError as error:
+            self._warn(error)
+        self._write_pending()
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add figures of a step."""
+        self._remember(step, figures)
+        values = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+        line = json.dumps({"step": step, **values}, allow_nan=False)
+        self._pending.append(line.encode() + b"\n")
+        self._write_pending()
+
+    def close(self, failed: bool) -> None:
+        """Write the lines that are left, and close the file."""
+        del failed
+        self._write_pending()
+        if self._pending:
+            logger.warning("%s lacks %d lines, which could not be written", self._path, len(self._pending))
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):  # a network file system reports here what was warned of before
+                os.close(fd)
+
+    def _remember(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            steps, values = self.series.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(value)
+
+    def _read(self, first: int) -> None:
+        """Sort the lines of the file into those that are kept and those that are dropped."""
+        damaged: list[int] = []
+        last = 0
+        for number, line in enumerate(_lines(self._path), 1):
+            record = _record_of(line)
+            if record is None:
+                damaged.append(number)
+                self._dropped.append(line)
+            elif record.step >= first:
+                self._dropped.append(line)
+            else:
+                self._kept.append(line)
+                self._remember(record.step, record.figures)
+                last = max(last, record.step)
+        if damaged:
+            logger.warning("%s cannot be read at line %s: moved to %s", self._path, _shown(damaged), DROPPED)
+        if self._kept and last < first - 1:
+            logger.warning("%s has no figures of steps %d to %d", self._path, last + 1, first - 1)
+
+    def _open(self) -> None:
+        """Take the dropped lines out of the file, and open it."""
+        if self._dropped:
+            _append(self._dropped_path, self._dropped)
+            replace_file(self._path, self._kept)
+            self._dropped.clear()
+        fd = open_file(self._path, os.O_WRONLY | os.O_CREAT)
+        self._fd = fd
+        self._kept.clear()
+        self._size = os.fstat(fd).st_size
+
+    def _write_pending(self) -> None:
+        """Append the pending lines: all of them, or nothing."""
+        data = b"".join(self._pending)
+        try:
+            if self._fd is None:
+                self._open()
+            assert self._fd is not None
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], self._size + done)
+        except OSError as error:
+            self._warn(error)
+            if self._fd is not None:
+                with contextlib.suppress(OSError):  # a part of a line
+                    os.ftruncate(self._fd, self._size)
+            return
+        self._size += len(data)
+        self._pending.clear()
+        self._is_failing = False
+
+    def _warn(self, error: OSError) -> None:
+        if not self._is_failing:
+            reason = error.strerror or error
+            logger.warning("%s cannot be written: %s; the run goes on, and tries again at each step", self._path, reason)
+        self._is_failing = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Record:
+    """One line: a step and its figures."""
+
+    step: int
+    figures: dict[str, float]
+
+
+def _lines(path: str) -> list[bytes]:
+    """Return the lines of a file with their ends, none where there is no file."""
+    try:
+        fd = open_file(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return []
+    with open(fd, "rb") as file:
+        return file.readlines()
+
+
+def _record_of(line: bytes) -> _Record | None:
+    """Return the record of a line, or None where the line holds none."""
+    if not line.endswith(b"\n"):  # a run was killed while it wrote
+        return None
+    try:
+        fields = Field(parse_json(line))
+        step = fields["step"].integer()
+        figures = {name: _figure(field) for name, field in fields.fields() if name != "step"}
+    except (ValueError, OverflowError):
+        return None
+    return _Record(step, figures)
+
+
+def _figure(field: Field) -> float:
+    value = field.value
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        field.refuse("a number or null")
+    return float(value)
+
+
+def _append(path: str, lines: list[bytes]) -> None:
+    fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with open(fd, "wb") as file:
+        file.writelines(_ended(line) for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _ended(line: bytes) -> bytes:
+    return line if line.endswith(b"\n") else line + b"\n"
+
+
+def _shown(numbers: list[int]) -> str:
+    most = 5
+    text = ", ".join(map(str, numbers[:most]))
+    return f"{text} and {len(numbers) - most} more" if len(numbers) > most else text
