@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from zerojax.config import ZeroConfig
+from zerojax.models import FAULT as FAULT
 from zerojax.models import split_faults
 from zerojax.precision import PRECISIONS
 
