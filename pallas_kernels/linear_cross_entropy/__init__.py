@@ -42,7 +42,7 @@ from pallas_kernels.varying import vary_alike
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 REDUCTIONS = ("mean", "sum", "none")
 _LEAST_CAST = 127
-"""Negative labels down to -128, such as -1 and -100, are looked for where a dtype without negative numbers has taken their place."""
+"""Negative labels down to -128, such as -1 and -100, may have been cast to a dtype that has none."""
 UNMEASURED = "no measurement on a GPU says yet that it is faster"
 
 
@@ -126,8 +126,8 @@ def linear_cross_entropy(
         {"mosaic": UNMEASURED},
     )
     rows = x.reshape(-1, x.shape[-1])
-    # One mark for all that count nothing. Labels of V or more become V, which matches no column, and NaN replaces their loss: as
-    # they are they might be negative in 32 bits, and count nothing.
+    # One mark for all that count nothing. Labels of V or more become V, which matches no column, and
+    # NaN replaces their loss. In 32 bits they might be negative themselves, and count nothing.
     places = jnp.where(counts, jnp.where(wrong, vocab, labels).astype(jnp.int32), -1).reshape(-1)
     losses: Any
     if chosen == "reference":

@@ -117,9 +117,9 @@ REFUSED = {
     "empty": ({}, ["no keys", "'tokens'"]),
     "no-tokens": ({"targets": batch_of()["targets"]}, ["'targets'", "'tokens' are needed"]),
     "no-targets": ({"tokens": batch_of()["tokens"]}, ["'tokens'", "needs 'targets'"]),
-    "list": (changed(tokens=[[1, 2], [3, 4]]), ["batch['tokens'] is a list", "np.asarray"]),
+    "list": (changed(tokens=[[1, 2], [3, 4]]), ["batch['tokens'] is of type list", "np.asarray"]),
     "tokens-none": (changed(tokens=None), ["batch['tokens'] is None"]),
-    "text": (changed(tokens="abc"), ["batch['tokens'] is a str"]),
+    "text": (changed(tokens="abc"), ["batch['tokens'] is of type str"]),
     "attention-mask": (changed(attention_mask=np.ones((4, 6), np.int32)), ["'attention_mask'", "does not read"]),
     "keys-of-two-kinds": ({**batch_of(), 3: np.zeros(4)}, ["3, which"]),
     "uint32-targets": (changed(targets=batch_of()["targets"].astype(np.uint32)), ["batch['targets'] is uint32", "-1"]),
@@ -144,7 +144,7 @@ def test_a_batch_that_cannot_be_read_is_refused_by_name(resident, name):
     program, state = resident
     batch, words = REFUSED[name]
     for call in (program.eval, program.step):
-        with pytest.raises(ValueError, match=r"batch") as error:  # noqa: PT011 the words are below
+        with pytest.raises(ValueError, match=r"batch") as error:
             call(state, batch)
         assert not [word for word in words if word not in str(error.value)], str(error.value)
 

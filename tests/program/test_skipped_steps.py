@@ -34,19 +34,19 @@ def test_a_loss_scale_that_is_still_falling_is_given_more_steps():
     skipped = SkippedSteps(zj.ZeroConfig(precision="fp16"))
     said = [skipped.add(metrics_of(0, loss_scale=np.float32(1))) for _ in range(IN_A_ROW_SCALED)]
     assert said[:-1] == [None] * (IN_A_ROW_SCALED - 1)
-    assert "the loss scale, 1 of at least 1" in said[-1]
+    assert "the loss scale, 1 of at least 1" in (said[-1] or "")
 
 
 def test_a_fault_of_the_batch_is_said_at_its_first_step_and_with_the_advice():
     skipped = SkippedSteps(zj.ZeroConfig())
     wrong = metrics_of(0, **{"fault/tokens": np.float32(0.25), "fault/others": np.float32(0)})
     said = [skipped.add(wrong) for _ in range(IN_A_ROW)]
-    assert "fault/tokens = 0.25" in said[0]
-    assert "others" not in said[0]
+    assert "fault/tokens = 0.25" in (said[0] or "")
+    assert "others" not in (said[0] or "")
     assert said[1:-1] == [None] * (IN_A_ROW - 2)
-    assert "fault/tokens = 0.25" in said[-1]
+    assert "fault/tokens = 0.25" in (said[-1] or "")
     assert skipped.add(metrics_of(1)) is None
-    assert "fault/tokens" in skipped.add(wrong)
+    assert "fault/tokens" in (skipped.add(wrong) or "")
 
 
 class Unready:

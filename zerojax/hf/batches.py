@@ -37,14 +37,16 @@ def check_batch(batch: Any) -> None:
         other dims than [B, T] or no token. The key is named.
     """
     if not isinstance(batch, Mapping):
-        raise ValueError(f"a batch is a dict with 'tokens', and 'targets' for a loss, got {type(batch).__name__}")
+        kind = type(batch).__name__
+        raise ValueError(f"a batch is a dict with 'tokens', and 'targets' for a loss, got {kind}")
     known = (*OF_TOKENS, LAST, CACHE)
     if TOKENS not in batch:
         raise ValueError(f"a batch has {_listed(batch)}: 'tokens' are needed, and 'targets' for a loss; each is the next token")
     if unknown := [key for key in batch if key not in known]:
         raise ValueError(
-            f"a batch has {_listed(unknown)}, which the model does not read: it reads {_listed(OF_TOKENS)}; leave out or rename "
-            "others. Padding is marked by targets of -1, and by segment_ids of its own where tokens must not see it"
+            f"a batch has {_listed(unknown)}, which the model does not read: it reads "
+            f"{_listed(OF_TOKENS)}; rename the others, or leave them out. Padding is marked by targets of "
+            "-1, and by segment_ids of its own where tokens must not see it"
         )
     for name in OF_TOKENS:
         if name in batch:
@@ -57,13 +59,14 @@ def check_batch(batch: Any) -> None:
     for name in OF_TOKENS:
         # Rows are compared where all of them are known: of several processes each may hold a part.
         if name in batch and batch[name].shape[1:] != shape[1:]:
-            raise ValueError(f"batch['{name}'] is {list(batch[name].shape)} and batch['tokens'] {list(shape)}: one shape is needed")
+            other = list(batch[name].shape)
+            raise ValueError(f"batch['{name}'] is {other} and batch['tokens'] {list(shape)}: one shape is needed")
 
 
 def check_targets(batch: Batch) -> None:
     """Raise ValueError for a batch without targets."""
     if TARGETS not in batch:
-        raise ValueError(f"a batch has {_listed(batch)}: a loss needs 'targets', integers [B, T], each the token after its own")
+        raise ValueError(f"a batch has {_listed(batch)}: a loss needs 'targets', integers [B, T], each the next token")
 
 
 def _listed(keys: Any) -> str:
@@ -73,14 +76,15 @@ def _listed(keys: Any) -> str:
 def _check_array(name: str, array: Any, dims: tuple[str, ...]) -> None:
     shape = f"[{', '.join(dims)}]"
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-        kind = "None" if array is None else f"a {type(array).__name__}"
+        kind = "None" if array is None else f"of type {type(array).__name__}"
         raise ValueError(f"batch['{name}'] is {kind}: an array of integers {shape} is needed, as by np.asarray(.., np.int32)")
-    if not isinstance(array.dtype, jnp.dtype) or not jnp.issubdtype(array.dtype, jnp.integer):
+    is_plain = isinstance(array.dtype, jnp.dtype)
+    if not is_plain or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"batch['{name}'] is an array of {array.dtype}: integers {shape} are needed, such as int32")
     if name == TARGETS and jnp.issubdtype(array.dtype, jnp.unsignedinteger):
         raise ValueError(
-            f"batch['targets'] is {array.dtype}, which cannot hold the -1 of targets that do not count: a -1 that was cast to it "
-            "would count. Make int32 of the numbers that it was made from"
+            f"batch['targets'] is {array.dtype}, which cannot hold the -1 of targets that do not count: "
+            "a -1 that was cast to it would count. Make int32 of the numbers that it was made from"
         )
     if len(array.shape) != len(dims):
         raise ValueError(f"batch['{name}'] is {list(array.shape)}: integers {shape} are needed")

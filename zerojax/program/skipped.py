@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from zerojax.config import ZeroConfig
 from zerojax.models import FAULT as FAULT
@@ -54,21 +55,22 @@ class SkippedSteps:
         return f"a step was skipped, and its state is as it was: {worded(found)}" if is_new else None
 
     def _advice(self, metrics: Mapping[str, Any], found: Mapping[str, float]) -> str:
-        cause = worded(found) if found else f"their gradients were not finite (loss {float(metrics.get('loss', 0)):.4g})"
+        loss = float(metrics.get("loss", 0))
+        cause = worded(found) if found else f"their gradients were not finite (loss {loss:.4g})"
         looks = [
             "the batches" if found else "the data",
             "the learning rate, under which weights may have grown without bound before",
-            "the base weights: program.eval(state, batch) is not finite where one of them is NaN or infinite",
+            "the base weights: program.eval(state, batch) is not finite where one of them is not",
         ]
         if self._scaling is not None and "loss_scale" in metrics:
             scale, least = float(metrics["loss_scale"]), self._scaling.least
             looks.append(
-                f"the loss scale, {scale:g} of at least {least:g}: where it is the least, float16 overflows without it, as with "
-                "weights or activations above 65504; precision='bf16' does not"
+                f"the loss scale, {scale:g} of at least {least:g}: where it is the least, float16 "
+                "overflows without it, as with weights or activations above 65504; precision='bf16' does not"
             )
         return (
-            f"{self._count} steps in a row were skipped: {cause}. Weights and optimizer state are as they were. Look at "
-            f"{'; '.join(looks)}"
+            f"{self._count} steps in a row were skipped: {cause}. Weights and optimizer state are as they "
+            f"were. Look at {'; '.join(looks)}"
         )
 
 
@@ -77,8 +79,9 @@ def found_faults(metrics: Mapping[str, Any]) -> dict[str, float]:
     faults, _ = split_faults(metrics)
     found = dict[str, float]()
     for name, value in faults.items():
-        # Most faults are numbers; of a tree of arrays the largest one stands for all.
-        largest = max((float(abs(a).max()) for a in jax.tree.leaves(jax.device_get(value))), default=0.0)
+        # Most faults are one number; the largest stands for a tree of arrays.
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(value))]
+        largest = max((float(abs(leaf).max()) for leaf in leaves), default=0.0)
         if largest != 0:
             found[name] = largest
     return found

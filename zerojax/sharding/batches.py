@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from zerojax.sharding.activations import ActivationSpec
@@ -116,7 +117,9 @@ def _map_named(function: Callable[[str, Any], Any], batch: Any) -> Any:
     try:
         leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
     except (TypeError, ValueError) as error:  # keys that cannot be sorted
-        raise ValueError(f"a batch is a tree of arrays, such as a dict by name, and this one cannot be read: {error}") from error
+        raise ValueError(
+            f"a batch is a tree of arrays, such as a dict by name, and this one cannot be read: {error}"
+        ) from error
     return jax.tree.unflatten(tree, [function(jax.tree_util.keystr(path) or "batch", leaf) for path, leaf in leaves])
 
 
@@ -130,7 +133,7 @@ def _as_array(name: str, leaf: Any) -> Any:
         except OverflowError as error:
             raise _refusal(name, f"{leaf}, which is too large for an integer of the device") from error
     if isinstance(leaf, jax.Array):
-        if not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+        if not isinstance(leaf, Tracer) and leaf.is_deleted():
             raise ValueError(f"{name} of the batch was deleted, or donated to a program: make it again for each step")
         return leaf
     if hasattr(leaf, "__jax_array__"):
@@ -160,9 +163,10 @@ def device_dtype(name: str, dtype: Any) -> Any:
     Raises:
       ValueError: devices have no such numbers.
     """
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):  # random keys
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys
         return dtype
-    is_number = isinstance(dtype, np.dtype) and (dtype == bool or jnp.issubdtype(dtype, jnp.number))
+    kinds = (jnp.bool_, jnp.number)
+    is_number = isinstance(dtype, np.dtype) and any(jnp.issubdtype(dtype, kind) for kind in kinds)
     if not is_number or dtype in (np.longdouble, np.clongdouble):
         raise _refusal(name, f"an array of {dtype}")
     return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
