@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax.hf import batches
 from zerojax.hf.attention import Implementation, attend, attend_to_cache
+from zerojax.hf.batches import check_targets, faults, wide
 from zerojax.hf.config import DecoderConfig
 from zerojax.hf.names import Lora
 from zerojax.hf.rope import rotate
@@ -213,7 +213,7 @@ class Embed(nnx.Module):
         self.pad_token = c.pad_token
 
     def __call__(self, batch: Batch) -> jax.Array:
-        tokens = batches.wide(batch["tokens"])
+        tokens = wide(batch["tokens"])
         # Out of range are NaN, and not the row that a negative index counts from the end.
         tokens = jnp.where(tokens < 0, self.embed_tokens.num_embeddings, tokens)
         # In the dtype in which the parameters arrive; `nnx.Embed` casts to that in which it was made.
@@ -243,9 +243,9 @@ class Head(nnx.Module):
 
     def loss(self, embed: Embed, x: jax.Array, batch: Batch, tiles: int | None) -> Loss:
         """Return the cross entropy of the targets that count, summed, how many they are, and faults of the batch."""
-        batches.check_targets(batch)
-        z, targets = self.norm(x), batches.wide(batch["targets"])
+        check_targets(batch)
+        z, targets = self.norm(x), wide(batch["targets"])
         w = self.matrix(embed).astype(z.dtype).T
         total = linear_cross_entropy(z, w, targets, reduction="sum", softcap=self.cap, num_tiles=tiles)
-        faults = batches.faults(batch, self.vocab)
-        return Loss(total, jnp.sum(targets >= 0).astype(jnp.float32), faults)
+        count = jnp.sum(targets >= 0).astype(jnp.float32)
+        return Loss(total, count, faults(batch, self.vocab))

@@ -174,7 +174,7 @@ def device_dtype(name: str, dtype: Any) -> Any:
 
 def _refusal(name: str, what: str) -> ValueError:
     return ValueError(
-        f"a batch is a tree of arrays of numbers, and {name} is {what}: make it an array of numpy or JAX, as by np.asarray"
+        f"a batch is a tree of arrays, but {name} is {what}: make it an array of numbers, as by np.asarray"
     )
 
 
