@@ -1,5 +1,6 @@
 """A run in which every step is skipped says so once, with what to look at, and nothing waits for a metric."""
 
+import dataclasses
 import logging
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import toys
 
 import zerojax as zj
 from zerojax.program.skipped import IN_A_ROW, IN_A_ROW_SCALED, SkippedSteps, SkipWarnings
@@ -103,22 +105,24 @@ def test_a_run_whose_weights_are_not_finite_says_so(tmp_path, caplog, capsys):
     assert "10 steps in a row were skipped" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_a_fault_of_a_users_own_loss_skips_the_step(weighted, caplog):
+@pytest.mark.parametrize(("weighted", "precision"), [(False, "bf16"), (True, "fp16")])
+def test_a_fault_of_a_users_own_loss_skips_the_step(weighted, precision, caplog):
     caplog.set_level(logging.WARNING, "zerojax")
 
     def loss(params, batch, key):
         wrong = jnp.sum(batch["x"] < 0)
-        total, count = jnp.sum(params["w"] * jnp.abs(batch["x"])), jnp.sum(batch["x"] > 1e9)
+        total, count = jnp.mean(params["w"] * jnp.abs(batch["x"])), jnp.sum(batch["x"] == 1)
         return zj.Loss(total, count if weighted else None, {"fault/negative": wrong})
 
-    program = program_of(loss)
+    program = program_of(loss, precision=precision)
     state = program.init(jax.random.key(0))
     before = np.asarray(state.params["w"])
+    scale = state.loss_scale and float(state.loss_scale.scale)
     state, metrics = program.step(state, {"x": np.full((4, 8), -1, np.float32)})
     assert float(metrics["fault/negative"]) == 32
     assert float(metrics["skipped_steps"]) == 1
     np.testing.assert_array_equal(state.params["w"], before)
+    assert (state.loss_scale and float(state.loss_scale.scale)) == scale  # no overflow
     state, metrics = program.step(state, {"x": np.full((4, 8), 1, np.float32)})
     assert float(metrics["fault/negative"]) == 0
     assert np.any(np.asarray(state.params["w"]) != before)
@@ -127,3 +131,26 @@ def test_a_fault_of_a_users_own_loss_skips_the_step(weighted, caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "a step was skipped, and its state is as it was: its batch has fault/negative = 32"
     ]
+
+
+def test_a_fault_of_one_microbatch_skips_a_streamed_update_in_backward():
+    def head(p_head, p_embed, x, batch, key):
+        wrong = jnp.sum(batch["targets"] < 0)
+        return zj.Loss(small.head(p_head, p_embed, x, batch, key), None, {"fault/negative": wrong})
+
+    small = toys.small()
+    model = dataclasses.replace(small, head=head)
+    config = zj.ZeroConfig(stage=3, params="pinned_host", opt_state="pinned_host", update="in_backward", num_microbatches=2)
+    program = zj.build_train_step(model, optax.sgd(0.1), config, zj.make_mesh(fsdp=1, devices=jax.devices()[:1]))
+    state = program.init(jax.random.key(0))
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.opt_state))]
+    (batch,) = toys.batches(1)
+    wrong = {**batch, "targets": batch["targets"].copy()}
+    wrong["targets"][1, 0] = -1
+    state, metrics = program.step(state, wrong)
+    assert float(metrics["fault/negative"]) == 0.5  # the mean over microbatches
+    for old, new in zip(before, jax.tree.leaves((state.params, state.opt_state)), strict=True):
+        np.testing.assert_array_equal(old, new)
+    state, metrics = program.step(state, batch)
+    assert np.isfinite(metrics["loss"])
+    assert float(metrics["skipped_steps"]) == 1

@@ -173,9 +173,7 @@ def device_dtype(name: str, dtype: Any) -> Any:
 
 
 def _refusal(name: str, what: str) -> ValueError:
-    return ValueError(
-        f"a batch is a tree of arrays, but {name} is {what}: make it an array of numbers, as by np.asarray"
-    )
+    return ValueError(f"a batch is a tree of arrays, but {name} is {what}: make it an array of numbers, as by np.asarray")
 
 
 def _own(leaf: Any) -> Any:

@@ -1,8 +1,7 @@
-"""Batches of every kind, at random: each is refused by name, or has the loss of the same numbers in int32, or none at all."""
+"""Batches of every kind, at random, and what became of each: refused by name, right, or named as out of range."""
 
 import collections
 import math
-import time
 import warnings
 
 import jax
@@ -10,11 +9,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from small_decoder import VOCAB, batch_of, program_of, write
+from small_decoder import VOCAB, batch_of
 
 KEYS = ("tokens", "targets", "segment_ids", "positions")
-SECONDS = 10.0
-"""Of the processor: others may use it, too."""
 INTEGERS = ("int8", "int16", ">i2", "int32", ">i4", "int64", ">i8", "uint8", "uint16", "uint32", "uint64")
 ODD_DTYPES = ("float32", "float64", "float16", "bool", "object", "U3", "S2", "complex64", "M8[s]", ml_dtypes.bfloat16)
 
@@ -129,21 +126,8 @@ def clean_of(batch):
     return clean, is_good
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.exhaustive)])
-def test_a_batch_of_any_kind_is_refused_by_name_or_right(count, tmp_path):
-    program = program_of(write(tmp_path), precision="fp32")
-    state, outcomes = program.init(jax.random.key(0)), collections.Counter[str]()
-    for seed in range(count):
-        start = time.process_time()
-        outcomes[outcome_of(program, state, fuzzed(seed))] += 1
-        assert time.process_time() - start < SECONDS, seed
-    print(dict(outcomes))
-    assert set(outcomes) == {"refused", "right", "out of range"}
-    assert min(outcomes.values()) >= count // 20
-
-
 def outcome_of(program, state, batch):
-    """Return what became of a batch, in words; those of a fault hold the batch."""
+    """Return "refused", "right" or "out of range"; where it is none of these, what went wrong, with the batch."""
     try:
         loss = float(program.eval(state, batch))
     except ValueError as error:
