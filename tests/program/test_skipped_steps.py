@@ -83,6 +83,26 @@ def test_no_metric_is_waited_for(caplog):
     assert [record.getMessage()[:15] for record in caplog.records] == ["10 steps in a r"]
 
 
+class Failed(Unready):
+    """A metric of a step that failed."""
+
+    is_known = True
+
+    def __float__(self):
+        raise jax.errors.JaxRuntimeError("the step failed")
+
+
+def test_a_step_that_failed_raises_nothing_in_the_next_one(caplog):
+    caplog.set_level(logging.WARNING, "zerojax")
+    warnings = SkipWarnings(zj.ZeroConfig())
+    warnings.add_step({"grads_finite": Failed()})
+    known = Unready()
+    known.is_known = True
+    for _ in range(IN_A_ROW):
+        warnings.add_step({"grads_finite": known, "loss": np.float32(np.nan)})
+    assert len(caplog.records) == 1
+
+
 def program_of(loss, **config):
     model = zj.Model(init=lambda key: {"w": jnp.ones(8)}, loss=loss)
     mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])

@@ -10,6 +10,7 @@ A metric is read when its step has ended: at a later step, so that neither the d
 """
 
 import collections
+import contextlib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -117,11 +118,13 @@ class SkipWarnings:
     def look(self, *, waits: bool = False) -> None:
         """Log what is known by now; with `waits`, of all that was started."""
         while self._steps and (waits or self._steps[0]["grads_finite"].is_ready()):
-            if (said := self._skipped.add(self._steps.popleft())) is not None:
-                logger.warning("%s", said)
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # of a step that failed, which its own results raise
+                if (said := self._skipped.add(self._steps.popleft())) is not None:
+                    logger.warning("%s", said)
         while self._evaluations and (waits or _is_ready(self._evaluations[0])):
-            if found := found_faults(self._evaluations.popleft()):
-                logger.warning("a loss that was evaluated is NaN: %s", worded(found))
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                if found := found_faults(self._evaluations.popleft()):
+                    logger.warning("a loss that was evaluated is NaN: %s", worded(found))
 
 
 def _is_ready(values: Any) -> bool:
