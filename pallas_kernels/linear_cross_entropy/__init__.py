@@ -41,6 +41,8 @@ from pallas_kernels.varying import vary_alike
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 REDUCTIONS = ("mean", "sum", "none")
+_LEAST_CAST = 127
+"""Negative labels down to -128, such as -1 and -100, may have been cast to a dtype that has none."""
 UNMEASURED = "no measurement on a GPU says yet that it is faster"
 
 
@@ -73,6 +75,8 @@ def linear_cross_entropy(
       x: float32, bfloat16 or float16.
       w: of x's dtype.
       labels: integers below V, in an array or a list. Tokens of negative labels count nothing: their loss and gradient are 0.
+        Unsigned ones have no negative number: a -1 that was cast to uint32 is above V, and so NaN; uint8 and uint16 are refused
+        where V is so large that it would be a label.
       reduction: "mean" over the labels that count (0 where none does), "sum", or "none" for losses of the shape of `labels`.
       ignore_index: one more label that counts nothing, such as that of padding.
       label_smoothing: the part of a label that is spread evenly over the vocabulary, 0 to 1.
@@ -101,6 +105,8 @@ def linear_cross_entropy(
     vocab = w.shape[1]
     _check_options(reduction, label_smoothing, z_loss, softcap)
     _check_tiles(num_tiles, config, vocab, implementation)
+    if jnp.iinfo(labels.dtype).bits < 32:
+        labels = labels.astype(np.int32)  # V is more than such a dtype holds
     counts = labels >= 0
     if ignore_index is not None:
         counts = counts & (labels != ignore_index)
@@ -120,8 +126,9 @@ def linear_cross_entropy(
         {"mosaic": UNMEASURED},
     )
     rows = x.reshape(-1, x.shape[-1])
-    # One mark for all that count nothing. Labels of V or more match no column, and NaN replaces their loss.
-    places = jnp.where(counts, labels, -1).astype(jnp.int32).reshape(-1)
+    # One mark for all that count nothing. Labels of V or more become V, which matches no column, and
+    # NaN replaces their loss. In 32 bits they might be negative themselves, and count nothing.
+    places = jnp.where(counts, jnp.where(wrong, vocab, labels).astype(jnp.int32), -1).reshape(-1)
     losses: Any
     if chosen == "reference":
         losses = reference.losses(form, rows, w, places)
@@ -162,6 +169,12 @@ def _check_arrays(x: Any, w: Any, labels: Any) -> None:
         raise _refusal(f"x is {x.dtype} and w {w.dtype}: one dtype of {names} is needed; cast one of them")
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise _refusal(f"labels are {labels.dtype}: integers, places in the vocabulary, are needed")
+    bounds = jnp.iinfo(labels.dtype)
+    if bounds.min == 0 and bounds.max - _LEAST_CAST < w.shape[-1]:
+        raise _refusal(
+            f"labels are {labels.dtype}, which holds no negative number: a -1 that was cast to it is {bounds.max}, and V="
+            f"{w.shape[-1]} has labels up to there. Make int32 of the numbers that they were made from"
+        )
     if w.ndim != 2 or not x.ndim or x.shape[-1] != w.shape[0]:
         raise _refusal(f"{shapes}: x[..., D] and w[D, V] are needed; transpose an embedding[V, D]")
     if labels.shape != x.shape[:-1]:

@@ -200,6 +200,23 @@ def test_labels_of_any_integer_dtype():
         np.testing.assert_allclose(jax.jit(linear_cross_entropy)(x, w, labels.astype(dtype)), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_labels_that_32_bits_make_negative_are_out_of_range_all_the_same(implementation):
+    x, w, _ = problem(shape=(8, D, V))
+    labels = np.arange(-1, 7).astype(np.uint32)  # the first one was -1
+    made = value_and_grads(x, w, labels, (("implementation", implementation),))
+    # The gradient too: a step that it moved would have been by other weights than those of any loss.
+    assert all(np.isnan(np.asarray(a)).any() for a in made)
+
+
+def test_narrow_labels_are_refused_where_a_cast_negative_one_would_be_a_label():
+    x, w = np.zeros((4, 8), np.float32), np.zeros((8, 300), np.float32)
+    with pytest.raises(ValueError, match="labels are uint8, which holds no negative number: a -1 that was cast to it is 255"):
+        linear_cross_entropy(x, w, np.arange(4, dtype=np.uint8))
+    # A V of more than a signed dtype holds is none that a label of it can reach.
+    jax.eval_shape(linear_cross_entropy, x, w, np.arange(4, dtype=np.int8))
+
+
 def test_under_vmap_scan_and_checkpoint():
     x, w, labels = problem(shape=(24, D, V))
     xs, ys = x.reshape(3, 8, D), labels.reshape(3, 8)

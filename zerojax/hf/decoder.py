@@ -20,6 +20,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax.hf.attention import Implementation, attend, attend_to_cache
+from zerojax.hf.batches import check_targets, faults, wide
 from zerojax.hf.config import DecoderConfig
 from zerojax.hf.names import Lora
 from zerojax.hf.rope import rotate
@@ -212,7 +213,9 @@ class Embed(nnx.Module):
         self.pad_token = c.pad_token
 
     def __call__(self, batch: Batch) -> jax.Array:
-        tokens = batch["tokens"]
+        tokens = wide(batch["tokens"])
+        # Out of range are NaN, and not the row that a negative index counts from the end.
+        tokens = jnp.where(tokens < 0, self.embed_tokens.num_embeddings, tokens)
         # In the dtype in which the parameters arrive; `nnx.Embed` casts to that in which it was made.
         x = jnp.take(self.embed_tokens.embedding[...], tokens, axis=0)
         if self.pad_token is not None:
@@ -225,7 +228,7 @@ class Head(nnx.Module):
     """The last norm, and a matrix [V, H] unless it is the embedding."""
 
     def __init__(self, c: DecoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.cap = c.logits_cap
+        self.cap, self.vocab = c.logits_cap, c.vocab
         self.norm = Norm(c.hidden, c, rngs=rngs)
         self.lm_head = nnx.data(None if c.tied else nnx.Embed(c.vocab, c.hidden, embedding_init=_INIT, rngs=rngs))
 
@@ -239,8 +242,10 @@ class Head(nnx.Module):
         return z if self.cap is None else self.cap * jnp.tanh(z / self.cap)
 
     def loss(self, embed: Embed, x: jax.Array, batch: Batch, tiles: int | None) -> Loss:
-        """Return the cross entropy of the targets that count, summed, and how many they are."""
-        z, targets = self.norm(x), batch["targets"]
+        """Return the cross entropy of the targets that count, summed, how many they are, and faults of the batch."""
+        check_targets(batch)
+        z, targets = self.norm(x), wide(batch["targets"])
         w = self.matrix(embed).astype(z.dtype).T
         total = linear_cross_entropy(z, w, targets, reduction="sum", softcap=self.cap, num_tiles=tiles)
-        return Loss(total, jnp.sum(targets >= 0).astype(jnp.float32))
+        count = jnp.sum(targets >= 0).astype(jnp.float32)
+        return Loss(total, count, faults(batch, self.vocab))

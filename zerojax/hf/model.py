@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from zerojax.hf.attention import IMPLEMENTATIONS, Implementation
+from zerojax.hf.batches import check_batch
 from zerojax.hf.config import CONFIG, DecoderConfig, Family, decoder_config, family_of, read_config
 from zerojax.hf.decoder import TENSOR, Batch, Block, Cached, Embed, Head, Options
 from zerojax.hf.names import FAMILIES, Lora
@@ -42,8 +43,10 @@ def model_of(
 ) -> LayeredModel:
     """Return the model that a folder's `config.json` describes; its weights are read by `zerojax.import_hf`.
 
-    A batch is a dict of int32 arrays [B, T]: `tokens`; `targets`, of which -1 does not count; and, where given, `segment_ids`,
-    by which tokens see their own segment alone, and `positions`, which restart in each. The loss is the mean over the targets
+    A batch is a dict of arrays of integers [B, T], such as int32: `tokens`; `targets`, of which negative ones do not count;
+    and, where given, `segment_ids`, by which tokens see their own segment alone, and `positions`, which restart in each. Other
+    keys, dtypes and shapes raise ValueError. A batch with numbers out of range has a loss of NaN and leaves the state as it
+    was; its metrics `fault/...` name the key and the range. The loss is the mean over the targets
     that count, in nats. `program.apply` gives logits f32[B, T, V]; with `last`, i32[B], those of one position, [B, V].
 
     Args:
@@ -80,7 +83,7 @@ def model_of(
         cache=Cache(cache_of(config), lambda block, *args: block.cached(*args)),
     )
     about = {DECODER: config.computes()} | ({} if lora is None else {"lora": dataclasses.asdict(lora)})
-    return dataclasses.replace(with_specs(model, _specs(model)), about=about)
+    return dataclasses.replace(with_specs(model, _specs(model)), about=about, check_batch=check_batch)
 
 
 def config_of(folder: str | os.PathLike[str], families: Mapping[str, Family] = FAMILIES) -> DecoderConfig:
@@ -95,8 +98,7 @@ def config_of(folder: str | os.PathLike[str], families: Mapping[str, Family] = F
 
 def context_of(batch: Batch) -> dict[str, jax.Array]:
     """Return what all blocks read of a batch: positions, 0 .. T - 1 where none are given, and segments where they are."""
-    if "tokens" not in batch:
-        raise ValueError(f"a batch has {sorted(batch)}: 'tokens' are needed, and 'targets' for a loss; each is the next token")
+    check_batch(batch)
     tokens = batch["tokens"]
     positions = batch.get("positions")
     if positions is None:

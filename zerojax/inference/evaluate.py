@@ -65,6 +65,7 @@ def perplexity(
         whole = any(isinstance(a, jax.Array) and not a.is_fully_addressable for a in jax.tree.leaves(batch))
         total_weights.append(float(weight(batch)) if whole else 0.0)
         weights.append(0.0 if whole else float(weight(batch)))
+    program.warnings.look(waits=True)  # losses are known, and so are faults of their batches
     # Counts are integers below 2^24 a batch: float32, in which they travel, holds them.
     parts = np.asarray(weights, np.float32)
     if jax.process_count() > 1:

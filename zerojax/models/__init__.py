@@ -6,12 +6,15 @@ from zerojax.models.cached import at_last as at_last
 from zerojax.models.cached import with_cache as with_cache
 from zerojax.models.flax import from_flax as from_flax
 from zerojax.models.frozen import frozen_flags as frozen_flags
+from zerojax.models.loss import FAULT as FAULT
 from zerojax.models.loss import Loss as Loss
 from zerojax.models.loss import Metrics as Metrics
 from zerojax.models.loss import Terms as Terms
+from zerojax.models.loss import any_fault as any_fault
 from zerojax.models.loss import divided as divided
 from zerojax.models.loss import joined as joined
 from zerojax.models.loss import quotient as quotient
+from zerojax.models.loss import split_faults as split_faults
 from zerojax.models.loss import summed as summed
 from zerojax.models.loss import together as together
 from zerojax.models.model import BLOCKS as BLOCKS

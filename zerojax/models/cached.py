@@ -25,8 +25,15 @@ CACHE, LAST = "cache", "last"
 
 
 def at_last(x: jax.Array, batch: Mapping[str, Any]) -> jax.Array:
-    """Return [B, H], of x[B, T, H] the position `batch["last"]` of each row; x as it is where the batch names none."""
-    return x if LAST not in batch else jnp.take_along_axis(x, batch[LAST][:, None, None], 1)[:, 0]
+    """Return [B, H], of x[B, T, H] the position `batch["last"]` of each row; x as it is where the batch names none.
+
+    A row whose position is not one of 0 .. T - 1 is NaN.
+    """
+    if LAST not in batch:
+        return x
+    last = batch[LAST].astype(jnp.int32)
+    last = jnp.where(last < 0, x.shape[1], last)  # a negative index would count from the end
+    return jnp.take_along_axis(x, last[:, None, None], 1, mode="fill")[:, 0]
 
 
 def with_cache(model: LayeredModel, length: int) -> LayeredModel:

@@ -5,6 +5,11 @@
 So a token counts alike however a batch is split, also where masks leave more of them in one microbatch than in another. A
 scalar is a mean already, and microbatches count alike: their losses are averaged. Metrics are averaged in the same way, or
 are a `Loss` each, and are divided by a weight of their own.
+
+A metric whose name begins with "fault/" says what is wrong with the batch, such as the share of its tokens that are out of
+range. Where one is not 0 the loss becomes NaN, with all of its gradient, so that the step is skipped wherever its state is:
+
+    total -> total * NaN        a factor, and no choice: the derivative of a value that is not chosen would be 0
 """
 
 import dataclasses
@@ -31,7 +36,8 @@ class Loss:
         and microbatches count alike. Where all weights are 0 the loss is 0, and so is its gradient: the optimizer still makes
         a step, with what it decays.
       metrics: by name, a tree of arrays, averaged over microbatches (and layers, of a block), each a `Loss` of its own where
-        another weight applies.
+        another weight applies. One whose name begins with "fault/" is a check of the batch: where it is not 0 the step is
+        skipped, and `program.step` logs a warning with the name and the number.
     """
 
     total: Any
@@ -39,6 +45,8 @@ class Loss:
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
+FAULT = "fault/"
+"""What the names of metrics begin with that are 0 unless the batch is wrong."""
 Metrics = dict[str, Any]
 """By name, trees of `Loss`, each with its weight: what is summed before it is divided."""
 
@@ -105,7 +113,32 @@ def as_loss(out: Any, what: str = "the loss") -> Loss:
         for name, value in out.metrics.items()
     }
     weight = None if out.weight is None else jax.lax.stop_gradient(jnp.asarray(out.weight, jnp.float32))
-    return Loss(out.total, weight, metrics)
+    return _without_faults(Loss(out.total, weight, metrics))
+
+
+def _without_faults(loss: Loss) -> Loss:
+    """Return a loss that is NaN where one of its metrics finds a fault."""
+    has_fault = any_fault(loss.metrics)
+    if has_fault is None:
+        return loss
+    total = loss.total * jnp.where(has_fault, jnp.nan, 1).astype(loss.total.dtype)
+    if loss.weight is None:
+        return dataclasses.replace(loss, total=total)
+    # A weight of 0 would make the loss 0 again.
+    return dataclasses.replace(loss, total=total, weight=jnp.where(has_fault, jnp.maximum(loss.weight, 1), loss.weight))
+
+
+def any_fault(metrics: Mapping[str, Any]) -> Array | None:
+    """Return whether a batch has a fault, bool[], by metrics that are not divided yet; None where none of them is a fault."""
+    faults, _ = split_faults(metrics)
+    totals = [loss.total for loss in jax.tree.leaves(faults, is_leaf=lambda node: isinstance(node, Loss))]
+    return jnp.stack([jnp.any(total != 0) for total in totals]).any() if totals else None
+
+
+def split_faults(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the metrics that are faults of a batch, and the others."""
+    faults = {name: value for name, value in metrics.items() if name.startswith(FAULT)}
+    return faults, {name: value for name, value in metrics.items() if name not in faults}
 
 
 def _check_scalar(out: Any, what: str) -> None:

@@ -47,6 +47,8 @@ class Model:
         `predict(params, batch, state)`.
       about: None, or a dict for JSON that checkpoints keep, such as the scale of adapters: for exports, which see no model. A
         restore compares what both tell, but for a key "dropout" of a dict in it.
+      check_batch: None, or `check_batch(batch)`, which raises ValueError for a batch that the model cannot read. It is given
+        each batch as the program was given it, before anything is placed or traced; arrays may be abstract.
     """
 
     init: Callable[[jax.Array], Params]
@@ -58,6 +60,7 @@ class Model:
     init_state: Callable[[jax.Array], Any] | None = None
     predict: Callable[..., Any] | None = None
     about: Mapping[str, Any] | None = None
+    check_batch: Callable[[Batch], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +150,7 @@ class LayeredModel:
       about: as of a Model.
       cache: None, or what blocks keep of earlier tokens, with which `zerojax.generate` reads each token once; of a model of one
         stack, without `enter` and `init_state`.
+      check_batch: as of a Model.
     """
 
     num_layers: int = None  # pyright: ignore[reportAssignmentType]  # required without `stacks`, as are all functions
@@ -168,6 +172,7 @@ class LayeredModel:
     enter: Callable[..., Any] | None = None
     about: Mapping[str, Any] | None = None
     cache: Cache | None = None
+    check_batch: Callable[[Batch], None] | None = None
 
     def __post_init__(self) -> None:
         self._check_parts()

@@ -10,7 +10,7 @@ allocated, so it can be lowered and accounted for on a mesh that is not there. A
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from types import TracebackType
@@ -25,12 +25,13 @@ from zerojax.activations import BlockProduct, SequenceParallelism
 from zerojax.config import streams
 from zerojax.hlo import HostTraffic, host_traffic, module_name, read_thunks
 from zerojax.memory import KeptValues, MemoryReport, kept_by_program, program_memory
-from zerojax.models import CACHE, LayeredModel, Model, with_cache
+from zerojax.models import CACHE, LayeredModel, Model, split_faults, with_cache
 from zerojax.program.compile import LoweredStep, ScratchMemory, StepCompiler
 from zerojax.program.gathering import GatheredEarly, build_gather
 from zerojax.program.init import StateInit
 from zerojax.program.read_params import ParamReader
 from zerojax.program.runner import Runner
+from zerojax.program.skipped import SkipWarnings
 from zerojax.program.step import Metrics, Step
 from zerojax.progress import working
 from zerojax.resident import ResidentStep
@@ -60,6 +61,7 @@ class Program:
       config: as given.
       swap: what rests on disk, while the program is open, or None.
       check_state: raises ValueError for a state that this program cannot take.
+      warnings: logs why steps were skipped, once their metrics are known.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Program:
         self._runner = Runner(self.swap, step.host)
         self.check_state = StateCheck(layout)
         self._init = StateInit(model, tx, records)
+        self.warnings = SkipWarnings(self.config)
         self._cached: dict[int, Any] = {}  # jitted, by the length of caches
         self._reader = ParamReader(model, records, self._runner)
 
@@ -98,6 +101,7 @@ class Program:
         if self._runner.is_forked:
             return
         with self.calling():
+            self.warnings.look()
             self._compiler.clear()
             self._cached.clear()
             self._scratch.clear()
@@ -144,7 +148,7 @@ class Program:
 
     def memory(self, batch: Any) -> MemoryReport:
         """Return the bytes of a step on each device, per tier, and those that its collectives and its host link move."""
-        check_batch(batch, self.mesh, self.config.num_microbatches)
+        self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
             return program_memory(self.records, self._step, self.abstract_batch(batch))
 
@@ -154,7 +158,7 @@ class Program:
         It is a tuple of `zerojax.memory.Kept`, largest first, and prints as a table. Of a streamed step it holds what is kept
         of its layers; of a resident one also what embedding and head keep.
         """
-        check_batch(batch, self.mesh, self.config.num_microbatches)
+        self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
             return kept_by_program(self.records, self._step, self.abstract_batch(batch))
 
@@ -186,9 +190,19 @@ class Program:
             # A streamed step's loops of unknown trip count run once.
             return host_traffic(text, read_thunks(folder, module_name(text)), unknown_trips=1)
 
+    def _check_given(self, batch: Any) -> None:
+        """Raise ValueError for a batch that the model itself refuses."""
+        if self.model.check_batch is not None:
+            self.model.check_batch(batch)
+
+    def _check_shapes(self, batch: Any) -> None:
+        """Raise ValueError for a batch that the model refuses, or that does not divide."""
+        self._check_given(batch)
+        check_batch(batch, self.mesh, self.config.num_microbatches)
+
     def check(self, batch: Any) -> None:
         """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained. Nothing runs."""
-        check_batch(batch, self.mesh, self.config.num_microbatches)
+        self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
             compiled = self._compiler.step(self.abstract_batch(batch))
             jax.eval_shape(compiled.step, *compiled.abstract_args)
@@ -199,7 +213,7 @@ class Program:
         Args:
           abstract_batch: tree of ShapeDtypeStruct (or arrays, of which only shapes are read), global shapes.
         """
-        check_batch(abstract_batch, self.mesh, self.config.num_microbatches)
+        self._check_shapes(abstract_batch)
         with jax.set_mesh(self.mesh):
             compiled = self._compiler.step(self.abstract_batch(abstract_batch))
             if self._runner.calls_back:
@@ -240,14 +254,16 @@ class Program:
         Args:
           state: from `init` or the previous step. Donated: its buffers are reused, and it must not be read again.
           batch: tree of arrays, dim 0 the global batch; in a run of several processes numpy leaves hold this
-            process's part of it.
+            process's part of it. Numpy arrays are copied before this returns, and may then be filled again.
 
         Returns:
           The new state, and metrics as described in `zerojax.metrics.step_metrics`, with those of the model's loss beside them.
+          A step whose gradients are not finite leaves the state as it was; a later call logs a warning of a batch with a fault
+          (a metric `fault/...` of the model), and of many such steps in a row.
 
         Raises:
-          ValueError: the state was donated before, the batch does not divide, or the loss is not a scalar; before anything
-            runs.
+          ValueError: the state was donated before, the batch does not divide or is one that the model refuses, or the loss is
+            not a scalar; before anything runs.
         """
         check_is_there(state)
         batch = self.shard_batch(batch)
@@ -269,6 +285,7 @@ class Program:
             # Before errors are raised: this memory has come back, whatever happened to the disk.
             self._scratch.keep(compiled.abstract_scratch, scratch)
             state, of_disk = self._runner.end_step(state, addresses)
+            self.warnings.add_step(metrics)
             return state, metrics | of_disk
 
     def eval(self, state: TrainState, batch: Any) -> Any:
@@ -282,7 +299,7 @@ class Program:
             and its loss is that of its own rows. A program is compiled for each number.
         """
         batch, rows = self._any_batch(state, batch)
-        return self._evaluate("eval", state, batch, lambda *args: self._compiler.eval(rows))
+        return self._evaluated(self._evaluate("eval", state, batch, lambda *args: self._compiler.eval(rows)))
 
     def apply(self, state: TrainState, batch: Any) -> Any:
         """Return the outputs of the model's `predict`, with the state where it rests; without keys, and without an update.
@@ -346,6 +363,7 @@ class Program:
 
     def _any_batch(self, state: TrainState, batch: Any) -> tuple[Any, Rows | None]:
         check_is_there(state)
+        self._check_given(batch)
         return place_any_batch(batch, self.mesh)
 
     def _evaluate(self, name: str, state: TrainState, batch: Any, compiled: Callable[..., Any]) -> Any:
@@ -393,14 +411,24 @@ class Program:
                 "grads", program, *args, reads=reads, moves=self._grads_moves, written=step.written
             )
             self._scratch.keep(step.abstract_scratch, scratch)
+            loss, grads = result
+            return self._evaluated(loss), grads
+
+    def _evaluated(self, result: Any) -> Any:
+        """Return a loss without the faults of its batch, of which a warning is logged when they are known."""
+        if not isinstance(result, Mapping):
             return result
+        faults, metrics = split_faults(result)
+        self.warnings.add_evaluation(faults)
+        return metrics["loss"] if set(metrics) == {"loss"} else metrics
 
     def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
-        """Place a batch on the mesh: dim 0 over `data` and `fsdp`. Leaves already there stay.
+        """Place a batch on the mesh: dim 0 over `data` and `fsdp`. Leaves already there stay; numpy arrays are copied.
 
         Raises:
-          ValueError: the batch does not divide.
+          ValueError: the batch does not divide, the model refuses it, or it holds what is no array of numbers.
         """
+        self._check_given(batch)
         count = self.config.num_microbatches if num_microbatches is None else num_microbatches
         return place_batch(batch, self.mesh, count)
 

@@ -8,6 +8,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 from zerojax.planner import draw_parts, draw_tiers
+from zerojax.program import FAULT
 from zerojax.reporting.folder import replace_file
 from zerojax.reporting.series import Chart, Line, draw_charts
 
@@ -93,8 +94,8 @@ def charts_of(series: Series) -> list[Chart]:
     ]
     shown = {"train/loss", "train/grad_norm", "train/grads_finite", "validation/loss"}
     own = [key for key in series if key.startswith("train/") and not key.startswith(("train/swap_", "train/learning_rate"))]
-    if not any(series.get("train/skipped_steps", ((), ()))[1]):
-        shown.add("train/skipped_steps")
+    # Nothing to see in most runs.
+    shown |= {key for key in own if key.startswith(("train/skipped_steps", f"train/{FAULT}")) and not any(series[key][1])}
     others = [key for key in (*own, *validations) if key not in shown]
     return [*known, *(Chart(key, [line(key, key.partition("/")[2], has_dots=key in validations)]) for key in others)]
 

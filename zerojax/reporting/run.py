@@ -13,6 +13,8 @@ Who asks for a metric's value waits for its step, and the device then waits for 
 values of a step are fetched when the next one has been started: one step is always queued, and the loop runs no further ahead.
 On CPUs they are fetched at once: many programs that run at the same time there can wait for each other without end.
 
+Steps that are skipped one after the other, and batches with a fault, are said in a line of their own, and in the report.
+
 The folder holds `report.html`, written at each pause (at most once a minute) and at the end, also after an error, Ctrl-C or
 SIGTERM; `metrics.jsonl`, a line of figures a step; and TensorBoard's events. Only process 0 writes and prints. The folder is
 locked while the run writes there. A full disk costs figures and a warning, and never ends the training.
@@ -34,7 +36,7 @@ import jax
 from zerojax.machines import Machine
 from zerojax.memory import MemoryReport
 from zerojax.planner import Plan, StepWatch, changed
-from zerojax.program import Program
+from zerojax.program import Program, SkippedSteps
 from zerojax.reporting.about import capacity_of, hardware_of, peaks_of, versions
 from zerojax.reporting.display import Display
 from zerojax.reporting.folder import PAGE, RunFolder, set_aside
@@ -121,6 +123,7 @@ class Run:
         count = len(self._mesh.local_devices)
         self._speed = Speed(tokens=tokens, flops_per_token=flops_per_token, peak=peak, devices=count)
         self._pending: list[tuple[int, Mapping[str, Any]]] = []
+        self._skipped, self._said = SkippedSteps(program.config), ""
         self._started = 0
         self._is_profiling = False
         self._folder: RunFolder | None = None
@@ -211,7 +214,8 @@ class Run:
     def _take(self) -> None:
         """Fetch the values of the oldest step, which waits for it."""
         step, metrics = self._pending.pop(0)
-        values = {f"train/{name}": float(value) for name, value in jax.device_get(dict(metrics)).items()}
+        fetched = jax.device_get(dict(metrics))
+        values = {f"train/{name}": float(value) for name, value in fetched.items()}
         self.watch.step(metrics)
         if self._schedule is not None and not any(name.startswith("train/learning_rate") for name in values):
             skipped = int(values.get("train/skipped_steps", 0))
@@ -220,6 +224,9 @@ class Run:
         self._record(step, values | self._speed.add(metrics, time.monotonic()))
         if is_first:
             self.print(f"step {step:>5}  loss {values['train/loss']:.3f}  (compiled)")
+        if (said := self._skipped.add(fetched)) is not None:
+            self._said = f"step {step}: {said}"
+            self.print(self._said)
         self._display.step(step, self._steps, self.line)
 
     def _rate(self, updates: int) -> float:
@@ -288,6 +295,8 @@ class Run:
         if self.watch.written_a_day:
             days = "" if self.watch.disk_days is None else f", {self.watch.disk_days:,.0f} days to its TBW"
             summary["disk"] = f"{self.watch.written_a_day / 1e12:.3g} TB a day{days}"
+        if self._said:
+            summary["skipped steps"] = self._said
         memory = self._memory
         report = Report(
             name=self.name,

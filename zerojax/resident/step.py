@@ -34,6 +34,7 @@ from zerojax.models import (
     Model,
     Objective,
     Terms,
+    any_fault,
     build_objective,
     build_predict,
     divided,
@@ -43,7 +44,7 @@ from zerojax.models import (
 from zerojax.optim import HostUpdate, RecordUpdate, Update, build_update, update_by_record, update_on_host
 from zerojax.resident.segments import keep_by_segments
 from zerojax.sharding import STAGES, TENSOR, ActivationSpec, num_batch_shards, split_microbatches
-from zerojax.state import Layout, Leaf, StateRecords, TrainState, join_frozen, with_model_state
+from zerojax.state import Layout, Leaf, StateRecords, TrainState, join_frozen, with_loss_scale, with_model_state
 from zerojax.unreduced import reduced, unreduced_grads, unreduced_sharding
 
 Array = jax.Array
@@ -107,6 +108,7 @@ class ResidentStep:
         """Run one step; `arrays` is i32[] holding 1, and there is no scratch."""
         result = build_grads(self.model, self.layout, self.evaluated)(state, batch)
         after, metrics = self._update(arrays)(state, result.loss, result.grads)
+        after = with_loss_scale(state, after, any_fault(result.metrics))
         return (with_model_state(state, after, result.model_state), scratch), with_own(metrics, divided(result.metrics))
 
     def _update(self, one: Array) -> Update:

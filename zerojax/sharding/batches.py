@@ -6,15 +6,20 @@ anything reads it. What it computes with then has as many rows as the batch, and
     [B, ...]  ->  [B', ...], B' a multiple of the shards  ->  on the devices  ->  [B, ...]
 
 So every loss is that of the batch, also a mean over rows: nothing of the padding has to be taken out of a result.
+
+JAX may use the memory of a numpy array as that of a device, or read it after the call that was given it has returned. So numpy
+arrays are copied here, once: a loader may fill its arrays again as soon as a batch is placed.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from zerojax.sharding.activations import ActivationSpec
@@ -49,7 +54,7 @@ class Rows:
 
 
 def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
-    """Return a batch on the mesh. Leaves already there stay.
+    """Return a batch on the mesh. Leaves already there stay; numpy arrays are copied, and may be written to afterwards.
 
     Args:
       batch: tree of arrays; of several processes each gives its part of dim 0, or a global array.
@@ -57,11 +62,12 @@ def place_batch(batch: Any, mesh: Mesh, num_microbatches: int) -> Any:
       num_microbatches: into which each device's part will be divided.
 
     Raises:
-      ValueError: the batch does not divide.
+      ValueError: a leaf is no array of numbers, its integers do not fit into the 32 bits of the device, or the batch does not
+        divide.
     """
     batch = _with_arrays(batch)
     check_batch(_whole(batch, mesh), mesh, num_microbatches)
-    return _place(batch, mesh)
+    return _place(jax.tree.map(_own, batch), mesh)
 
 
 def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
@@ -72,27 +78,107 @@ def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
       mesh: the device mesh.
 
     Raises:
-      ValueError: no rows, or leaves of different sizes.
+      ValueError: a leaf is no array of numbers, its integers do not fit into the 32 bits of the device, there are no rows, or
+        leaves differ in them.
     """
     batch = _with_arrays(batch)
     size, shards = batch_size(_whole(batch, mesh)), num_batch_shards(mesh)
     if size % shards == 0:
-        return _place(batch, mesh), None
+        return _place(jax.tree.map(_own, batch), mesh), None
     rows = Rows(size, tuple(_parts(leaf, mesh) for leaf in jax.tree.leaves(batch)))
     padded = math.lcm(shards, *rows.parts)
     padded *= -(-size // padded)
 
     def pad(leaf: Any) -> Any:
         if leaf.ndim == 0:
-            return leaf
-        return leaf[np.minimum(np.arange(padded // _parts(leaf, mesh)), leaf.shape[0] - 1)]
+            return _own(leaf)
+        rows = leaf[np.minimum(np.arange(padded // _parts(leaf, mesh)), leaf.shape[0] - 1)]
+        # Rows taken by number are a copy already.
+        return rows.astype(device_dtype("a leaf", leaf.dtype), copy=False) if isinstance(leaf, np.ndarray) else rows
 
     return _place(jax.tree.map(pad, batch), mesh), rows
 
 
 def _with_arrays(batch: Any) -> Any:
-    """Return a batch whose numbers are arrays."""
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, batch)
+    """Return a batch whose numbers are arrays; the arrays are the caller's own.
+
+    Raises:
+      ValueError: a leaf is no array of numbers, or its integers do not fit.
+    """
+    return _map_named(_as_array, batch)
+
+
+def _map_named(function: Callable[[str, Any], Any], batch: Any) -> Any:
+    """Return a batch with `function(name, leaf)` in the place of each leaf.
+
+    Raises:
+      ValueError: the batch is no tree.
+    """
+    try:
+        leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+    except (TypeError, ValueError) as error:  # keys that cannot be sorted
+        raise ValueError(
+            f"a batch is a tree of arrays, such as a dict by name, and this one cannot be read: {error}"
+        ) from error
+    return jax.tree.unflatten(tree, [function(jax.tree_util.keystr(path) or "batch", leaf) for path, leaf in leaves])
+
+
+def _as_array(name: str, leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray | np.generic):
+        _check_numpy(name, leaf)
+        return leaf
+    if isinstance(leaf, bool | int | float):
+        try:
+            return jnp.asarray(leaf)
+        except OverflowError as error:
+            raise _refusal(name, f"{leaf}, which is too large for an integer of the device") from error
+    if isinstance(leaf, jax.Array):
+        if not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError(f"{name} of the batch was deleted, or donated to a program: make it again for each step")
+        return leaf
+    if hasattr(leaf, "__jax_array__"):
+        return leaf.__jax_array__()
+    raise _refusal(name, f"{type(leaf).__module__}.{type(leaf).__name__}".removeprefix("builtins."))
+
+
+def _check_numpy(name: str, leaf: np.ndarray | np.generic) -> None:
+    """Raise ValueError unless the numbers of a numpy array are the same on a device."""
+    dtype = device_dtype(name, leaf.dtype)
+    if isinstance(leaf, np.ma.MaskedArray) and np.ma.is_masked(leaf):
+        raise ValueError(f"{name} of the batch is a masked array, whose mask no program reads: fill it, as by .filled(-1)")
+    if leaf.dtype.kind not in "iu" or leaf.dtype.itemsize == dtype.itemsize or not leaf.size:
+        return
+    least, most = int(leaf.min()), int(leaf.max())
+    bounds = np.iinfo(dtype)
+    if least < bounds.min or most > bounds.max:
+        raise ValueError(
+            f"{name} of the batch is {leaf.dtype} with numbers from {least} to {most}: the device has them as {dtype}, from "
+            f"{bounds.min} to {bounds.max}, and others would become other numbers"
+        )
+
+
+def device_dtype(name: str, dtype: Any) -> Any:
+    """Return the dtype that an array has on a device: 32 bits for 64, unless x64 is enabled, in the host's byte order.
+
+    Raises:
+      ValueError: devices have no such numbers.
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # random keys
+        return dtype
+    kinds = (jnp.bool_, jnp.number)
+    is_number = isinstance(dtype, np.dtype) and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    if not is_number or dtype in (np.longdouble, np.clongdouble):
+        raise _refusal(name, f"an array of {dtype}")
+    return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
+
+
+def _refusal(name: str, what: str) -> ValueError:
+    return ValueError(f"a batch is a tree of arrays, but {name} is {what}: make it an array of numbers, as by np.asarray")
+
+
+def _own(leaf: Any) -> Any:
+    """Return a numpy array as a copy that nobody else writes to, in the device's dtype; arrays of JAX are never written to."""
+    return np.array(leaf, device_dtype("a leaf", leaf.dtype)) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _parts(leaf: Any, mesh: Mesh) -> int:
@@ -131,12 +217,10 @@ def _place(batch: Any, mesh: Mesh) -> Any:
 def abstract_batch(batch: Any, mesh: Mesh) -> Any:
     """Return the ShapeDtypeStruct of each leaf of a batch, with its sharding."""
 
-    def abstract(a: Any) -> jax.ShapeDtypeStruct:
-        # On the device numpy's 64-bit numbers become 32-bit ones, unless x64 is enabled.
-        dtype = jax.dtypes.canonicalize_dtype(a.dtype)
-        return jax.ShapeDtypeStruct(a.shape, dtype, sharding=ActivationSpec(mesh).batch(len(a.shape)))
+    def abstract(name: str, a: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(a.shape, device_dtype(name, a.dtype), sharding=ActivationSpec(mesh).batch(len(a.shape)))
 
-    return jax.tree.map(abstract, batch)
+    return _map_named(abstract, batch)
 
 
 def batch_size(batch: Any) -> int:
@@ -145,17 +229,18 @@ def batch_size(batch: Any) -> int:
     Raises:
       ValueError: no arrays, no rows, or unequal sizes.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    odd = [f"{jax.tree_util.keystr(path)} is {type(leaf).__name__}" for path, leaf in leaves if not hasattr(leaf, "shape")]
+    leaves = list[tuple[str, Any]]()
+    _map_named(lambda name, leaf: leaves.append((name, leaf)), batch)
+    odd = [f"{name} is {type(leaf).__name__}" for name, leaf in leaves if not hasattr(leaf, "shape")]
     if odd:
         raise ValueError(f"a batch is a tree of arrays, but {', '.join(odd)}")
-    sizes = {jax.tree_util.keystr(path) or "batch": leaf.shape[0] for path, leaf in leaves if len(leaf.shape)}
+    sizes = {name: leaf.shape[0] for name, leaf in leaves if len(leaf.shape)}
     if not sizes:
         raise ValueError("the batch holds no array with a batch dim")
     if len(set(sizes.values())) > 1:
         raise ValueError(f"dim 0 of every leaf of a batch is the batch, but they differ: {sizes}")
     if not (size := next(iter(sizes.values()))):
-        raise ValueError("a batch of 0: dim 0 of its leaves counts the rows, and there are none")
+        raise ValueError(f"a batch of 0: dim 0 of its leaves counts the rows, and there are none: {', '.join(sizes)}")
     return size
 
 

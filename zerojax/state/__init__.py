@@ -54,4 +54,5 @@ from zerojax.state.train_state import is_stored as is_stored
 from zerojax.state.train_state import masters as masters
 from zerojax.state.train_state import numbered_next as numbered_next
 from zerojax.state.train_state import state_key as state_key
+from zerojax.state.train_state import with_loss_scale as with_loss_scale
 from zerojax.state.train_state import with_model_state as with_model_state

@@ -215,6 +215,14 @@ def with_model_state(before: TrainState, after: TrainState, model_state: Any) ->
     return dataclasses.replace(after, model_state=kept)
 
 
+def with_loss_scale(before: TrainState, after: TrainState, has_fault: jax.Array | None) -> TrainState:
+    """Return the state after a step whose batch may have had a fault: that is no overflow, and the loss scale stays."""
+    if has_fault is None or before.loss_scale is None:
+        return after
+    kept = jax.tree.map(lambda new, old: jnp.where(has_fault, old, new), after.loss_scale, before.loss_scale)
+    return dataclasses.replace(after, loss_scale=kept)
+
+
 def masters(state: TrainState) -> Any:
     """Return the float32 parameters that the optimizer updates, where they rest."""
     return state.params if state.master is None else state.master

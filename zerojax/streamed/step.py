@@ -37,9 +37,9 @@ import optax
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move
 from zerojax.metrics import evaluation, with_own
-from zerojax.models import BLOCKS, LayeredModel, Loss, divided, floating, joined, together, with_blocks
+from zerojax.models import BLOCKS, LayeredModel, Loss, any_fault, divided, floating, joined, together, with_blocks
 from zerojax.optim import RecordUpdate
-from zerojax.state import StateRecords, TrainState, with_model_state
+from zerojax.state import StateRecords, TrainState, with_loss_scale, with_model_state
 from zerojax.streamed.activations import ResidualPlan, Scratch
 from zerojax.streamed.endings.in_backward import InBackward
 from zerojax.streamed.endings.interface import BackwardResult, Ending, GradsTaker, HeadDone, loss_scale
@@ -211,6 +211,7 @@ class StreamedStep:
         batch, keys = self._split(state, batch)
         run = self._derive(state, batch, keys, arrays, scratch, self.ending, self._first_token(state))
         after, metrics = self.ending.end(run.backward)
+        after = with_loss_scale(state, after, any_fault(run.own))
         if state.model_state is not None:
             after = with_model_state(state, after, {**state.model_state, **run.ends_state})
         return (after, run.scratch), with_own(metrics, divided(run.own))
