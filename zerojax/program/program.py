@@ -80,7 +80,7 @@ class Program:
         self.swap = None if layout.disk is None else SwapSession(layout.disk)
         self._runner = Runner(self.swap, step.host)
         self.check_state = StateCheck(layout)
-        self._init = StateInit(model, tx, records)
+        self._init = StateInit(model, tx, records, step.update)
         self._cached: dict[int, Any] = {}  # jitted, by the length of caches
         self._reader = ParamReader(model, records, self._runner)
 
