@@ -1,8 +1,8 @@
 """What an optimizer decides from shapes: whether it treats a stack of layers as it treats one layer.
 
-A mask `a.ndim >= 2` is true for a layer's matrix `[D, F]` and false for its bias `[F]`. Of stacks, `[L, D, F]` and `[L, F]`, it is
-true for both. Such a decision is inside of the user's function; but the optimizer is traced, over the stacks and over one layer,
-and the decision is in the equations. So both traces are written in a form without shapes, and compared leaf by leaf:
+A mask `a.ndim >= 2` is true for a layer's matrix `[D, F]` and false for its bias `[F]`. For stacks, `[L, D, F]` and `[L, F]`,
+it is true for both. The user's function makes such a decision out of sight. But the optimizer is traced, over the stacks and
+over one layer, and the traced equations show it. Both traces are written in a form without shapes, and compared leaf by leaf:
 
     form(value) = (primitive, parameters that change numbers, forms of the operands)
 

@@ -8,7 +8,7 @@ the traced update is read equation by equation, and for each value the set of le
 
 The optimizer is traced over the tree of one layer, whose leaves have no layer dim. So masks and labels see the paths, dims and
 sizes that the model's author wrote. The traced equations are then the rule, for a stack, a layer, a tile or some rows alike
-(`zerojax.optim.elements`).
+(`zerojax.elements`).
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zerojax.elements import ElementProgram
 from zerojax.jaxprs import FILLS, POINTWISE, Constant, FlatJaxpr, Instruction, flatten
-from zerojax.optim.elements import ElementProgram
 from zerojax.optim.leaf_rule import one_layer
 from zerojax.state import OptStateMap, OwnedTransformation, init_opt_state_shape, map_opt_state
 

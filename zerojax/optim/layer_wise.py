@@ -108,9 +108,8 @@ def _traced(tx: optax.GradientTransformation, params: Any, state: Any, update: j
 
 
 def _report_differences(found: Differences, params: Any, stacked: Sequence[bool], fault: str) -> None:
-    """Raise ValueError for an optimizer that would treat stacks in another way than layers; log it if constants alone differ."""
+    """Raise ValueError for an optimizer that would treat stacks in another way than layers; log other constants alone."""
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
-    is_rule = bool(found.rules)
     named = [
         f"{jax.tree_util.keystr(paths[i][0])} {paths[i][1].shape}, of a layer {paths[i][1].shape[1:]}"
         for i in (found.rules or found.constants)
@@ -123,10 +122,10 @@ def _report_differences(found: Differences, params: Any, stacked: Sequence[bool]
         "decide by path (masks and labels of optax may be trees), or leave out what combines them: config.clip_norm does what "
         "optax.clip_by_global_norm does, num_microbatches what optax.MultiSteps does"
     )
-    if is_rule:
+    if found.rules:
         raise ValueError(
-            f"the optimizer decides from shapes, and it combines layers or leaves ({fault}), so it is applied to stacks of layers "
-            f"[L, ...]; it would update stacks in another way than layers: {shown}. Please {repair}"
+            f"the optimizer decides from shapes, and it combines layers or leaves ({fault}), so it would see stacks of layers "
+            f"[L, ...] and update them in another way than layers: {shown}; {repair}"
         )
     logger.warning(
         "the optimizer reads sizes, and it combines layers or leaves (%s), so it reads those of stacks of layers [L, ...]: %s. "

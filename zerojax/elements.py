@@ -1,14 +1,15 @@
 """A traced function that acts on each element by itself, run on arrays of other shapes.
 
-An elementwise optimizer is traced on one layer's leaves, `[D, F]`. Its equations then hold for each element, wherever that is: in
-a stack of layers `[L, D, F]`, in a tile, in some rows of an embedding, in the shard that the host updates. What the optimizer
-decides from shapes (a mask by number of dims, a label by size) is in the trace, and so it is the same everywhere.
+An elementwise optimizer is traced on one layer's leaves, `[D, F]`. Its equations then hold for each element, wherever that
+is: in a stack of layers `[L, D, F]`, in a tile, in some rows of an embedding, in the shard that the host updates. What the
+optimizer decides from shapes (a mask by number of dims, a label by size) is in the trace, and so it is the same everywhere.
 
     u[D, F] = mul g[D, F] 0.1            on a stack   u[L, D, F] = mul g[L, D, F] 0.1
     z[D, F] = broadcast_in_dim 0.0       a number for all elements; it takes the shape of what it meets
 
-Three kinds of values: one that depends on a leaf has the shape of the leaf as it is given; an array that depends on none has equal
-elements, and is kept as one number; scalars are scalars. `zerojax.optim.elementwise` proves that there are no others.
+There are three kinds of values. One that depends on a leaf has the shape of the leaf as it is given. An array that depends on
+no leaf has equal elements, and is kept as one number. Scalars are scalars. `zerojax.optim.elementwise` proves that there are no
+others.
 """
 
 import dataclasses
