@@ -165,7 +165,7 @@ class Checkpointer:
         self._check_process()
         if self._is_closed:
             raise CheckpointError(f"this Checkpointer of {self.directory} is closed: make another")
-        program.check_state(state)
+        state = program.check_state(state)
         # Waits for the step that makes this state.
         step = int(state.step)
         if (not force and step % self._interval) or (step == self._last_step and self._saving is None):
