@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
 
 def as_integer(value: object) -> int | None:
     """Return a whole number as an `int`; None for anything else, a float or a bool among them."""
@@ -63,11 +65,11 @@ def positive_number(name: str, value: object, otherwise: str = "") -> float:
     """Return a finite number above 0 as a `float`; arguments as `whole_number`.
 
     Raises:
-      ValueError: it is no number, not finite, or not positive.
+      ValueError: it is no number, not finite or not positive, or would be so in float32.
     """
     number = as_number(value)
-    if number is None or number <= 0:
-        raise ValueError(f"{name}={value!r}: a positive finite number is needed{otherwise}")
+    if number is None or not _SMALLEST <= number <= _LARGEST:
+        raise ValueError(f"{name}={value!r}: a positive finite number that float32 holds is needed{otherwise}")
     return number
 
 
