@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from zerojax.jaxprs import FILLS, POINTWISE, Constant, FlatJaxpr, Instruction, Ref, bind
 
@@ -127,7 +128,7 @@ def _one(value: Any) -> Any:
     if not math.prod(jnp.shape(value)):
         return jnp.zeros((), value.dtype)
     # A constant is read now: as an operand all of it would be in the program.
-    elements = value if isinstance(value, jax.core.Tracer) else np.asarray(value)
+    elements = value if isinstance(value, Tracer) else np.asarray(value)
     return elements.reshape(-1)[0]
 
 

@@ -14,6 +14,7 @@ import tiled_toys
 from separate_layers import HOST, LAYERS, NVME, applied, batches, final, first_params, layered, run, separate
 
 import zerojax as zj
+from zerojax.optim import learning_rates, unused_grads
 from zerojax.optim.elementwise import ElementwiseTransformation
 
 
@@ -143,6 +144,14 @@ def test_leaves_of_tiles_are_decided_as_the_block_makes_them(fields, tmp_path):
             losses, state = run(program, tiled_toys.batches(3))
             found.append((losses, jax.device_get(program.params(state))))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), *found)
+
+
+def test_rates_and_unused_gradients_are_found_as_with_layers(tmp_path):
+    layout = build(TX["schedule"](), tmp_path, stage=3).layout
+    assert learning_rates(layout).names == ("learning_rate",)
+    layout = build(TX["frozen_vectors"](), tmp_path, stage=3).layout
+    unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
+    assert [layout.leaves[i].name for i in sorted(unused)] == ["['blocks']['b']", "['blocks']['gate']"]
 
 
 def several_stacks():

@@ -17,6 +17,7 @@ from zerojax.config import Segment
 from zerojax.costs import Sizes
 from zerojax.data import batches
 from zerojax.given import as_flag, as_int_or_float, as_integer, as_number, as_path
+from zerojax.hf import Lora
 from zerojax.machines import machine as named_machine
 from zerojax.tiling.weights import check_tiles
 
@@ -66,7 +67,8 @@ def test_numpy_scalars_are_taken_and_kept_as_pythons_own():
         opt_state_device_fraction=np.float32(0.5), gather_ahead=np.True_, activations=(Segment(np.int64(2)),),
         precision="fp16", loss_scaling=scaling,
     )  # fmt: skip
-    segment = config.activations[0]
+    (segment,) = config.activations
+    assert isinstance(segment, Segment)
     numbers = {
         name: getattr(config, name) for name in ("stage", "num_microbatches", "clip_norm", "link_groups", "gather_ahead")
     }
@@ -81,9 +83,9 @@ def test_numpy_scalars_are_taken_and_kept_as_pythons_own():
 
 
 def test_numpy_scalars_are_taken_elsewhere(tmp_path):
-    lora = zj.hf.Lora(rank=np.int64(8), alpha=np.float32(16), dropout=np.float64(0.1))
+    lora = Lora(rank=np.int64(8), alpha=np.float32(16), dropout=np.float64(0.1))
     assert json.dumps([lora.rank, lora.alpha, lora.dropout]) == "[8, 16.0, 0.1]"
-    assert type(zj.hf.Lora(rank=8, alpha=np.int64(16)).alpha) is int
+    assert type(Lora(rank=8, alpha=np.int64(16)).alpha) is int
     devices = np.asarray(jax.devices()[:2])
     assert dict(zj.make_mesh(fsdp=np.int64(2), tensor=np.array(1), devices=devices).shape) == {
         "data": 1,
@@ -110,8 +112,8 @@ REFUSED = {
     "clip_norm": (lambda: zj.ZeroConfig(clip_norm=np.float32("nan")), "clip_norm=.*nan.*finite"),
     "clip_norm of float32": (lambda: zj.ZeroConfig(clip_norm=1e-50), "clip_norm=1e-50.*float32"),
     "fraction": (lambda: zj.ZeroConfig(opt_state="pinned_host", opt_state_device_fraction=math.nan), "fraction=nan"),
-    "rank": (lambda: zj.hf.Lora(rank=8.0, alpha=1), "rank=8.0 of a Lora"),
-    "alpha": (lambda: zj.hf.Lora(rank=8, alpha=math.nan), "alpha=nan of a Lora"),
+    "rank": (lambda: Lora(rank=8.0, alpha=1), "rank=8.0 of a Lora"),
+    "alpha": (lambda: Lora(rank=8, alpha=math.nan), "alpha=nan of a Lora"),
     "segment": (lambda: Segment(np.float64(2)), "num_layers="),
     "mesh": (lambda: zj.make_mesh(fsdp=1.0), "fsdp=1.0"),
     "interval": (lambda: zj.Checkpointer("/nowhere", save_interval_steps=None), "save_interval_steps=None"),
@@ -164,7 +166,7 @@ def test_home_folders_are_found(tmp_path, monkeypatch):
         assert str(ckpt.directory) == str(tmp_path / "checkpoints")
     (tmp_path / "lab.toml").write_text(zj.Machine(name="lab", nodes=2).to_toml())
     assert named_machine("~/lab.toml").nodes == 2
-    with zj.Run(build(), logdir="~/log", bars=False) as run:
+    with zj.Run("~/log", program=build(), bars=False) as run:
         assert run.logdir == str(tmp_path / "log")
     assert not os.path.exists(tmp_path / "~")
 

@@ -66,7 +66,8 @@ class ElementwiseUpdate:
           New parameters, new states and the shared scalars after the step.
         """
         updates, states, shared = self.updates(part, grads, params, states, shared, loss)
-        return [optax.apply_updates(p, u) for p, u in zip(params, updates, strict=True)], states, shared
+        weights: Any = optax.apply_updates(list(params), updates)
+        return weights, states, shared
 
     def updates(
         self,
