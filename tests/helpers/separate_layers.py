@@ -19,7 +19,7 @@ LAYERS, HIDDEN, INNER = 3, 8, 12  # 3 layers over 2 or 4 devices: they do not di
 
 def init_block(key):
     up, down = toys.draw(key, (HIDDEN, INNER)) / 3, toys.draw(key, (INNER, HIDDEN), 1) / 4
-    return {"b": jnp.zeros(INNER), "down": down, "gate": jnp.ones(()), "up": up}
+    return {"b": toys.draw(key, (INNER,), 2) / 2, "down": down, "gate": jnp.ones(()), "up": up}
 
 
 def block(p, x, key):

@@ -148,7 +148,7 @@ class Planner:
     ) -> None:  # fmt: skip
         _check_arguments(fixed, min_disk_days, tiles)
         self.model, self.tx, self.batch, self.fixed = model, tx, batch, dict(fixed or {})
-        self.tiles = tuple(tiles or _TILES)
+        self.tiles = tuple(int(n) for n in tiles or _TILES)
         self.is_sizes, self.notes, self.rounds_moments = isinstance(model, Sizes), list[str](), rounds_moments
         self._check(mesh)
         self.mesh: Mesh | None = None if self.is_sizes else mesh
@@ -159,7 +159,7 @@ class Planner:
         self.base = ZeroConfig(**{**self.fixed, **_fitting(self.fixed)})
         self.machine = _with_both(self._on_mesh(self._machine(machine)))
         self.grid = self._grid(mesh)
-        self.min_disk_days = min_disk_days
+        self.min_disk_days = as_number(min_disk_days)
         self.less = 1.0  # the part of its usable memory that a plan fills, where a compiled one took more than it counted
         _ = self.limits  # which says what figures are missing
         self.workload = self._workload()
