@@ -6,14 +6,12 @@ A field is data for the builder, not a switch: the stage is a row of `zerojax.sh
 
 import dataclasses
 import difflib
-import os
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
-import numpy as np
-
 from host_offload.tiers import TIERS
+from zerojax.given import as_flag, as_integer, as_number, as_path, positive_number, whole_number
 from zerojax.precision import PRECISIONS, LossScaling
 from zerojax.sharding import STAGES
 
@@ -58,13 +56,17 @@ class Segment:
     offloaded_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        n = self.num_layers
-        if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
-            raise ValueError(f"num_layers={n!r} of a Segment: an integer of at least 1 is needed")
+        count = as_integer(self.num_layers)
+        if count is None or count < 1:
+            raise ValueError(f"num_layers={self.num_layers!r} of a Segment: an integer of at least 1 is needed")
+        object.__setattr__(self, "num_layers", count)
         if not (isinstance(self.activations, str) and self.activations in _ACTIVATIONS):
             choices = ", ".join(map(repr, _ACTIVATIONS))
             raise ValueError(f"activations={self.activations!r} of a Segment is unknown: choose from {choices}")
         _check_names(self)
+
+
+_NO_LIMIT = ", or None for no limit"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +183,9 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
+            if (number := as_integer(value)) is not None:  # one of numpy among them
+                value = number
+                object.__setattr__(self, name, value)
             # By type too: True equals 1, and 2.0 equals 2.
             if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
                 raise ValueError(f"{name}={value!r} is unknown: choose from {', '.join(map(repr, choices))}")
@@ -207,32 +212,32 @@ class ZeroConfig:
 
     def _check_numbers(self) -> None:
         for name, least in (("num_microbatches", 1), ("prefetch_distance", 0), ("min_shard_bytes", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-                raise ValueError(f"{name}={value!r}: an integer of at least {least} is needed")
-        groups = self.link_groups
-        if groups is not None and (isinstance(groups, bool) or not isinstance(groups, int | np.integer) or groups < 2):
-            raise ValueError(f"link_groups={groups!r}: an integer of at least 2 is needed, or None for the default")
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        for name, least, otherwise in (("link_groups", 2, ", or None for the default"), ("device_budget_bytes", 1, _NO_LIMIT)):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole_number(name, value, least, otherwise))
         if not isinstance(self.loss_scaling, LossScaling):
             raise ValueError(f"loss_scaling={self.loss_scaling!r}: a zerojax.LossScaling is needed")
         if self.swap_dir is not None:
-            path = os.fspath(self.swap_dir) if isinstance(self.swap_dir, str | os.PathLike) else None
-            if not isinstance(path, str):
+            path = as_path(self.swap_dir)
+            if path is None:
                 raise ValueError(f"swap_dir={self.swap_dir!r}: a folder's path is needed, a str or an os.PathLike of one")
             object.__setattr__(self, "swap_dir", path)
         for name in ("partition_activations", "sequence_parallel", "tensor_overlap", "delayed_update", "gather_ahead"):
-            if not isinstance(getattr(self, name), bool):
+            flag = as_flag(getattr(self, name))
+            if flag is None:
                 raise ValueError(f"{name}={getattr(self, name)!r}: True or False is needed")
-        budget, fraction = self.device_budget_bytes, self.opt_state_device_fraction
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < 1):
-            raise ValueError(f"device_budget_bytes={budget!r}: a positive integer is needed, or None for no limit")
-        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
+            object.__setattr__(self, name, flag)
+        fraction = as_number(self.opt_state_device_fraction)
+        if fraction is None or not 0 <= fraction < 1:
             raise ValueError(
-                f"opt_state_device_fraction={fraction!r}: a number from 0 to below 1 is needed; opt_state='device' keeps all"
+                f"opt_state_device_fraction={self.opt_state_device_fraction!r}: a number from 0 to below 1 is needed; "
+                "opt_state='device' keeps all"
             )
-        clip = self.clip_norm
-        if clip is not None and (isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < float("inf")):
-            raise ValueError(f"clip_norm={self.clip_norm!r}: a positive finite number is needed, or None for no clipping")
+        object.__setattr__(self, "opt_state_device_fraction", fraction)
+        if self.clip_norm is not None:
+            clip_norm = positive_number("clip_norm", self.clip_norm, ", or None for no clipping")
+            object.__setattr__(self, "clip_norm", clip_norm)
 
     def _check_combinations(self) -> None:
         if self.update == "in_backward" and self.clip_norm is not None:

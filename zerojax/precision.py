@@ -21,6 +21,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zerojax.given import as_integer, as_number
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Precision:
@@ -40,6 +42,12 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
 )
 
 
+_SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+_LARGEST = float(jnp.finfo(jnp.float32).max)
+_EPSILON = float(jnp.finfo(jnp.float32).eps)
+_LARGEST_COUNT = 2**31 - 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class LossScaling:
     """Dynamic loss scaling for float16.
@@ -52,6 +60,9 @@ class LossScaling:
       hysteresis: overflows it takes to back off; restored when the scale grows or backs off.
       least: the scale never falls below it.
       most: the scale never grows above it.
+
+    Raises:
+      ValueError: a field is no finite number, float32 or int32 cannot hold it, or not least <= initial <= most.
     """
 
     initial: float = 2.0**16
@@ -63,17 +74,37 @@ class LossScaling:
     most: float = 2.0**24
 
     def __post_init__(self) -> None:
-        if not 0 < self.least <= self.initial <= self.most < float("inf"):
-            raise ValueError(f"loss scaling needs 0 < least <= initial <= most, got {self.least}, {self.initial}, {self.most}")
-        if self.growth_factor <= 1 or not 0 < self.backoff_factor < 1:
+        for name in ("least", "initial", "most"):
+            self._take(name, _SMALLEST, _LARGEST)
+        if not self.least <= self.initial <= self.most:
             raise ValueError(
-                "loss scaling needs growth_factor > 1 and 0 < backoff_factor < 1, "
-                f"got {self.growth_factor}, {self.backoff_factor}"
+                f"loss scaling needs least <= initial <= most, got least={self.least}, initial={self.initial}, most={self.most}"
             )
-        if self.growth_interval < 1 or self.hysteresis < 1:
+        # The float32 beside 1: a factor nearer to 1 would be 1 in float32, and the scale would stand still.
+        self._take("growth_factor", 1 + _EPSILON, _LARGEST)
+        self._take("backoff_factor", _SMALLEST, 1 - _EPSILON / 2)
+        for name in ("growth_interval", "hysteresis"):
+            count = as_integer(getattr(self, name))
+            if count is None or not 1 <= count <= _LARGEST_COUNT:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} of a LossScaling: an integer from 1 to {_LARGEST_COUNT} is needed, since "
+                    "it is counted in int32"
+                )
+            object.__setattr__(self, name, count)
+
+    def _take(self, name: str, least: float, most: float) -> None:
+        """Keep a field as a float.
+
+        Raises:
+          ValueError: it is no finite number in the range that float32 holds.
+        """
+        number = as_number(getattr(self, name))
+        if number is None or not least <= number <= most:
             raise ValueError(
-                f"loss scaling needs growth_interval >= 1 and hysteresis >= 1, got {self.growth_interval}, {self.hysteresis}"
+                f"{name}={getattr(self, name)!r} of a LossScaling: a number from {least:.9g} to {most:.9g} is needed, since "
+                "the scale is a float32"
             )
+        object.__setattr__(self, name, number)
 
 
 class LossScale(NamedTuple):

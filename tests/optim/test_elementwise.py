@@ -6,7 +6,9 @@ import numpy as np
 import optax
 import pytest
 
+from zerojax.jaxprs import only_live
 from zerojax.optim.elementwise import elementwise_update
+from zerojax.state.opt_state import call_update
 
 PARAMS = {"a": jnp.arange(32.0).reshape(8, 4) / 7, "b": {"c": jnp.ones(4), "s": jnp.float32(2)}}
 ABSTRACT = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), PARAMS)
@@ -30,7 +32,15 @@ ELEMENTWISE = {
     "hyperparameters": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2),  # holds a constant that is not a number
     "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
+    "size in the rate": optax.chain(
+        optax.scale_by_adam(), optax.stateless(lambda u, p: jax.tree.map(lambda x: -1e-3 * x.size**0.5 * x, u))
+    ),
+    "size in a mask": optax.adamw(1e-2, weight_decay=1.0, mask=lambda tree: jax.tree.map(lambda p: p.size > 8, tree)),
+    "size in a label": optax.multi_transform(
+        {"a": optax.adam(1e-2), "b": optax.sgd(1e-3)}, lambda tree: jax.tree.map(lambda p: "a" if p.size > 8 else "b", tree)
+    ),
 }  # fmt: skip
+NO_STACKS = (False, False, False)
 
 REFUSED = {
     "lamb": (optax.lamb(1e-2), r"reduce_sum combines elements of \['a'\]"),
@@ -39,20 +49,6 @@ REFUSED = {
     "muon": (optax.contrib.muon(1e-2), "mirrors no parameter"),
     "adaptive clipping": (optax.adaptive_grad_clip(0.1), "reduce_sum combines"),
     "accumulation": (optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(), "cond combines"),
-    "size in the rate": (
-        optax.chain(optax.scale_by_adam(), optax.stateless(lambda u, p: jax.tree.map(lambda x: -1e-3 * x.size**0.5 * x, u))),
-        r"its rule for \['a'\] depends on the sizes",
-    ),
-    "size in a mask": (
-        optax.adamw(1e-2, weight_decay=1.0, mask=lambda tree: jax.tree.map(lambda p: p.size > 8, tree)),
-        r"depends on the sizes",
-    ),
-    "size in a label": (
-        optax.multi_transform(
-            {"a": optax.adam(1e-2), "b": optax.sgd(1e-3)}, lambda tree: jax.tree.map(lambda p: "a" if p.size > 8 else "b", tree)
-        ),
-        "alone fails|depends on the sizes",
-    ),
     "signs of zero": (
         optax.stateless(
             lambda u, p: jax.tree.map(lambda x: x / np.copysign(np.zeros(x.shape), np.arange(x.size).reshape(x.shape) - 1), u)
@@ -66,13 +62,15 @@ REFUSED = {
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_updating_in_parts_equals_updating_the_tree(name):
     tx = ELEMENTWISE[name]
-    update = elementwise_update(tx, ABSTRACT, jax.eval_shape(tx.init, ABSTRACT), "opt_state='pinned_host'")
+    update = elementwise_update(tx, ABSTRACT, "opt_state='pinned_host'", NO_STACKS)
     params, state = PARAMS, tx.init(PARAMS)
     tree, state_tree = jax.tree.structure(params), jax.tree.structure(state)
     for step in range(3):
         grads = jax.tree.map(lambda p, step=step: jnp.sin(p * (step + 1)), params)
         loss = jnp.float32(3 - step)
-        updates, expected_state = optax.with_extra_args_support(tx).update(grads, state, params, value=loss)
+        # One equation at a time, as the rule is run here: equal to the last bit.
+        plain = only_live(lambda g, s, p, value: call_update(tx, g, s, p, value))
+        updates, expected_state = plain(grads, state, params, loss)
         expected = optax.apply_updates(params, updates)
         leaves = jax.tree.leaves(state)
         shared = [leaves[i] for i in update.opt_map.shared]
@@ -90,11 +88,26 @@ def test_updating_in_parts_equals_updating_the_tree(name):
         jax.tree.map(np.testing.assert_array_equal, (params, state), (expected, expected_state))
 
 
+@pytest.mark.parametrize("name", ["adamw", "size in a mask", "size in a label", "schedule_free"])
+def test_rows_of_a_leaf_get_what_they_get_in_the_whole(name):
+    """Pieces, tiles and shards of a leaf have other sizes than the leaf that decides."""
+    tx, state = ELEMENTWISE[name], ELEMENTWISE[name].init(PARAMS)
+    update = elementwise_update(tx, ABSTRACT, "opt_state='pinned_host'", NO_STACKS)
+    leaves, grad, loss = jax.tree.leaves(state), jnp.sin(PARAMS["a"]), jnp.float32(1)
+    own, shared = update.opt_map.states_of((0,)), [leaves[j] for j in update.opt_map.shared]
+    whole = update((0,), [grad], [PARAMS["a"]], [leaves[j] for j in own], shared, loss)
+    for rows in (slice(0, 1), slice(3, 8)):
+        first = update.first_states((0,), [PARAMS["a"][rows]])
+        jax.tree.map(np.testing.assert_array_equal, first, [leaves[j][rows] for j in own])
+        some = update((0,), [grad[rows]], [PARAMS["a"][rows]], first, shared, loss)
+        jax.tree.map(np.testing.assert_array_equal, list(some[:2]), [[a[rows] for a in part] for part in whole[:2]])
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_elementwise_is_refused_by_the_equation(name):
     tx, why = REFUSED[name]
     with pytest.raises(ValueError, match=why):
-        elementwise_update(tx, ABSTRACT, jax.eval_shape(tx.init, ABSTRACT), "update_on='host'", stacked=[(0,)])
+        elementwise_update(tx, ABSTRACT, "update_on='host'", NO_STACKS)
 
 
 def test_a_leaf_in_anothers_update_is_refused():
@@ -103,4 +116,4 @@ def test_a_leaf_in_anothers_update_is_refused():
 
     tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     with pytest.raises(ValueError, match=r"mul combines \['b'\]\['c'\] and \['b'\]\['s'\]"):
-        elementwise_update(tx, ABSTRACT, optax.EmptyState(), "x")
+        elementwise_update(tx, ABSTRACT, "x", NO_STACKS)

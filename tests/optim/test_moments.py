@@ -244,7 +244,7 @@ def test_second_moment_is_as_exact_as_the_docstring_says():
 def test_updating_in_parts_equals_updating_the_tree(name):
     tx = wrap(TRANSFORMATIONS[name])
     shapes = abstract(PARAMS)
-    update = elementwise_update(tx, shapes, jax.eval_shape(tx.init, shapes), "opt_state='pinned_host'", stacked=[(0,)])
+    update = elementwise_update(tx, shapes, "opt_state='pinned_host'", [False] * len(jax.tree.leaves(shapes)))
     tree, state = jax.tree.structure(PARAMS), tx.init(PARAMS)
     params = PARAMS
     for step in range(4):

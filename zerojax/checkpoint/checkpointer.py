@@ -43,6 +43,7 @@ from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.orbax import SAVING, StateSave, StepWriter
 from zerojax.checkpoint.program_state import describe, restore_state
 from zerojax.checkpoint.retention import Retention
+from zerojax.given import as_integer, as_path, whole_number
 from zerojax.program import Program
 from zerojax.runtime import AllProcesses, interrupts_wait
 from zerojax.state import TrainState
@@ -104,11 +105,19 @@ class Checkpointer:
           ValueError: settings out of range.
           CheckpointError: the directory cannot be made.
         """
-        _check_settings(max_to_keep, save_interval_steps, best_metric, best_mode, max_host_bytes)
-        self._directory = Directory(directory)
+        if max_to_keep is not None:
+            max_to_keep = whole_number("max_to_keep", max_to_keep, 1, ", or None to keep all")
+        save_interval_steps = whole_number("save_interval_steps", save_interval_steps, 1)
+        if max_host_bytes is not None:
+            max_host_bytes = whole_number("max_host_bytes", max_host_bytes, 0, ", or None for no limit")
+        _check_best(best_metric, best_mode)
+        path = as_path(directory)
+        if path is None:
+            raise ValueError(f"directory={directory!r}: a folder's path is needed, a str or an os.PathLike of one")
+        if "://" in path:
+            raise ValueError(f"directory={path!r}: records are files of a file system; mount the bucket")
+        self._directory = Directory(path)
         self.directory = self._directory.path
-        if "://" in os.fspath(directory):
-            raise ValueError(f"directory={os.fspath(directory)!r}: records are files of a file system; mount the bucket")
         self._interval, self._max_host_bytes, self._verify = save_interval_steps, max_host_bytes, verify
         self._is_async, self._best_metric = is_async, best_metric
         self._retention = Retention(max_to_keep, best_metric, best_mode)
@@ -156,7 +165,7 @@ class Checkpointer:
         self._check_process()
         if self._is_closed:
             raise CheckpointError(f"this Checkpointer of {self.directory} is closed: make another")
-        program.check_state(state)
+        state = program.check_state(state)
         # Waits for the step that makes this state.
         step = int(state.step)
         if (not force and step % self._interval) or (step == self._last_step and self._saving is None):
@@ -330,8 +339,11 @@ class Checkpointer:
             return self._restore(program, step, data)
 
     def _restore(self, program: Program, step: int | None, data: Any) -> TrainState:
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer)):
-            raise ValueError(f"step={step!r}: None or the number of a step is needed")
+        if step is not None:
+            number = as_integer(step)
+            if number is None:
+                raise ValueError(f"step={step!r}: None or the number of a step is needed")
+            step = number
         self._check_process()
         AllProcesses(program.mesh, SAVING, CheckpointError).do(self._wait)
 
@@ -456,12 +468,7 @@ def _close_all() -> None:
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
 
-def _check_settings(max_to_keep: Any, save_interval_steps: Any, best_metric: Any, best_mode: Any, max_host_bytes: Any) -> None:
-    for name, value in (("max_to_keep", max_to_keep), ("save_interval_steps", save_interval_steps)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r}: an integer of at least 1 is needed")
-    if isinstance(max_host_bytes, bool) or not isinstance(max_host_bytes, int | None) or (max_host_bytes or 0) < 0:
-        raise ValueError(f"max_host_bytes={max_host_bytes!r}: None or an integer of at least 0 is needed")
+def _check_best(best_metric: Any, best_mode: Any) -> None:
     if not isinstance(best_metric, str | None):
         raise ValueError(f"best_metric={best_metric!r}: None or the name of a metric is needed")
     if best_mode not in ("min", "max"):

@@ -47,7 +47,7 @@ def begin_save(
       CheckpointError: the folder cannot be written to.
       SwapError: the state on disk is lost.
     """
-    program.check_state(state)
+    state = program.check_state(state)
     with program.calling(), jax.set_mesh(program.mesh):
         leaves = leaves_of_program(program)
         # The step must be over: its callbacks write the records on disk that are about to be linked.

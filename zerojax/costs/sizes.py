@@ -18,6 +18,7 @@ from typing import Any
 
 from zerojax.costs.flops import flops_per_token, hardware_flops_per_token
 from zerojax.costs.papers import activations_working_bytes, states_working_bytes
+from zerojax.given import as_integer, as_number
 from zerojax.memory import layer_activation_bytes, transformer_activation_bytes
 
 TOLERANCE = 0.1
@@ -60,11 +61,12 @@ class Sizes:
         for field in dataclasses.fields(self):
             if wrong := _what_is_wrong(field.name, getattr(self, field.name)):
                 raise ValueError(wrong)
+            if (number := _whole(field.name, getattr(self, field.name))) is not None:
+                object.__setattr__(self, field.name, number)
         if wrong := _heads_wrong(self.hidden, self.heads, self.num_kv_heads):
             raise ValueError(wrong)
         if self.params is None:
             return
-        object.__setattr__(self, "params", int(self.params))
         counted = self._counted_params
         if abs(self.params - counted) > TOLERANCE * counted or self.params - self.vocab * self.hidden < self.layers:
             raise ValueError(
@@ -211,14 +213,21 @@ class Sizes:
         return sequences * self.seq * self.vocab * (4 + itemsize) / tensor
 
 
+def _whole(name: str, value: object) -> int | None:
+    """Return a size as an `int`, a number of parameters such as 7e9 among them; None if it is no whole number."""
+    number = as_number(value)
+    if name == "params" and number is not None and number.is_integer() and as_integer(value) is None:
+        return int(number)
+    return as_integer(value)
+
+
 def _what_is_wrong(name: str, value: Any) -> str | None:
     """Say what is wrong with one size, or None."""
     if name == "gated" or (value is None and name in ("params", "mlp", "kv_heads")):
         return None
     least = 0 if name == "vocab" else 1
-    if name == "params" and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    number = _whole(name, value)
+    fits = number is not None and number >= least
     return None if fits else f"{name} = {value!r}: a whole number, at least {least}, is needed"
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from zerojax.data.packing import Rows
+from zerojax.given import whole_number
 
 Batch = dict[str, np.ndarray]
 
@@ -89,6 +90,7 @@ def batches(rows: Rows, batch_size: int, seed: int = 0, *, part: int | None = No
       ValueError: too few rows, or a batch that does not divide.
     """
     part, num_parts = _own_part(part, num_parts)
+    batch_size, seed = whole_number("batch_size", batch_size, 1), whole_number("seed", seed, 0)
     return Batches(rows, batch_size, seed, part, num_parts)
 
 
@@ -108,6 +110,8 @@ def batches_once(
       ValueError: a batch that does not divide.
     """
     part, num_parts = _own_part(part, num_parts)
+    batch_size = whole_number("batch_size", batch_size, 1)
+    count = None if count is None else whole_number("count", count, 1, ", or None for all rows")
     local = _part_size(batch_size, part, num_parts)
     return _batches_once(rows, batch_size, count, part, local)
 
@@ -125,14 +129,16 @@ def _batches_once(rows: Rows, batch_size: int, count: int | None, part: int, loc
 def _own_part(part: int | None, num_parts: int | None) -> tuple[int, int]:
     if (part is None) != (num_parts is None):
         raise ValueError(f"part={part} and num_parts={num_parts}: give both, or neither for those of JAX's processes")
-    return (jax.process_index(), jax.process_count()) if part is None or num_parts is None else (part, num_parts)
+    if part is None or num_parts is None:
+        return jax.process_index(), jax.process_count()
+    return whole_number("part", part, 0), whole_number("num_parts", num_parts, 1)
 
 
 def _part_size(batch_size: int, part: int, num_parts: int) -> int:
     """Return the rows of a batch that one process reads."""
-    if not 0 <= part < num_parts:
+    if part >= num_parts:
         raise ValueError(f"part={part} of num_parts={num_parts}: they are counted from 0")
-    if batch_size < 1 or batch_size % num_parts:
+    if batch_size % num_parts:
         raise ValueError(f"a batch of {batch_size} rows does not divide by {num_parts} processes: take a multiple of these")
     return batch_size // num_parts
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from zerojax.data.encoding import Encoder, Form
 from zerojax.data.reading import Source, source
+from zerojax.given import whole_number
 from zerojax.progress import working
 
 logger = logging.getLogger("zerojax.data")
@@ -59,8 +60,7 @@ class Examples:
         Raises:
           ValueError: fewer than 2, or either part would be empty.
         """
-        if one_in < 2:
-            raise ValueError(f"one_in={one_in}: at least 2, else all is held out")
+        one_in = whole_number("one_in", one_in, 2, ", else all is held out")
         record = np.unique(self.numbers, return_inverse=True)[1]  # from 0; numbers are lines, of which some may be empty
         held_out = record % one_in == one_in - 1
         if held_out.all() or not held_out.any():

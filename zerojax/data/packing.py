@@ -20,6 +20,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from zerojax.data.examples import Examples
+from zerojax.given import whole_number
 
 TooLong = Literal["refuse", "truncate", "drop"]
 logger = logging.getLogger("zerojax.data")
@@ -141,8 +142,7 @@ def pack(examples: Examples, seq: int, *, too_long: TooLong = "refuse") -> Rows:
     """
     if too_long not in get_args(TooLong):
         raise ValueError(f"too_long={too_long!r} is unknown: choose from {', '.join(get_args(TooLong))}")
-    if seq < 1:
-        raise ValueError(f"seq={seq}: a row has at least 1 position")
+    seq = whole_number("seq", seq, 1)
     lengths = examples.lengths
     is_long = lengths > seq + 1
     long = np.flatnonzero(is_long)

@@ -23,6 +23,7 @@ import numpy as np
 
 from host_offload.disk import Box, numpy_dtype
 from zerojax.checkpoint import CheckpointError, SavedState, about_difference, explaining, first_few
+from zerojax.given import positive_number
 from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.config import CONFIG, Family, read_config
 from zerojax.hf.importing import ADAPTER, names_of
@@ -83,8 +84,7 @@ def export_hf(
         folder cannot be written. The first tensors that differ are named.
       DamagedError: the checkpoint is not whole.
     """
-    if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int | float) or shard_bytes < 1:
-        raise ValueError(f"shard_bytes={shard_bytes!r}: a positive number is needed")
+    shard_bytes = positive_number("shard_bytes", shard_bytes)
     kind = None if dtype is None else export_dtype(dtype).name
     base = open_weights(like)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.given import as_int_or_float, as_integer, as_number
 from zerojax.hf.config import Family
 
 PROJECTIONS = {
@@ -115,12 +116,17 @@ class Lora:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+        rank, alpha, dropout = as_integer(self.rank), as_number(self.alpha), as_number(self.dropout)
+        if rank is None or rank < 1:
             raise ValueError(f"rank={self.rank!r} of a Lora: an integer of at least 1 is needed")
-        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float) or not 0 < self.alpha < float("inf"):
+        if alpha is None or alpha <= 0:
             raise ValueError(f"alpha={self.alpha!r} of a Lora: a positive number is needed; alpha / rank scales the adapters")
-        if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
+        if dropout is None or not 0 <= dropout < 1:
             raise ValueError(f"dropout={self.dropout!r} of a Lora: a number from 0 to below 1 is needed")
+        # A whole alpha stays an int: adapters keep it in their files as it was given.
+        object.__setattr__(self, "rank", rank)
+        object.__setattr__(self, "alpha", as_int_or_float(self.alpha))
+        object.__setattr__(self, "dropout", dropout)
         targets = tuple(PROJECTIONS) if self.targets == "all" else self.targets
         if isinstance(targets, str) or not targets or not all(isinstance(name, str) for name in targets):
             raise ValueError(f"targets={self.targets!r} of a Lora: a tuple of names is needed, such as ('q_proj',), or 'all'")

@@ -14,12 +14,12 @@ assumed: the vendor's figure times the share that `zerojax.hlo.RATES` assumes of
 
 import dataclasses
 import difflib
-import math
 import os
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from zerojax.given import as_int_or_float, as_integer, as_number
 from zerojax.hlo import RATES, Rates
 from zerojax.machines.machine_files import to_text
 from zerojax.precision import PRECISIONS
@@ -144,10 +144,16 @@ class Machine:
         for name, value in figures.items():
             if wrong := what_is_wrong(name, value):
                 raise ValueError(f"machine {self.name}: {wrong}")
+        # Numbers of numpy become Python's own, which files hold.
+        for name in COUNTS:
+            object.__setattr__(self, name, as_integer(getattr(self, name)))
         for name in (n for n in _BYTES if n in figures):
             object.__setattr__(self, name, int(figures[name]))
+        for name in (n for n in _RATES if n in figures):
+            object.__setattr__(self, name, as_int_or_float(figures[name]))
         for name in BY_DTYPE:
-            object.__setattr__(self, name, _Entries({d: v for d, v in getattr(self, name).items() if v is not None}))
+            entries = {d: as_int_or_float(v) for d, v in getattr(self, name).items() if v is not None}
+            object.__setattr__(self, name, _Entries(entries))
         object.__setattr__(self, "source", self._sources())
 
     def _sources(self) -> _Sources:
@@ -276,9 +282,10 @@ def what_is_wrong(name: str, value: Any) -> str | None:
         if (figure := name.removeprefix("source.")) not in FIGURES:
             return f"source of {figure!r}, which is no figure of a machine{nearest(figure, FIGURES)}"
         return None if isinstance(value, str) and value else f"{name} = {value!r}: a text is needed"
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = as_number(value) is not None
     if name in COUNTS:
-        fits = is_number and value >= 1 and value == int(value) and isinstance(value, int)
+        count = as_integer(value)
+        fits = count is not None and count >= 1
         return None if fits else f"{name} = {value!r}: a whole number, at least 1, is needed"
     if name not in FIGURES:
         top, _, dtype = name.partition(".")

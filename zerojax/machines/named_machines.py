@@ -186,6 +186,7 @@ def _named(name: str, what: str) -> Machine:
 
 
 def _read(path: str) -> Machine:
+    path = os.path.expanduser(path)
     values, places = read(path)
     for key, value in values.items():
         if wrong := what_is_wrong(key, value):

@@ -19,6 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.given import whole_number
+
 Params = Any
 Batch = Any
 Key = jax.Array | None
@@ -87,15 +89,10 @@ class Stack:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ValueError(f"the name of a stack must be an identifier, such as 'encoder', got {self.name!r}")
-        _check_num_layers(self.num_layers, f"num_layers of stack {self.name!r}")
+        object.__setattr__(self, "num_layers", whole_number(f"num_layers of stack {self.name!r}", self.num_layers, 1))
         functions = {"init_block": self.init_block, "block": self.block, "enter": self.enter}
         if wrong := [name for name, f in functions.items() if not callable(f) and (name, f) != ("enter", None)]:
             raise ValueError(f"{', '.join(wrong)} of stack {self.name!r} must be a function")
-
-
-def _check_num_layers(num_layers: Any, what: str = "num_layers") -> None:
-    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
-        raise ValueError(f"{what}={num_layers!r}: an integer of at least 1 is needed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +219,8 @@ class LayeredModel:
         if missing := [name for name in needed if getattr(self, name) is None]:
             raise ValueError(f"a LayeredModel needs {', '.join(missing)}{'' if self.stacks else ', or `stacks` for blocks'}")
         if not self.stacks:
-            return _check_num_layers(self.num_layers)
+            object.__setattr__(self, "num_layers", whole_number("num_layers", self.num_layers, 1))
+            return None
         if not isinstance(self.stacks, Sequence) or not all(isinstance(stack, Stack) for stack in self.stacks):
             raise ValueError(f"stacks must be a sequence of zerojax.Stack, got {self.stacks!r}")
         object.__setattr__(self, "stacks", tuple(self.stacks))

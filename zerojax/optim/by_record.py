@@ -52,7 +52,7 @@ class RecordUpdate:
         else:
             stacked = [leaf.is_stacked for leaf in layout.leaves]
             self.rule = elementwise_update(
-                tx, layout.abstract_params, layout.opt_map.abstract, reason(layout.config), layout.record_parts,
+                tx, layout.abstract_params, reason(layout.config), stacked,
                 lambda: why_not_by_leaf(tx, layout.abstract_params, stacked),
             )  # fmt: skip
         self.unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
@@ -73,6 +73,16 @@ class RecordUpdate:
             return {}
         pieces = {i: self.pieces(i) for i in self.layout.ends}
         return {i: 1 if some is None else some.count for i, some in pieces.items()}
+
+    def first_states(self, part: Sequence[int], weights: Sequence[Array]) -> list[Array]:
+        """Return the first optimizer state of one record: of the state leaves that belong to `part`."""
+        if isinstance(self.rule, LeafRule):
+            return self.rule.init_part(part, weights)
+        return self.rule.first_states(part, weights)
+
+    def first_shared(self) -> list[Array]:
+        """Return the scalars of the optimizer state before the first step."""
+        return self.rule.first_shared()
 
     def shared(self, states: FlatState, loss: Array, ok: Array) -> list[Array]:
         """Return the scalars of the optimizer state after the step."""
@@ -151,24 +161,9 @@ class RecordUpdate:
         if isinstance(self.rule, LeafRule):
             weights, after = self.rule.update_part(part, grads, old, opt, shared, loss, self._gathered)
         else:
-            weights, after = self._move_elements(part, grads, old, opt, shared, loss)
+            weights, after, _ = self.elementwise(part, grads, old, opt, shared, loss)
         keep = lambda a, b: [jnp.where(ok, x, y) for x, y in zip(a, b, strict=True)]  # noqa: E731
         return keep(weights, old), keep(after, opt)
-
-    def _move_elements(
-        self, part: Sequence[int], grads: Any, old: Any, opt: Any, shared: Any, loss: Array
-    ) -> tuple[list[Array], list[Array]]:
-        """Update a record by an elementwise optimizer. A stacked leaf's gets dims of 1 in front: rules may count dims."""
-
-        def as_stacks(values: Sequence[Array], indices: Sequence[int]) -> list[Array]:
-            return [self.records.as_stack(i, v) for v, i in zip(values, indices, strict=True)]
-
-        opt_map = self.layout.opt_map
-        owners = [opt_map.owner(j) for j in opt_map.states_of(part)]
-        grads, weights, states = as_stacks(grads, part), as_stacks(old, part), as_stacks(opt, owners)
-        weights, after, _ = self.elementwise(part, grads, weights, states, shared, loss)
-        weights = [v.reshape(o.shape) for v, o in zip(weights, old, strict=True)]
-        return weights, [v.reshape(o.shape) for v, o in zip(after, opt, strict=True)]
 
     def update_ends(
         self,

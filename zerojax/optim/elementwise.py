@@ -6,9 +6,9 @@ rate, the loss). Adam, AdamW, Lion and momentum are; a global norm, a trust rati
 not. Only then does updating layer by layer, on any device, give what one update of the whole tree gives. It is not guessed:
 the traced update is read equation by equation, and for each value the set of leaves it depends on.
 
-To update a part, the whole tree's structure is kept, and every other leaf is empty (shape (0, ...)): masks and labels see
-the paths and the number of dims that they see in a whole update. A rule that reads sizes (a mask of large leaves, a step
-scaled by a leaf's size) would see others: so the update of each part is traced too, and its equations must be the whole's.
+The optimizer is traced over the tree of one layer, whose leaves have no layer dim. So masks and labels see the paths, dims and
+sizes that the model's author wrote. The traced equations are then the rule, for a stack, a layer, a tile or some rows alike
+(`zerojax.elements`).
 """
 
 import dataclasses
@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from zerojax.elements import ElementProgram
 from zerojax.jaxprs import FILLS, POINTWISE, Constant, FlatJaxpr, Instruction, flatten
-from zerojax.state import OptStateMap, call_update, fill, map_opt_state
+from zerojax.optim.leaf_rule import one_layer
+from zerojax.state import OptStateMap, OwnedTransformation, init_opt_state_shape, map_opt_state
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,14 +32,16 @@ class ElementwiseUpdate:
     """An elementwise optimizer, and how its state divides over the parameters.
 
     Attributes:
-      tx: the optimizer.
-      params: abstract float32 parameters.
+      params: abstract float32 parameters, stacks of layers among them.
       opt_map: how its state divides over them.
+      init: the traced `tx.init`, over the tree of one layer.
+      update: the traced `tx.update`, of (grads, state, params, loss).
     """
 
-    tx: optax.GradientTransformation
     params: Any
     opt_map: OptStateMap
+    init: ElementProgram
+    update: ElementProgram
 
     def __call__(
         self,
@@ -52,30 +56,109 @@ class ElementwiseUpdate:
 
         Args:
           part: indices of parameter leaves.
-          grads: float32, one for each of `part`.
-          params: float32, likewise.
-          states: one for each of `opt_map.states_of(part)`.
+          grads: float32, one for each of `part`: of a stack, a layer, a tile, or some rows.
+          params: float32, of the shapes of `grads`.
+          states: one for each of `opt_map.states_of(part)`, of the shapes of their parameters.
           shared: one for each of `opt_map.shared`, before the step.
           loss: f32[].
 
         Returns:
           New parameters, new states and the shared scalars after the step.
         """
-        mirrors = self.opt_map.states_of(part)
-        g, p = (fill(self.params, part, values) for values in (grads, params))
-        state = fill(self.opt_map.abstract, (*mirrors, *self.opt_map.shared), (*states, *shared))
-        updates, after = call_update(self.tx, g, state, p, loss)
-        weights = jax.tree.leaves(optax.apply_updates(p, updates))
-        after = jax.tree.leaves(after)
-        return [weights[i] for i in part], [after[j] for j in mirrors], [after[j] for j in self.opt_map.shared]
+        updates, states, shared = self.updates(part, grads, params, states, shared, loss)
+        weights: Any = optax.apply_updates(list(params), updates)
+        return weights, states, shared
+
+    def updates(
+        self,
+        part: Sequence[int],
+        grads: Sequence[jax.Array],
+        params: Sequence[jax.Array],
+        states: Sequence[jax.Array],
+        shared: Sequence[jax.Array],
+        loss: jax.Array,
+    ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+        """Return the updates of some leaves, their new states and the shared scalars; arguments as `__call__`."""
+        program, num_params = self.update.program, len(self._leaves)
+        mirrors, everyone = self.opt_map.states_of(part), self.opt_map.shared
+        at_states = num_params
+        at_params = num_params + len(self.opt_map.owners)
+        inputs = {program.inputs[-1]: loss}
+        inputs |= {program.inputs[i]: value for i, value in zip(part, grads, strict=True)}
+        inputs |= {program.inputs[at_params + i]: value for i, value in zip(part, params, strict=True)}
+        inputs |= {program.inputs[at_states + j]: value for j, value in zip(mirrors, states, strict=True)}
+        inputs |= {program.inputs[at_states + j]: value for j, value in zip(everyone, shared, strict=True)}
+        shapes = {i: jnp.shape(value) for i, value in zip(part, params, strict=True)}
+        wanted = [program.outputs[n] for n in (*part, *(at_states + j for j in (*mirrors, *everyone)))]
+        of_mirrors = [shapes[self.opt_map.owner(j)] for j in mirrors]
+        results = self.update(inputs, wanted, [*(shapes[i] for i in part), *of_mirrors, *(None for _ in everyone)])
+        results = [jnp.asarray(value) for value in results]
+        first, last = len(part), len(part) + len(mirrors)
+        return results[:first], results[first:last], results[last:]
+
+    def first_states(self, part: Sequence[int], params: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the first states of some leaves, or of slices of them, in the order of the state."""
+        program, mirrors = self.init.program, self.opt_map.states_of(part)
+        inputs = {program.inputs[i]: value for i, value in zip(part, params, strict=True)}
+        shapes = {i: jnp.shape(value) for i, value in zip(part, params, strict=True)}
+        wanted = [program.outputs[j] for j in mirrors]
+        return self.init(inputs, wanted, [shapes[self.opt_map.owner(j)] for j in mirrors])
+
+    def first_shared(self) -> list[jax.Array]:
+        """Return the scalars that all leaves share, before the first step."""
+        everyone = self.opt_map.shared
+        values = self.init({}, [self.init.program.outputs[j] for j in everyone], [None for _ in everyone])
+        return [jnp.asarray(value) for value in values]
+
+    @property
+    def _leaves(self) -> list[Any]:
+        return jax.tree.leaves(self.params)
+
+
+class ElementwiseTransformation(OwnedTransformation):
+    """An elementwise optimizer over stacks of layers that decides from shapes what it would decide for one layer.
+
+    Attributes:
+      rule: the rule for each element.
+      inner: the optimizer as it was given.
+    """
+
+    rule: ElementwiseUpdate
+    inner: optax.GradientTransformation
+
+
+def elementwise_transformation(tx: optax.GradientTransformation, rule: ElementwiseUpdate) -> ElementwiseTransformation:
+    """Return the rule of `tx` as an optimizer of the whole tree."""
+    opt_map, tree = rule.opt_map, jax.tree.structure(rule.opt_map.abstract)
+    every = range(len(jax.tree.leaves(rule.params)))
+    owned, everyone = opt_map.states_of(every), opt_map.shared
+
+    def ordered(states: Sequence[jax.Array], shared: Sequence[jax.Array]) -> Any:
+        leaves = dict(zip((*owned, *everyone), (*states, *shared), strict=True))
+        return jax.tree.unflatten(tree, [leaves[j] for j in sorted(leaves)])
+
+    def init(params: Any) -> Any:
+        return ordered(rule.first_states(every, jax.tree.leaves(params)), rule.first_shared())
+
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any = None, **_: Any) -> tuple[Any, Any]:
+        before = jax.tree.leaves(state)
+        loss = jnp.float32(0) if value is None else value
+        states, shared = ([before[j] for j in indices] for indices in (owned, everyone))
+        weights, structure = jax.tree.flatten(params)
+        new, states, shared = rule.updates(every, jax.tree.leaves(updates), weights, states, shared, loss)
+        return jax.tree.unflatten(structure, new), ordered(states, shared)
+
+    applied = ElementwiseTransformation(init, update)
+    applied.owners, applied.moved = opt_map.owners, ((0, 0),) * len(every)
+    applied.rule, applied.inner = rule, tx
+    return applied
 
 
 def elementwise_update(
     tx: optax.GradientTransformation,
     params: Any,
-    opt_state: Any,
     why: str,
-    stacked: Sequence[Sequence[int]] = (),
+    stacked: Sequence[bool],
     beyond: Callable[[], str | None] = lambda: None,
 ) -> ElementwiseUpdate:
     """Return the optimizer as one that may be applied to parts: one layer of stacked leaves, or one other leaf.
@@ -83,30 +166,66 @@ def elementwise_update(
     Args:
       tx: the optimizer.
       params: abstract float32 parameters.
-      opt_state: its abstract state over them.
       why: the setting that needs it, for the error.
-      stacked: indices of the parameter leaves that are stacks of layers, in the parts that are updated together.
-      beyond: tells what in the optimizer combines layers or leaves, for the error.
+      stacked: for each parameter leaf whether it is a stack of layers.
+      beyond: returns what in the optimizer combines layers or leaves, for the error.
 
     Raises:
       ValueError: the optimizer is not elementwise; names the equation and the leaves.
     """
-    update = ElementwiseUpdate(tx, params, map_opt_state(opt_state, params))
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    trace = jax.make_jaxpr(lambda g, s, p, value: call_update(tx, g, s, p, value))
-    fault = fault_of_update(trace(params, opt_state, params, scalar), update.opt_map, params)
-    fault = fault or _fault_of_parts(update, names, stacked)
-    if fault is not None:
+    tx = tx.inner if isinstance(tx, ElementwiseTransformation) else tx
+    layer = one_layer(params, stacked)
+    try:
+        state, update = init_opt_state_shape(tx, layer)
+        rule = elementwise_rule(tx, params, stacked, state, update)
+    except ValueError as error:
+        rule = f"on one layer it fails: {error}"
+    if isinstance(rule, str):
         # Of an optimizer that combines leaves, that is the fault: elements of one leaf might be combined.
-        fault = beyond() or fault
+        fault = beyond() or rule
         raise ValueError(
             f"{why} updates layer by layer, which needs an optimizer whose every element, or every leaf of a layer, is updated "
             f"by itself, but {fault}; use an elementwise optimizer such as optax.adamw (what optax.clip_by_global_norm does is "
             "config.clip_norm, what optax.MultiSteps does num_microbatches), or keep params, grads and opt_state on the device "
             "with update='after_backward'"
         )
-    return update
+    return rule
+
+
+def elementwise_rule(
+    tx: optax.GradientTransformation, params: Any, stacked: Sequence[bool], state: Any, closed: jex.ClosedJaxpr
+) -> ElementwiseUpdate | str:
+    """Return an optimizer as a rule for each element, or why it is none.
+
+    Args:
+      tx: the optimizer.
+      params: abstract float32 parameters.
+      stacked: for each parameter leaf whether it is a stack of layers.
+      state: the optimizer's abstract state over the tree of one layer.
+      closed: its update of that tree, traced: of (grads, state, params, loss).
+    """
+    layer = one_layer(params, stacked)
+    of_layer = map_opt_state(state, layer)
+    names = _names(params)
+    reader = _reader_of_update(closed, of_layer, names)
+    if isinstance(reader, str):
+        return reader
+    first = jax.make_jaxpr(tx.init)(layer)
+    begins = _Reader(flatten(first.jaxpr, first.consts), range(len(names)), names)
+    if (fault := begins.fault(of_layer.owners)) is not None:
+        return f"in its first state {fault}"
+    leaves = jax.tree.leaves(params)
+    shapes = [
+        a.shape if owner is None else leaves[owner].shape for a, owner in zip(of_layer.leaves, of_layer.owners, strict=True)
+    ]
+    whole = [jax.ShapeDtypeStruct(shape, a.dtype) for shape, a in zip(shapes, of_layer.leaves, strict=True)]
+    opt_map = OptStateMap(jax.tree.unflatten(jax.tree.structure(state), whole), of_layer.owners)
+    programs = (ElementProgram(one.program, one.leaf) for one in (begins, reader))
+    return ElementwiseUpdate(params, opt_map, *programs)
+
+
+def _names(params: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
 
 
 def fault_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, params: Any) -> str | None:
@@ -117,80 +236,20 @@ def fault_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, params: Any) 
       opt_map: how the state divides over the parameters.
       params: abstract parameters.
     """
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    reader = _reader_of_update(closed, opt_map, _names(params))
+    return reader if isinstance(reader, str) else None
+
+
+def _reader_of_update(closed: jex.ClosedJaxpr, opt_map: OptStateMap, names: Sequence[str]) -> "_Reader | str":
+    """Return which leaf each value of an update depends on, or what in it is not elementwise."""
     for name, leaf, owner in zip(opt_map.names, opt_map.leaves, opt_map.owners, strict=True):
         if owner is None and leaf.shape:
             return f"its state {name} of shape {leaf.shape} mirrors no parameter"
     program = flatten(closed.jaxpr, closed.consts)
     # The leaf that each input is of, and the only one that each output may depend on; None is no leaf.
     every = range(len(names))
-    reads = [*every, *opt_map.owners, *every, None]
-    return _Reader(program, reads, names).fault([*every, *opt_map.owners])
-
-
-def _fault_of_parts(update: ElementwiseUpdate, names: Sequence[str], parts: Sequence[Sequence[int]]) -> str | None:
-    """Return how the update of a part differs from the whole's, or None."""
-    opt_map = update.opt_map
-    leaves, states = jax.tree.leaves(update.params), opt_map.leaves
-    every = tuple(range(len(leaves)))
-    whole = _trace(update, every, leaves, states)
-    stacked = {i for part in parts for i in part}
-    # The empty part is the one that moves the scalars which all parameters share.
-    for part in [*(part for part in parts if part), *((i,) for i in every if i not in stacked), ()]:
-        mirrors = set(opt_map.states_of(part))
-        ones = [_one_layer(a) if i in stacked else a for i, a in enumerate(leaves)]
-        mirrored = [_one_layer(a) if opt_map.owners[j] in stacked else a for j, a in enumerate(states)]
-        try:
-            alone = _trace(update, part, ones, mirrored)
-        except Exception as error:  # the user's code: whatever it raises
-            return f"its update of {[names[i] for i in part]} alone fails: {error!r}"
-        # What makes each result must be what makes it in the update of the whole tree.
-        for key in [*(("p", i) for i in part), *(("s", j) for j in (*mirrors, *opt_map.shared))]:
-            if _equations(*whole, key) != _equations(*alone, key):
-                what = names[key[1]] if key[0] == "p" else f"its state {key[1]}"
-                return f"its rule for {what} depends on the sizes of arrays"
-    return None
-
-
-def _one_layer(a: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype)
-
-
-def _trace(
-    update: ElementwiseUpdate, part: Sequence[int], leaves: Sequence[Any], states: Sequence[Any]
-) -> tuple[FlatJaxpr, dict[int, Any], dict[Any, Any]]:
-    """Trace the update of a part; returns it, and what its inputs and outputs are."""
-    mirrors, shared = update.opt_map.states_of(part), update.opt_map.shared
-    arrays = [leaves[i] for i in part]
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    args = (arrays, arrays, [states[j] for j in mirrors], [states[j] for j in shared], scalar)
-    closed = jax.make_jaxpr(lambda *a: update(part, *a))(*args)
-    program = flatten(closed.jaxpr, closed.consts)
-    of_states = [("s", j) for j in (*mirrors, *shared)]
-    roles = [*(("g", i) for i in part), *(("p", i) for i in part), *of_states, "loss"]
-    outputs = [*(("p", i) for i in part), *of_states]
-    return program, dict(zip(program.inputs, roles, strict=True)), dict(zip(outputs, program.outputs, strict=True))
-
-
-def _equations(program: FlatJaxpr, roles: dict[int, Any], outputs: dict[Any, Any], key: Any) -> list[Any]:
-    """Return the equations of one output, in a form that does not name shapes."""
-    names: dict[int, Any] = dict(roles)
-
-    def name(ref: Any) -> Any:
-        if isinstance(ref, int):
-            return names[ref]
-        # As bytes: a constant that is not a number equals itself, and -0 is not 0.
-        value = np.asarray(ref.value)
-        return ("constant", str(value.dtype), value.reshape(-1)[:1].tobytes())
-
-    equations = []
-    for number, i in enumerate(program.live([outputs[key]])):
-        # What changes the numbers, and does not follow from shapes.
-        attributes = {k: str(v) for k, v in i.eqn.params.items() if k in ("y", "new_dtype", "direction", "mode")}
-        equations.append((i.eqn.primitive.name, attributes, [name(ref) for ref in i.ins]))
-        # Numbered by equation: slots differ between the two traces.
-        names.update({out: (number, n) for n, out in enumerate(i.outs)})
-    return [*equations, name(outputs[key])]
+    reader = _Reader(program, [*every, *opt_map.owners, *every, None], names)
+    return reader.fault([*every, *opt_map.owners]) or reader
 
 
 class _Reader:

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax.given import as_number
 from zerojax.jaxprs import flatten
 from zerojax.state import Layout, OptStateMap
 
@@ -62,8 +63,10 @@ class Ema(optax.GradientTransformationExtraArgs):
         Raises:
           ValueError: `decay` is no such number.
         """
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+        number = as_number(decay)
+        if number is None or not 0 <= number < 1:
             raise ValueError(f"Ema(decay={decay!r}): a number of at least 0 and below 1 is needed, such as 0.999")
+        decay = number
         log_decay = math.log(decay) if decay else -math.inf
 
         def init(params: Any) -> Any:

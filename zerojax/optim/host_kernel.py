@@ -34,7 +34,7 @@ class HostRule:
         layout, leaf, opt_map = update.layout, update.layout.leaves[index], update.layout.opt_map
         config, state = layout.config, opt_map.leaves
         self.states = opt_map.states_of((index,))
-        shape = (*(1,) * leaf.lead, *leaf.record_shape)  # a layer as a stack of one: rules may count dims
+        shape = leaf.record_shape
         f32 = jax.ShapeDtypeStruct((), jnp.float32)
         scalars = [*(state[j] for j in opt_map.shared), f32, f32, f32]
         dtypes_of_arrays = (grad_dtype, jnp.float32, *(state[j].dtype for j in self.states))

@@ -14,6 +14,7 @@ what is streamed is one layer, so there is nothing to share out by layers. Leave
 partitions products by itself.
 """
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,12 +26,17 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax.config import reason
-from zerojax.optim.elementwise import fault_of_update
+from zerojax.optim.decisions import Differences, Traced, differences
+from zerojax.optim.elementwise import ElementwiseUpdate, elementwise_rule, elementwise_transformation, fault_of_update
 from zerojax.optim.leaf_rule import LeafRule, Move, Stay, leaf_rule, one_layer, without_branches
 from zerojax.sharding import STAGES, Spec, axes_of, named
 from zerojax.state import Layout, OwnedTransformation, init_opt_state_shape, map_opt_state
 
+logger = logging.getLogger("zerojax")
+
 Array = jax.Array
+_SHOWN = 5
+"""Leaves that an error lists."""
 
 
 class LayerTransformation(OwnedTransformation):
@@ -59,9 +65,10 @@ def layer_transformation(rule: LeafRule, move: Move | None = None) -> LayerTrans
 def by_layer(
     tx: optax.GradientTransformation, params: Any, opt_state: Any, update: jex.ClosedJaxpr, stacked: Sequence[bool]
 ) -> optax.GradientTransformation:
-    """Return an optimizer whose rule needs whole leaves of a layer as a `LayerTransformation`, and any other as it is.
+    """Return an optimizer that treats a stack of layers as it would treat each layer, or `tx` where it does so itself.
 
-    An elementwise optimizer stays as it is, as does one that combines layers or leaves.
+    An elementwise optimizer that decides something from shapes becomes an `ElementwiseTransformation`, and one whose rule needs
+    whole leaves of a layer a `LayerTransformation`. One that combines layers or leaves stays as it is.
 
     Args:
       tx: the optimizer.
@@ -69,21 +76,62 @@ def by_layer(
       opt_state: its abstract state over them.
       update: its update of them, traced: of (grads, state, params, loss).
       stacked: for each parameter leaf whether it is a stack of layers.
+
+    Raises:
+      ValueError: it combines layers or leaves, and decides from shapes: it would treat stacks in another way than layers.
     """
     is_elementwise = _is_elementwise(update, opt_state, params)
     if is_elementwise and not any(stacked):
         return tx
     layer = one_layer(params, stacked)
     try:
-        layer_state, of_layer = init_opt_state_shape(tx, layer)
+        layer_state, traced = init_opt_state_shape(tx, layer)
     except ValueError:  # it takes stacks alone
         return tx
-    of_layer = without_branches(of_layer)
-    # Of stacks, and of layers too: a rule may tell one from the other by the number of dims, as Muon does.
-    if is_elementwise and _is_elementwise(of_layer, layer_state, layer):
-        return tx
-    rule = leaf_rule(tx, params, stacked, layer_state, of_layer)
-    return tx if isinstance(rule, str) else layer_transformation(rule)
+    of_layer = without_branches(traced)
+    found = Differences((), ())
+    if any(stacked):
+        stacks = _traced(tx, params, opt_state, update)
+        found = differences(stacks, _traced(tx, layer, layer_state, traced), len(stacked))
+    rule = elementwise_rule(tx, params, stacked, layer_state, of_layer)
+    if isinstance(rule, ElementwiseUpdate):
+        return tx if is_elementwise and not found else elementwise_transformation(tx, rule)
+    by_leaf = leaf_rule(tx, params, stacked, layer_state, of_layer)
+    if not isinstance(by_leaf, str):
+        return layer_transformation(by_leaf)
+    _report_differences(found, params, stacked, by_leaf)
+    return tx
+
+
+def _traced(tx: optax.GradientTransformation, params: Any, state: Any, update: jex.ClosedJaxpr) -> Traced:
+    return Traced(jax.make_jaxpr(tx.init)(params), update, state, map_opt_state(state, params).owners)
+
+
+def _report_differences(found: Differences, params: Any, stacked: Sequence[bool], fault: str) -> None:
+    """Raise ValueError for an optimizer that would treat stacks in another way than layers; log other constants alone."""
+    paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    named = [
+        f"{jax.tree_util.keystr(paths[i][0])} {paths[i][1].shape}, of a layer {paths[i][1].shape[1:]}"
+        for i in (found.rules or found.constants)
+        if stacked[i]
+    ]
+    if not named:
+        return
+    shown = "; ".join(named[:_SHOWN]) + (f"; and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
+    repair = (
+        "decide by path (masks and labels of optax may be trees), or leave out what combines them: config.clip_norm does what "
+        "optax.clip_by_global_norm does, num_microbatches what optax.MultiSteps does"
+    )
+    if found.rules:
+        raise ValueError(
+            f"the optimizer decides from shapes, and it combines layers or leaves ({fault}), so it would see stacks of layers "
+            f"[L, ...] and update them in another way than layers: {shown}; {repair}"
+        )
+    logger.warning(
+        "the optimizer reads sizes, and it combines layers or leaves (%s), so it reads those of stacks of layers [L, ...]: %s. "
+        "To let it read a layer's, %s",
+        fault, shown, repair,
+    )  # fmt: skip
 
 
 def _is_elementwise(update: jex.ClosedJaxpr, opt_state: Any, params: Any) -> bool:

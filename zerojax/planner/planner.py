@@ -33,6 +33,7 @@ from host_offload.tiers import TIERS
 from zerojax.aot import is_there
 from zerojax.config import ZeroConfig, uses_disk
 from zerojax.costs import Grid, Sizes, Workload, grid_of, workload_of_model, workload_of_sizes
+from zerojax.given import as_integer, as_number
 from zerojax.machines import Machine, machine_of, probe, size_of
 from zerojax.machines import machine as named_machine
 from zerojax.memory import program_memory
@@ -147,7 +148,7 @@ class Planner:
     ) -> None:  # fmt: skip
         _check_arguments(fixed, min_disk_days, tiles)
         self.model, self.tx, self.batch, self.fixed = model, tx, batch, dict(fixed or {})
-        self.tiles = tuple(tiles or _TILES)
+        self.tiles = tuple(int(n) for n in tiles or _TILES)
         self.is_sizes, self.notes, self.rounds_moments = isinstance(model, Sizes), list[str](), rounds_moments
         self._check(mesh)
         self.mesh: Mesh | None = None if self.is_sizes else mesh
@@ -158,7 +159,7 @@ class Planner:
         self.base = ZeroConfig(**{**self.fixed, **_fitting(self.fixed)})
         self.machine = _with_both(self._on_mesh(self._machine(machine)))
         self.grid = self._grid(mesh)
-        self.min_disk_days = min_disk_days
+        self.min_disk_days = as_number(min_disk_days)
         self.less = 1.0  # the part of its usable memory that a plan fills, where a compiled one took more than it counted
         _ = self.limits  # which says what figures are missing
         self.workload = self._workload()
@@ -219,8 +220,9 @@ class Planner:
         devices, axes = self.machine.devices, dict(mesh or {})
         if unknown := sorted(set(axes) - set(Grid._fields)):
             raise ValueError(f"mesh has the axes {unknown}: they may be {', '.join(Grid._fields)}")
-        if wrong := [n for n in axes.values() if isinstance(n, bool) or not isinstance(n, int) or n < 1]:
+        if wrong := [n for n in axes.values() if (as_integer(n) or 0) < 1]:
             raise ValueError(f"mesh {axes}: {wrong[0]!r} is no number of devices, a whole one of at least 1")
+        axes = {axis: int(n) for axis, n in axes.items()}
         others = math.prod(n for axis, n in axes.items() if axis != "fsdp")
         if devices % others:
             raise ValueError(f"mesh {axes} does not divide the {devices} devices of {self.machine.name}")
@@ -501,10 +503,9 @@ def _check_arguments(fixed: Any, min_disk_days: Any, tiles: Any) -> None:
     """Raise ValueError for arguments of `plan` that are of another kind."""
     if fixed is not None and not (isinstance(fixed, Mapping) and all(isinstance(name, str) for name in fixed)):
         raise ValueError(f"fixed={fixed!r}: fields of ZeroConfig by name are needed, such as fixed={{'stage': 3}}")
-    days = min_disk_days
-    if days is not None and (isinstance(days, bool) or not isinstance(days, int | float) or not 0 < days < math.inf):
-        raise ValueError(f"min_disk_days={days!r}: a number of days above 0 is needed, or None for any")
-    if tiles is not None and not (isinstance(tiles, Sequence) and tiles and all(isinstance(n, int) and n >= 1 for n in tiles)):
+    if min_disk_days is not None and (as_number(min_disk_days) or 0) <= 0:
+        raise ValueError(f"min_disk_days={min_disk_days!r}: a number of days above 0 is needed, or None for any")
+    if tiles is not None and not (isinstance(tiles, Sequence) and tiles and all((as_integer(n) or 0) >= 1 for n in tiles)):
         raise ValueError(f"tiles={tiles!r}: numbers of at least 1 are needed, such as (1, 2, 4)")
 
 

@@ -27,7 +27,7 @@ from zerojax.models import (
     layer_keys,
     stacks_of,
 )
-from zerojax.optim import LayerTransformation
+from zerojax.optim import RecordUpdate
 from zerojax.precision import PRECISIONS, init_loss_scale
 from zerojax.sharding import STAGES, explicit, named
 from zerojax.state import (
@@ -44,7 +44,6 @@ from zerojax.state import (
     TrainState,
     allocate_all,
     check_host_reads,
-    fill,
     is_away,
     is_stored,
     pick,
@@ -63,7 +62,14 @@ class StateInit:
       jitted: the program that makes it; of what `arguments` returns.
     """
 
-    def __init__(self, model: Model | LayeredModel, tx: optax.GradientTransformation, records: StateRecords) -> None:
+    def __init__(
+        self,
+        model: Model | LayeredModel,
+        tx: optax.GradientTransformation,
+        records: StateRecords,
+        update: RecordUpdate | None,
+    ) -> None:
+        """Prepare the program; `update` is that by record, or None where whole trees are updated on the device."""
         self._layout = layout = records.layout
         # Frozen weights off the device are made record by record also where the whole tree is updated at once.
         self._by_records = layout.updates_by_record or any(record.is_away for record in records.frozen)
@@ -72,7 +78,7 @@ class StateInit:
             return
         whole = explicit(named(layout.mesh, ()))
         self.jitted = jax.jit(
-            _init_by_records(model, tx, records),
+            _init_by_records(model, tx, records, update),
             donate_argnums=3,
             in_shardings=(whole, whole, whole, [a.sharding for a in self._stacks()], whole),
             out_shardings=explicit(layout.shardings),
@@ -156,7 +162,7 @@ def _whole_trained(tx: optax.GradientTransformation, layout: Layout, trained: An
 
 
 def _init_by_records(
-    model: Model | LayeredModel, tx: optax.GradientTransformation, records: StateRecords
+    model: Model | LayeredModel, tx: optax.GradientTransformation, records: StateRecords, update: RecordUpdate | None
 ) -> Callable[[Array, Array, Array, list[Array], Array], TrainState]:
     """Return `init(key, order, one, empty, number) -> state`.
 
@@ -181,16 +187,16 @@ def _init_by_records(
         weights = _unstacked(model, layout, key)
         # The keys that `init_params` draws from: where a state rests does not change its numbers.
         keys = layer_keys(model, key) if isinstance(model, LayeredModel) else key
-        if not layout.updates_by_record:
+        if update is None:
             assert isinstance(model, LayeredModel)  # the weights of a Model rest on the device
             trained = init_layered(model, key, lambda part, tree: split_frozen(_below(layout.flags, part), tree)[0])
             params, master, opt_state = _whole_trained(tx, layout, trained)
         else:
             states = records.flat_of(*rooms((abstract.params, abstract.master, abstract.opt_state)))
-            states = records.with_shared(states, _shared(records, tx))
-            states = _fill_ends(records, tx, states, weights, one)
+            states = records.with_shared(states, update.first_shared())
+            states = _fill_ends(update, states, weights, one)
             for stack, leaves in _stacks(model, layout):
-                states = _fill_blocks(stack, leaves, records, tx, states, keys, order)
+                states = _fill_blocks(stack, leaves, update, states, keys, order)
             params, master, opt_state = records.trees(abstract, states)
         # Zeros, so `ready` is False: the first step has no update to take over.
         pending = jax.tree.map(room, abstract.pending)
@@ -233,39 +239,14 @@ def _by_index(layout: Layout, indices: Sequence[int], params: Any) -> dict[int, 
     return dict(zip(indices, leaves, strict=True))
 
 
-def _init(records: StateRecords, tx: optax.GradientTransformation, part: Sequence[int], values: Sequence[Array]) -> list[Array]:
-    """Return the leaves of `tx.init` where only the parameters in `part` are there."""
-    return jax.tree.leaves(tx.init(fill(records.layout.abstract_params, part, values)))
-
-
-def _first_states(
-    records: StateRecords, tx: optax.GradientTransformation, part: Sequence[int], values: Sequence[Array]
-) -> list[Array]:
-    """Return the first optimizer state of one record: of the state leaves that belong to `part`."""
-    if isinstance(tx, LayerTransformation):
-        return tx.rule.init_part(part, values)
-    # The optimizer is initialised on the record alone, as a stack of one: rules may count dims.
-    state = _init(records, tx, part, [records.as_stack(i, v) for i, v in zip(part, values, strict=True)])
-    opt_map = records.opt_map
-    return [state[j].reshape(values[part.index(opt_map.owner(j))].shape) for j in opt_map.states_of(part)]
-
-
-def _shared(records: StateRecords, tx: optax.GradientTransformation) -> list[Array]:
-    if isinstance(tx, LayerTransformation):
-        return tx.rule.first_shared()
-    leaves = _init(records, tx, (), ())
-    return [leaves[j] for j in records.opt_map.shared]
-
-
-def _fill_ends(
-    records: StateRecords, tx: optax.GradientTransformation, states: FlatState, weights: Mapping[int, Array], one: Array
-) -> FlatState:
+def _fill_ends(update: RecordUpdate, states: FlatState, weights: Mapping[int, Array], one: Array) -> FlatState:
     """Put every unstacked leaf that is trained, and its state, in place, one after the other."""
+    records = update.records
     for index in records.layout.ends:
 
         def new(_: Any, __: Any, index: int = index, value: Array = weights[index]) -> tuple[Array, list[Array]]:
             value = jax.lax.with_sharding_constraint(value, records.grads[index].sharding)
-            return value, _first_states(records, tx, (index,), (value,))
+            return value, update.first_states((index,), (value,))
 
         states, one = records.put_leaf(states, index, new, one)
     return states
@@ -274,8 +255,7 @@ def _fill_ends(
 def _fill_blocks(
     stack: StackModel,
     of_stack: StackLeaves,
-    records: StateRecords,
-    tx: optax.GradientTransformation,
+    update: RecordUpdate,
     states: FlatState,
     keys: Array,
     order: Array,
@@ -285,9 +265,10 @@ def _fill_blocks(
     A tile is a slice of a whole layer that is made anew for it: XLA for GPUs, which makes random numbers element by element,
     makes no more than the slice. XLA for CPUs would make all of it each time; there a layer is made once.
     """
+    records = update.records
 
     def put(states: FlatState, part: Sequence[int], index: Index, values: list[Array]) -> FlatState:
-        return records.write_layer(states, part, index, values, _first_states(records, tx, part, values))
+        return records.write_layer(states, part, index, values, update.first_states(part, values))
 
     def body(on_device: bool) -> Callable[[Array, FlatState], FlatState]:
         def tick(t: Array, states: FlatState) -> FlatState:

@@ -60,7 +60,7 @@ class Program:
       mesh: as given.
       config: as given.
       swap: what rests on disk, while the program is open, or None.
-      check_state: raises ValueError for a state that this program cannot take.
+      check_state: returns a state that this program can take, numbers as arrays; raises ValueError for another.
       warnings: logs why steps were skipped, once their metrics are known.
     """
 
@@ -82,7 +82,7 @@ class Program:
         self.swap = None if layout.disk is None else SwapSession(layout.disk)
         self._runner = Runner(self.swap, step.host)
         self.check_state = StateCheck(layout)
-        self._init = StateInit(model, tx, records)
+        self._init = StateInit(model, tx, records, step.update)
         self.warnings = SkipWarnings(self.config)
         self._cached: dict[int, Any] = {}  # jitted, by the length of caches
         self._reader = ParamReader(model, records, self._runner)
@@ -268,7 +268,7 @@ class Program:
         check_is_there(state)
         batch = self.shard_batch(batch)
         with self.calling(), jax.set_mesh(self.mesh):
-            self.check_state(state)  # once more: another thread may have donated it just now
+            state = self.check_state(state)  # once more: another thread may have donated it just now
             # Before the moves: these follow from the block's loops over tiles, which a trace finds.
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)
@@ -357,7 +357,7 @@ class Program:
 
             self._cached[length] = jax.jit(run, donate_argnums=2, compiler_options=self._compiler.options)
         with self.calling(), jax.set_mesh(self.mesh):
-            self.check_state(state)
+            state = self.check_state(state)
             params = self.layout.join(state)
             return self._cached[length](params, state.model_state, cache, batch, self._compiler.arrays)
 
@@ -369,7 +369,7 @@ class Program:
     def _evaluate(self, name: str, state: TrainState, batch: Any, compiled: Callable[..., Any]) -> Any:
         """Run `compiled(*args)`, a jitted function of args that reads a state's parameters and the model's own state."""
         with self.calling(), jax.set_mesh(self.mesh):
-            self.check_state(state)
+            state = self.check_state(state)
             params = self.layout.join(state)
             args = (params, state.model_state, batch, self._compiler.arrays)
             program = compiled(*as_arguments(args))
@@ -399,7 +399,7 @@ class Program:
         check_is_there(state)
         batch = self.shard_batch(batch)
         with self.calling(), jax.set_mesh(self.mesh):
-            self.check_state(state)
+            state = self.check_state(state)
             step, program = self._compiler.step(batch), self._compiler.grads(batch)
             scratch = self._scratch.take(step.abstract_scratch, self.mesh)
             # What is not read stays where it rests.

@@ -14,7 +14,7 @@ import jax
 
 from host_offload.engine import DiskRecords
 from host_offload.schedule import Move, Schedule
-from zerojax.optim import HostUpdate
+from zerojax.optim import HostUpdate, RecordUpdate
 from zerojax.state import TrainState
 
 Scratch = dict[str, list[Any]]
@@ -28,6 +28,11 @@ class Step(Protocol):
     @property
     def host(self) -> HostUpdate | None:
         """The part of the update that runs on the host."""
+        ...
+
+    @property
+    def update(self) -> RecordUpdate | None:
+        """The update by record, or None where whole trees are updated on the device."""
         ...
 
     @property

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from zerojax.aot import CHIPS
 from zerojax.config import ZeroConfig, streams
+from zerojax.given import whole_number
 from zerojax.hlo import Rates, Simulation, module_name, rates_of, read_thunks, simulate
 from zerojax.models import LayeredModel, Model
 from zerojax.program.build import build_train_step
@@ -134,8 +135,8 @@ def autotune(
     # Each is checked before anything is compiled.
     by_distance = _with_each(config, "prefetch_distance", distances)
     by_groups = _with_each(config, "link_groups", groups)
-    if device_bytes is not None and (isinstance(device_bytes, bool) or not isinstance(device_bytes, int)):
-        raise ValueError(f"device_bytes={device_bytes!r}: an integer is needed, or None for what the device has")
+    if device_bytes is not None:
+        device_bytes = whole_number("device_bytes", device_bytes, 1, ", or None for what the device has")
     limit = _device_bytes(device) if device_bytes is None else device_bytes
     tried, programs, refused = list[TunedStep](), set[str](), list[tuple[ZeroConfig, str]]()
 

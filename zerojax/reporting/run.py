@@ -33,6 +33,7 @@ from typing import Any, Self
 
 import jax
 
+from zerojax.given import as_path, whole_number
 from zerojax.machines import Machine
 from zerojax.memory import MemoryReport
 from zerojax.planner import Plan, StepWatch, changed
@@ -105,10 +106,14 @@ class Run:
           ValueError: `report_to` has an unknown name, or a number is below its least.
           ModuleNotFoundError: a package is missing; the message names what to install.
         """
-        for what, value, least in (("steps", steps, 0), ("tokens", tokens, 1), ("profile", profile, 0)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"{what}={value!r}: a whole number, at least {least}, is needed")
-        self.logdir, self.name = os.path.abspath(os.fspath(logdir)), name or os.path.basename(os.path.abspath(logdir))
+        steps = None if steps is None else whole_number("steps", steps, 0)
+        tokens = None if tokens is None else whole_number("tokens", tokens, 1)
+        profile = 0 if profile is None else whole_number("profile", profile, 0)
+        folder = as_path(logdir)
+        if folder is None:
+            raise ValueError(f"logdir={logdir!r}: a folder's path is needed, a str or an os.PathLike of one")
+        self.logdir = os.path.abspath(folder)
+        self.name = name or os.path.basename(self.logdir)
         self.figures: dict[str, float] = {}
         self.watch = StepWatch(plan, machine=machine)
         self.ended = ""

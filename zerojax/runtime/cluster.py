@@ -32,6 +32,8 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
+from zerojax.given import whole_number
+
 PORT = 55527
 """Of process 0, unless JAX_COORDINATOR_PORT or Slurm's job says otherwise."""
 _SLURM_PORTS = range(61440, 65536)  # as JAX chooses of them
@@ -74,8 +76,7 @@ def join_cluster(heartbeat_timeout: int = 30) -> Place:
       ValueError: the environment has only a part of what is needed; the message names what is missing.
       RuntimeError: the devices are already there, or the processes were joined before; or process 0 does not answer.
     """
-    if heartbeat_timeout < 1:
-        raise ValueError(f"heartbeat_timeout={heartbeat_timeout}: 1 second or more is needed")
+    heartbeat_timeout = whole_number("heartbeat_timeout", heartbeat_timeout, 1, ", in seconds")
     place = find_place(os.environ)
     if place.coordinator is None:
         return place

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from zerojax.given import as_integer
+
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 AXES = (DATA, FSDP, TENSOR)
 BATCH_AXES = (DATA, FSDP)
@@ -34,8 +36,10 @@ def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, devices: Sequen
     devices = list(jax.devices() if devices is None else devices)
     sizes = {DATA: data, FSDP: fsdp, TENSOR: tensor}
     for axis, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or (size < 1 and size != -1):
+        number = as_integer(size)
+        if number is None or (number < 1 and number != -1):
             raise ValueError(f"{axis}={size!r}: a positive integer is needed, or -1 for the rest of the devices")
+        sizes[axis] = number
     free = [axis for axis, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise ValueError(f"{' and '.join(free)} are both -1: at most one axis may stand for the rest")

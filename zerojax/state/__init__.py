@@ -22,7 +22,6 @@ from zerojax.state.opt_state import OptStateMap as OptStateMap
 from zerojax.state.opt_state import OwnedTransformation as OwnedTransformation
 from zerojax.state.opt_state import call_update as call_update
 from zerojax.state.opt_state import check_optimizer as check_optimizer
-from zerojax.state.opt_state import fill as fill
 from zerojax.state.opt_state import init_opt_state_shape as init_opt_state_shape
 from zerojax.state.opt_state import map_opt_state as map_opt_state
 from zerojax.state.ordering import Plan as Plan

@@ -275,11 +275,6 @@ class Layout:
         return tuple(i for i, leaf in enumerate(self.leaves) if leaf.is_stacked)
 
     @property
-    def record_parts(self) -> list[tuple[int, ...]]:
-        """The trained stacked leaves by the record that they share: of each stack a layer's, then a tile's of each group."""
-        return [part for stack in self.stacks for part in stack.parts]
-
-    @property
     def has_master(self) -> bool:
         """Whether there are float32 masters beside the parameters."""
         return self.abstract_state.master is not None

@@ -96,15 +96,6 @@ _NOT_OFFERED = {
 """Arguments of updates in optax that a step does not offer, and why."""
 
 
-def fill(abstract: Any, indices: Sequence[int], values: Sequence[Any]) -> Any:
-    """Return a tree like `abstract` of `values` at these indices among its leaves, and of empty arrays, (0, ...), elsewhere."""
-    leaves, tree = jax.tree.flatten(abstract)
-    by_index = dict(zip(indices, values, strict=True))
-    # Empty arrays and not None: masks and labels see every path, with its number of dims.
-    arrays = [by_index[i] if i in by_index else jnp.zeros((0,) * len(a.shape), a.dtype) for i, a in enumerate(leaves)]
-    return jax.tree.unflatten(tree, arrays)
-
-
 def opt_state_specs(
     opt_map: OptStateMap, params: Sequence[Leaf], mesh: Mesh, axis: str, min_shard_bytes: int
 ) -> tuple[LeafSpec, ...]:

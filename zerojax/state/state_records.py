@@ -338,10 +338,6 @@ class StateRecords:
         value = jax.lax.with_sharding_constraint(value, self.grads[index].sharding)
         return jax.lax.with_sharding_constraint(value.astype(self.leaves[index].dtype), self.grads[index].sharding)
 
-    def as_stack(self, index: int, value: Array) -> Array:
-        """Return one record of a parameter leaf, or of a state that mirrors it, as a stack of one."""
-        return value.reshape((1,) * self.leaves[index].lead + value.shape)
-
     def tokens(self, states: FlatState, part: Sequence[int]) -> list[Array]:
         """Return the tokens of those of some leaves, and of their state, that are on disk."""
         stacks = [*self.opt_states(states, part), *pick(states.params, part)]

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from zerojax.config import ZeroConfig, streams, whole_layers
+from zerojax.given import as_flag, as_integer
 from zerojax.models import BLOCKS, LayeredModel, Model, of_every_stack
 from zerojax.state.leaves import TileGroup, is_stacked, stack_name
 
@@ -34,7 +35,8 @@ def tiled_leaves(model: Model | LayeredModel, abstract_params: Any) -> list[bool
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(f"tiles must mirror the {what}, or be a prefix of their tree: {e}") from e
     for flag, (path, leaf) in zip(flags, jax.tree_util.tree_flatten_with_path(params)[0], strict=True):
-        if not isinstance(flag, int) or (flag is not False and flag < 1):
+        number = flag if as_flag(flag) is not None else as_integer(flag)
+        if number is None or (as_flag(flag) is None and number < 1):
             raise ValueError(
                 f"tiles holds {flag!r} for {jax.tree_util.keystr(path)}: True or False is needed, or how many tiles lie along "
                 "the first dim"

@@ -197,12 +197,12 @@ def check_is_there(state: TrainState) -> None:
         raise ValueError("this state was donated to an earlier step, and is gone: go on with the state that step returned")
 
 
-def check_is_array(leaf: Any) -> None:
-    """Raise ValueError for a leaf of a state that is no jax.Array: numpy's, or an abstract one."""
+def check_is_array(leaf: Any, name: Callable[[], str] = lambda: "step") -> None:
+    """Raise ValueError for a leaf of a state that is no jax.Array: numpy's, or an abstract one; `name` returns its path."""
     if not isinstance(leaf, jax.Array):
         raise ValueError(
-            f"this state holds a {type(leaf).__name__} where a jax.Array is needed: go on with the state that step returned, "
-            "or restore a checkpoint"
+            f"this state holds a {type(leaf).__name__} where a jax.Array is needed, at {name()}: go on with the state that "
+            "step returned, or restore a checkpoint"
         )
 
 

@@ -93,6 +93,7 @@ class StreamedStep:
     """The step, and the evaluation, of a model whose layers are streamed.
 
     Attributes:
+      update: the update by record, or None where whole trees are updated on the device.
       plan: the records, where they rest, and the schedule.
       microbatches: of a step; an evaluation has one.
       ends: embedding and head.
@@ -120,7 +121,7 @@ class StreamedStep:
         """
         layout = state_records.layout
         self.model, self.layout, self.config, self.mesh = model, layout, layout.config, layout.mesh
-        self.plan = StreamedPlan(model, state_records, update)
+        self.update, self.plan = update, StreamedPlan(model, state_records, update)
         self.host, self.schedule = self.plan.host, self.plan.schedule
         self.microbatches = Microbatches(self.mesh, self.config.num_microbatches)
         self.ends = Ends(self.plan.layout.decoding(model), self.plan, self.microbatches, gather)

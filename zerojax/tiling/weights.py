@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import jax
 
+from zerojax.given import as_integer, whole_number
+
 logger = logging.getLogger("zerojax")
 Array = jax.Array
 
@@ -39,13 +41,13 @@ def check_tiles(tiles: int, size: int, what: str) -> int:
     Raises:
       ValueError: it does not, or is no positive integer.
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    dim = as_integer(size)
+    if dim is None or dim < 1:
         raise ValueError(f"a dim of {size!r}, to be tiled by {what}={tiles!r}: an integer of at least 1 is needed")
-    if isinstance(tiles, bool) or not isinstance(tiles, int) or tiles < 1:
-        raise ValueError(f"{what}={tiles!r}: an integer of at least 1 is needed")
-    if size % tiles:
-        raise ValueError(f"{what}={tiles} does not divide the dim of {size} that it tiles: {size} % {tiles} = {size % tiles}")
-    return tiles
+    count = whole_number(what, tiles, 1)
+    if dim % count:
+        raise ValueError(f"{what}={count} does not divide the dim of {dim} that it tiles: {dim} % {count} = {dim % count}")
+    return count
 
 
 def tiles_of(num_tiles: int | None, size: int, num_bytes: int, what: str) -> int:
@@ -66,8 +68,8 @@ def tile_kernel(kernel: Array, *, in_tiles: int = 1, out_tiles: int = 1) -> Arra
     if kernel.ndim != 2:
         raise ValueError(f"a dense kernel is [D, F], and this one is {kernel.shape}")
     d, f = kernel.shape
-    check_tiles(in_tiles, d, "in_tiles")
-    check_tiles(out_tiles, f, "out_tiles")
+    in_tiles = check_tiles(in_tiles, d, "in_tiles")
+    out_tiles = check_tiles(out_tiles, f, "out_tiles")
     split = kernel.reshape(in_tiles, d // in_tiles, out_tiles, f // out_tiles)  # [i, D/i, o, F/o]
     # The tiles of one block of columns follow each other, so their sum is finished before the next block's begins.
     return split.transpose(2, 0, 1, 3).reshape(out_tiles * in_tiles, d // in_tiles, f // out_tiles)
@@ -79,11 +81,11 @@ def untile_kernel(tiles: Array, *, in_tiles: int = 1) -> Array:
     Raises:
       ValueError: `in_tiles` does not divide the tiles, or is no positive integer.
     """
-    is_number = isinstance(in_tiles, int) and not isinstance(in_tiles, bool) and in_tiles > 0
-    if not is_number or tiles.ndim != 3 or tiles.shape[0] % in_tiles:
+    rows = as_integer(in_tiles)
+    if rows is None or rows < 1 or tiles.ndim != 3 or tiles.shape[0] % rows:
         raise ValueError(
-            f"in_tiles={in_tiles}: tiles are [out_tiles * in_tiles, D / in_tiles, F / out_tiles], both numbers integers of at "
-            f"least 1, not {tiles.shape}"
+            f"in_tiles={in_tiles!r}: tiles are [out_tiles * in_tiles, D / in_tiles, F / out_tiles], both numbers integers of "
+            f"at least 1, not {tiles.shape}"
         )
     count, d, f = tiles.shape
     out_tiles = count // in_tiles

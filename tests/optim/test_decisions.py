@@ -1,0 +1,217 @@
+"""What an optimizer decides from shapes it decides from one layer's leaf, as optax on separate layers does."""
+
+import dataclasses
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import separate_layers
+import tiled_toys
+from separate_layers import HOST, LAYERS, NVME, applied, batches, final, first_params, layered, run, separate
+
+import zerojax as zj
+from zerojax.optim import learning_rates, unused_grads
+from zerojax.optim.elementwise import ElementwiseTransformation
+
+
+def by_dims(tree):
+    """Select matrices."""
+    return jax.tree.map(lambda a: a.ndim >= 2, tree)
+
+
+def by_size(tree):
+    """Select a layer's matrices and the head, which is smaller than a stack of vectors."""
+    return jax.tree.map(lambda a: a.size > 30, tree)
+
+
+def labels(tree):
+    return jax.tree.map(lambda a: "matrix" if a.ndim >= 2 else "other", tree)
+
+
+def scaled_by_size():
+    """Scale each leaf's update by its own size."""
+    return optax.stateless(lambda updates, params: jax.tree.map(lambda u: u / u.size**0.5, updates))
+
+
+TX = {
+    "adamw": lambda: optax.adamw(0.02, weight_decay=0.5, mask=by_dims),
+    "adamw_by_size": lambda: optax.adamw(0.02, weight_decay=0.5, mask=by_size),
+    "lion": lambda: optax.lion(0.01, weight_decay=0.5, mask=by_dims),
+    "masked": lambda: optax.chain(optax.adam(0.02), optax.masked(optax.add_decayed_weights(-0.1), by_dims)),
+    "masked_state": lambda: optax.chain(optax.masked(optax.adam(1.0), by_dims), optax.scale(-0.02)),
+    "partition": lambda: optax.partition({"matrix": optax.adam(0.02), "other": optax.sgd(0.1, 0.9)}, labels),
+    "frozen_vectors": lambda: optax.multi_transform({"matrix": optax.adam(0.02), "other": optax.set_to_zero()}, labels),
+    "schedule": lambda: optax.adamw(optax.linear_schedule(0.02, 0.0, 10), weight_decay=0.5, mask=by_dims),
+    "injected": lambda: optax.inject_hyperparams(optax.adamw, "mask")(learning_rate=0.02, weight_decay=0.5, mask=by_dims),
+    "sizes": lambda: optax.chain(optax.scale_by_adam(), scaled_by_size(), optax.scale(-0.1)),
+    "average": lambda: optax.chain(optax.adamw(0.02, weight_decay=0.5, mask=by_dims), zj.Ema(0.9)),
+    "accumulation": lambda: optax.MultiSteps(optax.adamw(0.02, weight_decay=0.5, mask=by_dims), 2).gradient_transformation(),
+}
+
+TIERS = {
+    "stage_0": {"stage": 0},
+    "stage_2": {"stage": 2, "num_microbatches": 2},
+    "stage_3": {"stage": 3},
+    "whole_tree": {"activations": HOST},
+    "host": {"params": HOST, "grads": HOST, "opt_state": HOST},
+    "host_in_backward": {"params": HOST, "opt_state": HOST, "update": "in_backward"},
+    "host_in_part": {"opt_state": HOST, "opt_state_device_fraction": 0.4},
+    "nvme_in_backward": {"params": NVME, "opt_state": NVME, "update": "in_backward"},
+    "on_host": {"params": HOST, "grads": HOST, "opt_state": HOST, "update_on": "host"},
+    "on_host_in_backward": {"opt_state": HOST, "update": "in_backward", "update_on": "host"},
+}
+
+
+def build(tx, tmp_path, model=None, **fields):
+    mesh = zj.make_mesh(fsdp=2, devices=jax.devices()[:2])
+    return zj.build_train_step(model or layered(), tx, zj.ZeroConfig(swap_dir=tmp_path, **fields), mesh)
+
+
+@pytest.mark.parametrize("name", TX)
+def test_two_updates_of_stacks_equal_those_of_layers(name):
+    tx, params = TX[name](), first_params()
+    stacks_tx = applied(tx)
+    assert isinstance(stacks_tx, ElementwiseTransformation)
+    layers = separate(params)
+    state, expected_state = stacks_tx.init(params), tx.init(layers)
+    assert sum(a.size for a in jax.tree.leaves(state)) == sum(a.size for a in jax.tree.leaves(expected_state))
+    for scale in (1.0, -0.5):
+        grads = jax.tree.map(
+            lambda p, scale=scale: np.cos(scale * np.arange(p.size, dtype=np.float32)).reshape(p.shape), params
+        )
+        updates, state = stacks_tx.update(grads, state, params, value=jnp.float32(1))
+        expected, expected_state = tx.update(separate(grads), expected_state, layers)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), separate(updates), expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", sorted(set(TX) - {"accumulation"}))
+def test_every_stage_and_tier_equals_optax_on_separate_layers(name, tier, tmp_path):
+    with build(TX[name](), tmp_path, **TIERS[tier]) as program:
+        losses, state = run(program, batches(6))
+        found = final(program, state)
+    separate_layers.assert_equals_plain(TX[name](), losses, found)
+
+
+@pytest.mark.by_default("host_in_backward", "stage_3")
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_resident_and_a_streamed_run_equal_optax_on_separate_layers(tier, tmp_path):
+    """A label by dims leaves the vectors without state, and a mask by dims leaves them without decay."""
+    decayed = lambda: optax.adamw(0.02, weight_decay=0.5, mask=by_dims)  # noqa: E731
+    tx = optax.chain(optax.partition({"matrix": decayed(), "other": optax.sgd(0.1)}, labels), zj.Ema(0.5))
+    with build(tx, tmp_path, **TIERS[tier]) as program:
+        assert sum("mu" in name for name in program.layout.opt_map.names) == 4
+        losses, state = run(program, batches(3))
+        found = final(program, state)
+    separate_layers.assert_equals_plain(tx, losses, found)
+
+
+@pytest.mark.exhaustive
+def test_a_delayed_update_equals_optax_on_separate_layers(tmp_path):
+    """The last gradient waits: as many steps with gradients of a step before are those of a program without masks by shape."""
+    found = []
+    path_mask = lambda tree: jax.tree.map_with_path(lambda path, a: path[-1].key in ("up", "down", "table", "out"), tree)  # noqa: E731
+    for mask in (by_dims, path_mask):
+        tx = optax.adamw(0.02, weight_decay=0.5, mask=mask)
+        fields = {"opt_state": HOST, "update_on": "host", "delayed_update": True}
+        with build(tx, tmp_path, **fields) as program:
+            losses, state = run(program, batches(6))
+            found.append((losses, final(program, state)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fields", [{"stage": 3}, {"opt_state": HOST}, {"opt_state": HOST, "gather_ahead": True}])
+def test_leaves_of_tiles_are_decided_as_the_block_makes_them(fields, tmp_path):
+    """Each route gives the numbers of a mask by path that selects what `init_block` makes with two dims or more."""
+    model = tiled_toys.model()
+    layer = jax.eval_shape(model.init_block, jax.random.key(0))
+    of_layer = {jax.tree_util.keystr(path): a.ndim >= 2 for path, a in jax.tree_util.tree_flatten_with_path(layer)[0]}
+    assert len(set(of_layer.values())) == 2
+
+    def by_path(tree):
+        of_blocks = jax.tree.map_with_path(lambda path, _: of_layer[jax.tree_util.keystr(path)], tree["blocks"])
+        return {**by_dims(tree), "blocks": of_blocks}
+
+    found = []
+    for mask in (by_dims, by_path):
+        with build(optax.adamw(0.02, weight_decay=0.5, mask=mask), tmp_path, model, **fields) as program:
+            losses, state = run(program, tiled_toys.batches(3))
+            found.append((losses, jax.device_get(program.params(state))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), *found)
+
+
+def test_rates_and_unused_gradients_are_found_as_with_layers(tmp_path):
+    layout = build(TX["schedule"](), tmp_path, stage=3).layout
+    assert learning_rates(layout).names == ("learning_rate",)
+    layout = build(TX["frozen_vectors"](), tmp_path, stage=3).layout
+    unused = unused_grads(layout.update_jaxpr, len(layout.leaves))
+    assert [layout.leaves[i].name for i in sorted(unused)] == ["['blocks']['b']", "['blocks']['gate']"]
+
+
+def several_stacks():
+    plain = layered()
+    stacks = [zj.Stack("one", 2, plain.init_block, plain.block), zj.Stack("two", LAYERS, plain.init_block, plain.block)]
+    return dataclasses.replace(plain, num_layers=None, init_block=None, block=None, stacks=stacks)
+
+
+def test_each_of_several_stacks_is_decided_by_its_own_layers():
+    from zerojax.models import init_params
+
+    params = jax.eval_shape(lambda: init_params(several_stacks(), jax.random.key(0)))
+    tx = applied(TX["frozen_vectors"](), params)
+    state = jax.eval_shape(tx.init, params)
+    moments = {jax.tree_util.keystr(path[-2:]): a.shape for path, a in jax.tree_util.tree_flatten_with_path(state)[0]}
+    assert moments["['one']['up']"] == (2, 8, 12)
+    assert moments["['two']['up']"] == (3, 8, 12)
+    assert "['one']['b']" not in moments
+
+
+def clipped(tx):
+    return optax.chain(optax.clip_by_global_norm(1.0), tx)
+
+
+COMBINES = {
+    "mask": clipped(optax.adamw(0.02, mask=by_dims)),
+    "label": clipped(optax.partition({"matrix": optax.adam(0.02), "other": optax.sgd(0.1)}, labels)),
+    "accumulation": optax.MultiSteps(clipped(optax.adamw(0.02, mask=by_dims)), 2).gradient_transformation(),
+    "muon": clipped(optax.contrib.muon(0.02)),
+}
+
+
+@pytest.mark.parametrize("name", COMBINES)
+def test_where_layers_cannot_be_shown_the_leaves_are_named(name):
+    leaf = re.escape("['blocks']['b'] (3, 12), of a layer (12,)")
+    with pytest.raises(ValueError, match=f"decides from shapes.*{leaf}"):
+        applied(COMBINES[name])
+
+
+def test_sizes_that_are_read_of_stacks_are_logged_by_leaf(caplog):
+    tx = clipped(optax.chain(optax.scale_by_adam(), scaled_by_size()))
+    with caplog.at_level(logging.WARNING, "zerojax"):
+        assert applied(tx) is tx
+    assert "reads sizes" in caplog.text
+    assert "['blocks']['up'] (3, 8, 12), of a layer (8, 12)" in caplog.text
+    assert "head" not in caplog.text
+
+
+SAME = {
+    "clipping": clipped(optax.adamw(0.02)),
+    "accumulation": optax.MultiSteps(clipped(optax.adamw(0.02)), 2).gradient_transformation(),
+    "finite": optax.apply_if_finite(optax.adamw(0.02), 3),
+    "prodigy": optax.contrib.prodigy(),
+    "dadapt": optax.contrib.dadapt_adamw(),
+    "schedule_free": clipped(optax.contrib.schedule_free_adamw(1e-2)),
+    "lookahead_by_path": clipped(optax.adamw(0.02, mask=lambda tree: {"embed": True, "blocks": False, "head": True})),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_decides_nothing_from_shapes_stays_as_it_is(name, caplog):
+    assert applied(SAME[name]) is SAME[name]
+    assert not caplog.records

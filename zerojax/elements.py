@@ -1,0 +1,137 @@
+"""A traced function that acts on each element by itself, run on arrays of other shapes.
+
+An elementwise optimizer is traced on one layer's leaves, `[D, F]`. Its equations then hold for each element, wherever that
+is: in a stack of layers `[L, D, F]`, in a tile, in some rows of an embedding, in the shard that the host updates. What the
+optimizer decides from shapes (a mask by number of dims, a label by size) is in the trace, and so it is the same everywhere.
+
+    u[D, F] = mul g[D, F] 0.1            on a stack   u[L, D, F] = mul g[L, D, F] 0.1
+    z[D, F] = broadcast_in_dim 0.0       a number for all elements; it takes the shape of what it meets
+
+There are three kinds of values. One that depends on a leaf has the shape of the leaf as it is given. An array that depends on
+no leaf has equal elements, and is kept as one number. Scalars are scalars. `zerojax.optim.elementwise` proves that there are no
+others.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from zerojax.jaxprs import FILLS, POINTWISE, Constant, FlatJaxpr, Instruction, Ref, bind
+
+Array = jax.Array
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Even:
+    """An array whose elements are all equal.
+
+    Attributes:
+      value: one of them.
+      shape: as traced.
+    """
+
+    value: Any
+    shape: Shape
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ElementProgram:
+    """A traced function of parameter leaves that acts on each element by itself.
+
+    Attributes:
+      program: its equations.
+      leaf_of: the leaf on which each slot depends; None or missing: no leaf.
+    """
+
+    program: FlatJaxpr
+    leaf_of: Mapping[int, int | None]
+
+    def __call__(self, inputs: Mapping[int, Any], wanted: Sequence[Ref], shapes: Sequence[Shape | None]) -> list[Any]:
+        """Return some results.
+
+        Args:
+          inputs: by slot, those that the results need. Leaves may have another shape than the traced one.
+          wanted: the results.
+          shapes: for each result the shape of its leaf as it is given; None: it depends on no leaf.
+        """
+        slots: dict[int, Any] = dict(inputs)
+        for i in self.program.live(wanted):
+            slots.update(zip(i.outs, self._apply(i, slots), strict=True))
+        results = []
+        for ref, shape in zip(wanted, shapes, strict=True):
+            value = slots[ref] if isinstance(ref, int) else ref.value
+            results.append(_whole(value) if shape is None else self._like(ref, value, shape))
+        return results
+
+    def _like(self, ref: Ref, value: Any, shape: Shape) -> Array:
+        return value if self._has_leaf(ref) else jnp.broadcast_to(_one(value), shape)
+
+    def _has_leaf(self, ref: Ref) -> bool:
+        return isinstance(ref, int) and self.leaf_of.get(ref) is not None
+
+    def _apply(self, i: Instruction, slots: Mapping[int, Any]) -> list[Any]:
+        """Return the results of an equation."""
+        values = [slots[ref] if isinstance(ref, int) else ref.value for ref in i.ins]
+        name = i.eqn.primitive.name
+        if any(self._has_leaf(ref) for ref in i.ins):
+            if name in FILLS:  # of a leaf: the same shape as before
+                return [values[0]]
+            return bind(i.eqn, self._operands(i, values))
+        if _keeps_even(i, values):
+            (aval,) = (_shape_of(v) for v in i.eqn.outvars)
+            ones = [_one(value) for value in values]
+            return [_Even(ones[0] if name in FILLS else bind(i.eqn, ones)[0], aval)]
+        return bind(i.eqn, [_whole(value) for value in values])
+
+    def _operands(self, i: Instruction, values: Sequence[Any]) -> list[Any]:
+        """Return the operands of an equation on a leaf: what had the leaf's shape in the trace has its shape now."""
+        shape = next(jnp.shape(v) for v, ref in zip(values, i.ins, strict=True) if self._has_leaf(ref))
+        traced = _shape_of(i.eqn.outvars[0])
+        operands = []
+        for value, ref, var in zip(values, i.ins, i.eqn.invars, strict=True):
+            is_spread = not self._has_leaf(ref) and _shape_of(var) == traced
+            operands.append(jnp.broadcast_to(_one(value), shape) if is_spread else value)
+        return operands
+
+
+def _keeps_even(i: Instruction, values: Sequence[Any]) -> bool:
+    """Return whether an equation on no leaf makes an array of equal elements, one for one from its operands."""
+    name = i.eqn.primitive.name
+    if i.has_jaxpr or name not in POINTWISE | FILLS or not _shape_of(i.eqn.outvars[0]):
+        return False
+    if name in POINTWISE and any(_shape_of(v) not in ((), _shape_of(i.eqn.outvars[0])) for v in i.eqn.invars):
+        return False  # a bitcast to another number of bytes
+    return all(isinstance(v, _Even) or not jnp.shape(v) or _is_constant(ref) for v, ref in zip(values, i.ins, strict=True))
+
+
+def _is_constant(ref: Ref) -> bool:
+    return isinstance(ref, Constant)
+
+
+def _shape_of(var: Any) -> Shape:
+    return tuple(getattr(var.aval, "shape", ()))
+
+
+def _one(value: Any) -> Any:
+    """Return one of the equal elements of a value."""
+    if isinstance(value, _Even):
+        return value.value
+    if not jnp.shape(value):
+        return value
+    if not math.prod(jnp.shape(value)):
+        return jnp.zeros((), value.dtype)
+    # A constant is read now: as an operand all of it would be in the program.
+    elements = value if isinstance(value, Tracer) else np.asarray(value)
+    return elements.reshape(-1)[0]
+
+
+def _whole(value: Any) -> Any:
+    """Return a value that depends on no leaf in the shape that it was traced with."""
+    return jnp.broadcast_to(value.value, value.shape) if isinstance(value, _Even) else value
