@@ -65,7 +65,7 @@ class Sizes:
         if self.params is None:
             return
         object.__setattr__(self, "params", int(self.params))
-        counted = self._counted_params
+        counted = self.counted_params
         if abs(self.params - counted) > TOLERANCE * counted or self.params - self.vocab * self.hidden < self.layers:
             raise ValueError(
                 f"params = {self.params:,}, and layers, hidden, mlp, kv_heads and vocab make {counted:,} "
@@ -99,13 +99,14 @@ class Sizes:
         return self.vocab * self.hidden
 
     @property
-    def _counted_params(self) -> int:
+    def counted_params(self) -> int:
+        """Parameters of L layers and V h of the embedding, whatever `params` is."""
         return self.layers * self.layer_weights + self.head_weights
 
     @property
     def num_params(self) -> int:
         """Parameters P: `params`, or else 12 L h^2 + V h (ZeRO-Infinity, equation 1, and the embedding)."""
-        return self._counted_params if self.params is None else int(self.params)
+        return self.counted_params if self.params is None else int(self.params)
 
     @property
     def layer_params(self) -> int:

@@ -19,6 +19,7 @@ there in float32 may take longer.
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -39,6 +40,7 @@ from zerojax.memory import program_memory
 from zerojax.models import LayeredModel, Model
 from zerojax.planner.candidates import SEARCHED, WORTH, Space
 from zerojax.planner.plans import Beaten, Plan, PlanError, changed
+from zerojax.planner.programs import Buildable, buildable_of_sizes, why_no_program
 from zerojax.planner.repairs import Change, Repairs, what_lacks
 from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, limits_of
 from zerojax.planner.segments import mix, with_options
@@ -309,7 +311,7 @@ class Planner:
 
     def search(self, space: Space) -> Search:
         """Return a search that has run."""
-        search = Search(space, self.limits, None if self.is_sizes else self.exact)
+        search = Search(space, self.limits, self.exact if self.has_programs else None)
         search.run()
         mix(search, seconds=8.0)
         return search
@@ -393,22 +395,44 @@ class Planner:
             return False
         return True
 
-    def exact(self, config: ZeroConfig) -> Exact:
+    def exact(self, config: ZeroConfig, tiles: int = 1) -> Exact:
         """Return what the program of a config takes.
 
         Raises:
           ValueError, NotImplementedError: it cannot be built.
         """
-        assert self.mesh is not None
-        parts = assemble(self.model, self.tx, config, self.mesh)
-        batch, disk = abstract_batch(self.batch, self.mesh), parts.records.layout.disk
-        with jax.set_mesh(self.mesh):
+        of_program = self._buildable(tiles)
+        parts = assemble(of_program.model, of_program.tx, config, of_program.mesh)
+        batch, disk = abstract_batch(of_program.batch, of_program.mesh), parts.records.layout.disk
+        with jax.set_mesh(of_program.mesh):
             tiers = program_memory(parts.records, parts.step, batch).tiers
             if disk is None:
                 return Exact(tiers, None)
             parts.step.records_written(batch)  # which tells the disk of the activations
             moves = [(move.writes, disk.kinds[move.kind].num_bytes) for move in parts.step.moves()]
         return Exact(tiers, (sum(n for writes, n in moves if not writes), sum(n for writes, n in moves if writes)))
+
+    def _buildable(self, tiles: int) -> Buildable:
+        """Return what programs are built of: the model that was given, or one of the sizes."""
+        if not isinstance(self.model, Sizes):
+            assert self.mesh is not None
+            return Buildable(self.model, self.tx, self.mesh, self.batch)
+        return buildable_of_sizes(self.model, self.machine, self.grid, self.base.precision, tiles)
+
+    @functools.cached_property
+    def has_programs(self) -> bool:
+        """Whether programs can be built and counted; if not for sizes, a note says why."""
+        if not isinstance(self.model, Sizes):
+            return True
+        why = why_no_program(self.model, self.base.precision)
+        if why is None:
+            try:
+                self.exact(ZeroConfig(precision=self.base.precision))
+            except (ValueError, NotImplementedError, RuntimeError) as error:
+                why = str(error)
+        if why is not None:
+            self._note(f"bytes are estimated in closed form, because no program can be built of these sizes: {why}")
+        return why is None
 
     # --- results -----------------------------------------------------------------------------------------------------------
 
@@ -437,6 +461,7 @@ class Planner:
             grid=self.grid,
             machine=self.machine,
             tiles=of_best.tiles,
+            peak_bytes=best.peak_bytes,
             bytes={tier: {kind: n for kind, n in bytes_by_tier[tier].items() if n} for tier in TIERS},
             capacity={"device": self.limits.device, "pinned_host": self.limits.pinned_host, "nvme": self.limits.nvme},
             time=of_best.time,
@@ -492,7 +517,7 @@ class Planner:
         other.fixed = {name: value for name, value in self.fixed.items() if name != change.without} | dict(change.fixed)
         if change.min_disk_days is not None:
             other.min_disk_days = change.min_disk_days
-        search = Search(other.space(), other.limits, None if self.is_sizes else other.exact, _MOST_TRIED)
+        search = Search(other.space(), other.limits, other.exact if other.has_programs else None, _MOST_TRIED)
         search.run()
         return search, search.settle()
 
