@@ -58,7 +58,8 @@ def collectives(text: str, unknown_trips: int | None = None, *, mesh: Any = None
     Raises:
       ValueError: a loop that holds a collective has no known trip count, or the mesh has other devices than the program.
     """
-    module, devices = checked_module(text), None if mesh is None else devices_of(text, mesh)
+    devices = None if mesh is None else devices_of(text, mesh)
+    module = checked_module(text)
     operations: list[Collective] = []
 
     def visit(name: str, times: int) -> None:

@@ -14,7 +14,6 @@ assumed: the vendor's figure times the share that `zerojax.hlo.RATES` assumes of
 
 import dataclasses
 import difflib
-import math
 import os
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -27,6 +26,9 @@ from zerojax.precision import PRECISIONS
 T = TypeVar("T")
 GIVEN = "given"
 COUNTS = ("nodes", "devices_per_node")
+_MOST, _LEAST_RATE = 1e24, 1e-6
+"""Figures beyond these are no machine's: seconds and bytes that follow from them would no longer be finite numbers."""
+_MOST_COUNT = 10**6
 _DECIMAL = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _BYTES = ("device_bytes", "host_bytes", "pinned_bytes", "disk_bytes", "disk_tbw_bytes")
 BY_DTYPE = ("peak_flops", "flops")
@@ -276,10 +278,10 @@ def what_is_wrong(name: str, value: Any) -> str | None:
         if (figure := name.removeprefix("source.")) not in FIGURES:
             return f"source of {figure!r}, which is no figure of a machine{nearest(figure, FIGURES)}"
         return None if isinstance(value, str) and value else f"{name} = {value!r}: a text is needed"
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
     if name in COUNTS:
-        fits = is_number and value >= 1 and value == int(value) and isinstance(value, int)
-        return None if fits else f"{name} = {value!r}: a whole number, at least 1, is needed"
+        fits = is_number and 1 <= value <= _MOST_COUNT and isinstance(value, int)
+        return None if fits else f"{name} = {_shown(value)}: a whole number, at least 1, is needed, at most {_MOST_COUNT:,}"
     if name not in FIGURES:
         top, _, dtype = name.partition(".")
         if top in BY_DTYPE:
@@ -289,6 +291,15 @@ def what_is_wrong(name: str, value: Any) -> str | None:
     if name in _BYTES:
         least = 0 if name == "disk_bytes" else 1
         fits = is_number and value >= least and value == int(value)
-        return None if fits else f"{name} = {value!r}: whole bytes, at least {least}, are needed"
+        return None if fits else f"{name} = {_shown(value)}: whole bytes, at least {least}, are needed, at most {_MOST:g}"
     unit = "FLOP" if "." in name else "bytes"
-    return None if is_number and value > 0 else f"{name} = {value!r}: {unit} a second, above 0, are needed"
+    fits = is_number and value >= _LEAST_RATE
+    return None if fits else f"{name} = {_shown(value)}: {unit} a second, above 0, are needed, {_LEAST_RATE:g} to {_MOST:g}"
+
+
+def _shown(value: object) -> str:
+    """Return a value as an error shows it: a number of a thousand digits is cut."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
+        return f"an integer of {value.bit_length():,} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}.."

@@ -341,14 +341,13 @@ class Planner:
         return with_options(space)
 
     def _tiers(self, fixed: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the tiers that the machine has; those that are asked for must have their figures."""
-        figures, tiers = self.machine.figures, ["device"]
+        """Return the tiers that the machine has; those that a fixed field needs must have their figures."""
+        figures, tiers, asked = self.machine.figures, ["device"], _asked_tiers(fixed)
         link = ("link_up", "link_down", "link_both")
         needs = {"pinned_host": ("host_bytes", *link), "nvme": ("disk_bytes", "disk_read", "disk_write", *link)}
         for tier, names in needs.items():
-            is_asked = tier in [fixed.get(name) for name in ("params", "grads", "opt_state", "activations")]
             if missing := [name for name in names if name not in figures]:
-                if is_asked:
+                if tier in asked:
                     self.machine.needs(*missing)
                 self._note(f"{tier} is not considered: the machine lacks {', '.join(missing)}")
             elif tier == "nvme" and fixed.get("swap_dir") is None:
@@ -359,6 +358,8 @@ class Planner:
                 tiers.append(tier)
                 if tier == "nvme" and self.machine.source["disk_both"] == BOTH_ASSUMED:
                     self._note(f"disk_both, {size_of(self.machine.need('disk_both'))}/s, is {BOTH_ASSUMED}")
+        if tiers == ["device"] and _leaves_device(fixed):
+            self.machine.needs(*(name for name in needs["pinned_host"] if name not in figures))
         return tuple(tiers)
 
     def _note(self, text: str) -> None:
@@ -540,6 +541,21 @@ def _with_both(machine: Machine) -> Machine:
         return machine
     source = dict(machine.source) | {"disk_both": BOTH_ASSUMED}
     return dataclasses.replace(machine, disk_both=min(read, write), source=source)
+
+
+def _asked_tiers(fixed: Mapping[str, Any]) -> set[str]:
+    """Return the tiers that fixed fields name, and host memory where they offload values of layers."""
+    named = {fixed.get(name) for name in ("params", "grads", "opt_state", "frozen")}
+    chosen = fixed.get("activations")
+    segments = chosen if isinstance(chosen, tuple) else ()
+    named |= {chosen if isinstance(chosen, str) else None, *(segment.activations for segment in segments)}
+    offloads = bool(fixed.get("offloaded_names")) or any(segment.offloaded_names for segment in segments)
+    return {tier for tier in TIERS[1:] if tier in named} | ({"pinned_host"} if offloads else set())
+
+
+def _leaves_device(fixed: Mapping[str, Any]) -> bool:
+    """Return whether fixed fields need the optimizer's state in another tier, whichever that is."""
+    return fixed.get("update_on") == "host" or bool(fixed.get("opt_state_device_fraction"))
 
 
 def _fitting(fixed: Mapping[str, Any]) -> dict[str, Any]:
