@@ -20,6 +20,12 @@ from zerojax.costs.flops import flops_per_token, hardware_flops_per_token
 from zerojax.costs.papers import activations_working_bytes, states_working_bytes
 from zerojax.memory import layer_activation_bytes, transformer_activation_bytes
 
+MOST_LAYERS = 2000
+"""That are planned: a plan walks through each layer of many schedules. Published transformers have up to 1,000 layers."""
+_MOST = {"layers": MOST_LAYERS, "seq": 10**9, "batch": 10**9, "params": 10**18}
+_MOST_WIDTH = 10**7
+_MOST_ELEMENTS = 10**15
+"""Of a step's widest activation. Bytes that follow from more do not fit 64 bits."""
 TOLERANCE = 0.1
 """How far, in parts of the equation's, a count of parameters may be from it."""
 
@@ -60,6 +66,12 @@ class Sizes:
         for field in dataclasses.fields(self):
             if wrong := _what_is_wrong(field.name, getattr(self, field.name)):
                 raise ValueError(wrong)
+        widest = max(self.hidden, self.mlp_width, self.vocab)
+        if self.tokens * widest > _MOST_ELEMENTS:
+            raise ValueError(
+                f"batch = {self.batch:,} x seq = {self.seq:,} tokens of width {widest:,} are {self.tokens * widest:.3g} "
+                f"elements: at most {_MOST_ELEMENTS:.0e} are planned"
+            )
         if wrong := _heads_wrong(self.hidden, self.heads, self.num_kv_heads):
             raise ValueError(wrong)
         if self.params is None:
@@ -214,13 +226,23 @@ class Sizes:
 
 def _what_is_wrong(name: str, value: Any) -> str | None:
     """Say what is wrong with one size, or None."""
-    if name == "gated" or (value is None and name in ("params", "mlp", "kv_heads")):
+    if name == "gated":
+        return None if isinstance(value, bool) else f"gated = {value!r}: True or False is needed"
+    if value is None and name in ("params", "mlp", "kv_heads"):
         return None
     least = 0 if name == "vocab" else 1
     if name == "params" and isinstance(value, float) and value.is_integer():
         value = int(value)
     fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    return None if fits else f"{name} = {value!r}: a whole number, at least {least}, is needed"
+    if not fits:
+        return f"{name} = {value!r}: a whole number, at least {least}, is needed"
+    most = _MOST.get(name, _MOST_WIDTH)
+    return None if value <= most else f"{name} = {_digits(value)}: at most {most:,} is planned"
+
+
+def _digits(value: int) -> str:
+    """Return a number as an error shows it; a long one in parts of ten."""
+    return f"{value:,}" if value < 10**30 else f"2^{value.bit_length() - 1} or more"
 
 
 def _heads_wrong(hidden: int, heads: int, kv_heads: int) -> str | None:

@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from host_offload.tiers import TIERS
 from zerojax.aot import is_there
 from zerojax.config import ZeroConfig, uses_disk
-from zerojax.costs import Grid, Sizes, Workload, grid_of, workload_of_model, workload_of_sizes
+from zerojax.costs import MOST_LAYERS, Grid, Sizes, Workload, grid_of, workload_of_model, workload_of_sizes
 from zerojax.machines import Machine, machine_of, probe, size_of
 from zerojax.machines import machine as named_machine
 from zerojax.memory import program_memory
@@ -173,6 +173,8 @@ class Planner:
             return
         if not isinstance(self.model, Model | LayeredModel):
             raise ValueError(f"model must be a zerojax.Model, LayeredModel or Sizes, got {type(self.model).__name__}")
+        if isinstance(self.model, LayeredModel) and self.model.num_layers > MOST_LAYERS:
+            raise ValueError(f"the model has {self.model.num_layers:,} layers: at most {MOST_LAYERS:,} are planned")
         wrong = [name for name, value in (("tx", self.tx), ("mesh", mesh), ("batch", self.batch)) if value is None]
         if wrong or not isinstance(mesh, Mesh):
             shown = f"lacks {', '.join(wrong)}" if wrong else f"mesh is {mesh!r}, and no jax.sharding.Mesh"
