@@ -16,17 +16,18 @@ from zerojax.machines import FIGURES
 COMMAND_LINES, MACHINE_FILES = 3000, 3000
 NUMBERS = [
     "nan", "inf", "-inf", "1e400", "1e308", "1e-320", "-1", "0", "-0", "0.5", "1.0", "1", "2", "3", "7", "8", "64", "1024",
-    "1e6", "1e9", "1e18", "1e19", "10" * 200, "9" * 5000, "1T", "175B", "7.5e9", "K", "", " ", "x", "---1", "0x10", "1_000", "٣", "½",
+    "1e6", "1e9", "1e18", "1e19",
+     "10" * 200, "9" * 5000, "1T", "175B", "7.5e9", "K", "", " ", "x", "---1", "0x10", "1_000", "٣", "½",
     "1e", "--", "-", "\ud800",
 ]  # fmt: skip
 WORDS = ["bf16", "fp16", "fp32", "h200", "l4", "dgx2", "H200", "turns", "each", "plain", "nvme", "save", "remat", "hf", "orbax"]
 FIX = [
-    "stage", "opt_state", "params", "activations", "num_microbatches", "prefetch_distance", "clip_norm", "precision", "swap_dir",
-    "update_on", "frozen", "opt_state_device_fraction", "gather_ahead", "nothing", "",
+    "stage", "opt_state", "params", "activations", "num_microbatches", "prefetch_distance", "clip_norm", "precision",
+    "swap_dir", "update_on", "frozen", "opt_state_device_fraction", "gather_ahead", "nothing", "",
 ]  # fmt: skip
 LITERALS = [
-    "None", "True", "()", "{}", "[]", "{[]: 1}", "1+2j", "---1", "'a'", "('a', 'b')", "(" * 300, "-" * 3000 + "1", "b'x'", "...",
-    "3", "2", "1", "0", "pinned_host",
+    "None", "True", "()", "{}", "[]", "{[]: 1}", "1+2j", "---1", "'a'", "('a', 'b')", "(" * 300, "-" * 3000 + "1", "b'x'",
+    "...",     "3", "2", "1", "0", "pinned_host",
 ]  # fmt: skip
 USUAL = ["1", "2", "4", "8", "16"]
 OPTIONS = {

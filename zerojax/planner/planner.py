@@ -346,7 +346,9 @@ class Planner:
         """Return the tiers that the machine has; those that a fixed field needs must have their figures."""
         figures, tiers, asked = self.machine.figures, ["device"], _asked_tiers(fixed)
         link = ("link_up", "link_down", "link_both")
-        needs = {"pinned_host": ("host_bytes", *link), "nvme": ("disk_bytes", "disk_read", "disk_write", *link)}
+        host = ("host_bytes", *link)
+        # Records on their way to the disk and back are in buffers of host memory.
+        needs = {"pinned_host": host, "nvme": ("disk_bytes", "disk_read", "disk_write", *host)}
         for tier, names in needs.items():
             if missing := [name for name in names if name not in figures]:
                 if tier in asked:
@@ -360,8 +362,6 @@ class Planner:
                 tiers.append(tier)
                 if tier == "nvme" and self.machine.source["disk_both"] == BOTH_ASSUMED:
                     self._note(f"disk_both, {size_of(self.machine.need('disk_both'))}/s, is {BOTH_ASSUMED}")
-        if tiers == ["device"] and _leaves_device(fixed):
-            self.machine.needs(*(name for name in needs["pinned_host"] if name not in figures))
         return tuple(tiers)
 
     def _note(self, text: str) -> None:
@@ -427,7 +427,7 @@ class Planner:
         """Whether programs can be built and counted; if not for sizes, a note says why."""
         if not isinstance(self.model, Sizes):
             return True
-        why = why_no_program(self.model, self.base.precision)
+        why = why_no_program(self.model, self.machine, self.base.precision)
         if why is None:
             try:
                 self.exact(ZeroConfig(precision=self.base.precision))
@@ -553,11 +553,6 @@ def _asked_tiers(fixed: Mapping[str, Any]) -> set[str]:
     named |= {chosen if isinstance(chosen, str) else None, *(segment.activations for segment in segments)}
     offloads = bool(fixed.get("offloaded_names")) or any(segment.offloaded_names for segment in segments)
     return {tier for tier in TIERS[1:] if tier in named} | ({"pinned_host"} if offloads else set())
-
-
-def _leaves_device(fixed: Mapping[str, Any]) -> bool:
-    """Return whether fixed fields need the optimizer's state in another tier, whichever that is."""
-    return fixed.get("update_on") == "host" or bool(fixed.get("opt_state_device_fraction"))
 
 
 def _fitting(fixed: Mapping[str, Any]) -> dict[str, Any]:

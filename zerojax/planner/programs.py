@@ -18,6 +18,7 @@ from zerojax.models import LayeredModel, Model
 from zerojax.precision import PRECISIONS
 
 _ANY_CHIP = "h200"
+_MOST_DEVICES = 1 << 14
 
 
 class Buildable(NamedTuple):
@@ -47,9 +48,11 @@ def buildable_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: st
       tiles: in which the layers' MLPs run.
 
     Raises:
-      ValueError: the sizes have no vocabulary.
+      ValueError: the sizes have no vocabulary, or tiles do not divide the MLP's width.
       RuntimeError: the compiler for GPUs is not installed.
     """
+    if sizes.mlp_width % tiles:
+        raise ValueError(f"an MLP of width {sizes.mlp_width} does not run in {tiles} equal tiles")
     dtype = PRECISIONS[precision].compute_dtype
     cudnn = jnp.dtype(dtype) != jnp.float32
     chip = machine.name if machine.name in CHIPS else _ANY_CHIP
@@ -63,12 +66,14 @@ def _mesh(chip: str, hosts: int, gpus_per_host: int, grid: Grid) -> Mesh:
     return gpu_mesh(chip, hosts=hosts, gpus_per_host=gpus_per_host, data=grid.data, fsdp=grid.fsdp, tensor=grid.tensor)
 
 
-def why_no_program(sizes: Sizes, precision: str) -> str | None:
+def why_no_program(sizes: Sizes, machine: Machine, precision: str) -> str | None:
     """Return why `buildable_of_sizes` does not have the bytes that a plan of sizes assumes; None if it does."""
     if not sizes.vocab:
         return "vocab = 0, and without a vocabulary there is no loss; give vocab, such as 50304"
     if sizes.params is not None and sizes.params != sizes.counted_params:
         return f"params = {sizes.params:,}, and the other sizes make {sizes.counted_params:,}; leave out params"
+    if machine.devices > _MOST_DEVICES:
+        return f"the machine has {machine.devices:,} devices, and programs are laid out for {_MOST_DEVICES:,} at most"
     if PRECISIONS[precision].compute_dtype == "float32":
         return "in float32 its attention keeps scores, and a plan of sizes assumes that it keeps none"
     return None
