@@ -63,7 +63,7 @@ def edited(text: str, rng: random.Random) -> str:
 
 
 def check(seeds: range) -> None:
-    names = sorted(PROGRAMS)
+    names = ["cpu", "cpu", "h200x8", "h200x8", "h200_streamed"]  # the last takes the longest
 
     def case(seed: int) -> Callable[[], str]:
         def read() -> str:
@@ -83,7 +83,7 @@ def check(seeds: range) -> None:
 
 
 def test_edited_programs_are_read_or_refused():
-    check(range(20))
+    check(range(24))
 
 
 @pytest.mark.exhaustive

@@ -16,6 +16,7 @@ from zerojax.costs import sized_batch, sized_model, traced
 from zerojax.machines import Machine
 from zerojax.planner.planner import Planner
 from zerojax.planner.repairs import Repairs
+from zerojax.planner.search import Exact
 from zerojax.tiling import tile_sum
 
 MACHINE = Machine(
@@ -25,7 +26,7 @@ MACHINE = Machine(
 )  # fmt: skip
 QUICK = {"prefetch_distance": 1, "num_microbatches": 1, "gather_ahead": False}
 DEVICE = {"params": "device", "grads": "device", "update": None, "update_on": "device", "moments": "float32"}
-DEFAULT_CASES = 3
+DEFAULT_SEEDS = (0, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +138,7 @@ def check_drawn(seed: int, folder: str) -> bool:
 
 
 def test_bytes_of_a_drawn_plan_are_its_programs(tmp_path):
-    assert sum(check_drawn(seed, str(tmp_path)) for seed in range(DEFAULT_CASES)) >= DEFAULT_CASES // 2
+    assert all(check_drawn(seed, str(tmp_path)) for seed in DEFAULT_SEEDS)
 
 
 @pytest.mark.exhaustive
@@ -159,25 +160,24 @@ def test_bytes_of_a_plan_of_sizes_are_those_of_the_transformer_they_stand_for():
 
 
 def test_plan_whose_program_takes_more_than_there_is_is_not_returned(monkeypatch):
-    """The first configs' programs are made to take too much: the plan is the next one, and none where all do."""
+    """Programs that keep activations are made to take too much: the plan is the next config, and none where all do."""
     refused = list[zj.ZeroConfig]()
-    exact = Planner.exact
 
-    def with_more(self: Planner, config: zj.ZeroConfig, tiles: int = 1) -> Any:
-        found = exact(self, config, tiles)
-        if config.activations != "save":
-            return found
-        refused.append(config)
-        device = found.bytes["device"] | {"in_flight": 10**9}
-        return found._replace(bytes={**found.bytes, "device": device})
+    def exact(self: Planner, config: zj.ZeroConfig, tiles: int = 1) -> Exact:
+        del self, tiles
+        is_more = config.activations == "save" or bool(config.saved_names)
+        if is_more:
+            refused.append(config)
+        of_tiers = {tier: {"in_flight": 10**12 * is_more} for tier in ("device", "pinned_host", "nvme")}
+        return Exact(of_tiers, None)
 
-    monkeypatch.setattr(Planner, "exact", with_more)
-    model = drawn_model(np.random.default_rng(1))
-    batch = {"tokens": jax.ShapeDtypeStruct((4, 8), np.int32)}
-    mesh = zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    fixed = QUICK | DEVICE | {"opt_state": "device"}
-    made = zj.plan(model, optax.adamw(1e-3), mesh, batch, MACHINE, fixed=fixed)
+    monkeypatch.setattr(Planner, "exact", exact)
+    sizes = zj.Sizes(layers=4, hidden=256, heads=4, seq=64, batch=4, vocab=512)
+    machine = dataclasses.replace(MACHINE, devices_per_node=1, host_bytes=None)
+    fixed = QUICK | DEVICE | {"precision": "bf16", "opt_state": "device"}
+    made = zj.plan(sizes, machine=machine, fixed=fixed, tiles=(1,))
     assert refused
-    assert made.config.activations != "save"
+    assert made.config.activations == "remat"
+    assert not made.config.saved_names
     with pytest.raises(zj.PlanError, match="nothing fits lab"):
-        zj.plan(model, optax.adamw(1e-3), mesh, batch, MACHINE, fixed=fixed | {"activations": "save"})
+        zj.plan(sizes, machine=machine, fixed=fixed | {"activations": "save"}, tiles=(1,))

@@ -432,7 +432,8 @@ def test_plan_tells_what_it_did_not_consider():
     bare = Machine(name="bare", device_bytes=100 * STATE, flops={"bf16": 1e13}, memory_rate=1e11)
     assert plan(bare, fixed=FEW).notes == (
         "pinned_host is not considered: the machine lacks host_bytes, link_up, link_down, link_both",
-        "nvme is not considered: the machine lacks disk_bytes, disk_read, disk_write, host_bytes, link_up, link_down, link_both",
+        "nvme is not considered: the machine lacks disk_bytes, disk_read, disk_write, host_bytes, link_up, link_down, "
+        "link_both",
         "update_on='host' is not considered: the machine's host_kernel is not given",
     )  # fmt: skip
     assert plan(lab(), fixed=FEWER).notes == ()

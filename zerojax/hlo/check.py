@@ -11,6 +11,7 @@
 An edited or a cut text would give wrong figures otherwise, or none that says why.
 """
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -24,7 +25,6 @@ MOST_DEPTH = 100
 _MOST_BYTES = 1 << 60
 _DTYPE = re.compile(r"pred|token|opaque|[su](1|2|4|8|16|32|64)|bf16|f(16|32|64)|f[48]e\w+|c64|c128")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
-_CALLED = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _INDEX = re.compile(r"\bindex=(-?\d+)")
 _NUMBER = re.compile(r"(\d+)\)")
 _GIVES_OPERANDS = ("fusion", "fusion-start", "call", "call-start", "async-start")
@@ -37,6 +37,7 @@ _NO_OPERANDS = frozenset({
 """Operations that may have no operand, or whose number of operands is of no account here."""
 
 
+@functools.lru_cache(maxsize=2)  # one function asks several readers, and a text has megabytes
 def checked_module(text: str) -> Module:
     """Parse a compiled program, and check that XLA can have written it.
 
@@ -67,12 +68,9 @@ def _check_names(i: Instruction, seen: Mapping[str, Instruction], module: Module
     for name in i.operands:
         if name not in seen:
             raise fault(i.line, f"{i.result} reads %{name}, which is not defined above it in its computation")
-    for name in _CALLED.findall(_QUOTED.sub("", i.rest)):
-        if name not in module.computations:
-            raise fault(i.line, f"{i.result} calls computation {name}, which the text does not hold")
     for name in i.called:
         if name not in module.computations:
-            raise fault(i.line, f"{i.result} calls computation {name!r}, which the text does not hold")
+            raise fault(i.line, f"{i.result} calls computation {name}, which the text does not hold")
     if not i.operands and i.op not in _NO_OPERANDS and not i.op.endswith(("-done", "-start")):
         raise fault(i.line, f"{i.result}, a {i.op}, has no operand")
     if i.op.endswith("-done") and not i.operands:
