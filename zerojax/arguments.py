@@ -36,7 +36,7 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{_short(text)}: a whole number from {least} to {most:,} is needed")
+            raise argparse.ArgumentTypeError(f"{_short(text)}: it must be at least {least}, at most {most:,}, and whole")
         return value
 
     return integer
