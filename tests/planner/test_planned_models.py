@@ -112,7 +112,7 @@ def test_plan_of_a_plain_model_chooses_what_it_can_take(caplog):
     fits = zj.plan(toys.unrolled(), TX, mesh_of(2), batch, MACHINE, fixed=fixed)
     assert fits.config == zj.ZeroConfig()
     assert sum("stay replicated" in record.message for record in caplog.records) == 1  # and not for each config
-    needed = sum(fits.bytes["device"].values())
+    needed = fits.device_bytes
     tight = dataclasses.replace(MACHINE, device_bytes=int(0.8 * needed))
     made = zj.plan(toys.unrolled(), TX, mesh_of(2), batch, tight, fixed=fixed)
     assert made.config != zj.ZeroConfig()

@@ -342,7 +342,7 @@ def test_plan_keeps_what_is_fixed(fixed):
 def test_plan_rounds_moments_only_where_the_user_lets_it():
     alone = BF16 | dict.fromkeys(("params", "grads", "opt_state"), "device") | {"update": None, "activations": "remat"}
     machine = lab(host_bytes=None, disk_bytes=None)
-    needed = sum(plan(machine, fixed=alone).bytes["device"].values())
+    needed = plan(machine, fixed=alone).device_bytes
     fits, less = (dataclasses.replace(machine, device_bytes=int(n / 0.95) + 2) for n in (needed, needed - STATE // 8))
     assert plan(fits, fixed=alone, rounds_moments=True).config.moments == "float32"  # plainer, and as fast
     assert plan(less, fixed=alone, rounds_moments=True).config.moments == "bfloat16"

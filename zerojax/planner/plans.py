@@ -130,6 +130,11 @@ class Plan:
         return self.time.seconds
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes that a device must have for the plan to fit: the sum of `bytes`, or `peak_bytes` if that is more."""
+        return max(sum(self.bytes["device"].values()), self.peak_bytes)
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens a second of all devices."""
         return self.tokens / self.seconds

@@ -423,10 +423,8 @@ class Search:
         return not lacks
 
     def _fits_by_estimate(self, of_config: Estimate) -> bool:
-        if of_config.needed("device") > self._part * self.limits.device:
-            self._fits(_sums(of_config.bytes), of_config)
-            return False
-        return self._fits(_sums(of_config.bytes), of_config)
+        fits = self._fits(_sums(of_config.bytes), of_config)
+        return fits and of_config.needed("device") <= self._part * self.limits.device
 
     def _note(self, lacks: Sequence[Lack], of_config: Estimate) -> None:
         """Keep what lacks the least."""
