@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, folder: str) -> None:
         resident = dict.fromkeys(("params", "grads", "opt_state"), "device") | {"num_microbatches": 1, "update": None}
         whole = {"swap_dir": folder, "precision": options.precision} | resident
         needed = [
-            sum(plan(model, tx, mesh, batch, machine, fixed=whole | {"activations": mode}).bytes["device"].values())
+            plan(model, tx, mesh, batch, machine, fixed=whole | {"activations": mode}).device_bytes
             for mode in ("save", "remat")
         ]
         small = dataclasses.replace(machine, device_bytes=int(sum(needed) / 2 / 0.95))

@@ -10,6 +10,10 @@ zerojax plan --params 1T --layers 128 --hidden 25600 --heads 256 --seq 1024 --ba
 zerojax inspect CHECKPOINTS
 zerojax export CHECKPOINTS OUT --format safetensors --dtype bfloat16
 zerojax export CHECKPOINTS OUT --format hf --like FOLDER --merge-lora
+
+What a command is given, or finds on the machine, may be wrong: it then prints one line and exits with status 2. With
+ZEROJAX_TRACEBACK=1 in the environment it raises the error instead. Any other error is a fault of the program's own, and always
+shows where it comes from.
 """
 
 import argparse
@@ -22,9 +26,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from host_offload.disk import SwapError
 from zerojax.activations import MODES
-from zerojax.checkpoint import CheckpointError, NoCheckpointError, inspect
+from zerojax.arguments import count, number, whole
+from zerojax.checkpoint import CheckpointError, inspect
 from zerojax.hf import export_hf, export_peft
 from zerojax.hlo import CALLBACKS, RATES, STREAMS, Rates, Simulation, dumped_text, module_name, read_thunks, simulate
 from zerojax.memory import (
@@ -93,16 +97,33 @@ class Shape:
             raise ValueError(f"--seq {self.seq} does not divide by --tensor {self.tensor}: pad the sequences to {fits}")
 
 
+WRONG = 2
+"""Exit status where something that was given is wrong, as argparse has it. 1: a checkpoint is not whole."""
+_TRACEBACK = "ZEROJAX_TRACEBACK"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        _run(arguments)
+        _run(given)
         sys.stdout.flush()
     except BrokenPipeError:  # a reader such as `head` has read what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would be written when Python ends
+    except (ValueError, OSError, RuntimeError) as error:
+        # RecursionError is a RuntimeError, and a fault of the program's own.
+        if os.environ.get(_TRACEBACK) or isinstance(error, RecursionError):
+            raise
+        print(f"zerojax {given[0] if given else ''}: {_one_line(error)}", file=sys.stderr)
+        sys.exit(WRONG)
 
 
-def _run(arguments: Sequence[str] | None) -> None:
+def _one_line(error: Exception) -> str:
+    """Return an error's message on one line; of an error without a message its kind."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _run(arguments: Sequence[str]) -> None:
     """Run one command."""
     parser = argparse.ArgumentParser(
         prog="zerojax", description="ZeRO in JAX: model states and collectives, compiled programs, disks, and checkpoints"
@@ -112,23 +133,25 @@ def _run(arguments: Sequence[str] | None) -> None:
         "memory", help="model states on each device, and elements moved a step, by ZeRO stage; and a transformer's activations"
     )
     states.add_argument(
-        "--params", type=float, help="parameters of the model, such as 7.5e9; without it 12 L h^2, and V h with --vocab"
+        "--params", type=count, help="parameters of the model, such as 7.5e9; without it 12 L h^2, and V h with --vocab"
     )
-    states.add_argument("--shards", type=int, default=1, help="devices that share the state (the mesh axis fsdp)")
+    states.add_argument("--shards", type=whole(1), default=1, help="devices that share the state (the mesh axis fsdp)")
     states.add_argument("--precision", choices=list(PRECISIONS), default="bf16")
-    states.add_argument("--moments", type=int, default=8, help="bytes of optimizer state for one parameter; Adam: 8")
-    states.add_argument("--microbatches", type=int, default=1)
+    states.add_argument("--moments", type=whole(0, 1000), default=8, help="bytes of optimizer state for one parameter; Adam: 8")
+    states.add_argument("--microbatches", type=whole(1), default=1)
     shape = states.add_argument_group("activations", "of a GPT; --layers, --hidden, --heads and --seq go together")
     for name, what in (("layers", "L"), ("hidden", "h"), ("heads", "a"), ("seq", "s, tokens of a sequence")):
-        shape.add_argument(f"--{name}", type=int, help=what)
-    shape.add_argument("--vocab", type=int, help="V, of a token embedding that is the head's matrix, too")
+        shape.add_argument(f"--{name}", type=whole(1), help=what)
+    shape.add_argument("--vocab", type=whole(1), help="V, of a token embedding that is the head's matrix, too")
     shape.add_argument(
         "--batch",
-        type=int,
+        type=whole(1),
         default=1,
         help="b, sequences on the devices of one tensor group: of a microbatch with save and remat, of a step with selective",
     )
-    shape.add_argument("--tensor", type=int, default=1, help="t, devices that share a layer's products (the mesh axis tensor)")
+    shape.add_argument(
+        "--tensor", type=whole(1), default=1, help="t, devices that share a layer's products (the mesh axis tensor)"
+    )
     shape.add_argument("--sequence-parallel", action="store_true", help="the stream is split over them, too")
     shape.add_argument("--partition-activations", action="store_true", help="what is kept of the stream is split over them")
     shape.add_argument("--fused-attention", action="store_true", help="attention is one kernel, which keeps no scores")
@@ -150,7 +173,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         is_flops = field.name.startswith(("products", "attention"))
         unit = "seconds" if field.name.endswith("_seconds") else "FLOPs a second" if is_flops else "bytes a second"
         what = f"{unit}, {getattr(RATES['h200'], field.name):g} of an H200; zerojax.hlo.Rates tells of what"
-        simulation.add_argument(f"--{field.name.replace('_', '-')}", type=float, help=what)
+        simulation.add_argument(f"--{field.name.replace('_', '-')}", type=number(0, 1e24), help=what)
     simulation.add_argument("--streams", choices=list(STREAMS), help="; ".join(f"{k}: {v}" for k, v in STREAMS.items()))
     simulation.add_argument("--kernels", choices=["exclusive", "beside"], default="exclusive", help="that move host memory")
     simulation.add_argument(
@@ -162,8 +185,10 @@ def _run(arguments: Sequence[str] | None) -> None:
     )
     disk = commands.add_parser("bench-io", help="bandwidth of a folder's disk, and the models and step times that it supports")
     disk.add_argument("folder", help="an existing folder, such as a swap_dir; only a small file with the settings found stays")
-    disk.add_argument("--gib", type=float, default=1.0, help="GiB that each reader writes and reads in a round")
-    disk.add_argument("--rounds", type=int, default=3, help="the median of so many is shown")
+    disk.add_argument(
+        "--gib", type=number(0, 1e6, above=True), default=1.0, help="GiB that each reader writes and reads in a round"
+    )
+    disk.add_argument("--rounds", type=whole(1, 1000), default=3, help="the median of so many is shown")
     machines = commands.add_parser("machines", help="the figures of machines that have a name, or of a TOML file, and sources")
     machines.add_argument(
         "name", nargs="*", help="of a machine, or a path that ends with .toml; without it all that have a name"
@@ -187,19 +212,17 @@ def _run(arguments: Sequence[str] | None) -> None:
     weights.add_argument("--dtype", choices=list(DTYPES), help="without it float32, and of --format hf that of --like")
     weights.add_argument("--like", help="of hf and peft: the folder that the weights were imported from")
     weights.add_argument("--merge-lora", action="store_true", help="of hf: add adapters to the weights beside them")
-    weights.add_argument("--shard-bytes", type=float, default=5e9, help="of hf: most bytes of one file")
+    weights.add_argument("--shard-bytes", type=number(1), default=5e9, help="of hf: most bytes of one file")
     weights.add_argument(
         "--ema", action="store_true", help="the averages that zerojax.Ema keeps of the weights instead of these"
     )
-    weights.add_argument("--step", type=int, help="of a directory; without it, its newest whole step")
+    weights.add_argument("--step", type=whole(0), help="of a directory; without it, its newest whole step")
     options = parser.parse_args(arguments)
     if options.command == "inspect":
         try:
             report = inspect(options.folder, verify=options.verify)
-        except NoCheckpointError as error:
-            parser.exit(2, f"zerojax inspect: {error}\n")
         except CheckpointError as error:
-            parser.exit(1, f"zerojax inspect: {error}\n")
+            parser.exit(1, f"zerojax inspect: {_one_line(error)}\n")
         print(report.text)
         if not report.is_whole:
             parser.exit(1)
@@ -211,42 +234,27 @@ def _run(arguments: Sequence[str] | None) -> None:
         try:
             _export(folder, options)
         except (ValueError, CheckpointError) as error:
-            parser.exit(1, f"zerojax export: {_as_options(str(error))}\n")
+            raise ValueError(_as_options(str(error))) from error
         return
     if options.command == "bench-io":
-        if options.gib <= 0 or options.rounds < 1:
-            parser.error("--gib must be more than 0, and --rounds at least 1")
-        try:
-            print(disk_report(options.folder, num_bytes=int(options.gib * 2**30), num_rounds=options.rounds))
-        except (ValueError, SwapError) as error:
-            parser.exit(1, f"zerojax bench-io: {error}\n")
+        print(disk_report(options.folder, num_bytes=int(options.gib * 2**30), num_rounds=options.rounds))
         return
     if options.command == "machines":
-        try:
-            text = "\n\n".join(str(machine(name)) for name in options.name or NAMED)
-        except (ValueError, OSError) as error:
-            parser.exit(1, f"zerojax machines: {error}\n")
-        print(text)
+        print("\n\n".join(str(machine(name)) for name in options.name or NAMED))
         return
     if options.command == "probe":
-        try:
-            if options.out is not None:
-                _check_out(options.out)
-            found = probe(options.swap_dir)
-            if options.out is not None:
-                found.save(options.out)
-        except (ValueError, OSError, SwapError) as error:
-            parser.exit(1, f"zerojax probe: {error}\n")
+        if options.out is not None:
+            _check_out(options.out)
+        found = probe(options.swap_dir)
+        if options.out is not None:
+            found.save(options.out)
         print(found)
         return
     if options.command == "plan":
-        run_plan(parser, options)
+        run_plan(options)
         return
     if options.command == "simulate":
-        try:
-            print(_simulation(options))
-        except (ValueError, OSError) as error:
-            parser.exit(1, f"zerojax simulate: {error}\n")
+        print(_simulation(options))
         return
     # The command that is left is `memory`.
     _memory(states, options)
@@ -309,14 +317,7 @@ def _simulation(options: argparse.Namespace) -> Simulation:
       OSError: the program cannot be read.
     """
     folder = options.program if os.path.isdir(options.program) else options.thunks
-    if folder == options.program:
-        text = dumped_text(folder)
-    else:
-        try:
-            with open(options.program, encoding="utf-8") as file:
-                text = file.read()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{options.program} is no text: what compiled.as_text() returns is needed") from error
+    text = dumped_text(folder) if folder == options.program else _read_text(options.program)
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Rates)}
     return simulate(
         text,
@@ -326,6 +327,22 @@ def _simulation(options: argparse.Namespace) -> Simulation:
         kernels=options.kernels,
         callbacks=options.callbacks,
     )
+
+
+def _read_text(path: str) -> str:
+    """Return the text of a file.
+
+    Raises:
+      ValueError: it is no text, or no regular file, whose end would never come.
+      OSError: it cannot be read.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is no regular file: the text of a compiled program is needed, compiled.as_text()")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: what compiled.as_text() returns is needed") from error
 
 
 def _memory(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -341,9 +358,6 @@ def _memory(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
         parser.error(f"{', '.join(given)}: {what} {', '.join(missing)} must be given too")
     if missing and options.params is None:
         parser.error("--params, or --layers, --hidden, --heads and --seq, must be given")
-    counts = ("params", "shards", "microbatches", *sizes, "vocab", "batch", "tensor")
-    if any((n := getattr(options, name)) is not None and n < 1 for name in counts) or options.moments < 0:
-        parser.error(f"{', '.join(f'--{name}' for name in counts)} must be at least 1, and --moments at least 0")
     shape = None
     if not missing:
         try:
@@ -355,7 +369,7 @@ def _memory(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Non
     if options.params is None:
         num_params = transformer_params(options.layers, options.hidden) + (options.vocab or 0) * options.hidden
     else:
-        num_params = int(options.params)
+        num_params = options.params
     # Each device of a tensor group has its part of the parameters: over these ZeRO shards.
     part = -(-num_params // options.tensor)
     if options.tensor > 1:

@@ -29,7 +29,7 @@ def test_bench_io_on_too_small_a_disk_says_which_flag_to_lower(tmp_path, capsys,
     monkeypatch.setattr(bench_io, "tune", lambda path: DEFAULT)
     with disks.mounted(tmp_path / "small", "size=1m") as folder, pytest.raises(SystemExit) as caught:
         cli.main(["bench-io", str(folder), "--gib", "0.5"])
-    assert caught.value.code == 1
+    assert caught.value.code == 2
     told = capsys.readouterr().err
     assert f"takes {2**29} bytes (0.5 GiB)" in told
     assert "a smaller --gib" in told
@@ -104,7 +104,7 @@ def test_simulate_prints_predictions_at_the_rates_given(tmp_path, capsys):
 def test_errors_of_an_export_name_options(tmp_path, capsys, monkeypatch):
     said = "merge them by merge_lora=True, or write them alone by zerojax.export_peft; give it as `like`"
     monkeypatch.setattr(cli, "export_hf", lambda *args, **options: (_ for _ in ()).throw(ValueError(said)))
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match="2"):
         cli.main(["export", str(tmp_path), "out", "--format", "hf", "--like", "folder"])
     assert "by --merge-lora, or write them alone by --format peft; give it as --like\n" in capsys.readouterr().err
 
@@ -122,5 +122,5 @@ def test_simulate_says_what_it_cannot_read(tmp_path, capsys):
     ):
         with pytest.raises(SystemExit) as caught:
             cli.main(["simulate", *arguments])
-        assert caught.value.code == 1
+        assert caught.value.code == 2
         assert message in capsys.readouterr().err

@@ -8,6 +8,8 @@ TEXT = """
 HloModule step, is_scheduled=true
 
 %add (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
   ROOT %sum = bf16[] add(%a, %b)
 }
 
@@ -60,7 +62,12 @@ def test_collectives_are_counted_by_trips_and_whole_operands():
 
 def test_collectives_inside_asynchronous_fusions_are_counted():
     """XLA of jax 0.12 makes kernels of small reductions."""
-    reduced = "%add.0 (p: f32[128]) -> f32[128] {\n  ROOT %psum = f32[128]{0} all-reduce(%p), to_apply=%add\n}\n\n"
+    reduced = """%add.0 (p: f32[128]) -> f32[128] {
+  %p = f32[128]{0} parameter(0)
+  ROOT %psum = f32[128]{0} all-reduce(%p), to_apply=%add
+}
+
+"""
     fused = "  %start = ((f32[128]{0}), f32[128]{0}) fusion-start(%kept), kind=kCustom, calls=%add.0\n"
     text = TEXT.replace("ENTRY", reduced + "ENTRY").replace("  %used =", fused + "  %used =")
     assert hlo.collective_bytes(text)["all-reduce"] == 4 + 128 * 4

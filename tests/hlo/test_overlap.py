@@ -5,6 +5,25 @@ import pytest
 from zerojax import hlo
 
 BODY = """
+%add (l: f32[], r: f32[]) -> f32[] {
+  %l = f32[] parameter(0)
+  %r = f32[] parameter(1)
+  ROOT %sum = f32[] add(%l, %r)
+}
+
+%slice (s: f32[6,4,8], n: s32[]) -> f32[1,4,8] {
+  %s = f32[6,4,8]{2,1,0:S(5)} parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %part = f32[1,4,8]{2,1,0} dynamic-slice(%s, %n, %n, %n), dynamic_slice_sizes={1,4,8}
+}
+
+%update-slice (s: f32[6,4,8], part: f32[1,4,8], n: s32[]) -> f32[6,4,8] {
+  %s = f32[6,4,8]{2,1,0:S(5)} parameter(0)
+  %part = f32[1,4,8]{2,1,0} parameter(1)
+  %n = s32[] parameter(2)
+  ROOT %whole = f32[6,4,8]{2,1,0:S(5)} dynamic-update-slice(%s, %part, %n, %n, %n)
+}
+
 %product (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {
   %a = f32[8,8]{1,0} parameter(0)
   %b = f32[8,8]{1,0} parameter(1)
@@ -30,6 +49,7 @@ BODY = """
   %layer = s32[] get-tuple-element(%p), index=2
   %fetch = ((f32[6,4,8]{2,1,0:S(5)}, s32[]), f32[1,4,8]{2,1,0}, u32[]) fusion-start(%stack, %layer), calls=%slice
   %gather = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%shard), dimensions={0}SYNC
+  %whole = f32[8,8]{1,0} constant({...})
   %first = f32[8,8]{1,0} custom-call(%whole, %whole), custom_call_target="__cublas$gemm"
   %fetched = f32[1,4,8]{2,1,0} fusion-done(%fetch)
   %start = (f32[8,8]{1,0}) tuple(%first)

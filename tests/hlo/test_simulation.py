@@ -221,7 +221,8 @@ ATTENTION = """  %f = (bf16[2,4,100,8]{3,1,2,0}, f32[2,4,100]{2,1,0}) custom-cal
 
 def test_a_fusion_takes_the_time_of_the_bytes_that_it_reads_and_writes():
     stack = "f32[6,500,500]{2,1,0}"
-    text = module(f"  %k = {stack} fusion(%stack, %x, %i), kind=kLoop, calls=%fused") + FUSED
+    given = f"  %stack = {stack} bitcast(%s)\n"
+    text = module(f"{given}  %k = {stack} fusion(%stack, %x, %i), kind=kLoop, calls=%fused") + FUSED
     found = hlo.simulate(text, rates=dataclasses.replace(RATES, memory=1e6))
     # A part is 1e6 bytes: that of the stack and what is added to it are read, that of the stack is written. And an index.
     assert found.seconds == pytest.approx(3, abs=1e-5)

@@ -34,11 +34,11 @@ def run(arguments: str) -> None:
 
 
 def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the one line with which a command exits with status 1."""
+    """Return the one line with which a command exits with status 2."""
     with pytest.raises(SystemExit) as caught:
         run(arguments)
     told = capsys.readouterr()
-    assert (caught.value.code, told.out) == (1, "")
+    assert (caught.value.code, told.out) == (2, "")
     (line,) = told.err.splitlines()
     assert line.startswith("zerojax plan: ")
     return line

@@ -159,7 +159,8 @@ def test_bounds_are_no_more_than_the_seconds_where_wires_are_slow():
 def test_search_looks_again_at_what_it_passed_over_for_a_program_that_is_refused():
     """Programs that keep anything are refused; those that keep nothing were passed over, because they are slower."""
 
-    def exact(config: zj.ZeroConfig) -> Exact:
+    def exact(config: zj.ZeroConfig, tiles: int) -> Exact:
+        del tiles
         if config.activations != "remat" or config.saved_names or config.offloaded_names:
             raise ValueError("it does not fit after all")
         return Exact({tier: {} for tier in ("device", "pinned_host", "nvme")}, None)
@@ -341,7 +342,7 @@ def test_plan_keeps_what_is_fixed(fixed):
 def test_plan_rounds_moments_only_where_the_user_lets_it():
     alone = BF16 | dict.fromkeys(("params", "grads", "opt_state"), "device") | {"update": None, "activations": "remat"}
     machine = lab(host_bytes=None, disk_bytes=None)
-    needed = sum(plan(machine, fixed=alone).bytes["device"].values())
+    needed = plan(machine, fixed=alone).device_bytes
     fits, less = (dataclasses.replace(machine, device_bytes=int(n / 0.95) + 2) for n in (needed, needed - STATE // 8))
     assert plan(fits, fixed=alone, rounds_moments=True).config.moments == "float32"  # plainer, and as fast
     assert plan(less, fixed=alone, rounds_moments=True).config.moments == "bfloat16"
@@ -431,7 +432,8 @@ def test_plan_tells_what_it_did_not_consider():
     bare = Machine(name="bare", device_bytes=100 * STATE, flops={"bf16": 1e13}, memory_rate=1e11)
     assert plan(bare, fixed=FEW).notes == (
         "pinned_host is not considered: the machine lacks host_bytes, link_up, link_down, link_both",
-        "nvme is not considered: the machine lacks disk_bytes, disk_read, disk_write, link_up, link_down, link_both",
+        "nvme is not considered: the machine lacks disk_bytes, disk_read, disk_write, host_bytes, link_up, link_down, "
+        "link_both",
         "update_on='host' is not considered: the machine's host_kernel is not given",
     )  # fmt: skip
     assert plan(lab(), fixed=FEWER).notes == ()

@@ -71,7 +71,7 @@ def test_probe_command_writes_what_machine_reads(tmp_path, monkeypatch, capsys):
     for out, message in (("m.txt", "ends with .toml"), ("gone/m.toml", "cannot be written")):
         with pytest.raises(SystemExit) as caught:
             cli.main(["probe", "--out", str(tmp_path / out)])
-        assert caught.value.code == 1
+        assert caught.value.code == 2
         assert message in capsys.readouterr().err
 
 

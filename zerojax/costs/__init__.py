@@ -16,6 +16,7 @@ from zerojax.costs.papers import offload_cut as offload_cut
 from zerojax.costs.papers import states_working_bytes as states_working_bytes
 from zerojax.costs.sized_model import sized_batch as sized_batch
 from zerojax.costs.sized_model import sized_model as sized_model
+from zerojax.costs.sizes import MOST_LAYERS as MOST_LAYERS
 from zerojax.costs.sizes import Sizes as Sizes
 from zerojax.costs.timing import LANES as LANES
 from zerojax.costs.timing import PhaseTime as PhaseTime

@@ -21,6 +21,12 @@ from zerojax.costs.papers import activations_working_bytes, states_working_bytes
 from zerojax.given import as_integer, as_number
 from zerojax.memory import layer_activation_bytes, transformer_activation_bytes
 
+MOST_LAYERS = 2000
+"""That are planned: a plan walks through each layer of many schedules. Published transformers have up to 1,000 layers."""
+_MOST = {"layers": MOST_LAYERS, "seq": 10**9, "batch": 10**9, "params": 10**18}
+_MOST_WIDTH = 10**7
+_MOST_ELEMENTS = 10**15
+"""Of a step's widest activation. Bytes that follow from more do not fit 64 bits."""
 TOLERANCE = 0.1
 """How far, in parts of the equation's, a count of parameters may be from it."""
 
@@ -63,11 +69,17 @@ class Sizes:
                 raise ValueError(wrong)
             if (number := _whole(field.name, getattr(self, field.name))) is not None:
                 object.__setattr__(self, field.name, number)
+        widest = max(self.hidden, self.mlp_width, self.vocab)
+        if self.tokens * widest > _MOST_ELEMENTS:
+            raise ValueError(
+                f"batch = {self.batch:,} x seq = {self.seq:,} tokens of width {widest:,} are {self.tokens * widest:.3g} "
+                f"elements: at most {_MOST_ELEMENTS:.0e} are planned"
+            )
         if wrong := _heads_wrong(self.hidden, self.heads, self.num_kv_heads):
             raise ValueError(wrong)
         if self.params is None:
             return
-        counted = self._counted_params
+        counted = self.counted_params
         if abs(self.params - counted) > TOLERANCE * counted or self.params - self.vocab * self.hidden < self.layers:
             raise ValueError(
                 f"params = {self.params:,}, and layers, hidden, mlp, kv_heads and vocab make {counted:,} "
@@ -101,13 +113,14 @@ class Sizes:
         return self.vocab * self.hidden
 
     @property
-    def _counted_params(self) -> int:
+    def counted_params(self) -> int:
+        """Parameters of L layers and V h of the embedding, whatever `params` is."""
         return self.layers * self.layer_weights + self.head_weights
 
     @property
     def num_params(self) -> int:
         """Parameters P: `params`, or else 12 L h^2 + V h (ZeRO-Infinity, equation 1, and the embedding)."""
-        return self._counted_params if self.params is None else int(self.params)
+        return self.counted_params if self.params is None else int(self.params)
 
     @property
     def layer_params(self) -> int:
@@ -223,12 +236,21 @@ def _whole(name: str, value: object) -> int | None:
 
 def _what_is_wrong(name: str, value: Any) -> str | None:
     """Say what is wrong with one size, or None."""
-    if name == "gated" or (value is None and name in ("params", "mlp", "kv_heads")):
+    if name == "gated":
+        return None if isinstance(value, bool) else f"gated = {value!r}: True or False is needed"
+    if value is None and name in ("params", "mlp", "kv_heads"):
         return None
     least = 0 if name == "vocab" else 1
     number = _whole(name, value)
-    fits = number is not None and number >= least
-    return None if fits else f"{name} = {value!r}: a whole number, at least {least}, is needed"
+    if number is None or number < least:
+        return f"{name} = {value!r}: a whole number, at least {least}, is needed"
+    most = _MOST.get(name, _MOST_WIDTH)
+    return None if number <= most else f"{name} = {_digits(number)}: at most {most:,} is planned"
+
+
+def _digits(value: int) -> str:
+    """Return a number as an error shows it; a long one in parts of ten."""
+    return f"{value:,}" if value < 10**30 else f"2^{value.bit_length() - 1} or more"
 
 
 def _heads_wrong(hidden: int, heads: int, kv_heads: int) -> str | None:

@@ -12,8 +12,10 @@ copy, cast or transpose of it. A program may hold sharded parameters and still g
 import dataclasses
 from typing import Any, overload
 
+from zerojax.hlo.check import checked_module
+from zerojax.hlo.faults import reads_program
 from zerojax.hlo.groups import Devices, devices_of
-from zerojax.hlo.parse import Array, Instruction, bits_of, parse_arrays, parse_module
+from zerojax.hlo.parse import Array, Instruction, bits_of, parse_arrays
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all")
 _CALLS = ("call", "conditional", "async-start", "custom-call", "fusion-start")
@@ -44,6 +46,7 @@ class Collective:
     axes: str | None = None
 
 
+@reads_program
 def collectives(text: str, unknown_trips: int | None = None, *, mesh: Any = None) -> list[Collective]:
     """List the collectives of a program.
 
@@ -55,7 +58,8 @@ def collectives(text: str, unknown_trips: int | None = None, *, mesh: Any = None
     Raises:
       ValueError: a loop that holds a collective has no known trip count, or the mesh has other devices than the program.
     """
-    module, devices = parse_module(text), None if mesh is None else devices_of(text, mesh)
+    devices = None if mesh is None else devices_of(text, mesh)
+    module = checked_module(text)
     operations: list[Collective] = []
 
     def visit(name: str, times: int) -> None:
@@ -107,6 +111,7 @@ def collective_bytes(
 def collective_bytes(
     text: str, least_bytes: int = 0, unknown_trips: int | None = None, *, mesh: Any
 ) -> dict[str, dict[str, int]]: ...
+@reads_program
 def collective_bytes(text: str, least_bytes: int = 0, unknown_trips: int | None = None, *, mesh: Any = None) -> Any:
     """Return the bytes of whole operands by collective, over a step; with a mesh by its axes, then by collective.
 
@@ -131,6 +136,7 @@ def collective_bytes(text: str, least_bytes: int = 0, unknown_trips: int | None 
     return total
 
 
+@reads_program
 def peak_gathered_bytes(text: str) -> int:
     """Return the most bytes of gathered values that are live at once.
 
@@ -140,7 +146,7 @@ def peak_gathered_bytes(text: str) -> int:
     Args:
       text: `compiled.as_text()`, in which instructions stand in scheduled order.
     """
-    module = parse_module(text)
+    module = checked_module(text)
 
     def peak(name: str) -> int:
         instructions = module.instructions(name)

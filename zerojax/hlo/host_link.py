@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zerojax.hlo.faults import reads_program
 from zerojax.hlo.index_values import CALLS, DONE, OTHER, Frame, entry_frame, equal, walk
 from zerojax.hlo.parse import Instruction, parse_arrays
 
@@ -92,6 +93,7 @@ class HostCopy:
     instruction: str
 
 
+@reads_program
 def host_slices(text: str, unknown_trips: int | None = None) -> list[HostSlice]:
     """List the slices of arrays in host memory, in the order of the schedule.
 
@@ -109,6 +111,7 @@ def host_slices(text: str, unknown_trips: int | None = None) -> list[HostSlice]:
     ]
 
 
+@reads_program
 def unsafe_host_slices(text: str, unknown_trips: int | None = None) -> list[HostSlice]:
     """List the slices of host memory whose descriptor is not proven to give the record asked for.
 
@@ -119,6 +122,7 @@ def unsafe_host_slices(text: str, unknown_trips: int | None = None) -> list[Host
     return [s for s in host_slices(text, unknown_trips) if s.has_descriptor and not s.proven]
 
 
+@reads_program
 def host_copies(text: str, unknown_trips: int | None = None) -> list[HostCopy]:
     """List what else moves arrays from, to or within host memory: copies of whole arrays, and kernels that work on them there.
 
@@ -134,6 +138,7 @@ def host_copies(text: str, unknown_trips: int | None = None) -> list[HostCopy]:
     return [c for c in copies if c is not None]
 
 
+@reads_program
 def host_link_bytes(text: str, unknown_trips: int | None = None) -> dict[str, int]:
     """Return the bytes that one device moves over its link to the host in a step, by direction: "to_device", "to_host".
 

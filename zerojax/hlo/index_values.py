@@ -18,9 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.hlo.parse import Array, Computation, Instruction, parse_arrays, parse_ints, parse_module
+from zerojax.hlo.check import checked_module
+from zerojax.hlo.parse import Array, Computation, Instruction, parse_arrays, parse_ints
 
 ARGUMENT, OTHER = "array", "other"
+_MOST_ITERATIONS = 10**6
+"""Of loops in loops, together: a value that is followed has an element for each."""
 DONE = ("fusion-done", "async-done", "async-update", "copy-done", "call-done")
 CALLS = ("fusion", "fusion-start", "call", "call-start", "async-start")
 _BODY = re.compile(r"body=%?([\w.\-]+)")
@@ -45,7 +48,7 @@ def entry_frame(text: str) -> "Frame":
     Args:
       text: `compiled.as_text()`.
     """
-    module = parse_module(text)
+    module = checked_module(text)
     return Frame(module.computations, module.entry, lambda _: ARGUMENT, ())
 
 
@@ -177,6 +180,8 @@ class Frame:
                 return first
             second = following(n, first) if isinstance(first, np.ndarray) else OTHER
             if trips is None or not isinstance(second, np.ndarray):
+                return OTHER
+            if math.prod(n or 1 for n in (trips, *self.trips)) > _MOST_ITERATIONS:
                 return OTHER
             guess = first + (second - first) * _column(trips, 1 + len(self.trips))
             # Two values suggest a line. It holds only if the body leads from each of its points to the next.

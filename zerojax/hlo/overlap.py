@@ -11,8 +11,10 @@ the time that hides a transfer. Those inside a loop count as often as they run.
 import dataclasses
 import re
 
+from zerojax.hlo.check import checked_module
 from zerojax.hlo.communication import COLLECTIVES
-from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays, parse_module
+from zerojax.hlo.faults import reads_program
+from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays
 
 # Targets of library calls: products of matrices, attention and convolutions.
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|fmha|cudnn|conv)[^"]*"', re.IGNORECASE)
@@ -42,6 +44,7 @@ class Span:
     products: int
 
 
+@reads_program
 def spans(text: str, unknown_trips: int = 1) -> list[Span]:
     """List the transfers of a program, in scheduled order.
 
@@ -49,7 +52,7 @@ def spans(text: str, unknown_trips: int = 1) -> list[Span]:
       text: `compiled.as_text()`.
       unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step that is 1.
     """
-    module = parse_module(text)
+    module = checked_module(text)
     products = _Products(module, unknown_trips)
     transfers: list[Span] = []
 
@@ -82,6 +85,7 @@ def spans(text: str, unknown_trips: int = 1) -> list[Span]:
     return transfers
 
 
+@reads_program
 def num_products(text: str, unknown_trips: int = 1) -> int:
     """Return how many matrix products a program runs, those in loops as often as these run.
 
@@ -89,13 +93,14 @@ def num_products(text: str, unknown_trips: int = 1) -> int:
       text: `compiled.as_text()`.
       unknown_trips: how often a loop runs whose trip count XLA does not know.
     """
-    module = parse_module(text)
+    module = checked_module(text)
     return _Products(module, unknown_trips).of(module.instructions(module.entry))
 
 
+@reads_program
 def carried_arrays(text: str) -> list[list[Array]]:
     """Return the arrays that each loop of a program carries, those of inner loops included, largest first."""
-    module = parse_module(text)
+    module = checked_module(text)
     loops = [i for name in module.computations for i in module.instructions(name) if i.op == "while"]
     return [sorted(parse_arrays(i.shape), key=lambda a: -a.num_bytes) for i in loops]
 

@@ -13,6 +13,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from zerojax.hlo.faults import fault
 
 _ITEM_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{([\d,]*)([^}]*)\})?")
@@ -21,7 +24,9 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _ELEMENT = re.compile(r"%([\w.\-]+)#(\d+)")
-_TRIPS = re.compile(r"known_trip_count\D+(\d+)")
+_TRIPS = re.compile(r"known_trip_count[^\d-]*(-?\d+)")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_COMMENTED = re.compile(r"^\s*(//|$)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,12 +72,14 @@ class Instruction:
       shape: text of the result's shape, a tuple's in parentheses.
       op: the opcode.
       rest: text of operands and attributes.
+      line: its line in the program's text, from 1; 0 if it is not known.
     """
 
     result: str
     shape: str
     op: str
     rest: str
+    line: int = 0
 
     @property
     def operands(self) -> list[str]:
@@ -84,7 +91,7 @@ class Instruction:
     def called(self) -> list[str]:
         """Names of the computations that it runs: a fusion's, a loop's condition and body, a conditional's branches."""
         branches = [c.strip().lstrip("%") for group in _BRANCHES.findall(self.rest) for c in group.split(",")]
-        return _CALLED.findall(self.rest) + branches
+        return _CALLED.findall(self.rest) + [c for c in branches if c]
 
     @property
     def trips(self) -> int | None:
@@ -114,23 +121,45 @@ class Module:
         return list(self.computations[computation].instructions.values()) if computation in self.computations else []
 
 
+class _Lines(NamedTuple):
+    """The lines of a computation, numbered as in the program's text."""
+
+    name: str
+    is_entry: bool
+    lines: list[tuple[int, str]]
+
+
 def parse_module(text: str) -> Module:
     """Parse a compiled program.
 
     Args:
       text: `compiled.as_text()`.
+
+    Raises:
+      ValueError: a line is not what XLA writes, the text was cut, or it has no ENTRY.
     """
+    if not isinstance(text, str):
+        raise ValueError(f"text is of type {type(text).__name__}: give the text of a compiled program, compiled.as_text()")
     entry, computations = "", {}
-    for is_entry, name, lines in _computations(text):
-        matches = [match.groups() for line in lines if (match := _INSTRUCTION.match(line)) is not None]
-        instructions = dict[str, Instruction]()
-        for _, result, *texts in matches:
-            i = Instruction(result, *texts)
+    for name, is_entry, lines in _computations(text):
+        if name in computations:
+            raise fault(lines[0][0] if lines else 0, f"a second computation is called {name}")
+        instructions, root = dict[str, Instruction](), ""
+        for number, line in lines:
+            match = _INSTRUCTION.match(line)
+            if match is None:
+                raise fault(number, f"this is no instruction: {line.strip()}")
+            is_root, result, *texts = match.groups()
+            i = Instruction(result, *texts, line=number)
             instructions |= _elements(i, instructions)
+            if result in instructions:
+                raise fault(number, f"{name} has a second instruction called {result}")
             instructions[result] = i
-        root = next((result for is_root, result, *_ in matches if is_root), "")
+            root = result if is_root else root
         computations[name] = Computation(name, root, instructions)
         entry = name if is_entry else entry
+    if not entry:
+        raise ValueError("the text has no ENTRY, or was cut before it: give the whole text of a compiled program")
     return Module(entry, computations)
 
 
@@ -142,16 +171,18 @@ def _elements(i: Instruction, before: Mapping[str, Instruction]) -> dict[str, In
     found = {}
     for name, number in _ELEMENT.findall(i.rest.split("), ")[0]):
         if name in before and f"{name}#{number}" not in before:
-            result = f"{name}#{number}"
-            shape = _tuple_shapes(before[name].shape)[int(number)]
-            found[result] = Instruction(result, shape, "get-tuple-element", f"%{name}), index={number}")
+            result, parts = f"{name}#{number}", tuple_shapes(before[name].shape)
+            if int(number) >= len(parts):
+                raise fault(i.line, f"{i.result} reads element {number} of {name}, which has {len(parts)}")
+            rest = f"%{name}), index={number}"
+            found[result] = Instruction(result, parts[int(number)], "get-tuple-element", rest, line=i.line)
     return found
 
 
-def _tuple_shapes(shape: str) -> list[str]:
+def tuple_shapes(shape: str) -> list[str]:
     """Return the shapes that a tuple's is made of."""
     depth, parts = 0, [""]
-    for c in re.sub(r"/\*[^*]*\*/", "", shape)[1:-1]:
+    for c in _COMMENT.sub("", shape)[1:-1]:
         depth += (c in "({[") - (c in ")}]")
         if c == "," and not depth:
             parts.append("")
@@ -170,19 +201,40 @@ def module_name(text: str) -> str:
     return "" if name is None else name.group(1)
 
 
-def _computations(text: str) -> Iterator[tuple[bool, str, list[str]]]:
-    """Yield each computation of a module: whether it is the entry, its name, and its lines."""
-    name, is_entry, lines = None, False, []
-    for line in text.splitlines():
-        header = _HEADER.match(line)
-        if header and not line.startswith("HloModule"):
-            name, is_entry, lines = header.group(2), bool(header.group(1)), []
-        # Lines of a computation are indented, so a brace in the first column ends it.
-        elif line.startswith("}") and name is not None:
-            yield is_entry, name, lines
-            name = None
-        elif name is not None:
-            lines.append(line)
+def _computations(text: str) -> Iterator[_Lines]:
+    """Yield each computation of a module.
+
+    Raises:
+      ValueError: a computation is not closed, or an instruction stands outside of one.
+    """
+    found: _Lines | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        header = None if line.startswith("HloModule") else _HEADER.match(line)
+        if found is None and header is None:
+            if _INSTRUCTION.match(line):
+                raise fault(number, f"an instruction stands outside of a computation: {line.strip()}")
+        elif header is not None:
+            if found is not None:
+                raise fault(number, f"{header.group(2)} begins, and computation {found.name} before it has not ended")
+            found = _Lines(header.group(2), bool(header.group(1)), [])
+        elif found is not None and line.startswith("}"):  # computations' lines are indented
+            yield found
+            found = None
+        elif found is not None and not _COMMENTED.match(line):
+            found.lines.append((number, line))
+    if found is not None:
+        raise ValueError(f"the text was cut: computation {found.name} does not end")
+
+
+def is_shape(shape: str) -> bool:
+    """Return whether a text is nothing but arrays, and tuples of them."""
+    rest = _ARRAY.sub("", _COMMENT.sub("", shape))
+    depth = 0
+    for c in rest:
+        depth += (c == "(") - (c == ")")
+        if c not in "(), " or depth < 0:
+            return False
+    return not depth
 
 
 def parse_arrays(shape: str) -> list[Array]:

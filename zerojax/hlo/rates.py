@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
+_MOST = 1e30
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
@@ -59,9 +61,10 @@ class Rates:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             is_duration = field.name.endswith("_seconds")
-            if not (value >= 0 if is_duration else value > 0):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
+            if not is_number or not (value >= 0 if is_duration else value > 0):
                 kind = "a duration, at least 0 seconds" if is_duration else "a rate, above 0 a second"
-                raise ValueError(f"{field.name} = {value}: it is {kind}")
+                raise ValueError(f"{field.name} = {value!r}: it is {kind}, and finite")
 
 
 RATES: Mapping[str, Rates] = MappingProxyType({"h200": Rates()})

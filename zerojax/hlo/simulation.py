@@ -30,9 +30,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 from zerojax.hlo.callbacks import CALLBACKS, CORES, DISK, DOWN, HOST, HOST_KERNEL, MAIN, UP, WAIT, Callbacks
+from zerojax.hlo.check import MOST_TRIPS, checked_module
 from zerojax.hlo.communication import COLLECTIVES
 from zerojax.hlo.costs import Cost, Costs
-from zerojax.hlo.parse import Instruction, parse_arrays, parse_module
+from zerojax.hlo.faults import reads_program
+from zerojax.hlo.parse import Instruction, parse_arrays
 from zerojax.hlo.rates import Rates, rates_of
 from zerojax.hlo.thunks import Thunks
 from zerojax.hlo.timeline import Timeline
@@ -52,6 +54,11 @@ _FREE = {
     "add-dependency", "partition-id", "replica-id", "iota",
 }  # fmt: skip
 _WAITED = re.compile(r'"is_sync":\s*true')
+MOST_OPERATIONS = 10**6
+"""That a walk enqueues. Each is an object on the timeline, of some hundred bytes."""
+_OF_CPUS = re.compile(r'custom_call_target="[^"]*(?:onednn|python_cpu)|"outer_dimension_partitions"')
+_OF_GPUS = "operation_queue_id"
+FOR_CPUS = "the program was compiled for a CPU: a GPU runs other fusions in another schedule, so compile it for a GPU"
 _TARGET = re.compile(r'custom_call_target="[^"]*callback[^"]*"')
 _DONE, _START = "-done", "-start"
 
@@ -94,6 +101,7 @@ class Simulation:
       not_priced: targets of library calls that count as their bytes alone, since their FLOPs are not in the text.
       streams: how asynchronous operations were dealt out, in words.
       rates: assumed.
+      notes: what makes the prediction doubtful, such as a program compiled for a CPU.
     """
 
     seconds: float
@@ -111,6 +119,7 @@ class Simulation:
     not_priced: tuple[str, ...]
     streams: str
     rates: Rates
+    notes: tuple[str, ...] = ()
 
     @property
     def idle(self) -> float:
@@ -147,6 +156,7 @@ class Simulation:
         for loop in self.loops:
             known = "" if loop.is_known else ", not known to XLA: the host waits in each"
             rows.append(f"  loop {loop.name:<12} {loop.trips:>5} trips {_ms(loop.seconds):>12}{known}")
+        rows += [f"note: {note}" for note in self.notes]
         if self.not_priced:
             rows.append(f"not priced but for their bytes: {', '.join(self.not_priced)}")
         rates = dataclasses.asdict(self.rates)
@@ -154,6 +164,7 @@ class Simulation:
         return "\n".join(rows)
 
 
+@reads_program
 def simulate(
     text: str,
     *,
@@ -192,11 +203,12 @@ def simulate(
         raise ValueError(f"callbacks={callbacks!r}: choose from {', '.join(CALLBACKS)}")
     if streams is not None and streams not in STREAMS:
         raise ValueError(f"streams={streams!r}: choose from {', '.join(STREAMS)}")
+    if isinstance(unknown_trips, bool) or not isinstance(unknown_trips, int) or not 0 <= unknown_trips <= MOST_TRIPS:
+        raise ValueError(f"unknown_trips={unknown_trips!r}: a whole number from 0 to {MOST_TRIPS:,} is needed")
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError("the program is not scheduled: give the text of a compiled one, compiled.as_text()")
-    if re.search("^ENTRY ", text, re.MULTILINE) is None:
-        raise ValueError("the text has no ENTRY, or was cut before it: give the whole text of a compiled program")
     walk = _Walk(text, rates_of(rates), thunks, streams, kernels == "exclusive", callbacks, unknown_trips)
+    walk.check_length()
     walk.run(walk.module.entry)
     return walk.result()
 
@@ -220,7 +232,7 @@ class _Walk:
         callbacks: str,
         unknown_trips: int,
     ) -> None:
-        self.module, self.rates, self.exclusive, self.unknown_trips = parse_module(text), rates, exclusive, unknown_trips
+        self.module, self.rates, self.exclusive, self.unknown_trips = checked_module(text), rates, exclusive, unknown_trips
         self.traffic = host_traffic(text, thunks, unknown_trips)
         self.timeline = Timeline()
         self.callbacks = Callbacks(callbacks, rates, self.timeline)
@@ -232,6 +244,9 @@ class _Walk:
         self._flops, self._unpriced = 0.0, dict[str, None]()
         self._dones: list[int] = []
         self._loops: list[tuple[Instruction, int, int | None, int | None]] = []
+        self._lengths = dict[str, int]()
+        is_of_cpu = _OF_GPUS not in text and _OF_CPUS.search(text) is not None
+        self.notes = (f"{FOR_CPUS} (zerojax.aot)",) if is_of_cpu else ()
         self._depth = 0
         self._streams, self.streams = self._lanes(thunks, streams)
 
@@ -265,6 +280,23 @@ class _Walk:
                 if i.op in ("while", "conditional", "call"):
                     found += [c for c in i.called if c not in found]
         return found
+
+    def check_length(self) -> None:
+        """Raise ValueError for a program whose loops run too many operations to be walked one by one."""
+        if (count := self._operations(self.module.entry)) > MOST_OPERATIONS:
+            raise ValueError(f"the program runs {count:,} operations in a step, and {MOST_OPERATIONS:,} are walked at most")
+
+    def _operations(self, computation: str) -> int:
+        """Return how many operations a computation enqueues, with its loops."""
+        if computation not in self._lengths:
+            total = 0
+            for i in self.module.instructions(computation):
+                inner = sum(map(self._operations, i.called)) if i.op in ("while", "conditional", "call") else 0
+                trips = self.unknown_trips if i.trips is None else i.trips
+                # A loop without operations is walked, too.
+                total += 1 + (trips * (1 + inner) if i.op == "while" else inner)
+            self._lengths[computation] = total
+        return self._lengths[computation]
 
     # --- the walk ----------------------------------------------------------------------------------------------------------
 
@@ -384,6 +416,7 @@ class _Walk:
             not_priced=tuple(self._unpriced),
             streams=self.streams,
             rates=self.rates,
+            notes=self.notes,
         )
 
     def _transfer_waits(self, spans: list[tuple[float, float]]) -> float:

@@ -16,8 +16,10 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from zerojax.hlo.check import checked_module
+from zerojax.hlo.faults import reads_program
 from zerojax.hlo.host_link import HostCopy, HostSlice, host_copies, host_slices
-from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays, parse_module
+from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays
 from zerojax.hlo.thunks import Thunks
 
 COPY, KERNEL = "copy", "kernel"
@@ -116,6 +118,7 @@ class HostTraffic:
         return "\n".join(rows)
 
 
+@reads_program
 def host_traffic(text: str, thunks: Thunks | None = None, unknown_trips: int | None = None) -> HostTraffic:
     """Tell who moves what over the link to the host, for one device.
 
@@ -127,7 +130,7 @@ def host_traffic(text: str, thunks: Thunks | None = None, unknown_trips: int | N
     Raises:
       ValueError: a loop that moves something has no known trip count, or the thunks are of another program.
     """
-    tree = _CallTree(parse_module(text))
+    tree = _CallTree(checked_module(text))
     moves: dict[tuple[str, str], HostMove] = {}
     for found in (*host_slices(text, unknown_trips), *host_copies(text, unknown_trips)):
         move, key = _move(tree, found, thunks), (found.computation, found.instruction)

@@ -17,6 +17,8 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
+_MOST_BYTES = 1 << 20
+
 
 def to_text(entries: Mapping[str, str | int | float]) -> str:
     """Return entries by dotted key as TOML, a line each."""
@@ -46,13 +48,30 @@ def read(path: str) -> tuple[dict[str, Any], dict[str, str]]:
             raise ValueError(
                 f"{path} is not there: the path of a TOML file of figures is needed, as zerojax probe --out writes it"
             )
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        values = _flat(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from error
+        if not os.path.isfile(path):
+            raise ValueError(f"{path} is no regular file: the path of a TOML file of figures is needed")
+        if (size := os.path.getsize(path)) > _MOST_BYTES:
+            raise ValueError(f"{path} has {size:,} bytes: a TOML file of figures has no more than {_MOST_BYTES:,}")
+        with open(path, "rb") as file:
+            data = file.read()
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no TOML: {error}") from error
+        values = _flat(_parsed(path, text))
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply: figures are keys of the file, or of one of its tables") from error
+    if not values:
+        raise ValueError(f"{path} is empty: a line for each figure is needed, such as `link_up = 5e10`")
     lines = text.splitlines()
     return values, {key: f"{path}{_line(key, lines)}" for key in values}
+
+
+def _parsed(path: str, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # a number of too many digits is a ValueError
+        raise ValueError(f"{path} is no TOML: {error}") from error
 
 
 def _flat(entries: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

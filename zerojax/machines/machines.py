@@ -27,6 +27,9 @@ from zerojax.precision import PRECISIONS
 T = TypeVar("T")
 GIVEN = "given"
 COUNTS = ("nodes", "devices_per_node")
+_MOST, _LEAST_RATE = 1e24, 1e-6
+"""Figures beyond these are no machine's: seconds and bytes that follow from them would no longer be finite numbers."""
+_MOST_COUNT = 10**6
 _DECIMAL = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _BYTES = ("device_bytes", "host_bytes", "pinned_bytes", "disk_bytes", "disk_tbw_bytes")
 BY_DTYPE = ("peak_flops", "flops")
@@ -282,11 +285,12 @@ def what_is_wrong(name: str, value: Any) -> str | None:
         if (figure := name.removeprefix("source.")) not in FIGURES:
             return f"source of {figure!r}, which is no figure of a machine{nearest(figure, FIGURES)}"
         return None if isinstance(value, str) and value else f"{name} = {value!r}: a text is needed"
-    is_number = as_number(value) is not None
+    number = as_number(value)
+    is_number = number is not None and abs(number) <= _MOST
     if name in COUNTS:
         count = as_integer(value)
-        fits = count is not None and count >= 1
-        return None if fits else f"{name} = {value!r}: a whole number, at least 1, is needed"
+        fits = count is not None and 1 <= count <= _MOST_COUNT
+        return None if fits else f"{name} = {_shown(value)}: a whole number, at least 1, is needed, at most {_MOST_COUNT:,}"
     if name not in FIGURES:
         top, _, dtype = name.partition(".")
         if top in BY_DTYPE:
@@ -296,6 +300,15 @@ def what_is_wrong(name: str, value: Any) -> str | None:
     if name in _BYTES:
         least = 0 if name == "disk_bytes" else 1
         fits = is_number and value >= least and value == int(value)
-        return None if fits else f"{name} = {value!r}: whole bytes, at least {least}, are needed"
+        return None if fits else f"{name} = {_shown(value)}: whole bytes, at least {least}, are needed, at most {_MOST:g}"
     unit = "FLOP" if "." in name else "bytes"
-    return None if is_number and value > 0 else f"{name} = {value!r}: {unit} a second, above 0, are needed"
+    fits = is_number and value >= _LEAST_RATE
+    return None if fits else f"{name} = {_shown(value)}: {unit} a second, above 0, are needed, {_LEAST_RATE:g} to {_MOST:g}"
+
+
+def _shown(value: object) -> str:
+    """Return a value as an error shows it: a number of a thousand digits is cut."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**30:
+        return f"an integer of {value.bit_length():,} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}.."

@@ -13,6 +13,7 @@ import math
 import os
 from typing import Any
 
+from zerojax.arguments import count, number
 from zerojax.config import ZeroConfig
 from zerojax.costs import Sizes
 from zerojax.machines import COUNTS, FIGURES, Machine, nearest
@@ -21,25 +22,7 @@ from zerojax.planner.planner import plan
 from zerojax.planner.plans import Plan
 from zerojax.precision import PRECISIONS
 
-_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _FIELDS = tuple(field.name for field in dataclasses.fields(ZeroConfig))
-
-
-def count(text: str) -> int:
-    """Return a number such as "175B", "1T" or "7.5e9".
-
-    Raises:
-      argparse.ArgumentTypeError: it is no whole number of at least 1.
-    """
-    scale = _UNITS.get(text[-1:].upper(), 1.0)
-    digits = text[:-1] if text[-1:].upper() in _UNITS else text
-    try:
-        value = float(digits) * scale
-    except ValueError:
-        value = 0.0
-    if value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r}: a number of at least 1, such as 7.5e9, 175B or 1T, is needed")
-    return int(value)
 
 
 def add_plan_command(commands: Any) -> None:
@@ -72,7 +55,9 @@ def add_plan_command(commands: Any) -> None:
         help="a field of ZeroConfig that stays. VALUE is a Python literal (3, 0.5, True, None, \"('a', 'b')\"), or a word "
         "without quotes (pinned_host)",
     )
-    parser.add_argument("--min-disk-days", type=float, help="days that the disks have to last, by their TBW")
+    parser.add_argument(
+        "--min-disk-days", type=number(0, 1e9, above=True), help="days that the disks have to last, by their TBW"
+    )
     parser.add_argument(
         "--round-moments", action="store_true", help="moments in bfloat16 may be chosen, which round what is trained"
     )
@@ -86,20 +71,27 @@ def add_plan_command(commands: Any) -> None:
     parser.add_argument("--html", metavar="FILE", help="likewise, a page with pictures")
 
 
-def run_plan(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Print what the command was asked for, or exit with what is wrong."""
+def run_plan(options: argparse.Namespace) -> None:
+    """Print what the command was asked for.
+
+    Raises:
+      ValueError: nothing fits, or an option is wrong.
+      OSError: a file cannot be written.
+      RuntimeError: `--validate` cannot compile here.
+    """
+    for path in (options.json, options.html):
+        _check_file(path)
     try:
-        for path in (options.json, options.html):
-            _check_file(path)
         made = _plan(options)
         text = str(made) if not options.compare else f"{made}\n\n{_comparison(options, made)}"
-        if options.json:
-            _write(options.json, made.to_json())
-        if options.html:
-            _write(options.html, made.html())
-    except (ValueError, OSError, RuntimeError) as error:
-        how = " Here it is --set FIGURE=VALUE." if "nobody gave" in str(error) else ""
-        parser.exit(1, f"zerojax plan: {error}{'.' * bool(how)}{how}\n")
+    except ValueError as error:
+        if "nobody gave" not in str(error):
+            raise
+        raise ValueError(f"{error}. Here it is --set FIGURE=VALUE.") from error
+    if options.json:
+        _write(options.json, made.to_json())
+    if options.html:
+        _write(options.html, made.html())
     print(text)
 
 
@@ -126,9 +118,9 @@ def _plan(options: argparse.Namespace, **fixed: Any) -> Plan:
 def _machine(options: argparse.Namespace) -> Machine:
     """Return the machine, with the figures that were set."""
     found = named_machine(options.machine, nodes=options.nodes, devices_per_node=options.devices_per_node)
-    for name, number in _once("--set", [_figure(text) for text in options.set]).items():
+    for name, value in _once("--set", [_figure(text) for text in options.set]).items():
         top, _, dtype = name.partition(".")
-        found = dataclasses.replace(found, **{top: {**getattr(found, top), dtype: number} if dtype else number})
+        found = dataclasses.replace(found, **{top: {**getattr(found, top), dtype: value} if dtype else value})
     return found
 
 
@@ -142,12 +134,12 @@ def _figure(text: str) -> tuple[str, float]:
     if name not in (*FIGURES, *COUNTS):
         raise ValueError(f"--set {text}: {name!r} is no figure of a machine{nearest(name, (*FIGURES, *COUNTS))}")
     try:
-        number = float(value)
+        figure = float(value)
     except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
+        figure = math.nan
+    if not math.isfinite(figure):
         raise ValueError(f"--set {text}: a finite number is needed, such as {name}=2e12")
-    return name, int(number) if number == int(number) and "." not in name else number
+    return name, int(figure) if figure == int(figure) and "." not in name else figure
 
 
 def _once(option: str, given: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -177,8 +169,10 @@ def _field(text: str) -> tuple[str, Any]:
         raise ValueError(f"--fix {text}: a value is needed, such as {name}=3")
     try:
         return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError):
         return name, value  # a name, such as pinned_host
+    except (RecursionError, MemoryError) as error:  # what Python raises for nesting that is too deep
+        raise ValueError(f"--fix {name}: the value is nested too deeply: {value[:60]}..") from error
 
 
 def _comparison(options: argparse.Namespace, made: Plan) -> str:

@@ -19,6 +19,7 @@ there in float32 may take longer.
 import contextlib
 import copy
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -32,7 +33,7 @@ from jax.sharding import Mesh
 from host_offload.tiers import TIERS
 from zerojax.aot import is_there
 from zerojax.config import ZeroConfig, uses_disk
-from zerojax.costs import Grid, Sizes, Workload, grid_of, workload_of_model, workload_of_sizes
+from zerojax.costs import MOST_LAYERS, Grid, Sizes, Workload, grid_of, workload_of_model, workload_of_sizes
 from zerojax.given import as_integer, as_number
 from zerojax.machines import Machine, machine_of, probe, size_of
 from zerojax.machines import machine as named_machine
@@ -40,6 +41,7 @@ from zerojax.memory import program_memory
 from zerojax.models import LayeredModel, Model
 from zerojax.planner.candidates import SEARCHED, WORTH, Space
 from zerojax.planner.plans import Beaten, Plan, PlanError, changed
+from zerojax.planner.programs import Buildable, buildable_of_sizes, why_no_program
 from zerojax.planner.repairs import Change, Repairs, what_lacks
 from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, limits_of
 from zerojax.planner.segments import mix, with_options
@@ -172,6 +174,8 @@ class Planner:
             return
         if not isinstance(self.model, Model | LayeredModel):
             raise ValueError(f"model must be a zerojax.Model, LayeredModel or Sizes, got {type(self.model).__name__}")
+        if isinstance(self.model, LayeredModel) and self.model.num_layers > MOST_LAYERS:
+            raise ValueError(f"the model has {self.model.num_layers:,} layers: at most {MOST_LAYERS:,} are planned")
         wrong = [name for name, value in (("tx", self.tx), ("mesh", mesh), ("batch", self.batch)) if value is None]
         if wrong or not isinstance(mesh, Mesh):
             shown = f"lacks {', '.join(wrong)}" if wrong else f"mesh is {mesh!r}, and no jax.sharding.Mesh"
@@ -311,7 +315,7 @@ class Planner:
 
     def search(self, space: Space) -> Search:
         """Return a search that has run."""
-        search = Search(space, self.limits, None if self.is_sizes else self.exact)
+        search = Search(space, self.limits, self.exact if self.has_programs else None)
         search.run()
         mix(search, seconds=8.0)
         return search
@@ -341,14 +345,15 @@ class Planner:
         return with_options(space)
 
     def _tiers(self, fixed: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the tiers that the machine has; those that are asked for must have their figures."""
-        figures, tiers = self.machine.figures, ["device"]
+        """Return the tiers that the machine has; those that a fixed field needs must have their figures."""
+        figures, tiers, asked = self.machine.figures, ["device"], _asked_tiers(fixed)
         link = ("link_up", "link_down", "link_both")
-        needs = {"pinned_host": ("host_bytes", *link), "nvme": ("disk_bytes", "disk_read", "disk_write", *link)}
+        host = ("host_bytes", *link)
+        # Records on their way to the disk and back are in buffers of host memory.
+        needs = {"pinned_host": host, "nvme": ("disk_bytes", "disk_read", "disk_write", *host)}
         for tier, names in needs.items():
-            is_asked = tier in [fixed.get(name) for name in ("params", "grads", "opt_state", "activations")]
             if missing := [name for name in names if name not in figures]:
-                if is_asked:
+                if tier in asked:
                     self.machine.needs(*missing)
                 self._note(f"{tier} is not considered: the machine lacks {', '.join(missing)}")
             elif tier == "nvme" and fixed.get("swap_dir") is None:
@@ -395,22 +400,44 @@ class Planner:
             return False
         return True
 
-    def exact(self, config: ZeroConfig) -> Exact:
+    def exact(self, config: ZeroConfig, tiles: int = 1) -> Exact:
         """Return what the program of a config takes.
 
         Raises:
           ValueError, NotImplementedError: it cannot be built.
         """
-        assert self.mesh is not None
-        parts = assemble(self.model, self.tx, config, self.mesh)
-        batch, disk = abstract_batch(self.batch, self.mesh), parts.records.layout.disk
-        with jax.set_mesh(self.mesh):
+        of_program = self._buildable(tiles)
+        parts = assemble(of_program.model, of_program.tx, config, of_program.mesh)
+        batch, disk = abstract_batch(of_program.batch, of_program.mesh), parts.records.layout.disk
+        with jax.set_mesh(of_program.mesh):
             tiers = program_memory(parts.records, parts.step, batch).tiers
             if disk is None:
                 return Exact(tiers, None)
             parts.step.records_written(batch)  # which tells the disk of the activations
             moves = [(move.writes, disk.kinds[move.kind].num_bytes) for move in parts.step.moves()]
         return Exact(tiers, (sum(n for writes, n in moves if not writes), sum(n for writes, n in moves if writes)))
+
+    def _buildable(self, tiles: int) -> Buildable:
+        """Return what programs are built of: the model that was given, or one of the sizes."""
+        if not isinstance(self.model, Sizes):
+            assert self.mesh is not None
+            return Buildable(self.model, self.tx, self.mesh, self.batch)
+        return buildable_of_sizes(self.model, self.machine, self.grid, self.base.precision, tiles)
+
+    @functools.cached_property
+    def has_programs(self) -> bool:
+        """Whether programs can be built and counted; if not for sizes, a note says why."""
+        if not isinstance(self.model, Sizes):
+            return True
+        why = why_no_program(self.model, self.machine, self.base.precision)
+        if why is None:
+            try:
+                self.exact(ZeroConfig(precision=self.base.precision))
+            except (ValueError, NotImplementedError, RuntimeError) as error:
+                why = str(error)
+        if why is not None:
+            self._note(f"bytes are estimated in closed form, because no program can be built of these sizes: {why}")
+        return why is None
 
     # --- results -----------------------------------------------------------------------------------------------------------
 
@@ -439,6 +466,7 @@ class Planner:
             grid=self.grid,
             machine=self.machine,
             tiles=of_best.tiles,
+            peak_bytes=best.peak_bytes,
             bytes={tier: {kind: n for kind, n in bytes_by_tier[tier].items() if n} for tier in TIERS},
             capacity={"device": self.limits.device, "pinned_host": self.limits.pinned_host, "nvme": self.limits.nvme},
             time=of_best.time,
@@ -494,7 +522,7 @@ class Planner:
         other.fixed = {name: value for name, value in self.fixed.items() if name != change.without} | dict(change.fixed)
         if change.min_disk_days is not None:
             other.min_disk_days = change.min_disk_days
-        search = Search(other.space(), other.limits, None if self.is_sizes else other.exact, _MOST_TRIED)
+        search = Search(other.space(), other.limits, other.exact if other.has_programs else None, _MOST_TRIED)
         search.run()
         return search, search.settle()
 
@@ -516,6 +544,16 @@ def _with_both(machine: Machine) -> Machine:
         return machine
     source = dict(machine.source) | {"disk_both": BOTH_ASSUMED}
     return dataclasses.replace(machine, disk_both=min(read, write), source=source)
+
+
+def _asked_tiers(fixed: Mapping[str, Any]) -> set[str]:
+    """Return the tiers that fixed fields name, and host memory where they offload values of layers."""
+    named = {fixed.get(name) for name in ("params", "grads", "opt_state", "frozen")}
+    chosen = fixed.get("activations")
+    segments = chosen if isinstance(chosen, tuple) else ()
+    named |= {chosen if isinstance(chosen, str) else None, *(segment.activations for segment in segments)}
+    offloads = bool(fixed.get("offloaded_names")) or any(segment.offloaded_names for segment in segments)
+    return {tier for tier in TIERS[1:] if tier in named} | ({"pinned_host"} if offloads else set())
 
 
 def _fitting(fixed: Mapping[str, Any]) -> dict[str, Any]:

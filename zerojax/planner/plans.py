@@ -81,7 +81,10 @@ class Plan:
       grid: sizes of the mesh's axes.
       machine: its figures.
       tiles: in which the layers' MLPs run; 1: whole. Of a model's own tiles it says nothing.
-      bytes: of one device, {tier: {kind: bytes}}; "working" is what one layer's backward, or the head, has at once.
+      bytes: of one device, {tier: {kind: bytes}}: what `program.memory` counts of the config's program. If no program can be
+        built of sizes, which a note says, they are estimates, and "working" is what one layer's backward or the head needs.
+      peak_bytes: the most that the device holds at once, estimated: its states, and the phase that holds the most with the
+        working memory of a layer or the head. `bytes` has the most of each kind, whichever phase has it, and no working memory.
       capacity: bytes of each tier that one device may use; None where nobody told.
       time: seconds of the step, predicted, with every lane's share.
       estimate: from which it was predicted: schedules, work of each lane, rates.
@@ -113,6 +116,7 @@ class Plan:
     link_bytes: Mapping[str, float]
     disk_bytes: Mapping[str, float]
     collectives: Mapping[str, float]
+    peak_bytes: int
     beaten: tuple[Beaten, ...]
     notes: tuple[str, ...]
     source: str
@@ -124,6 +128,11 @@ class Plan:
     def seconds(self) -> float:
         """Seconds of a step, predicted."""
         return self.time.seconds
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that a device must have for the plan to fit: the sum of `bytes`, or `peak_bytes` if that is more."""
+        return max(sum(self.bytes["device"].values()), self.peak_bytes)
 
     @property
     def tokens_per_second(self) -> float:
@@ -185,6 +194,7 @@ class Plan:
             "tiles": self.tiles,
             "bytes": {tier: dict(kinds) for tier, kinds in self.bytes.items()},
             "capacity": dict(self.capacity),
+            "peak_bytes": self.peak_bytes,
             "seconds": self.seconds,
             "phases": [{"name": p.name, "seconds": p.seconds, "bound_by": p.bound_by} for p in time.phases],
             "lanes": lanes,
@@ -220,6 +230,7 @@ class Plan:
                 of = "" if had is None else f" of {size_of(had)}"
                 parts = ", ".join(f"{kind} {size_of(n)}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]))
                 rows.append(f"  {tier:<11} {size_of(sum(kinds.values()))}{of} a device: {parts}")
+        rows.append(f"  peak        {size_of(self.peak_bytes)} of the device at once, with what is computed; estimated")
         for name, moved in (("link", self.link_bytes), ("disk", self.disk_bytes), ("network", self.collectives)):
             if any(moved.values()):
                 of = "a node" if name == "disk" else "a device"

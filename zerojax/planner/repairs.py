@@ -96,7 +96,7 @@ class Repairs:
             whole = math.ceil(needed * (1 if what == "device" else per) / part) + 1
             fields = {"device": ["device_bytes"], "nvme": ["disk_bytes"]}.get(what, ["host_bytes"])
             if what == "pinned_host" and pinned is not None:
-                fields = [field for field in ("host_bytes", "pinned_bytes") if machine.figures[field] < whole]
+                fields = [field for field in ("host_bytes", "pinned_bytes") if machine.figures.get(field, 0) < whole]
             least |= {field: max(whole, least.get(field, 0)) for field in fields}
         return least
 

@@ -5,8 +5,9 @@
 A candidate whose bound is not below the fastest so far cannot beat it, nor can any after it. So the result is the fastest
 uniform config of all, although few are walked through. What does not fit is looked at once, also where the search runs again
 after a program was refused. Of configs that differ only in how far ahead they fetch and gather, none fits if the one with the
-least on its way does not. `exact`, where it is given, has the last word on bytes: it counts those of the real program, of what
-was found, best first, and of at most `MOST_EXACT`.
+least on its way does not. `exact`, where it is given, has the last word on bytes: it counts the bytes of the real program for
+the configs that were found, best first. A config is returned only if its program fits. After `MOST_EXACT` programs that do not,
+each further one lowers the memory that an estimate may fill, so the search ends.
 
 Then layers may differ (`zerojax.planner.segments`). Of all that was found, the plainest config stays that is no more than 3 %
 slower than the fastest: a plan that is harder to read has to earn it.
@@ -28,6 +29,11 @@ _AHEAD = ("prefetch_distance", "gather_ahead")
 """Fields of which more takes more bytes of each tier, and no others change with them."""
 
 MOST_EXACT = 40
+"""Programs that are built before estimates have to leave room for what programs take beyond them."""
+_PHASE_KINDS = ("in_flight", "gathered", "activations", "working")
+"""Kinds of an estimate that it counts in the phase that holds the most, where a program's account has the most of each."""
+_LEAST_PART = 0.1
+"""Of a device's memory: where estimates may fill no more of it, nothing is looked at again."""
 USABLE = 0.95
 """The part of a device's memory that a plan fills: XLA's allocator and its libraries need the rest."""
 DAY = 86400.0
@@ -125,12 +131,23 @@ class Exact(NamedTuple):
     """What a program takes.
 
     Attributes:
-      bytes: of one device, by tier and kind.
+      bytes: of one device, by tier and kind (`program.memory`).
       swapped: bytes that one device reads from disk and writes to it in a step, or None.
     """
 
     bytes: Mapping[str, Mapping[str, int]]
     swapped: tuple[int, int] | None
+
+    def peak_bytes(self, of_config: Estimate) -> int:
+        """Return the most bytes that the device holds at once: its states, and an estimate of the phase that holds the most."""
+        states = sum(n for kind, n in self.bytes["device"].items() if kind not in _PHASE_KINDS)
+        return states + sum(of_config.bytes["device"].get(kind, 0) for kind in _PHASE_KINDS)
+
+    def needed(self, of_config: Estimate) -> dict[str, float]:
+        """Return the bytes of each tier that a machine must have: the program's own account, and on the device the peak."""
+        of_tiers = _sums(self.bytes)
+        of_tiers["device"] = max(of_tiers["device"], float(self.peak_bytes(of_config)))
+        return of_tiers
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,6 +170,13 @@ class Found:
     def config(self) -> ZeroConfig:
         """The config."""
         return self.estimate.config
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the device holds at once, with the working memory of a layer or the head; estimated."""
+        if self.exact is None:
+            return self.estimate.needed("device")
+        return self.exact.peak_bytes(self.estimate)
 
 
 @dataclasses.dataclass
@@ -184,21 +208,27 @@ class Search:
     """One search. Its results are `found`, the fastest first."""
 
     def __init__(
-        self, space: Space, limits: Limits, exact: Callable[[ZeroConfig], Exact] | None = None, most_exact: int | None = None
+        self,
+        space: Space,
+        limits: Limits,
+        exact: Callable[[ZeroConfig, int], Exact] | None = None,
+        most_exact: int | None = None,
     ) -> None:
         """Search later, by `run`.
 
         Args:
           space: what may be chosen.
           limits: that it has to keep.
-          exact: returns what a config's program takes, or raises that it cannot be built.
-          most_exact: programs that may be built to settle on one, else on none; None: `MOST_EXACT`, and then on an estimate.
+          exact: returns what the program of a config and a number of tiles takes, or raises that it cannot be built.
+          most_exact: programs that may be built to settle on one, else on none; None: any number.
         """
         self.space, self.limits, self.exact, self.tally, self.bound = space, limits, exact, Tally(), Bound(space)
         self.most_exact = most_exact
         self.found: list[Found] = []
         self._known: dict[tuple[ZeroConfig, int], bool] = {}  # what was kept, and what `exact` has refused
         self._estimates: dict[tuple[ZeroConfig, int], Estimate] = {}
+        self._programs: dict[tuple[ZeroConfig, int], Exact | None] = {}
+        self._part = 1.0  # of the device's memory that an estimate may fill
         self._candidates: list[Candidate] | None = None
         self._unfit = set[int]()  # of the candidates, by number
         self._groups: dict[tuple[Any, ...], bool] = {}  # of candidates alike but for `_AHEAD`: whether the least takes too much
@@ -261,7 +291,7 @@ class Search:
         except (ValueError, NotImplementedError):
             return False
         of_config = self.estimate(config, tiles)
-        return not self._fits(of_config.bytes, of_config)
+        return not self._fits_by_estimate(of_config)
 
     def _consider_largest_fraction(self, candidate: Candidate, config: ZeroConfig) -> bool | None:
         """Consider a candidate with as much of the optimizer's state on the device as fits, and tell whether any does.
@@ -300,7 +330,7 @@ class Search:
             return is_kept
         self.tally.estimated += 1
         of_config = self.estimate(config, tiles)
-        if not self._fits(of_config.bytes, of_config):
+        if not self._fits_by_estimate(of_config):
             return False
         harder = self._complexity(config, tiles)
         if not self._may_matter(of_config.least, harder):  # a closer bound than the candidate's
@@ -341,47 +371,60 @@ class Search:
         """Return a config with the bytes of its program; or None, leave it out, and look further."""
         if self.exact is None or one.exact is not None:
             return one
-        exact, at = self._exact(one.config, one.estimate), self.found.index(one)
+        exact = self.program_that_fits(one.config, one.estimate.tiles)
         if exact is None:
-            del self.found[at]
-            self._known[one.config, one.estimate.tiles] = False
+            self.leave_out(one.config, one.estimate.tiles)
+            self._leave_more_room()
             self.run()
             return None
+        at = self.found.index(one)
         self.found[at] = dataclasses.replace(one, exact=exact)
         return self.found[at]
 
-    def _exact(self, config: ZeroConfig, of_config: Estimate) -> "Exact | None":
-        """Return what the real program takes if it fits, or None."""
-        if self.most_exact is None and self.tally.exact >= MOST_EXACT:
-            return Exact(of_config.bytes, None)
-        self.tally.exact += 1
-        exact = self._of_program(config, of_config)
-        return exact if exact is not None and self._fits(exact.bytes, of_config) else None
+    def leave_out(self, config: ZeroConfig, tiles: int) -> None:
+        """Drop a config whose program does not fit, for good."""
+        self.found = [f for f in self.found if (f.config, f.estimate.tiles) != (config, tiles)]
+        self._known[config, tiles] = False
 
-    def _of_program(self, config: ZeroConfig, of_config: Estimate) -> "Exact | None":
-        """Return what the real program takes, or None where it cannot be built."""
+    def _leave_more_room(self) -> None:
+        """Once many programs took more than their estimates, drop configs whose estimates leave less room than before."""
+        if self.tally.exact < MOST_EXACT:
+            return
+        self._part = self._part * 0.9 if self._part > _LEAST_PART else 0.0
+        most = self._part * self.limits.device
+        self.found = [f for f in self.found if f.exact is not None or f.estimate.needed("device") <= most]
+
+    def program_that_fits(self, config: ZeroConfig, tiles: int) -> Exact | None:
+        """Return what the program of a config takes if it fits, or None."""
+        of_config, exact = self.estimate(config, tiles), self._of_program(config, tiles)
+        return exact if exact is not None and self._fits(exact.needed(of_config), of_config) else None
+
+    def _of_program(self, config: ZeroConfig, tiles: int) -> Exact | None:
+        """Return what the real program takes, or None where it cannot be built. It is built once."""
         assert self.exact is not None
-        try:
-            exact = self.exact(config)
-        except (ValueError, NotImplementedError) as error:
-            self.tally.refused.append(str(error))
-            return None
-        tiers = {tier: dict(kinds) for tier, kinds in exact.bytes.items()}
-        # In the phase that holds the most, which a program's account does not tell.
-        phase = of_config.bytes["device"]
-        tiers["device"] |= {kind: phase.get(kind, 0) for kind in ("in_flight", "gathered", "activations", "working")}
-        return Exact(tiers, exact.swapped)
+        if (config, tiles) not in self._programs:
+            self.tally.exact += 1
+            try:
+                self._programs[config, tiles] = self.exact(config, tiles)
+            except (ValueError, NotImplementedError) as error:
+                self.tally.refused.append(str(error))
+                self._programs[config, tiles] = None
+        return self._programs[config, tiles]
 
     def lacks_of_program(self, config: ZeroConfig, tiles: int = 1) -> list[Lack]:
         """Return what a config lacks by the bytes of its program; nothing where no program is built."""
-        exact = None if self.exact is None else self._of_program(config, self.estimate(config, tiles))
-        return [] if exact is None else self.limits.missing(_sums(exact.bytes))
+        exact = None if self.exact is None else self._of_program(config, tiles)
+        return [] if exact is None else self.limits.missing(exact.needed(self.estimate(config, tiles)))
 
-    def _fits(self, tiers: Mapping[str, Mapping[str, int]], of_config: Estimate) -> bool:
-        lacks = self.limits.missing(_sums(tiers))
+    def _fits(self, of_tiers: Mapping[str, float], of_config: Estimate) -> bool:
+        lacks = self.limits.missing(of_tiers)
         if lacks:
             self._note(lacks, of_config)
         return not lacks
+
+    def _fits_by_estimate(self, of_config: Estimate) -> bool:
+        fits = self._fits(_sums(of_config.bytes), of_config)
+        return fits and of_config.needed("device") <= self._part * self.limits.device
 
     def _note(self, lacks: Sequence[Lack], of_config: Estimate) -> None:
         """Keep what lacks the least."""

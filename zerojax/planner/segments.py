@@ -24,6 +24,7 @@ from zerojax.planner.search import Search
 
 MAX_SEGMENTS = 4
 _MOST_CONTEXTS = 16
+_MOST_ROUNDS = 4
 _FRACTIONS = (0.25, 0.5, 0.75)
 _UNBOUNDED = 1e18  # bytes a second of a link that nobody told of: the solver takes finite numbers
 
@@ -69,6 +70,29 @@ def mix(search: Search, *, seconds: float = 20.0) -> None:
     )
     if choice.fits and choice.assignment != best.choice.assignment:
         search.consider(_config(best, choice), best.tiles)
+    _leave_room(search, best, choice if choice.fits else best.choice)
+
+
+def _leave_room(search: Search, context: _Context, choice: Choice) -> None:
+    """Choose again in less memory while the program of a choice, which fills it by an estimate, takes more than there is."""
+    if search.exact is None:
+        return
+    problem = context.problem
+    for _ in range(_MOST_ROUNDS):
+        config = _config(context, choice)
+        is_first = bool(search.found) and search.found[0].config == config
+        lacks = search.lacks_of_program(config, context.tiles) if is_first else []
+        if not lacks:
+            return
+        search.leave_out(config, context.tiles)
+        over = max(lack.needed - lack.had for lack in lacks)
+        if over > problem.device_budget_bytes:
+            return
+        problem = dataclasses.replace(problem, device_budget_bytes=problem.device_budget_bytes - over)
+        choice = by_greedy(problem)
+        if not choice.fits:
+            return
+        search.consider(_config(context, choice), context.tiles)
 
 
 def with_options(space: Space) -> Space:

@@ -7,15 +7,15 @@ allocates nothing.
 import math
 from typing import Any
 
-import optax
 from jax.sharding import Mesh
 
-from zerojax.aot import CHIPS, gpu_mesh
-from zerojax.costs import Sizes, sized_batch, sized_model
+from zerojax.aot import CHIPS
+from zerojax.costs import Sizes
 from zerojax.hlo import collectives
+from zerojax.machines import Machine
 from zerojax.models import LayeredModel, Model
 from zerojax.planner.plans import Plan, Validated
-from zerojax.precision import PRECISIONS
+from zerojax.planner.programs import buildable_of_sizes
 from zerojax.program import Program, assemble
 
 
@@ -33,11 +33,9 @@ def validated(plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Me
       ValueError: nothing compiles for the machine's GPUs here, or the sizes have no vocabulary.
     """
     if isinstance(model, Sizes):
-        mesh = mesh_of(plan)
-        batch, tx = sized_batch(model), optax.adamw(1e-4)
-        dtype = PRECISIONS[plan.config.precision].compute_dtype
-        cudnn = dtype != "float32"
-        model = sized_model(model, dtype=dtype, tensor=plan.grid.tensor, cudnn=cudnn, mlp_tiles=plan.tiles)
+        check_chip(plan.machine)
+        of_sizes = buildable_of_sizes(model, plan.machine, plan.grid, plan.config.precision, plan.tiles)
+        model, tx, mesh, batch = of_sizes
     assert mesh is not None
     parts = assemble(model, tx, plan.config, mesh)
     program = Program(model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence)
@@ -50,7 +48,7 @@ def validated(plan: Plan, model: Model | LayeredModel | Sizes, tx: Any, mesh: Me
         device -= host
     return Validated(
         device_bytes=device,
-        planned_bytes=sum(plan.bytes["device"].values()),
+        planned_bytes=plan.peak_bytes,
         host_bytes=getattr(stats, "host_argument_size_in_bytes", 0),
         planned_host_bytes=host,
         sent=sent_by(compiled.as_text() or "", mesh),
@@ -76,14 +74,7 @@ def sent_by(text: str, mesh: Mesh) -> dict[str, float]:
     return sent
 
 
-def mesh_of(plan: Plan) -> Mesh:
-    """Return the mesh of a plan's machine, of GPUs that need not be there.
-
-    Raises:
-      ValueError: none of the machine's kind can be compiled for.
-    """
-    name, grid = plan.machine.name, plan.grid
-    if name not in CHIPS:
-        raise ValueError(f"no program can be compiled for {name!r} here: known chips are {', '.join(CHIPS)}")
-    hosts, each = plan.machine.nodes, plan.machine.devices_per_node
-    return gpu_mesh(name, hosts=hosts, gpus_per_host=each, data=grid.data, fsdp=grid.fsdp, tensor=grid.tensor)
+def check_chip(machine: Machine) -> None:
+    """Raise ValueError for a machine whose GPUs no program can be compiled for."""
+    if machine.name not in CHIPS:
+        raise ValueError(f"no program can be compiled for {machine.name!r} here: known chips are {', '.join(CHIPS)}")

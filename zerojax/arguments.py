@@ -1,0 +1,68 @@
+"""Numbers on a command line: types for argparse that refuse everything a computation could stumble over, by name.
+
+`float` takes "nan", "inf" and 1e400, which is infinite. `int` takes numbers that no float holds. The types here take finite
+numbers of a range. argparse puts the option's name before what they say.
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+
+MOST = 10**18
+"""The largest number that a command takes."""
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def count(text: str) -> int:
+    """Return a number such as "175B", "1T" or "7.5e9".
+
+    Raises:
+      argparse.ArgumentTypeError: it is not a whole number from 1 to `MOST`.
+    """
+    scale = _UNITS.get(text[-1:].upper(), 1.0)
+    digits = text[:-1] if text[-1:].upper() in _UNITS else text
+    value = _float(digits) * scale
+    if not 1 <= value <= MOST or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of at least 1, such as 7.5e9, 175B or 1T, is needed")
+    return int(value)
+
+
+def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+    """Return a type of whole numbers from `least` to `most`."""
+
+    def integer(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{_short(text)}: it must be at least {least}, at most {most:,}, and whole")
+        return value
+
+    return integer
+
+
+def number(least: float, most: float = float(MOST), *, above: bool = False) -> Callable[[str], float]:
+    """Return a type of finite numbers from `least` to `most`; with `above`, more than `least`."""
+
+    def real(text: str) -> float:
+        value = _float(text)
+        if not least <= value <= most or (above and value == least):
+            what = f"above {least:g}" if above else f"from {least:g}"
+            raise argparse.ArgumentTypeError(f"{_short(text)}: a number {what} to {most:g} is needed")
+        return value
+
+    return real
+
+
+def _float(text: str) -> float:
+    """Return a number, or NaN, which lies in no range."""
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 60 else f"{text[:60]!r}.."

@@ -1,0 +1,174 @@
+"""Whether a parsed text is a program that XLA can have written, so that those who read it can rely on it.
+
+    names         every operand is defined above, and every computation that is called is in the text
+    calls         computations call each other in no circle, and no deeper than `MOST_DEPTH`
+    shapes        nothing but arrays and tuples of them; element types are known, layouts permute the dims
+    tuples        an element that is read is there
+    parameters    each caller gives what its computation reads
+    loops         a condition and a body, and at most `MOST_TRIPS` trips
+    slices        an index for each dim
+
+An edited or a cut text would give wrong figures otherwise, or none that says why.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+
+from zerojax.hlo.faults import fault
+from zerojax.hlo.parse import Array, Computation, Instruction, Module, is_shape, parse_arrays, parse_module, tuple_shapes
+
+MOST_TRIPS = 10**6
+"""Of one loop. A training step's loops run over layers, tiles and microbatches."""
+MOST_DEPTH = 100
+_MOST_BYTES = 1 << 60
+_DTYPE = re.compile(r"pred|token|opaque|[su](1|2|4|8|16|32|64)|bf16|f(16|32|64)|f[48]e\w+|c64|c128")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_INDEX = re.compile(r"\bindex=(-?\d+)")
+_NUMBER = re.compile(r"(\d+)\)")
+_GIVES_OPERANDS = ("fusion", "fusion-start", "call", "call-start", "async-start")
+_SLICES = ("dynamic-slice", "dynamic-update-slice")
+_NO_OPERANDS = frozenset({
+    "parameter", "constant", "iota", "tuple", "custom-call", "custom-call-start", "fusion", "fusion-start", "after-all", "call",
+    "call-start", "async-start", "partition-id", "replica-id", "rng-get-and-update-state", "infeed", "recv", "rng", "sort",
+    "conditional", "opt-barrier", "send", "outfeed", "get-dimension-size", "all-reduce", "all-to-all",
+})  # fmt: skip
+"""Operations that may have no operand, or whose number of operands is of no account here."""
+
+
+@functools.lru_cache(maxsize=2)  # one function asks several readers, and a text has megabytes
+def checked_module(text: str) -> Module:
+    """Parse a compiled program, and check that XLA can have written it.
+
+    Args:
+      text: `compiled.as_text()`.
+
+    Raises:
+      ValueError: it is not; with the line and the reason.
+    """
+    module = parse_module(text)
+    for computation in module.computations.values():
+        seen = dict[str, Instruction]()
+        for i in computation.instructions.values():
+            _check_names(i, seen, module)
+            _check_shape(i)
+            _check_form(i, seen)
+            seen[i.result] = i
+        if not computation.root:
+            last = max((i.line for i in computation.instructions.values()), default=0)
+            raise fault(last, f"computation {computation.name} has no ROOT")
+    _check_calls(module)
+    for computation in module.computations.values():
+        _check_given(computation, module)
+    return module
+
+
+def _check_names(i: Instruction, seen: Mapping[str, Instruction], module: Module) -> None:
+    for name in i.operands:
+        if name not in seen:
+            raise fault(i.line, f"{i.result} reads %{name}, which is not defined above it in its computation")
+    for name in i.called:
+        if name not in module.computations:
+            raise fault(i.line, f"{i.result} calls computation {name}, which the text does not hold")
+    if not i.operands and i.op not in _NO_OPERANDS and not i.op.endswith(("-done", "-start")):
+        raise fault(i.line, f"{i.result}, a {i.op}, has no operand")
+    if i.op.endswith("-done") and not i.operands:
+        raise fault(i.line, f"{i.result}, a {i.op}, has no operand")
+
+
+def _check_shape(i: Instruction) -> None:
+    if not is_shape(i.shape):
+        raise fault(i.line, f"the shape of {i.result} is no array and no tuple of arrays: {i.shape}")
+    for array in parse_arrays(i.shape):
+        if _DTYPE.fullmatch(array.dtype) is None:
+            raise fault(i.line, f"{i.result} has elements of type {array.dtype!r}, which is not known")
+        if sorted(array.minor_to_major) != list(range(len(array.dims))):
+            raise fault(i.line, f"the layout {array.minor_to_major} of {i.result} does not order its dims {array.dims}")
+        if math.prod(array.dims) * 16 > _MOST_BYTES:
+            raise fault(i.line, f"{i.result} has dims {array.dims}, which no device can hold")
+
+
+def _check_form(i: Instruction, seen: Mapping[str, Instruction]) -> None:
+    if i.op == "get-tuple-element":
+        index, count = _INDEX.search(i.rest), len(tuple_shapes(seen[i.operands[0]].shape))
+        if index is None or not 0 <= int(index[1]) < count:
+            of = "no element" if index is None else f"element {index[1]}"
+            raise fault(i.line, f"{i.result} reads {of} of {i.operands[0]}, which has {count}")
+    elif i.op == "parameter" and _NUMBER.match(i.rest) is None:
+        raise fault(i.line, f"{i.result} is parameter({i.rest}: a number is needed")
+    elif i.op == "while":
+        _check_loop(i)
+    elif i.op in _SLICES:
+        _check_slice(i, seen)
+    elif i.op == "tuple" and len(tuple_shapes(i.shape)) != len(i.operands) and i.operands:
+        raise fault(i.line, f"{i.result} is a tuple of {len(tuple_shapes(i.shape))} made of {len(i.operands)}")
+    elif i.op == "conditional" and len(i.operands) != len(i.called) + 1:
+        raise fault(i.line, f"{i.result} has {len(i.called)} branches and {len(i.operands) - 1} operands for them")
+
+
+def _check_loop(i: Instruction) -> None:
+    found = re.findall(r"\b(condition|body)=%?[\w.\-]+", _QUOTED.sub("", i.rest))
+    if sorted(found) != ["body", "condition"] or len(i.operands) != 1:
+        raise fault(i.line, f"the loop {i.result} has no condition, no body, or not one operand")
+    if i.trips is not None and not 0 <= i.trips <= MOST_TRIPS:
+        raise fault(i.line, f"the loop {i.result} runs {i.trips:.4g} times, and 0 to {MOST_TRIPS:,} are followed")
+
+
+def _check_slice(i: Instruction, seen: Mapping[str, Instruction]) -> None:
+    first = 2 if i.op == "dynamic-update-slice" else 1
+    operands = [parse_arrays(seen[name].shape) for name in i.operands[:first]]
+    arrays = [a[0] for a in [*operands, parse_arrays(i.shape)] if a]
+    ranks = {len(a.dims) for a in arrays}
+    if len(arrays) != first + 1 or len(ranks) != 1 or len(i.operands) != first + len(arrays[0].dims):
+        raise fault(i.line, f"{i.result}, a {i.op}, has not one index for each dim of its operand")
+    whole, part = arrays[:2]  # of an update the part that is written, else the result
+    if not _is_part(part, whole):
+        raise fault(i.line, f"{i.result} slices {part.dims} of {whole.dims}, which has not as much")
+
+
+def _is_part(part: Array, whole: Array) -> bool:
+    return all(n <= of for n, of in zip(part.dims, whole.dims, strict=True))
+
+
+def _check_calls(module: Module) -> None:
+    """Raise for computations that call each other in a circle, or too deep for those who follow the calls."""
+    depth, open_calls = dict[str, int](), set[str]()
+    stack: list[tuple[str, bool]] = [(name, False) for name in module.computations]
+    while stack:
+        name, is_done = stack.pop()
+        called = {c: i for i in module.instructions(name) for c in i.called}
+        if is_done:
+            open_calls.discard(name)
+            depth[name] = 1 + max((depth[c] for c in called), default=0)
+            if depth[name] > MOST_DEPTH:
+                raise ValueError(f"computation {name} calls others {depth[name]} deep, and {MOST_DEPTH} are followed")
+            continue
+        if name in depth:
+            continue
+        open_calls.add(name)
+        stack.append((name, True))
+        for other, i in called.items():
+            if other in open_calls:
+                raise fault(i.line, f"{i.result} calls {other}, which calls it: computations are in a circle")
+            if other not in depth:
+                stack.append((other, False))
+
+
+def _check_given(computation: Computation, module: Module) -> None:
+    """Raise for an instruction that gives less to a computation than that reads."""
+    for i in computation.instructions.values():
+        if i.op in _GIVES_OPERANDS:
+            needed = max((_parameters(module.computations[c]) for c in i.called[:1]), default=0)
+            if not i.called or needed > len(i.operands):
+                raise fault(i.line, f"{i.result} gives {len(i.operands)} operands to a computation that reads {needed}")
+        elif i.op in ("while", "conditional"):
+            for name in i.called:
+                if (needed := _parameters(module.computations[name])) > 1:
+                    raise fault(i.line, f"{i.result} gives 1 operand to {name}, which reads {needed}")
+
+
+def _parameters(computation: Computation) -> int:
+    """Return how many operands a computation reads."""
+    numbers = [int(i.rest.split(")")[0]) for i in computation.instructions.values() if i.op == "parameter"]
+    return max(numbers, default=-1) + 1
