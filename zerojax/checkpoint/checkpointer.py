@@ -45,6 +45,7 @@ from zerojax.checkpoint.program_state import describe, restore_state
 from zerojax.checkpoint.retention import Retention
 from zerojax.program import Program
 from zerojax.runtime import AllProcesses, interrupts_wait
+from zerojax.sharding import without_mesh
 from zerojax.state import TrainState
 
 logger = logging.getLogger("zerojax")
@@ -122,6 +123,7 @@ class Checkpointer:
 
     # --- saving ------------------------------------------------------------------------------------------------------------
 
+    @without_mesh
     def save(
         self,
         program: Program,
@@ -266,6 +268,7 @@ class Checkpointer:
         is_alone = jax.process_count() == 1
         return self._writer.has_appeared or (is_alone and is_folder(os.path.join(saving.folder, STATE)))
 
+    @without_mesh
     def wait(self) -> None:
         """Wait until what was saved is on disk.
 
@@ -311,6 +314,7 @@ class Checkpointer:
 
     # --- restoring ---------------------------------------------------------------------------------------------------------
 
+    @without_mesh
     def restore(self, program: Program, step: int | None = None, *, data: Any = None) -> TrainState:
         """Return a saved state, as this program's; in a run of several processes all call this.
 
@@ -371,11 +375,13 @@ class Checkpointer:
             raise
         return states[0]
 
+    @without_mesh
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in order."""
         self.wait()
         return self._directory.steps()
 
+    @without_mesh
     def latest_step(self) -> int | None:
         """Return the newest step that is whole, which `restore` would take; None if there is none.
 
@@ -399,6 +405,7 @@ class Checkpointer:
         mesh = Mesh(np.asarray(jax.devices()), ("devices",))
         AllProcesses(mesh, f"reading step {step}", CheckpointError, DamagedError).do(check)
 
+    @without_mesh
     def best_step(self) -> int | None:
         """Return the step of the best metric, with `best_metric`; else the newest. None if there is none.
 
@@ -410,6 +417,7 @@ class Checkpointer:
         self.wait()
         return self._retention.best(self._directory)
 
+    @without_mesh
     def close(self) -> None:
         """Wait for a save in the background, and unlock the directory. The end of the program does this too.
 

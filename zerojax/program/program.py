@@ -35,7 +35,17 @@ from zerojax.program.step import Metrics, Step
 from zerojax.progress import working
 from zerojax.resident import ResidentStep
 from zerojax.runtime import SwapSession
-from zerojax.sharding import Replicated, Rows, abstract_batch, check_batch, place_any_batch, place_batch
+from zerojax.sharding import (
+    Replicated,
+    Rows,
+    abstract_batch,
+    check_batch,
+    no_mesh,
+    place_any_batch,
+    place_batch,
+    uncommitted,
+    without_mesh,
+)
 from zerojax.state import StateCheck, StateRecords, TrainState, as_arguments, check_is_there, masters
 
 
@@ -56,7 +66,7 @@ class Program:
       tx: as given; with bfloat16 moments, what keeps them so.
       records: how the state rests, record by record.
       layout: where every byte of the state is.
-      mesh: as given.
+      mesh: as given, or the one of this package's axes that was made of it.
       config: as given.
       swap: what rests on disk, while the program is open, or None.
       check_state: raises ValueError for a state that this program cannot take.
@@ -90,6 +100,7 @@ class Program:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    @without_mesh
     def close(self) -> None:
         """Release what the program holds between steps: host memory for gradients and activations.
 
@@ -142,12 +153,14 @@ class Program:
     def _grads_moves(self) -> tuple[Move, ...]:
         return self._step.grads_moves()
 
+    @without_mesh
     def memory(self, batch: Any) -> MemoryReport:
         """Return the bytes of a step on each device, per tier, and those that its collectives and its host link move."""
         check_batch(batch, self.mesh, self.config.num_microbatches)
         with jax.set_mesh(self.mesh):
             return program_memory(self.records, self._step, self.abstract_batch(batch))
 
+    @without_mesh
     def kept(self, batch: Any) -> KeptValues:
         """Return what a step keeps of a batch from forward to backward: each value with name, shape, spec, tier and bytes.
 
@@ -158,6 +171,7 @@ class Program:
         with jax.set_mesh(self.mesh):
             return kept_by_program(self.records, self._step, self.abstract_batch(batch))
 
+    @without_mesh
     def host_copies(self, batch: Any) -> HostTraffic:
         """Return what a step moves over each device's link to the host, by copies and by kernels; compiled facts, not times.
 
@@ -186,6 +200,7 @@ class Program:
             # A streamed step's loops of unknown trip count run once.
             return host_traffic(text, read_thunks(folder, module_name(text)), unknown_trips=1)
 
+    @without_mesh
     def check(self, batch: Any) -> None:
         """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained. Nothing runs."""
         check_batch(batch, self.mesh, self.config.num_microbatches)
@@ -193,6 +208,7 @@ class Program:
             compiled = self._compiler.step(self.abstract_batch(batch))
             jax.eval_shape(compiled.step, *compiled.abstract_args)
 
+    @without_mesh
     def lower(self, abstract_batch: Any) -> LoweredStep:
         """Lower the step for this mesh, which may be one of devices that are not there.
 
@@ -210,6 +226,7 @@ class Program:
 
     # --- what it does ------------------------------------------------------------------------------------------------------
 
+    @without_mesh
     def init(self, key: jax.Array) -> TrainState:
         """Make the state, each device its own shard.
 
@@ -226,6 +243,7 @@ class Program:
             key = jax.random.wrap_key_data(key)
         if key.shape:
             raise ValueError(f"init takes one random key, got an array of shape {key.shape}")
+        key = uncommitted(key)
         with working("init"), self.calling(), jax.set_mesh(self.mesh):
             number = self._runner.open()
             return self._runner.run("init", self._init.jitted, *self._init.arguments(key, number))
@@ -234,6 +252,7 @@ class Program:
         """Return a context for programs over the state: of those that call back it lets one run at a time, and no signal in."""
         return self._runner.calling()
 
+    @without_mesh
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Run one train step.
 
@@ -271,6 +290,7 @@ class Program:
             state, of_disk = self._runner.end_step(state, addresses)
             return state, metrics | of_disk
 
+    @without_mesh
     def eval(self, state: TrainState, batch: Any) -> Any:
         """Return the loss of a batch, f32[], with key=None: deterministic, and without an update.
 
@@ -284,6 +304,7 @@ class Program:
         batch, rows = self._any_batch(state, batch)
         return self._evaluate("eval", state, batch, lambda *args: self._compiler.eval(rows))
 
+    @without_mesh
     def apply(self, state: TrainState, batch: Any) -> Any:
         """Return the outputs of the model's `predict`, with the state where it rests; without keys, and without an update.
 
@@ -307,6 +328,7 @@ class Program:
         batch, rows = self._any_batch(state, batch)
         return self._evaluate("apply", state, batch, lambda *args: self._compiler.apply(rows, *args))
 
+    @without_mesh
     def apply_cached(self, state: TrainState, batch: Any, cache: Any, length: int) -> tuple[Any, Any]:
         """Return the outputs of the model's `predict` for tokens that follow others, and the cache with what is kept of them.
 
@@ -359,6 +381,7 @@ class Program:
                 self._compiler.order(program, as_arguments(args), 3)
             return self._runner.run(name, program, *args, reads=params, moves=self._eval_moves)
 
+    @without_mesh
     def grads(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
         """Return the loss of a step over a batch, and the gradients that it would have; nothing is updated or donated.
 
@@ -395,6 +418,7 @@ class Program:
             self._scratch.keep(step.abstract_scratch, scratch)
             return result
 
+    @without_mesh
     def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
         """Place a batch on the mesh: dim 0 over `data` and `fsdp`. Leaves already there stay.
 
@@ -426,6 +450,7 @@ class Program:
             )
         return self.swap.trace(path, () if plan is None else plan.spans)
 
+    @without_mesh
     def params(self, state: TrainState) -> Any:
         """Return the sharded parameter tree in the compute dtype; `{"embed", "blocks", "head"}` for a LayeredModel.
 
@@ -437,6 +462,7 @@ class Program:
         check_is_there(state)
         return self.layout.join(state)
 
+    @without_mesh
     def master_params(self, state: TrainState) -> Any:
         """Return the float32 parameters that the optimizer updates, sharded as its state is, where they rest.
 
@@ -449,6 +475,7 @@ class Program:
         check_is_there(state)
         return masters(state)
 
+    @without_mesh
     def ema_params(self, state: TrainState) -> Any:
         """Return the averages of the weights that `zerojax.Ema` keeps, in the dtype, shardings and tier of `params(state)`.
 
@@ -477,4 +504,11 @@ class Program:
           ValueError: the state was donated, or is not the one on disk, or there are no averages.
           SwapError: a record cannot be read.
         """
-        yield from self._reader.pieces(state, ema)
+        pieces = self._reader.pieces(state, ema)
+        while True:
+            # Between two pieces the caller's mesh is in scope again.
+            with no_mesh():
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece

@@ -19,6 +19,8 @@ from jax.sharding import Mesh
 
 from zerojax.sharding.activations import ActivationSpec
 from zerojax.sharding.mesh import BATCH_AXES, num_batch_shards
+from zerojax.sharding.scope import is_on_another_mesh
+from zerojax.sharding.specs import named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,7 @@ def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
     Raises:
       ValueError: no rows, or leaves of different sizes.
     """
-    batch = _with_arrays(batch)
+    batch = jax.tree.map(lambda leaf: _brought(leaf, mesh), _with_arrays(batch))
     size, shards = batch_size(_whole(batch, mesh)), num_batch_shards(mesh)
     if size % shards == 0:
         return _place(batch, mesh), None
@@ -93,6 +95,11 @@ def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
 def _with_arrays(batch: Any) -> Any:
     """Return a batch whose numbers are arrays."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, bool | int | float) else leaf, batch)
+
+
+def _brought(leaf: Any, mesh: Mesh) -> Any:
+    """Return a leaf that may be padded: what is on another mesh is brought to this one, whole on each device."""
+    return jax.device_put(leaf, named(mesh, ())) if is_on_another_mesh(leaf, mesh) else leaf
 
 
 def _parts(leaf: Any, mesh: Mesh) -> int:
@@ -119,7 +126,9 @@ def _place(batch: Any, mesh: Mesh) -> Any:
 
     def place(leaf: Any) -> jax.Array:
         sharding = ActivationSpec(mesh).batch(leaf.ndim)
-        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        # On a mesh of explicit axes an array may lie in the same way, and no program of this mesh takes it.
+        is_here = isinstance(leaf, jax.Array) and not is_on_another_mesh(leaf, mesh)
+        if is_here and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
         if _parts(leaf, mesh) > 1:
             return jax.make_array_from_process_local_data(sharding, leaf)
