@@ -75,6 +75,43 @@ def test_an_encoded_base_is_restored_bit_for_bit_into_every_tier(format, saved_f
         jax.block_until_ready(program.step(state, BATCH))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("format", "fields"),
+    [
+        ("int8", {"devices": 1}),
+        ("int8", {"devices": 4}),
+        ("int8", {"stage": 1}),
+        ("int8", {"stage": 1, "devices": 4}),
+        ("nf4", {"devices": 4}),
+        ("nf4", {"devices": 4, "params": HOST}),
+    ],
+)
+def test_adapters_go_on_over_a_base_on_other_shards(format, fields, tmp_path):
+    batches = [{"tokens": (BATCH["tokens"] + n) % VOCAB} for n in range(4)]
+    with build(format, tmp_path) as program, zj.Checkpointer(tmp_path / "run") as ckpt:
+        state = program.init(jax.random.key(0))
+        expected = []
+        for number, batch in enumerate(batches):
+            if number == 2:
+                ckpt.save(program, state)
+                ckpt.wait()
+            state, metrics = program.step(state, batch)
+            expected.append(float(metrics["loss"]))
+        saved = weights(program, state)
+    with build(format, tmp_path, **fields) as program, zj.Checkpointer(tmp_path / "run") as ckpt:
+        state = ckpt.restore(program)
+        got = []
+        for batch in batches[2:]:
+            state, metrics = program.step(state, batch)
+            got.append(float(metrics["loss"]))
+        np.testing.assert_allclose(got, expected[2:], rtol=1e-6)
+        after = weights(program, state)
+        for layer in range(LAYERS):
+            for name in ("up", "down"):
+                np.testing.assert_array_equal(after[f"blocks/{layer}"][name], saved[f"blocks/{layer}"][name])
+
+
 def test_an_encoded_base_moves_where_its_blocks_and_groups_are_whole(tmp_path):
     saved = {}
     for format in ("int8", "nf4"):
@@ -83,14 +120,8 @@ def test_an_encoded_base_moves_where_its_blocks_and_groups_are_whole(tmp_path):
             saved[format] = weights(program, state)
             ckpt.save(program, state)
             ckpt.wait()
-    # Other shards have arrays of other shapes: those of one device and of stage 1 merge all dims. Their blocks are the same.
-    others = [
-        ("int8", {"devices": 4}),
-        ("int8", {"devices": 1}),
-        ("int8", {"stage": 1, "frozen": DISK}),
-        ("nf4", {"devices": 4}),
-    ]
-    for format, fields in others:
+    # One device merges all dims of an array, and four have groups of scales of their own. The blocks are the same.
+    for format, fields in (("int8", {"devices": 1, "frozen": DISK}), ("nf4", {"devices": 4})):
         with build(format, tmp_path, **fields) as program, zj.Checkpointer(tmp_path / format) as ckpt:
             assert_same(weights(program, ckpt.restore(program)), saved[format])
     # One group of scales on one device is two on two devices.

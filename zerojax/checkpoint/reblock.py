@@ -45,17 +45,20 @@ class Reblocked:
     def read(self, records: SavedRecords, name: str, box: Box, out: np.ndarray) -> None:
         """Fill `out` with a box of the array as it is here; errors are those of `SavedRecords.read`."""
         front, rest = box[: self.lead], box[self.lead :]
-        # The places of the first and last number of the box bound the rows that are read.
-        places = np.arange(math.prod(self.here)).reshape(self.here)[tuple(slice(*ends) for ends in rest)]
-        places = places if self.index is None else self.index[places]
-        length = math.prod(self.saved[1:])
-        low, high = int(places.min()) // length, int(places.max()) // length + 1
+        # The saved rows that hold the box's own rows, whole. Arrays of groups are small, and are read whole.
+        (start, stop), width, length = rest[0], math.prod(self.here[1:]), math.prod(self.saved[1:])
+        low, high = (0, self.saved[0]) if self.index is not None else (start * width // length, -(-stop * width // length))
         part = ((low, high), *((0, n) for n in self.saved[1:]))
         rows = np.empty([high - low, *self.saved[1:]], out.dtype)
-        for record in np.ndindex(*(stop - start for start, stop in front)):
-            at = tuple((start + i, start + i + 1) for (start, _), i in zip(front, record, strict=True))
+        for record in np.ndindex(*(last - first for first, last in front)):
+            at = tuple((first + i, first + i + 1) for (first, _), i in zip(front, record, strict=True))
             records.read(name, at + part, rows.reshape([1] * self.lead + list(rows.shape)))
-            out[record] = rows.reshape(-1)[places - low * length]
+            flat = rows.reshape(-1)
+            if self.index is not None:
+                out[record] = flat[self.index].reshape(self.here)[tuple(slice(*ends) for ends in rest)]
+                continue
+            flat = flat[start * width - low * length : stop * width - low * length]
+            out[record] = flat.reshape(stop - start, *self.here[1:])[(slice(None), *(slice(*ends) for ends in rest[1:]))]
 
 
 def reblocked(name: str, here: Mapping[str, Shape], saved: Mapping[str, Shape], lead: int) -> Reblocked:
