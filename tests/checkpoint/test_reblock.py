@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import storage
-from zerojax.checkpoint.reblock import reblocked
+from zerojax.checkpoint.retile import reblocked
 
 NAME = "weights['w']#nf4."
 
@@ -81,7 +81,8 @@ def test_what_is_read_for_other_shards_decodes_to_the_same_bits(shape, format):
     weight = jnp.asarray(np.random.default_rng(0).standard_normal(shape), jnp.float32)
     encoded = {}
     for shards in itertools.product((1, 2, 4, 8), repeat=len(shape)):
-        if sum(n > 1 for n in shards) < 2 and storage.refusal(format, shape, shards) is None:
+        divides = all(size % n == 0 for size, n in zip(shape, shards, strict=True))
+        if divides and sum(n > 1 for n in shards) < 2 and storage.refusal(format, shape, shards) is None:
             encoded[shards] = storage.encode(weight, storage.choose_layout(format, shape, shards), "xla")
     counts = {"read": 0, "refused": 0}
     for before, after in itertools.product(encoded.values(), repeat=2):
@@ -98,4 +99,4 @@ def test_what_is_read_for_other_shards_decodes_to_the_same_bits(shape, format):
         decoded = storage.decode(jax.tree.unflatten(jax.tree.structure(after), arrays), jnp.float32, "xla")
         np.testing.assert_array_equal(decoded, storage.decode(before, jnp.float32, "xla"))
         counts["read"] += 1
-    assert counts["read"] > counts["refused"]
+    assert counts["read"] > len(encoded)  # each as it is, and some as others

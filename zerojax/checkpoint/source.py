@@ -3,7 +3,7 @@
     saved as                                  read from
     a leaf of the same shape                  its records, box by box
     a stack of other tiles                    its records, box by box of the dense weight (`zerojax.checkpoint.retile`)
-    a weight in 8 or 4 bits for other shards  its records, block by block (`zerojax.checkpoint.reblock`)
+    a weight in 8 or 4 bits for other shards  its records, block by block (the same)
     a small value                             the manifest
     nothing, and the config alone needs it    the value with which it starts: a loss scale, a count, no pending update
 
@@ -25,8 +25,7 @@ from host_offload.disk import Box
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, unreadable
 from zerojax.checkpoint.leaves import ENCODED, ROUNDING_STEP, StateLeaf
 from zerojax.checkpoint.manifest import SavedState
-from zerojax.checkpoint.reblock import Reblocked, reblocked
-from zerojax.checkpoint.retile import Retiled, of_mlp, retiled
+from zerojax.checkpoint.retile import Reblocked, Retiled, of_mlp, reblocked, retiled
 from zerojax.precision import LossScaling, init_loss_scale
 
 logger = logging.getLogger("zerojax")
