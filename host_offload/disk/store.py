@@ -35,6 +35,7 @@ class Store:
       rank: index of the device.
       num_layers: records.
       format: of a record.
+      written_once: whether a state's records stay as they were first written; only another state writes them again.
       checksums: uint64[num_layers], of each record as last written; 0 where unknown.
       written: bool[num_layers], whether a record was written completely.
     """
@@ -47,6 +48,8 @@ class Store:
         num_layers: int,
         format: RecordFormat,
         metadata: Mapping[str, Any] | None = None,
+        *,
+        written_once: bool = False,
     ) -> None:
         """Create the array; no record exists yet.
 
@@ -57,6 +60,8 @@ class Store:
           num_layers: records.
           format: of each of them.
           metadata: goes into the attributes as it is (specs, mesh); what JSON can hold.
+          written_once: whether a state's records stay as they were first written, as frozen weights do. Linking them then
+            takes no space.
 
         Raises:
           ValueError: the kind is no name of a folder, or there are no layers.
@@ -67,6 +72,7 @@ class Store:
                 f"kind={kind!r}, rank={rank}, num_layers={num_layers}: a folder's name, 0 or more and 1 or more are needed"
             )
         self.kind, self.rank, self.num_layers, self.format = kind, rank, num_layers, format
+        self.written_once = written_once
         self.path = os.path.join(folder_path, kind, str(rank))
         self.checksums = np.zeros(num_layers, np.uint64)
         self.written = np.zeros(num_layers, bool)
@@ -159,7 +165,8 @@ class Store:
     def link(self, layer: int, target: str) -> None:
         """Give a record a second name, under which it stays as it is: the next write of the record goes to another file.
 
-        That file's space is reserved here, so that no write is refused for want of it.
+        That file's space is reserved here, so that no write is refused for want of it. Records that are written once need
+        none: `reserve_spares` reserves it before another state is written.
 
         Args:
           layer: index of the record, no write of which is under way.
@@ -175,17 +182,34 @@ class Store:
                 return
             try:
                 # Space first, name second: when the disk is full, the record must not be left linked without a spare file.
-                fd = open_regular(spare, os.O_WRONLY | os.O_CREAT)
-                try:
-                    reserve(fd, self.format.padded_bytes)
-                finally:
-                    os.close(fd)
+                if not self.written_once:
+                    self._make_spare(layer)
                 os.link(path, target)
             except OSError:
                 with contextlib.suppress(OSError):
                     os.unlink(spare)
                 raise
             self._linked.add(layer)
+
+    def reserve_spares(self) -> None:
+        """Reserve space for another state's records, where snapshots or checkpoints still hold those of the last one.
+
+        Raises:
+          SwapError: the disk is full, or failed.
+        """
+        with self._linking:
+            made = []
+            for layer in sorted(self._linked):
+                try:
+                    if self._needs_spare(layer):
+                        self._make_spare(layer)
+                        made.append(layer)
+                except OSError as error:
+                    for other in made:
+                        with contextlib.suppress(OSError):
+                            os.unlink(self._spare_path(other))
+                    doing = f"reserving {self.format.padded_bytes} bytes for {self.kind}, beside a record that checkpoints hold"
+                    raise explain(error, doing=doing, file=self.path, layer=layer) from error
 
     def unlink(self, layer: int, target: str) -> None:
         """Remove the second name of a record; if it was not written since, and has no third, its file is written to again."""
@@ -196,6 +220,23 @@ class Store:
                 self._linked.discard(layer)
                 os.unlink(self._spare_path(layer))
 
+    def _needs_spare(self, layer: int) -> bool:
+        """Return whether a linked record has no spare file and cannot be written in place, since it has another name."""
+        if not self.written_once or os.path.exists(self._spare_path(layer)):
+            return False
+        return os.stat(self.record_path(layer)).st_nlink > 1
+
+    def _make_spare(self, layer: int) -> None:
+        """Reserve a record's spare file, or leave none."""
+        fd = open_regular(path := self._spare_path(layer), os.O_WRONLY | os.O_CREAT)
+        try:
+            reserve(fd, self.format.padded_bytes)
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+
     def _spare_path(self, layer: int) -> str:
         return os.path.join(self.path, f"spare.{layer}")
 
@@ -205,7 +246,11 @@ class Store:
         with self._linking:
             if layer in self._linked:
                 # A snapshot holds the old file under its second name. The spare one takes its place, and is written.
-                os.replace(self._spare_path(layer), self.record_path(layer))
+                if self._needs_spare(layer):
+                    self._make_spare(layer)
+                # A record that is written once, and whose other names are gone, has none and is written in place.
+                if not self.written_once or os.path.exists(self._spare_path(layer)):
+                    os.replace(self._spare_path(layer), self.record_path(layer))
                 self._linked.discard(layer)
 
     def end_write(self, layer: int, checksum: int = 0) -> None:

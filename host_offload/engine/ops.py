@@ -143,6 +143,7 @@ class DiskRecords:
       used_by: who uses them. Records of the host alone need no memory on a device.
       in_place: whether the host updates them in the buffers into which they are read.
       in_turn: whether programs use all kinds with this flag one after the other, so that these can share buffers.
+      written_once: whether a state's records stay as they were first written, as frozen weights do.
     """
 
     swap: Swap
@@ -155,6 +156,7 @@ class DiskRecords:
     used_by: User = "program"
     in_place: bool = False
     in_turn: bool = False
+    written_once: bool = False
 
     @functools.cached_property
     def format(self) -> RecordFormat:

@@ -1,6 +1,7 @@
 """Frozen weights in checkpoints: written once and linked after, restored and imported bit for bit into every tier."""
 
 import dataclasses
+import errno
 import os
 import pathlib
 import re
@@ -70,6 +71,9 @@ def test_a_base_is_written_once_and_restored_bit_for_bit(restored_to, saved_from
         third = files(directory / "3", "frozen")
         if {saved_from, restored_to} <= {"device", "host"}:  # the run goes on with the base that it restored
             assert all(os.path.samefile(first[name], third[name]) for name in first)
+        # Another state's base is written beside the checkpoint's, which stays as it is.
+        program.init(jax.random.key(5))
+        assert_same(weights(program, ckpt.restore(program, 2)), saved)
 
 
 def test_another_base_and_a_damaged_one_are_written_anew(tmp_path):
@@ -114,7 +118,34 @@ def test_weights_of_a_file_fill_the_base_in_every_tier(tier, tmp_path):
     with build(tmp_path, **TIERS[tier]) as program:
         state = zj.import_params(program, path, key=jax.random.key(0))
         assert_same(weights(program, state), saved)
+        if tier == "base_on_disk":
+            check_saving_takes_no_room(program, state, tmp_path)
         assert float(program.eval(state, toys.batches(1)[0])) > 0
+
+
+def check_saving_takes_no_room(program, state, tmp_path):
+    """Save a base on disk twice, on a disk that has no room for another one."""
+    swap = tmp_path / "swap"
+    before = held_bytes(swap)
+    with pytest.MonkeyPatch.context() as patch, zj.Checkpointer(tmp_path / "linked") as ckpt:
+        patch.setattr(os, "posix_fallocate", full)
+        for step in (1, 2):
+            ckpt.save(program, dataclasses.replace(state, step=state.step + step))
+            ckpt.wait()
+    records = {file.stat().st_ino for file in swap.rglob("c.*.0")}
+    for step in ("1", "2"):
+        assert {path.stat().st_ino for path in files(tmp_path / "linked" / step, "disk.frozen").values()} == records
+    assert held_bytes(swap) == before
+
+
+def full(fd, offset, size):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def held_bytes(folder):
+    """Return the bytes that the files of a folder take on the disk, each file once."""
+    files = {(found := file.stat()).st_ino: found.st_blocks for file in folder.rglob("*") if file.is_file()}
+    return 512 * sum(files.values())
 
 
 @pytest.mark.exhaustive

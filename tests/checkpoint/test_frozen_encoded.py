@@ -75,26 +75,67 @@ def test_an_encoded_base_is_restored_bit_for_bit_into_every_tier(format, saved_f
         jax.block_until_ready(program.step(state, BATCH))
 
 
-def test_an_encoded_base_moves_to_meshes_that_hold_the_same_blocks_alone(tmp_path):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("format", "fields"),
+    [
+        ("int8", {"devices": 1}),
+        ("int8", {"devices": 4}),
+        ("int8", {"stage": 1}),
+        ("int8", {"stage": 1, "devices": 4}),
+        ("nf4", {"devices": 4}),
+        ("nf4", {"devices": 4, "params": HOST}),
+    ],
+)
+def test_adapters_go_on_over_a_base_on_other_shards(format, fields, tmp_path):
+    batches = [{"tokens": (BATCH["tokens"] + n) % VOCAB} for n in range(4)]
+    with build(format, tmp_path) as program, zj.Checkpointer(tmp_path / "run") as ckpt:
+        state = program.init(jax.random.key(0))
+        expected = []
+        for number, batch in enumerate(batches):
+            if number == 2:
+                ckpt.save(program, state)
+                ckpt.wait()
+            state, metrics = program.step(state, batch)
+            expected.append(float(metrics["loss"]))
+        saved = weights(program, state)
+    with build(format, tmp_path, **fields) as program, zj.Checkpointer(tmp_path / "run") as ckpt:
+        state = ckpt.restore(program)
+        got = []
+        for batch in batches[2:]:
+            state, metrics = program.step(state, batch)
+            got.append(float(metrics["loss"]))
+        np.testing.assert_allclose(got, expected[2:], rtol=1e-6)
+        after = weights(program, state)
+        for layer in range(LAYERS):
+            for name in ("up", "down"):
+                np.testing.assert_array_equal(after[f"blocks/{layer}"][name], saved[f"blocks/{layer}"][name])
+
+
+def test_an_encoded_base_moves_where_its_blocks_and_groups_are_whole(tmp_path):
+    saved = {}
     for format in ("int8", "nf4"):
         with build(format, tmp_path) as program, zj.Checkpointer(tmp_path / format) as ckpt:
             state = program.init(jax.random.key(0))
-            saved = weights(program, state)
+            saved[format] = weights(program, state)
             ckpt.save(program, state)
             ckpt.wait()
-    with build("int8", tmp_path, devices=4) as program, zj.Checkpointer(tmp_path / "int8") as ckpt:
-        assert_same(weights(program, ckpt.restore(program)), weights(program, program.init(jax.random.key(0))))
+    # One device merges all dims of an array, and four have groups of scales of their own. The blocks are the same.
+    for format, fields in (("int8", {"devices": 1, "frozen": DISK}), ("nf4", {"devices": 4})):
+        with build(format, tmp_path, **fields) as program, zj.Checkpointer(tmp_path / format) as ckpt:
+            assert_same(weights(program, ckpt.restore(program)), saved[format])
+    # One group of scales on one device is two on two devices.
     refused = pytest.raises(
-        zj.CheckpointError, match=r"in 8 or 4 bits in other blocks .*#nf4.*bit for bit or not at all.*import_params"
-    )
-    with build("nf4", tmp_path, devices=4) as program, zj.Checkpointer(tmp_path / "nf4") as ckpt, refused:
+        zj.CheckpointError, match=r"in 8 or 4 bits in other blocks .*#nf4.*of several saved groups.*bit for bit or not at all.*"
+        "import_params",
+    )  # fmt: skip
+    with build("nf4", tmp_path, devices=1) as program, zj.Checkpointer(tmp_path / "nf4") as ckpt, refused:
         ckpt.restore(program)
     refused = pytest.raises(zj.CheckpointError, match=r"no weights\['blocks'\]\['down'\] .*bit for bit or not at all")
     with build(None, tmp_path) as program, zj.Checkpointer(tmp_path / "nf4") as ckpt, refused:
         ckpt.restore(program)
     with pytest.raises(zj.CheckpointError, match=r"\['down'\] is frozen, and rests in nf4.*iter_params"):
         zj.export_safetensors(tmp_path / "nf4", tmp_path / "out.safetensors")
-    assert saved
 
 
 @pytest.mark.by_default("nf4-base_on_disk")

@@ -46,6 +46,7 @@ from zerojax.checkpoint.retention import Retention
 from zerojax.given import as_integer, as_path, whole_number
 from zerojax.program import Program
 from zerojax.runtime import AllProcesses, interrupts_wait
+from zerojax.sharding import without_mesh
 from zerojax.state import TrainState
 
 logger = logging.getLogger("zerojax")
@@ -131,6 +132,7 @@ class Checkpointer:
 
     # --- saving ------------------------------------------------------------------------------------------------------------
 
+    @without_mesh
     def save(
         self,
         program: Program,
@@ -275,6 +277,7 @@ class Checkpointer:
         is_alone = jax.process_count() == 1
         return self._writer.has_appeared or (is_alone and is_folder(os.path.join(saving.folder, STATE)))
 
+    @without_mesh
     def wait(self) -> None:
         """Wait until what was saved is on disk.
 
@@ -320,6 +323,7 @@ class Checkpointer:
 
     # --- restoring ---------------------------------------------------------------------------------------------------------
 
+    @without_mesh
     def restore(self, program: Program, step: int | None = None, *, data: Any = None) -> TrainState:
         """Return a saved state, as this program's; in a run of several processes all call this.
 
@@ -383,11 +387,13 @@ class Checkpointer:
             raise
         return states[0]
 
+    @without_mesh
     def all_steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in order."""
         self.wait()
         return self._directory.steps()
 
+    @without_mesh
     def latest_step(self) -> int | None:
         """Return the newest step that is whole, which `restore` would take; None if there is none.
 
@@ -411,6 +417,7 @@ class Checkpointer:
         mesh = Mesh(np.asarray(jax.devices()), ("devices",))
         AllProcesses(mesh, f"reading step {step}", CheckpointError, DamagedError).do(check)
 
+    @without_mesh
     def best_step(self) -> int | None:
         """Return the step of the best metric, with `best_metric`; else the newest. None if there is none.
 
@@ -422,6 +429,7 @@ class Checkpointer:
         self.wait()
         return self._retention.best(self._directory)
 
+    @without_mesh
     def close(self) -> None:
         """Wait for a save in the background, and unlock the directory. The end of the program does this too.
 

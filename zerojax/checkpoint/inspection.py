@@ -18,6 +18,7 @@ from zerojax.checkpoint.directory import CONFIG, STATE, TEMPORARY, Directory, is
 from zerojax.checkpoint.errors import DamagedError, explaining, unreadable
 from zerojax.checkpoint.manifest import MOST_BYTES, SavedState
 from zerojax.checkpoint.retention import read_metrics
+from zerojax.sharding import without_mesh
 
 _CONFIG_FILE = "metadata"
 """Which Orbax's JsonSave writes."""
@@ -49,6 +50,7 @@ class _Status:
     damage: str | None
 
 
+@without_mesh
 def inspect(folder: str | os.PathLike[str], *, verify: bool = False) -> Report:
     """Describe a Checkpointer's directory, or the folder of one step.
 

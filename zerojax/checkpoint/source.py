@@ -3,6 +3,7 @@
     saved as                                  read from
     a leaf of the same shape                  its records, box by box
     a stack of other tiles                    its records, box by box of the dense weight (`zerojax.checkpoint.retile`)
+    a weight in 8 or 4 bits for other shards  its records, block by block (the same)
     a small value                             the manifest
     nothing, and the config alone needs it    the value with which it starts: a loss scale, a count, no pending update
 
@@ -24,7 +25,7 @@ from host_offload.disk import Box
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, unreadable
 from zerojax.checkpoint.leaves import ENCODED, ROUNDING_STEP, StateLeaf
 from zerojax.checkpoint.manifest import SavedState
-from zerojax.checkpoint.retile import Retiled, of_mlp, retiled
+from zerojax.checkpoint.retile import Reblocked, Retiled, of_mlp, reblocked, retiled
 from zerojax.precision import LossScaling, init_loss_scale
 
 logger = logging.getLogger("zerojax")
@@ -40,12 +41,14 @@ class LeafSource:
       saved: the checkpoint.
       value: the number, or numbers, themselves, where they are not in its records.
       tiles: how to read it if it was saved in other tiles.
+      blocks: how to read it if it is an array of a weight in 8 or 4 bits that was saved for other shards.
     """
 
     leaf: StateLeaf
     saved: SavedState
     value: np.ndarray | None = None
     tiles: Retiled | None = None
+    blocks: Reblocked | None = None
 
     def fill(self, box: Box, out: np.ndarray) -> None:
         """Fill `out` with a part of the leaf; its shape may lack the box's leading dims of 1.
@@ -62,6 +65,8 @@ class LeafSource:
         try:
             if self.tiles is not None:
                 self.tiles.read(self.saved.records, self.leaf.name, box, out.reshape(shape))
+            elif self.blocks is not None:
+                self.blocks.read(self.saved.records, self.leaf.name, box, out.reshape(shape))
             else:
                 self.saved.records.read(self.leaf.name, box, out.reshape(shape))
         except OSError as error:
@@ -200,6 +205,9 @@ def _source(
         if shape == leaf.shape:
             return LeafSource(leaf, saved)
         try:
+            if leaf.encodes:
+                saved_shapes = {name: other.shape for name, other in saved.leaves.items()}
+                return LeafSource(leaf, saved, blocks=reblocked(name, shapes, saved_shapes, leaf.lead))
             return LeafSource(leaf, saved, tiles=_retiled(leaf, shapes, saved))
         except ValueError as error:
             differences.append(f"{name} {list(shape)}, and here it is {list(leaf.shape)}{error}")

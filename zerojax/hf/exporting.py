@@ -30,6 +30,7 @@ from zerojax.hf.importing import ADAPTER, names_of
 from zerojax.hf.model import DECODER, config_of
 from zerojax.hf.names import FAMILIES, Lora
 from zerojax.hf.sources import Source, leaves_of, pieces_of, read_adapter, read_weight, sources_of
+from zerojax.sharding import without_mesh
 from zerojax.weights import (
     INDEX_NAME,
     Tensor,
@@ -49,6 +50,7 @@ _OF_CHECKPOINTS = ("manifest.0.json", "_METADATA", ".zarray", "zarr.json", "mani
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
+@without_mesh
 def export_hf(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -256,6 +258,7 @@ def _holds_weights(folder: str) -> bool:
     return any(name.endswith(_WEIGHTS) or name in _OF_CHECKPOINTS for name in found)
 
 
+@without_mesh
 def export_peft(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],

@@ -12,6 +12,7 @@ from zerojax.hf.config import CONFIG, Family, decoder_config, family_of, read_co
 from zerojax.hf.names import FAMILIES
 from zerojax.models import LayeredModel
 from zerojax.program import Program
+from zerojax.sharding import without_mesh
 from zerojax.state import TrainState
 from zerojax.weights import import_params, open_weights
 
@@ -22,6 +23,7 @@ _PIECE = 1 << 24
 _TILED = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
 
 
+@without_mesh
 def import_hf(
     program: Program, folder: str | os.PathLike[str], *, key: jax.Array, families: Mapping[str, Family] = FAMILIES
 ) -> TrainState:

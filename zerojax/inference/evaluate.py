@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zerojax.program import Program
+from zerojax.sharding import no_mesh
 from zerojax.state import TrainState
 
 
@@ -63,8 +64,10 @@ def perplexity(
         losses.append(float(out["loss"] if isinstance(out, Mapping) else out))
         # What is not on this process alone is the whole batch, and is counted once.
         whole = any(isinstance(a, jax.Array) and not a.is_fully_addressable for a in jax.tree.leaves(batch))
-        total_weights.append(float(weight(batch)) if whole else 0.0)
-        weights.append(0.0 if whole else float(weight(batch)))
+        with no_mesh():  # the batch may be on the program's mesh, and the caller have another one in scope
+            count = float(weight(batch))
+        total_weights.append(count if whole else 0.0)
+        weights.append(0.0 if whole else count)
     program.warnings.look(waits=True)  # losses are known, and so are faults of their batches
     # Counts are integers below 2^24 a batch: float32, in which they travel, holds them.
     parts = np.asarray(weights, np.float32)

@@ -23,12 +23,13 @@ from zerojax.config import streams
 from zerojax.inference.sampling import next_tokens
 from zerojax.models import LAST, LayeredModel, at_last
 from zerojax.program import Program
-from zerojax.sharding import ActivationSpec, num_batch_shards
+from zerojax.sharding import ActivationSpec, num_batch_shards, uncommitted, without_mesh
 from zerojax.state import TrainState
 
 logger = logging.getLogger("zerojax")
 
 
+@without_mesh
 def generate(
     program: Program,
     state: TrainState,
@@ -116,7 +117,7 @@ def _checked_key(key: jax.Array | None, temperature: float, top_p: float) -> jax
         return None
     if key is None:
         raise ValueError(f"temperature={temperature} draws at random: give key=jax.random.key(..), or temperature=0")
-    return key
+    return uncommitted(key)
 
 
 def _logits(program: Program, state: TrainState, width: int, use_cache: bool | None) -> Callable[..., jax.Array]:

@@ -47,7 +47,7 @@ from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, l
 from zerojax.planner.segments import mix, with_options
 from zerojax.planner.validate import validated
 from zerojax.program import assemble
-from zerojax.sharding import abstract_batch
+from zerojax.sharding import Axes, abstract_batch, own_mesh, without_mesh
 
 _TILES = (1, 2, 4, 8, 16, 32)
 _TOLD = 5
@@ -59,6 +59,7 @@ _SWAP_DIR = "SWAP_DIR"
 """Stands in a plan from numbers alone for the folder of the disk."""
 
 
+@without_mesh
 def plan(
     model: Model | LayeredModel | Sizes,
     tx: optax.GradientTransformation | None = None,
@@ -71,6 +72,7 @@ def plan(
     rounds_moments: bool = False,
     tiles: Sequence[int] | None = None,
     validate: bool = False,
+    axes: Axes | None = None,
 ) -> Plan:
     """Choose the fastest config that fits, and say what it needs and how long its step takes.
 
@@ -91,12 +93,17 @@ def plan(
       tiles: of sizes, the numbers of tiles in which the layers' MLPs may run; powers of two to 32 by default.
       validate: compile the plan's step for the mesh's devices, or the machine's GPUs, and tell what it takes beside the plan. A
         step that takes more than the device has is left out, and the next one is compiled.
+      axes: for a model on a mesh of your own, its axes by name, as for `build_train_step`.
 
     Raises:
       PlanError: nothing fits, or not what is fixed; with what is needed and had, and the nearest change that fits.
       ValueError: unknown or contradicting fields, a batch that does not divide, or a figure that the machine lacks.
     """
     with _told_once():
+        if axes is not None and not isinstance(mesh, Mesh):
+            raise ValueError(f"axes={axes!r} names the axes of a jax.sharding.Mesh, and mesh is {mesh!r}")
+        if isinstance(mesh, Mesh) and not isinstance(model, Sizes):
+            mesh = own_mesh(mesh, axes)
         return Planner(model, tx, mesh, batch, machine, fixed, min_disk_days, tiles, rounds_moments).plan(validate)
 
 
@@ -120,7 +127,7 @@ def _told_once() -> Iterator[None]:
 
 def auto(
     model: Model | LayeredModel, tx: optax.GradientTransformation, mesh: Mesh, batch: Any,
-    machine: Machine | str | None = None, **fixed: Any,
+    machine: Machine | str | None = None, *, axes: Axes | None = None, **fixed: Any,
 ) -> ZeroConfig:  # fmt: skip
     """Return the config of `plan`: the fastest that fits. `ZeroConfig.auto` is this function.
 
@@ -130,12 +137,13 @@ def auto(
       mesh: likewise.
       batch: arrays, or ShapeDtypeStructs, of one step.
       machine: as of `plan`.
+      axes: names of the mesh's axes, as for `build_train_step`.
       **fixed: fields of the config that stay as they are.
 
     Raises:
       PlanError, ValueError: as `plan`.
     """
-    return plan(model, tx, mesh, batch, machine, fixed=fixed).config
+    return plan(model, tx, mesh, batch, machine, fixed=fixed, axes=axes).config
 
 
 ZeroConfig.auto = staticmethod(auto)  # bound from above: config.py imports no planner

@@ -16,13 +16,20 @@ from zerojax.program.gathering import Gather, GatheredEarly, build_gather
 from zerojax.program.program import Program
 from zerojax.program.step import Step
 from zerojax.resident import ResidentStep
-from zerojax.sharding import DATA, TENSOR, axes_of, check_mesh
+from zerojax.sharding import DATA, TENSOR, Axes, axes_of, own_mesh, without_mesh
 from zerojax.state import Layout, StateRecords, build_layout, check_optimizer
 from zerojax.streamed import StreamedStep
 
 
+@without_mesh
 def build_train_step(
-    model: Model | LayeredModel, tx: optax.GradientTransformation, config: ZeroConfig, mesh: Mesh, *, batch: Any = None
+    model: Model | LayeredModel,
+    tx: optax.GradientTransformation,
+    config: ZeroConfig,
+    mesh: Mesh,
+    *,
+    batch: Any = None,
+    axes: Axes | None = None,
 ) -> Program:
     """Build a sharded train step.
 
@@ -30,9 +37,11 @@ def build_train_step(
       model: a Model or a LayeredModel; `zerojax.from_flax` makes both.
       tx: any optax transformation. Clipping belongs in `config.clip_norm`, where a non-finite gradient is caught before it.
       config: stage, tiers, precision.
-      mesh: from `zerojax.make_mesh`; devices of a compile-only topology will do.
+      mesh: from `zerojax.make_mesh`, or any other, whose axes `axes` names; devices of a compile-only topology will do.
       batch: an example batch or its tree of ShapeDtypeStruct. With it the loss is traced and checked now; without it, at
         the first step.
+      axes: for a mesh of your own, the axis of it that each axis of this package is, such as `{"fsdp": "x"}`, or several that
+        are neighbours, as a tuple. Explicit axes are taken as automatic ones. Axes that are not named must have size 1.
 
     Returns:
       The program. Nothing is allocated before `program.init`; the nvme tier's folder is taken, and probed for a second.
@@ -42,6 +51,7 @@ def build_train_step(
       NotImplementedError: a setting that this version does not build.
       SwapError: the nvme tier's folder cannot be written to, or another program uses it.
     """
+    mesh = own_mesh(mesh, axes)
     parts = assemble(model, tx, config, mesh)
     program = Program(model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence)
     if batch is not None:
@@ -90,7 +100,7 @@ def assemble(model: Model | LayeredModel, tx: optax.GradientTransformation, conf
             f"device_budget_bytes={config.device_budget_bytes} bounds what a streamed step has in flight, and this step "
             "does not stream: leave it None, or put params, grads, opt_state or activations of a LayeredModel elsewhere"
         )
-    check_mesh(mesh)
+    mesh = own_mesh(mesh)
     if mesh.shape[TENSOR] == 1:  # then there is nothing to split, and no reason to stream
         config = dataclasses.replace(config, partition_activations=False)
     check_optimizer(tx)

@@ -36,7 +36,17 @@ from zerojax.program.step import Metrics, Step
 from zerojax.progress import working
 from zerojax.resident import ResidentStep
 from zerojax.runtime import SwapSession
-from zerojax.sharding import Replicated, Rows, abstract_batch, check_batch, place_any_batch, place_batch
+from zerojax.sharding import (
+    Replicated,
+    Rows,
+    abstract_batch,
+    check_batch,
+    no_mesh,
+    place_any_batch,
+    place_batch,
+    uncommitted,
+    without_mesh,
+)
 from zerojax.state import StateCheck, StateRecords, TrainState, as_arguments, check_is_there, masters
 
 
@@ -57,7 +67,7 @@ class Program:
       tx: as given; with bfloat16 moments, what keeps them so.
       records: how the state rests, record by record.
       layout: where every byte of the state is.
-      mesh: as given.
+      mesh: as given, or the one of this package's axes that was made of it.
       config: as given.
       swap: what rests on disk, while the program is open, or None.
       check_state: returns a state that this program can take, numbers as arrays; raises ValueError for another.
@@ -93,6 +103,7 @@ class Program:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    @without_mesh
     def close(self) -> None:
         """Release what the program holds between steps: host memory for gradients and activations.
 
@@ -146,12 +157,14 @@ class Program:
     def _grads_moves(self) -> tuple[Move, ...]:
         return self._step.grads_moves()
 
+    @without_mesh
     def memory(self, batch: Any) -> MemoryReport:
         """Return the bytes of a step on each device, per tier, and those that its collectives and its host link move."""
         self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
             return program_memory(self.records, self._step, self.abstract_batch(batch))
 
+    @without_mesh
     def kept(self, batch: Any) -> KeptValues:
         """Return what a step keeps of a batch from forward to backward: each value with name, shape, spec, tier and bytes.
 
@@ -162,6 +175,7 @@ class Program:
         with jax.set_mesh(self.mesh):
             return kept_by_program(self.records, self._step, self.abstract_batch(batch))
 
+    @without_mesh
     def host_copies(self, batch: Any) -> HostTraffic:
         """Return what a step moves over each device's link to the host, by copies and by kernels; compiled facts, not times.
 
@@ -200,6 +214,7 @@ class Program:
         self._check_given(batch)
         check_batch(batch, self.mesh, self.config.num_microbatches)
 
+    @without_mesh
     def check(self, batch: Any) -> None:
         """Trace a step over a batch's shapes, and raise ValueError if it cannot be trained. Nothing runs."""
         self._check_shapes(batch)
@@ -207,6 +222,7 @@ class Program:
             compiled = self._compiler.step(self.abstract_batch(batch))
             jax.eval_shape(compiled.step, *compiled.abstract_args)
 
+    @without_mesh
     def lower(self, abstract_batch: Any) -> LoweredStep:
         """Lower the step for this mesh, which may be one of devices that are not there.
 
@@ -224,6 +240,7 @@ class Program:
 
     # --- what it does ------------------------------------------------------------------------------------------------------
 
+    @without_mesh
     def init(self, key: jax.Array) -> TrainState:
         """Make the state, each device its own shard.
 
@@ -240,6 +257,7 @@ class Program:
             key = jax.random.wrap_key_data(key)
         if key.shape:
             raise ValueError(f"init takes one random key, got an array of shape {key.shape}")
+        key = uncommitted(key)
         with working("init"), self.calling(), jax.set_mesh(self.mesh):
             number = self._runner.open()
             return self._runner.run("init", self._init.jitted, *self._init.arguments(key, number))
@@ -248,6 +266,7 @@ class Program:
         """Return a context for programs over the state: of those that call back it lets one run at a time, and no signal in."""
         return self._runner.calling()
 
+    @without_mesh
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Run one train step.
 
@@ -288,6 +307,7 @@ class Program:
             self.warnings.add_step(metrics)
             return state, metrics | of_disk
 
+    @without_mesh
     def eval(self, state: TrainState, batch: Any) -> Any:
         """Return the loss of a batch, f32[], with key=None: deterministic, and without an update.
 
@@ -301,6 +321,7 @@ class Program:
         batch, rows = self._any_batch(state, batch)
         return self._evaluated(self._evaluate("eval", state, batch, lambda *args: self._compiler.eval(rows)))
 
+    @without_mesh
     def apply(self, state: TrainState, batch: Any) -> Any:
         """Return the outputs of the model's `predict`, with the state where it rests; without keys, and without an update.
 
@@ -324,6 +345,7 @@ class Program:
         batch, rows = self._any_batch(state, batch)
         return self._evaluate("apply", state, batch, lambda *args: self._compiler.apply(rows, *args))
 
+    @without_mesh
     def apply_cached(self, state: TrainState, batch: Any, cache: Any, length: int) -> tuple[Any, Any]:
         """Return the outputs of the model's `predict` for tokens that follow others, and the cache with what is kept of them.
 
@@ -377,6 +399,7 @@ class Program:
                 self._compiler.order(program, as_arguments(args), 3)
             return self._runner.run(name, program, *args, reads=params, moves=self._eval_moves)
 
+    @without_mesh
     def grads(self, state: TrainState, batch: Any) -> tuple[Any, Any]:
         """Return the loss of a step over a batch, and the gradients that it would have; nothing is updated or donated.
 
@@ -422,6 +445,7 @@ class Program:
         self.warnings.add_evaluation(faults)
         return metrics["loss"] if set(metrics) == {"loss"} else metrics
 
+    @without_mesh
     def shard_batch(self, batch: Any, num_microbatches: int | None = None) -> Any:
         """Place a batch on the mesh: dim 0 over `data` and `fsdp`. Leaves already there stay; numpy arrays are copied.
 
@@ -454,6 +478,7 @@ class Program:
             )
         return self.swap.trace(path, () if plan is None else plan.spans)
 
+    @without_mesh
     def params(self, state: TrainState) -> Any:
         """Return the sharded parameter tree in the compute dtype; `{"embed", "blocks", "head"}` for a LayeredModel.
 
@@ -465,6 +490,7 @@ class Program:
         check_is_there(state)
         return self.layout.join(state)
 
+    @without_mesh
     def master_params(self, state: TrainState) -> Any:
         """Return the float32 parameters that the optimizer updates, sharded as its state is, where they rest.
 
@@ -477,6 +503,7 @@ class Program:
         check_is_there(state)
         return masters(state)
 
+    @without_mesh
     def ema_params(self, state: TrainState) -> Any:
         """Return the averages of the weights that `zerojax.Ema` keeps, in the dtype, shardings and tier of `params(state)`.
 
@@ -505,4 +532,11 @@ class Program:
           ValueError: the state was donated, or is not the one on disk, or there are no averages.
           SwapError: a record cannot be read.
         """
-        yield from self._reader.pieces(state, ema)
+        pieces = self._reader.pieces(state, ema)
+        while True:
+            # Between two pieces the caller's mesh is in scope again.
+            with no_mesh():
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece

@@ -26,6 +26,7 @@ from zerojax.models import LayeredModel, Model
 from zerojax.program.build import build_train_step
 from zerojax.program.compile import LoweredStep
 from zerojax.program.program import Program
+from zerojax.sharding import own_mesh, without_mesh
 
 DISTANCES = (1, 2, 4)
 GROUPS = (2, 4, 5, 6, 8, 10)
@@ -94,6 +95,7 @@ def _settings(config: ZeroConfig) -> str:
     return f"{config.prefetch_distance:>17} {'default' if config.link_groups is None else config.link_groups:>11}"
 
 
+@without_mesh
 def autotune(
     model: Model | LayeredModel,
     tx: optax.GradientTransformation,
@@ -115,7 +117,7 @@ def autotune(
       model: as of `build_train_step`.
       tx: likewise.
       config: likewise; its settings are tried first.
-      mesh: of one GPU, which need not be there (`zerojax.aot`).
+      mesh: of one GPU, which need not be there (`zerojax.aot`), of any axes.
       batch: arrays, or a tree of ShapeDtypeStruct.
       rates: as of `hlo.simulate`; `zj.machine(...).rates()` are those of other machines.
       distances: values of `prefetch_distance` to try.
@@ -126,6 +128,7 @@ def autotune(
       NotImplementedError: the mesh is not one GPU: CPUs have no link, and collectives have no rates.
       ValueError: no step fits, or an argument is none of those; and as `build_train_step`, of the config as it is given.
     """
+    mesh = own_mesh(mesh)
     device, rates = mesh.devices.flat[0], rates_of(rates)
     if device.platform not in ("gpu", "cuda") or mesh.size > 1:
         raise NotImplementedError(

@@ -220,7 +220,12 @@ class SwapSession:
             self._files_of.clear()
             self._folder.renew()
         # Those of a step are made by `begin`: activations have their shapes from a batch.
-        self._make_files([records for records in self.disk.kinds.values() if records.lifetime == "state"])
+        of_state = [records for records in self.disk.kinds.values() if records.lifetime == "state"]
+        self._make_files(of_state)
+        # Frozen weights of the last state may be linked into checkpoints. Room is found now, and not in the middle of an init.
+        for records in of_state:
+            for rank in self.disk.ranks():
+                self.engine.store_of(records.kind, rank).reserve_spares()
 
     def _make_files(self, kinds: Sequence[DiskRecords]) -> None:
         """Make files and buffers of kinds that have none, or those of another batch."""
@@ -245,7 +250,10 @@ class SwapSession:
                 "shapes": [list(a.shape) for a in records.shapes],
             }
             for rank in self.disk.ranks():
-                store = Store(self._folder.path, records.kind, rank, records.num_layers, records.format, metadata)
+                store = Store(
+                    self._folder.path, records.kind, rank, records.num_layers, records.format, metadata,
+                    written_once=records.written_once,
+                )  # fmt: skip
                 store.preallocate()
                 up, down = records.slots
                 shared = self.disk.shared_bytes(records)

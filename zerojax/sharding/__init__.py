@@ -13,9 +13,10 @@ from zerojax.sharding.mesh import BATCH_AXES as BATCH_AXES
 from zerojax.sharding.mesh import DATA as DATA
 from zerojax.sharding.mesh import FSDP as FSDP
 from zerojax.sharding.mesh import TENSOR as TENSOR
-from zerojax.sharding.mesh import check_mesh as check_mesh
+from zerojax.sharding.mesh import Axes as Axes
 from zerojax.sharding.mesh import make_mesh as make_mesh
 from zerojax.sharding.mesh import num_batch_shards as num_batch_shards
+from zerojax.sharding.mesh import own_mesh as own_mesh
 from zerojax.sharding.partition import LeafSpec as LeafSpec
 from zerojax.sharding.partition import Replicated as Replicated
 from zerojax.sharding.partition import broadcast_specs as broadcast_specs
@@ -24,6 +25,9 @@ from zerojax.sharding.partition import local_elements as local_elements
 from zerojax.sharding.partition import param_specs as param_specs
 from zerojax.sharding.partition import replicated_leaves as replicated_leaves
 from zerojax.sharding.partition import stored_spec as stored_spec
+from zerojax.sharding.scope import no_mesh as no_mesh
+from zerojax.sharding.scope import uncommitted as uncommitted
+from zerojax.sharding.scope import without_mesh as without_mesh
 from zerojax.sharding.specs import Spec as Spec
 from zerojax.sharding.specs import axes_of as axes_of
 from zerojax.sharding.specs import explicit as explicit

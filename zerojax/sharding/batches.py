@@ -24,6 +24,8 @@ from jax.sharding import Mesh
 
 from zerojax.sharding.activations import ActivationSpec
 from zerojax.sharding.mesh import BATCH_AXES, num_batch_shards
+from zerojax.sharding.scope import is_on_another_mesh
+from zerojax.sharding.specs import named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ def place_any_batch(batch: Any, mesh: Mesh) -> tuple[Any, Rows | None]:
       ValueError: a leaf is no array of numbers, its integers do not fit into the 32 bits of the device, there are no rows, or
         leaves differ in them.
     """
-    batch = _with_arrays(batch)
+    batch = jax.tree.map(lambda leaf: _brought(leaf, mesh), _with_arrays(batch))
     size, shards = batch_size(_whole(batch, mesh)), num_batch_shards(mesh)
     if size % shards == 0:
         return _place(jax.tree.map(_own, batch), mesh), None
@@ -181,6 +183,11 @@ def _own(leaf: Any) -> Any:
     return np.array(leaf, device_dtype("a leaf", leaf.dtype)) if isinstance(leaf, np.ndarray) else leaf
 
 
+def _brought(leaf: Any, mesh: Mesh) -> Any:
+    """Return a leaf that may be padded: what is on another mesh is brought to this one, whole on each device."""
+    return jax.device_put(leaf, named(mesh, ())) if is_on_another_mesh(leaf, mesh) else leaf
+
+
 def _parts(leaf: Any, mesh: Mesh) -> int:
     """Return how many processes hold a part of dim 0 of a leaf each: 1 if it is the whole batch already."""
     # An array that this process holds only in part is a global one.
@@ -205,7 +212,9 @@ def _place(batch: Any, mesh: Mesh) -> Any:
 
     def place(leaf: Any) -> jax.Array:
         sharding = ActivationSpec(mesh).batch(leaf.ndim)
-        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+        # On a mesh of explicit axes an array may lie in the same way, and no program of this mesh takes it.
+        is_here = isinstance(leaf, jax.Array) and not is_on_another_mesh(leaf, mesh)
+        if is_here and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
             return leaf
         if _parts(leaf, mesh) > 1:
             return jax.make_array_from_process_local_data(sharding, leaf)

@@ -5,8 +5,9 @@ host, `fsdp` = GPUs of a node and `data` = nodes is hybrid sharding (MiCS, arXiv
 arXiv:2306.10209): state is sharded inside a node, replicated across, and only gradients cross nodes.
 """
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,9 @@ from jax.sharding import AxisType, Mesh
 
 from zerojax.given import as_integer
 
+logger = logging.getLogger("zerojax")
+Axes = Mapping[str, str | tuple[str, ...]]
+"""The axes of a mesh of the user's by the axes of this package."""
 DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
 AXES = (DATA, FSDP, TENSOR)
 BATCH_AXES = (DATA, FSDP)
@@ -56,16 +60,89 @@ def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, *, devices: Sequen
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def check_mesh(mesh: Mesh) -> None:
-    """Raise ValueError unless `mesh` has the axes that a train step needs, all of them automatic."""
+def own_mesh(mesh: Mesh, axes: Axes | None = None) -> Mesh:
+    """Return a mesh of the axes `data`, `fsdp` and `tensor`, all automatic, over the devices of any mesh, in their order.
+
+        own_mesh(Mesh(.., ("replica", "x", "y")), {"data": "replica", "fsdp": ("x", "y")})
+
+    A mesh that is such a one already is returned as it is. Otherwise a log line says what became of the axes.
+
+    Args:
+      mesh: of any axes, explicit or automatic.
+      axes: for each of this package's axes the axis of `mesh` that it is, or several that are neighbours there, the outer one
+        first. An axis that is left out has size 1. None: axes go by their names.
+
+    Raises:
+      ValueError: no mesh, an axis that does not exist or is named twice, axes that are no neighbours, or an axis of `mesh`
+        that has more than one device and is not named.
+    """
     if not isinstance(mesh, Mesh):
-        raise ValueError(f"mesh must be a jax.sharding.Mesh from zerojax.make_mesh, got {type(mesh).__name__}")
-    missing = [axis for axis in AXES if axis not in mesh.axis_names]
-    if missing:
-        raise ValueError(f"the mesh has axes {mesh.axis_names} and lacks {missing}: make it with zerojax.make_mesh")
-    explicit = [a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Auto]
-    if explicit:
-        raise ValueError(f"mesh axes {explicit} are not AxisType.Auto: make the mesh with zerojax.make_mesh")
+        raise ValueError(f"mesh must be a jax.sharding.Mesh, such as from zerojax.make_mesh, got {type(mesh).__name__}")
+    is_named = set(AXES) == set(mesh.axis_names)
+    if axes is None and is_named and all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    given = _given_axes(mesh, {axis: axis for axis in AXES if axis in mesh.axis_names} if axes is None else axes)
+    # Axes of one device have no place in the order of devices.
+    large = [name for name in mesh.axis_names if mesh.shape[name] > 1]
+    owner = {name: axis for axis, names in given.items() for name in names}
+    if lost := [name for name in large if name not in owner]:
+        sizes = ", ".join(f"{name!r} of {mesh.shape[name]} devices" for name in lost)
+        raise ValueError(
+            f"the mesh {dict(mesh.shape)} has the axis {sizes}, which is none of {', '.join(AXES)}: say which it is, as in "
+            f'axes={{"{FSDP}": {lost[0]!r}}}, or give a mesh without it'
+        )
+    for axis, names in given.items():
+        _check_neighbours(axis, [name for name in names if name in large], large)
+    order = list(dict.fromkeys(owner[name] for name in large))
+    for number, axis in enumerate(AXES):
+        if axis not in order:
+            order.insert(order.index(AXES[number - 1]) + 1 if number else 0, axis)
+    sizes = [math.prod(mesh.shape[name] for name in given.get(axis, ())) for axis in order]
+    own = Mesh(mesh.devices.reshape(sizes), tuple(order), axis_types=(AxisType.Auto,) * len(order))
+    logger.info("the mesh %s is taken as %s, of automatic axes, with its devices in their order", _told(mesh), dict(own.shape))
+    return own
+
+
+def _given_axes(mesh: Mesh, axes: Axes) -> dict[str, tuple[str, ...]]:
+    """Return the axes of a mesh that each axis of this package is made of.
+
+    Raises:
+      ValueError: an axis that does not exist, or is named twice.
+    """
+    if not isinstance(axes, Mapping):
+        raise ValueError(f'axes={axes!r}: a dict is needed, such as {{"{FSDP}": {mesh.axis_names[-1]!r}}}')
+    given: dict[str, tuple[str, ...]] = {}
+    for axis, value in axes.items():
+        if axis not in AXES:
+            raise ValueError(f"axes has the key {axis!r}, and the axes are {', '.join(AXES)}")
+        names = (value,) if isinstance(value, str) else value
+        if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"axes[{axis!r}]={value!r}: the name of an axis of the mesh is needed, or a tuple of names")
+        if unknown := [name for name in names if name not in mesh.axis_names]:
+            raise ValueError(f"axes[{axis!r}]={value!r}: the mesh has the axes {mesh.axis_names}, and no {unknown[0]!r}")
+        given[axis] = tuple(names)
+    every = [name for names in given.values() for name in names]
+    if twice := [name for name in every if every.count(name) > 1]:
+        raise ValueError(f"axes={dict(axes)!r} names {twice[0]!r} twice: each axis of the mesh is part of one axis alone")
+    return given
+
+
+def _check_neighbours(axis: str, names: Sequence[str], large: Sequence[str]) -> None:
+    """Raise ValueError unless axes follow each other in a mesh: merging them would change the order of its devices."""
+    if not names:
+        return
+    first = large.index(names[0])
+    if list(names) != list(large[first : first + len(names)]):
+        raise ValueError(
+            f"axes[{axis!r}]={tuple(names)!r}: these are merged only where they follow each other in the mesh, in this order, "
+            f"and its axes of more than one device are {tuple(large)!r}: transpose its devices, "
+            "jax.sharding.Mesh(mesh.devices.transpose(..), ..)"
+        )
+
+
+def _told(mesh: Mesh) -> str:
+    kinds = zip(mesh.shape.items(), mesh.axis_types, strict=True)
+    return "{" + ", ".join(f"{name!r}: {size} ({kind.name})" for (name, size), kind in kinds) + "}"
 
 
 def num_batch_shards(mesh: Mesh) -> int:

@@ -44,6 +44,7 @@ class DiskLayout:
         used_by: User = "program",
         in_place: bool = False,
         in_turn: bool = False,
+        written_once: bool = False,
     ) -> DiskRecords:
         """Return the records of a kind, the same for the same shapes.
 
@@ -57,6 +58,7 @@ class DiskLayout:
           used_by: whether programs fetch and store them, or the host works on them.
           in_place: whether the host updates them in the buffers into which they are read.
           in_turn: whether programs use all such kinds one after the other, so that they may share buffers.
+          written_once: whether a state's records stay as they were first written.
         """
         records = DiskRecords(
             self.swap,
@@ -69,6 +71,7 @@ class DiskLayout:
             used_by,
             in_place,
             in_turn,
+            written_once,
         )
         # Every trace of a step declares its kinds anew. The first object stays as long as its files are the right ones.
         previous = self.kinds.get(kind)

@@ -216,7 +216,7 @@ class StateRecords:
         specs = [member.specs[member.index] for member in members]
         disk_records = disk.declare(
             kind, count, [member.name for member in members], [member.shape for member in members], [r.spec for r in specs],
-            used_by=used_by, in_place=on_host and updated, in_turn=in_turn,
+            used_by=used_by, in_place=on_host and updated, in_turn=in_turn, written_once=is_frozen,
         )  # fmt: skip
         for place, (member, spec) in enumerate(zip(members, specs, strict=True)):
             member.specs[member.index] = dataclasses.replace(spec, disk_records=disk_records, leaf=place)

@@ -40,6 +40,7 @@ from zerojax.checkpoint import (
 from zerojax.config import updates_by_parts
 from zerojax.models import init_state
 from zerojax.program import Program
+from zerojax.sharding import uncommitted, without_mesh
 from zerojax.state import Encoding, TrainState, masters, state_key
 from zerojax.weights.arrays import ArrayTree
 from zerojax.weights.initial_opt_state import Copy, initial_values
@@ -159,6 +160,7 @@ class _Imported(SavedState):
         """Do nothing: these formats hold no checksums of their own."""
 
 
+@without_mesh
 def import_params(
     program: Program,
     path: str | os.PathLike[str] | Any,
@@ -196,7 +198,7 @@ def import_params(
       DamagedError: the file cannot be read.
       SwapError: the program's disk is too small, or failed.
     """
-    key = _checked_key(key, program)
+    key = uncommitted(_checked_key(key, program))
     if missing not in ("error", "init") and not callable(missing):
         raise ValueError(f"missing={missing!r} is unknown: choose from 'error' and 'init', or give a function of a name")
     may_lack = missing if callable(missing) else lambda _: missing == "init"

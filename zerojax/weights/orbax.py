@@ -33,6 +33,7 @@ from host_offload.disk import Box, NotRegularError, ReadFile
 from host_offload.fields import Field, FieldError, is_inner_path, parse_json
 from zerojax.checkpoint import CheckpointError, SavedState, explained
 from zerojax.progress import working
+from zerojax.sharding import without_mesh
 from zerojax.weights.exporting import export_dtype, open_checkpoint, piece_shape, read_pieces, write_atomically
 from zerojax.weights.kinds import kind_of_folder
 from zerojax.weights.names import TILED, Tensor, tiled_in, tiled_names, weights_of
@@ -47,6 +48,7 @@ _DESCRIPTION, _SHARDING = "_METADATA", "_sharding"
 _EMPTY_NODES = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple", "Empty"})
 
 
+@without_mesh
 def export_orbax(
     checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None, ema: bool = False
 ) -> None:

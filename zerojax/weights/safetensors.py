@@ -22,6 +22,7 @@ from host_offload.disk import Box, ReadFile, TruncatedError, numpy_dtype, reserv
 from host_offload.fields import Field, FieldError, parse_json
 from zerojax.checkpoint import CheckpointError, explained
 from zerojax.progress import working
+from zerojax.sharding import without_mesh
 from zerojax.weights.exporting import export_dtype, open_checkpoint, read_pieces, write_atomically
 from zerojax.weights.kinds import kind_of_file
 from zerojax.weights.names import DTYPES, TILED, Tensor, tiled_in, tiled_names, weights_of
@@ -32,6 +33,7 @@ MOST_HEADER_BYTES = 100_000_000
 """As the safetensors library has it."""
 
 
+@without_mesh
 def export_safetensors(
     checkpoint: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: Any = None, ema: bool = False
 ) -> None:

@@ -245,6 +245,74 @@ def test_a_store_in_a_folder_that_was_removed_is_an_error(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+# --- second names ----------------------------------------------------------------------------------------------------------
+
+
+def written(folder, **options):
+    """Return a store of two records of 96 KiB, of which record `n` is filled with n + 1."""
+    store = Store(folder.path, "frozen", 0, 2, RecordFormat((LeafFormat("w", (96 << 10,), "uint8"),)), **options)
+    store.preallocate()
+    for layer in range(2):
+        write(store, layer, layer + 1)
+    return store
+
+
+def write(store, layer, value):
+    """Fill a record with a byte, as the engine does: into the file that has its name after `begin_write`."""
+    store.begin_write(layer)
+    record = np.full(store.format.padded_bytes, value, np.uint8)
+    with open(store.record_path(layer), "r+b") as file:
+        file.write(record.tobytes())
+    store.end_write(layer, 1)
+
+
+def held_bytes(path):
+    """Return the bytes that the files of a folder take on the disk, each file once, whatever its names are."""
+    files = {(found := file.stat()).st_ino: found.st_blocks for file in pathlib.Path(path).rglob("*") if file.is_file()}
+    return 512 * sum(files.values())
+
+
+@pytest.mark.parametrize("written_once", [True, False])
+def test_a_linked_record_takes_a_spare_file_unless_it_is_written_once(folder, written_once):
+    store = written(folder, written_once=written_once)
+    before = held_bytes(folder.path)
+    for layer in range(2):
+        store.link(layer, os.path.join(folder.path, f"kept-{layer}"))
+        store.link(layer, os.path.join(folder.path, f"again-{layer}"))
+    assert held_bytes(folder.path) - before == (0 if written_once else store.num_bytes)
+    for layer in range(2):  # a new state is made, of other weights
+        write(store, layer, 9)
+    assert [set(pathlib.Path(folder.path, f"kept-{n}").read_bytes()) for n in range(2)] == [{1}, {2}]
+    assert [set(pathlib.Path(store.record_path(n)).read_bytes()) for n in range(2)] == [{9}, {9}]
+    assert not [name for name in os.listdir(store.path) if name.startswith("spare")]
+
+
+def test_a_full_disk_links_what_is_written_once_and_refuses_a_new_state(folder, monkeypatch):
+    store = written(folder, written_once=True)
+
+    def full(fd, offset, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    kept = [os.path.join(folder.path, f"kept-{layer}") for layer in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        for layer in range(2):
+            store.link(layer, kept[layer])
+        with pytest.raises(SwapError, match="frozen") as error:
+            store.reserve_spares()
+        assert error.value.errno == errno.ENOSPC
+        with pytest.raises(OSError, match="No space"):
+            store.begin_write(0)
+        os.unlink(kept[1])  # the checkpoint is gone: the record is written where it is
+        write(store, 1, 9)
+    assert not [name for name in os.listdir(store.path) if name.startswith("spare")]
+    store.reserve_spares()
+    assert [os.path.exists(os.path.join(store.path, f"spare.{layer}")) for layer in range(2)] == [True, False]
+    write(store, 0, 9)
+    assert set(pathlib.Path(kept[0]).read_bytes()) == {1}
+    assert [set(pathlib.Path(store.record_path(n)).read_bytes()) for n in range(2)] == [{9}, {9}]
+
+
 # --- swap folders ----------------------------------------------------------------------------------------------------------
 
 
