@@ -42,6 +42,7 @@ from zerojax.models import init_state
 from zerojax.program import Program
 from zerojax.state import Encoding, TrainState, masters, state_key
 from zerojax.weights.arrays import ArrayTree
+from zerojax.weights.finite import FiniteWeights
 from zerojax.weights.initial_opt_state import Copy, initial_values
 from zerojax.weights.initial_weights import CompletedFile
 from zerojax.weights.names import WeightFile, known_dtype, path_of
@@ -200,10 +201,13 @@ def import_params(
     if missing not in ("error", "init") and not callable(missing):
         raise ValueError(f"missing={missing!r} is unknown: choose from 'error' and 'init', or give a function of a name")
     may_lack = missing if callable(missing) else lambda _: missing == "init"
-    given: WeightFile = open_weights(path) if isinstance(path, str | os.PathLike) else ArrayTree(path)
+    is_file = isinstance(path, str | os.PathLike)
+    given: WeightFile = open_weights(path) if is_file else ArrayTree(path)
+    # Below `rename`, so that errors name the tensors as the file does.
+    checked = FiniteWeights(given, program.layout.compute_dtype.name, CheckpointError if is_file else ValueError)
     state_leaves = leaves_of_program(program)
     try:
-        file = given if rename is None else RenamedFile(given, rename)
+        file = checked if rename is None else RenamedFile(checked, rename)
         here = [x for x in state_leaves if x.name.startswith("weights") and not x.is_derived]
         wanted = _as_given(here, program.layout.encodings)
         told = file.told if isinstance(file, RenamedFile) else str
@@ -213,7 +217,7 @@ def import_params(
         weights, leaves = _compare(file, wanted, told)
         encoded = _add_encoded(file, here, program.layout.encodings, weights, leaves)
     except CheckpointError as error:
-        if isinstance(given, ArrayTree):
+        if not is_file:
             raise ValueError(str(error)) from error
         raise
     constants, others = _add_opt_state(program, state_leaves, weights, leaves)
