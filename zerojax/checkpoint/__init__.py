@@ -17,6 +17,9 @@ from zerojax.checkpoint.leaves import INLINE_ELEMENTS as INLINE_ELEMENTS
 from zerojax.checkpoint.leaves import StateLeaf as StateLeaf
 from zerojax.checkpoint.manifest import SavedLeaf as SavedLeaf
 from zerojax.checkpoint.manifest import SavedState as SavedState
+from zerojax.checkpoint.opening import holds_checkpoint as holds_checkpoint
+from zerojax.checkpoint.opening import open_newest as open_newest
+from zerojax.checkpoint.opening import open_together as open_together
 from zerojax.checkpoint.program_state import about_difference as about_difference
 from zerojax.checkpoint.program_state import begin_save as begin_save
 from zerojax.checkpoint.program_state import leaves_of_program as leaves_of_program

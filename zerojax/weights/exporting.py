@@ -20,7 +20,15 @@ from typing import Any
 import numpy as np
 
 from host_offload.disk import Box, numpy_dtype, sync
-from zerojax.checkpoint import STATE, CheckpointError, DamagedError, Directory, SavedState, explaining, is_folder, unreadable
+from zerojax.checkpoint import (
+    CheckpointError,
+    DamagedError,
+    SavedState,
+    explaining,
+    is_folder,
+    open_newest,
+    unreadable,
+)
 from zerojax.weights.names import DTYPES
 
 PIECE_BYTES = 32 * 2**20
@@ -35,21 +43,8 @@ def open_checkpoint(checkpoint: str | os.PathLike[str]) -> Iterator[SavedState]:
       CheckpointError: there is none.
       DamagedError: it is not whole, or none is.
     """
-    with _newest_whole(Directory(checkpoint)) as saved:
+    with open_newest(checkpoint, _checked) as saved:
         yield saved
-
-
-def _newest_whole(directory: Directory) -> SavedState:
-    """Return the state of a step, if the directory is the folder of one, or of the newest whole step in it."""
-    if os.path.isdir(state := os.path.join(directory.path, STATE)):
-        return _checked(state)
-    if os.path.isdir(directory.path):
-        newest = directory.newest_whole(lambda step: _checked(directory.state_folder(step)), label=directory.step_folder)
-        if newest is not None:
-            return newest[1]
-    raise CheckpointError(
-        f"{directory.path} is neither a zerojax.Checkpointer's directory with a checkpoint, nor a step of one"
-    )
 
 
 def _checked(folder: str) -> SavedState:
