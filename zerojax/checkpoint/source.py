@@ -22,10 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.disk import Box
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, unreadable
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, optimizer_difference, unreadable
 from zerojax.checkpoint.leaves import ENCODED, ROUNDING_STEP, StateLeaf
 from zerojax.checkpoint.manifest import SavedState
-from zerojax.checkpoint.optimizers import optimizer_difference
 from zerojax.checkpoint.retile import Retiled, of_mlp, retiled
 from zerojax.precision import LossScaling, init_loss_scale
 

@@ -1,7 +1,7 @@
 """Numbers that no step can use: NaN, infinities, and what the compute dtype does not reach. Named while a file is read.
 
-    |x| as an integer = the bits of x without its sign      a larger number has a larger integer; infinity and NaN have the largest
-    x is usable      <->  |x| <= the largest that is finite in the compute dtype
+    |x| as an integer  =  the bits of x without its sign      those of infinity and NaN are the largest
+    x is usable       <->  |x| <= the largest that is finite in the compute dtype
 
 One comparison of integers finds all three faults, at the speed of memory, in the pieces that an import reads anyway. Only a
 tensor with a fault is read again, to count its faults.
@@ -67,8 +67,9 @@ class FiniteWeights:
         for box in _pieces(tensor.shape):
             faults = faults.plus(self._file.read(name, box), box, tensor.dtype, self._compute_dtype)
         return (
-            f"{self.path}: {name} {tensor.dtype}{list(tensor.shape)} holds {faults.text(self._compute_dtype)}: every step would "
-            f"be skipped. {faults.remedy(self._compute_dtype)}"
+            f"{self.path}: {name} {tensor.dtype}{list(tensor.shape)} holds "
+            f"{faults.text(self._compute_dtype)}: every step would be skipped. "
+            f"{faults.remedy(self._compute_dtype)}"
         )
 
 
@@ -144,10 +145,8 @@ def _has_fault(part: Any, dtype: str, compute_dtype: str) -> bool:
     """Return whether a part of a tensor holds a number that no step can use."""
     flat = np.asarray(part).reshape(-1)
     most = largest_bits(dtype, compute_dtype)
-    for start in range(0, flat.size, _BLOCK):
-        if _magnitudes(flat[start : start + _BLOCK], dtype).max() > most:
-            return True
-    return False
+    blocks = (flat[start : start + _BLOCK] for start in range(0, flat.size, _BLOCK))
+    return any(_magnitudes(block, dtype).max() > most for block in blocks)
 
 
 def _magnitudes(flat: np.ndarray, dtype: str) -> np.ndarray:

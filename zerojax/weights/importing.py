@@ -207,8 +207,8 @@ def import_params(
         that tells which may be lacking. "error": the file must have all.
 
     Returns:
-      The state at step 0; its optimizer state is that of `tx.init`, and its `model_state` that of `program.init(key)`, or of the
-      checkpoint.
+      The state at step 0. Its optimizer state is what `tx.init` makes; its `model_state` is the checkpoint's, or else what
+      `program.init(key)` makes.
 
     Raises:
       ValueError: `key` is no random key, or the optimizer's state is neither constant nor a copy of weights and does not all
