@@ -62,7 +62,7 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
     Raises:
       CheckpointError: it is none.
     """
-    path = os.path.abspath(os.fspath(path))
+    path = os.path.abspath(os.path.expanduser(os.fspath(path)))
     if not os.path.exists(path):
         raise CheckpointError(f"{path} is not there")
     if os.path.isdir(path):
@@ -230,7 +230,7 @@ def import_params(
         saved: SavedState | None = None
         if not isinstance(path, str | os.PathLike):
             given, error = ArrayTree(path), ValueError
-        elif holds_checkpoint(path):
+        elif holds_checkpoint(path := os.path.expanduser(os.fspath(path))):
             checkpoint = CheckpointWeights(path, program.mesh)
             stack.callback(checkpoint.close)
             given, saved = checkpoint, checkpoint.saved
