@@ -37,12 +37,17 @@ def killed(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(rooms_module.shutil, "rmtree", lambda *_, **__: None)
             patch.setattr(rooms_module, "_remove_dead", lambda _: None)
-            with pytest.raises(Kill), write_atomically(path) as output:
-                pathlib.Path(output).mkdir()
-                (pathlib.Path(output) / "model.safetensors").write_bytes(bytes(1000))
-                raise Kill
+            with pytest.raises(Kill):
+                write_and_die(path)
 
     return begin
+
+
+def write_and_die(path: pathlib.Path) -> None:
+    with write_atomically(path) as output:
+        pathlib.Path(output).mkdir()
+        (pathlib.Path(output) / "model.safetensors").write_bytes(bytes(1000))
+        raise Kill
 
 
 def test_the_next_export_removes_what_killed_ones_left(tmp_path, killed, caplog):

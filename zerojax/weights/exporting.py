@@ -5,8 +5,8 @@
 
 Both need only the checkpoint's files, no program, model or device, and never hold a whole weight in memory. The checkpoint's
 checksums are compared first, because the exported formats carry none. The output is written to a hidden folder beside its
-destination, which is on the same file system, and renamed once it is on disk. `zerojax.weights.rooms` removes the hidden folders
-of exports that were killed.
+destination, which is on the same file system, and renamed once it is on disk. `zerojax.weights.rooms` removes the hidden
+folders of exports that were killed.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def _sync_all(output: str) -> None:
-    """Flush a file, or all in a folder: bytes, then their folders, so that what gets the name is whole after a power failure."""
+    """Flush a file, or all files in a folder and then the folder, so that what gets the name survives a power failure."""
     if not os.path.isdir(output):
         sync(output)
         return
