@@ -119,7 +119,7 @@ class _Finder:
     def _error(self, name: str, fault: str) -> ValueError:
         return ValueError(
             f"{os.path.join(self._folder, name)} {fault}: an export copies the files that a folder holds beside its weights. "
-            "Put it there itself instead of a link, or remove it"
+            "Remove it, or put the file itself in its place"
         )
 
 
