@@ -88,7 +88,7 @@ def test_links_to_folders_are_refused(tmp_path, target):
     like = folder_of(tmp_path / "like")
     (like / "inner").mkdir()
     (like / "more" / "link").symlink_to(target)
-    with pytest.raises(ValueError, match="more/link is a link to .*like.*, which is a folder"):
+    with pytest.raises(ValueError, match=r"more/link is a link to .*like.*, which is a folder"):
         zj.export_hf(tmp_path / "absent", tmp_path / "out", like=like)
 
 

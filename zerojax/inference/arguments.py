@@ -1,4 +1,7 @@
-"""The arguments of `generate`, checked by type and range before anything is computed; numbers of numpy are taken as Python's."""
+"""The arguments of `generate`, checked by type and range before anything is computed.
+
+Numbers of numpy are taken as Python's.
+"""
 
 import math
 import numbers
