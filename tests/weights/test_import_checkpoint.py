@@ -110,11 +110,17 @@ def test_a_damaged_step_is_passed_over_and_a_damaged_one_that_was_named_is_refus
         zj.import_params(program, tmp_path / "c" / "2", key=jax.random.key(0))
 
 
-def test_what_the_checkpoint_says_of_its_model_is_compared(saved):
-    folder, _ = saved
-    program = build(optax.sgd(0.1), of=model({"lora": {"alpha": 2}}, frozen=False))
-    with pytest.raises(zj.CheckpointError, match=r"alpha.: 1.*alpha.: 2"):
-        zj.import_params(program, folder, key=jax.random.key(0))
+def test_what_the_model_said_of_itself_is_compared(saved, tmp_path):
+    folder, weights = saved
+    zj.export_safetensors(folder, tmp_path / "file.safetensors")
+    zj.export_orbax(folder, tmp_path / "orbax")
+    other = build(optax.sgd(0.1), of=model({"lora": {"alpha": 2}}, frozen=False))
+    for path in (folder, tmp_path / "file.safetensors", tmp_path / "orbax"):
+        with pytest.raises(zj.CheckpointError, match=r"alpha.: 1.*alpha.: 2"):
+            zj.import_params(other, path, key=jax.random.key(0))
+    same = build(optax.sgd(0.1), of=model({"lora": {"alpha": 1, "dropout": 0.5}}, frozen=False))
+    state = zj.import_params(same, tmp_path / "file.safetensors", key=jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, weights_of(same, state), weights[2])
 
 
 def test_names_can_be_changed_and_missing_weights_made(saved):

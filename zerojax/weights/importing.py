@@ -153,6 +153,7 @@ class _Imported(SavedState):
         encoded: Mapping[str, EncodedArray],
         saved: SavedState | None,
         keys: Mapping[str, str],
+        about: Mapping[str, Any],
     ) -> None:
         """Take the place of a checkpoint.
 
@@ -165,9 +166,10 @@ class _Imported(SavedState):
           encoded: the arrays of weights that the program keeps in 8 or 4 bits.
           saved: the checkpoint whose weights these are, if they are those of one; leaves that nothing else has are its own.
           keys: implementations of random keys among the values, by name; the default one for others.
+          about: what the model of the weights tells of itself.
         """
         self.folder, self.num_processes, self.data = file.path, 1, {}
-        self.about = {} if saved is None else saved.about
+        self.about = dict(about)
         self.leaves = dict(leaves)
         self.keys = dict(keys)
         self.values = {"step": np.zeros((), np.int32), "skipped": np.zeros((), np.int32), **values}
@@ -228,14 +230,18 @@ def import_params(
         error: type[Exception] = CheckpointError
         kept = Untouched()
         saved: SavedState | None = None
+        about: Mapping[str, Any] = {}
         if not isinstance(path, str | os.PathLike):
             given, error = ArrayTree(path), ValueError
         elif holds_checkpoint(path := os.path.expanduser(os.fspath(path))):
             checkpoint = CheckpointWeights(path, program.mesh)
             stack.callback(checkpoint.close)
             given, saved = checkpoint, checkpoint.saved
+            about = saved.about
         else:
             given = open_weights(path)
+            # Only exports of zerojax say it.
+            about = given.about if isinstance(given, SafetensorsFile | OrbaxFolder) else {}
         # Below `rename`, so that errors name the tensors as the file does.
         checked = FiniteWeights(given, program.layout.compute_dtype.name, error)
         state_leaves = leaves_of_program(program)
@@ -265,7 +271,7 @@ def import_params(
             )
         values = {"key": _data(state_key(key)), **_model_state(program, state_leaves, key), **kept.values}
         values = {name: value for name, value in values.items() if name not in kept.leaves}
-        given_state = _Imported(file, leaves | kept.leaves, weights, constants, values, encoded, saved, kept.keys)
+        given_state = _Imported(file, leaves | kept.leaves, weights, constants, values, encoded, saved, kept.keys, about)
         state = restore_state(program, given_state)
         return _initialised(program, state) if others else state
 
