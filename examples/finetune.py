@@ -19,7 +19,6 @@ folder for transformers, or of adapters for PEFT.
 
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import re
@@ -38,7 +37,8 @@ from train_loop import LoopOptions, build_program, first_state, open_checkpoints
 
 import zerojax as zj
 from zerojax.data import Batches, Examples, Rows, batches, batches_once, pack, tokenize
-from zerojax.hf import config_of, fingerprint, model_of
+from zerojax.hf import config_of, files_beside, fingerprint, model_of
+from zerojax.hf import end_tokens as end_tokens_of
 from zerojax.planner import flops_per_token
 from zerojax.reporting import bars
 from zerojax.weights import open_weights
@@ -110,7 +110,11 @@ class Options(LoopOptions):
 
 def parse(arguments: Sequence[str] | None = None) -> Options:
     """Return the options of a command line, by default of this one."""
-    return train_loop.parse(Options, arguments)
+    options = train_loop.parse(Options, arguments)
+    # A shell leaves the ~ of `--model=~/llama` as it is.
+    paths = {name: getattr(options, name) for name in ("model", "data", "validation_data", "export")}
+    expanded = {name: os.path.expanduser(path) for name, path in paths.items() if path is not None}
+    return dataclasses.replace(options, **expanded)
 
 
 def check(options: Options) -> None:
@@ -162,6 +166,15 @@ def check(options: Options) -> None:
     if options.loss_tiles is not None and options.loss_tiles > sizes.vocab:
         raise ValueError(f"--loss-tiles {options.loss_tiles}: at most the {sizes.vocab} tokens of the vocabulary")
     open_weights(options.model)
+    try:
+        end_tokens_of(options.model)
+    except ValueError as error:
+        raise ValueError(f"--model {options.model}: {error}") from error
+    if options.export is not None and (not options.lora_rank or options.merge_lora):
+        try:
+            files_beside(options.model)
+        except (ValueError, zj.CheckpointError) as error:
+            raise ValueError(f"--export {options.export}: {error}") from error
 
 
 # --- the data ------------------------------------------------------------------------------------------------------------
@@ -410,13 +423,8 @@ def sample(options: Options, program: zj.Program, state: zj.TrainState, inputs: 
 
 def end_tokens(options: Options, tokenizer: Any) -> set[int]:
     """Return the tokens that end an answer: the tokenizer's, and those of the model's generation_config.json."""
-    found = [tokenizer.eos_token_id]
-    path = os.path.join(options.model, "generation_config.json")
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as file:
-            told = json.load(file).get("eos_token_id")
-        found += told if isinstance(told, list) else [told]
-    return {token for token in found if token is not None}
+    ends = {*end_tokens_of(options.model), tokenizer.eos_token_id}
+    return {token for token in ends if token is not None}
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> list[int]:

@@ -271,6 +271,30 @@ def test_an_answer_ends_at_any_of_the_models_end_tokens(tmp_path, inputs):
     assert finetune.end_tokens(options, tokenizer) == {7, 8, tokenizer.eos_token_id}
 
 
+def test_what_would_end_an_export_is_refused_before_the_run(tmp_path, inputs):
+    model = tmp_path / "model"
+    shutil.copytree(inputs[1], model)
+    saving = ["--checkpoint-dir", str(tmp_path / "c"), "--export", str(tmp_path / "out")]
+    arguments = [*inputs, "--model", str(model), *saving]
+    finetune.check(finetune.parse(arguments))
+    (model / "notes.txt").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=r"--export .*notes\.txt is a link to nowhere, which is not there"):
+        finetune.check(finetune.parse(arguments))
+    # Adapters alone are written without the folder's other files.
+    finetune.check(finetune.parse([*arguments, "--lora-rank", "2"]))
+    (model / "notes.txt").unlink()
+    (model / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    for more in ([], ["--lora-rank", "2"]):
+        with pytest.raises(ValueError, match=r"--model .*generation_config\.json: eos_token_id is '</s>'"):
+            finetune.check(finetune.parse([*arguments, *more]))
+
+
+def test_home_is_expanded(tmp_path, inputs, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = finetune.parse([*inputs, "--model=~/model", "--data=~/chats.jsonl", "--export=~/out"])
+    assert [options.model, options.data, options.export] == [str(tmp_path / name) for name in ("model", "chats.jsonl", "out")]
+
+
 def test_flops_of_frozen_matrices_have_no_gradients(inputs):
     whole, adapters = (
         finetune.model_flops_per_token(finetune.parse([*inputs, *more, "--seq", "2"])) for more in ((), ("--lora-rank", "4"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import packed_decoder as decoder
 import pytest
 
 import zerojax as zj
+from zerojax.inference.arguments import checked_ends, checked_key
 from zerojax.inference.sampling import next_tokens
 from zerojax.models import init_params
 
@@ -82,7 +84,9 @@ def test_a_row_ends_with_its_token_and_the_others_go_on():
     program = build()
     state = program.init(jax.random.key(0))
     eos = plain()[2][1]
-    found = zj.generate(program, state, PROMPTS, COUNT, eos=eos)
+    # Numbers of numpy are taken as Python's.
+    rows = [np.asarray(row, np.uint16) for row in PROMPTS]
+    found = zj.generate(program, state, rows, np.int64(COUNT), np.float32(0), np.float64(1), eos=np.int32(eos))
     expected = [row[: row.index(eos) + 1] if eos in row else row for row in plain()]
     assert [row.tolist() for row in found] == expected
     assert len({len(row) for row in expected}) > 1
@@ -135,14 +139,57 @@ WRONG = {
     "top_p": ({"top_p": 0.0}, "top_p=0.0"),
     "nan": ({"temperature": float("nan")}, "temperature=nan"),
     "negative": ({"prompts": [[1], [2, -3]]}, "prompt 1 has token -3"),
+    "half": ({"max_new_tokens": 2.5}, r"max_new_tokens=2\.5: an integer of at least 1"),
+    "flag": ({"max_new_tokens": True}, "max_new_tokens=True"),
+    "count-text": ({"max_new_tokens": "8"}, "max_new_tokens='8'"),
+    "endless": ({"max_new_tokens": 10**12}, "max_new_tokens=1000000000000: .* at most 2147483647"),
+    "no-list": ({"prompts": 3}, "prompts=3: a list of lists of tokens is needed"),
+    "one-text": ({"prompts": "hello"}, "prompts='hello'"),
+    "no-prompts": ({"prompts": None}, "prompts=None"),
+    "one-row": ({"prompts": [3, 1, 4]}, "prompt 0 is 3: a list of at least one token"),
+    "ragged": ({"prompts": [[[1], [2, 3]]]}, "prompt 0 is"),
+    "tokens-flags": ({"prompts": [[True, False]]}, r"prompt 0 is \[True, False\]"),
+    "large": ({"prompts": [[2**40]]}, f"prompt 0 has token {2**40}: tokens are integers from 0 to 2147483647"),
+    "unsigned": ({"prompts": [np.asarray([2**32 - 1], np.uint32)]}, f"prompt 0 has token {2**32 - 1}"),
+    "temperature-text": ({"temperature": "hot"}, "temperature='hot': a finite number of at least 0"),
+    "temperature-none": ({"temperature": None}, "temperature=None"),
+    "temperature-flag": ({"temperature": True}, "temperature=True"),
+    "top_p-text": ({"top_p": "all"}, "top_p='all': a number above 0 and at most 1"),
+    "top_p-nan": ({"top_p": float("nan")}, "top_p=nan"),
+    "eos-text": ({"eos": "</s>"}, "eos='</s>': a token, a collection of tokens, or None"),
+    "eos-float": ({"eos": 2.0}, r"eos=2\.0"),
+    "eos-floats": ({"eos": [2, 2.5]}, r"eos=\[2, 2\.5\]"),
+    "eos-flag": ({"eos": True}, "eos=True"),
+    "eos-negative": ({"eos": -1}, "eos=-1: tokens are integers from 0 to 2147483647"),
+    "eos-none-inside": ({"eos": {None}}, r"eos=\{None\}"),
+    "key-number": ({"temperature": 1.0, "key": 3}, r"key=3: a random key, such as jax\.random\.key\(0\)"),
+    "key-unused": ({"key": "seed"}, "key='seed'"),
+    "use_cache": ({"use_cache": "no"}, "use_cache='no': None, True or False"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_does_not_fit_is_refused(name):
     given, message = WRONG[name]
+    # Nothing of the program is looked at before.
     with pytest.raises(ValueError, match=message):
-        zj.generate(build(), None, **{"prompts": PROMPTS, "max_new_tokens": 2, **given})
+        zj.generate(cast(Any, None), cast(Any, None), **{"prompts": PROMPTS, "max_new_tokens": 2, **given})
+
+
+def test_several_keys_are_refused_and_old_ones_taken():
+    for wrong in (jax.random.split(jax.random.key(0)), jnp.zeros(2), jnp.zeros((3, 2), jnp.uint32)):
+        with pytest.raises(ValueError, match="a random key, such as"):
+            zj.generate(cast(Any, None), cast(Any, None), PROMPTS, 2, 1.0, key=wrong)
+    assert checked_key(jax.random.PRNGKey(0), 1.0) is not None
+    assert checked_key(jax.random.key(0), np.float32(1.0)) is not None
+    assert checked_key(jax.random.key(0), 0) is None
+
+
+def test_ends_of_every_form_are_taken():
+    assert checked_ends(None).tolist() == []
+    for ends in (7, np.int64(7), np.asarray(7), jnp.asarray(7), [7], {7}, np.asarray([7], np.uint8), jnp.asarray([7])):
+        assert checked_ends(ends).tolist() == [7]
+    assert checked_ends((9, np.int16(3))).tolist() == [3, 9]
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

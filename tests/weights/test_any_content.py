@@ -147,7 +147,7 @@ def files_of_other_kinds(folder: pathlib.Path) -> dict[str, str]:
         "torch": "it is a folder with pytorch_model.bin, as of torch.save: load it by torch.load",
         "gguf": "it is a folder with model.gguf",
         "steps": "it is a directory of zerojax checkpoints, for Checkpointer",
-        "steps/7": "it is a zerojax checkpoint, for Checkpointer.restore or zj.export_orbax",
+        "steps/7": "it is a zerojax checkpoint, for Checkpointer.restore, zj.import_params or zj.export_orbax",
         "arrays.npz": r"it is an archive of numpy \(.npz\): save_file\(dict\(numpy.load\(path\)\), ...\) of safetensors.numpy",
         "array.npy": "it is one array of numpy",
         "model.pt": "it is a zip archive of torch.save: load it by torch.load",

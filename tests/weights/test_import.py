@@ -296,7 +296,7 @@ def test_files_that_are_none(tmp_path):
             "absent": "absent is not there",
             "empty": "has no _METADATA$",
             "steps": "default in it has one",
-            "c/0": "it is a zerojax checkpoint, for Checkpointer.restore",
+            "c/0/state": "has no _METADATA$",
             "lost": "cannot be read as a checkpoint of Orbax: .*gate",
         }
         for name, message in messages.items():

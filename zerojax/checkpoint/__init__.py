@@ -3,7 +3,9 @@
 from zerojax.checkpoint.checkpointer import Checkpointer as Checkpointer
 from zerojax.checkpoint.directory import STATE as STATE
 from zerojax.checkpoint.directory import Directory as Directory
+from zerojax.checkpoint.directory import holds_checkpoint as holds_checkpoint
 from zerojax.checkpoint.directory import is_folder as is_folder
+from zerojax.checkpoint.directory import open_newest as open_newest
 from zerojax.checkpoint.errors import CheckpointError as CheckpointError
 from zerojax.checkpoint.errors import DamagedError as DamagedError
 from zerojax.checkpoint.errors import IteratorError as IteratorError
@@ -20,6 +22,7 @@ from zerojax.checkpoint.manifest import SavedState as SavedState
 from zerojax.checkpoint.program_state import about_difference as about_difference
 from zerojax.checkpoint.program_state import begin_save as begin_save
 from zerojax.checkpoint.program_state import leaves_of_program as leaves_of_program
+from zerojax.checkpoint.program_state import open_together as open_together
 from zerojax.checkpoint.program_state import restore_state as restore_state
 from zerojax.checkpoint.retile import of_mlp as of_mlp
 from zerojax.checkpoint.retile import retiled as retiled

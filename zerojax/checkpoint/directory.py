@@ -357,3 +357,44 @@ def is_step(folder: str) -> bool:
       OSError: as `is_folder` does.
     """
     return TEMPORARY in os.path.basename(folder) or any(is_folder(os.path.join(folder, item)) for item in (STATE, CONFIG))
+
+
+def holds_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Return whether a folder is that of a zerojax checkpoint, or a directory of some.
+
+    Orbax names an item of its own checkpoints `state`, too, so a zerojax description is looked for in it.
+    """
+    path = os.path.abspath(os.fspath(path))
+    if _is_state(os.path.join(path, STATE)):
+        return True
+    if not os.path.isdir(path):
+        return False
+    directory = Directory(path)
+    return any(_is_state(directory.state_folder(step)) for step in directory.steps())
+
+
+def _is_state(folder: str) -> bool:
+    return os.path.lexists(os.path.join(folder, "manifest.0.json"))
+
+
+def open_newest(path: str | os.PathLike[str], read: Callable[[str], T]) -> T:
+    """Return what `read` makes of a step's state, if `path` is the folder of a step, or of the newest whole step in it.
+
+    Args:
+      path: of the step or of the directory.
+      read: opens the folder of a state, and raises DamagedError where it is not whole.
+
+    Raises:
+      CheckpointError: there is no checkpoint.
+      DamagedError: the step is not whole, or none is.
+    """
+    directory = Directory(path)
+    if os.path.isdir(state := os.path.join(directory.path, STATE)):
+        return read(state)
+    if os.path.isdir(directory.path):
+        newest = directory.newest_whole(lambda step: read(directory.state_folder(step)), label=directory.step_folder)
+        if newest is not None:
+            return newest[1]
+    raise CheckpointError(
+        f"{directory.path} is neither a zerojax.Checkpointer's directory with a checkpoint, nor a step of one"
+    )

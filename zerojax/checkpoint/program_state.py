@@ -6,19 +6,23 @@ program, but its layout, its swap session and its leaves.
 
 import dataclasses
 import json
+import os
 import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 
-from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.directory import open_newest
+from zerojax.checkpoint.errors import CheckpointError, DamagedError
 from zerojax.checkpoint.leaves import StateLeaf, state_leaves
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.restore import Restoring
 from zerojax.checkpoint.save import Saving
 from zerojax.program import Program
+from zerojax.runtime import AllProcesses
 from zerojax.state import TrainState, check_host_reads
 
 _SHORT = reprlib.Repr()
@@ -110,3 +114,33 @@ def _plain(value: Any) -> Any:
     except TypeError:
         return str(value)
     return value
+
+
+# --- a state that is opened by several processes -------------------------------------------------------------------------
+
+
+def open_together(path: str | os.PathLike[str], mesh: Mesh) -> SavedState:
+    """Return the state of a step, or of the newest whole step, in all processes of a mesh, which share the comparing.
+
+    Raises:
+      CheckpointError: there is no checkpoint, or it cannot be read now.
+      DamagedError: the step is not whole, or none is; in all processes.
+    """
+    return open_newest(path, lambda folder: _checked_together(folder, mesh))
+
+
+def _checked_together(folder: str, mesh: Mesh) -> SavedState:
+    """Open a state in all processes, each of which compares its part of the checksums."""
+    opened: list[SavedState] = []
+
+    def check() -> None:
+        opened.append(SavedState(folder))
+        opened[0].check(checksums=True, part=jax.process_index(), num_parts=jax.process_count())
+
+    try:
+        AllProcesses(mesh, f"reading the checkpoint {folder}", CheckpointError, DamagedError).do(check)
+    except BaseException:
+        for saved in opened:
+            saved.close()
+        raise
+    return opened[0]

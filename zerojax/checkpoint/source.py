@@ -14,6 +14,7 @@ the first few.
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from host_offload.disk import Box
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, unreadable
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, optimizer_difference, unreadable
 from zerojax.checkpoint.leaves import ENCODED, ROUNDING_STEP, StateLeaf
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.retile import Reblocked, Retiled, of_mlp, reblocked, retiled
@@ -145,7 +146,7 @@ def find_sources(leaves: Sequence[StateLeaf], saved: SavedState, loss_scaling: L
     if differences:
         raise CheckpointError(
             f"the checkpoint {saved.folder} is of another model, optimizer or setting. It holds: {first_few(differences)}"
-            f"{_why_encoded(differences) or (_frozen_differences(leaves, saved) if saved.has_opt_state else '')}"
+            f"{_why_encoded(differences) or (_explained(leaves, saved, differences) if saved.has_opt_state else '')}"
         )
     return sources
 
@@ -161,6 +162,16 @@ def _why_encoded(differences: Sequence[str]) -> str:
     )
 
 
+def _explained(leaves: Sequence[StateLeaf], saved: SavedState, differences: Sequence[str]) -> str:
+    """Return what to say where the weights are the same, and others are frozen or another optimizer keeps its state."""
+    if frozen := _frozen_differences(leaves, saved):
+        return frozen
+    if any(difference.removeprefix("no ").startswith("weights") for difference in differences):
+        return ""
+    names = [leaf.name for leaf in leaves]
+    return optimizer_difference(names, [*saved.leaves, *saved.values], os.path.dirname(saved.folder))
+
+
 def _frozen_differences(leaves: Sequence[StateLeaf], saved: SavedState) -> str:
     """Return what to say where other weights are frozen here than in a checkpoint, or nothing."""
     here, there = {leaf.name for leaf in leaves if leaf.is_frozen}, saved.frozen
@@ -172,8 +183,8 @@ def _frozen_differences(leaves: Sequence[StateLeaf], saved: SavedState) -> str:
         if names
     ]
     return (
-        f". Other weights are frozen: {'; '.join(parts)}. Restore it with the same `frozen`; or export its weights "
-        "(zerojax.export_safetensors) and import them, for a fresh optimizer state"
+        f". Other weights are frozen: {'; '.join(parts)}. Restore it with the same `frozen`; or take its weights alone, for a "
+        f"fresh optimizer state: zerojax.import_params(program, {os.path.dirname(saved.folder)!r}, key=key)"
     )
 
 

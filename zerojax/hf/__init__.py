@@ -2,6 +2,8 @@
 
 from zerojax.hf.attention import attend as attend
 from zerojax.hf.base import fingerprint as fingerprint
+from zerojax.hf.beside import end_tokens as end_tokens
+from zerojax.hf.beside import files_beside as files_beside
 from zerojax.hf.config import DecoderConfig as DecoderConfig
 from zerojax.hf.config import Family as Family
 from zerojax.hf.exporting import export_hf as export_hf

@@ -15,7 +15,6 @@ another model's, and what was not trained would no longer be the folder's bits.
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,7 +24,8 @@ from host_offload.disk import Box, numpy_dtype
 from zerojax.checkpoint import CheckpointError, SavedState, about_difference, explaining, first_few
 from zerojax.given import positive_number
 from zerojax.hf.base import check_base, is_rounded, other_base
-from zerojax.hf.config import CONFIG, Family, read_config
+from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
+from zerojax.hf.config import CONFIG, Family
 from zerojax.hf.importing import ADAPTER, names_of
 from zerojax.hf.model import DECODER, config_of
 from zerojax.hf.names import FAMILIES, Lora
@@ -44,10 +44,6 @@ from zerojax.weights import (
 
 PIECE_BYTES = 256 * 2**20
 """Most float32 bytes of a piece of a tensor: that a transposed one is cut where it must be, and no sooner."""
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-_OF_CHECKPOINTS = ("manifest.0.json", "_METADATA", ".zarray", "zarr.json", "manifest.ocdbt")
-"""Files of zerojax's checkpoints, Orbax's and zarr's arrays, whose other files have no ending that tells."""
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 @without_mesh
@@ -72,7 +68,8 @@ def export_hf(
       checkpoint: folder of one step of a `Checkpointer`, or its directory: then its newest whole step.
       out: folder to write; nothing may be there.
       like: the folder that the weights were imported from: its names, its dtypes, and its files beside the weights, such as
-        `config.json` and those of the tokenizer, are those of `out`. Its weights are compared with those that were frozen.
+        `config.json` and those of the tokenizer, are those of `out`. Links are followed within the folder, and from a
+        snapshot of the hub's cache to its blobs. Its weights are compared with those that were frozen.
       dtype: float32, float16, bfloat16 or float64; None: of each tensor that of `like`.
       shard_bytes: most bytes of one file, unless a tensor is larger.
       merge_lora: add adapters to the weights beside which they stand. A checkpoint with adapters needs it; or use
@@ -81,14 +78,19 @@ def export_hf(
 
     Raises:
       ValueError: `out` exists, an option does not fit, the model of `like` is not built, or the checkpoint has adapters and
-        `merge_lora` is False.
+        `merge_lora` is False. Or a file of `like` cannot be copied, or its `generation_config.json` is broken, which is found
+        before anything is written.
       CheckpointError: there is no checkpoint, it is of another model than `like` or was trained over another base, or the
         folder cannot be written. The first tensors that differ are named.
       DamagedError: the checkpoint is not whole.
     """
     shard_bytes = positive_number("shard_bytes", shard_bytes)
     kind = None if dtype is None else export_dtype(dtype).name
+    like = os.path.expanduser(os.fspath(like))
     base = open_weights(like)
+    # What would end the export after all weights were written, or be of no use to transformers then.
+    others = files_beside(like)
+    end_tokens(like)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
         leaves = leaves_of(saved)
         adapters = {name for name in leaves if ADAPTER in name}
@@ -102,11 +104,11 @@ def export_hf(
         lora = lora_of(saved) if adapters else None
         sources = _sources(saved, base, leaves, like, families)
         tensors = {n: Tensor(base.tensors[n].shape, kind or base.tensors[n].dtype) for n in sources}
-        writer = _Writer(saved, base, os.fspath(like), leaves, sources, tensors, None if lora is None else lora.scale)
+        writer = _Writer(saved, base, like, leaves, sources, tensors, None if lora is None else lora.scale)
         with explaining(f"writing {output}"):
             os.mkdir(output)
             _write_shards(output, tensors, writer.pieces, shard_bytes)
-            _copy_others(os.fspath(like), output, kind)
+            copy_beside(others, output, dtype=kind)
 
 
 def lora_of(saved: SavedState) -> Lora:
@@ -231,33 +233,6 @@ def _write_shards(
             json.dump(index, out, indent=2)
 
 
-def _copy_others(like: str, folder: str, dtype: str | None) -> None:
-    """Copy what a folder holds beside weights; its config tells the dtype that they have now.
-
-    Folders in it are copied whole, such as `additional_chat_templates` of a tokenizer, or not at all: where they hold weights
-    in another format, or checkpoints.
-    """
-    for name in sorted(os.listdir(like)):
-        path, target = os.path.join(like, name), os.path.join(folder, name)
-        if name.startswith(".") or name.endswith(_WEIGHTS) or name in _ADAPTER_FILES:
-            continue
-        if os.path.isfile(path):
-            shutil.copyfile(path, target)
-        elif os.path.isdir(path) and not _holds_weights(path):
-            shutil.copytree(path, target, ignore=shutil.ignore_patterns(".*"), copy_function=shutil.copyfile)
-    if dtype is not None:
-        config = read_config(like)
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-        with open(os.path.join(folder, CONFIG), "w", encoding="utf-8") as out:
-            json.dump(config, out, indent=2)
-
-
-def _holds_weights(folder: str) -> bool:
-    """Tell whether a folder, or one in it, has weights in any format."""
-    found = (name for _, _, files in os.walk(folder) for name in files)
-    return any(name.endswith(_WEIGHTS) or name in _OF_CHECKPOINTS for name in found)
-
-
 @without_mesh
 def export_peft(
     checkpoint: str | os.PathLike[str],
@@ -285,6 +260,7 @@ def export_peft(
       DamagedError: the checkpoint is not whole.
     """
     kind = export_dtype(dtype)
+    like = os.path.expanduser(os.fspath(like))
     table = names_of(like, families, is_tiled=False)
     with write_atomically(out) as output, open_checkpoint(checkpoint) as saved:
         leaves = {name: leaf for name, (leaf, _) in leaves_of(saved).items() if ADAPTER in name}
@@ -317,8 +293,8 @@ def export_peft(
 
         with explaining(f"writing {output}"):
             os.mkdir(output)
-            write_safetensors(os.path.join(output, _ADAPTER_FILES[1]), tensors, pieces, {"format": "pt"})
-            with open(os.path.join(output, _ADAPTER_FILES[0]), "w", encoding="utf-8") as file:
+            write_safetensors(os.path.join(output, ADAPTER_FILES[1]), tensors, pieces, {"format": "pt"})
+            with open(os.path.join(output, ADAPTER_FILES[0]), "w", encoding="utf-8") as file:
                 json.dump(_peft_config(lora, os.path.abspath(like)), file, indent=2)
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from zerojax.checkpoint import CheckpointError, about_difference
 from zerojax.hf.config import CONFIG, Family, decoder_config, family_of, read_config
+from zerojax.hf.model import DECODER, config_of
 from zerojax.hf.names import FAMILIES
 from zerojax.models import LayeredModel
 from zerojax.program import Program
@@ -35,7 +37,7 @@ def import_hf(
     beside its own shards.
 
     Args:
-      program: of a model that `zerojax.hf.model_of` made of this folder, or of another with the same sizes.
+      program: of a model that `zerojax.hf.model_of` made of this folder, or of another whose config computes the same.
       folder: with `config.json`, and `model.safetensors` or `model.safetensors.index.json` and the files that it names.
       key: from `jax.random.key`, as for `program.init`, which makes the adapters.
       families: as of `zerojax.hf.model_of`.
@@ -45,16 +47,29 @@ def import_hf(
 
     Raises:
       ValueError: the folder's model is not built, its head is tied and another than the embedding, or `key` is no random key.
-      CheckpointError: the folder has no such files, or tensors are missing, unknown or misshapen: the first are named.
+      CheckpointError: the folder has no such files, its config computes something else than the program's model, or tensors
+        are missing, unknown or misshapen, or hold NaN, infinities, or numbers beyond the compute dtype: the first are named.
       DamagedError: a file cannot be read.
       SwapError: the program's disk is too small, or failed.
     """
     if not isinstance(program.model, LayeredModel):
         raise ValueError("import_hf takes a program of a model that zerojax.hf.model_of made; zerojax.import_params takes any")
+    folder = os.path.expanduser(os.fspath(folder))
     names = names_of(folder, families, is_tiled=any(jax.tree.leaves(program.model.tiles)))
+    _check_config(program.model, folder, families)
     _check_tied(folder, names)
     # The rest of the model must be there.
     return import_params(program, folder, key=key, rename=names, missing=lambda name: ADAPTER in name)
+
+
+def _check_config(model: LayeredModel, folder: str, families: Mapping[str, Family]) -> None:
+    """Raise CheckpointError where a folder's config computes something else than a model, which no shape may show."""
+    made = {DECODER: config_of(folder, families).computes()}
+    if told := about_difference(model.about or {}, made):
+        raise CheckpointError(
+            f"{os.path.join(folder, CONFIG)} makes it {told[0]}, and this program's model has {told[1]}: build the model from "
+            "this folder (zerojax.hf.model_of), or import the folder that it was built from"
+        )
 
 
 def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> None:

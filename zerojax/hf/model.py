@@ -92,6 +92,7 @@ def config_of(folder: str | os.PathLike[str], families: Mapping[str, Family] = F
     Raises:
       ValueError: it is not built.
     """
+    folder = os.path.expanduser(os.fspath(folder))
     raw, where = read_config(folder), os.path.join(os.fspath(folder), CONFIG)
     return decoder_config(raw, family_of(raw, families, where), where)
 

@@ -20,6 +20,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from zerojax.config import streams
+from zerojax.inference.arguments import (
+    checked_count,
+    checked_ends,
+    checked_key,
+    checked_prompts,
+    checked_temperature,
+    checked_top_p,
+    checked_use_cache,
+)
 from zerojax.inference.sampling import next_tokens
 from zerojax.models import LAST, LayeredModel, at_last
 from zerojax.program import Program
@@ -39,7 +48,7 @@ def generate(
     top_p: float = 1.0,
     *,
     key: jax.Array | None = None,
-    eos: int | Collection[int] = (),
+    eos: int | Collection[int] | None = None,
     use_cache: bool | None = None,
 ) -> list[np.ndarray]:
     """Continue prompts, token by token.
@@ -52,23 +61,28 @@ def generate(
       program: of a model with `predict`; with a `cache`, too, of a model whose parameters are on the device.
       state: that is read, wherever it rests.
       prompts: of at least one token each.
-      max_new_tokens: to generate for each.
-      temperature: of the softmax; 0 takes the likeliest token.
-      top_p: draw from the likeliest tokens that together have this probability.
+      max_new_tokens: to generate for each, at least 1.
+      temperature: of the softmax, at least 0; 0 takes the likeliest token.
+      top_p: draw from the likeliest tokens that together have this probability, above 0 and at most 1.
       key: random, with a temperature above 0.
-      eos: token, or tokens, that end a row.
+      eos: token, or tokens, that end a row; None for none.
       use_cache: None: with a cache where there is one.
 
     Returns:
       The new tokens of each prompt, i32, with the one that ended it.
 
     Raises:
-      ValueError: arguments that do not fit, or a model that cannot be used so.
+      ValueError: an argument is of another type or out of range, or the model cannot be used so; it is named.
     """
-    rows = _checked_prompts(prompts, max_new_tokens)
-    key = _checked_key(key, temperature, top_p)
-    ends = np.asarray([eos] if isinstance(eos, int | np.integer) else sorted(eos), np.int32)
+    rows = checked_prompts(prompts)
     lengths = np.asarray([len(row) for row in rows])
+    max_new_tokens = checked_count(max_new_tokens, int(lengths.max()))
+    temperature, top_p = checked_temperature(temperature), checked_top_p(top_p)
+    key = checked_key(key, temperature)
+    if key is not None:
+        key = uncommitted(key)
+    ends = checked_ends(eos)
+    use_cache = checked_use_cache(use_cache)
     # Rows beyond those of the prompts make the batch divide. The last token is not read, so it needs no room.
     size = -(-len(rows) // (shards := num_batch_shards(program.mesh))) * shards
     tokens = np.zeros((size, lengths.max() + max_new_tokens - 1), np.int32)
@@ -93,31 +107,6 @@ def generate(
         if not is_open.any():
             break
     return [np.asarray(row, np.int32) for row in found]
-
-
-def _checked_prompts(prompts: Any, max_new_tokens: int) -> list[np.ndarray]:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: at least 1")
-    rows = [np.asarray(prompt) for prompt in prompts]
-    if not rows:
-        raise ValueError("no prompts: a list of lists of tokens is needed")
-    for i, row in enumerate(rows):
-        if row.ndim != 1 or not len(row) or not np.issubdtype(row.dtype, np.integer):
-            raise ValueError(f"prompt {i} is {prompts[i]!r}: a list of at least one token is needed, each an integer")
-        if row.min() < 0:
-            raise ValueError(f"prompt {i} has token {row.min()}: tokens are counted from 0")
-    return rows
-
-
-def _checked_key(key: jax.Array | None, temperature: float, top_p: float) -> jax.Array | None:
-    """Return the key of what is drawn at random, or None where nothing is."""
-    if not 0 <= temperature < float("inf") or not 0 < top_p <= 1:
-        raise ValueError(f"temperature={temperature}, top_p={top_p}: at least 0, and above 0 and at most 1")
-    if temperature == 0:
-        return None
-    if key is None:
-        raise ValueError(f"temperature={temperature} draws at random: give key=jax.random.key(..), or temperature=0")
-    return uncommitted(key)
 
 
 def _logits(program: Program, state: TrainState, width: int, use_cache: bool | None) -> Callable[..., jax.Array]:

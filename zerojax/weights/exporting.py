@@ -5,23 +5,31 @@
 
 Both need only the checkpoint's files, no program, model or device, and never hold a whole weight in memory. The checkpoint's
 checksums are compared first, because the exported formats carry none. The output is written to a hidden folder beside its
-destination, which is on the same file system, and renamed once it is on disk.
+destination, which is on the same file system, and renamed once it is on disk. `zerojax.weights.rooms` removes the hidden
+folders of exports that were killed.
 """
 
 import contextlib
 import itertools
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from host_offload.disk import Box, numpy_dtype, sync
-from zerojax.checkpoint import STATE, CheckpointError, DamagedError, Directory, SavedState, explaining, is_folder, unreadable
+from zerojax.checkpoint import (
+    CheckpointError,
+    DamagedError,
+    SavedState,
+    explaining,
+    is_folder,
+    open_newest,
+    unreadable,
+)
 from zerojax.weights.names import DTYPES
+from zerojax.weights.rooms import own_room
 
 PIECE_BYTES = 32 * 2**20
 """Most bytes of a piece of a weight, in which it is read and written, unless an element is larger."""
@@ -35,21 +43,8 @@ def open_checkpoint(checkpoint: str | os.PathLike[str]) -> Iterator[SavedState]:
       CheckpointError: there is none.
       DamagedError: it is not whole, or none is.
     """
-    with _newest_whole(Directory(checkpoint)) as saved:
+    with open_newest(os.path.expanduser(os.fspath(checkpoint)), _checked) as saved:
         yield saved
-
-
-def _newest_whole(directory: Directory) -> SavedState:
-    """Return the state of a step, if the directory is the folder of one, or of the newest whole step in it."""
-    if os.path.isdir(state := os.path.join(directory.path, STATE)):
-        return _checked(state)
-    if os.path.isdir(directory.path):
-        newest = directory.newest_whole(lambda step: _checked(directory.state_folder(step)), label=directory.step_folder)
-        if newest is not None:
-            return newest[1]
-    raise CheckpointError(
-        f"{directory.path} is neither a zerojax.Checkpointer's directory with a checkpoint, nor a step of one"
-    )
 
 
 def _checked(folder: str) -> SavedState:
@@ -82,7 +77,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[str]:
       ValueError: there is something already, or no folder to put it in.
       CheckpointError: it cannot be written.
     """
-    target = os.path.abspath(os.fspath(path))
+    target = os.path.abspath(os.path.expanduser(os.fspath(path)))
     parent, name = os.path.split(target)
     if "://" in os.fspath(path):
         raise ValueError(f"path={os.fspath(path)!r}: exports are files of a file system; mount the bucket")
@@ -92,21 +87,25 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[str]:
         has_parent = is_folder(parent)
     if not has_parent:
         raise ValueError(f"{parent} is no folder: make it first")
-    with explaining(f"writing {target}"):
-        room = tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=parent)
-        try:
-            yield (output := os.path.join(room, name))
-            # bytes, then their folders, then the name: after a power failure what has the name is whole
-            for folder, _, files in os.walk(output):
-                for entry in [*(os.path.join(folder, file) for file in files), folder]:
-                    sync(entry)
-            # Checked once more, since a rename replaces a file without a word.
-            if os.path.lexists(target):
-                raise ValueError(f"{target} was made by another process meanwhile: remove it, or give another path")
-            os.rename(output, target)
-            sync(parent)
-        finally:
-            shutil.rmtree(room, ignore_errors=True)
+    with explaining(f"writing {target}"), own_room(parent, name) as room:
+        output = os.path.join(room, name)
+        yield output
+        _sync_all(output)
+        # Checked once more, since a rename replaces a file without a word.
+        if os.path.lexists(target):
+            raise ValueError(f"{target} was made by another process meanwhile: remove it, or give another path")
+        os.rename(output, target)
+        sync(parent)
+
+
+def _sync_all(output: str) -> None:
+    """Flush a file, or all files in a folder and then the folder, so that what gets the name survives a power failure."""
+    if not os.path.isdir(output):
+        sync(output)
+        return
+    for folder, _, files in os.walk(output):
+        for entry in [*(os.path.join(folder, file) for file in files), folder]:
+            sync(entry)
 
 
 def piece_shape(shape: Sequence[int], lead: int, itemsize: int) -> tuple[int, ...]:

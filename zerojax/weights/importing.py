@@ -1,4 +1,5 @@
-"""A fresh state of a program whose weights are arrays, or those of a file: safetensors or Orbax's format, by zerojax or others.
+"""A fresh state of a program whose weights are arrays, or those of a file: safetensors or Orbax's format, by zerojax or others,
+or a checkpoint of zerojax.
 
     state = zj.import_params(program, "gpt.safetensors", key=jax.random.key(0))
     state = zj.import_params(program, {"embed": {"table": array}, ...}, key=jax.random.key(0))
@@ -14,6 +15,7 @@ No such file holds the optimizer's leaves. `zerojax.weights.initial_opt_state` f
     anything else           computed by `tx.init` from the weights; only where all rests on the device
 """
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -32,6 +34,7 @@ from zerojax.checkpoint import (
     StateLeaf,
     explained,
     first_few,
+    holds_checkpoint,
     leaves_of_program,
     of_mlp,
     restore_state,
@@ -43,6 +46,8 @@ from zerojax.program import Program
 from zerojax.sharding import uncommitted, without_mesh
 from zerojax.state import Encoding, TrainState, masters, state_key
 from zerojax.weights.arrays import ArrayTree
+from zerojax.weights.checkpoints import CheckpointWeights, Untouched, untouched
+from zerojax.weights.finite import FiniteWeights
 from zerojax.weights.initial_opt_state import Copy, initial_values
 from zerojax.weights.initial_weights import CompletedFile
 from zerojax.weights.names import WeightFile, known_dtype, path_of
@@ -58,7 +63,7 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
     Raises:
       CheckpointError: it is none.
     """
-    path = os.path.abspath(os.fspath(path))
+    path = os.path.abspath(os.path.expanduser(os.fspath(path)))
     if not os.path.exists(path):
         raise CheckpointError(f"{path} is not there")
     if os.path.isdir(path):
@@ -81,10 +86,15 @@ class StoredRecords(SavedRecords):
         weights: Mapping[str, str],
         constants: Mapping[str, np.ndarray],
         encoded: Mapping[str, "EncodedArray"],
+        saved: SavedRecords | None,
     ) -> None:
-        """Read the tensors `weights` of a file, by names in a checkpoint; those `encoded`; the other leaves are numbers."""
+        """Read the tensors `weights` of a file, by names in a checkpoint, and those `encoded`.
+
+        Leaves in `constants` are numbers, and all others are read from `saved`, the records of a checkpoint.
+        """
         super().__init__(file.path, ())
         self._file, self._weights, self._constants, self._encoded = file, weights, constants, encoded
+        self._saved = saved
         # The arrays of one record of one weight: they are asked for one after the other, and by each device.
         self._last: tuple[Any, list[np.ndarray]] = (None, [])
         self._lock = threading.Lock()
@@ -95,6 +105,9 @@ class StoredRecords(SavedRecords):
             return
         if name in self._weights:
             out[...] = self._file.read(self._weights[name], box)
+            return
+        if self._saved is not None and name not in self._constants:
+            self._saved.read(name, box, out)
             return
         value = self._constants[name]
         out[...] = value[tuple(slice(a, b) for a, b in box)] if value.shape else value
@@ -139,6 +152,9 @@ class _Imported(SavedState):
         constants: Mapping[str, np.ndarray],
         values: Mapping[str, np.ndarray],
         encoded: Mapping[str, EncodedArray],
+        saved: SavedState | None,
+        keys: Mapping[str, str],
+        about: Mapping[str, Any],
     ) -> None:
         """Take the place of a checkpoint.
 
@@ -149,15 +165,19 @@ class _Imported(SavedState):
           constants: the numbers of the others.
           values: of the small leaves, random keys as their data.
           encoded: the arrays of weights that the program keeps in 8 or 4 bits.
+          saved: the checkpoint whose weights these are, if they are those of one; leaves that nothing else has are its own.
+          keys: implementations of random keys among the values, by name; the default one for others.
+          about: what the model of the weights tells of itself.
         """
-        self.folder, self.num_processes, self.data, self.about = file.path, 1, {}, {}
+        self.folder, self.num_processes, self.data = file.path, 1, {}
+        self.about = dict(about)
         self.leaves = dict(leaves)
-        self.keys: dict[str, str] = {}  # of the default implementation
+        self.keys = dict(keys)
         self.values = {"step": np.zeros((), np.int32), "skipped": np.zeros((), np.int32), **values}
-        self.records = StoredRecords(file, weights, constants, encoded)
+        self.records = StoredRecords(file, weights, constants, encoded, None if saved is None else saved.records)
 
     def check(self, *, checksums: bool, part: int = 0, num_parts: int = 1) -> None:
-        """Do nothing: these formats hold no checksums of their own."""
+        """Do nothing: a checkpoint was compared when it was opened, and other formats hold no checksums of their own."""
 
 
 @without_mesh
@@ -175,8 +195,10 @@ def import_params(
       program: of the model whose weights they are, on any mesh, stage, tier and precision. Weights in another number of tiles
         are cut anew. What the program had on disk is overwritten, once names and shapes were compared.
       path: a safetensors file, an index of several (`model.safetensors.index.json`) or the folder of either, or the folder of a
-        checkpoint in Orbax's format that holds the parameter tree. Its names are those that `export_safetensors` and
-        `export_orbax` give, or `rename` makes; its dtypes are floating, and read as float32. Or a tree of
+        checkpoint in Orbax's format that holds the parameter tree. Or a checkpoint of zerojax, the folder of one step or the
+        directory of a `Checkpointer`, whose newest whole step is taken: saved on any mesh, stage and tier and with any
+        optimizer; state of the model that is not trained comes with its weights. Names are those that `export_safetensors` and
+        `export_orbax` give, or `rename` makes; dtypes are floating, and read as float32. Or a tree of
         arrays, of numpy or JAX, structured or named like the parameters: nested dicts and lists, or a flat dict with names as
         in safetensors. Arrays stay as they are, and are read a record at a time; each process needs all of them.
       key: from `jax.random.key`, as for `program.init`.
@@ -189,45 +211,71 @@ def import_params(
         that tells which may be lacking. "error": the file must have all.
 
     Returns:
-      The state at step 0; its optimizer state is that of `tx.init`, and its `model_state` that of `program.init(key)`.
+      The state at step 0. Its optimizer state is what `tx.init` makes; its `model_state` is the checkpoint's, or else what
+      `program.init(key)` makes.
 
     Raises:
       ValueError: `key` is no random key, or the optimizer's state is neither constant nor a copy of weights and does not all
-        rest on the device. The tree of arrays lacks weights, has others, or has others' shapes; or a leaf is no array.
+        rest on the device. The tree of arrays lacks weights, has others, or has others' shapes; or a leaf is no array. Or a
+        number in it is NaN, infinite, or beyond the dtype in which the program computes: its array is named.
       CheckpointError: the file is of no such format, or lacks weights, has others, or has others' shapes: the first are named.
-      DamagedError: the file cannot be read.
+        Or a number in it is NaN, infinite, or beyond the dtype in which the program computes: its tensor is named.
+      DamagedError: the file cannot be read, or the checkpoint is not whole.
       SwapError: the program's disk is too small, or failed.
     """
     key = uncommitted(_checked_key(key, program))
     if missing not in ("error", "init") and not callable(missing):
         raise ValueError(f"missing={missing!r} is unknown: choose from 'error' and 'init', or give a function of a name")
     may_lack = missing if callable(missing) else lambda _: missing == "init"
-    given: WeightFile = open_weights(path) if isinstance(path, str | os.PathLike) else ArrayTree(path)
-    state_leaves = leaves_of_program(program)
-    try:
-        file = given if rename is None else RenamedFile(given, rename)
-        here = [x for x in state_leaves if x.name.startswith("weights") and not x.is_derived]
-        wanted = _as_given(here, program.layout.encodings)
-        told = file.told if isinstance(file, RenamedFile) else str
-        shapes = {".".join(path_of(leaf.name)): leaf.shape for leaf in wanted}
-        if absent := {n: shape for n, shape in shapes.items() if n not in file.tensors and may_lack(n)}:
-            file = CompletedFile(file, program.model, key, absent)
-        weights, leaves = _compare(file, wanted, told)
-        encoded = _add_encoded(file, here, program.layout.encodings, weights, leaves)
-    except CheckpointError as error:
-        if isinstance(given, ArrayTree):
-            raise ValueError(str(error)) from error
-        raise
-    constants, others = _add_opt_state(program, state_leaves, weights, leaves)
-    # To run tx.init, all weights must be on the device together.
-    if others and (updates_by_parts(program.config) or program.layout.disk is not None):
-        raise ValueError(
-            f"tx.init makes {others[0]} of the weights, as neither a constant nor a copy: import into a program whose params, "
-            "grads and opt_state are on the device with update='after_backward', save it, and restore it here"
-        )
-    values = {"key": _data(state_key(key)), **_model_state(program, state_leaves, key)}
-    state = restore_state(program, _Imported(file, leaves, weights, constants, values, encoded))
-    return _initialised(program, state) if others else state
+    with contextlib.ExitStack() as stack:
+        given: WeightFile
+        error: type[Exception] = CheckpointError
+        kept = Untouched()
+        saved: SavedState | None = None
+        about: Mapping[str, Any] = {}
+        if not isinstance(path, str | os.PathLike):
+            given, error = ArrayTree(path), ValueError
+        elif holds_checkpoint(path := os.path.expanduser(os.fspath(path))):
+            checkpoint = CheckpointWeights(path, program.mesh)
+            stack.callback(checkpoint.close)
+            given, saved = checkpoint, checkpoint.saved
+            about = saved.about
+        else:
+            given = open_weights(path)
+            # Only exports of zerojax say it.
+            about = given.about if isinstance(given, SafetensorsFile | OrbaxFolder) else {}
+        # Below `rename`, so that errors name the tensors as the file does.
+        checked = FiniteWeights(given, program.layout.compute_dtype.name, error)
+        state_leaves = leaves_of_program(program)
+        try:
+            file = checked if rename is None else RenamedFile(checked, rename)
+            here = [x for x in state_leaves if x.name.startswith("weights") and not x.is_derived]
+            if saved is not None:
+                kept = untouched(saved, state_leaves)
+                here = [x for x in here if x.encodes not in kept.weights]
+            wanted = _as_given(here, program.layout.encodings)
+            told = file.told if isinstance(file, RenamedFile) else str
+            shapes = {".".join(path_of(leaf.name)): leaf.shape for leaf in wanted}
+            if absent := {n: shape for n, shape in shapes.items() if n not in file.tensors and may_lack(n)}:
+                file = CompletedFile(file, program.model, key, absent)
+            weights, leaves = _compare(file, wanted, told)
+            encoded = _add_encoded(file, here, program.layout.encodings, weights, leaves)
+        except CheckpointError as found:
+            if error is ValueError:
+                raise ValueError(str(found)) from found
+            raise
+        constants, others = _add_opt_state(program, state_leaves, weights, leaves)
+        # To run tx.init, all weights must be on the device together.
+        if others and (updates_by_parts(program.config) or program.layout.disk is not None):
+            raise ValueError(
+                f"tx.init makes {others[0]} of the weights, as neither a constant nor a copy: import into a program whose "
+                "params, grads and opt_state are on the device with update='after_backward', save it, and restore it here"
+            )
+        values = {"key": _data(state_key(key)), **_model_state(program, state_leaves, key), **kept.values}
+        values = {name: value for name, value in values.items() if name not in kept.leaves}
+        given_state = _Imported(file, leaves | kept.leaves, weights, constants, values, encoded, saved, kept.keys, about)
+        state = restore_state(program, given_state)
+        return _initialised(program, state) if others else state
 
 
 def _add_opt_state(

@@ -91,9 +91,9 @@ def kind_of_folder(path: str) -> str | None:
     if not names:
         return "an empty folder"
     if os.path.isdir(os.path.join(path, STATE)):
-        return "a zerojax checkpoint, for Checkpointer.restore or zj.export_orbax"
+        return "a zerojax checkpoint, for Checkpointer.restore, zj.import_params or zj.export_orbax"
     if any(re.fullmatch("[0-9]+", name) and os.path.isdir(os.path.join(path, name, STATE)) for name in names):
-        return "a directory of zerojax checkpoints, for Checkpointer(path).restore or zj.export_orbax"
+        return "a directory of zerojax checkpoints, for Checkpointer(path).restore, zj.import_params or zj.export_orbax"
     inner = [name for name in names if os.path.exists(os.path.join(path, name, "_METADATA"))]
     if inner:
         return f"a folder around a checkpoint of Orbax: {inner[0]} in it has one, so import {os.path.join(path, inner[0])}"

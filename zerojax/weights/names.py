@@ -11,6 +11,7 @@ weight that the program has, and need not know what kind of node a key of the fi
 
 import ast
 import dataclasses
+import json
 import re
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -25,6 +26,8 @@ DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF1
 """What weights may be written in, and its name in safetensors."""
 TILED = "zerojax.tiled"
 """In the metadata of either format: JSON list of the names of weights that are stacks of tiles, which shapes do not tell."""
+ABOUT = "zerojax.about"
+"""In the metadata of either format: JSON object of what the model tells of itself (`zerojax.Model.about`), in no weight."""
 _KEY = re.compile(r"""\.([^\W\d]\w*)|\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|-?\d+)\]|\[<flat index (\d+)>\]""")
 _WEIGHTS = "weights"
 _EMA = ".ema_params"
@@ -108,6 +111,27 @@ def tiled_in(text: str | None) -> frozenset[str]:
     except ValueError as error:
         raise FieldError(f"{TILED} is no JSON: {error}") from error
     return frozenset(name.text() for name in names.items())
+
+
+def metadata_of(saved: SavedState, tensors: Mapping[str, str]) -> dict[str, str]:
+    """Return what either format says of a checkpoint's weights beside their numbers, given the weight of each tensor."""
+    metadata = {TILED: json.dumps(tiled_names(saved, tensors))}
+    return metadata | ({ABOUT: json.dumps(saved.about)} if saved.about else {})
+
+
+def about_in(text: str | None) -> dict[str, Any]:
+    """Return what a file's metadata have under `ABOUT`; nothing if they have none.
+
+    Raises:
+      FieldError: it is no JSON object.
+    """
+    if text is None:
+        return {}
+    try:
+        about = Field(parse_json(text.encode()), ABOUT)
+    except ValueError as error:
+        raise FieldError(f"{ABOUT} is no JSON: {error}") from error
+    return {name: entry.value for name, entry in about.fields()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
     ocp.StandardCheckpointer().restore(path)  ->  {"blocks": {"w1": f32[L, D, F]}, ...}
 
-    {path}/_METADATA      the tree, as JSON; `custom_metadata` names the weights that are stacks of tiles
+    {path}/_METADATA      the tree, as JSON; `custom_metadata` names the weights that are stacks of tiles,
+                          and holds what the model tells of itself
     {path}/blocks.w1/     a zarr array; or, in others' checkpoints, all arrays in one database (OCDBT, `manifest.ocdbt`)
 
 Orbax writes a leaf from an array that is there whole. So it is given the same tree with one number for each leaf, and writes
@@ -36,7 +37,7 @@ from zerojax.progress import working
 from zerojax.sharding import without_mesh
 from zerojax.weights.exporting import export_dtype, open_checkpoint, piece_shape, read_pieces, write_atomically
 from zerojax.weights.kinds import kind_of_folder
-from zerojax.weights.names import TILED, Tensor, tiled_in, tiled_names, weights_of
+from zerojax.weights.names import ABOUT, TILED, Tensor, about_in, metadata_of, tiled_in, weights_of
 
 CACHE_BYTES = 2**28
 """Of chunks of Orbax arrays that hold several layers, kept for the next one."""
@@ -79,7 +80,7 @@ def export_orbax(
             if not is_inner_path(tensor) or "\\" in tensor:
                 raise CheckpointError(f"{name}: no folder of Orbax's format can be named {tensor}: export it as safetensors")
         try:
-            _write_tree(output, weights, kind, tiled_names(saved, tensors))
+            _write_tree(output, weights, kind, metadata_of(saved, tensors))
             with working("export", len(tensors)) as advance:
                 for tensor, name in tensors.items():
                     _write_array(os.path.join(output, tensor), saved, name, kind)
@@ -90,7 +91,7 @@ def export_orbax(
             _mark_as_jax(output, {tensor: saved.leaves[name].shape for tensor, name in tensors.items()})
 
 
-def _write_tree(folder: str, weights: Mapping[tuple[str, ...], str], kind: np.dtype[Any], tiled: Sequence[str]) -> None:
+def _write_tree(folder: str, weights: Mapping[tuple[str, ...], str], kind: np.dtype[Any], metadata: Mapping[str, str]) -> None:
     """Let Orbax write the tree, each leaf of one number."""
     tree: dict[str, Any] = {}
     for keys in weights:
@@ -109,7 +110,7 @@ def _write_tree(folder: str, weights: Mapping[tuple[str, ...], str], kind: np.dt
     # Without OCDBT each array has a folder of its own, and can be made anew there.
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=alone)
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as writer:
-        writer.save(folder, args=ocp.args.PyTreeSave(tree, custom_metadata={TILED: json.dumps(list(tiled))}))
+        writer.save(folder, args=ocp.args.PyTreeSave(tree, custom_metadata=dict(metadata)))
 
 
 def _write_array(folder: str, saved: SavedState, name: str, kind: np.dtype[Any]) -> None:
@@ -164,6 +165,7 @@ class OrbaxFolder:
       path: of the folder.
       tensors: by keys joined by ".".
       tiled: names of those that are known to be stacks of tiles.
+      about: what the model of an export of zerojax tells of itself, or nothing.
     """
 
     def __init__(self, path: str) -> None:
@@ -200,7 +202,9 @@ class OrbaxFolder:
         """
         zarr3, custom = metadata.get("use_zarr3"), metadata.get("custom_metadata")
         tiled = None if custom is None else custom.get(TILED)
+        about = None if custom is None else custom.get(ABOUT)
         self.tiled = tiled_in(None if tiled is None else tiled.text())
+        self.about = about_in(None if about is None else about.text())
         names: dict[str, str] = {}
         for path, leaf in metadata["tree_metadata"].fields():
             if leaf["value_metadata"]["value_type"].text() in _EMPTY_NODES:

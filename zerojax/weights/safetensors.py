@@ -6,7 +6,7 @@
 
 It is written by pwrite and read by pread, piece by piece, so that no weight is in memory as a whole. Over a mapping, a disk
 that fails would be a SIGBUS, which ends the process without a word. What the format does not have, which weights are stacks of
-tiles, is in its metadata.
+tiles and what the model tells of itself, is in its metadata.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from zerojax.progress import working
 from zerojax.sharding import without_mesh
 from zerojax.weights.exporting import export_dtype, open_checkpoint, read_pieces, write_atomically
 from zerojax.weights.kinds import kind_of_file
-from zerojax.weights.names import DTYPES, TILED, Tensor, tiled_in, tiled_names, weights_of
+from zerojax.weights.names import ABOUT, DTYPES, TILED, Tensor, about_in, metadata_of, tiled_in, weights_of
 
 ALIGNMENT = 8
 """The header is padded to it, so that the tensors of a mapped file are aligned for their dtypes."""
@@ -58,7 +58,7 @@ def export_safetensors(
     with write_atomically(path) as output, open_checkpoint(checkpoint) as saved:
         names = {".".join(keys): name for keys, name in weights_of(saved, ema).items()}
         tensors = {tensor: Tensor(saved.leaves[name].shape, kind.name) for tensor, name in names.items()}
-        metadata = {TILED: json.dumps(tiled_names(saved, names))}
+        metadata = metadata_of(saved, names)
         write_safetensors(output, tensors, lambda tensor: (p for _, p in read_pieces(saved, names[tensor], kind)), metadata)
 
 
@@ -119,6 +119,7 @@ class SafetensorsFile:
       path: of the file.
       tensors: by name.
       tiled: names of those that are known to be stacks of tiles.
+      about: what the model of an export of zerojax tells of itself, or nothing.
     """
 
     def __init__(self, path: str) -> None:
@@ -159,12 +160,16 @@ class SafetensorsFile:
         """
         dtypes = {there: here for here, there in DTYPES.items()}
         self.tiled = frozenset[str]()
+        self.about: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self._starts: dict[str, int] = {}
         size, extents = self._file.num_bytes - data, []
         for name, entry in header.fields():
             if name == "__metadata__":
-                self.tiled = _tiled(entry)
+                texts = {key: text.text() for key, text in entry.fields()}
+                # Files of others have neither.
+                self.tiled = tiled_in(texts.get(TILED))
+                self.about = about_in(texts.get(ABOUT))
                 continue
             told = entry["dtype"].text()
             tensor = self.tensors[name] = Tensor(entry["shape"].integers(), dtypes.get(told) or told)
@@ -203,9 +208,3 @@ class SafetensorsFile:
         except OSError as error:
             raise explained(error, f"reading {name}") from error
         return out
-
-
-def _tiled(metadata: Field) -> frozenset[str]:
-    """Return the names of stacks of tiles, of which files of others say nothing."""
-    texts = {name: text.text() for name, text in metadata.fields()}
-    return tiled_in(texts.get(TILED))

@@ -1,0 +1,138 @@
+"""The weights of a zerojax checkpoint, read as a file of weights is: of any mesh, stage, tier and optimizer.
+
+    state = zj.import_params(program, "runs/gpt/checkpoints", key=jax.random.key(0))        its newest whole step
+
+Names are those that `export_safetensors` gives. Weights in 8 or 4 bits have arrays that no other format holds; they go into
+the same arrays of the program, bit for bit, and so does the state that is not trained.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from jax.sharding import Mesh
+
+from host_offload.disk import Box, numpy_dtype
+from zerojax.checkpoint import ENCODED, CheckpointError, SavedLeaf, SavedState, StateLeaf, first_few, open_together
+from zerojax.weights.exporting import read_part
+from zerojax.weights.names import Tensor, path_of
+
+_WEIGHTS, _MODEL_STATE = "weights", "model_state"
+
+
+class CheckpointWeights:
+    """The weights of a checkpoint, in the place of a file.
+
+    Attributes:
+      path: of the step.
+      tensors: by name; without weights in 8 or 4 bits.
+      tiled: names of those that are stacks of tiles.
+      saved: the checkpoint.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], mesh: Mesh) -> None:
+        """Open the checkpoint; all processes of the mesh do so together.
+
+        Args:
+          path: folder of a step, or a directory of steps, whose newest whole one is read.
+          mesh: of the program.
+
+        Raises:
+          CheckpointError: it cannot be read, or two weights have one name.
+          DamagedError: it is not whole.
+        """
+        self.saved = open_together(path, mesh)
+        try:
+            self.path = os.path.dirname(self.saved.folder)
+            self._leaves = self._named()
+        except BaseException:
+            self.close()
+            raise
+        self.tensors: dict[str, Tensor] = {}
+        for name, leaf in self._leaves.items():
+            found = self.saved.leaves[leaf]
+            self.tensors[name] = Tensor(found.shape, found.dtype)
+        self.tiled = frozenset(name for name, leaf in self._leaves.items() if self.saved.leaves[leaf].is_tiled)
+
+    def _named(self) -> dict[str, str]:
+        """Return the leaf of each weight that is not encoded, by its name in a file."""
+        leaves: dict[str, str] = {}
+        for leaf in self.saved.leaves:
+            if not leaf.startswith(_WEIGHTS) or ENCODED in leaf:
+                continue
+            name = ".".join(path_of(leaf))
+            if (other := leaves.setdefault(name, leaf)) != leaf:
+                raise CheckpointError(f"{self.path}: {other} and {leaf} are both {name}: rename one of them")
+        return leaves
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """Return a part of a weight.
+
+        Raises:
+          DamagedError: a file is not there, or its bytes are lost.
+          CheckpointError: a file cannot be read now.
+        """
+        out = np.empty([stop - start for start, stop in box], numpy_dtype(self.tensors[name].dtype))
+        read_part(self.saved, self._leaves[name], box, out)
+        return out
+
+    def close(self) -> None:
+        """Close its files."""
+        self.saved.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Untouched:
+    """Leaves of a checkpoint that a program takes as they are.
+
+    Attributes:
+      leaves: whose bytes are in records, by name: arrays of weights in 8 or 4 bits, and state that is not trained.
+      values: small leaves of the state that is not trained.
+      keys: implementations of random keys among them.
+      weights: paths of the weights in 8 or 4 bits, in the parameter tree.
+    """
+
+    leaves: Mapping[str, SavedLeaf] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    weights: frozenset[str] = frozenset()
+
+
+def untouched(saved: SavedState, state_leaves: Iterable[StateLeaf]) -> Untouched:
+    """Return what a program takes of a checkpoint as it is.
+
+    Args:
+      saved: the checkpoint.
+      state_leaves: of the program's state.
+
+    Raises:
+      CheckpointError: a weight is in 8 or 4 bits in the checkpoint, and in another format in the program.
+    """
+    leaves = list(state_leaves)
+    formats: dict[str, str] = {}
+    arrays: dict[str, SavedLeaf] = {}
+    for name, leaf in saved.leaves.items():
+        if name.startswith(_WEIGHTS) and ENCODED in name:
+            weight, _, array = name.partition(ENCODED)
+            formats[weight.removeprefix(_WEIGHTS)] = array.split(".")[0]
+            arrays[name] = leaf
+    here = {leaf.encodes: leaf.name.partition(ENCODED)[2].split(".")[0] for leaf in leaves if leaf.encodes}
+
+    def in_format(format: str | None) -> str:
+        return "not encoded" if format is None else f"in {format}"
+
+    wrong = []
+    for path, format in sorted(formats.items()):
+        if here.get(path) != format:
+            wrong.append(f"{'.'.join(path_of(_WEIGHTS + path))} in {format}, and here it is {in_format(here.get(path))}")
+    if wrong:
+        raise CheckpointError(
+            f"{saved.folder} holds {first_few(wrong)}. Frozen weights in 8 or 4 bits are taken bit for bit: import into a "
+            f"program with frozen_dtype={next(iter(formats.values()))!r}, or import the folder that the base came from"
+        )
+    names = {leaf.name for leaf in leaves if leaf.name.startswith(_MODEL_STATE)}
+    kept = {name: leaf for name, leaf in saved.leaves.items() if name in names}
+    values = {name: value for name, value in saved.values.items() if name in names}
+    keys = {name: key for name, key in saved.keys.items() if name in names}
+    return Untouched(arrays | kept, values, keys, frozenset(formats))

@@ -1,0 +1,185 @@
+"""Numbers that no step can use: NaN, infinities, and what the compute dtype does not reach. Named while a file is read.
+
+    |x| as an integer  =  the bits of x without its sign      those of infinity and NaN are the largest
+    x is usable       <->  |x| <= the largest that is finite in the compute dtype
+
+One comparison of integers finds all three faults, at the speed of memory, in the pieces that an import reads anyway. Only a
+tensor with a fault is read again, to count its faults.
+
+A weight that is not finite makes every gradient not finite, so each step would be skipped. A weight beyond float16 does the
+same under `precision="fp16"`, whose compute copy is cast from it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from host_offload.disk import Box, numpy_dtype
+from zerojax.weights.names import DTYPES, WeightFile
+
+_BLOCK = 1 << 18
+"""Elements that are compared at once, so that they stay in a core's cache."""
+_PIECE = 1 << 24
+"""Elements that are read at once where faults are counted."""
+
+
+class FiniteWeights:
+    """A file of weights whose numbers are checked as they are read.
+
+    Attributes:
+      path: of the file.
+      tensors: by name.
+      tiled: names of tensors that are known to be stacks of tiles.
+    """
+
+    def __init__(self, file: WeightFile, compute_dtype: str, error: type[Exception]) -> None:
+        """Check what is read of `file`.
+
+        Args:
+          file: of the weights.
+          compute_dtype: name of the dtype into which weights are cast for a step.
+          error: type of the error that names a fault.
+        """
+        self.path, self.tensors, self.tiled = file.path, file.tensors, file.tiled
+        self._file, self._compute_dtype, self._error = file, compute_dtype, error
+
+    def read(self, name: str, box: Box) -> Any:
+        """Return a part of a tensor.
+
+        Raises:
+          CheckpointError: the file cannot be read.
+          Exception: of the type `error`, numbers of the tensor are not finite, or not in the compute dtype.
+        """
+        part = self._file.read(name, box)
+        dtype = self.tensors[name].dtype
+        if dtype in DTYPES and _has_fault(part, dtype, self._compute_dtype):
+            raise self._error(self._described(name))
+        return part
+
+    def _described(self, name: str) -> str:
+        """Return the faults of a tensor, all of which is read."""
+        tensor = self.tensors[name]
+        faults = _Faults()
+        for box in _pieces(tensor.shape):
+            faults = faults.plus(self._file.read(name, box), box, tensor.dtype, self._compute_dtype)
+        return (
+            f"{self.path}: {name} {tensor.dtype}{list(tensor.shape)} holds "
+            f"{faults.text(self._compute_dtype)}: every step would be skipped. "
+            f"{faults.remedy(self._compute_dtype)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Faults:
+    """Numbers of one tensor that no step can use.
+
+    Attributes:
+      nans: how many are NaN.
+      infinite: how many are infinite.
+      beyond: how many are finite, and infinite in the compute dtype.
+      first: the first of them, and its index in the tensor; None where there are none.
+    """
+
+    nans: int = 0
+    infinite: int = 0
+    beyond: int = 0
+    first: tuple[float, tuple[int, ...]] | None = None
+
+    def plus(self, part: Any, box: Box, dtype: str, compute_dtype: str) -> "_Faults":
+        """Return the faults with those of a part, which lies at `box` in the tensor."""
+        values = np.asarray(part).reshape(-1)
+        found = np.flatnonzero(_magnitudes(values, dtype) > largest_bits(dtype, compute_dtype))
+        if not found.size:
+            return self
+        faults = values[found].astype(np.float64)
+        nans, infinite = int(np.isnan(faults).sum()), int(np.isinf(faults).sum())
+        first = self.first
+        if first is None:
+            inside = np.unravel_index(found[0], [stop - start for start, stop in box]) if box else ()
+            index = tuple(start + int(i) for (start, _), i in zip(box, inside, strict=True))
+            first = float(faults[0]), index
+        beyond = self.beyond + found.size - nans - infinite
+        return _Faults(self.nans + nans, self.infinite + infinite, beyond, first)
+
+    def text(self, compute_dtype: str) -> str:
+        """Return how many of each kind there are, and the first."""
+        most = float(_largest(compute_dtype, compute_dtype))
+        counts = [
+            (self.nans, "NaN", "NaN"),
+            (self.infinite, "infinite number", "infinite numbers"),
+            (self.beyond, f"number beyond {compute_dtype}'s {most:.6g}", f"numbers beyond {compute_dtype}'s {most:.6g}"),
+        ]
+        kinds = [f"{count} {one if count == 1 else many}" for count, one, many in counts if count]
+        text = " and ".join([", ".join(kinds[:-1]), kinds[-1]] if len(kinds) > 1 else kinds)
+        if self.first is None or not self.first[1]:
+            return text
+        value, index = self.first
+        # One NaN alone needs no value.
+        shown = "" if kinds == ["1 NaN"] else f", {value},"
+        return f"{text}, the first{shown} at {list(index)}"
+
+    def remedy(self, compute_dtype: str) -> str:
+        """Return what to do."""
+        if self.nans or self.infinite:
+            return "Copy or download the weights again, or take those of an earlier step of the run that made them"
+        if compute_dtype == "float16":
+            return "precision='fp16' computes in float16: use precision='bf16' or 'fp32', whose range is that of float32"
+        return "Weights are kept in float32: scale these"
+
+
+def _pieces(shape: tuple[int, ...]) -> Iterator[Box]:
+    """Yield boxes that cover a tensor in order, each of some of its rows."""
+    if not shape:
+        yield ()
+        return
+    rows = max(1, _PIECE // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        yield ((start, min(start + rows, shape[0])), *((0, n) for n in shape[1:]))
+
+
+def _has_fault(part: Any, dtype: str, compute_dtype: str) -> bool:
+    """Return whether a part of a tensor holds a number that no step can use."""
+    flat = np.asarray(part).reshape(-1)
+    most = largest_bits(dtype, compute_dtype)
+    blocks = (flat[start : start + _BLOCK] for start in range(0, flat.size, _BLOCK))
+    return any(_magnitudes(block, dtype).max() > most for block in blocks)
+
+
+def _magnitudes(flat: np.ndarray, dtype: str) -> np.ndarray:
+    """Return the bits of numbers without their signs, as integers."""
+    kind = numpy_dtype(dtype)
+    bits = 8 * kind.itemsize
+    # An array of another byte order is converted.
+    whole = np.ascontiguousarray(flat, kind).view(np.dtype(f"u{kind.itemsize}"))
+    return whole & whole.dtype.type(2 ** (bits - 1) - 1)
+
+
+@functools.cache
+def largest_bits(dtype: str, compute_dtype: str) -> int:
+    """Return the magnitude of the largest number that stays finite, as an integer of its bits.
+
+    Args:
+      dtype: of the number.
+      compute_dtype: into which it is cast, by way of float32, in which weights are kept.
+    """
+    kind, compute = numpy_dtype(dtype), numpy_dtype(compute_dtype)
+    unsigned = np.dtype(f"u{kind.itemsize}")
+    # Between 0, which is finite, and all bits but the sign, which are a NaN.
+    finite, other = 0, 2 ** (8 * kind.itemsize - 1) - 1
+    while other - finite > 1:
+        middle = (finite + other) // 2
+        number = np.asarray([middle], unsigned).view(kind)
+        with np.errstate(over="ignore", invalid="ignore"):
+            cast = number.astype(np.float32).astype(compute).astype(np.float32)
+        finite, other = (middle, other) if np.isfinite(cast[0]) else (finite, middle)
+    return finite
+
+
+def _largest(dtype: str, compute_dtype: str) -> np.floating:
+    """Return the largest number of a dtype that is finite in another."""
+    kind = numpy_dtype(dtype)
+    return np.asarray([largest_bits(dtype, compute_dtype)], np.dtype(f"u{kind.itemsize}")).view(kind)[0]
