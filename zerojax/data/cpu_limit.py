@@ -59,17 +59,27 @@ class CpuLimit:
         thread = threading.get_ident()
         clock = time.pthread_getcpuclockid(thread)
         try:
+            self._watched = (thread, clock, time.clock_gettime(clock) + self.seconds)
             try:
-                self._watched = (thread, clock, time.clock_gettime(clock) + self.seconds)
-                return call()
-            finally:
-                with self._lock:
-                    self._watched = None
-                while self._interrupted:  # the call ended by itself just then: the exception is still to arrive
-                    time.sleep(0)
+                result = call()
+            except _Interrupt:
+                raise
+            except BaseException:
+                self._release()
+                raise
+            self._release()
+            return result
         except _Interrupt:
+            self._watched = None
             self._interrupted = False
             raise OverrunError(f"it computed for more than {self.seconds:g} s") from None
+
+    def _release(self) -> None:
+        """Stop watching a call that ended by itself; an exception that was raised just then arrives here at the latest."""
+        with self._lock:
+            self._watched = None
+        while self._interrupted:
+            time.sleep(0)
 
     def _watch(self) -> None:
         while not self._ends.wait(self.seconds / 10):
