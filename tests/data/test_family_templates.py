@@ -25,7 +25,7 @@ def texts(path, tokenizer, record, **options):
 
 
 ENDS = {
-    "llama3": "yes<|eot_id|>", "qwen3": "<think>\n\n</think>\n\nyes<|im_end|>\n", "qwq": "<think>\nHm.\n</think>\n\nyes<|im_end|>\n",
+    "llama3": "yes<|eot_id|>", "qwen3": "<think>\n\n</think>\n\nyes<|im_end|>\n", "qwq": "Hm.\n</think>\n\nyes<|im_end|>\n",
     "mistral": " yes</s>", "gemma": "yes<end_of_turn>\n", "phi": "yes<|end|>\n", "glm": "yes",
 }  # fmt: skip
 
@@ -34,7 +34,7 @@ ENDS = {
 def test_an_answer_counts_with_what_ends_its_turn(tmp_path, name):
     record = THOUGHT if name == "qwq" else conversation("hi", "yes")
     (counted,) = texts(tmp_path, FAMILIES[name].tokenizer(), record)
-    assert counted == (ENDS[name] if name != "qwq" else "Hm.\n</think>\n\nyes<|im_end|>\n")
+    assert counted == ENDS[name]
 
 
 @pytest.mark.parametrize("name", [name for name in ENDS if name != "qwq"])
@@ -65,7 +65,8 @@ def test_a_text_of_its_own_begins_and_ends_as_the_tokenizer_says(tmp_path):
         found = tokenized(tmp_path, tokenizer, {"text": text})
         assert (found.tokens.tolist(), bool(found.counted[-1])) == (plain, True)
     assert tokenized(tmp_path, tokenizer, {"text": "ab<|eot_id|>\n"}).tokens.tolist().count(eos) == 1
-    assert tokenized(tmp_path, GEMMA.tokenizer(), {"text": "ab<start_of_turn>"}).tokens.tolist()[-1] == GEMMA.tokenizer().eos_token_id
+    gemma = GEMMA.tokenizer()  # not every special token is an end
+    assert tokenized(tmp_path, gemma, {"text": "ab<start_of_turn>"}).tokens[-1] == gemma.eos_token_id
 
 
 def test_what_ends_a_turn_counts_where_the_next_one_begins_with_it(tmp_path, caplog):
@@ -80,7 +81,9 @@ def test_what_ends_a_turn_counts_where_the_next_one_begins_with_it(tmp_path, cap
 
 
 def test_templates_that_end_turns_are_not_warned_of_and_marks_without_ends_are(tmp_path, caplog):
-    outside = MARKED.replace('m.content + "<|im_end|>" }}{% endgeneration %}', 'm.content }}{% endgeneration %}{{ "<|im_end|>" }}')
+    outside = MARKED.replace(
+        'm.content + "<|im_end|>" }}{% endgeneration %}', 'm.content }}{% endgeneration %}{{ "<|im_end|>" }}'
+    )
     with caplog.at_level(logging.WARNING):
         for family in (LLAMA3, QWEN3, MISTRAL, GEMMA):
             texts(tmp_path, family.tokenizer(), conversation("hi", "yes"))
@@ -116,7 +119,7 @@ def test_a_template_as_the_advice_says_is_taken(tmp_path, each_answer):
 
 def test_advice_is_for_each_answer_where_that_works(tmp_path):
     record = conversation("hi", "<think>\nHm.\n</think>yes", "why?", "<think>\nSo.\n</think>no!")
-    with pytest.raises(ValueError, match="take each_answer=True, an example for each answer$"):
+    with pytest.raises(ValueError, match=r"take each_answer=True, an example for each answer$"):
         texts(tmp_path, QWQ.tokenizer(), record)
     found = texts(tmp_path, QWQ.tokenizer(), record, each_answer=True)
     assert found == ["Hm.\n</think>yes<|im_end|>\n", "So.\n</think>no!<|im_end|>\n"]
@@ -125,7 +128,8 @@ def test_advice_is_for_each_answer_where_that_works(tmp_path):
 def test_marks_without_prefixes_are_taken_as_wholes(tmp_path):
     """A template that writes the system's message before the last question alone: no turn can be told from the others."""
     template = MISTRAL.template.replace(
-        '{{- " " + m.content | trim + eos_token }}', '{% generation %}{{- " " + m.content | trim + eos_token }}{% endgeneration %}'
+        '{{- " " + m.content | trim + eos_token }}',
+        '{% generation %}{{- " " + m.content | trim + eos_token }}{% endgeneration %}',
     )
     with pytest.raises(ValueError, match="leave out each_answer=True, as the marks of the template say"):
         texts(tmp_path, MISTRAL.tokenizer(template), SYSTEM, each_answer=True)

@@ -82,8 +82,8 @@ WRONG = {
     "arguments-number": (call(3), "message 1, tool call 0: arguments must be an object, or its JSON text, got 3"),
     "arguments-nan": (call('{"a": NaN}'), "message 1, tool call 0: arguments: a is nan"),
     "calls": ([QUESTION, {"role": "assistant", "tool_calls": "a"}], "message 1: tool_calls must be a list of objects"),
-    "function": ([QUESTION, {"role": "assistant", "tool_calls": [{"function": 3}]}], "message 1, tool call 0: function must be an object"),
-    "image": ([{"role": "user", "content": [PART]}, ANSWERS[3]], "message 0: part 0 of its content is .*only parts of the form"),
+    "function": ([QUESTION, {"role": "assistant", "tool_calls": [{"function": 3}]}], "message 1, tool call 0: function must"),
+    "image": ([{"role": "user", "content": [PART]}, ANSWERS[3]], "message 0: part 0 of its content is .*only parts of"),
     "no-parts": ([{"role": "user", "content": []}, ANSWERS[3]], "message 0: content is an empty list"),
     "number": ([{"role": "user", "content": 3}, ANSWERS[3]], "message 0: content must be text, or a list of parts .*got int"),
     "object": ([{"role": "user", "content": {"a": 1}}, ANSWERS[3]], "message 0: content is an object, which the chat template"),
@@ -104,9 +104,10 @@ def test_what_the_form_does_not_have_is_refused_by_name(tmp_path, name):
 def test_tools_are_a_list_or_its_json_text(tmp_path):
     tools = [{"type": "function", "function": {"name": "weather"}}]
     record = {"messages": call("{}"), "tools": tools}
-    assert told(tmp_path, QWEN3.tokenizer(), record) == told(tmp_path, QWEN3.tokenizer(), {**record, "tools": json.dumps(tools)})
+    as_text = {**record, "tools": json.dumps(tools)}
+    assert told(tmp_path, QWEN3.tokenizer(), record) == told(tmp_path, QWEN3.tokenizer(), as_text)
     for wrong in (3, "{", [1], {"a": 1}):
-        with pytest.raises(ValueError, match="a.jsonl:1: tools "):
+        with pytest.raises(ValueError, match=r"a\.jsonl:1: tools "):
             told(tmp_path, QWEN3.tokenizer(), {**record, "tools": wrong})
 
 

@@ -1,5 +1,6 @@
 """Files and tokenizers that hold no examples, or would never end: refused by name, within seconds."""
 
+import functools
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ ONE = conversation("hi", "yes")
     ("line", "words"),
     [
         (b'{"messages": ' + b"[" * 200_000, "nested too deeply"),
-        (json.dumps({**ONE, "tools": [json.loads('{"a":' * 150 + "1" + "}" * 150)]}).encode(), "nested more than 100 levels deep"),
+        (json.dumps({**ONE, "tools": [json.loads('{"a":' * 150 + "1" + "}" * 150)]}).encode(), "more than 100 levels deep"),
         (json.dumps({"messages": [{"role": "user", "content": "a", "x": json.loads("[" * 500 + "]" * 500)}]}).encode(), "deep"),
         (b'{"text": "a\xffb"}', "not a line of JSON, which is in UTF-8: 'utf-8' codec can't decode byte 0xff"),
         (b'{"text": "a\xed\xa0\x80b"}', "in UTF-8"),  # half of a surrogate pair
@@ -102,7 +103,7 @@ def test_a_limit_of_time_leaves_what_is_in_time_alone():
         return seconds
 
     with CpuLimit(0.05) as limit:
-        assert [limit.run(lambda: i) for i in range(1000)] == list(range(1000))
+        assert sum(limit.run(lambda: 1) for _ in range(1000)) == 1000
         assert limit.run(lambda: time.sleep(0.1)) is None  # which is no time of the processor
         for _ in range(3):
             with pytest.raises(OverrunError, match=r"more than 0\.05 s"):
@@ -125,7 +126,7 @@ def test_calls_that_end_just_in_time_end_once():
     with CpuLimit(0.01) as limit:
         for i in range(2000):
             try:
-                limit.run(lambda: spin(0.0095 + 0.000002 * (i % 1000)))
+                limit.run(functools.partial(spin, 0.0095 + 0.000002 * (i % 1000)))
                 seen.append(True)
             except OverrunError:
                 seen.append(False)
@@ -147,7 +148,9 @@ def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("text", ["{}", "[]", "3", "{", "\x00", "[" * 200_000, '{"model": {"vocab": {"a": -1}}}', '{"model": {}}'])
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "3", "{", "\x00", "[" * 200_000, '{"model": {"vocab": {"a": -1}}}', '{"model": {}}']
+)
 def test_damaged_tokenizer_files_are_refused_by_name(tmp_path, name, text):
     byte_tokenizer().save_pretrained(tmp_path)
     (tmp_path / name).write_text(text)
@@ -176,7 +179,7 @@ def test_ids_that_are_none_are_refused(tmp_path, number, place):
     else:
         tree["added_tokens"][0]["id"] = number
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(ValueError, match="tokenizer.json: the id of the token '.*' is .*: a number from 0 to 16777215"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: the id of the token '.*' is .*: a number from 0 to 16777215"):
         data.load_tokenizer(tmp_path)
 
 

@@ -173,7 +173,9 @@ class Template:
                 if message.get(key) and key not in source:
                     raise ValueError(f"message {i} has {key!r}, which the chat template does not read: it would be lost")
             if isinstance(message.get("content"), Mapping) and not re.search(r"\bis\s+mapping\b", source):
-                raise ValueError(f"message {i}: content is an object, which the chat template does not read: write it as a text")
+                raise ValueError(
+                    f"message {i}: content is an object, which the chat template does not read: write it as a text"
+                )
         messages = conversation.messages
         if conversation.has_calls and not self._takes_objects(conversation):
             messages = conversation.texts

@@ -1,7 +1,7 @@
-"""A conversation in the form of OpenAI's API, as the chat templates of transformers read it.
+r"""A conversation in the form of OpenAI's API, as the chat templates of transformers read it.
 
     OpenAI                                                    templates
-    "arguments": "{\\"city\\": \\"Rome\\"}"                         an object, or the text where a template wants that
+    "arguments": "{\"city\": \"Rome\"}"                           an object, or the text where a template wants that
     "content": [{"type": "text", "text": "a"}, ..]            the parts, or a text where a template wants that
     "weight": 0, of an assistant's message                    nothing: that answer does not count
 
@@ -104,7 +104,9 @@ def check_json(value: Any, place: str, depth: int = 0) -> None:
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{place} is {value}, which is no number of JSON: leave it out, or write null")
     elif value is not None and not isinstance(value, bool | int | float):
-        raise ValueError(f"{place} is a {type(value).__name__}, and JSON holds texts, numbers, true, false, null, lists, objects")
+        raise ValueError(
+            f"{place} is a {type(value).__name__}, and JSON holds texts, numbers, true, false, null, lists, objects"
+        )
 
 
 def check_text(text: str, place: str) -> None:

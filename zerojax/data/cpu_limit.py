@@ -43,9 +43,7 @@ class CpuLimit:
     def __enter__(self) -> "CpuLimit":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._ends.set()
 
     def run(self, call: Callable[[], Result]) -> Result:

@@ -17,7 +17,7 @@ import numpy as np
 
 from zerojax.data import conversations
 from zerojax.data.chat import ContextError, Template, Tools
-from zerojax.data.conversations import ASSISTANT, Conversation, Messages, check_text, shortened, text_of
+from zerojax.data.conversations import Conversation, Messages, check_text, shortened, text_of
 from zerojax.data.cpu_limit import CpuLimit
 from zerojax.data.notices import Notices
 from zerojax.data.special_tokens import SpecialTokens, Tokenized
@@ -32,8 +32,8 @@ _NO_END = (
     "ends every turn, as with the tokenizer's eos_token"
 )
 _NO_MARKED_END = (
-    "the {% generation %} marks of the chat template leave out the special token that ends an answer, so the model does not learn "
-    "to stop there: put it before {% endgeneration %}"
+    "the {% generation %} marks of the chat template leave out the special token that ends an answer, so the model does not "
+    "learn to stop there: put it before {% endgeneration %}"
 )
 
 
@@ -235,7 +235,9 @@ class Encoder:
             if message["role"] in _ASKING and text_of(message).strip() not in text:
                 self.notices.add(f"the chat template does not write message {i}, of the role {shortened(message['role'])}")
             if any(message.get(key) for key in _THOUGHTS) and not any(key in source for key in _THOUGHTS):
-                self.notices.add(f"the chat template writes no thoughts ({', '.join(_THOUGHTS)}): those of the answers are lost")
+                self.notices.add(
+                    f"the chat template writes no thoughts ({', '.join(_THOUGHTS)}): those of the answers are lost"
+                )
         if conversation.tools and "tools" not in source:
             self.notices.add("the chat template writes no tools: those of the record are lost")
 

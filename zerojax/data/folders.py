@@ -52,8 +52,8 @@ class Folder:
         fixed = [place for name in ("messages", "prompt", "completion", "tools") for place in self._fixed(name)]
         if fixed:
             logger.warning(
-                "%s: `datasets` gave all records the same keys in %s, in one order: keys that are null are left out, and a whole "
-                "number beside fractions is a fraction. Columns of datasets.Json keep what a line of JSON says: "
+                "%s: `datasets` gave all records the same keys in %s, in one order: keys that are null are left out, and a "
+                "whole number beside fractions is a fraction. Columns of datasets.Json keep what a line of JSON says: "
                 'Dataset.from_list(records, on_mixed_types="use_json")',
                 self._path, ", ".join(fixed),
             )  # fmt: skip

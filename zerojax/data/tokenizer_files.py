@@ -74,7 +74,9 @@ def _check(folder: pathlib.Path) -> None:
         raise ValueError(f"{path}: it holds no tokenizer: an object with the key 'model' is needed")
     for token, number in _ids(tree):
         if not isinstance(number, int) or not 0 <= number < MOST_TOKENS:
-            raise ValueError(f"{path}: the id of the token {token!a} is {number!r}: a number from 0 to {MOST_TOKENS - 1} is needed")
+            raise ValueError(
+                f"{path}: the id of the token {token!a} is {number!r}: a number from 0 to {MOST_TOKENS - 1} is needed"
+            )
 
 
 def _ids(tree: dict[str, Any]) -> Iterator[tuple[object, object]]:
