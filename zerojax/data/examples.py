@@ -92,7 +92,7 @@ def tokenize(
 
     Args:
       path: of a JSONL file, or a folder that `datasets` saved (`save_to_disk`).
-      tokenizer: of transformers, such as `AutoTokenizer.from_pretrained(folder)` returns.
+      tokenizer: of transformers, such as `load_tokenizer(folder)` returns.
       split: which data set of a folder with several, such as "train".
       form: "messages", "prompt" or "text", where records have the keys of several forms.
       each_answer: make an example of each answer of a conversation, with what comes before it as the context; for templates
