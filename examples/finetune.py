@@ -22,6 +22,7 @@ import dataclasses
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -36,7 +37,8 @@ from run_record import RunRecord
 from train_loop import LoopOptions, build_program, first_state, open_checkpoints, open_run, print_sizes, start, swap_trace
 
 import zerojax as zj
-from zerojax.data import Batches, Examples, Rows, batches, batches_once, pack, tokenize
+from zerojax.data import Batches, Examples, Rows, batches, batches_once, load_tokenizer, pack, prompt_tokens, tokenize
+from zerojax.data.tokenizer_files import read_template
 from zerojax.hf import config_of, files_beside, fingerprint, model_of
 from zerojax.hf import end_tokens as end_tokens_of
 from zerojax.planner import flops_per_token
@@ -57,6 +59,8 @@ class Options(LoopOptions):
       held_out: one of so many examples is held out where no others are named; 0: none, and nothing is validated.
       form: messages, prompt or text, where examples have the keys of several.
       each_answer: make an example of each answer of a conversation.
+      chat_template: file of a Jinja template for conversations, in place of the model's; an export has it, too.
+      template_options: what the template is given by name, as JSON, such as '{"enable_thinking": false}'.
       too_long: what becomes of an example that is longer than a row: refuse, truncate or drop.
       seq: tokens of a row, in which several examples may be.
       epochs: passes over the rows.
@@ -86,6 +90,8 @@ class Options(LoopOptions):
     held_out: int = 20
     form: Literal["messages", "prompt", "text"] | None = None
     each_answer: bool = False
+    chat_template: str | None = None
+    template_options: str = "{}"
     too_long: Literal["refuse", "truncate", "drop"] = "refuse"
     seq: int = 1024
     epochs: float = 1.0
@@ -152,6 +158,9 @@ def check(options: Options) -> None:
             raise ValueError(f"--export {options.export}: its folder cannot be written")
         if options.steps == 0:
             raise ValueError("--export with --steps 0: a run without a step saves no checkpoint, of which it would be written")
+    template_options(options)
+    if options.chat_template is not None:
+        read_template(options.chat_template)
     if not os.path.isdir(options.model):
         raise ValueError(f"--model {options.model}: not a folder; nothing is downloaded")
     try:
@@ -175,6 +184,21 @@ def check(options: Options) -> None:
             files_beside(options.model)
         except (ValueError, zj.CheckpointError) as error:
             raise ValueError(f"--export {options.export}: {error}") from error
+
+
+def template_options(options: Options) -> dict[str, Any]:
+    """Return what the chat template is given by name.
+
+    Raises:
+      ValueError: it is no JSON object.
+    """
+    try:
+        found = json.loads(options.template_options)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--template-options {options.template_options}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--template-options {options.template_options}: a JSON object is needed, such as {{}}")
+    return found
 
 
 # --- the data ------------------------------------------------------------------------------------------------------------
@@ -203,18 +227,22 @@ def prepare(options: Options) -> Inputs:
     Raises:
       ValueError: the tokenizer or an example cannot be read, or the tokenizer is that of another model.
     """
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {options.model}: its tokenizer cannot be read: {error}") from error
+        tokenizer = load_tokenizer(options.model, chat_template=options.chat_template)
+    except ValueError as error:
+        raise ValueError(f"--model {error}") from error
+    given = template_options(options)
 
     def read(path: str, split: str | None, validation: str = "") -> Examples:
         try:
-            return tokenize(path, tokenizer, split=split, form=options.form, each_answer=options.each_answer)
+            return tokenize(
+                path, tokenizer, split=split, form=options.form, each_answer=options.each_answer, template_options=given
+            )
         except ValueError as error:
-            raise ValueError(f"--{validation}data: {str(error).replace('split=', f'--{validation}split ')}") from error
+            words = str(error).replace("split=", f"--{validation}split ")
+            words = words.replace("set tokenizer.chat_template to one", "give a --chat-template")
+            words = words.replace("or set tokenizer.chat_template", "or give a --chat-template")
+            raise ValueError(f"--{validation}data: {words}") from error
 
     train, held_out = read(options.data, options.split), None
     if options.validation_data is not None or options.validation_split is not None:
@@ -226,7 +254,7 @@ def prepare(options: Options) -> Inputs:
             raise ValueError(f"--held-out {options.held_out}: {error}") from error
     both = [train] if held_out is None else [train, held_out]
     vocab = config_of(options.model).vocab
-    prompts = [prompt_tokens(tokenizer, text) for text in options.prompt] or [first_prompt(both[-1])]
+    prompts = [prompt_of(tokenizer, text, given) for text in options.prompt] or [first_prompt(both[-1])]
     if not all(prompts):
         raise ValueError(f"--prompt {' '.join(map(repr, options.prompt))}: each needs a token at least")
     if (largest := max(*(int(examples.tokens.max()) for examples in both), *map(max, prompts))) >= vocab:
@@ -284,7 +312,10 @@ def model_flops_per_token(options: Options) -> float:
 
 # --- the run -------------------------------------------------------------------------------------------------------------
 
-ROWS = "the rows of --data (which --split, --form, --each-answer, --held-out, --too-long and --seq change, too):"
+ROWS = (
+    "the rows of --data (which --split, --form, --each-answer, --chat-template, --template-options, --held-out, --too-long and "
+    "--seq change, too):"
+)
 
 
 def record_of(options: Options, mesh: jax.sharding.Mesh, ckpt: zj.Checkpointer | None) -> RunRecord:
@@ -427,12 +458,11 @@ def end_tokens(options: Options, tokenizer: Any) -> set[int]:
     return {token for token in ends if token is not None}
 
 
-def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
+def prompt_of(tokenizer: Any, text: str, options: dict[str, Any]) -> list[int]:
     """Return a text as tokens, as a user's message where the tokenizer has a template for chats."""
     if not tokenizer.chat_template:
         return tokenizer(text)["input_ids"]
-    messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return prompt_tokens(tokenizer, [{"role": "user", "content": text}], template_options=options)
 
 
 def first_prompt(examples: Examples) -> list[int]:
@@ -455,10 +485,19 @@ def export(options: Options, seen: zj.Run) -> None:
             else:
                 zj.export_hf(options.checkpoint_dir, options.export, like=options.model, merge_lora=options.merge_lora)
                 seen.print(f"{options.export} holds the weights, for AutoModelForCausalLM.from_pretrained")
+            if options.chat_template is not None:
+                write_template(options.chat_template, options.export)
         except (OSError, ValueError, zj.CheckpointError) as error:
             told = str(error).replace("as `like`", "as --model")
             raise ValueError(f"--export {options.export}: {told}. The checkpoints are whole, for `zerojax export`") from error
     multihost_utils.sync_global_devices("exported")  # a process that ends waits for the others for 5 minutes, and no longer
+
+
+def write_template(path: str, folder: str) -> None:
+    """Write the chat template of a run into an exported folder, as transformers reads it before all others."""
+    with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as file:
+        file.write(read_template(path))
+    shutil.rmtree(os.path.join(folder, "additional_chat_templates"), ignore_errors=True)  # the model's, for tools
 
 
 if __name__ == "__main__":

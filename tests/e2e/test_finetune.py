@@ -110,7 +110,7 @@ def test_what_was_exported_is_what_peft_loads(uncut, inputs):
 
     folder, printed = uncut
     assert f"{folder / 'adapters'} holds the adapters" in printed
-    base = transformers.AutoModelForCausalLM.from_pretrained(inputs[1])
+    base = transformers.AutoModelForCausalLM.from_pretrained(inputs[1], trust_remote_code=False)
     untouched = {name: value.clone() for name, value in base.state_dict().items()}
     merged = peft.PeftModel.from_pretrained(base, folder / "adapters").merge_and_unload()
     changed = [name for name, value in merged.state_dict().items() if not bool((value == untouched[name]).all())]
@@ -259,6 +259,7 @@ def test_tiers_and_exports(tmp_path, inputs, more):
     if peft:
         assert (out / "adapter_model.safetensors").exists()
     else:
-        _, told = cast(Any, transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True))
+        load: Any = transformers.AutoModelForCausalLM.from_pretrained
+        _, told = load(out, output_loading_info=True, trust_remote_code=False)
         assert not told["missing_keys"]
         assert not told["unexpected_keys"]

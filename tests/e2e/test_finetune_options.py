@@ -15,12 +15,14 @@ import finetune
 import jax
 import pytest
 import yaml
-from chat_tokenizers import byte_tokenizer, conversation, write
+from chat_tokenizers import PLAIN, THINKING, byte_tokenizer, conversation, write
+from family_templates import R1
 from finetune_inputs import write_inputs
 from hf_models import need
 from hf_models import write as write_model
 
 import zerojax as zj
+from zerojax.data import load_tokenizer
 from zerojax.hf import config_of
 from zerojax.runtime.cluster import find_place
 
@@ -211,6 +213,10 @@ def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_p
         (["--lora-rank", "2", "--lora-targets", "wq"], "--lora-targets"),
         (["--lora-rank", "2", "--lora-dropout", "2"], "--lora-dropout 2"),
         (["--checkpoint-dir", __file__], "--checkpoint-dir .* is a file"),
+        (["--template-options", "{"], "--template-options {: not JSON"),
+        (["--template-options", "[]"], r"--template-options \[\]: a JSON object is needed"),
+        (["--chat-template", "nowhere.jinja"], "chat_template='nowhere.jinja': no such file"),
+        (["--chat-template", "/dev/zero"], "chat_template='/dev/zero': no such file"),
     ],
 )
 def test_options_that_would_fail_late_are_refused_at_once(inputs, more, words):
@@ -254,6 +260,67 @@ def test_prompts_are_looked_at_before_the_run(tmp_path, inputs):
         with pytest.raises(ValueError, match=words):
             finetune.prepare(finetune.parse([*options, "--prompt", prompt]))
     assert finetune.prepare(finetune.parse([*options, "--prompt", "ab"])).prompts == [tokenizer("ab")["input_ids"]]
+
+
+def test_another_template_and_its_options_make_the_examples_and_the_prompts(tmp_path, inputs):
+    (tmp_path / "thinking.jinja").write_text(THINKING)
+    given = ["--chat-template", str(tmp_path / "thinking.jinja"), "--seq", "128", "--prompt", "Why?"]
+    found = finetune.prepare(finetune.parse([*inputs, *given, "--template-options", '{"enable_thinking": false}']))
+    first = found.tokenizer.decode(found.rows.examples.tokens[: found.rows.examples.starts[1]])
+    assert "<|im_start|>assistant\n<think></think>It is" in first
+    assert found.tokenizer.decode(found.prompts[0]).endswith("<|im_start|>assistant\n<think></think>")
+    with pytest.raises(ValueError, match="--data: .*the chat template reads no 'enable_thinkng'"):
+        finetune.prepare(finetune.parse([*inputs, *given, "--template-options", '{"enable_thinkng": false}']))
+
+
+def test_an_export_has_the_template_of_the_run(tmp_path):
+    """As transformers reads it, before all others that the model's folder has."""
+    tokenizer = byte_tokenizer({"default": PLAIN, "tool_use": PLAIN})
+    tokenizer.save_pretrained(tmp_path / "out")
+    (tmp_path / "thinking.jinja").write_text(THINKING)
+    finetune.write_template(str(tmp_path / "thinking.jinja"), str(tmp_path / "out"))
+    assert load_tokenizer(tmp_path / "out").chat_template == THINKING
+
+
+def test_advice_of_the_library_names_options(tmp_path, inputs):
+    write(tmp_path / "a.jsonl", [conversation("hi", "yes")])
+    (tmp_path / "r1.jinja").write_text(R1.template)
+    given = ["--data", str(tmp_path / "a.jsonl"), "--chat-template", str(tmp_path / "r1.jinja")]
+    with pytest.raises(ValueError, match="in the context of the whole: give a --chat-template that has {% generation %} marks"):
+        finetune.prepare(finetune.parse([*inputs, *given]))
+
+
+@pytest.mark.parametrize("name", ["empty", "pipe", "/dev/zero"])
+def test_data_that_is_none_is_refused_at_once(tmp_path, inputs, name):
+    (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"--data: .*(not a folder that|is a pipe or a device)"):
+        finetune.prepare(finetune.parse([*inputs, "--data", str(tmp_path / name)]))
+
+
+@pytest.mark.parametrize("text", ["{}", "[" * 100_000, '{"model": {"vocab": {"a": -1}}}'])
+def test_a_damaged_tokenizer_is_refused_by_name(tmp_path, inputs, text):
+    shutil.copytree(inputs[1], tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=r"--model .*tokenizer\.json: "):
+        finetune.prepare(finetune.parse([*inputs, "--model", str(tmp_path / "model")]))
+
+
+def test_code_of_a_model_is_not_asked_for(tmp_path, inputs, monkeypatch):
+    """Neither for a config that has some, nor for a tokenizer that needs it."""
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("it asks"))
+    shutil.copytree(inputs[1], tmp_path / "model")
+    options = finetune.parse([*inputs, "--model", str(tmp_path / "model"), "--seq", "128"])
+    for file, more in (
+        ("config.json", {"auto_map": {"AutoConfig": "mine.Config"}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}, "tokenizer_class": "Mine"}),
+    ):
+        path = tmp_path / "model" / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | more))
+        if file == "config.json":
+            assert len(finetune.prepare(options).rows) > 0
+    with pytest.raises(ValueError, match="--model .*: it needs code of its own, which is not run"):
+        finetune.prepare(options)
 
 
 def test_nothing_is_held_out_where_that_is_asked_for(inputs):

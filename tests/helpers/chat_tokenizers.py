@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 PLAIN = """{%- for m in messages %}{{ "<|im_start|>" + m.role + "\\n" + m.content + "<|im_end|>\\n" }}{% endfor %}
@@ -23,15 +23,25 @@ THINKING = """{%- set ns = namespace(last=-1) %}
 {%- if enable_thinking is false %}{{ "<think></think>" }}{% endif %}{% endif %}"""
 
 
-def byte_tokenizer(template: str | None = PLAIN, eos: str | None = "<|im_end|>") -> Any:
-    """Return a tokenizer of 256 bytes and 3 special tokens."""
+def byte_tokenizer(
+    template: str | dict[str, str] | None = PLAIN,
+    eos: str | None = "<|im_end|>",
+    special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>"),
+    bos: str | None = None,
+) -> Any:
+    """Return a tokenizer of 256 bytes and 3 special tokens or more; with `bos` it begins texts with that token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token=eos, pad_token="<pad>", additional_special_tokens=["<|im_start|>", "<|im_end|>"]
+        tokenizer_object=inner, eos_token=eos, pad_token="<pad>", additional_special_tokens=list(special)
     )
+    if bos is not None:
+        tokenizer.add_special_tokens({"bos_token": bos})
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+        )
     tokenizer.chat_template = template
     return tokenizer
 

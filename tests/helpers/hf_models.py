@@ -82,7 +82,7 @@ def write(case: str, folder: pathlib.Path, *, dtype: str = "float32", shard: str
     name, options = CASES[case]
     torch.manual_seed(seed)
     config = getattr(transformers, name)(**{**SIZES, **options, **sizes})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False)
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms begin as constants
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -91,7 +91,10 @@ def write(case: str, folder: pathlib.Path, *, dtype: str = "float32", shard: str
         return model.eval()
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard)
     # Loaded anew: `to` has rounded the frequencies of rotations, too.
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype="float32").eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype="float32", trust_remote_code=False
+    )
+    return loaded.eval()
 
 
 def batch_of(seed: int = 0, rows: int = 2, length: int = 12, vocab: int = 96) -> dict[str, np.ndarray]:

@@ -151,7 +151,7 @@ def test_a_family_is_added_by_a_table(tmp_path):
     families = {**FAMILIES, "gemma": gemma}
     torch.manual_seed(0)
     config = transformers.GemmaConfig(**SIZES, head_dim=16)
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", trust_remote_code=False).eval()
     theirs.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="'gemma' is not built"):
         model_of(tmp_path)

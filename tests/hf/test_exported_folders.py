@@ -51,7 +51,7 @@ def loaded(folder):
     import transformers
 
     found: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, attn_implementation="eager", dtype="float32"
+        folder, output_loading_info=True, attn_implementation="eager", dtype="float32", trust_remote_code=False
     )
     model, info = found
     assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))

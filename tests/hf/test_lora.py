@@ -102,7 +102,7 @@ def test_exported_adapters_are_those_that_trained_merged_or_not(tmp_path, base):
     zj.export_hf(ckpt, tmp_path / "merged", like=like, merge_lora=True)
     with pytest.raises(ValueError, match="holds adapters beside 7 projections: merge them"):
         zj.export_hf(ckpt, tmp_path / "out", like=like)
-    kinds = {"attn_implementation": "eager", "dtype": "float32"}
+    kinds = {"attn_implementation": "eager", "dtype": "float32", "trust_remote_code": False}
     original = transformers.AutoModelForCausalLM.from_pretrained(like, **kinds).eval()
     untrained = torch_logits(original, batch_of()).detach().numpy()
     adapted = peft.PeftModel.from_pretrained(original, tmp_path / "adapters").eval()

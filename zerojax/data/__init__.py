@@ -9,3 +9,5 @@ from zerojax.data.packing import Counts as Counts
 from zerojax.data.packing import Rows as Rows
 from zerojax.data.packing import best_fit as best_fit
 from zerojax.data.packing import pack as pack
+from zerojax.data.prompts import prompt_tokens as prompt_tokens
+from zerojax.data.tokenizer_files import load_tokenizer as load_tokenizer

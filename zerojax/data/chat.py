@@ -10,16 +10,42 @@ two prefixes of the whole text:
 This is right only if both are prefixes of the whole. Some templates write a turn in another way when more follows: Qwen 3 takes
 the thinking out of all but the last. Then training on the whole would show the model a context that it never meets, so such a
 conversation is refused, or cut into one example for each answer, in the context that it is given in (`each_answer`).
+
+A template is a program that came with the model. What it renders is limited in processor time and in size.
 """
 
 import dataclasses
+import functools
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Messages = Sequence[Mapping[str, Any]]
-ASSISTANT = "assistant"
+from zerojax.data import conversations
+from zerojax.data.conversations import Conversation, Messages
+from zerojax.data.cpu_limit import CpuLimit, OverrunError
+
+Tools = Sequence[Mapping[str, Any]] | None
+RENDER_SECONDS = 5.0
+"""Processor time in which one conversation is rendered."""
+LEAST_BOUND = 2**20
+"""Characters that any conversation may render to."""
+GROWTH = 64
+"""Characters that a conversation may render to for each of its own."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_LOST_KEYS = ("tool_calls", "function_call", "refusal")  # parts of an answer, beside its content
+
+
+class TemplateError(ValueError):
+    """The chat template failed on a conversation."""
+
+
+class EndlessError(TemplateError):
+    """The chat template does not end, or writes without end."""
+
+
+class ContextError(ValueError):
+    """The chat template writes messages in another way when more follows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,69 +61,191 @@ class Rendered:
     answers: tuple[tuple[int, int], ...]
 
 
-class Template:
-    """A tokenizer's chat template.
+@dataclasses.dataclass(frozen=True)
+class Marked:
+    """A text as tokens, by a template with marks.
 
     Attributes:
-      has_marks: it says by itself which tokens the assistant made.
+      text: with all that the template writes.
+      tokens: its tokens.
+      counted: 1 where a token is of an answer.
+      offsets: [start, end) of each token's characters.
     """
 
-    def __init__(self, tokenizer: Any, options: Mapping[str, Any]) -> None:
+    text: str
+    tokens: Sequence[int]
+    counted: Sequence[int]
+    offsets: Sequence[tuple[int, int]]
+
+
+class Template:
+    """A tokenizer's chat template, or its two: one for conversations with tools."""
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any], limit: CpuLimit) -> None:
         """Read a template.
 
         Args:
           tokenizer: of transformers.
           options: given to the template by name, such as `enable_thinking`.
+          limit: under which it renders.
 
         Raises:
-          ValueError: the tokenizer has none.
+          ValueError: the tokenizer has none, or it reads no option of such a name.
         """
-        if not tokenizer.chat_template:
+        templates = tokenizer.chat_template
+        if not templates:
             raise ValueError(
                 "the tokenizer has no chat template, which `messages` need: use that of a model for chats, or set "
                 "tokenizer.chat_template"
             )
-        self._tokenizer, self._options = tokenizer, dict(options)
-        self.has_marks = _MARK.search(tokenizer.get_chat_template()) is not None
+        sources = list(templates.values()) if isinstance(templates, Mapping) else [templates]
+        if not all(isinstance(source, str) for source in sources):
+            raise ValueError(f"the tokenizer's chat template is no text: {conversations.shortened(templates)}")
+        self._tokenizer, self._options, self._limit = tokenizer, dict(options), limit
+        self._check_options(sources)
 
-    def render(self, messages: Messages, tools: Any, prompt: bool = False) -> str:
-        """Return the text of a conversation; with `prompt` up to where an answer begins."""
-        return self._tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt, **self._options
-        )
+    def _check_options(self, sources: Sequence[str]) -> None:
+        """Refuse options that the template would never see."""
+        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        for name in self._options:
+            if name in taken or not name.isidentifier():
+                raise ValueError(f"template_options: {name!r} is no name that a template can read")
+            if not any(re.search(rf"\b{name}\b", source) for source in sources):
+                raise ValueError(f"template_options: the chat template reads no {name!r}: is it spelled otherwise there?")
 
-    def marked(self, messages: Messages, tools: Any) -> Mapping[str, Any]:
-        """Return `input_ids`, `assistant_masks` and `offset_mapping` of a conversation, by a template with marks."""
-        return self._tokenizer.apply_chat_template(
+    def source(self, tools: Tools) -> str:
+        """Return the template for a conversation with these tools, or without any.
+
+        Raises:
+          ValueError: there are several, and none is for it.
+        """
+        return self._tokenizer.get_chat_template(tools=tools)
+
+    def has_marks(self, tools: Tools) -> bool:
+        """Return whether the template says by itself which tokens the assistant made."""
+        return _MARK.search(self.source(tools)) is not None
+
+    def render(self, messages: Messages, tools: Tools, prompt: bool = False) -> str:
+        """Return the text of a conversation; with `prompt` up to where an answer begins.
+
+        Raises:
+          TemplateError: the template fails, computes for too long, or writes too much.
+        """
+        source = self.source(tools)
+        call = functools.partial(
+            self._tokenizer.apply_chat_template, list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt,
+            **self._options,
+        )  # fmt: skip
+        try:
+            text = self._limit.run(call)
+        except OverrunError as error:
+            raise EndlessError(f"the chat template does not end: {error}; is there a loop over a large range in it?") from error
+        except Exception as error:  # of jinja2, of the template itself, or of Python
+            line = getattr(error, "lineno", None)
+            where = f", line {line}" if isinstance(line, int) else ""
+            raise TemplateError(f"the chat template{where}: {error or type(error).__name__}") from error
+        if len(text) > LEAST_BOUND and len(text) > GROWTH * len(f"{source}{messages}{tools}"):
+            raise EndlessError(
+                f"the chat template writes {len(text):,} characters for this conversation, more than {GROWTH} times what it is "
+                "given; is there a loop over a large range in it?"
+            )
+        return text
+
+    def marked(self, messages: Messages, tools: Tools) -> Marked:
+        """Return a conversation as tokens, by a template with marks."""
+        text = self.render(messages, tools)  # which limits it
+        out = self._tokenizer.apply_chat_template(
             list(messages), tools=tools, return_dict=True, return_assistant_tokens_mask=True,
             tokenizer_kwargs={"return_offsets_mapping": True, "verbose": False}, **self._options,
         )  # fmt: skip
+        return Marked(text, out["input_ids"], out["assistant_masks"], out["offset_mapping"])
 
-    def rendered(self, messages: Messages, tools: Any, first: int = 0) -> Rendered:
-        """Return a conversation and the answers of its messages from `first` on, between prefixes.
+    def fitted(self, conversation: Conversation) -> Messages:
+        """Return messages in the form that the template wants: arguments as objects or texts, contents as parts or texts.
 
         Raises:
-          ValueError: the template writes the start of this conversation in another way than the whole.
+          ValueError: the template does not read what an answer consists of.
+        """
+        tools = conversation.tools
+        source = self.source(tools)
+        for i, message in enumerate(conversation.messages):
+            for key in _LOST_KEYS:
+                if message.get(key) and key not in source:
+                    raise ValueError(f"message {i} has {key!r}, which the chat template does not read: it would be lost")
+            if isinstance(message.get("content"), Mapping) and not re.search(r"\bis\s+mapping\b", source):
+                raise ValueError(
+                    f"message {i}: content is an object, which the chat template does not read: write it as a text"
+                )
+        messages = conversation.messages
+        if conversation.has_calls and not self._takes_objects(conversation):
+            messages = conversation.texts
+        if conversations.has_parts(messages) and not self._takes_parts(messages, tools):
+            messages = conversations.joined(messages)
+        return messages
+
+    def _takes_objects(self, conversation: Conversation) -> bool:
+        """Return whether the template writes arguments that are objects as JSON, and not as Python would, or not at all."""
+        tools = conversation.tools
+        objects, texts = conversations.joined(conversation.messages), conversations.joined(conversation.texts)
+        try:
+            written = self.render(objects, tools)
+        except EndlessError:
+            raise
+        except TemplateError:
+            try:
+                self.render(texts, tools)
+            except TemplateError:
+                return True  # the fault is another one, which the same rendering tells again
+            return False  # it adds them to a text
+        calls = [call for message in objects for call in message.get("tool_calls", ())]
+        as_python = [str(call.get("function", call).get("arguments") or "") for call in calls]
+        as_python = [text for text in as_python if text and text in written]
+        if not as_python:
+            return True
+        other = self.render(texts, tools)
+        return all(text in other for text in as_python)
+
+    def _takes_parts(self, messages: Messages, tools: Tools) -> bool:
+        """Return whether the template writes a part as it writes a text."""
+        texts, parts = conversations.joined(messages), conversations.merged(messages)
+        try:
+            as_text = self.render(texts, tools)
+        except EndlessError:
+            raise
+        except TemplateError:  # it wants parts alone, if anything
+            return True
+        try:
+            return self.render(parts, tools) == as_text
+        except TemplateError:
+            return False
+
+    def rendered(self, messages: Messages, tools: Tools, answers: Sequence[int]) -> Rendered:
+        """Return a conversation and those of its messages that are answers, between prefixes.
+
+        Raises:
+          ContextError: the template writes the start of this conversation in another way than the whole.
+          ValueError: it begins with an answer.
         """
         whole = self.render(messages, tools)
-        answers = []
-        for i, message in enumerate(messages):
-            if message["role"] != ASSISTANT or i < first:
-                continue
-            before = self.answer_starts(messages[:i], tools, whole)
-            after = whole if i == len(messages) - 1 else self.render(messages[: i + 1], tools)
-            _check_prefix(after, whole, f"messages 0 to {i}")
-            if before > len(after):
-                raise ValueError(f"the chat template writes less with message {i}, an answer, than with a prompt for it")
-            answers.append((before, len(after)))
-        return Rendered(whole, tuple(answers))
+        found = []
+        for i in answers:
+            before = self._prompt_end(messages[:i], tools, whole)
+            after = self._end(messages, i + 1, tools, whole)
+            if before > after:
+                raise ContextError(f"the chat template writes less with message {i}, an answer, than with a prompt for it")
+            found.append((before, after))
+        return Rendered(whole, tuple(found))
 
-    def answer_starts(self, context: Messages, tools: Any, whole: str) -> int:
-        """Return the character of a rendered conversation at which the answer to its first messages begins.
+    def spans(self, messages: Messages, tools: Tools, answers: Sequence[int], whole: str) -> list[tuple[int, int]]:
+        """Return [start, end) of messages in a rendered conversation, with their headers, for a template with marks.
 
         Raises:
-          ValueError: there are none, or the template writes them in another way than the whole.
+          ContextError: the template writes the start of this conversation in another way than the whole.
         """
+        return [(self._end(messages, i, tools, whole), self._end(messages, i + 1, tools, whole)) for i in answers]
+
+    def _prompt_end(self, context: Messages, tools: Tools, whole: str) -> int:
+        """Return the character of a rendered conversation at which the answer to its first messages begins."""
         if not context:
             raise ValueError(
                 "the conversation begins with an answer, and a chat template without {% generation %} marks does not tell "
@@ -107,14 +255,21 @@ class Template:
         _check_prefix(before, whole, f"messages 0 to {len(context) - 1} and the prompt for an answer")
         return len(before)
 
+    def _end(self, messages: Messages, count: int, tools: Tools, whole: str) -> int:
+        """Return the character of a rendered conversation at which its first messages end."""
+        if count in (0, len(messages)):
+            return len(whole) if count else 0
+        part = self.render(messages[:count], tools)
+        _check_prefix(part, whole, f"messages 0 to {count - 1}")
+        return len(part)
+
 
 def _check_prefix(part: str, whole: str, what: str) -> None:
-    """Raise ValueError unless a text begins with another."""
+    """Raise ContextError unless a text begins with another."""
     if whole.startswith(part):
         return
     at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
-    raise ValueError(
+    raise ContextError(
         f"the chat template writes {what} in another way when more follows: from character {at} {part[at : at + 40]!r}, and in "
-        f"the whole {whole[at : at + 40]!r}. So an answer is not given in the context of the whole: take each_answer=True, an "
-        "example for each answer, or a template with {% generation %} marks"
+        f"the whole {whole[at : at + 40]!r}. So an answer is not given in the context of the whole"
     )

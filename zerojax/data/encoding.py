@@ -9,16 +9,32 @@ A text is tokenized as a whole. A token counts where it lies, even in part, in w
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from zerojax.data.chat import ASSISTANT, Messages, Rendered, Template
+from zerojax.data import conversations
+from zerojax.data.chat import ContextError, Template, Tools
+from zerojax.data.conversations import Conversation, Messages, check_text, shortened, text_of
+from zerojax.data.cpu_limit import CpuLimit
+from zerojax.data.notices import Notices
+from zerojax.data.special_tokens import SpecialTokens, Tokenized
 
 Form = Literal["messages", "prompt", "text"]
 KEYS: dict[str, tuple[str, ...]] = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}
 """The keys of each form of record."""
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+_ASKING = ("system", "developer", "user")
+_NO_END = (
+    "the chat template ends an answer with no special token, so the model does not learn to stop there: take a template that "
+    "ends every turn, as with the tokenizer's eos_token"
+)
+_NO_MARKED_END = (
+    "the {% generation %} marks of the chat template leave out the special token that ends an answer, so the model does not "
+    "learn to stop there: put it before {% endgeneration %}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +51,25 @@ class Encoded:
 
 
 class Encoder:
-    """Makes examples of records."""
+    """Makes examples of records.
+
+    Attributes:
+      notices: what is to be warned about.
+    """
 
     def __init__(
-        self, tokenizer: Any, form: Form | None, add_eos: bool, each_answer: bool, template_options: Mapping[str, Any]
+        self,
+        tokenizer: Any,
+        form: Form | None,
+        add_eos: bool,
+        each_answer: bool,
+        template_options: Mapping[str, Any],
+        limit: CpuLimit,
     ) -> None:
         """Check the tokenizer; arguments are those of `zerojax.data.tokenize`.
 
         Raises:
-          ValueError: an unknown form, or a tokenizer that does not tell which characters a token is of.
+          ValueError: an unknown form, or a tokenizer without a vocabulary or that does not tell which characters a token is of.
         """
         if form is not None and form not in KEYS:
             raise ValueError(f"form={form!r} is unknown: choose from {', '.join(KEYS)}")
@@ -52,9 +78,21 @@ class Encoder:
                 f"{type(tokenizer).__name__} does not tell which characters a token is of: a tokenizer of the tokenizers "
                 "library is needed (is_fast)"
             )
+        if not tokenizer.backend_tokenizer.get_vocab_size(with_added_tokens=False):
+            raise ValueError("the tokenizer's vocabulary is empty, so it makes no tokens of a text: is tokenizer.json whole?")
         self._tokenizer, self._form, self._each_answer = tokenizer, form, each_answer
-        self._add_eos, self._options = add_eos, template_options
-        self._template: Template | None = None
+        self._add_eos, self._options, self._limit = add_eos, template_options, limit
+        self._special = SpecialTokens(tokenizer)
+        self.notices = Notices()
+
+    @functools.cached_property
+    def _template(self) -> Template:
+        return Template(self._tokenizer, self._options, self._limit)
+
+    @functools.cached_property
+    def _turn_end(self) -> int | None:
+        """The special token that ends a turn of the template, if the tokenizer has one."""
+        return self._special.turn_end(self._template) if self._tokenizer.chat_template else None
 
     def encode(self, record: Mapping[str, Any]) -> Iterator[Encoded]:
         """Yield the example of a record; with `each_answer` one for each answer.
@@ -72,8 +110,9 @@ class Encoder:
             kind = "text" if form == "text" else "text, or both lists of messages"
             raise ValueError(f"{', '.join(map(repr, wrong))} must be {kind}, got {type(record[wrong[0]]).__name__}")
         else:
-            whole = "".join(values)
-            yield _checked(self._with_eos(self._of_text(Rendered(whole, ((len(whole) - len(values[-1]), len(whole)),)), True)))
+            for key, value in zip(KEYS[form], values, strict=True):
+                check_text(value, repr(key))
+            yield _checked(self._of_text("".join(values), len(values[-1])))
 
     def _form_of(self, record: Mapping[str, Any]) -> str:
         forms = [form for form in KEYS if self._form in (None, form)]
@@ -85,60 +124,127 @@ class Encoder:
             raise ValueError(f"the keys are {sorted(record)}: {needed} is needed")
         raise ValueError(f"the keys are {sorted(record)}, which fit {' and '.join(found)}: choose one by form=")
 
-    def _conversation(self, messages: Any, first: int, tools: Any) -> Iterator[Encoded]:
-        _check_messages(messages)
-        if self._template is None:
-            self._template = Template(self._tokenizer, self._options)
-        answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= first]
-        if not answers:
-            raise ValueError("no token counts in the loss: no message" + f" from message {first} on" * (first > 0) + " has the "
-                             f"role {ASSISTANT!r}")  # fmt: skip
-        if not self._each_answer:
-            yield _checked(self._of_messages(self._template, messages, first, tools))
-        else:
-            for i in answers:
-                yield _checked(self._of_messages(self._template, messages[: i + 1], i, tools))
+    # --- texts
 
-    def _of_messages(self, template: Template, messages: Messages, first: int, tools: Any) -> Encoded:
-        """Return a conversation, of which the answers from message `first` on count."""
-        if not template.has_marks:
-            return self._of_text(template.rendered(messages, tools, first), False)
-        out = template.marked(messages, tools)
-        counted = np.asarray(out["assistant_masks"], bool)
-        if first:
-            start = template.answer_starts(messages[:first], tools, template.render(messages, tools))
-            counted &= np.asarray([end for _, end in out["offset_mapping"]]) > start
-        return Encoded(np.asarray(out["input_ids"], np.int32), counted)
-
-    def _of_text(self, rendered: Rendered, add_special_tokens: bool) -> Encoded:
-        out = self._tokenizer(rendered.text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False)
-        tokens = np.asarray(out["input_ids"], np.int32)
-        # [n, 2] characters of each token; those that the tokenizer adds are of none, [0, 0].
-        starts, ends = np.asarray(out["offset_mapping"], np.int64).reshape(-1, 2).T
-        counted = np.zeros(tokens.shape, bool)
-        for start, end in rendered.answers:
-            counted |= (starts < end) & (ends > start)
-        return Encoded(tokens, counted)
-
-    def _with_eos(self, example: Encoded) -> Encoded:
-        """Return an example that ends with the tokenizer's token for it, which counts."""
+    def _of_text(self, text: str, length: int) -> Encoded:
+        """Return a text whose last `length` characters count, with what the tokenizer begins and ends a text with."""
+        found = self._special.tokenized(text, add_special_tokens=True)
+        counted = found.in_span(len(text) - length, len(text))
         if not self._add_eos:
-            return example
+            return Encoded(found.tokens, counted)
         eos = self._tokenizer.eos_token_id
         if eos is None:
             raise ValueError("the tokenizer has no eos_token to end a text with: set one, or take add_eos=False")
-        if example.tokens[-1:].tolist() == [eos]:
-            return Encoded(example.tokens, np.append(example.counted[:-1], True))
-        return Encoded(np.append(example.tokens, np.int32(eos)), np.append(example.counted, True))
+        last = found.last_visible(len(found.tokens))
+        if last >= 0 and self._ends_text(int(found.tokens[last])):
+            counted[last] = True  # also where the tokenizer added it
+            return Encoded(found.tokens, counted)
+        return Encoded(np.append(found.tokens, np.int32(eos)), np.append(counted, True))
+
+    def _ends_text(self, token: int) -> bool:
+        """Return whether a token ends a text: the tokenizer's, or what ends a turn in its template."""
+        return token == self._tokenizer.eos_token_id or (token in self._special.ids and token == self._turn_end)
+
+    # --- conversations
+
+    def _conversation(self, messages: Any, first: int, tools: Any) -> Iterator[Encoded]:
+        conversation = conversations.read(messages, first, tools)
+        fitted = self._template.fitted(conversation)
+        if not self._each_answer:
+            yield _checked(self._of_messages(conversation, fitted, conversation.answers, all_answers=_all(conversation, first)))
+            return
+        for i in conversation.answers:
+            yield _checked(self._of_messages(conversation, fitted[: i + 1], (i,), all_answers=False))
+
+    def _of_messages(
+        self, conversation: Conversation, messages: Messages, answers: Sequence[int], all_answers: bool
+    ) -> Encoded:
+        """Return messages as tokens, of which some answers count, or all."""
+        if self._template.has_marks(conversation.tools):
+            example, text = self._by_marks(conversation, messages, answers, all_answers)
+        else:
+            example, text = self._by_prefixes(conversation, messages, answers)
+        self._note_what_is_lost(conversation, messages, text)
+        return example
+
+    def _by_prefixes(self, conversation: Conversation, messages: Messages, answers: Sequence[int]) -> tuple[Encoded, str]:
+        tools = conversation.tools
+        try:
+            rendered = self._template.rendered(messages, tools, answers)
+        except ContextError as error:
+            raise ValueError(f"{error}: {self._advice(messages, tools, answers)}") from error
+        found = self._special.tokenized(rendered.text, add_special_tokens=False)
+        counted = np.zeros(found.tokens.shape, bool)
+        for start, end in rendered.answers:
+            inside = found.in_span(start, end)
+            if not inside.any():
+                continue
+            counted |= inside
+            begin, last = np.flatnonzero(inside)[[0, -1]].tolist()
+            stop = self._special.stop_after(found, begin, last + 1)
+            if stop is None:
+                self.notices.add(_NO_END)
+            else:
+                counted[last + 1 : stop] = True  # the next turn begins with it
+        return Encoded(found.tokens, counted), rendered.text
+
+    def _by_marks(
+        self, conversation: Conversation, messages: Messages, answers: Sequence[int], all_answers: bool
+    ) -> tuple[Encoded, str]:
+        marked = self._template.marked(messages, conversation.tools)
+        starts, ends = np.asarray(marked.offsets, np.int64).reshape(-1, 2).T
+        found = Tokenized(marked.text, np.asarray(marked.tokens, np.int32), starts, ends)
+        counted = np.asarray(marked.counted, bool)
+        if not all_answers:
+            try:
+                spans = self._template.spans(messages, conversation.tools, answers, marked.text)
+            except ContextError as error:
+                raise ValueError(f"{error}: {self._advice_with_marks(conversation)}") from error
+            counted &= np.logical_or.reduce([found.in_span(*span) for span in spans])
+        if counted.any():
+            stop = int(np.flatnonzero(counted)[-1]) + 1
+            end = self._special.stop_after(found, 0, stop)
+            if end != stop:  # the marks are the template's own word: nothing else counts
+                self.notices.add(_NO_END if end is None else _NO_MARKED_END)
+        return Encoded(found.tokens, counted), marked.text
+
+    def _advice(self, messages: Messages, tools: Tools, answers: Sequence[int]) -> str:
+        """Return what to do where a template without marks writes an answer's context in another way."""
+        if not self._each_answer:
+            try:
+                for i in answers:
+                    self._template.rendered(messages[: i + 1], tools, (i,))
+                return "take each_answer=True, an example for each answer"
+            except ValueError:  # not by itself, either
+                pass
+        return (
+            "set tokenizer.chat_template to one that has {% generation %} marks around answers, or that writes an answer, with "
+            "its thinking, right after the prompt for it"
+        )
+
+    def _advice_with_marks(self, conversation: Conversation) -> str:
+        """Return what to do where a template with marks does not show which answer is whose."""
+        if self._each_answer and not conversation.skipped:
+            return "leave out each_answer=True, as the marks of the template say which tokens are answers"
+        return "set tokenizer.chat_template to one that writes messages in the same way whatever follows them"
+
+    def _note_what_is_lost(self, conversation: Conversation, messages: Messages, text: str) -> None:
+        """Note what a record holds and its template does not write."""
+        source = self._template.source(conversation.tools)
+        for i, message in enumerate(messages):
+            if message["role"] in _ASKING and text_of(message).strip() not in text:
+                self.notices.add(f"the chat template does not write message {i}, of the role {shortened(message['role'])}")
+            if any(message.get(key) for key in _THOUGHTS) and not any(key in source for key in _THOUGHTS):
+                self.notices.add(
+                    f"the chat template writes no thoughts ({', '.join(_THOUGHTS)}): those of the answers are lost"
+                )
+        if conversation.tools and "tools" not in source:
+            self.notices.add("the chat template writes no tools: those of the record are lost")
 
 
-def _check_messages(messages: Any) -> None:
-    is_list = isinstance(messages, list | tuple) and len(messages) > 0
-    if not is_list or not all(isinstance(message, Mapping) for message in messages):
-        raise ValueError(f"messages must be a list of objects with 'role' and 'content', got {str(messages)[:80]!r}")
-    for i, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"message {i} has the keys {sorted(message)}, and 'role' and 'content' are needed")
+def _all(conversation: Conversation, first: int) -> bool:
+    """Return whether every answer of a conversation counts, those of its prompt too."""
+    return first == 0 and not conversation.skipped
 
 
 def _checked(example: Encoded) -> Encoded:

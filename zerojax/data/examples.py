@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.data.chat import RENDER_SECONDS
+from zerojax.data.cpu_limit import CpuLimit
 from zerojax.data.encoding import Encoder, Form
 from zerojax.data.reading import Source, source
 from zerojax.given import whole_number
@@ -90,7 +92,7 @@ def tokenize(
 
     Args:
       path: of a JSONL file, or a folder that `datasets` saved (`save_to_disk`).
-      tokenizer: of transformers, such as `AutoTokenizer.from_pretrained(folder)` returns.
+      tokenizer: of transformers, such as `load_tokenizer(folder)` returns.
       split: which data set of a folder with several, such as "train".
       form: "messages", "prompt" or "text", where records have the keys of several forms.
       each_answer: make an example of each answer of a conversation, with what comes before it as the context; for templates
@@ -106,10 +108,11 @@ def tokenize(
         with file and line, or the number of the example. Or no records.
     """
     where = source(path, split)
-    encoder = Encoder(tokenizer, form, add_eos, each_answer, template_options or {})
     tokens, counted, starts, numbers = array.array("i"), bytearray(), array.array("q", [0]), array.array("q")
-    with working("tokenize", where.count()) as advance:
+    with working("tokenize", where.count()) as advance, CpuLimit(RENDER_SECONDS) as limit:
+        encoder = Encoder(tokenizer, form, add_eos, each_answer, template_options or {}, limit)
         for number, record in where.records():
+            encoder.notices.number = number
             try:
                 for example in encoder.encode(record):
                     tokens.frombytes(example.tokens.tobytes())
@@ -119,6 +122,7 @@ def tokenize(
             except Exception as error:  # templates raise errors of their own
                 raise ValueError(f"{where.place(number)}: {error}") from error
             advance(1)
+    encoder.notices.log(where.place)
     if not numbers:
         raise ValueError(f"{where.path}: no examples in it")
     examples = Examples(

@@ -10,6 +10,12 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zerojax.data.folders import Folder
+
+LONGEST_LINE = 2**28
+"""Bytes that a line may have, so that a file without line ends does not fill the memory."""
+_BLOCK = 2**20
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -35,7 +41,7 @@ class Source:
         Raises:
           ValueError: a line that is no JSON object, or a folder without such a split.
         """
-        return enumerate(self._loaded()) if self.path.is_dir() else self._lines()
+        return enumerate(Folder(self.path, self.split)) if self.path.is_dir() else self._lines()
 
     def count(self) -> int:
         """Return the number of records, in which the empty lines of a file count.
@@ -44,48 +50,50 @@ class Source:
           ValueError: a folder without such a split.
         """
         if self.path.is_dir():
-            return len(self._loaded())
+            return len(Folder(self.path, self.split))
+        lines, last = 0, b"\n"
         with self.path.open("rb") as file:
-            return sum(1 for _ in file)
+            while block := file.read(_BLOCK):
+                lines += block.count(b"\n")
+                last = block[-1:]
+        return lines + (last != b"\n")
 
     def _lines(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)  # which decodes UTF-8
-                except ValueError as error:
-                    raise ValueError(f"{self.place(number)}: not a line of JSON: {error}") from error
-                if not isinstance(record, dict):
-                    raise ValueError(f"{self.place(number)}: a JSON object is needed, got {type(record).__name__}")
-                yield number, record
+            for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), 1):
+                if len(line) > LONGEST_LINE:
+                    raise ValueError(f"{self.place(number)}: a line of more than {LONGEST_LINE:,} bytes")
+                if line.strip():
+                    yield number, self._record(number, line)
 
-    def _loaded(self) -> Any:
-        """Return a folder's data set."""
+    def _record(self, number: int, line: bytes) -> Mapping[str, Any]:
         try:
-            import datasets
-        except ImportError as error:
-            raise ImportError("reading a folder of `datasets` needs it: pip install 'zerojax[hf]'") from error
-        loaded: Any = datasets.load_from_disk(os.fspath(self.path))
-        if isinstance(loaded, datasets.DatasetDict):
-            if self.split not in loaded:
-                raise ValueError(f"{self.path} holds the splits {sorted(loaded)}: choose one by split=, got {self.split!r}")
-            loaded = loaded[self.split]
-        elif self.split is not None:
-            raise ValueError(f"{self.path} holds one data set, and no splits: leave out split={self.split!r}")
-        return loaded
+            # A byte order mark may begin the file, as Windows writes it.
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.place(number)}: not a line of JSON, which is in UTF-8: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"{self.place(number)}: not a line of JSON: {error}") from error
+        except RecursionError as error:
+            raise ValueError(f"{self.place(number)}: not a line of JSON that can be read: it is nested too deeply") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{self.place(number)}: a JSON object is needed, got {type(record).__name__}")
+        return record
 
 
 def source(path: str | os.PathLike[str], split: str | None = None) -> Source:
-    """Return what is at a path.
+    """Return what is at a path; `~` is the user's home.
 
     Raises:
-      ValueError: nothing, or `split` is given for a file.
+      ValueError: nothing, a pipe or a device, or `split` is given for a file.
     """
-    found = pathlib.Path(path)
+    found = pathlib.Path(os.path.expanduser(path))
     if not found.exists():
         raise ValueError(f"{found}: no such file or folder; a JSONL file is needed, or a folder that `datasets` saved")
+    if not found.is_dir() and not found.is_file():
+        raise ValueError(
+            f"{found} is a pipe or a device, which cannot be read twice: write the records to a file, and give that"
+        )
     if split is not None and not found.is_dir():
         raise ValueError(f"{found} is a file, which has no splits: leave out split={split!r}")
     return Source(found, split)

@@ -1,0 +1,124 @@
+"""Conversations in the form of OpenAI's API: arguments as JSON texts, contents in parts, answers with a weight."""
+
+import json
+import logging
+
+import pytest
+from chat_tokenizers import MARKED, PLAIN, byte_tokenizer, write
+from family_templates import GEMMA, LLAMA3, PHI, QWEN3, R1
+
+from zerojax import data
+
+PRINTED = PLAIN.replace("m.content", '(m.content or m.tool_calls[0].function.arguments ~ "")')  # as Python would print it
+QUESTION = {"role": "user", "content": "How is it?"}
+SPACES = '{"city":"Rome",  "days": 2}'
+
+
+def told(path, tokenizer, messages, **options):
+    """Return (whole text, text that counts) of a conversation."""
+    record = messages if isinstance(messages, dict) else {"messages": messages}
+    found = data.tokenize(write(path / "a.jsonl", [record]), tokenizer, **options)
+    return tokenizer.decode(found.tokens), tokenizer.decode(found.tokens[found.counted])
+
+
+def call(arguments, **more):
+    calls = [{"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    return [QUESTION, {"role": "assistant", "content": None, "tool_calls": calls, **more}]
+
+
+@pytest.mark.parametrize("family", [LLAMA3, QWEN3], ids=["llama3", "qwen3"])
+def test_arguments_as_texts_are_written_as_objects_are(tmp_path, family):
+    as_text = told(tmp_path, family.tokenizer(), call(SPACES))
+    assert as_text == told(tmp_path, family.tokenizer(), call(json.loads(SPACES)))
+    assert '{"city": "Rome", "days": 2}' in as_text[1]
+    assert '"arguments": {}' in told(tmp_path, QWEN3.tokenizer(), call(""))[1]
+
+
+@pytest.mark.parametrize("template", [None, PRINTED], ids=["added", "printed"])
+def test_templates_that_write_texts_are_given_texts(tmp_path, template):
+    """One adds arguments to a text, the other prints them, as Python prints a dict."""
+    tokenizer = R1.tokenizer(template=R1.template.replace("<think>\\n", "")) if template is None else byte_tokenizer(template)
+    assert SPACES in told(tmp_path, tokenizer, call(SPACES))[1]
+    assert '{"city": "Röm"}' in told(tmp_path, tokenizer, call({"city": "Röm"}))[1]
+
+
+def test_parts_are_one_text(tmp_path):
+    parts = [{"type": "text", "text": "How is"}, {"type": "text", "text": "it?"}]
+    asked, answer = {"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": "Fine."}]}
+    for family in (PHI, LLAMA3):
+        whole, counted = told(tmp_path, family.tokenizer(), [asked, answer])
+        assert "How is\nit?" in whole
+        assert counted.startswith("Fine.<|e")
+    printing = byte_tokenizer(PLAIN.replace("m.content", '(m.content ~ "")'))
+    assert "user\nHow is\nit?<|im_end|>" in told(tmp_path, printing, [asked, answer])[0]
+    assert "How isit?" in told(tmp_path, GEMMA.tokenizer(), [asked, answer])[0]  # as the template itself writes parts
+
+
+ANSWERS = [QUESTION, {"role": "assistant", "content": "one", "weight": 0}, QUESTION, {"role": "assistant", "content": "two"}]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_an_answer_of_weight_0_does_not_count(tmp_path, template):
+    tokenizer = byte_tokenizer(template)
+    whole, counted = told(tmp_path, tokenizer, ANSWERS)
+    assert "one" in whole
+    assert counted.rstrip() == "two<|im_end|>"
+    for options in ({"each_answer": True}, {}):
+        swapped = [QUESTION, {**ANSWERS[1], "weight": 1}, QUESTION, {**ANSWERS[3], "weight": 0.0}]
+        assert told(tmp_path, tokenizer, swapped, **options)[1].rstrip() == "one<|im_end|>"
+    completion = {"prompt": ANSWERS[:2], "completion": ANSWERS[2:]}
+    assert told(tmp_path, tokenizer, completion)[1].rstrip() == "two<|im_end|>"
+
+
+PART = {"type": "image_url", "image_url": {"url": "a"}}
+WRONG = {
+    "weight": ([QUESTION, {**ANSWERS[1], "weight": 0.5}], "message 1: weight=0.5: 0 and 1 are allowed"),
+    "weight-true": ([QUESTION, {**ANSWERS[1], "weight": True}], "message 1: weight=True: 0 and 1"),
+    "weight-text": ([QUESTION, {**ANSWERS[1], "weight": "0"}], "message 1: weight='0': 0 and 1"),
+    "weight-user": ([{**QUESTION, "weight": 1}, ANSWERS[3]], "message 0: weight=1 for the role 'user'"),
+    "weights": (ANSWERS[:2], "no token counts in the loss: every answer has the weight 0"),
+    "arguments": (call('{"city": '), "message 1, tool call 0: arguments are '{\"city\": ', which is no JSON text"),
+    "arguments-list": (call("[1]"), "message 1, tool call 0: arguments must be the JSON text of an object, got '\\[1\\]'"),
+    "arguments-number": (call(3), "message 1, tool call 0: arguments must be an object, or its JSON text, got 3"),
+    "arguments-nan": (call('{"a": NaN}'), "message 1, tool call 0: arguments: a is nan"),
+    "calls": ([QUESTION, {"role": "assistant", "tool_calls": "a"}], "message 1: tool_calls must be a list of objects"),
+    "function": ([QUESTION, {"role": "assistant", "tool_calls": [{"function": 3}]}], "message 1, tool call 0: function must"),
+    "image": ([{"role": "user", "content": [PART]}, ANSWERS[3]], "message 0: part 0 of its content is .*only parts of"),
+    "no-parts": ([{"role": "user", "content": []}, ANSWERS[3]], "message 0: content is an empty list"),
+    "number": ([{"role": "user", "content": 3}, ANSWERS[3]], "message 0: content must be text, or a list of parts .*got int"),
+    "object": ([{"role": "user", "content": {"a": 1}}, ANSWERS[3]], "message 0: content is an object, which the chat template"),
+    "old-call": ([QUESTION, {"role": "assistant", "function_call": {"name": "f"}}], "message 1 has 'function_call', which the"),
+    "refusal": ([QUESTION, {"role": "assistant", "refusal": "No."}], "message 1 has 'refusal', which the chat template"),
+    "half": ([{"role": "user", "content": "\ud800"}, ANSWERS[3]], r"message 0: content holds '\\ud800' at character 0"),
+    "infinite": ([{"role": "user", "content": "a", "n": float("inf")}, ANSWERS[3]], "message 0: n is inf, which is no number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_the_form_does_not_have_is_refused_by_name(tmp_path, name):
+    messages, words = WRONG[name]
+    with pytest.raises(ValueError, match=f"a.jsonl:1: {words}"):
+        told(tmp_path, QWEN3.tokenizer(), messages)
+
+
+def test_tools_are_a_list_or_its_json_text(tmp_path):
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    record = {"messages": call("{}"), "tools": tools}
+    as_text = {**record, "tools": json.dumps(tools)}
+    assert told(tmp_path, QWEN3.tokenizer(), record) == told(tmp_path, QWEN3.tokenizer(), as_text)
+    for wrong in (3, "{", [1], {"a": 1}):
+        with pytest.raises(ValueError, match=r"a\.jsonl:1: tools "):
+            told(tmp_path, QWEN3.tokenizer(), {**record, "tools": wrong})
+
+
+def test_calls_that_a_template_does_not_read_are_refused_and_the_rest_is_warned_of(tmp_path, caplog):
+    with pytest.raises(ValueError, match="message 1 has 'tool_calls', which the chat template does not read"):
+        told(tmp_path, byte_tokenizer(), call("{}", content="Let me see."))
+    thinking = [{"role": "system", "content": "Be brief."}, QUESTION, {**ANSWERS[3], "reasoning_content": "Hm."}]
+    no_system = MARKED.replace("for m in messages", 'for m in messages if m.role != "system"')
+    with caplog.at_level(logging.WARNING):
+        told(tmp_path, byte_tokenizer(no_system), {"messages": thinking, "tools": [{"name": "f"}]})
+    messages = " ".join(record.getMessage() for record in caplog.records)
+    assert "a.jsonl:1: the chat template does not write message 0, of the role 'system'" in messages
+    assert "writes no thoughts" in messages
+    assert "writes no tools" in messages

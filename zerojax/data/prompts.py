@@ -1,0 +1,31 @@
+"""What a model is given when it is to answer a conversation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerojax.data.chat import RENDER_SECONDS, Template
+from zerojax.data.conversations import Messages
+from zerojax.data.cpu_limit import CpuLimit
+
+
+def prompt_tokens(
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return messages and the prompt for an answer as tokens, such as `zj.generate` takes.
+
+    Args:
+      tokenizer: of transformers, with a chat template.
+      messages: of which the last one is to be answered, with contents that are texts.
+      tools: given to the template.
+      template_options: given to the template by name; the same as for `tokenize`.
+
+    Raises:
+      ValueError: the tokenizer has no chat template, or the template fails, or does not end.
+    """
+    with CpuLimit(RENDER_SECONDS) as limit:
+        text = Template(tokenizer, template_options or {}, limit).render(messages, tools, prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
