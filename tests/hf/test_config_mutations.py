@@ -6,10 +6,11 @@ Each mutation of a published config ends in one of these ways; any other fails t
     equal           logits are those of transformers, with the same weights
     of the same sizes    too large to run here: both read the same sizes
     theirs          transformers refuses it
+
+225 mutations of each of nine configs ended in: (see the exhaustive test, which prints its counts).
 """
 
 import json
-import os
 import random
 import time
 import zlib
@@ -106,10 +107,10 @@ def changed(name: str, seed: int) -> dict[str, Any]:
 
 
 def names_of_changes(before: Any, after: Any) -> set[str]:
-    """Return the keys whose values differ, and those of objects in which some do."""
+    """Return the keys whose values differ, and those of objects in which some do; 1, 1.0 and true are not the same."""
     if not isinstance(before, dict) or not isinstance(after, dict):
         return set()
-    differ = {key for key in before.keys() | after.keys() if before.get(key, ...) != after.get(key, ...)}
+    differ = {key for key in before.keys() | after.keys() if repr(before.get(key, ...)) != repr(after.get(key, ...))}
     inner = (names_of_changes(before.get(key), after.get(key)) for key in differ)
     return differ.union(*inner)
 
@@ -117,31 +118,37 @@ def names_of_changes(before: Any, after: Any) -> set[str]:
 class Trial:
     """Runs mutations, and counts how they end."""
 
-    def __init__(self, folder: Any) -> None:
-        self.folder, self.counts = folder, Counter()
+    def __init__(self, folder: Any, *, computes: bool = True) -> None:
+        self.folder, self.computes = folder, computes
+        self.counts: Counter[str] = Counter()
+        self._models: set[DecoderConfig] = set()
         self._ours: dict[DecoderConfig, np.ndarray] = {}
 
     def run(self, name: str, seed: int) -> None:
         config = changed(name, seed)
         try:
-            outcome = self._outcome(CONFIGS[name], config)
+            outcome = self.outcome(CONFIGS[name], config)
         except Exception as error:
             differ = sorted(names_of_changes(CONFIGS[name], config), key=repr)
             shown = {key: config.get(key, "deleted") for key in differ if key in config or key in CONFIGS[name]}
             raise AssertionError(f"{name} {seed}: {shown}: {type(error).__name__}: {error}") from error
         self.counts[outcome] += 1
 
-    def _outcome(self, before: dict[str, Any], config: dict[str, Any]) -> str:
+    def outcome(self, before: dict[str, Any], config: dict[str, Any]) -> str:
         (self.folder / "config.json").write_text(json.dumps(config))
         start = time.monotonic()
         try:
-            model, ours = model_of(self.folder), config_of(self.folder)
+            ours = config_of(self.folder)
+            model = None if ours in self._models else model_of(self.folder)
         except ValueError as error:
             told = str(error)
             assert any(key in told for key in names_of_changes(before, config)), f"it names no key that was changed: {told}"
             return "refused"
         finally:
             assert time.monotonic() - start < SECONDS
+        self._models.add(ours)
+        if not self.computes:
+            return "accepted"
         is_large = ours.layers > 64 or ours.num_params > 10**7
         theirs = transformers_model(self.folder, is_large)
         if theirs is None:
@@ -151,8 +158,10 @@ class Trial:
             return "of the same sizes"
         batch = batch_of(vocab=min(96, ours.vocab))
         logits = logits_of(theirs, batch)
+        if logits is None:
+            return "theirs"
         if ours not in self._ours:
-            self._ours[ours] = our_logits(model, FAMILIES[config["model_type"]].names, theirs, batch)
+            self._ours[ours] = our_logits(model or model_of(self.folder), FAMILIES[config["model_type"]].names, theirs, batch)
         bound = TOLERANCE * max(1.0, float(np.abs(logits).max()))
         np.testing.assert_allclose(self._ours[ours], logits, rtol=0, atol=bound)
         return "equal"
@@ -170,8 +179,6 @@ def transformers_model(folder: Any, is_large: bool) -> Any:
         model: Any = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
         ).eval()
-        with torch.no_grad():
-            model(torch.zeros((1, 2), dtype=torch.long), use_cache=False, return_dict=True)
     except Exception:
         return None
     with torch.no_grad():
@@ -191,12 +198,16 @@ def check_sizes(theirs: Any, ours: DecoderConfig) -> None:
     assert {here: getattr(theirs, there) for here, there in names.items()} == {here: getattr(ours, here) for here in names}
 
 
-def logits_of(theirs: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
+def logits_of(theirs: Any, batch: dict[str, np.ndarray]) -> np.ndarray | None:
+    """Return the logits of transformers, or None where it refuses the config only now."""
     import torch
 
-    with torch.no_grad():
-        tokens = torch.tensor(batch["tokens"], dtype=torch.long)
-        return theirs(tokens, use_cache=False, return_dict=True).logits.numpy()
+    tokens = torch.tensor(batch["tokens"], dtype=torch.long)
+    try:
+        with torch.no_grad():
+            return theirs(tokens, use_cache=False, return_dict=True).logits.numpy()
+    except Exception:
+        return None
 
 
 def our_logits(model: Any, table: Any, theirs: Any, batch: dict[str, np.ndarray]) -> np.ndarray:
@@ -230,25 +241,31 @@ def our_logits(model: Any, table: Any, theirs: Any, batch: dict[str, np.ndarray]
     return np.asarray(model.predict(head, embed, x, batch))
 
 
-def test_published_configs_compute_what_transformers_computes(tmp_path):
-    trial = Trial(tmp_path)
-    for name in CONFIGS:
-        assert trial._outcome({}, CONFIGS[name]) == "equal", name
+def test_published_configs_are_taken_without_a_word(tmp_path, caplog):
+    trial = Trial(tmp_path, computes=False)
+    assert {name: trial.outcome({}, config) for name, config in CONFIGS.items()} == dict.fromkeys(CONFIGS, "accepted")
+    assert not caplog.records
 
 
 def test_some_changed_configs_are_refused_by_key_or_compute_the_same(tmp_path):
-    trial = Trial(tmp_path)
-    for seed in range(3):
+    """Of most only how they are read, by default."""
+    trial = Trial(tmp_path, computes=False)
+    for seed in range(12):
         for name in CONFIGS:
             trial.run(name, seed)
-    assert trial.counts["refused"] > 5
-    assert trial.counts["equal"] > 2
+    assert trial.counts["refused"] > 40
+    assert trial.counts["accepted"] > 40
+    computed = Trial(tmp_path)
+    for seed in range(6):
+        computed.run("smollm2", seed)
+    assert computed.counts["equal"] > 2
 
 
-@pytest.mark.exhaustive  # by default a few of each
+@pytest.mark.exhaustive  # by default some of them
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_changed_configs_are_refused_by_key_or_compute_the_same(tmp_path, name):
     trial = Trial(tmp_path)
-    for seed in range(int(os.environ.get("ZEROJAX_CONFIGS", "230"))):
+    assert trial.outcome({}, CONFIGS[name]) == "equal"
+    for seed in range(225):
         trial.run(name, seed)
     print(name, dict(trial.counts))

@@ -203,8 +203,8 @@ def _about_others(kind: str, others: list[str], text: object, families: Mapping[
     inner = text.get("model_type") if isinstance(text, Mapping) else None
     if isinstance(inner, str) and inner in families:
         return (
-            f"{has}. Its language model, {inner!r}, is: docs/fine_tuning.md shows how transformers saves it alone, as a folder "
-            "of an AutoModelForCausalLM"
+            f"{has}. Its language model is of a built family, {inner!r}: docs/fine_tuning.md shows how to save it alone, as a "
+            "folder of its own"
         )
     if isinstance(inner, str) and inner in NOT_BUILT:
         return f"{has}, and neither is its language model, {inner!r}, which has {NOT_BUILT[inner]}"
@@ -292,7 +292,7 @@ def _pad_token(pad: int | None, vocab: int) -> int | None:
     if pad is None:
         return None
     if not -vocab <= pad < vocab:
-        raise ValueError(f"pad_token_id={pad}: null, or a token of the {vocab} is needed")
+        raise ValueError(f"pad_token_id={pad}: null, or a token of the {vocab} of vocab_size is needed")
     return pad % vocab
 
 
@@ -316,7 +316,7 @@ def _layer_kinds(value: Mapping[str, Any], family: Family, layers: int) -> tuple
         raise ValueError(f"layer_types has {len(kinds)} kinds, and num_hidden_layers={layers}: one for each layer is needed")
     if SLIDING in kinds and window is None:
         why = "use_sliding_window is not true" if is_unused else "sliding_window is null"
-        raise ValueError(f"{why}, and layers of {SLIDING!r} need sliding_window, a positive integer")
+        raise ValueError(f"{why}, and layer_types has {SLIDING!r}, which needs sliding_window, a positive integer")
     return kinds, window or 0
 
 

@@ -65,6 +65,10 @@ class Rope:
     frequencies: tuple[float, ...]
     factor: float = 1.0
 
+    def __hash__(self) -> int:
+        # Layers share a few ropes: their thousands of numbers are not hashed for each layer.
+        return hash((self.frequencies[:2], self.frequencies[-1], self.factor))
+
 
 def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) -> Rope:
     """Return the rotations that an object of `config.json` describes.

@@ -1,6 +1,6 @@
 """What each key of a `config.json` may hold: one table of types and ranges, which every key that is read goes through.
 
-    values(Field({"hidden_size": 3.0, ...}), ...)     FieldError: hidden_size is 3.0, and an integer, from 1 to 16777216, is needed
+    values(Field({"hidden_size": 3.0, ...}), ...)     FieldError: hidden_size is 3.0, and an integer, from 1 to 1048576, is needed
 
 Python takes `true` for 1, `NaN` and `Infinity` for numbers, and 10^30 for a size; none of these is meant. Bounds lie far above
 published models: they are there so that a slip is an error and not an allocation, and so that no number overflows in float32.
@@ -16,7 +16,7 @@ from host_offload.fields import Field, FieldError
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 """Activations of MLPs that are built."""
 SLIDING, FULL = "sliding_attention", "full_attention"
-MOST_LAYERS = 2**14
+MOST_LAYERS = 2**12
 """Most layers: what differs between layers is computed when a model is built."""
 
 
@@ -104,8 +104,8 @@ _CAP = Key(number(above=0, most=1e6), null="off")
 _FLAG = Key(flag, null="off")
 KEYS: Mapping[str, Key] = {
     "vocab_size": Key(integer(1, 2**31 - 1), is_needed=True),  # tokens are int32
-    "hidden_size": Key(integer(1, 2**24), is_needed=True),
-    "intermediate_size": Key(integer(1, 2**28), is_needed=True),
+    "hidden_size": Key(integer(1, 2**20), is_needed=True),
+    "intermediate_size": Key(integer(1, 2**24), is_needed=True),
     "num_hidden_layers": Key(integer(1, MOST_LAYERS), is_needed=True),
     "num_attention_heads": Key(integer(1, 2**16), is_needed=True),
     "num_key_value_heads": Key(integer(1, 2**16), null="none"),
@@ -127,7 +127,7 @@ KEYS: Mapping[str, Key] = {
     "query_pre_attn_scalar": Key(number(above=0, most=1e6)),
     "sliding_window": Key(integer(1, 2**31 - 1), null="off"),
     "sliding_window_pattern": Key(integer(1, MOST_LAYERS)),
-    "max_window_layers": Key(integer(0, MOST_LAYERS)),
+    "max_window_layers": Key(integer(0, 2**31 - 1)),
     "layer_types": Key(read_kinds, null="none"),
     "pad_token_id": Key(integer(-(2**31), 2**31 - 1), null="none"),
 }
