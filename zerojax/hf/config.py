@@ -1,39 +1,31 @@
 """What a decoder is, read from the `config.json` of a Hugging Face folder, without transformers.
 
-A key of the file is read, known to change nothing here, or refused by name: a model whose mathematics is not built must not
-train as if it were. What is null or false is taken for a feature that is off.
+    zerojax.hf.schema       what the keys that are read may hold
+    zerojax.hf.keys         what becomes of the others
+    zerojax.hf.not_built    families that are refused, and why
+
+Every error names the file and the key.
 """
 
 import dataclasses
-import json
 import os
-from collections.abc import Mapping, Set
+import reprlib
+import stat
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from host_offload.fields import Field, parse_json
+from zerojax.hf.keys import EXPERTS, check_keys
+from zerojax.hf.not_built import NOT_BUILT
 from zerojax.hf.rope import Rope, rope_of
+from zerojax.hf.schema import FULL, SLIDING, read_kinds, values
 
 CONFIG = "config.json"
-ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
-"""Of MLPs."""
+_MOST_BYTES = 64 * 2**20
+"""Largest `config.json` that is read."""
 SAME_ACTIVATIONS: Mapping[str, str] = MappingProxyType({"gelu_new": "gelu_pytorch_tanh"})
-"""Other names of the same ones."""
-SLIDING, FULL = "sliding_attention", "full_attention"
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
-_NO_CHANGE = frozenset({
-    # of files, tokens and generation
-    "architectures", "auto_map", "bos_token_id", "decoder_start_token_id", "dtype", "eos_token_id", "finetuning_task",
-    "id2label", "label2id", "model_type", "prefix", "problem_type", "sep_token_id", "task_specific_params",
-    "tokenizer_class", "torch_dtype", "transformers_version", "unsloth_version", "_name_or_path",
-    # which transformers writes beside layer_types, and does not read
-    "_sliding_window_pattern",
-    # of how transformers runs a model
-    "_attn_implementation", "attn_implementation", "_experts_implementation", "cache_implementation",
-    "chunk_size_feed_forward", "gradient_checkpointing", "output_attentions", "output_hidden_states", "return_dict",
-    "torchscript", "use_bfloat16", "use_cache",
-    # of how it was initialised; "pretraining_tp" cuts products into parts whose sum is the same
-    "initializer_range", "pretraining_tp",
-})  # fmt: skip
+"""Other names of activations."""
 _READ = frozenset({
     "head_dim", "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
     "num_hidden_layers", "num_key_value_heads", "pad_token_id", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
@@ -157,17 +149,22 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = os.path.join(os.fspath(folder), CONFIG)
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+            raise ValueError(f"{path} cannot be read: it is no file of at most {_MOST_BYTES // 2**20} MiB")
+        with open(path, "rb") as file:
+            text = file.read()
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}): a folder as save_pretrained writes it is needed"
         ) from error
+    try:
+        raw = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, and a JSON object is needed")
-    return found
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} holds a {type(raw).__name__}, and a JSON object is needed")
+    return raw
 
 
 def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str) -> Family:
@@ -176,150 +173,202 @@ def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str
     Raises:
       ValueError: it is not built; what it has that is not built is named.
     """
-    kind = str(raw.get("model_type"))
-    if vision := sorted(key for key in raw if key in ("vision_config", "audio_config", "text_config")):
-        raise ValueError(
-            f"{where}: model_type {kind!r} has {', '.join(vision)}: models of images or sound are not built. Save the language "
-            "model alone, as model.language_model.save_pretrained(folder) of transformers, whose config is of text"
+    kind = raw.get("model_type")
+    if not isinstance(kind, str):
+        raise ValueError(f"{where}: model_type={reprlib.repr(kind)}: the name of a family is needed, such as 'llama'")
+    if others := [key for key in ("vision_config", "audio_config", "text_config") if raw.get(key)]:
+        raise ValueError(f"{where}: {_about_others(kind, others, raw.get('text_config'), families)}")
+    if experts := [key for key in EXPERTS if raw.get(key)]:
+        value = reprlib.repr(raw[experts[0]])
+        raise ValueError(f"{where}: model_type {kind!r} has {experts[0]}={value}: mixtures of experts are not built")
+    for key in ("quantization_config", "quantization"):
+        if quantized := raw.get(key):
+            method = quantized.get("quant_method", "unknown") if isinstance(quantized, Mapping) else quantized
+            raise ValueError(
+                f"{where}: its weights are quantised ({reprlib.repr(method)} in {key}): give the checkpoint in 16 or 32 bits "
+                "that it was made from, and ZeroConfig(frozen_dtype='nf4' or 'int8') for a small frozen base"
+            )
+    if kind in families:
+        return families[kind]
+    if kind in NOT_BUILT:
+        raise ValueError(f"{where}: model_type {kind!r} is not built: it has {NOT_BUILT[kind]}")
+    raise ValueError(
+        f"{where}: model_type {kind[:80]!r} is not built: {', '.join(sorted(families))} are; add it to `families`"
+    )
+
+
+def _about_others(kind: str, others: list[str], text: object, families: Mapping[str, Family]) -> str:
+    """Return why a model of images or sound is refused, and the way round if its language model is built."""
+    has = f"model_type {kind!r} has {', '.join(others)}: models of images or sound are not built"
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
+    if isinstance(inner, str) and inner in families:
+        return (
+            f"{has}. Its language model is of a built family, {inner!r}: docs/fine_tuning.md shows how to save it alone, as a "
+            "folder of its own"
         )
-    if experts := [key for key in _EXPERTS if raw.get(key)]:
-        raise ValueError(f"{where}: model_type {kind!r} has {experts[0]}={raw[experts[0]]}: mixtures of experts are not built")
-    if quantized := raw.get("quantization_config"):
-        method = quantized.get("quant_method", "unknown") if isinstance(quantized, Mapping) else quantized
-        raise ValueError(
-            f"{where}: its weights are quantised ({method}): give the checkpoint in 16 or 32 bits that it was made from, and "
-            "ZeroConfig(frozen_dtype='nf4' or 'int8') for a small frozen base"
-        )
-    if kind not in families:
-        raise ValueError(f"{where}: model_type {kind!r} is not built: {', '.join(sorted(families))} are; add it to `families`")
-    return families[kind]
+    if isinstance(inner, str) and inner in NOT_BUILT:
+        return f"{has}, and neither is its language model, {inner!r}, which has {NOT_BUILT[inner]}"
+    if kind in NOT_BUILT:
+        return f"{has}, and neither is its language model, which has {NOT_BUILT[kind]}"
+    return f"{has}, and neither is its language model, {reprlib.repr(inner)}: {', '.join(sorted(families))} are"
 
 
 def decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> DecoderConfig:
     """Return what a `config.json` describes.
 
     Args:
-      raw: of the file.
+      raw: the object of the file.
       family: of its model.
       where: the file, for errors.
 
     Raises:
-      ValueError: a key is missing or unknown, or has a value that is not built: it is named.
+      ValueError: a key is missing or unknown, or has a value that is not built or makes no sense: it is named.
     """
-    read = _READ | set(family.reads)
-    _check_keys(raw, read, where)
-    given = {**family.defaults, **{key: value for key, value in raw.items() if key in read or key == "model_type"}}
-
-    def number(key: str, default: Any = None) -> Any:
-        value = given.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise ValueError(f"{where}: {key}={value!r}: a positive number is needed")
-        return value
-
-    hidden, heads, layers = number("hidden_size"), number("num_attention_heads"), number("num_hidden_layers")
-    kv_heads = number("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ValueError(f"{where}: num_attention_heads={heads} do not divide by num_key_value_heads={kv_heads}")
-    head_dim = number("head_dim", hidden // heads)
-    if head_dim % 2:
-        raise ValueError(f"{where}: head_dim={head_dim}: rotations take pairs, so an even width is needed")
-    activation = given.get("hidden_activation") or given.get("hidden_act")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{where}: the activation {activation!r} is not built: {', '.join(ACTIVATIONS)} are")
-    kinds, window = _layer_kinds(given, family, layers, where)
-    has_bias = bool(given.get("attention_bias"))
     try:
-        ropes = _ropes(given, kinds, head_dim)
+        return _decoder_config(raw, family, where)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> DecoderConfig:
+    reads = _READ | set(family.reads)
+    compared = {"layer_types"} | (_UNUSED_WINDOW if _has_no_window(raw, family) else set())
+    check_keys(raw, reads | compared, family.defaults, where)
+    value = values(raw, family.defaults, reads)
+    hidden, heads, layers = value["hidden_size"], value["num_attention_heads"], value["num_hidden_layers"]
+    kv_heads = value["num_key_value_heads"] or heads
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads={heads} do not divide by num_key_value_heads={kv_heads}")
+    head_dim = value["head_dim"] or hidden // heads
+    if head_dim % 2 or not head_dim:
+        raise ValueError(
+            f"head_dim={head_dim} (else hidden_size={hidden} // num_attention_heads={heads}): rotations take pairs, so an even "
+            "width is needed"
+        )
+    activation = value["hidden_activation"] or value["hidden_act"]
+    if activation is None:
+        raise ValueError("hidden_act is missing")
+    kinds, window = _layer_kinds(value, family, layers)
+    if "layer_types" not in reads and raw.get("layer_types") is not None:
+        _check_kinds(raw["layer_types"], kinds)
+    has_bias = value["attention_bias"]
     return DecoderConfig(
-        vocab=number("vocab_size"),
+        vocab=value["vocab_size"],
         hidden=hidden,
-        intermediate=number("intermediate_size"),
+        intermediate=value["intermediate_size"],
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=number("rms_norm_eps"),
+        norm_eps=value["rms_norm_eps"],
         activation=activation,
-        tied=bool(given.get("tie_word_embeddings")),
+        tied=value["tie_word_embeddings"],
         windows=tuple(window if kind == SLIDING else 0 for kind in kinds),
-        ropes=ropes,
-        attention_scale=number("query_pre_attn_scalar", head_dim) ** -0.5,
-        attention_cap=given.get("attn_logit_softcapping"),
-        logits_cap=given.get("final_logit_softcapping"),
+        ropes=_ropes(value, kinds, head_dim, has_kinds="rope_local_base_freq" in reads),
+        attention_scale=(value["query_pre_attn_scalar"] or head_dim) ** -0.5,
+        attention_cap=value["attn_logit_softcapping"],
+        logits_cap=value["final_logit_softcapping"],
         qkv_bias=has_bias if family.qkv_bias is None else family.qkv_bias,
         output_bias=has_bias if family.output_bias is None else family.output_bias,
-        mlp_bias=bool(given.get("mlp_bias")),
+        mlp_bias=value["mlp_bias"],
         qk_norm=family.qk_norm,
         unit_norm=family.unit_norm,
         post_norms=family.post_norms,
         scales_embedding=family.scales_embedding,
-        pad_token=_pad_token(given, number("vocab_size"), where),
+        pad_token=_pad_token(value["pad_token_id"], value["vocab_size"]),
     )
 
 
-def _pad_token(given: Mapping[str, Any], vocab: int, where: str) -> int | None:
+_UNUSED_WINDOW = {"sliding_window", "max_window_layers", "use_sliding_window"}
+
+
+def _has_no_window(raw: Mapping[str, Any], family: Family) -> bool:
+    """Return whether a file of a family without windows says that its window is not used."""
+    return family.windows == "none" and raw.get("use_sliding_window") is False
+
+
+def _pad_token(pad: int | None, vocab: int) -> int | None:
     """Return the token of padding; a negative one counts from the end, as torch has it."""
-    pad = given.get("pad_token_id")
     if pad is None:
         return None
-    if isinstance(pad, bool) or not isinstance(pad, int) or not -vocab <= pad < vocab:
-        raise ValueError(f"{where}: pad_token_id={pad!r}: null, or a token of the {vocab} is needed")
+    if not -vocab <= pad < vocab:
+        raise ValueError(f"pad_token_id={pad}: null, or a token of the {vocab} of vocab_size is needed")
     return pad % vocab
 
 
-def _check_keys(given: Mapping[str, Any], read: Set[str], where: str) -> None:
-    """Raise ValueError for keys that may change what is computed and are not read, and for dropout."""
-    on = {key: value for key, value in given.items() if value not in (None, False)}
-    if on.get("attention_dropout"):
-        raise ValueError(f"{where}: attention_dropout={on['attention_dropout']}: dropout of scores is not built; set it to 0")
-    on.pop("attention_dropout", None)
-    if unknown := sorted(key for key in on if key not in read | _NO_CHANGE):
-        told = ", ".join(f"{key}={on[key]!r}" for key in unknown)
-        raise ValueError(f"{where}: {told}: unknown, and may change what the model computes; if it does not, take it out")
-
-
-def _layer_kinds(given: Mapping[str, Any], family: Family, layers: int, where: str) -> tuple[list[str], int]:
+def _layer_kinds(value: Mapping[str, Any], family: Family, layers: int) -> tuple[list[str], int]:
     """Return whether each layer sees all tokens or a window, and how many a window has."""
-    window = given.get("sliding_window")
-    if family.windows == "last" and not given.get("use_sliding_window"):
+    window = value["sliding_window"]
+    is_unused = family.windows == "last" and not value["use_sliding_window"]
+    if is_unused:
         window = None
-    kinds = given.get("layer_types")
+    kinds = value["layer_types"]
     if kinds is None:
-        pattern = given.get("sliding_window_pattern") or 1
+        pattern, first = value["sliding_window_pattern"] or 1, value["max_window_layers"] or 0
         of = {
             "none": lambda i: False,
             "all": lambda i: window is not None,
             "pattern": lambda i: bool((i + 1) % pattern),
-            "last": lambda i: window is not None and i >= given["max_window_layers"],
+            "last": lambda i: window is not None and i >= first,
         }[family.windows]
         kinds = [SLIDING if of(i) else FULL for i in range(layers)]
-    unknown = sorted(set(kinds) - {SLIDING, FULL})
-    if len(kinds) != layers or unknown:
-        named = f"{unknown} of them are not built" if unknown else f"there are {layers} layers"
-        raise ValueError(f"{where}: layer_types={kinds}: {named}; each of {layers} is {SLIDING!r} or {FULL!r}")
-    if SLIDING in kinds and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"{where}: sliding_window={window!r}: layers of {SLIDING!r} need a positive integer")
-    return list(kinds), window or 0
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types has {len(kinds)} kinds, and num_hidden_layers={layers}: one for each layer is needed")
+    if SLIDING in kinds and window is None:
+        why = "use_sliding_window is not true" if is_unused else "sliding_window is null"
+        raise ValueError(f"{why}, and layer_types has {SLIDING!r}, which needs sliding_window, a positive integer")
+    return kinds, window or 0
 
 
-def _ropes(given: Mapping[str, Any], kinds: list[str], head_dim: int) -> tuple[Rope, ...]:
+def _check_kinds(given: object, kinds: list[str]) -> None:
+    """Raise ValueError unless `layer_types` says what a family does that does not read it."""
+    told = read_kinds(Field(given, "layer_types"))
+    if told == kinds:
+        return
+    alike = f"{kinds[0]!r} in each of {len(kinds)} layers" if len(set(kinds)) == 1 else f"{reprlib.repr(kinds)}"
+    raise ValueError(f"layer_types={reprlib.repr(told)}: this model_type has {alike}: write that, or take it out")
+
+
+def _ropes(value: Mapping[str, Any], kinds: list[str], head_dim: int, *, has_kinds: bool) -> tuple[Rope, ...]:
     """Return the rotations of each layer.
 
-    The newer `rope_parameters` goes before `rope_scaling`. Either may hold a dict for each kind of layer; where it does not,
-    and there is a base of sliding layers (`rope_local_base_freq`, Gemma 3), scaling is that of full ones alone.
+    Newer files have `rope_parameters`, older ones `rope_scaling` and `rope_theta`.
+
+    Args:
+      value: by key.
+      kinds: of the layers.
+      head_dim: the width of a head.
+      has_kinds: the family may rotate sliding layers in another way (Gemma 3). Then `rope_parameters` holds an object for each
+        kind, and `rope_scaling`, which is flat, is that of full layers alone.
     """
-    parameters = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
-    by_kind = {kind: dict(parameters.pop(kind) or {}) for kind in (SLIDING, FULL) if kind in parameters}
-    if by_kind and parameters:
-        raise ValueError(f"rope_parameters has keys {sorted(parameters)} beside those of kinds of layers")
-    local = given.get("rope_local_base_freq")
-    common = {"head_dim": head_dim, "max_positions": given.get("max_position_embeddings")}
-    ropes = {}
-    for kind in set(kinds):
-        theta = given["rope_theta"] if local is None or kind == FULL else local
-        of_kind = by_kind.get(kind, {}) if by_kind or (local is not None and kind == SLIDING) else parameters
-        ropes[kind] = rope_of(of_kind, theta=theta, **common)
+    fields = [Field(value[name], name) for name in ("rope_parameters", "rope_scaling") if value[name]]
+    if len(fields) == 2 and fields[0].value != fields[1].value:
+        raise ValueError("rope_parameters and rope_scaling differ: take one of them out")
+    field = fields[0] if fields else Field({}, "rope_parameters")
+    by_kind = {kind: field for kind in (SLIDING, FULL)}
+    nested = sorted({SLIDING, FULL} & set(field.value))
+    if not has_kinds and nested:
+        raise ValueError(f"{field.name} has {', '.join(nested)}: this model_type rotates all layers in one way")
+    if has_kinds:
+        by_kind = _ropes_by_kind(field)
+    thetas = {FULL: value["rope_theta"], SLIDING: value["rope_local_base_freq"] or value["rope_theta"]}
+    common = {"head_dim": head_dim, "max_positions": value["max_position_embeddings"]}
+    ropes = {kind: rope_of(by_kind[kind], theta=thetas[kind], **common) for kind in by_kind}
     return tuple(ropes[kind] for kind in kinds)
+
+
+def _ropes_by_kind(field: Field) -> dict[str, Field]:
+    """Return what describes the rotations of each kind of layer, for a family in which they differ."""
+    nothing = {kind: Field({}, field.name) for kind in (SLIDING, FULL)}
+    if not field.value:
+        return nothing
+    if field.name == "rope_parameters":
+        if unknown := sorted(set(field.value) - {SLIDING, FULL}):
+            raise ValueError(
+                f"rope_parameters has {unknown}: this model_type takes an object for each of {FULL!r} and {SLIDING!r}"
+            )
+        given = {kind: Field(part, f"rope_parameters.{kind}") for kind, part in field.value.items() if part is not None}
+        return nothing | given
+    if "type" in field.value and "rope_type" not in field.value:
+        raise ValueError("rope_scaling.type: versions of transformers read it differently here; write rope_type")
+    return nothing | {FULL: field}

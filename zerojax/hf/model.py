@@ -118,9 +118,12 @@ def cache_of(c: DecoderConfig) -> Callable[[int, int, Any], Cached]:
 
 def per_layer_of(c: DecoderConfig) -> dict[str, np.ndarray]:
     """Return what differs from layer to layer: rotations, and windows where not all are the same."""
+    # Few ropes serve all layers, and each holds D / 2 numbers of Python.
+    distinct = list(dict.fromkeys(c.ropes))
+    kinds = np.asarray([distinct.index(rope) for rope in c.ropes])
     rotations = {
-        "frequencies": np.asarray([rope.frequencies for rope in c.ropes], np.float32),  # [L, D / 2]
-        "factor": np.asarray([rope.factor for rope in c.ropes], np.float32),
+        "frequencies": np.asarray([rope.frequencies for rope in distinct], np.float32)[kinds],  # [L, D / 2]
+        "factor": np.asarray([rope.factor for rope in distinct], np.float32)[kinds],
     }
     return rotations | ({"window": np.asarray(c.windows, np.int32)} if len(set(c.windows)) > 1 else {})
 

@@ -49,10 +49,12 @@ _FOUR = (*_TWO, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 _LLAMA = {**_COMMON, "max_position_embeddings": 2048}
 _MISTRAL = {**_COMMON, "max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8}
-_QWEN = {**_COMMON, "max_position_embeddings": 32_768, "max_window_layers": 28, "sliding_window": 4096}
+_QWEN = {
+    **_COMMON, "max_position_embeddings": 32_768, "max_window_layers": 28, "sliding_window": 4096, "num_key_value_heads": 32,
+}  # fmt: skip
 _GEMMA = {
     **_COMMON, "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256, "head_dim": 256, "sliding_window": 4096, "pad_token_id": 0,
+    "query_pre_attn_scalar": 256, "head_dim": 256, "sliding_window": 4096, "pad_token_id": 0, "num_key_value_heads": 4,
 }  # fmt: skip
 _GEMMA2 = {
     **_GEMMA, "max_position_embeddings": 8192, "sliding_window_pattern": 2, "final_logit_softcapping": 30.0,
@@ -67,7 +69,7 @@ _OF_GEMMA: dict[str, Any] = {"unit_norm": True, "post_norms": True, "scales_embe
 _READS_WINDOWS = ("sliding_window", "layer_types")
 _QWEN_READS = (*_READS_WINDOWS, "use_sliding_window", "max_window_layers")
 _GEMMA_READS = (
-    *_READS_WINDOWS, "sliding_window_pattern", "attention_bias", "hidden_activation", "query_pre_attn_scalar",
+    *_READS_WINDOWS, "attention_bias", "hidden_activation", "query_pre_attn_scalar",
     "final_logit_softcapping",
 )  # fmt: skip
 
@@ -87,8 +89,8 @@ FAMILIES: Mapping[str, Family] = {
         names=table(*_FOUR), defaults=_GEMMA2, reads=(*_GEMMA_READS, "attn_logit_softcapping"), **_OF_GEMMA
     ),
     "gemma3_text": Family(
-        names=table(*_FOUR, *_ATTENTION_NORMS), defaults=_GEMMA3, reads=(*_GEMMA_READS, "rope_local_base_freq"), qk_norm=True,
-        **_OF_GEMMA,
+        names=table(*_FOUR, *_ATTENTION_NORMS), defaults=_GEMMA3, qk_norm=True,
+        reads=(*_GEMMA_READS, "sliding_window_pattern", "rope_local_base_freq"), **_OF_GEMMA,
     ),
 }  # fmt: skip
 """By `model_type`: Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text)."""

@@ -13,6 +13,7 @@ Frequencies are numbers of the model, computed once in float64. Kinds whose freq
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,16 +21,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_KEYS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": (
-        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-        "truncate",
-    ),
-}  # fmt: skip
-"""By type, the keys that are read."""
+from host_offload.fields import Field
+from zerojax.hf.keys import is_same
+from zerojax.hf.schema import THETA, Key, flag, integer, number, read_object, value_of
+
+_FACTOR = Key(number(least=1, most=1e6), is_needed=True)
+_FREQUENCY_FACTOR = Key(number(above=0, most=1e6), is_needed=True)
+_LENGTH = Key(integer(1, 2**53))
+_BETA = Key(number(least=1e-3, most=1e6), null="none")
+_MSCALE = Key(number(least=0, most=1e3), null="none")
+_KEYS: Mapping[str, Mapping[str, Key]] = {
+    "default": {},
+    "linear": {"factor": _FACTOR},
+    "llama3": {
+        "factor": _FACTOR,
+        "low_freq_factor": _FREQUENCY_FACTOR,
+        "high_freq_factor": _FREQUENCY_FACTOR,
+        "original_max_position_embeddings": _LENGTH,
+    },
+    "yarn": {
+        "factor": _FACTOR,
+        "original_max_position_embeddings": _LENGTH,
+        "attention_factor": Key(number(above=0, most=1e3), null="none"),
+        "beta_fast": _BETA,
+        "beta_slow": _BETA,
+        "mscale": _MSCALE,
+        "mscale_all_dim": _MSCALE,
+        "truncate": Key(flag),
+    },
+}
+"""By type, the keys that are read, and what they may hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,61 +65,87 @@ class Rope:
     frequencies: tuple[float, ...]
     factor: float = 1.0
 
+    def __hash__(self) -> int:
+        # Layers share a few ropes: their thousands of numbers are not hashed for each layer.
+        return hash((self.frequencies[:2], self.frequencies[-1], self.factor))
 
-def rope_of(parameters: Mapping[str, Any], *, theta: float, head_dim: int, max_positions: int) -> Rope:
-    """Return the rotations that a dict of `config.json` describes.
+
+def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) -> Rope:
+    """Return the rotations that an object of `config.json` describes.
 
     Args:
-      parameters: of `rope_scaling` or `rope_parameters`; empty for plain rotations.
-      theta: the base, where the dict has none.
+      field: `rope_scaling` or `rope_parameters`, or a part of it for one kind of layer; empty for plain rotations.
+      theta: the base, if the object has none.
       head_dim: D.
-      max_positions: positions that the model was trained for, where the dict does not say it.
+      max_positions: positions that the model was trained for, if the object does not say it.
 
     Raises:
-      ValueError: an unknown type, or a key that is unknown to it or missing.
+      ValueError: an unknown type; or a key that is unknown to it, missing, of another type, or out of range.
     """
-    given = {key: value for key, value in parameters.items() if value is not None}
-    kind = given.pop("rope_type", given.get("type", "default"))
-    given.pop("type", None)
-    theta = float(given.pop("rope_theta", theta))
-    if kind not in _KEYS:
-        raise ValueError(f"rope of type {kind!r} is not built: {', '.join(_KEYS)} are")
-    if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("rope with a partial_rotary_factor other than 1, which rotates a part of each head, is not built")
-    if kind == "default":
-        given.pop("factor", None)  # which this type does not read
-    if unknown := sorted(set(given) - set(_KEYS[kind])):
-        raise ValueError(f"rope of type {kind!r} has the keys {unknown}, which are unknown: it takes {list(_KEYS[kind])}")
-    given.setdefault("original_max_position_embeddings", max_positions)
-    needed = {"linear": ("factor",), "llama3": _KEYS["llama3"], "yarn": ("factor",)}.get(kind, ())
-    if missing := [key for key in needed if key not in given]:
-        raise ValueError(f"rope of type {kind!r} lacks {missing}")
+    given = read_object(field)
+    kind = _type_of(field)
+    if given.get("rope_theta") is not None:
+        theta = THETA.read(Field(given["rope_theta"], f"{field.name}.rope_theta"))
+    if not is_same(given.get("partial_rotary_factor", 1), 1) and given["partial_rotary_factor"] is not None:
+        raise ValueError(
+            f"{field.name}.partial_rotary_factor={reprlib.repr(given['partial_rotary_factor'])}: only 1 is allowed, since "
+            "rotations of a part of each head are not built"
+        )
+    ignored = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    # The plain type does not read a factor that stands beside it.
+    ignored |= {"factor"} if kind == "default" else set()
+    unknown = sorted(key for key in given if key not in ignored | set(_KEYS[kind]) and given[key] is not None)
+    if unknown:
+        raise ValueError(f"{field.name}: rope of type {kind!r} has the keys {unknown}, which are unknown: it takes "
+                         f"{sorted(_KEYS[kind])}")
+    read = {name: value_of(name, key, given, {}, field.name) for name, key in _KEYS[kind].items()}
     plain = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if kind == "yarn":
-        return _yarn(plain, theta, head_dim, given)
-    scaled = {"default": lambda: plain, "linear": lambda: plain / given["factor"], "llama3": lambda: _llama3(plain, given)}
-    return Rope(tuple(scaled[kind]().tolist()))
+    if kind == "default":
+        return Rope(tuple(plain.tolist()))
+    if kind == "linear":
+        return Rope(tuple((plain / read["factor"]).tolist()))
+    read["original_max_position_embeddings"] = read["original_max_position_embeddings"] or max_positions
+    if kind == "llama3":
+        return Rope(tuple(_llama3(plain, read, field.name).tolist()))
+    return _yarn(plain, theta, head_dim, read, field.name)
 
 
-def _llama3(plain: np.ndarray, given: Mapping[str, Any]) -> np.ndarray:
+def _type_of(field: Field) -> str:
+    """Return the type of rotations: `rope_type`, which older files call `type`."""
+    named = {key: field.value[key] for key in ("rope_type", "type") if field.value.get(key) is not None}
+    for key, kind in named.items():
+        if not isinstance(kind, str) or kind not in _KEYS:
+            raise ValueError(f"{field.name}.{key}: rope of type {reprlib.repr(kind)} is not built: {', '.join(_KEYS)} are")
+    kinds = list(named.values())
+    if len(set(kinds)) > 1:
+        raise ValueError(f"{field.name} has rope_type={kinds[0]!r} and type={kinds[1]!r}: take one of them out")
+    return kinds[0] if kinds else "default"
+
+
+def _llama3(plain: np.ndarray, read: Mapping[str, Any], where: str) -> np.ndarray:
     """Return frequencies of Llama 3.1: long waves are stretched, as they are in its own code."""
-    waves, length = 2 * math.pi / plain, given["original_max_position_embeddings"]
-    low, high = given["low_freq_factor"], given["high_freq_factor"]
+    waves, length = 2 * math.pi / plain, read["original_max_position_embeddings"]
+    low, high = read["low_freq_factor"], read["high_freq_factor"]
+    if low >= high:
+        raise ValueError(f"{where}: low_freq_factor={low} is not below high_freq_factor={high}")
     # 0 where a wave is longer than length / low, 1 where it is shorter than length / high.
     kept = np.clip((length / waves - low) / (high - low), 0.0, 1.0)
-    return (1 - kept) * plain / given["factor"] + kept * plain
+    return (1 - kept) * plain / read["factor"] + kept * plain
 
 
-def _yarn(plain: np.ndarray, theta: float, head_dim: int, given: Mapping[str, Any]) -> Rope:
+def _yarn(plain: np.ndarray, theta: float, head_dim: int, read: Mapping[str, Any], where: str) -> Rope:
     """Return the rotations of YaRN: "NTK by parts", with its temperature in cos and sin."""
-    factor, length = given["factor"], given["original_max_position_embeddings"]
+    factor, length = read["factor"], read["original_max_position_embeddings"]
+    fast, slow = read["beta_fast"] or 32, read["beta_slow"] or 1
+    if fast < slow:
+        raise ValueError(f"{where}: beta_fast={fast} is below beta_slow={slow}")
 
     def dim_of(rotations: float) -> float:
         """Return the pair of dims whose wave turns so often over the trained length."""
         return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dim_of(given.get("beta_fast") or 32), dim_of(given.get("beta_slow") or 1)
-    if given.get("truncate", True):
+    low, high = dim_of(fast), dim_of(slow)
+    if read["truncate"] is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low if high != low else 0.001), 0.0, 1.0)
@@ -107,9 +154,9 @@ def _yarn(plain: np.ndarray, theta: float, head_dim: int, given: Mapping[str, An
     def scale(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    temperature = given.get("attention_factor")
+    temperature = read["attention_factor"]
     if temperature is None:
-        mscale, of_all = given.get("mscale"), given.get("mscale_all_dim")
+        mscale, of_all = read["mscale"], read["mscale_all_dim"]
         temperature = scale(mscale) / scale(of_all) if mscale and of_all else scale(1.0)
     return Rope(tuple(frequencies.tolist()), float(temperature))
 

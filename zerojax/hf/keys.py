@@ -1,0 +1,149 @@
+"""Which keys of a `config.json` change nothing here, which must keep a feature off, and what becomes of unknown ones.
+
+    read            by the family (`zerojax.hf.schema`)
+    NO_CHANGE       of files, tokens, generation, tools and how transformers runs a model: any value
+    NEUTRAL         features that are known and not built: the values that leave them off; any other is an error
+    unknown         null, false, 0, empty, or 1 for a factor: a warning by name, once; any other value is an error
+
+A model whose mathematics is not built must not train as if it were. An unknown 0 or false may mean something, too
+(`"is_causal": false` did), so these are said.
+"""
+
+import functools
+import logging
+import reprlib
+from collections.abc import Mapping, Set
+from types import MappingProxyType
+from typing import Any
+
+logger = logging.getLogger("zerojax")
+_GENERATION = frozenset({
+    # transformers 4 wrote these into config.json, and transformers 5 into generation_config.json
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind",
+    "bad_words_ids", "begin_suppress_tokens", "cache_config", "cache_implementation", "compile_config", "constraints",
+    "continuous_batching_config", "disable_compile", "diversity_penalty", "do_sample", "dola_layers", "early_stopping",
+    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+    "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id", "forced_eos_token_id", "guidance_scale",
+    "is_assistant", "length_penalty", "low_memory", "max_cache_len", "max_length", "max_matching_ngram_size",
+    "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_return_sequences", "output_logits",
+    "output_scores", "penalty_alpha", "prefill_chunk_size", "prompt_lookup_num_tokens", "remove_invalid_values",
+    "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "sequence_bias", "speculation_type",
+    "stop_strings", "suppress_tokens", "target_lookbehind", "temperature", "token_healing", "top_h", "top_k", "top_p",
+    "typical_p", "use_mtp", "watermarking_config",
+})  # fmt: skip
+NO_CHANGE = _GENERATION | {
+    # files, tokens and tasks
+    "_commit_hash", "_from_model_config", "_name_or_path", "architectures", "auto_map", "bos_token_id", "classifier_dropout",
+    "custom_pipelines", "decoder_start_token_id", "dtype", "eos_token_id", "eos_token_ids", "finetuning_task", "id2label",
+    "label2id", "max_sequence_length", "model_max_length", "model_type", "name_or_path", "num_labels", "prefix",
+    "problem_type", "sep_token_id", "task_specific_params", "tokenizer_class", "tokenizer_model_max_length",
+    "tokenizer_padding_side", "torch_dtype", "transformers_version",
+    # tools that converted or trained it; "neftune_noise_alpha" is noise of a trainer
+    "is_llama_config", "neftune_noise_alpha", "transformers.js_config",
+    # which transformers writes beside layer_types, and does not read
+    "_sliding_window_pattern",
+    # how transformers runs a model
+    "_attn_implementation", "_attn_implementation_autoset", "_experts_implementation", "_flash_attn_2_enabled",
+    "attn_implementation", "chunk_size_feed_forward", "experts_implementation", "gradient_checkpointing", "is_decoder",
+    "output_attentions", "output_hidden_states", "output_past", "return_dict", "tf_legacy_loss", "tie_encoder_decoder",
+    "tie_last_hidden_states", "torchscript", "use_bfloat16", "use_cache", "use_return_dict", "xla_device",
+    # how it was initialised; "pretraining_tp" cuts products into parts whose sum is the same
+    "initializer_range", "pretraining_tp",
+}  # fmt: skip
+"""Keys that are taken whatever they hold."""
+_NO_CHANGE_PREFIXES = ("unsloth_",)
+
+_NO_DROPOUT = "dropout is not built; set it to 0"
+_OFF, _ZERO, _ONE = (None, False), (None, False, 0), (None, 1)
+_EMPTY = (None, False, [], {})
+_DROPOUTS = (
+    "attention_dropout", "attention_probs_dropout_prob", "attn_dropout", "attn_pdrop", "dropout", "embd_pdrop",
+    "embedding_dropout", "hidden_dropout", "hidden_dropout_prob", "resid_dropout", "resid_pdrop",
+)  # fmt: skip
+_NO_EXPERTS = "mixtures of experts are not built"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
+_NOT_OF_THIS = "this model_type does not have it"
+NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType({
+    **dict.fromkeys(_DROPOUTS, (_ZERO, _NO_DROPOUT)),
+    **dict.fromkeys(EXPERTS, (_ZERO, _NO_EXPERTS)),
+    "is_causal": ((True,), "a decoder sees no later tokens"),
+    "use_bidirectional_attention": (_OFF, "a decoder sees no later tokens"),
+    "is_encoder_decoder": (_OFF, "encoders are not built"),
+    "add_cross_attention": (_OFF, "cross attention is not built"),
+    "cross_attention_hidden_size": (_OFF, "cross attention is not built"),
+    "loss_type": ((None, "ForCausalLM"), "the loss is that of a causal language model"),
+    "partial_rotary_factor": (_ONE, "rotations of a part of each head are not built"),
+    "rotary_pct": (_ONE, "rotations of a part of each head are not built"),
+    "rope_interleaved": (_OFF, "the halves of a head are rotated, not neighbours"),
+    "use_mrope": (_OFF, "rotations over three axes are not built"),
+    "pruned_heads": (_EMPTY, "pruned heads are not built"),
+    "per_layer_config": (_EMPTY, "sizes that differ from layer to layer are not built"),
+    "quantization": (_EMPTY, "quantised weights are not read"),
+    "quantization_config": (_EMPTY, "quantised weights are not read"),
+    **dict.fromkeys(("audio_config", "text_config", "vision_config"), (_EMPTY, "models of images or sound are not built")),
+    **dict.fromkeys(("embedding_multiplier", "logit_scale", "logits_scaling", "residual_multiplier"),
+                    (_ONE, "this factor is not built")),
+    "attention_multiplier": (_OFF, "another scale of the scores is not built"),
+    # what some families read
+    **dict.fromkeys(
+        ("attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "max_window_layers", "mlp_bias",
+         "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window", "sliding_window_pattern", "use_sliding_window"),
+        (_OFF, _NOT_OF_THIS),
+    ),
+})  # fmt: skip
+"""By key, the values that leave its feature off, and what is not built."""
+_FACTORS = ("_factor", "_multiplier", "_scale", "_scaling")
+"""Endings of keys for which 1 is neutral."""
+
+
+def check_keys(given: Mapping[str, Any], reads: Set[str], defaults: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for keys that may change what is computed and are not read; warn of unknown ones that seem to be off.
+
+    Args:
+      given: the object of a `config.json`.
+      reads: keys that its family reads, or compares itself.
+      defaults: what the family has for keys that it does not read: a key may say the same.
+      where: the file.
+    """
+    unknown, neutral = [], []
+    for key, value in given.items():
+        if key in reads or key in NO_CHANGE or key.startswith(_NO_CHANGE_PREFIXES):
+            continue
+        if defaults.get(key) is not None and is_same(value, defaults[key]):
+            continue
+        if key in NEUTRAL:
+            allowed, why = NEUTRAL[key]
+            if not any(is_same(value, off) for off in allowed):
+                raise ValueError(f"{key}={reprlib.repr(value)}: {why}; allowed: {_shown(allowed, defaults.get(key))}")
+        elif _is_neutral(key, value):
+            neutral.append(key)
+        else:
+            unknown.append(key)
+    if unknown:
+        shown = ", ".join(f"{key}={reprlib.repr(given[key])}" for key in sorted(unknown))
+        raise ValueError(f"{shown}: unknown, and may change what the model computes; if it does not, take it out")
+    if neutral:
+        _warn(where, ", ".join(f"{key}={given[key]!r}" for key in sorted(neutral)))
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Return whether two values of JSON are the same; true and 1 are not, 1 and 1.0 are."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
+
+
+def _is_neutral(key: str, value: Any) -> bool:
+    if value is None or value is False or is_same(value, 0) or value in ("", [], {}):
+        return True
+    return key.endswith(_FACTORS) and is_same(value, 1)
+
+
+def _shown(allowed: tuple[Any, ...], default: Any) -> str:
+    names = {None: "null", False: "false", True: "true"}
+    options = [*allowed, *([] if default is None else [default])]
+    return ", ".join(names[v] if v is None or isinstance(v, bool) else repr(v) for v in options)
+
+
+@functools.cache  # once
+def _warn(where: str, keys: str) -> None:
+    logger.warning("%s: %s: unknown, and taken for features that are off; if they are not, this is another model", where, keys)
