@@ -52,7 +52,7 @@ _CLOSED_AFTER = 10.0
 """Seconds after which a call of a program that another process closed is an error."""
 _REST = 0.05
 """Seconds that a process rests after a look, where its calls change often."""
-_GRACE = 5.0
+_GRACE = 3.0
 """Seconds in which a process may raise the error by itself, before it is ended."""
 _LEAVE_AT_MOST = 300.0
 """Seconds that a process which ends waits for the others: those that JAX waits."""
@@ -86,14 +86,14 @@ class Peers:
       me: the index of this one.
     """
 
-    def __init__(self, store: Store, members: Sequence[int], me: int, end: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, members: Sequence[int], me: int, end: Callable[[], None]) -> None:
         """Begin to state what this process does.
 
         Args:
           store: shared by the processes.
           members: their indices.
           me: the index of this process.
-          end: ends this process, given why. It is called by a thread.
+          end: ends this process; called by any thread.
         """
         self.members, self.me = tuple(members), me
         self._store, self._end_process = store, end
@@ -241,17 +241,23 @@ class Peers:
         """Give the main thread time to raise the error, and end the process if it cannot."""
         with self._lock:
             self._lock.notify_all()
-        until = time.monotonic() + _GRACE
+        # A process that waits in a call raises the error now; one that has not come to this call, in its next one.
+        while self._parts is not None or self._number < over["number"]:
+            if self._stops or self._is_taken:
+                return
+            time.sleep(0.05)
+        logger.critical("%s; %s. This process ends.", over["sentence"], _ADVICE)
+        until = time.monotonic() + self._grace
         while time.monotonic() < until:
             if self._stops or self._is_taken:
                 return
             time.sleep(0.05)
-        # A process that has not come to this call raises the error when it makes the next one.
-        while self._number < over["number"]:
-            if self._stops or self._is_taken:
-                return
-            time.sleep(0.25)
-        self._end_process(f"{over['sentence']}; {_ADVICE}")
+        self._end_process()
+
+    @property
+    def _grace(self) -> float:
+        # The judge is the process of the coordination service, without which JAX ends the others at once: it goes last.
+        return _GRACE + 2 * self._interval * self._is_judge
 
     def _look(self) -> None:
         """Send what changed, and read what the judge says; as the judge, read what all say."""
@@ -376,18 +382,20 @@ class Peers:
             self._left = why
         self._look()
 
-    def await_others(self) -> str | None:
-        """Wait until all processes have left, and return None, or what was found to differ."""
+    def await_others(self) -> None:
+        """Wait until all processes have left; end this one where it was found to differ from others."""
         until, pause = time.monotonic() + _LEAVE_AT_MOST, 0.01
         while time.monotonic() < until and not self._is_cut:
             if (over := self._news["over"]) is not None:
-                return f"{over['sentence']}; {_ADVICE}"
+                logger.critical("%s; %s. This process ends.", over["sentence"], _ADVICE)
+                time.sleep(self._grace - _GRACE)
+                self._end_process()
+                return
             if self._news["all_left"]:
-                return None
+                return
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
             self._look()
-        return None
 
 
 class Calls:
@@ -468,13 +476,11 @@ def _leave(process: int) -> None:
     for peers in _ALL.values():
         peers.leave(why)
     for peers in _ALL.values():
-        if (difference := peers.await_others()) is not None:
-            _end_now(difference)
+        peers.await_others()
 
 
-def _end_now(why: str) -> None:
-    """End this process: another thread, or JAX at its exit, waits for what will never come."""
-    logger.critical("%s. This process ends.", why)
+def _end_now() -> None:
+    """End this process: its main thread, or JAX at its exit, waits for what will never come."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)

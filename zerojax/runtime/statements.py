@@ -165,20 +165,16 @@ def _describe_part(name: str, by_lines: Mapping[str, Sequence[int]]) -> str:
 
 
 def _sentence(number: int, processes: Mapping[str, Sequence[int]], statements: Sequence[Statement]) -> str:
-    reasons = {s.process: s.left for s in statements}
     calls = [label for label in processes if label != END]
     heads = {label.partition(" over ")[0] for label in calls}
     sides = []
-    for label, those in processes.items():
-        if label == END:
-            sides += [f"process {process} {reasons[process]}" for process in those]
-        else:
-            # Shapes are named where they differ.
-            shown = label.partition(" over ")[0] if len(heads) > 1 or len(calls) == 1 else _own_shapes(label, calls)
-            sides.append(f"it is {_cut(shown)} in {_named(those)}")
-    # A call that is made, before the processes that left.
-    sides.sort(key=lambda side: not side.startswith("it is"))
-    return f"call {number} is not the same in all processes: {', '.join(sides)}"
+    for label in calls:
+        # Shapes are named where they differ.
+        shown = label.partition(" over ")[0] if len(heads) > 1 or len(calls) == 1 else _own_shapes(label, calls)
+        sides.append(f"{_cut(shown)} in {_named(processes[label])}")
+    reasons = {s.process: s.left for s in statements}
+    left = "".join(f"; process {process} {reasons[process]} before it" for process in processes.get(END, ()))
+    return f"call {number} is {', but '.join(sides)}{left}"
 
 
 def _own_shapes(label: str, labels: Iterable[str]) -> str:
