@@ -1,5 +1,6 @@
 """Processes that differ raise an error, or are ended; here they are threads, and the messages a dict."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -67,10 +68,13 @@ class Together:
         return found
 
     def build(self, *parts: dict[str, list[str]]) -> list[Any]:
-        return self.run(*(lambda peer=peer, part=part: peer.program(part) for peer, part in zip(self.peers, parts, strict=True)))
+        return self.run(*(functools.partial(self.peers[me].program, part) for me, part in enumerate(parts)))
 
     def step(self, me: int, shape: str) -> bool:
         return self.calls[me].note("step", shape, lambda: [shape])
+
+    def all_step(self, *shapes: str) -> list[Any]:
+        return self.run(*(functools.partial(self.step, me, shape) for me, shape in enumerate(shapes)))
 
     def stop(self) -> None:
         for peer in self.peers:
@@ -106,7 +110,7 @@ def test_equal_processes_go_on(start):
     together = start(3)
     assert all(isinstance(calls, Calls) for calls in together.calls)
     for shape in ("a", "b", "a", "a", "b"):
-        firsts = together.run(*(lambda me=me: together.step(me, shape) for me in range(3)))
+        firsts = together.all_step(shape, shape, shape)
         assert len(set(firsts)) == 1
     time.sleep(0.1)
     for peer in together.peers:
@@ -120,7 +124,8 @@ def test_a_difference_is_raised_in_all_and_can_be_mended(start):
     errors = together.build({"lr": ["0.1"]}, {"lr": ["0.1"]}, {"lr": ["0.3"]})
     assert all(type(error) is ValueError for error in errors)
     assert len(set(map(str, errors))) == 1
-    assert "program 2, build_train_step differs between processes: lr: 0.1 in processes 0, 1; 0.3 in process 2" in str(errors[0])
+    words = "program 2, build_train_step differs between processes: lr: 0.1 in processes 0, 1; 0.3 in process 2"
+    assert words in str(errors[0])
     again = together.build(*[{"lr": ["0.1"]}] * 3)
     assert all(isinstance(calls, Calls) for calls in again)
     assert not any(together.ended)
@@ -129,17 +134,18 @@ def test_a_difference_is_raised_in_all_and_can_be_mended(start):
 def test_two_new_shapes_are_an_error_in_both_each_time(start):
     together = start(2)
     for _ in range(2):
-        errors = together.run(lambda: together.step(0, "['x'] float32[4]"), lambda: together.step(1, "['x'] float32[5]"))
+        errors = together.all_step("['x'] float32[4]", "['x'] float32[5]")
         assert all(type(error) is ValueError for error in errors)
-        assert "step over ['x'] float32[4] in process 0, but program 1, step over ['x'] float32[5] in process 1" in str(errors[0])
-    assert together.run(lambda: together.step(0, "a"), lambda: together.step(1, "a")) == [True, True]
+        words = "step over ['x'] float32[4] in process 0, but program 1, step over ['x'] float32[5] in process 1"
+        assert words in str(errors[0])
+    assert together.all_step("a", "a") == [True, True]
 
 
 def test_a_new_shape_in_one_process_alone_ends_both(start):
     """Process 0 is in a collective; process 1 waits for it, and raises."""
     together = start(2)
-    together.run(lambda: together.step(0, "a"), lambda: together.step(1, "a"))
-    found = together.run(lambda: together.step(0, "a"), lambda: together.step(1, "b"))
+    together.all_step("a", "a")
+    found = together.all_step("a", "b")
     assert found[0] is False
     assert isinstance(found[1], RuntimeError)
     assert "step over a in process 0, but program 1, step over b in process 1" in str(found[1])
@@ -150,22 +156,23 @@ def test_a_new_shape_in_one_process_alone_ends_both(start):
 def test_a_known_call_in_another_order_ends_both(start):
     together = start(2)
     for shape in "ab":
-        together.run(lambda: together.step(0, shape), lambda: together.step(1, shape))
-    assert together.run(lambda: together.step(0, "a"), lambda: together.step(1, "b")) == [False, False]
+        together.all_step(shape, shape)
+    assert together.all_step("a", "b") == [False, False]
     until(lambda: all(together.ended))
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_process_that_left_is_named_before_the_next_call(start, leaver):
     together = start(2)
-    together.run(lambda: together.step(0, "a"), lambda: together.step(1, "a"))
+    together.all_step("a", "a")
     together.peers[leaver].leave("ended with ValueError (bad data)")
     thread = threading.Thread(target=together.peers[leaver].await_others)
     thread.start()
     other = 1 - leaver
     until(lambda: bool(together.peers[other]._news["gone"]))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=rf"process {leaver} ended with ValueError \(bad data\) after call 2, and this is"):
+        words = rf"process {leaver} ended with ValueError \(bad data\) after call 2, and this is"
+        with pytest.raises(RuntimeError, match=words):
             together.step(other, "a")
     together.peers[other].leave("ended")
     together.peers[other].await_others()
@@ -175,7 +182,7 @@ def test_a_process_that_left_is_named_before_the_next_call(start, leaver):
 
 def test_a_step_without_the_others_is_ended(start):
     together = start(3)
-    together.run(*(lambda me=me: together.step(me, "a") for me in range(3)))
+    together.all_step("a", "a", "a")
     together.step(0, "a")
     together.step(2, "a")
     together.peers[1].leave("ended")
@@ -193,7 +200,7 @@ def test_a_process_that_waits_hears_of_one_that_left(start):
 
 def test_a_closed_program_may_be_used_again_and_else_ends_the_others(start):
     together = start(2)
-    together.run(lambda: together.step(0, "a"), lambda: together.step(1, "a"))
+    together.all_step("a", "a")
     together.calls[1].close()
     together.step(0, "a")
     time.sleep(0.03)
@@ -210,7 +217,7 @@ def test_a_lost_service_is_an_error_where_a_process_waits(start, monkeypatch):
     together.messages.is_lost = True
     found = together.run(lambda: together.calls[1].agree("init", {}))
     assert isinstance(found[0], RuntimeError)
-    assert "where JAX's coordination service runs, is lost" in str(found[0])
+    assert "JAX's coordination service does not answer" in str(found[0])
 
 
 def test_a_process_that_does_not_come_is_named(start, monkeypatch, caplog):

@@ -7,13 +7,17 @@
     any other call                           the call, and the shapes                      beside it, once a second
     the end of a process, and `close`        that no process makes a further call          beside it, once a second
 
-Statements (`zerojax.runtime.statements`) go through JAX's coordination service, which sends messages over the network, because
-a collective would itself hang where processes differ. The first process is the judge: it reads all statements and publishes what
-it finds. So a run of N processes costs N messages a second, of a thread in each process, and a call costs the main thread a
-comparison of two texts. A process that is alone does none of this.
+Statements (`zerojax.runtime.statements`) go through JAX's coordination service, which sends messages
+over the network: a collective would itself hang where processes differ. The first process is the judge.
+It reads all statements and publishes what it finds. So a thread in each process sends or reads two
+messages a second, and a call costs the main thread a look-up. A process that is alone does none of this.
 
-A process that waits here raises the error. A process that runs a step in which another one is missing cannot: its main thread is
-inside a collective without end. Its thread logs the error and ends the process, as JAX itself does for a process that was killed.
+A process that waits here raises the error. A process in a step that another one does not run cannot: its
+main thread is inside a collective without end. The thread logs the error and ends the process, as JAX
+does after a process was killed.
+
+Between shapes that are all known nothing waits. Where processes mix these up, the collectives differ at
+once: gloo may abort before the error is found, and says that there is a mismatch.
 """
 
 import atexit
@@ -194,7 +198,7 @@ class Peers:
                 while number not in self._answers:
                     self._check(number)
                     if self._is_cut:
-                        raise RuntimeError(f"{label}: process {self.members[0]}, where JAX's coordination service runs, is lost")
+                        raise RuntimeError(f"{label}: JAX's coordination service does not answer")
                     waited = time.monotonic() - begin
                     if waited > _WAIT_AT_MOST or (waited > _WARN_AFTER and not warned):
                         late = self._late(number)

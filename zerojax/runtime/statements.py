@@ -115,8 +115,8 @@ def find_closed(statements: Sequence[Statement]) -> Conflict | None:
             callers = [t.process for t in statements if (t.label_at(number) or "").startswith(f"{program}, ")]
             if callers and s.label_at(number) is None:
                 sentence = f"process {s.process} closed {program} after call {s.number}, and call {number}"
-                label = next(t.label_at(number) for t in statements if t.process == callers[0])
-                return Conflict(number, f"{sentence} is {label} in {_named(callers)}")
+                label = next(label for t in statements if (label := t.label_at(number)) is not None)
+                return Conflict(number, f"{sentence} is {_head(label)} in {_named(callers)}")
     return None
 
 
@@ -143,9 +143,7 @@ def differing_parts(statements: Sequence[Statement], number: int) -> dict[str, d
     return found
 
 
-def describe(
-    number: int, differing: Mapping[str, Mapping[str, Sequence[int]]], statements: Sequence[Statement]
-) -> str:
+def describe(number: int, differing: Mapping[str, Mapping[str, Sequence[int]]], statements: Sequence[Statement]) -> str:
     """Return a sentence on the parts in which processes differ in a call, given the lines of each part as the values."""
     label = next((label for s in statements if (label := s.label_at(number)) is not None), "").removesuffix(IN_DETAIL)
     parts = "; ".join(_describe_part(name, by_lines) for name, by_lines in differing.items())
@@ -166,11 +164,11 @@ def _describe_part(name: str, by_lines: Mapping[str, Sequence[int]]) -> str:
 
 def _sentence(number: int, processes: Mapping[str, Sequence[int]], statements: Sequence[Statement]) -> str:
     calls = [label for label in processes if label != END]
-    heads = {label.partition(" over ")[0] for label in calls}
+    heads = {_head(label) for label in calls}
     sides = []
     for label in calls:
         # Shapes are named where they differ.
-        shown = label.partition(" over ")[0] if len(heads) > 1 or len(calls) == 1 else _own_shapes(label, calls)
+        shown = _head(label) if len(heads) > 1 or len(calls) == 1 else _own_shapes(label, calls)
         sides.append(f"{_cut(shown)} in {_named(processes[label])}")
     reasons = {s.process: s.left for s in statements}
     left = "".join(f"; process {process} {reasons[process]} before it" for process in processes.get(END, ()))
@@ -182,6 +180,11 @@ def _own_shapes(label: str, labels: Iterable[str]) -> str:
     head, _, shapes = label.partition(" over ")
     common = set.intersection(*(set(other.partition(" over ")[2].split("; ")) for other in labels))
     return f"{head} over {'; '.join(leaf for leaf in shapes.split('; ') if leaf not in common) or 'no other leaf'}"
+
+
+def _head(label: str) -> str:
+    """Return a label without the shapes of its batch."""
+    return label.partition(" over ")[0]
 
 
 def _cut(line: str) -> str:
