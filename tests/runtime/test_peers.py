@@ -141,6 +141,23 @@ def test_two_new_shapes_are_an_error_in_both_each_time(start):
     assert together.all_step("a", "a") == [True, True]
 
 
+def test_calls_that_differ_are_an_error_in_all_however_late_one_of_them_comes(start):
+    together = start(3)
+    late = lambda: (time.sleep(0.3), together.step(2, "b"))  # noqa: E731
+    errors = together.run(lambda: together.step(0, "a"), lambda: together.calls[1].agree("init", {}), late)
+    assert all(type(error) is ValueError for error in errors)
+    assert "step in process 0" in str(errors[2])
+    assert "init in process 1" in str(errors[2])
+    assert together.all_step("a", "a", "a") == [True, True, True]
+
+
+def test_lines_that_are_too_far_down_are_named_by_their_part(start, monkeypatch):
+    together = start(2)
+    monkeypatch.setattr(peers, "_MOST_DETAILS", 40)
+    errors = together.build(*({"model": ["the same line"] * 9 + [last]} for last in "ab"))
+    assert all("differs between processes: model, in lines too far down to be shown" in str(error) for error in errors)
+
+
 def test_a_new_shape_in_one_process_alone_ends_both(start):
     """Process 0 is in a collective; process 1 waits for it, and raises."""
     together = start(2)

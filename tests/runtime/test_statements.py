@@ -85,6 +85,8 @@ def test_parts_are_compared_when_all_have_come():
     assert differing_parts([first, said(1, 1, FIRST[:1])], 2) is None
     assert differing_parts([first, said(1, 7)], 2) == {}  # which agreed on this call before
     assert all_wait([first, second], 2)
+    assert all_wait([first, said(1, 1, FIRST[:1])], 2)  # so far
+    assert not all_wait([first, said(1, 2, FIRST[:2])], 2)
     assert digest(["a", "b"]) != digest(["ab"])
 
 
@@ -96,4 +98,3 @@ def test_a_difference_is_told_in_the_lines_that_differ():
     )
     many = {"model": {"\n".join(f"leaf {i}" for i in range(9)): [0], "": [1]}}
     assert describe(2, many, statements).endswith("leaf 0, leaf 1, leaf 2 and 6 more in process 0; nothing else in process 1")
-    assert "['tokens'] int32[4,8]" in STEP

@@ -60,7 +60,9 @@ _GRACE = 3.0
 """Seconds in which a process may raise the error by itself, before it is ended."""
 _LEAVE_AT_MOST = 300.0
 """Seconds that a process which ends waits for the others: those that JAX waits."""
-_NUM_CHANGES, _MOST_DETAILS, _MOST_LABEL, _MOST_REASON = 8, 200_000, 2000, 300
+_NUM_CHANGES, _MOST_LABEL, _MOST_REASON = 8, 2000, 300
+_MOST_DETAILS = 2_000_000
+"""Characters of the parts that differ, of all processes together: gRPC takes 4 MiB in a message."""
 _MOST_FAILURES = 5  # of messages in a row
 _ADVICE = "every process must make the same calls in the same order, with the same arguments and shapes of batches"
 logger = logging.getLogger("zerojax")
@@ -147,8 +149,11 @@ class Peers:
         """
         answer = self._meet(label, {name: digest(lines) for name, lines in parts.items()}, False)
         if names := answer["differing"]:
-            lines = {name: "\n".join(parts.get(name, ()))[:_MOST_DETAILS] for name in names}
+            most = _MOST_DETAILS // len(self.members) // len(names)
+            lines = {name: "\n".join(parts.get(name, ()))[:most] for name in names}
             answer = self._meet(label + IN_DETAIL, lines, True)
+            too_long = f"{label} differs between processes: {', '.join(names)}, in lines too far down to be shown"
+            raise ValueError(f"{answer['error'] or too_long}; {_ADVICE}")
         if answer["error"]:
             raise ValueError(f"{answer['error']}; {_ADVICE}")
 
@@ -216,6 +221,8 @@ class Peers:
         self._lock.release()
         try:
             late = [s for s in self._read_all() if s.number < number]
+        except Exception:
+            return "the other processes"
         finally:
             self._lock.acquire()
         return ", ".join(
@@ -335,7 +342,9 @@ class Peers:
     def _judge(self, statements: Sequence[Statement]) -> None:
         conflict = find_conflict(statements, self._answered)
         if conflict is not None and all_wait(statements, conflict.number):
-            self._answer(conflict.number, conflict.sentence, ())
+            # Each of them raises the error by itself, once all have come.
+            if all(s.number == conflict.number for s in statements):
+                self._answer(conflict.number, conflict.sentence, ())
             conflict = None
         elif conflict is None:
             conflict = self._closed_for_long(find_closed(statements))
@@ -344,7 +353,7 @@ class Peers:
                 if differing is None:
                     continue
                 details = any(s.details for s in statements if s.number == number and s.parts is not None)
-                error = describe(number, differing, statements) if details else ""
+                error = describe(number, differing, statements) if details and differing else ""
                 self._answer(number, error, () if details else differing)
         news: dict[str, Any] = {
             "over": self._news["over"],

@@ -121,8 +121,8 @@ def find_closed(statements: Sequence[Statement]) -> Conflict | None:
 
 
 def all_wait(statements: Sequence[Statement], number: int) -> bool:
-    """Return whether every process waits in this call, so that each of them can raise the error by itself."""
-    return all(s.parts is not None and s.number == number for s in statements)
+    """Return whether every process that has come to this call waits in it."""
+    return all(s.number < number or (s.parts is not None and s.number == number) for s in statements)
 
 
 def differing_parts(statements: Sequence[Statement], number: int) -> dict[str, dict[str, list[int]]] | None:
@@ -147,7 +147,7 @@ def describe(number: int, differing: Mapping[str, Mapping[str, Sequence[int]]], 
     """Return a sentence on the parts in which processes differ in a call, given the lines of each part as the values."""
     label = next((label for s in statements if (label := s.label_at(number)) is not None), "").removesuffix(IN_DETAIL)
     parts = "; ".join(_describe_part(name, by_lines) for name, by_lines in differing.items())
-    return f"{label} differs between processes: {parts or 'in a part that is too long to be compared here'}"
+    return f"{label} differs between processes: {parts}"
 
 
 def _describe_part(name: str, by_lines: Mapping[str, Sequence[int]]) -> str:
