@@ -33,8 +33,8 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATH)), "JAX_PLATFORMS": "cpu"}
 
 
-def launch(script: str, folder: pathlib.Path, processes: int, devices: int = 8) -> list[dict[str, Any]]:
-    """Run a script in several processes, and return what each left in `found`.
+def start(script: str, folder: pathlib.Path, processes: int, devices: int = 8) -> list[subprocess.Popen[str]]:
+    """Start a script in several processes.
 
     Args:
       script: knows `processes`, `me`, `out`, which is the folder, and the modules of BEFORE.
@@ -47,13 +47,23 @@ def launch(script: str, folder: pathlib.Path, processes: int, devices: int = 8) 
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     code = BEFORE + script + AFTER
-    workers = [
+    return [
         subprocess.Popen(
             [sys.executable, "-c", code, str(devices // processes), str(processes), str(me), port, str(folder)],
             env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder,
         )
         for me in range(processes)
     ]  # fmt: skip
+
+
+def found_by(folder: pathlib.Path, processes: int) -> list[dict[str, Any]]:
+    """Return what each process left in `found`."""
+    return [json.loads((folder / f"{me}.json").read_text()) for me in range(processes)]
+
+
+def launch(script: str, folder: pathlib.Path, processes: int, devices: int = 8) -> list[dict[str, Any]]:
+    """Run a script in several processes, and return what each left in `found`; arguments as of `start`."""
+    workers = start(script, folder, processes, devices)
     try:
         for worker in workers:
             output, _ = worker.communicate(timeout=120)
@@ -63,4 +73,4 @@ def launch(script: str, folder: pathlib.Path, processes: int, devices: int = 8) 
             worker.kill()
             worker.communicate()  # close its pipe, also where another one failed
     assert not list(folder.glob("zerojax-swap-[0-9]*"))
-    return [json.loads((folder / f"{me}.json").read_text()) for me in range(processes)]
+    return found_by(folder, processes)

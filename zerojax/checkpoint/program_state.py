@@ -8,10 +8,12 @@ import dataclasses
 import json
 import os
 import reprlib
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
@@ -61,13 +63,31 @@ def begin_save(
 
 
 def restore_state(program: Program, saved: SavedState, *, verify: bool = True) -> TrainState:
-    """Return a saved state as a program's; see `zerojax.Checkpointer.restore`."""
+    """Return a saved state as a program's; see `zerojax.Checkpointer.restore`.
+
+    Raises:
+      ValueError: another process restores another state.
+    """
     _check_about(program.model.about or {}, saved)
     # Some versions of XLA read host memory at a wrong index, silently: the devices are asked first.
     if program.layout.updates_by_record:
         with jax.set_mesh(program.mesh):
             check_host_reads(program.mesh)
+    if program.calls is not None:
+        program.calls.agree("restore" if saved.has_opt_state else "import", _parts(saved))
     return Restoring(program.layout, program.swap, leaves_of_program(program), program.calling).restore(saved, verify=verify)
+
+
+def _parts(saved: SavedState) -> dict[str, list[str]]:
+    """Return what processes compare of a saved state: its small values, such as step and key, and its records' checksums.
+
+    A file of weights has no checksums, so that contents are compared of checkpoints alone.
+    """
+    stores = saved.records.stores if saved.has_opt_state else []
+    return {
+        "values": [f"{name} {np.asarray(value).tolist()}" for name, value in sorted(saved.values.items())],
+        "records": [f"{store.folder} {zlib.crc32(repr(store.checksums).encode()):08x}" for store in stores],
+    }
 
 
 def _check_about(about: Mapping[str, Any], saved: SavedState) -> None:

@@ -192,9 +192,7 @@ def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str
         return families[kind]
     if kind in NOT_BUILT:
         raise ValueError(f"{where}: model_type {kind!r} is not built: it has {NOT_BUILT[kind]}")
-    raise ValueError(
-        f"{where}: model_type {kind[:80]!r} is not built: {', '.join(sorted(families))} are; add it to `families`"
-    )
+    raise ValueError(f"{where}: model_type {kind[:80]!r} is not built: {', '.join(sorted(families))} are; add it to `families`")
 
 
 def _about_others(kind: str, others: list[str], text: object, families: Mapping[str, Family]) -> str:

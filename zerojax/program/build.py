@@ -12,10 +12,12 @@ from zerojax.aot import is_there
 from zerojax.config import ZeroConfig, activations_of, check_unlayered, require_built, streams
 from zerojax.models import LayeredModel, Model
 from zerojax.optim import RecordUpdate, by_layer, check_ema, keep_in_bfloat16
+from zerojax.program.fingerprint import build_parts
 from zerojax.program.gathering import Gather, GatheredEarly, build_gather
 from zerojax.program.program import Program
 from zerojax.program.step import Step
 from zerojax.resident import ResidentStep
+from zerojax.runtime import peers_of
 from zerojax.sharding import DATA, TENSOR, Axes, axes_of, own_mesh, without_mesh
 from zerojax.state import Layout, StateRecords, build_layout, check_optimizer
 from zerojax.streamed import StreamedStep
@@ -45,9 +47,12 @@ def build_train_step(
 
     Returns:
       The program. Nothing is allocated before `program.init`; the nvme tier's folder is taken, and probed for a second.
+      On a mesh of several processes each of them waits here for the others, and their arguments are compared.
 
     Raises:
-      ValueError: what cannot work, with names, numbers and the repair.
+      ValueError: what cannot work, with names, numbers and the repair; or another process has another model, optimizer,
+        config or mesh.
+      RuntimeError: another process left.
       NotImplementedError: a setting that this version does not build.
       SwapError: the nvme tier's folder cannot be written to, or another program uses it.
     """
@@ -56,6 +61,11 @@ def build_train_step(
     program = Program(model, parts.tx, parts.records, parts.step, parts.gathered_early, parts.sequence)
     if batch is not None:
         program.check(batch)
+    peers = peers_of(mesh) if is_there(mesh) else None
+    if peers is not None:
+        with jax.set_mesh(mesh):
+            parts_alike = build_parts(program.layout)
+        program.calls = peers.program(parts_alike)
     # Last: the folder is kept from other programs, and nothing after this can fail and leave it so.
     if program.swap is not None and is_there(mesh):
         program.swap.claim()

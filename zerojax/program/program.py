@@ -26,7 +26,8 @@ from zerojax.config import streams
 from zerojax.hlo import HostTraffic, host_traffic, module_name, read_thunks
 from zerojax.memory import KeptValues, MemoryReport, kept_by_program, program_memory
 from zerojax.models import CACHE, LayeredModel, Model, split_faults, with_cache
-from zerojax.program.compile import LoweredStep, ScratchMemory, StepCompiler
+from zerojax.program.compile import CompiledStep, LoweredStep, ScratchMemory, StepCompiler
+from zerojax.program.fingerprint import batch_key, batch_lines, key_lines, trace_lines
 from zerojax.program.gathering import GatheredEarly, build_gather
 from zerojax.program.init import StateInit
 from zerojax.program.read_params import ParamReader
@@ -35,7 +36,7 @@ from zerojax.program.skipped import SkipWarnings
 from zerojax.program.step import Metrics, Step
 from zerojax.progress import working
 from zerojax.resident import ResidentStep
-from zerojax.runtime import SwapSession
+from zerojax.runtime import Calls, SwapSession
 from zerojax.sharding import (
     Replicated,
     Rows,
@@ -72,6 +73,7 @@ class Program:
       swap: what rests on disk, while the program is open, or None.
       check_state: returns a state that this program can take, numbers as arrays; raises ValueError for another.
       warnings: logs why steps were skipped, once their metrics are known.
+      calls: compares the calls of this program with those of the other processes; None where a process is alone.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Program:
         self.warnings = SkipWarnings(self.config)
         self._cached: dict[int, Any] = {}  # jitted, by the length of caches
         self._reader = ParamReader(model, records, self._runner)
+        self.calls: Calls | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -111,6 +114,8 @@ class Program:
         """
         if self._runner.is_forked:
             return
+        if self.calls is not None:
+            self.calls.close()
         with self.calling():
             self.warnings.look()
             self._compiler.clear()
@@ -245,10 +250,12 @@ class Program:
         """Make the state, each device its own shard.
 
         Args:
-          key: from `jax.random.key`; a legacy uint32 key will do.
+          key: from `jax.random.key`; a legacy uint32 key will do. The same one in all processes.
 
         Raises:
-          RuntimeError: state in host memory finds no room there, or this device and jaxlib read wrong records of it.
+          ValueError: this is no random key, or another process has another one or makes other parameters of it.
+          RuntimeError: state in host memory finds no room there, or this device and jaxlib read wrong records of it; or
+            another process left.
           SwapError: the disk is too small for what rests there, or cannot be written to.
         """
         if not isinstance(key, jax.Array):
@@ -258,9 +265,27 @@ class Program:
         if key.shape:
             raise ValueError(f"init takes one random key, got an array of shape {key.shape}")
         key = uncommitted(key)
+        if self.calls is not None:
+            self.calls.agree("init", {"key": key_lines(key)})
         with working("init"), self.calling(), jax.set_mesh(self.mesh):
-            number = self._runner.open()
-            return self._runner.run("init", self._init.jitted, *self._init.arguments(key, number))
+            arguments = self._init.arguments(key, self._runner.open())
+            if self.calls is not None:
+                self.calls.agree("init, traced", {"parameters": trace_lines(self._init.jitted.trace(*arguments).jaxpr)})
+            return self._runner.run("init", self._init.jitted, *arguments)
+
+    def _note(self, call: str, batch: Any) -> bool:
+        """Compare a call over a batch with the other processes'; returns whether it is the first one over these shapes.
+
+        Called before the batch is placed: processes must agree on its shapes before any program runs over it.
+        """
+        if self.calls is None:
+            return False
+        return self.calls.note(call, batch_key(batch), lambda: batch_lines(batch))
+
+    def _compare_step(self, compiled: CompiledStep, args: Sequence[Any]) -> None:
+        """Compare the step as it was traced with the other processes': its loss, too, holds constants."""
+        if self.calls is not None:
+            self.calls.agree("step, traced", {"program": trace_lines(compiled.step.trace(*as_arguments(args)).jaxpr)})
 
     def calling(self) -> AbstractContextManager[None]:
         """Return a context for programs over the state: of those that call back it lets one run at a time, and no signal in."""
@@ -281,10 +306,12 @@ class Program:
           (a metric `fault/...` of the model), and of many such steps in a row.
 
         Raises:
-          ValueError: the state was donated before, the batch does not divide or is one that the model refuses, or the loss is
-            not a scalar; before anything runs.
+          ValueError: the state was donated before, the batch does not divide or is one that the model refuses, the loss is not
+            a scalar, or another process has a batch of other shapes or another loss; before anything runs.
+          RuntimeError: another process left before this step.
         """
         check_is_there(state)
+        is_first = self._note("step", batch)
         batch = self.shard_batch(batch)
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state)  # once more: another thread may have donated it just now
@@ -292,6 +319,8 @@ class Program:
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)
             args = (state, batch, self._compiler.arrays, scratch)
+            if is_first:
+                self._compare_step(compiled, args)
             with nullcontext() if compiled.has_run else working("compile"):
                 if self._runner.calls_back and not compiled.is_ordered:
                     self._compiler.order(compiled.step, as_arguments(args), 2)
@@ -318,7 +347,7 @@ class Program:
           batch: of any number of rows. One that does not divide by the devices of `data` x `fsdp` is padded on its way to them,
             and its loss is that of its own rows. A program is compiled for each number.
         """
-        batch, rows = self._any_batch(state, batch)
+        batch, rows = self._any_batch("eval", state, batch)
         return self._evaluated(self._evaluate("eval", state, batch, lambda *args: self._compiler.eval(rows)))
 
     @without_mesh
@@ -342,7 +371,7 @@ class Program:
                 f"program.apply runs the model's own function from a batch to outputs, and this {kind} has none: give it "
                 f"predict=, as {kind}(..., predict=...) or from_flax(..., predict=...)"
             )
-        batch, rows = self._any_batch(state, batch)
+        batch, rows = self._any_batch("apply", state, batch)
         return self._evaluate("apply", state, batch, lambda *args: self._compiler.apply(rows, *args))
 
     @without_mesh
@@ -368,6 +397,7 @@ class Program:
         if streams(self.config):
             raise ValueError("layers come to the device one by one, each as a whole for all tokens: use apply, without a cache")
         check_is_there(state)
+        self._note(f"apply_cached of {length}", batch)
         batch = self.shard_batch(batch, 1)
         if length not in self._cached:
             step = ResidentStep(
@@ -383,9 +413,10 @@ class Program:
             params = self.layout.join(state)
             return self._cached[length](params, state.model_state, cache, batch, self._compiler.arrays)
 
-    def _any_batch(self, state: TrainState, batch: Any) -> tuple[Any, Rows | None]:
+    def _any_batch(self, call: str, state: TrainState, batch: Any) -> tuple[Any, Rows | None]:
         check_is_there(state)
         self._check_given(batch)
+        self._note(call, batch)
         return place_any_batch(batch, self.mesh)
 
     def _evaluate(self, name: str, state: TrainState, batch: Any, compiled: Callable[..., Any]) -> Any:
@@ -420,6 +451,7 @@ class Program:
         """
         self._step.check_grads()
         check_is_there(state)
+        self._note("grads", batch)
         batch = self.shard_batch(batch)
         with self.calling(), jax.set_mesh(self.mesh):
             state = self.check_state(state)

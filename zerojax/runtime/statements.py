@@ -1,0 +1,198 @@
+"""What each process of a run says of its calls, and where two of them differ. Pure: nothing here waits or sends.
+
+Every process must make the same calls in the same order, because each call runs a program of all processes:
+
+    number       1                   2       3               4               5
+    process 0    build_train_step    init    step over S     step over S     eval over S
+    process 1    build_train_step    init    step over S     step over S     the end of the process
+
+A call has a label, its name with the shapes of its batch. A process states the number of its last call and the numbers at which
+its label changed, so that a thousand equal steps are one entry. Two statements conflict where they have different labels at one
+number. The end of a process is a label too: a process that left early conflicts with one that made a further call.
+
+Some calls wait until the statements of all processes are compared, before anything runs. Those statements also hold a digest of
+each part of what the processes must have alike. Where digests differ, the processes state the lines of the part as well.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+END = "the end of the process"
+"""The label of a process that left."""
+IN_DETAIL = ", in detail"
+"""The end of the label of a call that states lines of parts."""
+_MOST_LINES = 3  # of a part, named in an error
+_MOST_CHARACTERS = 600  # of a line
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Statement:
+    """What one process says of itself.
+
+    Attributes:
+      process: its index.
+      number: of its last call, from 1; 0 before the first one.
+      changes: (number, label) where the label changed, ascending; the last ones alone.
+      parts: of a call that waits: a digest of each part, or its lines where `details` are stated. None: it does not wait.
+      details: whether `parts` holds lines.
+      closed: programs that it closed after its last call.
+      left: how the process ended, or "".
+    """
+
+    process: int
+    number: int = 0
+    changes: tuple[tuple[int, str], ...] = ()
+    parts: Mapping[str, str] | None = None
+    details: bool = False
+    closed: tuple[str, ...] = ()
+    left: str = ""
+
+    def label_at(self, number: int) -> str | None:
+        """Return the label of a call; None where it was not made, or is no longer known."""
+        if number > self.number:
+            return None
+        return next((label for first, label in reversed(self.changes) if first <= number), None)
+
+    def to_text(self) -> str:
+        """Return the statement as JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Statement":
+        """Return the statement in a text of `to_text`."""
+        fields = json.loads(text)
+        fields["changes"] = tuple((number, label) for number, label in fields["changes"])
+        fields["closed"] = tuple(fields["closed"])
+        return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conflict:
+    """Calls that differ.
+
+    Attributes:
+      number: of the call.
+      sentence: what each process does there.
+    """
+
+    number: int
+    sentence: str
+
+
+def digest(lines: Iterable[str]) -> str:
+    """Return a short digest of lines."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
+
+
+def find_conflict(statements: Sequence[Statement], settled: Collection[int] = ()) -> Conflict | None:
+    """Return the first call that two processes make differently, or None.
+
+    Args:
+      statements: of all processes.
+      settled: numbers of calls in which all processes waited, and were answered.
+    """
+    starts = sorted({number for s in statements for number, _ in s.changes}.difference(settled))
+    for number in starts:
+        processes: dict[str, list[int]] = {}
+        for s in statements:
+            if (label := s.label_at(number)) is not None:
+                processes.setdefault(label, []).append(s.process)
+        if len(processes) > 1:
+            return Conflict(number, _sentence(number, processes, statements))
+    return None
+
+
+def find_closed(statements: Sequence[Statement]) -> Conflict | None:
+    """Return a call of a program that another process has closed, or None.
+
+    A closed program may be used again, so this is an error only if it lasts.
+    """
+    for s in statements:
+        for program in s.closed:
+            number = s.number + 1
+            callers = [t.process for t in statements if (t.label_at(number) or "").startswith(f"{program}, ")]
+            if callers and s.label_at(number) is None:
+                sentence = f"process {s.process} closed {program} after call {s.number}, and call {number}"
+                label = next(label for t in statements if (label := t.label_at(number)) is not None)
+                return Conflict(number, f"{sentence} is {_head(label)} in {_named(callers)}")
+    return None
+
+
+def all_wait(statements: Sequence[Statement], number: int) -> bool:
+    """Return whether every process that has come to this call waits in it."""
+    return all(s.number < number or (s.parts is not None and s.number == number) for s in statements)
+
+
+def differing_parts(statements: Sequence[Statement], number: int) -> dict[str, dict[str, list[int]]] | None:
+    """Return the parts in which the processes that wait in a call differ: by name, the processes by their value.
+
+    None: a process has not come to the call. A process that has made the call without waiting agreed on it before.
+    """
+    if any(s.number < number for s in statements):
+        return None
+    waiting = [s for s in statements if s.parts is not None and s.number == number]
+    found: dict[str, dict[str, list[int]]] = {}
+    for name in dict.fromkeys(name for s in waiting for name in s.parts or ()):
+        by_value: dict[str, list[int]] = {}
+        for s in waiting:
+            by_value.setdefault((s.parts or {}).get(name, ""), []).append(s.process)
+        if len(by_value) > 1:
+            found[name] = by_value
+    return found
+
+
+def describe(number: int, differing: Mapping[str, Mapping[str, Sequence[int]]], statements: Sequence[Statement]) -> str:
+    """Return a sentence on the parts in which processes differ in a call, given the lines of each part as the values."""
+    label = next((label for s in statements if (label := s.label_at(number)) is not None), "").removesuffix(IN_DETAIL)
+    parts = "; ".join(_describe_part(name, by_lines) for name, by_lines in differing.items())
+    return f"{label} differs between processes: {parts}"
+
+
+def _describe_part(name: str, by_lines: Mapping[str, Sequence[int]]) -> str:
+    texts = list(by_lines)
+    common = set.intersection(*(set(text.splitlines()) for text in texts))
+    own = [[line for line in text.splitlines() if line not in common] for text in texts]
+    sides = []
+    for lines, processes in zip(own, by_lines.values(), strict=True):
+        shown = [_cut(line) for line in lines[:_MOST_LINES]]
+        more = f" and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
+        sides.append(f"{', '.join(shown) or 'nothing else'}{more} in {_named(processes)}")
+    return f"{name}: {'; '.join(sides)}"
+
+
+def _sentence(number: int, processes: Mapping[str, Sequence[int]], statements: Sequence[Statement]) -> str:
+    calls = [label for label in processes if label != END]
+    heads = {_head(label) for label in calls}
+    sides = []
+    for label in calls:
+        # Shapes are named where they differ.
+        shown = _head(label) if len(heads) > 1 or len(calls) == 1 else _own_shapes(label, calls)
+        sides.append(f"{_cut(shown)} in {_named(processes[label])}")
+    reasons = {s.process: s.left for s in statements}
+    left = "".join(f"; process {process} {reasons[process]} before it" for process in processes.get(END, ()))
+    return f"call {number} is {', but '.join(sides)}{left}"
+
+
+def _own_shapes(label: str, labels: Iterable[str]) -> str:
+    """Return a label without the leaves of its batch that all labels have."""
+    head, _, shapes = label.partition(" over ")
+    common = set.intersection(*(set(other.partition(" over ")[2].split("; ")) for other in labels))
+    return f"{head} over {'; '.join(leaf for leaf in shapes.split('; ') if leaf not in common) or 'no other leaf'}"
+
+
+def _head(label: str) -> str:
+    """Return a label without the shapes of its batch."""
+    return label.partition(" over ")[0]
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}.."
+
+
+def _named(processes: Sequence[int]) -> str:
+    if len(processes) == 1:
+        return f"process {processes[0]}"
+    shown = ", ".join(map(str, processes[:8]))
+    return f"processes {shown}{'' if len(processes) <= 8 else f' and {len(processes) - 8} more'}"
