@@ -50,7 +50,7 @@ ROOMS = {
         "aot", "config", "precision", "hlo", "jaxprs", "progress",
     ),
     "zerojax.checkpoint": ("given", "program", "runtime", "state", "models", "sharding", "precision", "progress"),
-    "zerojax.inference": ("program", "state", "models", "sharding", "config"),
+    "zerojax.inference": ("given", "program", "state", "models", "sharding", "config"),
     "zerojax.weights": ("checkpoint", "program", "state", "models", "jaxprs", "config", "progress", "sharding"),
     "zerojax.hf": ("given", "weights", "checkpoint", "program", "state", "models", "tiling", "sharding"),
     "zerojax.machines": ("given", "memory", "sharding", "precision", "hlo"),

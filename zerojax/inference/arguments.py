@@ -3,14 +3,14 @@
 Numbers of numpy are taken as Python's.
 """
 
-import math
-import numbers
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from zerojax.given import as_flag, as_integer, as_number
 
 MOST = 2**31 - 1
 """Tokens and positions are i32."""
@@ -53,9 +53,10 @@ def checked_count(max_new_tokens: Any, longest: int) -> int:
       ValueError: it is no integer, or out of range.
     """
     most = MOST - longest
-    if not _is_integer(max_new_tokens) or not 1 <= max_new_tokens <= most:
+    count = as_integer(max_new_tokens)
+    if count is None or not 1 <= count <= most:
         raise ValueError(f"max_new_tokens={max_new_tokens!r}: an integer of at least 1 is needed, and at most {MOST} positions")
-    return int(max_new_tokens)
+    return count
 
 
 def checked_ends(eos: Any) -> np.ndarray:
@@ -70,13 +71,15 @@ def checked_ends(eos: Any) -> np.ndarray:
     is_several = isinstance(eos, Iterable) and not (isinstance(eos, jax.Array | np.ndarray) and eos.ndim == 0)
     if isinstance(eos, str | bytes):
         raise refused
-    # An element of an array of JAX is an array.
-    tokens = [_scalar(token) for token in eos] if is_several else [_scalar(eos)]
-    if not all(_is_integer(token) for token in tokens):
-        raise refused
-    if not all(0 <= token <= MOST for token in tokens):
-        raise ValueError(f"eos={eos!r}: tokens are integers from 0 to {MOST}")
-    return np.asarray(sorted(int(token) for token in tokens), np.int32)
+    tokens: list[int] = []
+    for given in eos if is_several else [eos]:
+        token = as_integer(given)
+        if token is None:
+            raise refused
+        if not 0 <= token <= MOST:
+            raise ValueError(f"eos={eos!r}: tokens are integers from 0 to {MOST}")
+        tokens.append(token)
+    return np.asarray(sorted(tokens), np.int32)
 
 
 def checked_temperature(temperature: Any) -> float:
@@ -85,9 +88,10 @@ def checked_temperature(temperature: Any) -> float:
     Raises:
       ValueError: it is no finite number of at least 0.
     """
-    if not _is_number(temperature) or not 0 <= temperature < math.inf:
+    number = as_number(temperature)
+    if number is None or number < 0:
         raise ValueError(f"temperature={temperature!r}: a finite number of at least 0 is needed")
-    return float(temperature)
+    return number
 
 
 def checked_top_p(top_p: Any) -> float:
@@ -96,9 +100,10 @@ def checked_top_p(top_p: Any) -> float:
     Raises:
       ValueError: it is no number above 0 and at most 1.
     """
-    if not _is_number(top_p) or not 0 < top_p <= 1:
+    number = as_number(top_p)
+    if number is None or not 0 < number <= 1:
         raise ValueError(f"top_p={top_p!r}: a number above 0 and at most 1 is needed")
-    return float(top_p)
+    return number
 
 
 def checked_key(key: Any, temperature: float) -> jax.Array | None:
@@ -122,15 +127,12 @@ def checked_use_cache(use_cache: Any) -> bool | None:
     Raises:
       ValueError: it is neither a bool nor None.
     """
-    if use_cache is not None and not isinstance(use_cache, bool | np.bool_):
+    if use_cache is None:
+        return None
+    flag = as_flag(use_cache)
+    if flag is None:
         raise ValueError(f"use_cache={use_cache!r}: None, True or False is needed")
-    return None if use_cache is None else bool(use_cache)
-
-
-def _scalar(value: Any) -> Any:
-    """Return the number in an array without dims, and anything else as it is."""
-    is_array = isinstance(value, jax.Array | np.ndarray)
-    return value.item() if is_array and value.ndim == 0 else value
+    return flag
 
 
 def _is_key(key: Any) -> bool:
@@ -140,11 +142,3 @@ def _is_key(key: Any) -> bool:
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key.shape == ()
     return key.dtype == np.uint32 and key.ndim == 1
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real | np.floating) and not isinstance(value, bool | np.bool_)
