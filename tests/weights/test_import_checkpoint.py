@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import zerojax as zj
 from zerojax.checkpoint.manifest import SavedState
@@ -161,16 +160,17 @@ def test_an_encoded_base_comes_bit_for_bit_or_not_at_all(tmp_path, format):
         zj.import_params(plain, tmp_path, key=jax.random.key(1), missing="init")
 
 
-def test_state_that_is_not_trained_comes_with_the_weights(tmp_path):
+def test_state_and_integers_that_are_not_trained_come_with_the_weights(tmp_path):
     stateful = zj.Model(
-        lambda key: {"w": jnp.ones(4)},
+        lambda key: {"w": jnp.ones(4), "ids": jax.random.randint(key, (3,), 0, 1000)},
         lambda params, batch, key, state: (jnp.sum(params["w"]) * jnp.mean(batch), {"mean": state["mean"] + 1}),
         init_state=lambda key: {"mean": jnp.zeros(100)},
-        specs={"w": P()},
     )
     program = build(optax.adam(0.1), of=stateful)
     state, _ = program.step(program.init(jax.random.key(0)), np.ones((2, 1), np.float32))
     with zj.Checkpointer(tmp_path) as ckpt:
         ckpt.save(program, state)
-    found = zj.import_params(build(optax.sgd(0.1), of=stateful), tmp_path, key=jax.random.key(0))
+    other = build(optax.sgd(0.1), of=stateful)
+    found = zj.import_params(other, tmp_path, key=jax.random.key(5))
     np.testing.assert_array_equal(found.model_state["mean"], np.ones(100))
+    jax.tree.map(np.testing.assert_array_equal, weights_of(other, found), weights_of(program, state))

@@ -3,7 +3,7 @@
     state = zj.import_params(program, "runs/gpt/checkpoints", key=jax.random.key(0))        its newest whole step
 
 Names are those that `export_safetensors` gives. Weights in 8 or 4 bits have arrays that no other format holds; they go into
-the same arrays of the program, bit for bit, and so does the state that is not trained.
+the same arrays of the program, bit for bit. So do weights of integers and booleans, and the state that is not trained.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from host_offload.disk import Box, numpy_dtype
 from zerojax.checkpoint import ENCODED, CheckpointError, SavedLeaf, SavedState, StateLeaf, first_few, open_together
 from zerojax.weights.exporting import read_part
-from zerojax.weights.names import Tensor, path_of
+from zerojax.weights.names import DTYPES, Tensor, path_of
 
 _WEIGHTS, _MODEL_STATE = "weights", "model_state"
 
@@ -26,7 +26,7 @@ class CheckpointWeights:
 
     Attributes:
       path: of the step.
-      tensors: by name; without weights in 8 or 4 bits.
+      tensors: by name; without weights in 8 or 4 bits, and without integers and booleans.
       tiled: names of those that are stacks of tiles.
       saved: the checkpoint.
     """
@@ -56,10 +56,10 @@ class CheckpointWeights:
         self.tiled = frozenset(name for name, leaf in self._leaves.items() if self.saved.leaves[leaf].is_tiled)
 
     def _named(self) -> dict[str, str]:
-        """Return the leaf of each weight that is not encoded, by its name in a file."""
+        """Return the leaf of each floating weight that is not encoded, by its name in a file."""
         leaves: dict[str, str] = {}
-        for leaf in self.saved.leaves:
-            if not leaf.startswith(_WEIGHTS) or ENCODED in leaf:
+        for leaf, found in self.saved.leaves.items():
+            if not leaf.startswith(_WEIGHTS) or ENCODED in leaf or found.dtype not in DTYPES:
                 continue
             name = ".".join(path_of(leaf))
             if (other := leaves.setdefault(name, leaf)) != leaf:
@@ -87,7 +87,8 @@ class Untouched:
     """Leaves of a checkpoint that a program takes as they are.
 
     Attributes:
-      leaves: whose bytes are in records, by name: arrays of weights in 8 or 4 bits, and state that is not trained.
+      leaves: whose bytes are in records, by name: arrays of weights in 8 or 4 bits, weights of integers or booleans, and state
+        that is not trained.
       values: small leaves of the state that is not trained.
       keys: implementations of random keys among them.
       weights: paths of the weights in 8 or 4 bits, in the parameter tree.
@@ -113,7 +114,11 @@ def untouched(saved: SavedState, state_leaves: Iterable[StateLeaf]) -> Untouched
     formats: dict[str, str] = {}
     arrays: dict[str, SavedLeaf] = {}
     for name, leaf in saved.leaves.items():
-        if name.startswith(_WEIGHTS) and ENCODED in name:
+        if not name.startswith(_WEIGHTS):
+            continue
+        if ENCODED not in name and leaf.dtype not in DTYPES:
+            arrays[name] = leaf
+        if ENCODED in name:
             weight, _, array = name.partition(ENCODED)
             formats[weight.removeprefix(_WEIGHTS)] = array.split(".")[0]
             arrays[name] = leaf

@@ -252,7 +252,7 @@ def import_params(
             here = [x for x in state_leaves if x.name.startswith("weights") and not x.is_derived]
             if saved is not None:
                 kept = untouched(saved, state_leaves)
-                here = [x for x in here if x.encodes not in kept.weights]
+                here = [x for x in here if x.encodes not in kept.weights and x.name not in kept.leaves]
             wanted = _as_given(here, program.layout.encodings)
             told = file.told if isinstance(file, RenamedFile) else str
             shapes = {".".join(path_of(leaf.name)): leaf.shape for leaf in wanted}
@@ -273,7 +273,7 @@ def import_params(
             )
         values = {"key": _data(state_key(key)), **_model_state(program, state_leaves, key), **kept.values}
         values = {name: value for name, value in values.items() if name not in kept.leaves}
-        given_state = _Imported(file, leaves | kept.leaves, weights, constants, values, encoded, saved, kept.keys, about)
+        given_state = _Imported(file, {**leaves, **kept.leaves}, weights, constants, values, encoded, saved, kept.keys, about)
         state = restore_state(program, given_state)
         return _initialised(program, state) if others else state
 
