@@ -119,6 +119,10 @@ OTHERS: dict[str, tuple[str, str]] = {
         "(program.eval if me else program.step)(state, local())",
         "step in process 0, but program 1, eval in process 1",
     ),
+    "a save in one": (
+        "zj.Checkpointer(out / 'saved').save(program, state) if me == 0 else program.step(state, local())",
+        "program 1, save in process 0, but program 1, step in process 1",
+    ),
     "a closed program": (
         "program.close()\nif me == 0: program.step(state, local())\ntime.sleep(60)",
         "process 1 closed program 1 after call 7, and call 8 is program 1, step",

@@ -429,12 +429,12 @@ class Calls:
         self._peers.agree(f"{self._program}, {call}", parts)
 
     def note(self, call: str, key: Hashable, shapes: Callable[[], Sequence[str]]) -> bool:
-        """Make a call over a batch. The first one over its shapes waits for the other processes.
+        """Make a call, perhaps over a batch. The first one over its shapes waits for the other processes.
 
         Args:
           call: its name.
           key: stands for the shapes of the batch.
-          shapes: returns a line for each leaf of the batch.
+          shapes: returns a line for each leaf of the batch; none without a batch.
 
         Returns:
           Whether this was the first one.
@@ -456,6 +456,8 @@ class Calls:
 
 
 def _label(call: str, shapes: Sequence[str]) -> str:
+    if not shapes:
+        return call
     text = "; ".join(shapes)
     if len(text) > _MOST_LABEL:
         text = f"{text[:_MOST_LABEL]}.. {digest(shapes)}"
