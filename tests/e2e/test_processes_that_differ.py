@@ -142,3 +142,32 @@ def test_two_processes_that_part_both_end_and_say_why(case, tmp_path):
     for status, output in ends(f"{TRAIN}{begun}{script}\njax.block_until_ready(state)\n", tmp_path / "two"):
         assert status != 0
         assert re.search(words, output), output
+
+
+RESTORE = """
+with zj.Checkpointer(out / "saved") as ckpt:
+    for _ in range(2):
+        ckpt.save(program, state)
+        state, _ = program.step(state, local())
+    ckpt.wait()
+    error("step", lambda: ckpt.restore(program, 2 + me))
+    weights = {"w": np.zeros((8, 8), np.float32)}
+    error("key", lambda: zj.import_params(program, weights, key=jax.random.key(me)))
+    with zj.Checkpointer(out / f"apart{me}") as other:
+        error("saved", lambda: (other.save(program, state), other.wait()))
+    state = ckpt.restore(program)
+found["restored"] = int(state.step)
+"""
+
+
+@pytest.mark.exhaustive
+def test_two_processes_restore_one_checkpoint_and_import_with_one_key(tmp_path):
+    one, two = processes.launch(WORKER + TRAIN + RESTORE, tmp_path / "two", 2, devices=2)
+    words = {
+        "step": "restore of step 2 in process 0, but program 1, restore of step 3 in process 1",
+        "key": r"program 1, import differs between processes: values: key \[0, 0\] in process 0; key \[0, 1\] in process 1",
+    }
+    for what, pattern in words.items():
+        assert one[what] == two[what]
+        assert re.search(pattern, one[what][1]), one[what][1]
+    assert one["restored"] == two["restored"] == 3
