@@ -119,6 +119,10 @@ OTHERS: dict[str, tuple[str, str]] = {
         "(program.eval if me else program.step)(state, local())",
         "step in process 0, but program 1, eval in process 1",
     ),
+    "a save in one": (
+        "zj.Checkpointer(out / 'saved').save(program, state) if me == 0 else program.step(state, local())",
+        "program 1, save in process 0, but program 1, step in process 1",
+    ),
     "a closed program": (
         "program.close()\nif me == 0: program.step(state, local())\ntime.sleep(60)",
         "process 1 closed program 1 after call 7, and call 8 is program 1, step",
@@ -138,3 +142,30 @@ def test_two_processes_that_part_both_end_and_say_why(case, tmp_path):
     for status, output in ends(f"{TRAIN}{begun}{script}\njax.block_until_ready(state)\n", tmp_path / "two"):
         assert status != 0
         assert re.search(words, output), output
+
+
+RESTORE = """
+with zj.Checkpointer(out / "saved") as ckpt:
+    for _ in range(2):
+        ckpt.save(program, state)
+        state, _ = program.step(state, local())
+    ckpt.wait()
+    error("step", lambda: ckpt.restore(program, 2 + me))
+    weights = {"w": np.zeros((8, 8), np.float32)}
+    error("key", lambda: zj.import_params(program, weights, key=jax.random.key(me)))
+    state = ckpt.restore(program)
+found["restored"] = int(state.step)
+"""
+
+
+@pytest.mark.exhaustive
+def test_two_processes_restore_one_checkpoint_and_import_with_one_key(tmp_path):
+    one, two = processes.launch(WORKER + TRAIN + RESTORE, tmp_path / "two", 2, devices=2)
+    words = {
+        "step": "restore of step 2 in process 0, but program 1, restore of step 3 in process 1",
+        "key": r"program 1, import differs between processes: values: key \[\d+, \d+\] in process 0; key \[\d+",
+    }
+    for what, pattern in words.items():
+        assert one[what] == two[what]
+        assert re.search(pattern, one[what][1]), one[what][1]
+    assert one["restored"] == two["restored"] == 3

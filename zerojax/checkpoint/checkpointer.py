@@ -172,6 +172,7 @@ class Checkpointer:
         step = int(state.step)
         if (not force and step % self._interval) or (step == self._last_step and self._saving is None):
             return False
+        _note(program, "save")
         together = AllProcesses(program.mesh, SAVING, CheckpointError)
         # refused before anything is touched, and by all processes
         together.do(lambda: check_position(data))
@@ -349,6 +350,7 @@ class Checkpointer:
                 raise ValueError(f"step={step!r}: None or the number of a step is needed")
             step = number
         self._check_process()
+        _note(program, "restore" if step is None else f"restore of step {step}")
         AllProcesses(program.mesh, SAVING, CheckpointError).do(self._wait)
 
         def read(step: int) -> tuple[TrainState, Any, bool]:
@@ -457,6 +459,16 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _note(program: Program, call: str) -> None:
+    """Compare a call with those of the other processes, which would wait for this one without end.
+
+    Raises:
+      ValueError, RuntimeError: another process makes another call, or left.
+    """
+    if program.calls is not None:
+        program.calls.note(call, None, tuple)
 
 
 # Those that have begun a save and are not closed.

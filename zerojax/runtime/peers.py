@@ -252,12 +252,17 @@ class Peers:
         """Give the main thread time to raise the error, and end the process if it cannot."""
         with self._lock:
             self._lock.notify_all()
-        # A process that waits in a call raises the error now; one that has not come to this call, in its next one.
-        while self._parts is not None or self._number < over["number"]:
+        # A process that waits in a call raises the error now.
+        while self._parts is not None:
             if self._stops or self._is_taken:
                 return
             time.sleep(0.05)
-        logger.critical("%s; %s. This process ends.", over["sentence"], _ADVICE)
+        logger.critical("%s; %s. The run ends.", over["sentence"], _ADVICE)
+        # One that has not come to this call raises it in its next call, if the coordination service is there until then.
+        while self._number < over["number"]:
+            if self._stops or self._is_taken:
+                return
+            time.sleep(0.05)
         until = time.monotonic() + self._grace
         while time.monotonic() < until:
             if self._stops or self._is_taken:
@@ -400,7 +405,7 @@ class Peers:
         until, pause = time.monotonic() + _LEAVE_AT_MOST, 0.01
         while time.monotonic() < until and not self._is_cut:
             if (over := self._news["over"]) is not None:
-                logger.critical("%s; %s. This process ends.", over["sentence"], _ADVICE)
+                logger.critical("%s; %s. The run ends.", over["sentence"], _ADVICE)
                 time.sleep(self._grace - _GRACE)
                 self._end_process()
                 return
@@ -429,12 +434,12 @@ class Calls:
         self._peers.agree(f"{self._program}, {call}", parts)
 
     def note(self, call: str, key: Hashable, shapes: Callable[[], Sequence[str]]) -> bool:
-        """Make a call over a batch. The first one over its shapes waits for the other processes.
+        """Make a call, perhaps over a batch. The first one over its shapes waits for the other processes.
 
         Args:
           call: its name.
           key: stands for the shapes of the batch.
-          shapes: returns a line for each leaf of the batch.
+          shapes: returns a line for each leaf of the batch; none without a batch.
 
         Returns:
           Whether this was the first one.
@@ -456,6 +461,8 @@ class Calls:
 
 
 def _label(call: str, shapes: Sequence[str]) -> str:
+    if not shapes:
+        return call
     text = "; ".join(shapes)
     if len(text) > _MOST_LABEL:
         text = f"{text[:_MOST_LABEL]}.. {digest(shapes)}"
