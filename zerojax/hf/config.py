@@ -192,9 +192,7 @@ def family_of(raw: Mapping[str, Any], families: Mapping[str, Family], where: str
         return families[kind]
     if kind in NOT_BUILT:
         raise ValueError(f"{where}: model_type {kind!r} is not built: it has {NOT_BUILT[kind]}")
-    raise ValueError(
-        f"{where}: model_type {kind[:80]!r} is not built: {', '.join(sorted(families))} are; add it to `families`"
-    )
+    raise ValueError(f"{where}: model_type {kind[:80]!r} is not built: {', '.join(sorted(families))} are; add it to `families`")
 
 
 def _about_others(kind: str, others: list[str], text: object, families: Mapping[str, Family]) -> str:
@@ -345,7 +343,7 @@ def _ropes(value: Mapping[str, Any], kinds: list[str], head_dim: int, *, has_kin
     if len(fields) == 2 and fields[0].value != fields[1].value:
         raise ValueError("rope_parameters and rope_scaling differ: take one of them out")
     field = fields[0] if fields else Field({}, "rope_parameters")
-    by_kind = {kind: field for kind in (SLIDING, FULL)}
+    by_kind = dict.fromkeys((SLIDING, FULL), field)
     nested = sorted({SLIDING, FULL} & set(field.value))
     if not has_kinds and nested:
         raise ValueError(f"{field.name} has {', '.join(nested)}: this model_type rotates all layers in one way")

@@ -96,8 +96,9 @@ def rope_of(field: Field, *, theta: float, head_dim: int, max_positions: int) ->
     ignored |= {"factor"} if kind == "default" else set()
     unknown = sorted(key for key in given if key not in ignored | set(_KEYS[kind]) and given[key] is not None)
     if unknown:
-        raise ValueError(f"{field.name}: rope of type {kind!r} has the keys {unknown}, which are unknown: it takes "
-                         f"{sorted(_KEYS[kind])}")
+        raise ValueError(
+            f"{field.name}: rope of type {kind!r} has the keys {unknown}, which are unknown: it takes {sorted(_KEYS[kind])}"
+        )
     read = {name: value_of(name, key, given, {}, field.name) for name, key in _KEYS[kind].items()}
     plain = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if kind == "default":
