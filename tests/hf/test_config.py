@@ -35,7 +35,10 @@ REFUSED = {
     ),
     "unknown": ({"model_type": "mamba"}, "model_type 'mamba' is not built: gemma2, gemma3_text, llama"),
     "none": ({"model_type": None}, "model_type=None: the name of a family is needed"),
-    "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"weights are quantised \('gptq' in quantization_config\)"),
+    "quantised": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        r"weights are quantised \('gptq' in quantization_config\)",
+    ),
     "rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope of type 'dynamic' is not built"),
     "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope of type 'longrope' is not built"),
     "rope key": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mode": 3}}, r"has the keys \['mode'\]"),
@@ -46,7 +49,10 @@ REFUSED = {
     "of another family": ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0: this model_type does not have it"),
     "gemma3 cap": ({**GEMMA3, "attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0: this model_type does not"),
     "bidirectional": ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention=True: a decoder sees no"),
-    "layer types": ({**GEMMA3, "layer_types": ["chunked_attention"] * 3}, r"layer_types\[0\] is 'chunked_attention', and one of"),
+    "layer types": (
+        {**GEMMA3, "layer_types": ["chunked_attention"] * 3},
+        r"layer_types\[0\] is 'chunked_attention', and one of",
+    ),
     "layer count": ({**GEMMA3, "layer_types": ["full_attention"]}, "layer_types has 1 kinds, and num_hidden_layers=3"),
     "window": ({**GEMMA3, "sliding_window": 0}, "sliding_window is 0, and an integer, from 1"),
     "activation": ({"hidden_act": "xielu"}, "hidden_act is 'xielu', and one of silu, gelu"),
@@ -132,7 +138,10 @@ REFUSED = {
     "text of gemma4": ({"model_type": "gemma4_text"}, "'gemma4_text' is not built: it has norms of values"),
     "text of qwen3_5": ({"model_type": "qwen3_5_text"}, "it has layers of linear attention"),
     "text of an unknown one": ({"model_type": "x", "text_config": {"model_type": "y"}}, "neither is its language model, 'y'"),
-    "built text": ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "language model is of a built family"),
+    "built text": (
+        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+        "language model is of a built family",
+    ),
 }
 
 
@@ -160,7 +169,7 @@ def test_folders_without_a_config_are_refused(tmp_path):
         model_of(tmp_path)
     (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ValueError, match="config.json cannot be read: it is no file of at most 64 MiB"):
+    with pytest.raises(ValueError, match=r"config.json cannot be read: it is no file of at most 64 MiB"):
         model_of(tmp_path)
 
 

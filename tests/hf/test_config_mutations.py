@@ -6,8 +6,6 @@ Each mutation of a published config ends in one of these ways; any other fails t
     equal           logits are those of transformers, with the same weights
     of the same sizes    too large to run here: both read the same sizes
     theirs          transformers refuses it
-
-225 mutations of each of nine configs ended in: (see the exhaustive test, which prints its counts).
 """
 
 import json
@@ -136,16 +134,16 @@ class Trial:
 
     def outcome(self, before: dict[str, Any], config: dict[str, Any]) -> str:
         (self.folder / "config.json").write_text(json.dumps(config))
-        start = time.monotonic()
+        start = time.process_time()  # other work may be beside it
         try:
             ours = config_of(self.folder)
-            model = None if ours in self._models else model_of(self.folder)
+            model = model_of(self.folder) if self.computes and ours not in self._models else None
         except ValueError as error:
             told = str(error)
             assert any(key in told for key in names_of_changes(before, config)), f"it names no key that was changed: {told}"
             return "refused"
         finally:
-            assert time.monotonic() - start < SECONDS
+            assert time.process_time() - start < SECONDS
         self._models.add(ours)
         if not self.computes:
             return "accepted"

@@ -1,6 +1,6 @@
 """What each key of a `config.json` may hold: one table of types and ranges, which every key that is read goes through.
 
-    values(Field({"hidden_size": 3.0, ...}), ...)     FieldError: hidden_size is 3.0, and an integer, from 1 to 1048576, is needed
+    values({"hidden_size": 3.0, ...}, ...)     FieldError: hidden_size is 3.0, and an integer, from 1 to 1048576, is needed
 
 Python takes `true` for 1, `NaN` and `Infinity` for numbers, and 10^30 for a size; none of these is meant. Bounds lie far above
 published models: they are there so that a slip is an error and not an allocation, and so that no number overflows in float32.
