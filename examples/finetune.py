@@ -19,6 +19,7 @@ folder for transformers, or of adapters for PEFT.
 
 import contextlib
 import dataclasses
+import json
 import math
 import os
 import re
@@ -37,8 +38,18 @@ from run_record import RunRecord
 from train_loop import LoopOptions, build_program, first_state, open_checkpoints, open_run, print_sizes, start, swap_trace
 
 import zerojax as zj
-from zerojax.data import Batches, Examples, Rows, batches, batches_once, load_tokenizer, pack, prompt_tokens, tokenize
-from zerojax.data.tokenizer_files import read_template
+from zerojax.data import (
+    Batches,
+    Examples,
+    Rows,
+    batches,
+    batches_once,
+    load_tokenizer,
+    pack,
+    prompt_tokens,
+    read_template,
+    tokenize,
+)
 from zerojax.hf import config_of, files_beside, fingerprint, model_of
 from zerojax.hf import end_tokens as end_tokens_of
 from zerojax.planner import flops_per_token

@@ -18,7 +18,8 @@ from zerojax import data
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
 CALLING = """{%- for t in tools or [] %}{{ t | tojson + "\\n" }}{% endfor %}
 {%- for m in messages %}{{ "<|im_start|>" + m.role + "\\n" + (m.content or "") }}
-{%- for c in m.tool_calls or [] %}{{ "<call>" + (c.function or c).arguments | tojson }}{% endfor %}{{ "<|im_end|>\\n" }}{% endfor %}
+{%- for c in m.tool_calls or [] %}{{ "<call>" + (c.function or c).arguments | tojson }}{% endfor %}
+{{- "<|im_end|>\\n" }}{% endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}"""
 TURNS = conversation("hi é", "yes", "why?", "no!")["messages"]
 RECORDS = [
@@ -110,16 +111,17 @@ def outcome(seed: int, path) -> str:
     """Tokenize a changed file, and compare what is accepted; return what became of it."""
     content, tokenizer = changed(seed), TOKENIZERS[seed // len(RECORDS) % len(TOKENIZERS)]
     path.write_bytes(content)
-    start = time.monotonic()
+    start, found, refused = time.monotonic(), None, ""
     try:
         found = data.tokenize(path, tokenizer)
     except ValueError as error:
-        assert time.monotonic() - start < 10, seed
-        assert f"{path}" in str(error), (seed, str(error))
-        assert not any(word in str(error) for word in ("unhashable", "object is not", "NoneType")), (seed, str(error))
-        str(error).encode()
-        return "refused"
+        refused = str(error)
     assert time.monotonic() - start < 10, seed
+    if found is None:
+        refused.encode()  # it can be printed
+        assert f"{path}" in refused, (seed, refused)
+        assert not any(word in refused for word in ("unhashable", "object is not", "NoneType")), (seed, refused)
+        return "refused"
     lines = [line for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
     assert len(found) == len(lines), seed
     for i, line in enumerate(lines):

@@ -269,7 +269,7 @@ def test_another_template_and_its_options_make_the_examples_and_the_prompts(tmp_
     first = found.tokenizer.decode(found.rows.examples.tokens[: found.rows.examples.starts[1]])
     assert "<|im_start|>assistant\n<think></think>It is" in first
     assert found.tokenizer.decode(found.prompts[0]).endswith("<|im_start|>assistant\n<think></think>")
-    with pytest.raises(ValueError, match="--data: .*the chat template reads no 'enable_thinkng'"):
+    with pytest.raises(ValueError, match=r"--data: .*the chat template reads no 'enable_thinkng'"):
         finetune.prepare(finetune.parse([*inputs, *given, "--template-options", '{"enable_thinkng": false}']))
 
 
@@ -286,7 +286,9 @@ def test_advice_of_the_library_names_options(tmp_path, inputs):
     write(tmp_path / "a.jsonl", [conversation("hi", "yes")])
     (tmp_path / "r1.jinja").write_text(R1.template)
     given = ["--data", str(tmp_path / "a.jsonl"), "--chat-template", str(tmp_path / "r1.jinja")]
-    with pytest.raises(ValueError, match="in the context of the whole: give a --chat-template that has {% generation %} marks"):
+    with pytest.raises(
+        ValueError, match=r"in the context of the whole: give a --chat-template that has {% generation %} marks"
+    ):
         finetune.prepare(finetune.parse([*inputs, *given]))
 
 
@@ -319,7 +321,7 @@ def test_code_of_a_model_is_not_asked_for(tmp_path, inputs, monkeypatch):
         path.write_text(json.dumps(json.loads(path.read_text()) | more))
         if file == "config.json":
             assert len(finetune.prepare(options).rows) > 0
-    with pytest.raises(ValueError, match="--model .*: it needs code of its own, which is not run"):
+    with pytest.raises(ValueError, match=r"--model .*: it needs code of its own, which is not run"):
         finetune.prepare(options)
 
 

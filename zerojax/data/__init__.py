@@ -11,3 +11,4 @@ from zerojax.data.packing import best_fit as best_fit
 from zerojax.data.packing import pack as pack
 from zerojax.data.prompts import prompt_tokens as prompt_tokens
 from zerojax.data.tokenizer_files import load_tokenizer as load_tokenizer
+from zerojax.data.tokenizer_files import read_template as read_template

@@ -21,8 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax.data import conversations
-from zerojax.data.conversations import Conversation, Messages
+from zerojax.data.conversations import Conversation, Messages, has_parts, joined, merged, shortened
 from zerojax.data.cpu_limit import CpuLimit, OverrunError
 
 Tools = Sequence[Mapping[str, Any]] | None
@@ -100,7 +99,7 @@ class Template:
             )
         sources = list(templates.values()) if isinstance(templates, Mapping) else [templates]
         if not all(isinstance(source, str) for source in sources):
-            raise ValueError(f"the tokenizer's chat template is no text: {conversations.shortened(templates)}")
+            raise ValueError(f"the tokenizer's chat template is no text: {shortened(templates)}")
         self._tokenizer, self._options, self._limit = tokenizer, dict(options), limit
         self._check_options(sources)
 
@@ -179,14 +178,14 @@ class Template:
         messages = conversation.messages
         if conversation.has_calls and not self._takes_objects(conversation):
             messages = conversation.texts
-        if conversations.has_parts(messages) and not self._takes_parts(messages, tools):
-            messages = conversations.joined(messages)
+        if has_parts(messages) and not self._takes_parts(messages, tools):
+            messages = joined(messages)
         return messages
 
     def _takes_objects(self, conversation: Conversation) -> bool:
         """Return whether the template writes arguments that are objects as JSON, and not as Python would, or not at all."""
         tools = conversation.tools
-        objects, texts = conversations.joined(conversation.messages), conversations.joined(conversation.texts)
+        objects, texts = joined(conversation.messages), joined(conversation.texts)
         try:
             written = self.render(objects, tools)
         except EndlessError:
@@ -207,7 +206,7 @@ class Template:
 
     def _takes_parts(self, messages: Messages, tools: Tools) -> bool:
         """Return whether the template writes a part as it writes a text."""
-        texts, parts = conversations.joined(messages), conversations.merged(messages)
+        texts, parts = joined(messages), merged(messages)
         try:
             as_text = self.render(texts, tools)
         except EndlessError:

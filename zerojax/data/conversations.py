@@ -46,14 +46,13 @@ class Conversation:
         return self.messages != self.texts
 
 
-def read(messages: Any, first: int, tools: Any) -> Conversation:
+def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
     """Check a conversation, of which the answers from message `first` on may count.
 
     Raises:
       ValueError: it does not have the form, with the message and the key.
     """
-    is_list = isinstance(messages, list | tuple) and len(messages) > 0
-    if not is_list or not all(isinstance(message, Mapping) for message in messages):
+    if not _is_list_of_objects(messages):
         raise ValueError(f"messages must be a list of objects with 'role' and 'content', got {shortened(messages)}")
     as_objects, as_texts, weights = [], [], []
     for i, message in enumerate(messages):
@@ -73,6 +72,11 @@ def read(messages: Any, first: int, tools: Any) -> Conversation:
     if not counted:
         raise ValueError("no token counts in the loss: every answer has the weight 0")
     return Conversation(as_objects, as_texts, counted, len(counted) < len(answers), _tools(tools))
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    """Return whether a value is a list with an object at least, and nothing else."""
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(element, Mapping) for element in value)
 
 
 def shortened(value: Any) -> str:

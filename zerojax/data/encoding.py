@@ -15,9 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from zerojax.data import conversations
 from zerojax.data.chat import ContextError, Template, Tools
-from zerojax.data.conversations import Conversation, Messages, check_text, shortened, text_of
+from zerojax.data.conversations import Conversation, Messages, check_text, read_conversation, shortened, text_of
 from zerojax.data.cpu_limit import CpuLimit
 from zerojax.data.notices import Notices
 from zerojax.data.special_tokens import SpecialTokens, Tokenized
@@ -148,7 +147,7 @@ class Encoder:
     # --- conversations
 
     def _conversation(self, messages: Any, first: int, tools: Any) -> Iterator[Encoded]:
-        conversation = conversations.read(messages, first, tools)
+        conversation = read_conversation(messages, first, tools)
         fitted = self._template.fitted(conversation)
         if not self._each_answer:
             yield _checked(self._of_messages(conversation, fitted, conversation.answers, all_answers=_all(conversation, first)))
