@@ -163,10 +163,10 @@ def test_shapes_alone_are_refused_before_anything_is_compiled(resident):
 @pytest.mark.parametrize("seeds", [(0, 1, 2, *range(6, 15)), pytest.param(range(500), marks=pytest.mark.exhaustive)], ids=len)
 def test_a_batch_of_any_kind_is_refused_by_name_or_right(resident, seeds):
     """In less than 10 seconds of the processor: others may use it, too."""
-    outcomes = collections.Counter[str]()
+    (program, state), outcomes = resident, collections.Counter[str]()
     for seed in seeds:
         start = time.process_time()
-        outcomes[outcome_of(*resident, fuzzed(seed))] += 1
+        outcomes[outcome_of(program, state, fuzzed(seed))] += 1
         assert time.process_time() - start < 10, seed
     print(dict(outcomes))
     assert set(outcomes) == {"refused", "right", "out of range"}
