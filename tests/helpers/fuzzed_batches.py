@@ -98,12 +98,15 @@ def whole(rng, batch):
     return kinds[rng.integers(len(kinds))]()
 
 
+CHANGES = np.array([other_dtype, other_dtype, odd_dtype, number, number, shape, memory, value], object)
+
+
 def fuzzed(seed):
     rng = np.random.default_rng(seed)
     batch = clean_batch(rng)
     for _ in range(rng.integers(1, 4)):
         key = str(rng.choice(list(batch)))
-        change = rng.choice([other_dtype, other_dtype, odd_dtype, number, number, shape, memory, value])
+        change = rng.choice(CHANGES)
         try:
             with warnings.catch_warnings(action="ignore"):
                 batch[key] = change(rng, batch[key])

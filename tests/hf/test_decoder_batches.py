@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fuzzed_batches import fuzzed, outcome_of
+from processes import launch
 from small_decoder import VOCAB, batch_of, bytes_of, program_of, write
 
 import zerojax as zj
@@ -162,10 +163,10 @@ def test_shapes_alone_are_refused_before_anything_is_compiled(resident):
 @pytest.mark.parametrize("seeds", [(0, 1, 2, *range(6, 15)), pytest.param(range(500), marks=pytest.mark.exhaustive)], ids=len)
 def test_a_batch_of_any_kind_is_refused_by_name_or_right(resident, seeds):
     """In less than 10 seconds of the processor: others may use it, too."""
-    outcomes = collections.Counter[str]()
+    (program, state), outcomes = resident, collections.Counter[str]()
     for seed in seeds:
         start = time.process_time()
-        outcomes[outcome_of(*resident, fuzzed(seed))] += 1
+        outcomes[outcome_of(program, state, fuzzed(seed))] += 1
         assert time.process_time() - start < 10, seed
     print(dict(outcomes))
     assert set(outcomes) == {"refused", "right", "out of range"}
@@ -177,3 +178,42 @@ def test_perplexity_names_a_batch_out_of_range(resident, caplog):
     result = zj.perplexity(program, state, [batch_of(), changed(tokens=-1)])
     assert np.isnan(result.loss)
     assert "fault/tokens_outside_0..95" in caplog.text
+
+
+IN_PROCESSES = """
+import logging
+import numpy as np
+import small_decoder
+import zerojax as zj
+said = []
+class Kept(logging.Handler):
+    def emit(self, record):
+        said.append(record.getMessage())
+logging.getLogger("zerojax").addHandler(Kept(logging.WARNING))
+program = small_decoder.program_of(small_decoder.write(out / str(me)), 2)
+state = program.init(jax.random.key(0))
+mine = slice(2 * me, 2 * me + 2)
+batch = {name: array[mine].copy() for name, array in small_decoder.batch_of().items()}
+wrong = {name: array.copy() for name, array in batch.items()}
+if me == 1:
+    wrong["tokens"][0, 0] = -1
+found = {"losses": [], "skipped": []}
+for given in (batch, wrong, batch):
+    state, metrics = program.step(state, given)
+    given["targets"][:] = -1  # the step that runs has its own
+    found["losses"].append(repr(float(metrics["loss"])))
+    found["skipped"].append(int(metrics["skipped_steps"]))
+    given["targets"][:] = small_decoder.batch_of()["targets"][mine]
+program.warnings.look(waits=True)
+found["said"] = [text for text in said if "skipped" in text]
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_batch_that_is_wrong_in_one_process_is_skipped_by_all(tmp_path):
+    first, second = launch(IN_PROCESSES, tmp_path / "two", 2, 2)
+    assert first["losses"] == second["losses"]
+    assert first["losses"][1] == "nan"
+    assert first["skipped"] == second["skipped"] == [0, 1, 1]
+    assert "fault/tokens_outside_0..95" in first["said"][0]
+    assert not second["said"]  # the first one speaks for all
