@@ -134,7 +134,8 @@ def autotune(
     # Each is checked before anything is compiled.
     by_distance = _with_each(config, "prefetch_distance", distances)
     by_groups = _with_each(config, "link_groups", groups)
-    if device_bytes is not None and (isinstance(device_bytes, bool) or not isinstance(device_bytes, int)):
+    is_integer = isinstance(device_bytes, int) and not isinstance(device_bytes, bool)
+    if device_bytes is not None and not (is_integer and device_bytes >= 1):
         raise ValueError(f"device_bytes={device_bytes!r}: an integer is needed, or None for what the device has")
     limit = _device_bytes(device) if device_bytes is None else device_bytes
     tried, programs, refused = list[TunedStep](), set[str](), list[tuple[ZeroConfig, str]]()
