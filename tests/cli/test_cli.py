@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -124,3 +125,56 @@ def test_simulate_says_what_it_cannot_read(tmp_path, capsys):
             cli.main(["simulate", *arguments])
         assert caught.value.code == 2
         assert message in capsys.readouterr().err
+
+
+PLAN = ["plan", "--layers", "2", "--hidden", "64", "--heads", "4", "--seq", "16", "--batch", "8", "--machine", "h200"]
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["memory", "--params", "nan"], "argument --params: 'nan': a number of at least 1"),
+    (["memory", "--params", "inf"], "argument --params: 'inf': a number of at least 1"),
+    (["memory", "--params", "1e400"], "argument --params: '1e400': a number of at least 1"),
+    (["memory", "--params", "1", "--shards", "9" * 100], "--shards: '999"),
+    ([*PLAN, "--params", "inf"], "argument --params: 'inf'"),
+    ([*PLAN, "--layers", "1e6"], "zerojax plan: layers = 1,000,000: at most 1,000 is planned"),
+    ([*PLAN, "--fix", "stage=---1"], "zerojax plan: stage='---1' is unknown: choose from 0, 1, 2, 3"),
+    ([*PLAN, "--fix", "stage=" + "(" * 3000], "zerojax plan: --fix stage: a value of 3,000 characters"),
+    ([*PLAN, "--min-disk-days", "nan"], "argument --min-disk-days: 'nan': a number above 0"),
+    (["bench-io", ".", "--gib", "inf"], "argument --gib: 'inf': a number above 0"),
+    (["export", ".", "x", "--format", "hf", "--like", ".", "--shard-bytes", "nan"], "argument --shard-bytes: 'nan'"),
+])  # fmt: skip
+def test_numbers_that_are_none_are_refused_by_option(arguments, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "data", "words"), [
+    ("deep.toml", b"a = " + b"[" * 5000, "deep.toml is nested too deeply"),
+    ("empty.toml", b"# nothing\n", "empty.toml is empty: a line for each figure is needed"),
+    ("latin.toml", b'name = "\xe9"', "latin.toml is no TOML"),
+    ("long.toml", b"#" * (1 << 21), "long.toml has 2,097,152 bytes"),
+    ("huge.toml", b"link_up = 1" + b"0" * 400, "line 1: link_up = an integer of 1,329 bits: bytes a second"),
+    ("pipe.toml", None, "pipe.toml is no regular file"),
+])  # fmt: skip
+def test_machine_files_of_any_kind_end_with_one_line(name, data, words, tmp_path, capsys):
+    if data is None:
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["machines", str(tmp_path / name)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_traceback_of_an_error_is_shown_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("ZEROJAX_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="machine 'h20' is unknown"):
+        cli.main(["machines", "h20"])
+
+
+def test_fault_of_the_program_shows_where_it_comes_from(monkeypatch):
+    monkeypatch.setattr(cli, "machine", lambda name: {}[name])
+    with pytest.raises(KeyError):
+        cli.main(["machines", "h200"])

@@ -409,6 +409,37 @@ def test_plan_says_which_fixed_field_has_nothing_to_go_with():
     assert "SWAP_DIR" not in str(caught.value)
 
 
+@pytest.mark.parametrize("fixed", [
+    {"opt_state": "pinned_host"},
+    {"activations": "remat", "offloaded_names": ("qkv",)},
+    {"activations": (zj.Segment(8, activations="pinned_host"), zj.Segment(8, activations="remat"))},
+    {"frozen": "pinned_host"},
+], ids=str)  # fmt: skip
+def test_only_a_fixed_field_that_needs_it_asks_for_a_figure_that_nobody_gave(fixed):
+    sizes = dataclasses.replace(SIZES, batch=8)
+    with pytest.raises(ValueError, match="machine h200: nobody gave host_bytes"):
+        plan("h200", sizes, FEW | fixed)
+
+
+def test_plan_of_a_machine_without_host_bytes_leaves_nothing_but_the_device():
+    made = plan("h200", dataclasses.replace(SIZES, batch=8), FEW | {"activations": "remat"})
+    assert {made.config.params, made.config.grads, made.config.opt_state} == {"device"}
+    assert "pinned_host is not considered: the machine lacks host_bytes" in made.notes
+
+
+@pytest.mark.parametrize(("sizes", "message"), [
+    ({"layers": 10**9}, "layers = 1,000,000,000: at most 1,000 is planned"),
+    ({"params": float("inf")}, "params = inf: a whole number, at least 1, is needed"),
+    ({"params": float("nan")}, "params = nan: a whole number, at least 1, is needed"),
+    ({"hidden": 10**30}, "hidden = 2^99 or more: at most 10,000,000 is planned"),
+    ({"batch": 10**9, "seq": 10**9}, "tokens of width 1,024 are 1.02e+21 elements"),
+    ({"gated": 1}, "gated = 1: True or False is needed"),
+])  # fmt: skip
+def test_sizes_beyond_every_machine_are_refused_by_name(sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(SIZES, **sizes)
+
+
 def test_plan_for_an_unknown_machine_names_the_nearest():
     with pytest.raises(ValueError, match=r"h201.*h200"):
         plan(zj.machine("h201"))

@@ -21,7 +21,7 @@ from zerojax.costs.papers import activations_working_bytes, states_working_bytes
 from zerojax.given import as_integer, as_number
 from zerojax.memory import layer_activation_bytes, transformer_activation_bytes
 
-MOST_LAYERS = 2000
+MOST_LAYERS = 1000
 """That are planned: a plan walks through each layer of many schedules. Published transformers have up to 1,000 layers."""
 _MOST = {"layers": MOST_LAYERS, "seq": 10**9, "batch": 10**9, "params": 10**18}
 _MOST_WIDTH = 10**7

@@ -22,6 +22,7 @@ from zerojax.planner.planner import plan
 from zerojax.planner.plans import Plan
 from zerojax.precision import PRECISIONS
 
+_MOST_CHARACTERS = 1000
 _FIELDS = tuple(field.name for field in dataclasses.fields(ZeroConfig))
 
 
@@ -167,6 +168,8 @@ def _field(text: str) -> tuple[str, Any]:
         raise ValueError(f"--fix {text}: ZeroConfig has no field {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if not equals:
         raise ValueError(f"--fix {text}: a value is needed, such as {name}=3")
+    if len(value) > _MOST_CHARACTERS:
+        raise ValueError(f"--fix {name}: a value of {len(value):,} characters, and {_MOST_CHARACTERS:,} are taken at most")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError, TypeError):
