@@ -14,6 +14,7 @@ import tiled_toys
 from separate_layers import HOST, LAYERS, NVME, applied, batches, final, first_params, layered, run, separate
 
 import zerojax as zj
+from zerojax.models import init_params
 from zerojax.optim import learning_rates, unused_grads
 from zerojax.optim.elementwise import ElementwiseTransformation
 
@@ -71,6 +72,7 @@ def build(tx, tmp_path, model=None, **fields):
     return zj.build_train_step(model or layered(), tx, zj.ZeroConfig(swap_dir=tmp_path, **fields), mesh)
 
 
+@pytest.mark.by_default("adamw", "frozen_vectors", "sizes")
 @pytest.mark.parametrize("name", TX)
 def test_two_updates_of_stacks_equal_those_of_layers(name):
     tx, params = TX[name](), first_params()
@@ -98,7 +100,7 @@ def test_every_stage_and_tier_equals_optax_on_separate_layers(name, tier, tmp_pa
     separate_layers.assert_equals_plain(TX[name](), losses, found)
 
 
-@pytest.mark.by_default("host_in_backward", "stage_3")
+@pytest.mark.by_default("host_in_backward")
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_resident_and_a_streamed_run_equal_optax_on_separate_layers(tier, tmp_path):
     """A label by dims leaves the vectors without state, and a mask by dims leaves them without decay."""
@@ -161,8 +163,6 @@ def several_stacks():
 
 
 def test_each_of_several_stacks_is_decided_by_its_own_layers():
-    from zerojax.models import init_params
-
     params = jax.eval_shape(lambda: init_params(several_stacks(), jax.random.key(0)))
     tx = applied(TX["frozen_vectors"](), params)
     state = jax.eval_shape(tx.init, params)
@@ -184,6 +184,7 @@ COMBINES = {
 }
 
 
+@pytest.mark.by_default("mask", "muon")
 @pytest.mark.parametrize("name", COMBINES)
 def test_where_layers_cannot_be_shown_the_leaves_are_named(name):
     leaf = re.escape("['blocks']['b'] (3, 12), of a layer (12,)")
@@ -207,10 +208,11 @@ SAME = {
     "prodigy": optax.contrib.prodigy(),
     "dadapt": optax.contrib.dadapt_adamw(),
     "schedule_free": clipped(optax.contrib.schedule_free_adamw(1e-2)),
-    "lookahead_by_path": clipped(optax.adamw(0.02, mask=lambda tree: {"embed": True, "blocks": False, "head": True})),
+    "mask_by_path": clipped(optax.adamw(0.02, mask=lambda tree: {"embed": True, "blocks": False, "head": True})),
 }
 
 
+@pytest.mark.by_default("clipping", "finite")
 @pytest.mark.parametrize("name", SAME)
 def test_what_decides_nothing_from_shapes_stays_as_it_is(name, caplog):
     assert applied(SAME[name]) is SAME[name]

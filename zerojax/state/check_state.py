@@ -83,7 +83,7 @@ def _expected(leaf: Any) -> _Expected:
 def _is_number(leaf: Any, expected: _Expected) -> bool:
     """Return whether a leaf is a number, or an array that holds one in another dtype or on other devices."""
     if not isinstance(leaf, jax.Array):
-        return jnp.ndim(leaf) == 0 if isinstance(leaf, int | float | np.generic | np.ndarray) else False
+        return isinstance(leaf, int | float | np.generic) or (isinstance(leaf, np.ndarray) and leaf.shape == ())
     if leaf.shape != () or leaf.is_deleted():
         return False
     is_elsewhere = leaf.committed and leaf.sharding.device_set != expected.sharding.device_set
