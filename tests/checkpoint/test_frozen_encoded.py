@@ -113,17 +113,16 @@ def test_adapters_go_on_over_a_base_on_other_shards(format, fields, tmp_path):
 
 
 def test_an_encoded_base_moves_where_its_blocks_and_groups_are_whole(tmp_path):
-    saved = {}
     for format in ("int8", "nf4"):
         with build(format, tmp_path) as program, zj.Checkpointer(tmp_path / format) as ckpt:
             state = program.init(jax.random.key(0))
-            saved[format] = weights(program, state)
+            if format == "int8":
+                saved = weights(program, state)
             ckpt.save(program, state)
             ckpt.wait()
-    # One device merges all dims of an array, and four have groups of scales of their own. The blocks are the same.
-    for format, fields in (("int8", {"devices": 1, "frozen": DISK}), ("nf4", {"devices": 4})):
-        with build(format, tmp_path, **fields) as program, zj.Checkpointer(tmp_path / format) as ckpt:
-            assert_same(weights(program, ckpt.restore(program)), saved[format])
+    # One device merges all dims of an array. The blocks are the same.
+    with build("int8", tmp_path, devices=1, frozen=DISK) as program, zj.Checkpointer(tmp_path / "int8") as ckpt:
+        assert_same(weights(program, ckpt.restore(program)), saved)
     # One group of scales on one device is two on two devices.
     refused = pytest.raises(
         zj.CheckpointError, match=r"in 8 or 4 bits in other blocks .*#nf4.*of several saved groups.*bit for bit or not at all.*"

@@ -1,4 +1,6 @@
-"""A weight saved in one number of tiles, read as another, or as the dense weight it stands for, and back.
+"""A leaf saved in one shape, read in another: a weight in other tiles, or arrays of 8 or 4 bits for other shards.
+
+A weight in one number of tiles is read as another, or as the dense weight that it stands for, and back.
 
 A weight [D, F] in tiles is [T, D / i, F / o], T = o i, of which tile k i + j holds columns k and rows j of the grid
 (`zerojax.tiling`); a vector [F] is [T, F / T]. Both sides cut the same dense weight, so a box of one is boxes of the other:

@@ -44,7 +44,7 @@ def uncommitted(key: jax.Array) -> jax.Array:
     """
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return jnp.asarray(np.asarray(key))
-    data = np.asarray(jax.random.key_data(key))
+    data = jnp.asarray(np.asarray(jax.random.key_data(key)))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
 
 
