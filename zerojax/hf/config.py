@@ -1,8 +1,7 @@
 """What a decoder is, read from the `config.json` of a Hugging Face folder, without transformers.
 
-    zerojax.hf.schema       what the keys that are read may hold
-    zerojax.hf.keys         what becomes of the others
-    zerojax.hf.not_built    families that are refused, and why
+    zerojax.hf.schema    what the keys that are read may hold
+    zerojax.hf.keys      what becomes of the others, and which families are refused
 
 Every error names the file and the key.
 """
@@ -16,8 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from host_offload.fields import Field, parse_json
-from zerojax.hf.keys import EXPERTS, check_keys
-from zerojax.hf.not_built import NOT_BUILT
+from zerojax.hf.keys import EXPERTS, NOT_BUILT, check_keys
 from zerojax.hf.rope import Rope, rope_of
 from zerojax.hf.schema import FULL, SLIDING, read_kinds, values
 

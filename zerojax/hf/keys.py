@@ -5,6 +5,8 @@
     NEUTRAL         features that are known and not built: the values that leave them off; any other is an error
     unknown         null, false, 0, empty, or 1 for a factor: a warning by name, once; any other value is an error
 
+NOT_BUILT lists families that are refused by their `model_type`, each with its reason.
+
 A model whose mathematics is not built must not train as if it were. An unknown 0 or false may mean something, too
 (`"is_causal": false` did), so these are said.
 """
@@ -147,3 +149,47 @@ def _shown(allowed: tuple[Any, ...], default: Any) -> str:
 @functools.cache  # once
 def _warn(where: str, keys: str) -> None:
     logger.warning("%s: %s: unknown, and taken for features that are off; if they are not, this is another model", where, keys)
+
+
+# --- families that are refused by their model_type ---------------------------------------------------------------------------
+
+_GEMMA3N = "embeddings for each layer, several streams (AltUp, LAuReL), and layers that share keys and values"
+_GEMMA4 = "norms of values, scales of layers, embeddings for each layer, and layers that share keys and values"
+_QWEN3_5 = "layers of linear attention, gates of attention's output, and rotations of a part of each head"
+_MLLAMA = "layers of cross attention to images"
+_LLAMA4 = "mixtures of experts, attention in chunks, and layers without rotations"
+_MROPE = "rotations over three axes (mrope)"
+_DEEPSEEK = "latent attention and mixtures of experts"
+_COHERE = "layer norms, attention and MLP side by side, and rotations of neighbouring pairs"
+
+NOT_BUILT: Mapping[str, str] = MappingProxyType({
+    "cohere": _COHERE,
+    "cohere2": _COHERE,
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "gemma3n": _GEMMA3N,
+    "gemma3n_text": _GEMMA3N,
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
+    "glm4": "rotations of a part of each head, and one matrix for gate and up",
+    "gpt_oss": "mixtures of experts, and sinks of attention",
+    "granite": "multipliers of embeddings, scores, residuals and logits",
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
+    "ministral3": "scores that are scaled by position",
+    "mllama": _MLLAMA,
+    "mllama_text_model": _MLLAMA,
+    "olmo2": "norms over all heads at once, and of outputs alone",
+    "phi3": "one matrix for queries, keys and values, and one for gate and up",
+    "qwen2_5_vl": _MROPE,
+    "qwen2_5_vl_text": _MROPE,
+    "qwen2_vl": _MROPE,
+    "qwen2_vl_text": _MROPE,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": f"mixtures of experts, {_QWEN3_5}",
+    "qwen3_vl": _MROPE,
+    "qwen3_vl_text": _MROPE,
+    "smollm3": "layers without rotations",
+})  # fmt: skip
+"""By `model_type`: what the family has that is not built."""
