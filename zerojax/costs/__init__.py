@@ -14,6 +14,9 @@ from zerojax.costs.papers import efficiency as efficiency
 from zerojax.costs.papers import largest_params as largest_params
 from zerojax.costs.papers import offload_cut as offload_cut
 from zerojax.costs.papers import states_working_bytes as states_working_bytes
+from zerojax.costs.programs import Buildable as Buildable
+from zerojax.costs.programs import buildable_of_sizes as buildable_of_sizes
+from zerojax.costs.programs import why_no_program as why_no_program
 from zerojax.costs.sized_model import sized_batch as sized_batch
 from zerojax.costs.sized_model import sized_model as sized_model
 from zerojax.costs.sizes import MOST_LAYERS as MOST_LAYERS

@@ -16,8 +16,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from zerojax.hlo.faults import fault
-from zerojax.hlo.parse import Array, Computation, Instruction, Module, is_shape, parse_arrays, parse_module, tuple_shapes
+from zerojax.hlo.parse import Array, Computation, Instruction, Module, fault, is_shape, parse_arrays, parse_module, tuple_shapes
 
 MOST_TRIPS = 10**6
 """Of one loop. A training step's loops run over layers, tiles and microbatches."""

@@ -13,9 +13,8 @@ import dataclasses
 from typing import Any, overload
 
 from zerojax.hlo.check import checked_module
-from zerojax.hlo.faults import reads_program
 from zerojax.hlo.groups import Devices, devices_of
-from zerojax.hlo.parse import Array, Instruction, bits_of, parse_arrays
+from zerojax.hlo.parse import Array, Instruction, bits_of, parse_arrays, reads_program
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all")
 _CALLS = ("call", "conditional", "async-start", "custom-call", "fusion-start")

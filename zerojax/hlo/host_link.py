@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zerojax.hlo.faults import reads_program
 from zerojax.hlo.index_values import CALLS, DONE, OTHER, Frame, entry_frame, equal, walk
-from zerojax.hlo.parse import Instruction, parse_arrays
+from zerojax.hlo.parse import Instruction, parse_arrays, reads_program
 
 _SLICES = ("dynamic-slice", "dynamic-update-slice")
 _VIEWS = (

@@ -13,8 +13,7 @@ import re
 
 from zerojax.hlo.check import checked_module
 from zerojax.hlo.communication import COLLECTIVES
-from zerojax.hlo.faults import reads_program
-from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays
+from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays, reads_program
 
 # Targets of library calls: products of matrices, attention and convolutions.
 _PRODUCT = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|fmha|cudnn|conv)[^"]*"', re.IGNORECASE)

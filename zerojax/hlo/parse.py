@@ -7,15 +7,17 @@
 
 The text is parsed and not the proto, because the text is what every version and backend of XLA gives without its compiler's
 classes. Attributes stay text in `rest`; only those that every reader needs are properties.
+
+Texts that XLA does not write are refused with the line and the reason. What is known to go wrong is checked before a program is
+read (`zerojax.hlo.check`). `reads_program` turns whatever else a reader stumbles over into the same error, with its cause.
 """
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
-
-from zerojax.hlo.faults import fault
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, ParamSpec, TypeVar
 
 _ITEM_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128, "token": 0}
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\](?:\{([\d,]*)([^}]*)\})?")
@@ -258,3 +260,52 @@ def bits_of(dtype: str) -> int:
         return _ITEM_BITS[dtype]
     digits = re.search(r"\d+", dtype)
     return int(digits.group()) if digits else 0
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_STUMBLES = (
+    LookupError, AttributeError, TypeError, AssertionError, ArithmeticError, RecursionError, StopIteration, MemoryError,
+)  # fmt: skip
+
+
+class ProgramTextError(ValueError):
+    """A text is not a program as XLA writes it. The message has the line and the reason."""
+
+
+def fault(line: int, reason: str) -> ProgramTextError:
+    """Return the error of a line of a program's text, counted from 1; 0: of no single line."""
+    return ProgramTextError(f"line {line} of the program's text: {_short(reason)}" if line else _short(reason))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:300]}.."
+
+
+def reads_program(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function that reads the text of a program raise ValueError, with a line, for all that it stumbles over."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except ProgramTextError:
+            raise
+        except _STUMBLES as error:
+            line, name = _place(error)
+            said = f"{type(error).__name__}: {error}"
+            raise fault(line, f"{name or 'the text'} is not what XLA writes ({said})") from error
+
+    return checked
+
+
+def _place(error: BaseException) -> tuple[int, str]:
+    """Return line and name of the instruction that was being read: of the innermost call that has one as `i`."""
+    found, trace = (0, ""), error.__traceback__
+    while trace is not None:
+        i = trace.tb_frame.f_locals.get("i")
+        line, result = getattr(i, "line", None), getattr(i, "result", None)
+        if isinstance(line, int) and isinstance(result, str):
+            found = (line, result)
+        trace = trace.tb_next
+    return found

@@ -33,8 +33,7 @@ from zerojax.hlo.callbacks import CALLBACKS, CORES, DISK, DOWN, HOST, HOST_KERNE
 from zerojax.hlo.check import MOST_TRIPS, checked_module
 from zerojax.hlo.communication import COLLECTIVES
 from zerojax.hlo.costs import Cost, Costs
-from zerojax.hlo.faults import reads_program
-from zerojax.hlo.parse import Instruction, parse_arrays
+from zerojax.hlo.parse import Instruction, parse_arrays, reads_program
 from zerojax.hlo.rates import Rates, rates_of
 from zerojax.hlo.thunks import Thunks
 from zerojax.hlo.timeline import Timeline

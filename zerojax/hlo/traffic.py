@@ -17,9 +17,8 @@ import re
 from collections.abc import Iterator
 
 from zerojax.hlo.check import checked_module
-from zerojax.hlo.faults import reads_program
 from zerojax.hlo.host_link import HostCopy, HostSlice, host_copies, host_slices
-from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays
+from zerojax.hlo.parse import Array, Instruction, Module, parse_arrays, reads_program
 from zerojax.hlo.thunks import Thunks
 
 COPY, KERNEL = "copy", "kernel"

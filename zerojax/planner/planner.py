@@ -33,7 +33,18 @@ from jax.sharding import Mesh
 from host_offload.tiers import TIERS
 from zerojax.aot import is_there
 from zerojax.config import ZeroConfig, uses_disk
-from zerojax.costs import MOST_LAYERS, Grid, Sizes, Workload, grid_of, workload_of_model, workload_of_sizes
+from zerojax.costs import (
+    MOST_LAYERS,
+    Buildable,
+    Grid,
+    Sizes,
+    Workload,
+    buildable_of_sizes,
+    grid_of,
+    why_no_program,
+    workload_of_model,
+    workload_of_sizes,
+)
 from zerojax.given import as_integer, as_number
 from zerojax.machines import Machine, machine_of, probe, size_of
 from zerojax.machines import machine as named_machine
@@ -41,7 +52,6 @@ from zerojax.memory import program_memory
 from zerojax.models import LayeredModel, Model
 from zerojax.planner.candidates import SEARCHED, WORTH, Space
 from zerojax.planner.plans import Beaten, Plan, PlanError, changed
-from zerojax.planner.programs import Buildable, buildable_of_sizes, why_no_program
 from zerojax.planner.repairs import Change, Repairs, what_lacks
 from zerojax.planner.search import DAYS, USABLE, Exact, Found, Limits, Search, limits_of
 from zerojax.planner.segments import mix, with_options

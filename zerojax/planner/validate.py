@@ -10,12 +10,11 @@ from typing import Any
 from jax.sharding import Mesh
 
 from zerojax.aot import CHIPS
-from zerojax.costs import Sizes
+from zerojax.costs import Sizes, buildable_of_sizes
 from zerojax.hlo import collectives
 from zerojax.machines import Machine
 from zerojax.models import LayeredModel, Model
 from zerojax.planner.plans import Plan, Validated
-from zerojax.planner.programs import buildable_of_sizes
 from zerojax.program import Program, assemble
 
 

@@ -12,7 +12,9 @@ import optax
 from jax.sharding import Mesh
 
 from zerojax.aot import CHIPS, gpu_mesh
-from zerojax.costs import Grid, Sizes, sized_batch, sized_model
+from zerojax.costs.sized_model import sized_batch, sized_model
+from zerojax.costs.sizes import Sizes
+from zerojax.costs.workload import Grid
 from zerojax.machines import Machine
 from zerojax.models import LayeredModel, Model
 from zerojax.precision import PRECISIONS
