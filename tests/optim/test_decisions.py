@@ -120,7 +120,7 @@ def test_a_delayed_update_equals_optax_on_separate_layers(tmp_path):
     path_mask = lambda tree: jax.tree.map_with_path(lambda path, a: path[-1].key in ("up", "down", "table", "out"), tree)  # noqa: E731
     for mask in (by_dims, path_mask):
         tx = optax.adamw(0.02, weight_decay=0.5, mask=mask)
-        fields = {"opt_state": HOST, "update_on": "host", "delayed_update": True}
+        fields = {"params": HOST, "opt_state": HOST, "update_on": "host", "delayed_update": True}
         with build(tx, tmp_path, **fields) as program:
             losses, state = run(program, batches(6))
             found.append((losses, final(program, state)))
