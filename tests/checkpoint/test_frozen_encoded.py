@@ -113,11 +113,11 @@ def test_adapters_go_on_over_a_base_on_other_shards(format, fields, tmp_path):
 
 
 def test_an_encoded_base_moves_where_its_blocks_and_groups_are_whole(tmp_path):
+    saved = {}
     for format in ("int8", "nf4"):
         with build(format, tmp_path) as program, zj.Checkpointer(tmp_path / format) as ckpt:
             state = program.init(jax.random.key(0))
-            if format == "int8":
-                saved = weights(program, state)
+            saved = weights(program, state) if format == "int8" else saved
             ckpt.save(program, state)
             ckpt.wait()
     # One device merges all dims of an array. The blocks are the same.
