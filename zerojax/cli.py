@@ -304,6 +304,8 @@ def _check_out(path: str) -> None:
     """Raise ValueError unless `zerojax.machine` would read a file that can be written there: before a minute is spent."""
     if not path.endswith(".toml"):
         raise ValueError(f"--out {path}: the name of a machine's file ends with .toml")
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait for a reader
+        raise ValueError(f"--out {path}: it cannot be written, because it is there and no regular file")
     folder = os.path.dirname(os.path.abspath(path))
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise ValueError(f"--out {path}: it cannot be written (folder {folder})")

@@ -200,6 +200,8 @@ def _check_file(path: str | None) -> None:
     """Raise OSError for a file that cannot be written, before anything is planned."""
     if path is not None and not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK):
         raise OSError(f"{path}: its folder is not there, or cannot be written to")
+    if path is not None and os.path.exists(path) and not os.path.isfile(path):  # a pipe would wait for a reader
+        raise OSError(f"{path}: it is there, and no regular file")
 
 
 def _write(path: str, text: str) -> None:
