@@ -341,7 +341,8 @@ def _ropes(value: Mapping[str, Any], kinds: list[str], head_dim: int, *, has_kin
     if len(fields) == 2 and fields[0].value != fields[1].value:
         raise ValueError("rope_parameters and rope_scaling differ: take one of them out")
     field = fields[0] if fields else Field({}, "rope_parameters")
-    by_kind = dict.fromkeys((SLIDING, FULL), field)
+    kinds_of_layers: tuple[str, ...] = (SLIDING, FULL)
+    by_kind = dict.fromkeys(kinds_of_layers, field)
     nested = sorted({SLIDING, FULL} & set(field.value))
     if not has_kinds and nested:
         raise ValueError(f"{field.name} has {', '.join(nested)}: this model_type rotates all layers in one way")
