@@ -23,7 +23,9 @@ def count(text: str) -> int:
     digits = text[:-1] if text[-1:].upper() in _UNITS else text
     value = _float(digits) * scale
     if not 1 <= value <= MOST or value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r}: a number of at least 1, such as 7.5e9, 175B or 1T, is needed")
+        raise argparse.ArgumentTypeError(
+            f"{_short(text)}: a whole number from 1 to {MOST:.0e}, such as 7.5e9, 175B or 1T, is needed"
+        )
     return int(value)
 
 

@@ -21,7 +21,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -123,9 +123,16 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as those of the commands are: without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG, f"{self.prog}: {' '.join(message.split())} ({self.prog} --help lists the options)\n")
+
+
 def _run(arguments: Sequence[str]) -> None:
     """Run one command."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="zerojax", description="ZeRO in JAX: model states and collectives, compiled programs, disks, and checkpoints"
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -338,6 +345,8 @@ def _read_text(path: str) -> str:
       ValueError: it is no text, or no regular file, whose end would never come.
       OSError: it cannot be read.
     """
+    if not path or "\0" in path:
+        raise ValueError(f"PROGRAM={path!r}: the name of a file or of a folder is needed")
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is no regular file: the text of a compiled program is needed, compiled.as_text()")
     try:

@@ -74,11 +74,13 @@ def positive_number(name: str, value: object, otherwise: str = "") -> float:
 
 
 def as_path(value: object) -> str | None:
-    """Return a path as a `str`, `~` and `~user` replaced by the home folder; None for what is no path."""
+    """Return a path as a `str`, `~` and `~user` replaced by the home folder; None for anything that names no file."""
     if not isinstance(value, str | os.PathLike):
         return None
     path = os.fspath(value)
-    return os.path.expanduser(path) if isinstance(path, str) else None
+    if not isinstance(path, str) or "\0" in path:
+        return None
+    return os.path.expanduser(path)
 
 
 def _plain(value: Any) -> object:

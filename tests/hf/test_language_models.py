@@ -33,7 +33,7 @@ def write(kind, folder):
     else:
         text, vision = transformers.MistralConfig(**SIZES), transformers.PixtralVisionConfig(**VISION)
         config = transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_index=95)
-    model = transformers.AutoModelForImageTextToText.from_config(config)
+    model = transformers.AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
     model.save_pretrained(folder)
     return model
 

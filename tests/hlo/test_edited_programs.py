@@ -129,6 +129,7 @@ ENTRY %main (a: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
     ("body=%body", "body=%gone", r"line 17 .*: loop calls computation gone, which the text does not hold"),
     ("body=%body", "body=%main", r"line 17 .*: loop calls main, which calls it: computations are in a circle"),
     (', body=%body', "", r"line 17 .*: the loop loop has no condition, no body"),
+    ('"n":"4"', f'"n":"{"9" * 5000}"', r"line 17 .*: it has a number of 5,000 digits or more"),
     ('"n":"4"', '"n":"1000000000000000000"', r"line 17 .*: the loop loop runs 1e\+18 times, and 0 to 1,000,000 are followed"),
     ("f32[4,8]{1,0} get", "f32[4,8]{1,1} get", r"line 6 .*: the layout \(1, 1\) of x does not order its dims"),
     ("f32[4,8]{1,0} get", "f99[4,8]{1,0} get", r"line 6 .*: x has elements of type 'f99'"),

@@ -138,6 +138,14 @@ def test_figures_that_are_not_finite_are_null(folder):
     assert math.isnan(History(folder, 2).series["train/loss"][1][0])
 
 
+def test_lines_of_older_runs_become_strict_json(folder):
+    old = '{"step": 1, "train/loss": NaN}\n{"step": 2, "train/loss": 1e999}\n{"step": 3, "train/loss": null}\n'
+    pathlib.Path(folder.file(METRICS)).write_text(old)
+    write_steps(folder, 4, 5)
+    assert lines_of(folder) == [{"step": step, "train/loss": 1.0 if step == 4 else None} for step in (1, 2, 3, 4)]
+    assert not pathlib.Path(folder.file(DROPPED)).exists()
+
+
 @pytest.mark.parametrize("room", [0, 1, 40, 55])
 def test_lines_wait_for_room_on_a_full_disk(folder, monkeypatch, caplog, room):
     disk = FullDisk(monkeypatch)

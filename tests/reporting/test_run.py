@@ -121,6 +121,16 @@ def test_figures_are_of_the_steps_since_the_last_pause(program, tmp_path, monkey
     assert expected <= headings
 
 
+def test_steps_may_be_numbers_of_numpy(program, tmp_path):
+    with run_of(program, tmp_path) as run:
+        for step in np.arange(1, 3):
+            run.step(step, metrics_of(int(step)))
+        run.log(np.int32(2), {"validation/loss": 1.0})
+        with pytest.raises(ValueError, match=r"step=2\.5: an integer"):
+            run.step(2.5, metrics_of(2))
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 2]
+
+
 def test_the_rate_of_a_schedule_is_told_where_the_step_does_not_tell_it(program, tmp_path):
     schedule = optax.linear_schedule(0.0, 1.0, 10)
     with run_of(program, tmp_path, schedule=schedule) as run:
@@ -212,8 +222,8 @@ def test_wandb_gets_the_same_figures(program, tmp_path, monkeypatch):
         ({"report_to": ("tensorboard",)}, ModuleNotFoundError, r"needs tensorboardX: pip install 'zerojax\[report\]'"),
         ({"report_to": "wandb"}, ValueError, "report_to='wandb': a tuple of 'tensorboard', 'wandb'"),
         ({"report_to": ("mlflow",)}, ValueError, "mlflow"),
-        ({"profile": -1}, ValueError, "profile=-1: a whole number, at least 0"),
-        ({"tokens": 0}, ValueError, "tokens=0: a whole number, at least 1"),
+        ({"profile": -1}, ValueError, "profile=-1: an integer of at least 0"),
+        ({"tokens": 0}, ValueError, "tokens=0: an integer of at least 1"),
         ({"config": 3}, ValueError, "config=3: a mapping or a dataclass"),
     ],
 )

@@ -65,6 +65,10 @@ class Array:
         return math.prod(self.dims[d] for d in faster) * bits_of(self.dtype) // 8
 
 
+_TOO_LONG = re.compile(r"\d{1000}\d*")
+"""No number of a program is as long, and Python converts none of more than 4,300 digits."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
     """One line of a computation.
@@ -151,6 +155,8 @@ def parse_module(text: str) -> Module:
             match = _INSTRUCTION.match(line)
             if match is None:
                 raise fault(number, f"this is no instruction: {line.strip()}")
+            if (long := _TOO_LONG.search(line)) is not None:
+                raise fault(number, f"it has a number of {len(long.group()):,} digits or more")
             is_root, result, *texts = match.groups()
             i = Instruction(result, *texts, line=number)
             instructions |= _elements(i, instructions)

@@ -372,7 +372,7 @@ class Planner:
         for tier, names in needs.items():
             if missing := [name for name in names if name not in figures]:
                 if tier in asked:
-                    self.machine.needs(*missing)
+                    self._need(tier, missing, fixed)
                 self._note(f"{tier} is not considered: the machine lacks {', '.join(missing)}")
             elif tier == "nvme" and fixed.get("swap_dir") is None:
                 self._note("nvme is not considered: fixed={'swap_dir': folder} gives the disk")
@@ -383,6 +383,15 @@ class Planner:
                 if tier == "nvme" and self.machine.source["disk_both"] == BOTH_ASSUMED:
                     self._note(f"disk_both, {size_of(self.machine.need('disk_both'))}/s, is {BOTH_ASSUMED}")
         return tuple(tiers)
+
+    def _need(self, tier: str, missing: Sequence[str], fixed: Mapping[str, Any]) -> None:
+        """Raise ValueError for figures that the machine lacks and fixed fields need, which are named."""
+        try:
+            self.machine.needs(*missing)
+        except ValueError as error:
+            fields = [f"{name}={value!r}" for name, value in fixed.items() if value == tier]
+            asking = f"fixed {', '.join(fields)} needs {tier}: " if fields else ""
+            raise ValueError(f"{asking}{error}") from error
 
     def _note(self, text: str) -> None:
         if text not in self.notes:

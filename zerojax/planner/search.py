@@ -229,6 +229,7 @@ class Search:
         self._estimates: dict[tuple[ZeroConfig, int], Estimate] = {}
         self._programs: dict[tuple[ZeroConfig, int], Exact | None] = {}
         self._part = 1.0  # of the device's memory that an estimate may fill
+        self._factors: dict[tuple[Any, ...], float] = {}  # by kind of config, how much more its programs took at least
         self._candidates: list[Candidate] | None = None
         self._unfit = set[int]()  # of the candidates, by number
         self._groups: dict[tuple[Any, ...], bool] = {}  # of candidates alike but for `_AHEAD`: whether the least takes too much
@@ -374,6 +375,7 @@ class Search:
         exact = self.program_that_fits(one.config, one.estimate.tiles)
         if exact is None:
             self.leave_out(one.config, one.estimate.tiles)
+            self._correct(one.estimate)
             self._leave_more_room()
             self.run()
             return None
@@ -386,13 +388,33 @@ class Search:
         self.found = [f for f in self.found if (f.config, f.estimate.tiles) != (config, tiles)]
         self._known[config, tiles] = False
 
+    def _correct(self, of_config: Estimate) -> None:
+        """Learn from a program that takes more of the device than its estimate: others of its kind do, too.
+
+        The least factor that was seen holds for all configs with the same tiers and activations, so that
+        few programs of a kind are built in vain.
+        """
+        exact = self._programs[of_config.config, of_config.tiles]
+        if exact is None:
+            return
+        taken, estimated = exact.needed(of_config)["device"], of_config.needed("device")
+        if taken <= max(estimated, self.limits.device):
+            return
+        kind = _kind(of_config.config)
+        self._factors[kind] = min(taken / estimated, self._factors.get(kind, math.inf))
+        self.found = [f for f in self.found if f.exact is not None or self._has_room(f.estimate)]
+
+    def _has_room(self, of_config: Estimate) -> bool:
+        """Return whether the device has room for a corrected estimate."""
+        factor = self._factors.get(_kind(of_config.config), 1.0)
+        return of_config.needed("device") * factor <= self._part * self.limits.device
+
     def _leave_more_room(self) -> None:
         """Once many programs took more than their estimates, drop configs whose estimates leave less room than before."""
         if self.tally.exact < MOST_EXACT:
             return
         self._part = self._part * 0.9 if self._part > _LEAST_PART else 0.0
-        most = self._part * self.limits.device
-        self.found = [f for f in self.found if f.exact is not None or f.estimate.needed("device") <= most]
+        self.found = [f for f in self.found if f.exact is not None or self._has_room(f.estimate)]
 
     def program_that_fits(self, config: ZeroConfig, tiles: int) -> Exact | None:
         """Return what the program of a config takes if it fits, or None."""
@@ -424,7 +446,7 @@ class Search:
 
     def _fits_by_estimate(self, of_config: Estimate) -> bool:
         fits = self._fits(_sums(of_config.bytes), of_config)
-        return fits and of_config.needed("device") <= self._part * self.limits.device
+        return fits and self._has_room(of_config)
 
     def _note(self, lacks: Sequence[Lack], of_config: Estimate) -> None:
         """Keep what lacks the least."""
@@ -446,6 +468,14 @@ class Search:
         """Return the plainest config that is within `WORTH` of the fastest."""
         near = [f for f in self.found if f.seconds * (1 - WORTH) <= self.found[0].seconds]
         return min(near, key=lambda f: (f.complexity, f.seconds))
+
+
+def _kind(config: ZeroConfig) -> tuple[Any, ...]:
+    """Return the fields on which it depends how far an estimate is from its program."""
+    return (
+        config.stage, config.params, config.grads, config.opt_state, config.activations, config.update, config.update_on,
+        config.delayed_update,
+    )  # fmt: skip
 
 
 def _sums(tiers: Mapping[str, Mapping[str, int]]) -> dict[str, float]:

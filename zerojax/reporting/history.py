@@ -44,6 +44,8 @@ class History:
         self._fd: int | None = None
         self._kept: list[bytes] = []
         self._dropped: list[bytes] = []
+        self._is_changed = False
+        """Whether the lines that are kept differ from those in the file."""
         self._size = 0
         """Bytes of the whole lines in the file."""
         self._pending: list[bytes] = []
@@ -57,9 +59,7 @@ class History:
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Add figures of a step."""
         self._remember(step, figures)
-        values = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        line = json.dumps({"step": step, **values}, allow_nan=False)
-        self._pending.append(line.encode() + b"\n")
+        self._pending.append(_line_of(step, figures))
         self._write_pending()
 
     def close(self, failed: bool) -> None:
@@ -91,8 +91,11 @@ class History:
             elif record.step >= first:
                 self._dropped.append(line)
             else:
-                self._kept.append(line)
                 self._remember(record.step, record.figures)
+                if _has_literals(line, record.figures):
+                    line = _line_of(record.step, record.figures)
+                    self._is_changed = True
+                self._kept.append(line)
                 last = max(last, record.step)
         if damaged:
             logger.warning("%s cannot be read at line %s: moved to %s", self._path, _shown(damaged), DROPPED)
@@ -103,8 +106,11 @@ class History:
         """Take the dropped lines out of the file, and open it."""
         if self._dropped:
             _append(self._dropped_path, self._dropped)
-            replace_file(self._path, self._kept)
             self._dropped.clear()
+            self._is_changed = True
+        if self._is_changed:
+            replace_file(self._path, self._kept)
+            self._is_changed = False
         fd = open_file(self._path, os.O_WRONLY | os.O_CREAT)
         self._fd = fd
         self._kept.clear()
@@ -166,6 +172,17 @@ def _record_of(line: bytes) -> _Record | None:
     except (ValueError, OverflowError):
         return None
     return _Record(step, figures)
+
+
+def _has_literals(line: bytes, figures: Mapping[str, float]) -> bool:
+    """Return whether a line has NaN or an infinity, which strict readers of JSON refuse, where null stands for them."""
+    count = sum(not math.isfinite(value) for value in figures.values())
+    return count != line.count(b"null")
+
+
+def _line_of(step: int, figures: Mapping[str, float]) -> bytes:
+    values = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+    return json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
 
 
 def _figure(field: Field) -> float:

@@ -173,6 +173,7 @@ class Run:
           step: its number, from 1 on; the first one that is given opens the files.
           metrics: as `program.step` returned them.
         """
+        step = whole_number("step", step, 0)
         if self._received:  # what was raised then has been caught by somebody else
             raise SystemExit(128 + self._received[0])
         self._started += 1
@@ -184,7 +185,12 @@ class Run:
             self._begin_profile() if self._started == _PROFILE_AFTER else self._end_profile()
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Take figures that are not of a step, such as {"validation/loss": 2.5}, in a `pause`."""
+        """Take figures that are not of a step, such as {"validation/loss": 2.5}, in a `pause`.
+
+        Raises:
+          ValueError: `step` is no whole number.
+        """
+        step = whole_number("step", step, 0)
         self._record(step, {name: float(value) for name, value in figures.items()})
 
     @contextlib.contextmanager

@@ -92,7 +92,7 @@ def test_bench_io_prints_and_leaves_only_the_settings(tmp_path, capsys, monkeypa
 def test_bench_io_tells_what_is_wrong(tmp_path, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["bench-io", str(tmp_path / "gone")])
-    assert caught.value.code == 1
+    assert caught.value.code == 2
     assert "does not exist" in capsys.readouterr().err
     with SwapFolder(str(tmp_path)), pytest.raises(SystemExit):
         cli.main(["bench-io", str(tmp_path)])
