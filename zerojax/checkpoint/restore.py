@@ -7,7 +7,7 @@ the checkpoint into the swap folder's buffers, and never passes a device. So a p
     saved [L, D_8, F] on 8 devices in float32   ->   box of layer l  ->   here [L, D_4, F] on 4, cast to bfloat16
 
 Frozen weights are never written again. So a record of them that the checkpoint holds in the form that it has here is linked
-into the swap folder, where the two are on one file system: that takes neither room nor time.
+into the swap folder, where the two are on one file system: that takes no room, and nothing is copied.
 
 Nothing of the program's own is touched before the checkpoint was compared with the model, and found whole.
 """
