@@ -29,6 +29,7 @@ from host_offload.disk.saved_records import format_of as format_of
 from host_offload.disk.snapshot import LinkedRecord as LinkedRecord
 from host_offload.disk.snapshot import Snapshot as Snapshot
 from host_offload.disk.snapshot import sync as sync
+from host_offload.disk.store import RecordFile as RecordFile
 from host_offload.disk.store import Store as Store
 from host_offload.disk.store import reserve as reserve
 from host_offload.disk.tensorstore_io import TensorstoreIo as TensorstoreIo

@@ -80,14 +80,31 @@ class SavedStore:
         store: Store, folder: str, names: Sequence[str], starts: Sequence[Sequence[int]], lead: Sequence[int], first: int = 0
     ) -> "SavedStore":
         """Return the metadata of a store whose records are written."""
-        formats = zip(store.format.leaves, store.format.offsets, names, starts, strict=True)
-        leaves = [SavedShard(name, leaf.shape, leaf.dtype, offset, tuple(start)) for leaf, offset, name, start in formats]
         sums = tuple(int(c) for c in store.checksums)
-        return SavedStore(folder, tuple(lead), first, store.num_layers, store.format.padded_bytes, tuple(leaves), sums)
+        return SavedStore.of_format(store.format, folder, names, starts, lead, first, sums)
+
+    @staticmethod
+    def of_format(
+        format: RecordFormat,
+        folder: str,
+        names: Sequence[str],
+        starts: Sequence[Sequence[int]],
+        lead: Sequence[int],
+        first: int,
+        checksums: Sequence[int],
+    ) -> "SavedStore":
+        """Return the metadata of records of a format, one for each of the checksums."""
+        formats = zip(format.leaves, format.offsets, names, starts, strict=True)
+        leaves = tuple(SavedShard(name, leaf.shape, leaf.dtype, offset, tuple(start)) for leaf, offset, name, start in formats)
+        return SavedStore(folder, tuple(lead), first, len(checksums), format.padded_bytes, leaves, tuple(checksums))
 
     def record_file(self, record: int) -> str:
         """Return the file of a record, below the checkpoint; records are counted from `first`."""
         return os.path.join(self.folder, f"c.{record}.0")
+
+    def content(self, record: int) -> tuple[object, ...]:
+        """Return what a record holds: which part of which leaves, and where in the file. Equal ones have files of one form."""
+        return self.leaves, self.lead, self.first + record, self.record_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Return the metadata as JSON can hold them; checksums as hexadecimal digits."""

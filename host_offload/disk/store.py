@@ -11,10 +11,12 @@ stale record can pass its own check.
 """
 
 import contextlib
+import dataclasses
 import errno
 import os
+import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,19 @@ from host_offload.disk.checksum import checksum_of
 from host_offload.disk.errors import ChecksumError, SwapError, explain, of_tensorstore
 from host_offload.disk.record_format import RecordFormat
 from host_offload.disk.regular_file import check_regular, open_regular
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordFile:
+    """A file that holds one record, outside of a store.
+
+    Attributes:
+      path: of the file.
+      checksum: of its bytes.
+    """
+
+    path: str
+    checksum: int
 
 
 class Store:
@@ -79,6 +94,8 @@ class Store:
         self._metadata = dict(metadata or {})
         self._linking = threading.Lock()  # of the next line
         self._linked: set[int] = set()  # records that have another name, under which they must stay as they are
+        self._offered: dict[int, int] = {}  # records that `adopt` replaces, with their checksums
+        self._reserved: list[int] = []  # records whose spare files `reserve_spares` made for the next state
         if not os.path.isdir(folder_path):  # tensorstore would make it, with everybody's rights
             raise explain(FileNotFoundError(errno.ENOENT, ""), doing=f"creating the records of {kind}", file=folder_path)
         try:
@@ -133,19 +150,21 @@ class Store:
     def preallocate(self) -> None:
         """Reserve disk space for every record, so that no write is refused in the middle of a step.
 
-        Records that were written stay as they are. On a file system that cannot reserve, only the free space is checked.
+        Records that were written stay as they are, and a record that was offered needs no space. On a file system that cannot
+        reserve, only the free space is checked.
 
         Raises:
           SwapError: the disk is too small, or failed.
         """
-        size, paths = self.format.padded_bytes, [self.record_path(layer) for layer in range(self.num_layers)]
+        size = self.format.padded_bytes
+        paths = {layer: self.record_path(layer) for layer in range(self.num_layers) if layer not in self._offered}
         try:
-            missing = self._missing_bytes(paths)
+            missing = self._missing_bytes(paths.values())
         except OSError as error:
             raise explain(error, doing=f"looking for room for {self.kind}", file=self.path) from error
         if missing > 0:
             raise self._too_small(missing)
-        for layer, path in enumerate(paths):
+        for layer, path in paths.items():
             try:
                 fd = open_regular(path, os.O_WRONLY | os.O_CREAT)
                 try:
@@ -155,12 +174,13 @@ class Store:
             except OSError as error:
                 # ENOSPC also means that the file system has no inodes left: only missing bytes get the message about bytes.
                 with contextlib.suppress(OSError):  # the first error is told
-                    if error.errno == errno.ENOSPC and (left := self._missing_bytes(paths)) > 0:
+                    if error.errno == errno.ENOSPC and (left := self._missing_bytes(paths.values())) > 0:
                         raise self._too_small(left, path, layer) from error
                 raise explain(error, doing=f"reserving {size} bytes for {self.kind}", file=path, layer=layer) from error
 
-    def _missing_bytes(self, paths: Sequence[str]) -> int:
-        return self.num_bytes - sum(_held_bytes(path) for path in paths) - _free_bytes(self.path)
+    def _missing_bytes(self, paths: Collection[str]) -> int:
+        needed = len(paths) * self.format.padded_bytes
+        return needed - sum(_held_bytes(path) for path in paths) - _free_bytes(self.path)
 
     def link(self, layer: int, target: str) -> None:
         """Give a record a second name, under which it stays as it is: the next write of the record goes to another file.
@@ -194,22 +214,91 @@ class Store:
     def reserve_spares(self) -> None:
         """Reserve space for another state's records, where snapshots or checkpoints still hold those of the last one.
 
+        A record that was offered needs none.
+
         Raises:
-          SwapError: the disk is full, or failed.
+          SwapError: the disk is full, or failed; nothing is reserved.
         """
         with self._linking:
-            made = []
-            for layer in sorted(self._linked):
+            for layer in sorted(self._linked - self._offered.keys()):
                 try:
                     if self._needs_spare(layer):
                         self._make_spare(layer)
-                        made.append(layer)
+                        self._reserved.append(layer)
                 except OSError as error:
-                    for other in made:
-                        with contextlib.suppress(OSError):
-                            os.unlink(self._spare_path(other))
+                    self._remove_reserved()
                     doing = f"reserving {self.format.padded_bytes} bytes for {self.kind}, beside a record that checkpoints hold"
                     raise explain(error, doing=doing, file=self.path, layer=layer) from error
+
+    def offer(self, layer: int, file: RecordFile) -> bool:
+        """Offer a file that holds a record already: `adopt` puts it in the record's place, and no byte is written.
+
+        The file is linked beside the record now, so that its space is certain. It is never written to under this store's
+        names: the next write of the record goes to another file.
+
+        Args:
+          layer: index of the record.
+          file: what the record is to be; no one writes to it again.
+
+        Returns:
+          Whether the file was taken. It is not where it is on another file system, cannot be linked, or is no regular file of
+          the record's size; nor where records are written more than once, since each write would need another file.
+        """
+        if not self.written_once:
+            return False
+        offered = self._offered_path(layer)
+        with self._linking:
+            try:
+                os.link(file.path, offered)
+                status = os.lstat(offered)
+            except OSError:
+                return False
+            if not stat.S_ISREG(status.st_mode) or status.st_size != self.format.padded_bytes:
+                os.unlink(offered)
+                return False
+            self._offered[layer] = file.checksum
+        return True
+
+    def adopt(self) -> set[int]:
+        """Put the offered files in the place of their records, and return these records' indices.
+
+        Raises:
+          SwapError: a file could not be renamed; its record holds what it held.
+        """
+        adopted = set(self._offered)
+        with self._linking:
+            for layer in sorted(adopted):
+                offered, path = self._offered_path(layer), self.record_path(layer)
+                try:
+                    os.replace(offered, path)
+                except OSError as error:
+                    raise explain(error, doing=f"linking {self.kind}", file=path, layer=layer) from error
+                for left in (offered, self._spare_path(layer)):
+                    # A rename between two names of one file leaves both. A spare file may be there from the last state.
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(left)
+                self._linked.add(layer)
+                self.end_write(layer, self._offered.pop(layer))
+            self._reserved = []  # what was reserved is the new state's
+        return adopted
+
+    def give_back(self) -> None:
+        """Undo each `offer` and `reserve_spares` since the last `adopt`: no new state is made, and its space is free again."""
+        with self._linking:
+            self._remove_reserved()
+            for layer in self._offered:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._offered_path(layer))
+            self._offered.clear()
+
+    def _remove_reserved(self) -> None:
+        for layer in self._reserved:
+            with contextlib.suppress(OSError):
+                os.unlink(self._spare_path(layer))
+        self._reserved = []
+
+    def _offered_path(self, layer: int) -> str:
+        return os.path.join(self.path, f"offered.{layer}")
 
     def unlink(self, layer: int, target: str) -> None:
         """Remove the second name of a record; if it was not written since, and has no third, its file is written to again."""

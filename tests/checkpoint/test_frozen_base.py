@@ -1,5 +1,6 @@
 """Frozen weights in checkpoints: written once and linked after, restored and imported bit for bit into every tier."""
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -14,6 +15,7 @@ import pytest
 import toys
 
 import zerojax as zj
+from host_offload.disk import SwapError
 from zerojax.checkpoint import DamagedError, inspect
 
 FROZEN = {"embed": {"table": True, "odd": False}, "block": {"w1": True, "b1": True, "w2": False, "scale": False, "gate": False}}
@@ -142,10 +144,62 @@ def full(fd, offset, size):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def held_bytes(folder):
+def held_bytes(folder, pattern="*"):
     """Return the bytes that the files of a folder take on the disk, each file once."""
-    files = {(found := file.stat()).st_ino: found.st_blocks for file in folder.rglob("*") if file.is_file()}
+    files = {(found := file.stat()).st_ino: found.st_blocks for file in folder.rglob(pattern) if file.is_file()}
     return 512 * sum(files.values())
+
+
+def test_a_base_on_disk_is_linked_from_its_checkpoint_and_outlives_a_new_state_without_room(tmp_path):
+    (swap := tmp_path / "swap").mkdir()
+    first, second = toys.batches(2)
+    with build(tmp_path, tx=optax.sgd(1e-2), frozen=DISK) as program, zj.Checkpointer(tmp_path / "run") as ckpt:
+        state, _ = program.step(program.init(jax.random.key(0)), first)
+        ckpt.save(program, state)
+        ckpt.wait()
+        before = held_bytes(swap)
+        with no_room() as patch:
+            with pytest.raises(SwapError, match=r"beside a record that checkpoints hold.*ENOSPC"):
+                program.init(jax.random.key(1))
+            patch.setattr(os, "link", other_file_system)
+            with pytest.raises(SwapError, match=r"beside a record that checkpoints hold.*ENOSPC"):
+                ckpt.restore(program)
+        assert held_bytes(swap) == before
+        state, metrics = program.step(state, second)  # the last state is still there
+        expected = float(metrics["loss"]), weights(program, state)
+        records = {path.stat().st_ino: path.read_bytes() for path in files(tmp_path / "run/1", "disk.frozen").values()}
+        with no_room():
+            state = ckpt.restore(program)
+        assert {path.stat().st_ino for path in swap.rglob("c.*.0")} == records.keys()
+        saved = weights(program, state)
+        state, metrics = program.step(state, second)
+        assert float(metrics["loss"]) == expected[0]
+        assert_same(weights(program, state), expected[1])
+        program.init(jax.random.key(1))  # there is room: its base is written to other files
+        program.swap.engine.flush()
+        assert not {path.stat().st_ino for path in swap.rglob("c.*.0")} & records.keys()
+        again = files(tmp_path / "run/1", "disk.frozen").values()
+        assert {path.stat().st_ino: path.read_bytes() for path in again} == records
+    before = held_bytes(tmp_path, "c.*.0")
+    with build(tmp_path, tx=optax.sgd(1e-2), frozen=DISK) as program, zj.Checkpointer(tmp_path / "run") as ckpt:
+        with no_room():
+            state = ckpt.restore(program)
+        assert {path.stat().st_ino for path in swap.rglob("c.*.0")} == records.keys()
+        assert held_bytes(tmp_path, "c.*.0") == before > 0
+        assert_same(weights(program, state), saved)
+
+
+@contextlib.contextmanager
+def no_room():
+    """Let no file reserve room, on a disk that has none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr("host_offload.disk.store._free_bytes", lambda path: 0)
+        yield patch
+
+
+def other_file_system(source, target):
+    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
 
 @pytest.mark.exhaustive

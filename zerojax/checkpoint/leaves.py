@@ -83,6 +83,11 @@ class StateLeaf:
         """Whether it is saved in the manifest."""
         return not (self.mirrors or any(self.spec)) and math.prod(self.shape) <= INLINE_ELEMENTS
 
+    @property
+    def first_record(self) -> int:
+        """Number of its first record outside of a Split's first part, which is a stack of its own."""
+        return self.first * math.prod(self.shape[1 : self.lead])
+
     def record(self, mesh: jax.sharding.Mesh) -> RecordSpec:
         """Return how one record of it rests in arrays."""
         return RecordSpec(mesh, self.spec[self.lead :], self.tier)

@@ -6,6 +6,9 @@ the checkpoint into the swap folder's buffers, and never passes a device. So a p
 
     saved [L, D_8, F] on 8 devices in float32   ->   box of layer l  ->   here [L, D_4, F] on 4, cast to bfloat16
 
+Frozen weights are never written again. So a record of them that the checkpoint holds in the form that it has here is linked
+into the swap folder, where the two are on one file system: that takes no room, and nothing is copied.
+
 Nothing of the program's own is touched before the checkpoint was compared with the model, and found whole.
 """
 
@@ -19,14 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from host_offload.disk import Box
-from host_offload.engine import DiskRecords
+from host_offload.disk import Box, RecordFile, SavedStore
+from host_offload.engine import DiskRecords, Engine
 from zerojax.checkpoint.errors import CheckpointError, DamagedError
 from zerojax.checkpoint.leaves import StateLeaf, state_arrays
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.checkpoint.source import LeafSource, find_sources
 from zerojax.progress import Advance, working
-from zerojax.runtime import AllProcesses, SwapSession
+from zerojax.runtime import AllProcesses, RecordKey, SwapSession
 from zerojax.sharding import explicit, named
 from zerojax.state import Layout, OnDisk, Split, TrainState, allocate_all, as_leaves, is_away
 
@@ -73,15 +76,16 @@ class Restoring:
         what = "restore" if saved.has_opt_state else "import"
         with self._calling(), jax.set_mesh(self.layout.mesh):
             swap = self._swap
+            linked: frozenset[RecordKey] = frozenset()
             if swap is not None:
-                swap.open()
+                linked = swap.open(self._frozen_files(swap, sources, saved))
                 # From here on what the program has on disk is overwritten, so this comes after all checks of the checkpoint.
                 swap.begin((), (), name="restore")
             arrays: list[Any] = []
             # Its programs let no process wait for another, so that one that fails to read is heard of here.
             self._together.do(lambda: arrays.extend(self._arrays(sources, what)))
             if swap is not None:
-                self._together.do(lambda: self._fill_disk(swap, sources, what))
+                self._together.do(lambda: self._fill_disk(swap, sources, linked, what))
                 swap.finish()
                 # The number says that this state is the one on disk, which is true only now.
                 arrays = [self._numbered(array, swap.generation) for array in arrays]
@@ -146,38 +150,64 @@ class Restoring:
 
     # --- the disk ----------------------------------------------------------------------------------------------------------
 
-    def _fill_disk(self, swap: SwapSession, sources: Sequence[LeafSource], what: str) -> None:
-        """Fill the swap folder's records in the engine's buffers, a record after the other."""
-        kinds: dict[str, tuple[DiskRecords, list[LeafSource]]] = {}
-        for source in sources:
-            if (records := source.leaf.disk_records) is not None:
-                kinds.setdefault(records.kind, (records, []))[1].append(source)
+    def _frozen_files(self, swap: SwapSession, sources: Sequence[LeafSource], saved: SavedState) -> dict[RecordKey, RecordFile]:
+        """Return the checkpoint's files that are what records of frozen weights are here, byte for byte."""
+        if not saved.has_opt_state:  # an import, which has no records
+            return {}
+        there = {store.content(record): (store, record, path) for store, record, path in saved.records.files()}
+        files: dict[RecordKey, RecordFile] = {}
+        for records, members in _on_disk(sources):
+            if not records.written_once or any(source.is_converted for source in members):
+                continue
+            for rank in swap.disk.ranks():
+                here = self._described(records, [source.leaf for source in members], rank)
+                for number in range(records.num_layers):
+                    store, record, path = there.get(here.content(number), (None, 0, ""))
+                    if store is not None and store.checksums[record]:
+                        files[records.kind, rank, number] = RecordFile(path, store.checksums[record])
+        return files
+
+    def _described(self, records: DiskRecords, leaves: Sequence[StateLeaf], rank: int) -> SavedStore:
+        """Return what a save would say of a device's records of one kind."""
+        mesh, first = self.layout.mesh, leaves[0]
+        device = mesh.devices.flat[rank]
+        starts = [[start for start, _ in _box_on(leaf.record(mesh).sharding, leaf, device)] for leaf in leaves]
+        names, lead = [leaf.name for leaf in leaves], first.shape[: first.lead]
+        unknown = (0,) * records.num_layers
+        return SavedStore.of_format(records.format, records.kind, names, starts, lead, first.first_record, unknown)
+
+    def _fill_disk(self, swap: SwapSession, sources: Sequence[LeafSource], linked: frozenset[RecordKey], what: str) -> None:
+        """Fill the swap folder's records in the engine's buffers, a record after the other; linked ones are full."""
+        kinds = _on_disk(sources)
         engine, ranks = swap.engine, swap.disk.ranks()
-        total = len(ranks) * sum(records.num_layers for records, _ in kinds.values())
+        total = len(ranks) * sum(records.num_layers for records, _ in kinds)
         with working(what, total) as advance:
-            for records, members in kinds.values():
-                self._fill_kind(engine, ranks, records, members, advance)
+            for records, members in kinds:
+                self._fill_kind(engine, ranks, records, members, linked, advance)
             # Buffers are written in the background; the disk holds the state only after this.
             engine.flush()
 
     def _fill_kind(
-        self, engine: Any, ranks: Sequence[int], records: DiskRecords, members: list[LeafSource], advance: Advance
+        self,
+        engine: Engine,
+        ranks: Sequence[int],
+        records: DiskRecords,
+        members: Sequence[LeafSource],
+        linked: frozenset[RecordKey],
+        advance: Advance,
     ) -> None:
-        """Fill the records of one kind, whose leaves are `members`; `advance` is told of each."""
-        # The views of a buffer come in the order of the record's leaves.
-        members.sort(key=lambda source: source.leaf.disk_leaf)
+        """Fill the records of one kind, whose leaves are `members`, in this order; `advance` counts each."""
         leaf = members[0].leaf
-        dims = _dims(leaf)
-        # The records before these are layers of a Split's first part, which is no record on disk.
-        first = leaf.first * int(np.prod(dims[1:]))
+        dims, first = _dims(leaf), leaf.first_record
         for rank in ranks:
             device = self.layout.mesh.devices.flat[rank]
             boxes = [_box_on(s.leaf.record(self.layout.mesh).sharding, s.leaf, device) for s in members]
             for number in range(records.num_layers):
-                index = np.unravel_index(first + number, dims) if dims else ()
-                with engine.borrow(records.kind, rank, number, "write") as views:
-                    for source, view, box in zip(members, views, boxes, strict=True):
-                        source.fill(tuple((int(i), int(i) + 1) for i in index) + box, view)
+                if (records.kind, rank, number) not in linked:
+                    index = np.unravel_index(first + number, dims) if dims else ()
+                    with engine.borrow(records.kind, rank, number, "write") as views:
+                        for source, view, box in zip(members, views, boxes, strict=True):
+                            source.fill(tuple((int(i), int(i) + 1) for i in index) + box, view)
                 advance(1)
 
     def _numbered(self, array: Any, generation: int) -> Any:
@@ -189,6 +219,15 @@ class Restoring:
         token = array.token
         number = np.full(1, generation, np.int32)
         return dataclasses.replace(array, token=jax.make_array_from_callback(token.shape, token.sharding, lambda _: number))
+
+
+def _on_disk(sources: Sequence[LeafSource]) -> list[tuple[DiskRecords, list[LeafSource]]]:
+    """Return each kind of records on disk, with its leaves in the order in which a record holds them."""
+    kinds: dict[str, tuple[DiskRecords, list[LeafSource]]] = {}
+    for source in sorted(sources, key=lambda source: source.leaf.disk_leaf):
+        if (records := source.leaf.disk_records) is not None:
+            kinds.setdefault(records.kind, (records, []))[1].append(source)
+    return list(kinds.values())
 
 
 def filler(mesh: Mesh, leaves: Sequence[StateLeaf], arrays: Sequence[Sequence[Any]], on_device: bool) -> Any:

@@ -114,7 +114,7 @@ class SavedBase:
             return
         for store in self._saved.records.stores:
             if {leaf.name for leaf in store.leaves} <= set(names):
-                self._records |= {_key(store, number): (store, number) for number in range(store.num_records)}
+                self._records |= {store.content(number): (store, number) for number in range(store.num_records)}
 
     def link(self, store: SavedStore, number: int, checksum: int, target: str) -> bool:
         """Give an earlier record a second name, if it is this one; returns whether it did.
@@ -125,7 +125,7 @@ class SavedBase:
           checksum: of what it holds now.
           target: the second name.
         """
-        if self._saved is None or (found := self._records.get(_key(store, number))) is None:
+        if self._saved is None or (found := self._records.get(store.content(number))) is None:
             return False
         saved_store, saved_number = found
         if saved_store.checksums[saved_number] != checksum:
@@ -141,11 +141,6 @@ class SavedBase:
         """Close the earlier checkpoint's files."""
         if self._saved is not None:
             self._saved.close()
-
-
-def _key(store: SavedStore, number: int) -> tuple[object, ...]:
-    """Return what a record holds: which part of which leaves, and where in the file."""
-    return store.leaves, store.lead, store.first + number, store.record_bytes
 
 
 class Saving:
@@ -305,11 +300,9 @@ class Saving:
             is_first |= next(d for d in mesh.devices.flat if indices[d] == index) == device
         if not is_first:
             return None
-        lead, scale = leaves[0].lead, math.prod(leaves[0].shape[1 : leaves[0].lead])
         folder = os.path.join(f"disk.{records.kind}", str(store.rank))
         names = [leaf.name for leaf in leaves]
-        # A Split's first part is in memory, and a stack of its own: the records on disk are numbered from its end on.
-        return SavedStore.of(store, folder, names, starts, leaves[0].shape[:lead], leaves[0].first * scale)
+        return SavedStore.of(store, folder, names, starts, leaves[0].shape[: leaves[0].lead], leaves[0].first_record)
 
     # --- beside the next steps ---------------------------------------------------------------------------------------------
 

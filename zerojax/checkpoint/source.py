@@ -51,6 +51,11 @@ class LeafSource:
     tiles: Retiled | None = None
     blocks: Reblocked | None = None
 
+    @property
+    def is_converted(self) -> bool:
+        """Whether what is read is not the saved leaf as it is: a value, other tiles, or other blocks."""
+        return self.value is not None or self.tiles is not None or self.blocks is not None
+
     def fill(self, box: Box, out: np.ndarray) -> None:
         """Fill `out` with a part of the leaf; its shape may lack the box's leading dims of 1.
 

@@ -10,4 +10,5 @@ from zerojax.runtime.peers import peers_of as peers_of
 from zerojax.runtime.preemption import Preemption as Preemption
 from zerojax.runtime.processes import AllProcesses as AllProcesses
 from zerojax.runtime.processes import BackgroundBarrier as BackgroundBarrier
+from zerojax.runtime.swap import RecordKey as RecordKey
 from zerojax.runtime.swap import SwapSession as SwapSession

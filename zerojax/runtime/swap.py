@@ -13,7 +13,8 @@ records that live inside a step with the first batch of a shape (`begin`). Which
 
 "back" is the state in which the program began. A call that raises changes no state, but for these:
 
-    a claim that fails closes the session, and an open that fails leaves it CLAIMED;
+    a claim that fails closes the session, and an open that fails leaves it CLAIMED, unless it found no room beside the last
+    state: that one is still there then;
     an error of the engine, whichever call finds it, makes the state LOST.
 
 An exception may leave a program in the middle. Every call but claim, finish and trace ends it first. If it was a step, the
@@ -52,7 +53,7 @@ from typing import Any
 import jax
 
 from host_offload.device import available_bytes
-from host_offload.disk import DirectIo, Snapshot, Store, SwapError, SwapFolder, TensorstoreIo, explain, tune
+from host_offload.disk import DirectIo, RecordFile, Snapshot, Store, SwapError, SwapFolder, TensorstoreIo, explain, tune
 from host_offload.engine import DiskRecords, Engine
 from host_offload.schedule import Move
 from host_offload.trace import Recorder, Span, check_path
@@ -61,6 +62,10 @@ from zerojax.runtime.processes import AllProcesses
 from zerojax.state import DiskLayout, OnDisk
 
 logger = logging.getLogger("zerojax")
+
+
+RecordKey = tuple[str, int, int]
+"""A record on disk: its kind, the index of its device, and its layer."""
 
 
 class SwapState(enum.Enum):
@@ -182,34 +187,70 @@ class SwapSession:
         io = DirectIo(settings) if self.config.io == "direct" else TensorstoreIo(settings)
         self.swap.engine = Engine(io, self.config.prefetch_distance, pin, copies)
 
-    def open(self) -> None:
+    def open(self, files: Mapping[RecordKey, RecordFile] | None = None) -> frozenset[RecordKey]:
         """Make files and buffers for what was declared; a second time it starts anew.
 
+        Args:
+          files: files that hold records of the new state already, such as a checkpoint's. They are linked where possible.
+
+        Returns:
+          The records that were linked: they are written.
+
         Raises:
-          SwapError: the disk is too small, or as `claim`.
+          SwapError: the disk is too small, or as `claim`. Where a new state's records find no room beside those that
+            checkpoints hold, the last state stays the one on disk.
         """
+        files = files or {}
         self.claim()
         self._end_last()
+        self._wait_for_snapshots()
+        try:
+            self._processes.do(_unbroken(lambda: self._make_room(files)))
+        except BaseException:
+            _unbroken(self._give_room_back)()
+            raise
         # Drawn at random, or a state of another program that made as many would have the same number.
         # At most 2^30, which leaves the i32 of a token room to count as many steps.
         self.swap.generation = self._processes.least(1 + secrets.randbelow(1 << 30))
         # The state that was on disk is gone from here on, even if what follows fails.
         self._state = SwapState.CLAIMED
-        self._wait_for_snapshots()
-        self._processes.do(_unbroken(self._renew))
+        linked: set[RecordKey] = set()
+        self._processes.do(_unbroken(lambda: linked.update(self._renew(files))))
         self._advance("open")
         logger.info(
             "nvme tier: %.2f GiB in %s, %.1f MiB of buffers", self.disk.num_bytes / 2**30, self.config.swap_dir,
             self.engine.buffer_bytes / 2**20,
         )  # fmt: skip
+        return frozenset(linked)
 
     def _wait_for_snapshots(self) -> None:
         """Wait until what is being saved in the background has left the folder."""
         for snapshot in self._snapshots:
             snapshot.wait()
 
-    def _renew(self) -> None:
-        """Make ready the files for a new state: those of the last one, unless some may be missing."""
+    def _stores(self) -> list[Store]:
+        """Return the stores of a state that have files."""
+        kinds = [records.kind for records in self._files_of.values() if records.lifetime == "state"]
+        return [self.engine.store_of(kind, rank) for kind in kinds for rank in self.disk.ranks()]
+
+    def _make_room(self, files: Mapping[RecordKey, RecordFile]) -> None:
+        """Find room for a new state beside what checkpoints hold of the last one, which stays as it is."""
+        assert self._folder is not None
+        # Then the last state is lost already, and all files are made anew.
+        if self.engine.failed or not os.path.isdir(self._folder.path):
+            return
+        self._give_room_back()  # of an attempt that was interrupted
+        for store in self._stores():
+            _offer(store, files)
+            store.reserve_spares()
+
+    def _give_room_back(self) -> None:
+        """Give back the room for a state that is not made."""
+        for store in self._stores():
+            store.give_back()
+
+    def _renew(self, files: Mapping[RecordKey, RecordFile]) -> set[RecordKey]:
+        """Make ready the files for a new state, those of the last one unless some may be missing; return what was linked."""
         assert self._folder is not None
         has_failed = self.engine.failed  # perhaps at a write that ended after the last call
         self.engine.reset()
@@ -221,14 +262,11 @@ class SwapSession:
             self._folder.renew()
         # Those of a step are made by `begin`: activations have their shapes from a batch.
         of_state = [records for records in self.disk.kinds.values() if records.lifetime == "state"]
-        self._make_files(of_state)
-        # Frozen weights of the last state may be linked into checkpoints. Room is found now, and not in the middle of an init.
-        for records in of_state:
-            for rank in self.disk.ranks():
-                self.engine.store_of(records.kind, rank).reserve_spares()
+        self._make_files(of_state, files)
+        return {(store.kind, store.rank, layer) for store in self._stores() for layer in store.adopt()}
 
-    def _make_files(self, kinds: Sequence[DiskRecords]) -> None:
-        """Make files and buffers of kinds that have none, or those of another batch."""
+    def _make_files(self, kinds: Sequence[DiskRecords], files: Mapping[RecordKey, RecordFile] | None = None) -> None:
+        """Make files and buffers of kinds that have none, or those of another batch; `files` need no room."""
         assert self._folder is not None
         missing = [records for records in kinds if not records.has_files_of(self._files_of.get(records.kind))]
         if not missing:  # of all steps but the first of a shape: how much memory is left need not be asked
@@ -254,6 +292,7 @@ class SwapSession:
                     self._folder.path, records.kind, rank, records.num_layers, records.format, metadata,
                     written_once=records.written_once,
                 )  # fmt: skip
+                _offer(store, files or {})
                 store.preallocate()
                 up, down = records.slots
                 shared = self.disk.shared_bytes(records)
@@ -452,6 +491,14 @@ class SwapSession:
             folder, self._folder = self._folder, None
             if folder is not None:
                 folder.close()
+
+
+def _offer(store: Store, files: Mapping[RecordKey, RecordFile]) -> None:
+    """Offer a store those of some files that hold its records."""
+    for layer in range(store.num_layers):
+        file = files.get((store.kind, store.rank, layer))
+        if file is not None:
+            store.offer(layer, file)
 
 
 def _unbroken(work: Callable[[], None]) -> Callable[[], None]:

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from open_files import descriptors
 
 from host_offload.disk import store as store_module
+from host_offload.disk.checksum import checksum_of
 from host_offload.disk.errors import SwapError, explain, of_tensorstore
 from host_offload.disk.folder import SwapFolder
 from host_offload.disk.record_format import BLOCK_BYTES, LEAF_BYTES, LeafFormat, RecordFormat
-from host_offload.disk.store import Store
+from host_offload.disk.store import RecordFile, Store
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 TWO = RecordFormat((LeafFormat("w", (3, 5), "bfloat16"), LeafFormat("step", (), "int32")))
@@ -248,9 +249,13 @@ def test_a_store_in_a_folder_that_was_removed_is_an_error(tmp_path):
 # --- second names ----------------------------------------------------------------------------------------------------------
 
 
+def new(folder, **options):
+    return Store(folder.path, "frozen", 0, 2, RecordFormat((LeafFormat("w", (96 << 10,), "uint8"),)), **options)
+
+
 def written(folder, **options):
     """Return a store of two records of 96 KiB, of which record `n` is filled with n + 1."""
-    store = Store(folder.path, "frozen", 0, 2, RecordFormat((LeafFormat("w", (96 << 10,), "uint8"),)), **options)
+    store = new(folder, **options)
     store.preallocate()
     for layer in range(2):
         write(store, layer, layer + 1)
@@ -264,6 +269,10 @@ def write(store, layer, value):
     with open(store.record_path(layer), "r+b") as file:
         file.write(record.tobytes())
     store.end_write(layer, 1)
+
+
+def full(fd, offset, size):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def held_bytes(path):
@@ -289,10 +298,6 @@ def test_a_linked_record_takes_a_spare_file_unless_it_is_written_once(folder, wr
 
 def test_a_full_disk_links_what_is_written_once_and_refuses_a_new_state(folder, monkeypatch):
     store = written(folder, written_once=True)
-
-    def full(fd, offset, size):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     kept = [os.path.join(folder.path, f"kept-{layer}") for layer in range(2)]
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
@@ -311,6 +316,80 @@ def test_a_full_disk_links_what_is_written_once_and_refuses_a_new_state(folder, 
     write(store, 0, 9)
     assert set(pathlib.Path(kept[0]).read_bytes()) == {1}
     assert [set(pathlib.Path(store.record_path(n)).read_bytes()) for n in range(2)] == [{9}, {9}]
+
+
+def other_files(folder, store):
+    """Return a file for each record of a store, as a checkpoint has them: record `n` is filled with n + 5."""
+    paths = [pathlib.Path(folder.path, f"checkpoint-{layer}") for layer in range(store.num_layers)]
+    for layer, path in enumerate(paths):
+        path.write_bytes(bytes([layer + 5]) * store.format.padded_bytes)
+    return [RecordFile(str(path), checksum_of(np.frombuffer(path.read_bytes(), np.uint8))) for path in paths]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_an_offered_file_becomes_the_record_without_room_and_is_never_written_to(folder, monkeypatch, is_new):
+    store = new(folder, written_once=True) if is_new else written(folder, written_once=True)
+    files = other_files(folder, store)
+    before = held_bytes(folder.path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr("host_offload.disk.store._free_bytes", lambda path: 0)
+        assert all(store.offer(layer, file) for layer, file in enumerate(files))
+        store.preallocate()
+        store.reserve_spares()
+        assert store.adopt() == {0, 1}
+    assert held_bytes(folder.path) == before - (0 if is_new else store.num_bytes)
+    assert sorted(os.listdir(store.path)) == ["c.0.0", "c.1.0", "zarr.json"]
+    for layer, file in enumerate(files):
+        assert os.path.samefile(file.path, store.record_path(layer))
+        store.require(layer)
+        store.verify(layer, np.fromfile(file.path, np.uint8))
+        assert store.offer(layer, file)  # once more: it is the record already
+    assert store.adopt() == {0, 1}
+    assert sorted(os.listdir(store.path)) == ["c.0.0", "c.1.0", "zarr.json"]
+    store.reserve_spares()  # another state
+    assert held_bytes(folder.path) == before + (store.num_bytes if is_new else 0)
+    for layer in range(2):
+        write(store, layer, 9)
+    assert [set(pathlib.Path(file.path).read_bytes()) for file in files] == [{5}, {6}]
+    assert [set(pathlib.Path(store.record_path(layer)).read_bytes()) for layer in range(2)] == [{9}, {9}]
+
+
+def test_what_was_offered_and_reserved_is_given_back(folder):
+    store = written(folder, written_once=True)
+    store.link(1, os.path.join(folder.path, "kept"))
+    files = other_files(folder, store)
+    before = held_bytes(folder.path)
+    assert store.offer(0, files[0])
+    store.reserve_spares()
+    assert held_bytes(folder.path) == before + store.format.padded_bytes
+    store.give_back()
+    assert store.adopt() == set()
+    assert held_bytes(folder.path) == before
+    assert sorted(os.listdir(store.path)) == ["c.0.0", "c.1.0", "zarr.json"]
+    assert [set(pathlib.Path(store.record_path(layer)).read_bytes()) for layer in range(2)] == [{1}, {2}]
+
+
+@pytest.mark.parametrize("what", ["short", "link", "missing", "other file system", "written often"])
+def test_a_file_that_cannot_be_a_record_is_not_taken(folder, monkeypatch, what):
+    store = written(folder, written_once=what != "written often")
+    file = other_files(folder, store)[0]
+    if what == "short":
+        os.truncate(file.path, 4096)
+    if what in ("link", "missing"):
+        os.rename(file.path, f"{file.path}.moved")
+    if what == "link":
+        os.symlink(f"{file.path}.moved", file.path)
+    if what == "other file system":
+        monkeypatch.setattr(os, "link", other_file_system)
+    assert not store.offer(0, file)
+    assert store.adopt() == set()
+    assert set(pathlib.Path(store.record_path(0)).read_bytes()) == {1}
+    assert sorted(os.listdir(store.path)) == ["c.0.0", "c.1.0", "zarr.json"]
+
+
+def other_file_system(source, target):
+    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
 
 # --- swap folders ----------------------------------------------------------------------------------------------------------
