@@ -21,10 +21,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax.data.conversations import Conversation, Messages, has_parts, joined, merged, shortened
+from zerojax.data.contents import ContentForms, Tools
+from zerojax.data.conversations import Conversation, Messages, joined, shortened, text_of
 from zerojax.data.cpu_limit import CpuLimit, OverrunError
+from zerojax.data.template_errors import ContextError, EndlessError, TemplateError
 
-Tools = Sequence[Mapping[str, Any]] | None
 RENDER_SECONDS = 5.0
 """Processor time in which one conversation is rendered."""
 LEAST_BOUND = 2**20
@@ -33,18 +34,6 @@ GROWTH = 64
 """Characters that a conversation may render to for each of its own."""
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _LOST_KEYS = ("tool_calls", "function_call", "refusal")  # parts of an answer, beside its content
-
-
-class TemplateError(ValueError):
-    """The chat template failed on a conversation."""
-
-
-class EndlessError(TemplateError):
-    """The chat template does not end, or writes without end."""
-
-
-class ContextError(ValueError):
-    """The chat template writes messages in another way when more follows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +90,7 @@ class Template:
         if not all(isinstance(source, str) for source in sources):
             raise ValueError(f"the tokenizer's chat template is no text: {shortened(templates)}")
         self._tokenizer, self._options, self._limit = tokenizer, dict(options), limit
+        self._forms = ContentForms(self.render)
         self._check_options(sources)
 
     def _check_options(self, sources: Sequence[str]) -> None:
@@ -178,9 +168,16 @@ class Template:
         messages = conversation.messages
         if conversation.has_calls and not self._takes_objects(conversation):
             messages = conversation.texts
-        if has_parts(messages) and not self._takes_parts(messages, tools):
-            messages = joined(messages)
+        messages, lost = self._forms.fit(messages, tools, source)
+        for i in conversation.answers:
+            message = messages[i]
+            if message["role"] in lost and not message.get("tool_calls") and text_of(message).strip():
+                raise lost_answer(i)
         return messages
+
+    def with_contents(self, messages: Messages, tools: Tools) -> Messages:
+        """Return messages with contents in the form that the template writes."""
+        return self._forms.fit(messages, tools, self.source(tools))[0]
 
     def _takes_objects(self, conversation: Conversation) -> bool:
         """Return whether the template writes arguments that are objects as JSON, and not as Python would, or not at all."""
@@ -203,20 +200,6 @@ class Template:
             return True
         other = self.render(texts, tools)
         return all(text in other for text in as_python)
-
-    def _takes_parts(self, messages: Messages, tools: Tools) -> bool:
-        """Return whether the template writes a part as it writes a text."""
-        texts, parts = joined(messages), merged(messages)
-        try:
-            as_text = self.render(texts, tools)
-        except EndlessError:
-            raise
-        except TemplateError:  # it wants parts alone, if anything
-            return True
-        try:
-            return self.render(parts, tools) == as_text
-        except TemplateError:
-            return False
 
     def rendered(self, messages: Messages, tools: Tools, answers: Sequence[int]) -> Rendered:
         """Return a conversation and those of its messages that are answers, between prefixes.
@@ -261,6 +244,15 @@ class Template:
         part = self.render(messages[:count], tools)
         _check_prefix(part, whole, f"messages 0 to {count - 1}")
         return len(part)
+
+
+def lost_answer(i: int) -> ValueError:
+    """Return the error about an answer whose text is not in the rendering."""
+    return ValueError(
+        f"message {i}, an answer: the chat template does not write its text, neither from a text nor from a list of parts, so "
+        "the model would learn to say nothing: take a template that writes `content` for this role, or leave out the answer "
+        '("weight": 0)'
+    )
 
 
 def _check_prefix(part: str, whole: str, what: str) -> None:

@@ -52,12 +52,9 @@ def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
     Raises:
       ValueError: it does not have the form, with the message and the key.
     """
-    if not _is_list_of_objects(messages):
-        raise ValueError(f"messages must be a list of objects with 'role' and 'content', got {shortened(messages)}")
+    _check_messages(messages)
     as_objects, as_texts, weights = [], [], []
     for i, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"message {i} has the keys {sorted(message)}, and 'role' and 'content' are needed")
         check_json(message, f"message {i}")
         weights.append(_weight(message, f"message {i}"))
         kept = {key: value for key, value in message.items() if key != "weight" and value is not None}
@@ -72,6 +69,27 @@ def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
     if not counted:
         raise ValueError("no token counts in the loss: every answer has the weight 0")
     return Conversation(as_objects, as_texts, counted, len(counted) < len(answers), _tools(tools))
+
+
+def check_contents(messages: Any) -> None:
+    """Check that messages have roles, and contents of the form.
+
+    Raises:
+      ValueError: they do not, with the message.
+    """
+    _check_messages(messages)
+    for i, message in enumerate(messages):
+        if message.get("content") is not None:
+            _check_content(message, f"message {i}")
+
+
+def _check_messages(messages: Any) -> None:
+    """Check that messages are objects with roles."""
+    if not _is_list_of_objects(messages):
+        raise ValueError(f"messages must be a list of objects with 'role' and 'content', got {shortened(messages)}")
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"message {i} has the keys {sorted(map(str, message))}, and 'role' and 'content' are needed")
 
 
 def _is_list_of_objects(value: Any) -> bool:
@@ -147,10 +165,15 @@ def merged(messages: Messages) -> Messages:
 
 def text_of(message: Message) -> str:
     """Return the content of a message as a text; empty if there is none, or if it is an object."""
+    return "\n".join(texts_of(message))
+
+
+def texts_of(message: Message) -> list[str]:
+    """Return the texts of a message's parts, or its content if that is a text."""
     content = message.get("content")
     if isinstance(content, list | tuple):
-        return "\n".join(part["text"] for part in content)
-    return content if isinstance(content, str) else ""
+        return [part["text"] for part in content]
+    return [content] if isinstance(content, str) else []
 
 
 def _weight(message: Message, place: str) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerojax.data.chat import RENDER_SECONDS, Template
-from zerojax.data.conversations import Messages
+from zerojax.data.conversations import Messages, check_contents
 from zerojax.data.cpu_limit import CpuLimit
 
 
@@ -19,13 +19,15 @@ def prompt_tokens(
 
     Args:
       tokenizer: of transformers, with a chat template.
-      messages: of which the last one is to be answered, with contents that are texts.
+      messages: of which the last one is to be answered, with contents that are texts or lists of parts that are text.
       tools: given to the template.
       template_options: given to the template by name; the same as for `tokenize`.
 
     Raises:
-      ValueError: the tokenizer has no chat template, or the template fails, or does not end.
+      ValueError: messages of another form; or the tokenizer has no chat template, or the template fails, or does not end.
     """
+    check_contents(messages)
     with CpuLimit(RENDER_SECONDS) as limit:
-        text = Template(tokenizer, template_options or {}, limit).render(messages, tools, prompt=True)
+        template = Template(tokenizer, {} if template_options is None else template_options, limit)
+        text = template.render(template.with_contents(messages, tools), tools, prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
