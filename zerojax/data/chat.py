@@ -17,6 +17,7 @@ A template is a program that came with the model. What it renders is limited in 
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +33,8 @@ LEAST_BOUND = 2**20
 """Characters that any conversation may render to."""
 GROWTH = 64
 """Characters that a conversation may render to for each of its own."""
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TAKEN = ("self", "messages", "conversations", "compiled_template")
+"""Names that the template is given by transformers, or that its functions have as arguments."""
 _LOST_KEYS = ("tool_calls", "function_call", "refusal")  # parts of an answer, beside its content
 
 
@@ -97,7 +99,7 @@ class Template:
         """Refuse options that the template would never see."""
         taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
         for name in self._options:
-            if name in taken or not name.isidentifier():
+            if name in taken:
                 raise ValueError(f"template_options: {name!r} is no name that a template can read")
             if not any(re.search(rf"\b{name}\b", source) for source in sources):
                 raise ValueError(f"template_options: the chat template reads no {name!r}: is it spelled otherwise there?")
@@ -112,7 +114,7 @@ class Template:
 
     def has_marks(self, tools: Tools) -> bool:
         """Return whether the template says by itself which tokens the assistant made."""
-        return _MARK.search(self.source(tools)) is not None
+        return _has_marks(self.source(tools))
 
     def render(self, messages: Messages, tools: Tools, prompt: bool = False) -> str:
         """Return the text of a conversation; with `prompt` up to where an answer begins.
@@ -244,6 +246,37 @@ class Template:
         part = self.render(messages[:count], tools)
         _check_prefix(part, whole, f"messages 0 to {count - 1}")
         return len(part)
+
+
+def checked_options(options: object) -> Mapping[str, object]:
+    """Return options of a template, none if they are None.
+
+    Raises:
+      ValueError: they are no object, or have a name that no template can read.
+    """
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise ValueError(
+            f"template_options={shortened(options)}: an object of names and values is needed, such as "
+            '{"enable_thinking": False}'
+        )
+    for name in options:
+        if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
+            raise ValueError(f"template_options: {shortened(name)} is no name that a template can read")
+    return options
+
+
+@functools.lru_cache
+def _has_marks(source: str) -> bool:
+    """Return whether a template has `{% generation %}`, comments and raw text aside."""
+    import jinja2
+
+    try:
+        tokens = [(kind, text) for _, kind, text in jinja2.Environment().lex(source) if kind != "whitespace"]
+    except jinja2.TemplateSyntaxError:  # which rendering reports
+        return False
+    return any(a[0] == "block_begin" and b == ("name", "generation") for a, b in itertools.pairwise(tokens))
 
 
 def lost_answer(i: int) -> ValueError:

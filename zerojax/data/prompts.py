@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax.data.chat import RENDER_SECONDS, Template
+from zerojax.data.chat import RENDER_SECONDS, Template, checked_options
 from zerojax.data.conversations import Messages, check_contents
 from zerojax.data.cpu_limit import CpuLimit
 
@@ -26,8 +26,9 @@ def prompt_tokens(
     Raises:
       ValueError: messages of another form; or the tokenizer has no chat template, or the template fails, or does not end.
     """
+    options = checked_options(template_options)
     check_contents(messages)
     with CpuLimit(RENDER_SECONDS) as limit:
-        template = Template(tokenizer, {} if template_options is None else template_options, limit)
+        template = Template(tokenizer, options, limit)
         text = template.render(template.with_contents(messages, tools), tools, prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]

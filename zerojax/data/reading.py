@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zerojax.data.folders import Folder
+from zerojax.given import as_path
 
 LONGEST_LINE = 2**28
 """Bytes that a line may have, so that a file without line ends does not fill the memory."""
@@ -85,9 +86,12 @@ def source(path: str | os.PathLike[str], split: str | None = None) -> Source:
     """Return what is at a path; `~` is the user's home.
 
     Raises:
-      ValueError: nothing, a pipe or a device, or `split` is given for a file.
+      ValueError: no path, nothing there, a pipe or a device, or `split` is given for a file.
     """
-    found = pathlib.Path(os.path.expanduser(path))
+    given = as_path(path)
+    if not given:
+        raise ValueError(f"path={path!r}: the path of a JSONL file or of a folder is needed")
+    found = pathlib.Path(given)
     if not found.exists():
         raise ValueError(f"{found}: no such file or folder; a JSONL file is needed, or a folder that `datasets` saved")
     if not found.is_dir() and not found.is_file():
