@@ -15,7 +15,7 @@ ONE = conversation("hi", "yes")
     ("folder", "words"),
     [
         ("/tmp/no/such/folder", "folder='/tmp/no/such/folder': no such folder; .*nothing is downloaded"),
-        ("meta-llama/Llama-3", "folder='meta-llama/Llama-3': no such folder; .*nothing is downloaded.*hf download meta-llama/Llama-3 "),
+        ("meta-llama/Llama-3", "no such folder; .*nothing is downloaded.*hf download meta-llama/Llama-3 "),
         ("~/no-such-folder", "folder='~/no-such-folder': no such folder"),
         ("/dev/null", "folder='/dev/null' is no folder"),
         (None, "folder=None: the path of a folder is needed"),
@@ -79,7 +79,7 @@ def test_a_template_is_a_regular_file(tmp_path):
 
 @pytest.mark.parametrize("path", [None, 3, b"a.jsonl", ["a.jsonl"], ""])
 def test_a_path_is_a_text_or_a_path(path):
-    with pytest.raises(ValueError, match="path=.*: the path of a JSONL file or of a folder is needed"):
+    with pytest.raises(ValueError, match=r"path=.*: the path of a JSONL file or of a folder is needed"):
         data.tokenize(path, byte_tokenizer())
 
 

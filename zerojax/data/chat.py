@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerojax.data.contents import ContentForms, Tools
-from zerojax.data.conversations import Conversation, Messages, joined, shortened, text_of
+from zerojax.data.conversations import BESIDE_CONTENT, Conversation, Messages, joined, shortened, text_of
 from zerojax.data.cpu_limit import CpuLimit, OverrunError
 from zerojax.data.template_errors import ContextError, EndlessError, TemplateError
 
@@ -35,7 +35,6 @@ GROWTH = 64
 """Characters that a conversation may render to for each of its own."""
 _TAKEN = ("self", "messages", "conversations", "compiled_template")
 """Names that the template is given by transformers, or that its functions have as arguments."""
-_LOST_KEYS = ("tool_calls", "function_call", "refusal")  # parts of an answer, beside its content
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +159,7 @@ class Template:
         tools = conversation.tools
         source = self.source(tools)
         for i, message in enumerate(conversation.messages):
-            for key in _LOST_KEYS:
+            for key in BESIDE_CONTENT:
                 if message.get(key) and key not in source:
                     raise ValueError(f"message {i} has {key!r}, which the chat template does not read: it would be lost")
             if isinstance(message.get("content"), Mapping) and not re.search(r"\bis\s+mapping\b", source):

@@ -15,9 +15,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from host_offload.fields import parse_json
+
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
 ASSISTANT = "assistant"
+BESIDE_CONTENT = ("tool_calls", "function_call", "refusal")
+"""Keys in which an answer may be, beside its content."""
 DEEPEST = 100
 """Levels of objects and lists in a record, far more than tools and arguments have."""
 
@@ -59,6 +63,11 @@ def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
         weights.append(_weight(message, f"message {i}"))
         kept = {key: value for key, value in message.items() if key != "weight" and value is not None}
         _check_content(kept, f"message {i}")
+        if "content" not in kept and not (kept["role"] == ASSISTANT and any(kept.get(key) for key in BESIDE_CONTENT)):
+            raise ValueError(
+                f"message {i} has no content: a text is needed, or a list of parts that are text; only a message of "
+                f'{ASSISTANT!r} that calls a tool may leave it out. An empty text is written as ""'
+            )
         as_objects.append(_with_arguments(kept, f"message {i}", _parsed))
         as_texts.append(_with_arguments(kept, f"message {i}", _dumped))
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= first]
@@ -228,8 +237,9 @@ def _with_arguments(message: Message, place: str, convert: Callable[[Any, str], 
 
 
 def _converted(function: Message, place: str, convert: Callable[[Any, str], Any]) -> Message:
+    """Return a call with its arguments in one form: none, null and an empty text are an object without keys."""
     arguments = function.get("arguments")
-    return function if arguments is None else {**function, "arguments": convert(arguments, place)}
+    return {**function, "arguments": convert({} if arguments is None else arguments, place)}
 
 
 def _parsed(arguments: Any, place: str) -> Any:
@@ -238,12 +248,14 @@ def _parsed(arguments: Any, place: str) -> Any:
         return arguments
     if not isinstance(arguments, str):
         raise ValueError(f"{place}: arguments must be an object, or its JSON text, got {shortened(arguments)}")
-    if not arguments.strip():  # of a function without parameters
+    if not arguments.strip():  # the function has no parameters
         return {}
     try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(arguments)
+    except ValueError as error:
         raise ValueError(f"{place}: arguments are {shortened(arguments)}, which is no JSON text: {error}") from error
+    if found is None:
+        return {}
     if not isinstance(found, dict):
         raise ValueError(f"{place}: arguments must be the JSON text of an object, got {shortened(arguments)}")
     check_json(found, f"{place}: arguments")
@@ -252,15 +264,17 @@ def _parsed(arguments: Any, place: str) -> Any:
 
 def _dumped(arguments: Any, place: str) -> str:
     """Return arguments as a JSON text."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        return json.dumps(arguments, ensure_ascii=False)
+    return "{}" if arguments.strip() in ("", "null") else arguments
 
 
 def _tools(tools: Any) -> Sequence[Mapping[str, Any]] | None:
     """Return the tools that a record names; some data sets store them as a JSON text."""
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
+            tools = parse_json(tools)
+        except ValueError as error:
             raise ValueError(f"tools are {shortened(tools)}, which is no JSON text: {error}") from error
     if tools is None:
         return None

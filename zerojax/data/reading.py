@@ -4,12 +4,12 @@ A record has a number, which errors name: of a file the line, counted from 1; of
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from host_offload.fields import parse_json
 from zerojax.data.folders import Folder
 from zerojax.given import as_path
 
@@ -70,13 +70,11 @@ class Source:
     def _record(self, number: int, line: bytes) -> Mapping[str, Any]:
         try:
             # A byte order mark may begin the file, as Windows writes it.
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            record = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.place(number)}: not a line of JSON, which is in UTF-8: {error}") from error
         except ValueError as error:
             raise ValueError(f"{self.place(number)}: not a line of JSON: {error}") from error
-        except RecursionError as error:
-            raise ValueError(f"{self.place(number)}: not a line of JSON that can be read: it is nested too deeply") from error
         if not isinstance(record, dict):
             raise ValueError(f"{self.place(number)}: a JSON object is needed, got {type(record).__name__}")
         return record

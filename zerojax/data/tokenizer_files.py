@@ -96,8 +96,8 @@ def _folder(folder: object) -> pathlib.Path:
     name = str(folder)
     repo = name if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else "OWNER/NAME"
     raise ValueError(
-        f"folder={name!r}: no such folder; one that holds tokenizer.json is needed, because nothing is downloaded here. To use a "
-        f"model of the Hugging Face Hub, download it first: hf download {repo} --local-dir FOLDER"
+        f"folder={name!r}: no such folder; one that holds tokenizer.json is needed, because nothing is downloaded here. To "
+        f"use a model of the Hugging Face Hub, download it first: hf download {repo} --local-dir FOLDER"
     )
 
 
