@@ -126,8 +126,11 @@ class Template:
             self._tokenizer.apply_chat_template, list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt,
             **self._options,
         )  # fmt: skip
+        from zerojax.data.sandbox import bounded  # imports transformers
+
         try:
-            text = self._limit.run(call)
+            with bounded():
+                text = self._limit.run(call)
         except OverrunError as error:
             raise EndlessError(f"the chat template does not end: {error}; is there a loop over a large range in it?") from error
         except Exception as error:  # of jinja2, of the template itself, or of Python
