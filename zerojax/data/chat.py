@@ -11,7 +11,8 @@ This is right only if both are prefixes of the whole. Some templates write a tur
 the thinking out of all but the last. Then training on the whole would show the model a context that it never meets, so such a
 conversation is refused, or cut into one example for each answer, in the context that it is given in (`each_answer`).
 
-A template is a program that came with the model. What it renders is limited in processor time and in size.
+A template is a program that came with the model. It is limited in processor time and in what it makes, and the form of contents
+that it wants is found in `zerojax.data.contents`.
 """
 
 import dataclasses
@@ -22,10 +23,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax.data.contents import ContentForms, Tools
-from zerojax.data.conversations import BESIDE_CONTENT, Conversation, Messages, joined, shortened, text_of
+from zerojax.data.contents import ContentForms, ContextError, EndlessError, TemplateError, Tools
+from zerojax.data.conversations import BESIDE_CONTENT, Conversation, Messages, check_contents, joined, shortened, text_of
 from zerojax.data.cpu_limit import CpuLimit, OverrunError
-from zerojax.data.template_errors import ContextError, EndlessError, TemplateError
 
 RENDER_SECONDS = 5.0
 """Processor time in which one conversation is rendered."""
@@ -248,6 +248,32 @@ class Template:
         part = self.render(messages[:count], tools)
         _check_prefix(part, whole, f"messages 0 to {count - 1}")
         return len(part)
+
+
+def prompt_tokens(
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return messages and the prompt for an answer as tokens, such as `zj.generate` takes.
+
+    Args:
+      tokenizer: of transformers, with a chat template.
+      messages: of which the last one is to be answered, with contents that are texts or lists of parts that are text.
+      tools: given to the template.
+      template_options: given to the template by name; the same as for `tokenize`.
+
+    Raises:
+      ValueError: messages of another form; or the tokenizer has no chat template, or the template fails, or does not end.
+    """
+    options = checked_options(template_options)
+    check_contents(messages)
+    with CpuLimit(RENDER_SECONDS) as limit:
+        template = Template(tokenizer, options, limit)
+        text = template.render(template.with_contents(messages, tools), tools, prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def checked_options(options: object) -> Mapping[str, object]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from zerojax.data.conversations import ASSISTANT, Message, Messages, has_parts, joined, merged, text_of
-from zerojax.data.template_errors import EndlessError, TemplateError
 
 Tools = Sequence[Mapping[str, Any]] | None
 Form = Literal["text", "parts", "lost"]
@@ -19,6 +18,18 @@ _PRINTED = r"""['"]text['"]:\s*['"]"""
 """What comes before the text of a part that is printed as an object."""
 _MOST_ROLES = 4
 """Roles whose forms are tried in all combinations."""
+
+
+class TemplateError(ValueError):
+    """The chat template failed on a conversation."""
+
+
+class EndlessError(TemplateError):
+    """The chat template does not end, or writes without end."""
+
+
+class ContextError(ValueError):
+    """The chat template writes messages in another way when more follows."""
 
 
 class ContentForms:
@@ -75,8 +86,8 @@ class ContentForms:
         unknown = sorted(role for role in roles if (source, role) not in self._known)
         if not unknown:
             return {role: self._known[source, role] for role in roles}
-        known = {role: form for role in roles if (form := self._known.get((source, role)))}
-        found = known | self._try(messages, tried, tools, unknown, known)
+        known: dict[str, Form] = {role: self._known[source, role] for role in roles.difference(unknown)}
+        found: dict[str, Form] = known | self._try(messages, tried, tools, unknown, known)
         for role, form in found.items():
             if form != "lost" or role != ASSISTANT:  # an answer may be lost at its place alone
                 self._known[source, role] = form

@@ -6,7 +6,8 @@ r"""A conversation in the form of OpenAI's API, as the chat templates of transfo
     "weight": 0, of an assistant's message                    nothing: that answer does not count
 
 Everything that a template is given is JSON: text that can be encoded, finite numbers, objects nested to a limited depth. Which
-of two forms a template wants is found in `zerojax.data.chat`.
+of two forms a template wants is found in `zerojax.data.chat` and `zerojax.data.contents`. A call without arguments, with null,
+or with an empty text calls a function without parameters: its arguments are `{}`.
 """
 
 import dataclasses

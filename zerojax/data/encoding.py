@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from zerojax.data.chat import Template, lost_answer
-from zerojax.data.contents import Tools
+from zerojax.data.contents import ContextError, Tools
 from zerojax.data.conversations import (
     Conversation,
     Message,
@@ -31,7 +31,6 @@ from zerojax.data.conversations import (
 from zerojax.data.cpu_limit import CpuLimit
 from zerojax.data.notices import Notices
 from zerojax.data.special_tokens import SpecialTokens, Tokenized
-from zerojax.data.template_errors import ContextError
 
 Form = Literal["messages", "prompt", "text"]
 KEYS: dict[str, tuple[str, ...]] = {"messages": ("messages",), "prompt": ("prompt", "completion"), "text": ("text",)}

@@ -27,11 +27,11 @@ def load_tokenizer(folder: str | os.PathLike[str], *, chat_template: str | os.Pa
     Raises:
       ValueError: the files of the tokenizer, or that of the template, cannot be read.
     """
+    path = _folder(folder)
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise ImportError("a tokenizer of transformers needs it: pip install 'zerojax[hf]'") from error
-    path = _folder(folder)
     _check(path)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
