@@ -26,7 +26,7 @@ class FieldError(ValueError):
     """A field of a description is missing, or is not what it may be; the text begins with its name."""
 
 
-def parse_json(text: bytes) -> Any:
+def parse_json(text: bytes | str) -> Any:
     """Return what a JSON text says.
 
     Raises:

@@ -99,7 +99,7 @@ def expected_turns(record, tokenizer, encode):
         for call in message.get("tool_calls") or []:
             arguments = (call.get("function") or call).get("arguments")
             arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-            body += "<call>" + json.dumps(arguments, ensure_ascii=False)
+            body += "<call>" + json.dumps(arguments or {}, ensure_ascii=False)
         counts = message["role"] == "assistant" and i >= first and message.get("weight") != 0
         for text, is_answer in ((head, False), (body + "<|im_end|>", True), ("\n", not is_marked)):
             tokens += encode(text)

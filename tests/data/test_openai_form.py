@@ -122,3 +122,49 @@ def test_calls_that_a_template_does_not_read_are_refused_and_the_rest_is_warned_
     assert "a.jsonl:1: the chat template does not write message 0, of the role 'system'" in messages
     assert "writes no thoughts" in messages
     assert "writes no tools" in messages
+
+
+@pytest.mark.parametrize("arguments", ["", "  ", "null", None, "{}", {}, ...], ids=repr)
+@pytest.mark.parametrize("family", [QWEN3, R1], ids=["objects", "texts"])
+def test_no_arguments_are_an_empty_object(tmp_path, family, arguments):
+    """OpenAI's API has a text there; models write none, or null, for a function without parameters."""
+    turns = call(arguments)
+    if arguments is ...:
+        del turns[1]["tool_calls"][0]["function"]["arguments"]
+    template = family.template.replace("<think>\\n", "") if family is R1 else None
+    counted = told(tmp_path, family.tokenizer(template), turns)[1]
+    assert "weather\n{}" in counted or '"arguments": {}}' in counted
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": "a", "text": "b"}', "'text' is there twice"),
+        ('{"messages": [{"role": "user", "content": "a", "role": "assistant"}]}', "'role' is there twice"),
+        ({"messages": call('{"city": "Rome", "city": "Oslo"}')}, "message 1, tool call 0: arguments .*'city' is there twice"),
+        ({"messages": call("{}"), "tools": '[{"name": "a", "name": "b"}]'}, "tools .*'name' is there twice"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(tmp_path, line, words):
+    (tmp_path / "a.jsonl").write_text(line if isinstance(line, str) else json.dumps(line))
+    with pytest.raises(ValueError, match=rf"a\.jsonl:1: .*{words}"):
+        data.tokenize(tmp_path / "a.jsonl", QWEN3.tokenizer())
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"content": None}, {"content": None, "tool_calls": []}], ids=["missing", "null", "none"]
+)
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_a_message_without_content_is_refused(tmp_path, role, content):
+    turns = [QUESTION, {"role": role, **content}, ANSWERS[3]]
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: message 1 has no content: .*text is needed"):
+        told(tmp_path, QWEN3.tokenizer(), turns)
+
+
+def test_an_answer_that_calls_may_leave_content_out(tmp_path):
+    turns = call("{}")
+    without = [turns[0], {key: value for key, value in turns[1].items() if key != "content"}]
+    assert told(tmp_path, QWEN3.tokenizer(), without) == told(tmp_path, QWEN3.tokenizer(), turns)
+    asking = [{**QUESTION, "content": None, "tool_calls": turns[1]["tool_calls"]}, ANSWERS[3]]
+    with pytest.raises(ValueError, match="message 0 has no content"):
+        told(tmp_path, QWEN3.tokenizer(), asking)

@@ -107,6 +107,7 @@ def test_a_folder_of_datasets_is_read(tmp_path):
         data.tokenize(tmp_path / "bad", tokenizer)
 
 
+USER = '{"role": "user", "content": "a"}'
 WRONG = {
     "json": ('{"text": "a"', "not a line of JSON"),
     "utf8": (b'{"text": "\xff"}', "not a line of JSON"),
@@ -118,7 +119,7 @@ WRONG = {
     "messages": ('{"messages": ["a"]}', "messages must be a list of objects"),
     "role": ('{"messages": [{"content": "a"}]}', r"message 0 has the keys \['content'\]"),
     "nobody": ('{"messages": [{"role": "user", "content": "a"}]}', "no message has the role 'assistant'"),
-    "asked": ('{"prompt": [{"role": "user"}], "completion": [{"role": "user"}]}', "no message from message 1 on has the role"),
+    "asked": ('{"prompt": [USER], "completion": [USER]}'.replace("USER", USER), "no message from message 1 on has the role"),
     "empty": ('{"text": ""}', "no token counts in the loss: of 1 tokens none but the first"),
     "template": ('{"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}', "a.jsonl:3"),
 }  # fmt: skip

@@ -3,12 +3,12 @@
 from zerojax.data.batches import Batches as Batches
 from zerojax.data.batches import batches as batches
 from zerojax.data.batches import batches_once as batches_once
+from zerojax.data.chat import prompt_tokens as prompt_tokens
 from zerojax.data.examples import Examples as Examples
 from zerojax.data.examples import tokenize as tokenize
 from zerojax.data.packing import Counts as Counts
 from zerojax.data.packing import Rows as Rows
 from zerojax.data.packing import best_fit as best_fit
 from zerojax.data.packing import pack as pack
-from zerojax.data.prompts import prompt_tokens as prompt_tokens
 from zerojax.data.tokenizer_files import load_tokenizer as load_tokenizer
 from zerojax.data.tokenizer_files import read_template as read_template

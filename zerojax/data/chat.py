@@ -11,40 +11,30 @@ This is right only if both are prefixes of the whole. Some templates write a tur
 the thinking out of all but the last. Then training on the whole would show the model a context that it never meets, so such a
 conversation is refused, or cut into one example for each answer, in the context that it is given in (`each_answer`).
 
-A template is a program that came with the model. What it renders is limited in processor time and in size.
+A template is a program that came with the model. It is limited in processor time and in what it makes, and the form of contents
+that it wants is found in `zerojax.data.contents`.
 """
 
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zerojax.data.conversations import Conversation, Messages, has_parts, joined, merged, shortened
+from zerojax.data.contents import ContentForms, ContextError, EndlessError, TemplateError, Tools
+from zerojax.data.conversations import BESIDE_CONTENT, Conversation, Messages, check_contents, joined, shortened, text_of
 from zerojax.data.cpu_limit import CpuLimit, OverrunError
 
-Tools = Sequence[Mapping[str, Any]] | None
 RENDER_SECONDS = 5.0
 """Processor time in which one conversation is rendered."""
 LEAST_BOUND = 2**20
 """Characters that any conversation may render to."""
 GROWTH = 64
 """Characters that a conversation may render to for each of its own."""
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_LOST_KEYS = ("tool_calls", "function_call", "refusal")  # parts of an answer, beside its content
-
-
-class TemplateError(ValueError):
-    """The chat template failed on a conversation."""
-
-
-class EndlessError(TemplateError):
-    """The chat template does not end, or writes without end."""
-
-
-class ContextError(ValueError):
-    """The chat template writes messages in another way when more follows."""
+_TAKEN = ("self", "messages", "conversations", "compiled_template")
+"""Names that the template is given by transformers, or that its functions have as arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +91,14 @@ class Template:
         if not all(isinstance(source, str) for source in sources):
             raise ValueError(f"the tokenizer's chat template is no text: {shortened(templates)}")
         self._tokenizer, self._options, self._limit = tokenizer, dict(options), limit
+        self._forms = ContentForms(self.render)
         self._check_options(sources)
 
     def _check_options(self, sources: Sequence[str]) -> None:
         """Refuse options that the template would never see."""
         taken = inspect.signature(self._tokenizer.apply_chat_template).parameters
         for name in self._options:
-            if name in taken or not name.isidentifier():
+            if name in taken:
                 raise ValueError(f"template_options: {name!r} is no name that a template can read")
             if not any(re.search(rf"\b{name}\b", source) for source in sources):
                 raise ValueError(f"template_options: the chat template reads no {name!r}: is it spelled otherwise there?")
@@ -122,7 +113,7 @@ class Template:
 
     def has_marks(self, tools: Tools) -> bool:
         """Return whether the template says by itself which tokens the assistant made."""
-        return _MARK.search(self.source(tools)) is not None
+        return _has_marks(self.source(tools))
 
     def render(self, messages: Messages, tools: Tools, prompt: bool = False) -> str:
         """Return the text of a conversation; with `prompt` up to where an answer begins.
@@ -135,8 +126,11 @@ class Template:
             self._tokenizer.apply_chat_template, list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt,
             **self._options,
         )  # fmt: skip
+        from zerojax.data.sandbox import bounded  # imports transformers
+
         try:
-            text = self._limit.run(call)
+            with bounded():
+                text = self._limit.run(call)
         except OverrunError as error:
             raise EndlessError(f"the chat template does not end: {error}; is there a loop over a large range in it?") from error
         except Exception as error:  # of jinja2, of the template itself, or of Python
@@ -168,7 +162,7 @@ class Template:
         tools = conversation.tools
         source = self.source(tools)
         for i, message in enumerate(conversation.messages):
-            for key in _LOST_KEYS:
+            for key in BESIDE_CONTENT:
                 if message.get(key) and key not in source:
                     raise ValueError(f"message {i} has {key!r}, which the chat template does not read: it would be lost")
             if isinstance(message.get("content"), Mapping) and not re.search(r"\bis\s+mapping\b", source):
@@ -178,9 +172,16 @@ class Template:
         messages = conversation.messages
         if conversation.has_calls and not self._takes_objects(conversation):
             messages = conversation.texts
-        if has_parts(messages) and not self._takes_parts(messages, tools):
-            messages = joined(messages)
+        messages, lost = self._forms.fit(messages, tools, source)
+        for i in conversation.answers:
+            message = messages[i]
+            if message["role"] in lost and not message.get("tool_calls") and text_of(message).strip():
+                raise lost_answer(i)
         return messages
+
+    def with_contents(self, messages: Messages, tools: Tools) -> Messages:
+        """Return messages with contents in the form that the template writes."""
+        return self._forms.fit(messages, tools, self.source(tools))[0]
 
     def _takes_objects(self, conversation: Conversation) -> bool:
         """Return whether the template writes arguments that are objects as JSON, and not as Python would, or not at all."""
@@ -203,20 +204,6 @@ class Template:
             return True
         other = self.render(texts, tools)
         return all(text in other for text in as_python)
-
-    def _takes_parts(self, messages: Messages, tools: Tools) -> bool:
-        """Return whether the template writes a part as it writes a text."""
-        texts, parts = joined(messages), merged(messages)
-        try:
-            as_text = self.render(texts, tools)
-        except EndlessError:
-            raise
-        except TemplateError:  # it wants parts alone, if anything
-            return True
-        try:
-            return self.render(parts, tools) == as_text
-        except TemplateError:
-            return False
 
     def rendered(self, messages: Messages, tools: Tools, answers: Sequence[int]) -> Rendered:
         """Return a conversation and those of its messages that are answers, between prefixes.
@@ -261,6 +248,72 @@ class Template:
         part = self.render(messages[:count], tools)
         _check_prefix(part, whole, f"messages 0 to {count - 1}")
         return len(part)
+
+
+def prompt_tokens(
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return messages and the prompt for an answer as tokens, such as `zj.generate` takes.
+
+    Args:
+      tokenizer: of transformers, with a chat template.
+      messages: of which the last one is to be answered, with contents that are texts or lists of parts that are text.
+      tools: given to the template.
+      template_options: given to the template by name; the same as for `tokenize`.
+
+    Raises:
+      ValueError: messages of another form; or the tokenizer has no chat template, or the template fails, or does not end.
+    """
+    options = checked_options(template_options)
+    check_contents(messages)
+    with CpuLimit(RENDER_SECONDS) as limit:
+        template = Template(tokenizer, options, limit)
+        text = template.render(template.with_contents(messages, tools), tools, prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def checked_options(options: object) -> Mapping[str, object]:
+    """Return options of a template, none if they are None.
+
+    Raises:
+      ValueError: they are no object, or have a name that no template can read.
+    """
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise ValueError(
+            f"template_options={shortened(options)}: an object of names and values is needed, such as "
+            '{"enable_thinking": False}'
+        )
+    for name in options:
+        if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
+            raise ValueError(f"template_options: {shortened(name)} is no name that a template can read")
+    return options
+
+
+@functools.lru_cache
+def _has_marks(source: str) -> bool:
+    """Return whether a template has `{% generation %}`, comments and raw text aside."""
+    import jinja2
+
+    try:
+        tokens = [(kind, text) for _, kind, text in jinja2.Environment().lex(source) if kind != "whitespace"]
+    except jinja2.TemplateSyntaxError:  # which rendering reports
+        return False
+    return any(a[0] == "block_begin" and b == ("name", "generation") for a, b in itertools.pairwise(tokens))
+
+
+def lost_answer(i: int) -> ValueError:
+    """Return the error about an answer whose text is not in the rendering."""
+    return ValueError(
+        f"message {i}, an answer: the chat template does not write its text, neither from a text nor from a list of parts, so "
+        "the model would learn to say nothing: take a template that writes `content` for this role, or leave out the answer "
+        '("weight": 0)'
+    )
 
 
 def _check_prefix(part: str, whole: str, what: str) -> None:

@@ -6,7 +6,8 @@ r"""A conversation in the form of OpenAI's API, as the chat templates of transfo
     "weight": 0, of an assistant's message                    nothing: that answer does not count
 
 Everything that a template is given is JSON: text that can be encoded, finite numbers, objects nested to a limited depth. Which
-of two forms a template wants is found in `zerojax.data.chat`.
+of two forms a template wants is found in `zerojax.data.chat` and `zerojax.data.contents`. A call without arguments, with null,
+or with an empty text calls a function without parameters: its arguments are `{}`.
 """
 
 import dataclasses
@@ -15,9 +16,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from host_offload.fields import parse_json
+
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
 ASSISTANT = "assistant"
+BESIDE_CONTENT = ("tool_calls", "function_call", "refusal")
+"""Keys in which an answer may be, beside its content."""
 DEEPEST = 100
 """Levels of objects and lists in a record, far more than tools and arguments have."""
 
@@ -52,16 +57,18 @@ def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
     Raises:
       ValueError: it does not have the form, with the message and the key.
     """
-    if not _is_list_of_objects(messages):
-        raise ValueError(f"messages must be a list of objects with 'role' and 'content', got {shortened(messages)}")
+    _check_messages(messages)
     as_objects, as_texts, weights = [], [], []
     for i, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise ValueError(f"message {i} has the keys {sorted(message)}, and 'role' and 'content' are needed")
         check_json(message, f"message {i}")
         weights.append(_weight(message, f"message {i}"))
         kept = {key: value for key, value in message.items() if key != "weight" and value is not None}
         _check_content(kept, f"message {i}")
+        if "content" not in kept and not (kept["role"] == ASSISTANT and any(kept.get(key) for key in BESIDE_CONTENT)):
+            raise ValueError(
+                f"message {i} has no content: a text is needed, or a list of parts that are text; only a message of "
+                f'{ASSISTANT!r} that calls a tool may leave it out. An empty text is written as ""'
+            )
         as_objects.append(_with_arguments(kept, f"message {i}", _parsed))
         as_texts.append(_with_arguments(kept, f"message {i}", _dumped))
     answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT and i >= first]
@@ -72,6 +79,27 @@ def read_conversation(messages: Any, first: int, tools: Any) -> Conversation:
     if not counted:
         raise ValueError("no token counts in the loss: every answer has the weight 0")
     return Conversation(as_objects, as_texts, counted, len(counted) < len(answers), _tools(tools))
+
+
+def check_contents(messages: Any) -> None:
+    """Check that messages have roles, and contents of the form.
+
+    Raises:
+      ValueError: they do not, with the message.
+    """
+    _check_messages(messages)
+    for i, message in enumerate(messages):
+        if message.get("content") is not None:
+            _check_content(message, f"message {i}")
+
+
+def _check_messages(messages: Any) -> None:
+    """Check that messages are objects with roles."""
+    if not _is_list_of_objects(messages):
+        raise ValueError(f"messages must be a list of objects with 'role' and 'content', got {shortened(messages)}")
+    for i, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"message {i} has the keys {sorted(map(str, message))}, and 'role' and 'content' are needed")
 
 
 def _is_list_of_objects(value: Any) -> bool:
@@ -147,10 +175,15 @@ def merged(messages: Messages) -> Messages:
 
 def text_of(message: Message) -> str:
     """Return the content of a message as a text; empty if there is none, or if it is an object."""
+    return "\n".join(texts_of(message))
+
+
+def texts_of(message: Message) -> list[str]:
+    """Return the texts of a message's parts, or its content if that is a text."""
     content = message.get("content")
     if isinstance(content, list | tuple):
-        return "\n".join(part["text"] for part in content)
-    return content if isinstance(content, str) else ""
+        return [part["text"] for part in content]
+    return [content] if isinstance(content, str) else []
 
 
 def _weight(message: Message, place: str) -> bool:
@@ -205,8 +238,9 @@ def _with_arguments(message: Message, place: str, convert: Callable[[Any, str], 
 
 
 def _converted(function: Message, place: str, convert: Callable[[Any, str], Any]) -> Message:
+    """Return a call with its arguments in one form: none, null and an empty text are an object without keys."""
     arguments = function.get("arguments")
-    return function if arguments is None else {**function, "arguments": convert(arguments, place)}
+    return {**function, "arguments": convert({} if arguments is None else arguments, place)}
 
 
 def _parsed(arguments: Any, place: str) -> Any:
@@ -215,12 +249,14 @@ def _parsed(arguments: Any, place: str) -> Any:
         return arguments
     if not isinstance(arguments, str):
         raise ValueError(f"{place}: arguments must be an object, or its JSON text, got {shortened(arguments)}")
-    if not arguments.strip():  # of a function without parameters
+    if not arguments.strip():  # the function has no parameters
         return {}
     try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError) as error:
+        found = parse_json(arguments)
+    except ValueError as error:
         raise ValueError(f"{place}: arguments are {shortened(arguments)}, which is no JSON text: {error}") from error
+    if found is None:
+        return {}
     if not isinstance(found, dict):
         raise ValueError(f"{place}: arguments must be the JSON text of an object, got {shortened(arguments)}")
     check_json(found, f"{place}: arguments")
@@ -229,15 +265,17 @@ def _parsed(arguments: Any, place: str) -> Any:
 
 def _dumped(arguments: Any, place: str) -> str:
     """Return arguments as a JSON text."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        return json.dumps(arguments, ensure_ascii=False)
+    return "{}" if arguments.strip() in ("", "null") else arguments
 
 
 def _tools(tools: Any) -> Sequence[Mapping[str, Any]] | None:
     """Return the tools that a record names; some data sets store them as a JSON text."""
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
+            tools = parse_json(tools)
+        except ValueError as error:
             raise ValueError(f"tools are {shortened(tools)}, which is no JSON text: {error}") from error
     if tools is None:
         return None

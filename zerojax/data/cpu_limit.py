@@ -4,7 +4,7 @@ jinja2's sandbox bounds each `range`, but not a loop within a loop, and nothing 
 thread watches: once the calling thread has computed for longer than the limit, it raises an exception there. The clock is the
 calling thread's own, so a process that was suspended, or a machine that is busy, costs nothing.
 
-The exception arrives between two bytecodes. A single call into C that takes long, such as `"x" * 10**9`, returns first.
+The exception arrives between two bytecodes. A single call into C returns first; `zerojax.data.sandbox` bounds what it makes.
 """
 
 import ctypes

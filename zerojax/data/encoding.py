@@ -10,13 +10,24 @@ A text is tokenized as a whole. A token counts where it lies, even in part, in w
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from zerojax.data.chat import ContextError, Template, Tools
-from zerojax.data.conversations import Conversation, Messages, check_text, read_conversation, shortened, text_of
+from zerojax.data.chat import Template, lost_answer
+from zerojax.data.contents import ContextError, Tools
+from zerojax.data.conversations import (
+    Conversation,
+    Message,
+    Messages,
+    check_text,
+    read_conversation,
+    shortened,
+    text_of,
+    texts_of,
+)
 from zerojax.data.cpu_limit import CpuLimit
 from zerojax.data.notices import Notices
 from zerojax.data.special_tokens import SpecialTokens, Tokenized
@@ -33,6 +44,11 @@ _NO_END = (
 _NO_MARKED_END = (
     "the {% generation %} marks of the chat template leave out the special token that ends an answer, so the model does not "
     "learn to stop there: put it before {% endgeneration %}"
+)
+_NO_MARKED_TOKEN = (
+    "no token counts in the loss: the {% generation %} marks of the chat template enclose nothing of this conversation's "
+    "answers. Put them around what the template writes for the role 'assistant', or remove them: without marks the answers are "
+    "found by themselves"
 )
 
 
@@ -174,7 +190,8 @@ class Encoder:
             raise ValueError(f"{error}: {self._advice(messages, tools, answers)}") from error
         found = self._special.tokenized(rendered.text, add_special_tokens=False)
         counted = np.zeros(found.tokens.shape, bool)
-        for start, end in rendered.answers:
+        for i, (start, end) in zip(answers, rendered.answers, strict=True):
+            self._check_text(i, messages[i], rendered.text[start:end])
             inside = found.in_span(start, end)
             if not inside.any():
                 continue
@@ -200,12 +217,27 @@ class Encoder:
             except ContextError as error:
                 raise ValueError(f"{error}: {self._advice_with_marks(conversation)}") from error
             counted &= np.logical_or.reduce([found.in_span(*span) for span in spans])
-        if counted.any():
-            stop = int(np.flatnonzero(counted)[-1]) + 1
-            end = self._special.stop_after(found, 0, stop)
-            if end != stop:  # the marks are the template's own word: nothing else counts
-                self.notices.add(_NO_END if end is None else _NO_MARKED_END)
+        for i in answers:
+            self._check_text(i, messages[i], marked.text)  # the marks may leave out an earlier answer
+        if not counted.any():
+            raise ValueError(_NO_MARKED_TOKEN)
+        stop = int(np.flatnonzero(counted)[-1]) + 1
+        end = self._special.stop_after(found, 0, stop)
+        if end != stop:  # the marks are the template's own word: nothing else counts
+            self.notices.add(_NO_END if end is None else _NO_MARKED_END)
         return Encoded(found.tokens, counted), marked.text
+
+    def _check_text(self, i: int, message: Message, answer: str) -> None:
+        """Check that the text of a message is in the answer that counts; beside a call of a tool, warn if it is not.
+
+        Raises:
+          ValueError: it is not.
+        """
+        if _keeps(answer, text_of(message)):
+            return
+        if not message.get("tool_calls"):
+            raise lost_answer(i)
+        self.notices.add(f"the chat template does not write the text of message {i}, which calls a tool")
 
     def _advice(self, messages: Messages, tools: Tools, answers: Sequence[int]) -> str:
         """Return what to do where a template without marks writes an answer's context in another way."""
@@ -231,7 +263,7 @@ class Encoder:
         """Note what a record holds and its template does not write."""
         source = self._template.source(conversation.tools)
         for i, message in enumerate(messages):
-            if message["role"] in _ASKING and text_of(message).strip() not in text:
+            if message["role"] in _ASKING and not all(piece.strip() in text for piece in texts_of(message)):
                 self.notices.add(f"the chat template does not write message {i}, of the role {shortened(message['role'])}")
             if any(message.get(key) for key in _THOUGHTS) and not any(key in source for key in _THOUGHTS):
                 self.notices.add(
@@ -239,6 +271,16 @@ class Encoder:
                 )
         if conversation.tools and "tools" not in source:
             self.notices.add("the chat template writes no tools: those of the record are lost")
+
+
+def _keeps(answer: str, text: str) -> bool:
+    """Return whether any word of a text is in an answer, from which the template may take some, such as thoughts."""
+    text, answer = text.strip().casefold(), answer.casefold()
+    return text in answer or not _words(text).isdisjoint(_words(answer))
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
 
 
 def _all(conversation: Conversation, first: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.data.chat import RENDER_SECONDS
+from zerojax.data.chat import RENDER_SECONDS, checked_options
 from zerojax.data.cpu_limit import CpuLimit
 from zerojax.data.encoding import Encoder, Form
 from zerojax.data.reading import Source, source
@@ -108,9 +108,10 @@ def tokenize(
         with file and line, or the number of the example. Or no records.
     """
     where = source(path, split)
+    options = checked_options(template_options)
     tokens, counted, starts, numbers = array.array("i"), bytearray(), array.array("q", [0]), array.array("q")
     with working("tokenize", where.count()) as advance, CpuLimit(RENDER_SECONDS) as limit:
-        encoder = Encoder(tokenizer, form, add_eos, each_answer, template_options or {}, limit)
+        encoder = Encoder(tokenizer, form, add_eos, each_answer, options, limit)
         for number, record in where.records():
             encoder.notices.number = number
             try:

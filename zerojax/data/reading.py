@@ -4,13 +4,14 @@ A record has a number, which errors name: of a file the line, counted from 1; of
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from host_offload.fields import parse_json
 from zerojax.data.folders import Folder
+from zerojax.given import as_path
 
 LONGEST_LINE = 2**28
 """Bytes that a line may have, so that a file without line ends does not fill the memory."""
@@ -69,13 +70,11 @@ class Source:
     def _record(self, number: int, line: bytes) -> Mapping[str, Any]:
         try:
             # A byte order mark may begin the file, as Windows writes it.
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            record = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.place(number)}: not a line of JSON, which is in UTF-8: {error}") from error
         except ValueError as error:
             raise ValueError(f"{self.place(number)}: not a line of JSON: {error}") from error
-        except RecursionError as error:
-            raise ValueError(f"{self.place(number)}: not a line of JSON that can be read: it is nested too deeply") from error
         if not isinstance(record, dict):
             raise ValueError(f"{self.place(number)}: a JSON object is needed, got {type(record).__name__}")
         return record
@@ -85,9 +84,12 @@ def source(path: str | os.PathLike[str], split: str | None = None) -> Source:
     """Return what is at a path; `~` is the user's home.
 
     Raises:
-      ValueError: nothing, a pipe or a device, or `split` is given for a file.
+      ValueError: no path, nothing there, a pipe or a device, or `split` is given for a file.
     """
-    found = pathlib.Path(os.path.expanduser(path))
+    given = as_path(path)
+    if not given:
+        raise ValueError(f"path={path!r}: the path of a JSONL file or of a folder is needed")
+    found = pathlib.Path(given)
     if not found.exists():
         raise ValueError(f"{found}: no such file or folder; a JSONL file is needed, or a folder that `datasets` saved")
     if not found.is_dir() and not found.is_file():

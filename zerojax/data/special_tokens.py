@@ -89,10 +89,13 @@ class SpecialTokens:
         """Return the special token that ends an answer in a chat template; None if none does."""
         messages = [{"role": "user", "content": "A question."}, {"role": "assistant", "content": _PROBE}]
         try:
-            text = template.render(messages, None)
+            text = template.render(template.with_contents(messages, None), None)
         except ValueError:
             return None
-        after = self._tokenizer(text.rpartition(_PROBE)[2], add_special_tokens=False)["input_ids"]
+        _, probe, end = text.rpartition(_PROBE)
+        if not probe:
+            return None
+        after = self._tokenizer(end, add_special_tokens=False)["input_ids"]
         return next((token for token in after if token in self.ids), None)
 
 

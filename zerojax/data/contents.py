@@ -1,0 +1,165 @@
+"""The form of `content` that a chat template writes: a text, or a list of parts.
+
+A template that loops over parts writes nothing for a text, and raises no error: the loop runs over characters, which have no
+`text`. The form is therefore found by trial. Every text of a conversation is replaced by a word that occurs nowhere else, and
+the form of each role is the one in which the template writes that word. One trial serves all later conversations.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from zerojax.data.conversations import ASSISTANT, Message, Messages, has_parts, joined, merged, text_of
+
+Tools = Sequence[Mapping[str, Any]] | None
+Form = Literal["text", "parts", "lost"]
+_PRINTED = r"""['"]text['"]:\s*['"]"""
+"""What comes before the text of a part that is printed as an object."""
+_MOST_ROLES = 4
+"""Roles whose forms are tried in all combinations."""
+
+
+class TemplateError(ValueError):
+    """The chat template failed on a conversation."""
+
+
+class EndlessError(TemplateError):
+    """The chat template does not end, or writes without end."""
+
+
+class ContextError(ValueError):
+    """The chat template writes messages in another way when more follows."""
+
+
+class ContentForms:
+    """Finds the form for each role of a template, and brings messages into it."""
+
+    def __init__(self, render: Callable[[Messages, Tools], str]) -> None:
+        """Take the function that renders messages, which raises TemplateError."""
+        self._render = render
+        self._known: dict[tuple[str, str], Form] = {}
+
+    def fit(self, messages: Messages, tools: Tools, source: str) -> tuple[Messages, Collection[str]]:
+        """Return messages in the form that a template writes, and the roles whose texts it writes in no form.
+
+        Args:
+          messages: with contents that are texts, parts or objects.
+          tools: given to the template.
+          source: the template.
+
+        Raises:
+          EndlessError: the template does not end.
+        """
+        forms = self._forms(messages, tools, source)
+        in_parts = {role for role, form in forms.items() if form == "parts"}
+        lost = {role for role, form in forms.items() if form == "lost"}
+        if has_parts(messages):
+            return self._fit_parts(messages, tools, in_parts), lost
+        return _in_parts(messages, in_parts), lost
+
+    def _fit_parts(self, messages: Messages, tools: Tools, in_parts: Collection[str]) -> Messages:
+        """Return messages with their parts if the template writes all of them as it writes a text."""
+        texts = _in_parts(joined(messages), in_parts)
+        single = _in_parts(merged(messages), in_parts)
+        given = _in_parts(messages, in_parts)
+        as_text = None
+        try:
+            as_text = self._render(texts, tools)
+        except EndlessError:
+            raise
+        except TemplateError:  # it wants parts alone, if anything
+            pass
+        try:
+            is_same = as_text is None or self._render(single, tools) == as_text
+            is_whole = is_same and _keeps_parts(given, self._render(given, tools))
+        except TemplateError:
+            return given if as_text is None else texts
+        if is_whole:
+            return given
+        return single if as_text is None else texts
+
+    def _forms(self, messages: Messages, tools: Tools, source: str) -> dict[str, Form]:
+        """Return the form of each role; roles without a text, or about which the trial says nothing, are left out."""
+        tried = [i for i, message in enumerate(messages) if _shows_form(message)]
+        roles = {messages[i]["role"] for i in tried}
+        unknown = sorted(role for role in roles if (source, role) not in self._known)
+        if not unknown:
+            return {role: self._known[source, role] for role in roles}
+        known: dict[str, Form] = {role: self._known[source, role] for role in roles.difference(unknown)}
+        found: dict[str, Form] = known | self._try(messages, tried, tools, unknown, known)
+        for role, form in found.items():
+            if form != "lost" or role != ASSISTANT:  # an answer may be lost at its place alone
+                self._known[source, role] = form
+        return found
+
+    def _try(
+        self, messages: Messages, tried: Sequence[int], tools: Tools, unknown: Sequence[str], known: Mapping[str, Form]
+    ) -> dict[str, Form]:
+        """Return the forms of unknown roles: with the fewest in parts, of all ways in which most of them are written."""
+        before = {role for role, form in known.items() if form == "parts"}
+        words = {i: f"zqprobe{i}zq" for i in tried}
+        trial = [{**m, "content": words[i]} if i in words else m for i, m in enumerate(joined(messages))]
+        best: dict[str, Form] = {}
+        most = -1
+        for chosen in _choices(unknown):
+            try:
+                text = self._render(_in_parts(trial, before | chosen), tools)
+            except EndlessError:
+                raise
+            except TemplateError:
+                continue
+            written = {messages[i]["role"] for i, word in words.items() if _writes(text, word)} & set(unknown)
+            if len(written) > most:
+                most = len(written)
+                best = {role: _form(role in chosen, role in written) for role in unknown}
+            if most == len(unknown):
+                break
+        return best
+
+
+def _form(in_parts: bool, is_written: bool) -> Form:
+    if not is_written:
+        return "lost"
+    return "parts" if in_parts else "text"
+
+
+def _shows_form(message: Message) -> bool:
+    """Return whether a message has a text; beside a call of a tool many templates write none."""
+    has_call = message.get("tool_calls") or message.get("function_call")
+    return not has_call and bool(text_of(message).strip())
+
+
+def _choices(roles: Sequence[str]) -> Iterator[set[str]]:
+    """Yield sets of roles to give parts to, the smallest first."""
+    sizes = range(len(roles) + 1) if len(roles) <= _MOST_ROLES else (0, 1, len(roles))
+    for size in sizes:
+        yield from map(set, itertools.combinations(roles, size))
+
+
+def _writes(text: str, word: str) -> bool:
+    """Return whether a word is in a rendered text, and not only as a part that is printed as an object."""
+    return re.search(word, re.sub(_PRINTED + word, "", text, flags=re.IGNORECASE), re.IGNORECASE) is not None
+
+
+def _in_parts(messages: Messages, roles: Collection[str]) -> Messages:
+    """Return messages in which the contents of some roles that are texts are one part."""
+    if not roles:
+        return messages
+    found = []
+    for message in messages:
+        content = message.get("content")
+        if message["role"] in roles and isinstance(content, str):
+            found.append({**message, "content": [{"type": "text", "text": content}]})
+        else:
+            found.append(message)
+    return found
+
+
+def _keeps_parts(messages: Messages, text: str) -> bool:
+    """Return whether every text of messages with parts is in a rendered text."""
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple) and not all(part["text"].strip() in text for part in content):
+            return False
+    return True
