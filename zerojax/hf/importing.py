@@ -12,11 +12,12 @@ from zerojax.checkpoint import CheckpointError, about_difference
 from zerojax.hf.config import CONFIG, Family, decoder_config, family_of, read_config
 from zerojax.hf.model import DECODER, config_of
 from zerojax.hf.names import FAMILIES
+from zerojax.hf.sizes import check_sizes
 from zerojax.models import LayeredModel
 from zerojax.program import Program
 from zerojax.sharding import without_mesh
 from zerojax.state import TrainState
-from zerojax.weights import import_params, open_weights
+from zerojax.weights import WeightFile, import_params, open_weights
 
 ADAPTER = ".lora.lora_"
 """In the names of adapters alone."""
@@ -47,8 +48,8 @@ def import_hf(
 
     Raises:
       ValueError: the folder's model is not built, its head is tied and another than the embedding, or `key` is no random key.
-      CheckpointError: the folder has no such files, its config computes something else than the program's model, or tensors
-        are missing, unknown or misshapen, or hold NaN, infinities, or numbers beyond the compute dtype: the first are named.
+      CheckpointError: the folder has no such files, its config computes something else than the program's model or has other
+        sizes than the tensors (the key is named), or tensors are missing, unknown or misshapen, or hold NaN, infinities, or numbers beyond the compute dtype: the first are named.
       DamagedError: a file cannot be read.
       SwapError: the program's disk is too small, or failed.
     """
@@ -57,6 +58,7 @@ def import_hf(
     folder = os.path.expanduser(os.fspath(folder))
     names = names_of(folder, families, is_tiled=any(jax.tree.leaves(program.model.tiles)))
     _check_config(program.model, folder, families)
+    check_config_sizes(folder, open_weights(folder), families, is_whole=False)
     _check_tied(folder, names)
     # The rest of the model must be there.
     return import_params(program, folder, key=key, rename=names, missing=lambda name: ADAPTER in name)
@@ -70,6 +72,22 @@ def _check_config(model: LayeredModel, folder: str, families: Mapping[str, Famil
             f"{os.path.join(folder, CONFIG)} makes it {told[0]}, and this program's model has {told[1]}: build the model from "
             "this folder (zerojax.hf.model_of), or import the folder that it was built from"
         )
+
+
+def check_config_sizes(
+    folder: str | os.PathLike[str], file: WeightFile, families: Mapping[str, Family], *, is_whole: bool
+) -> None:
+    """Raise CheckpointError where a folder's config.json has other sizes than its tensors.
+
+    Args:
+      folder: with `config.json`.
+      file: the folder's weights.
+      families: see `zerojax.hf.model_of`.
+      is_whole: compare which tensors there are, too.
+    """
+    names = names_of(folder, families, is_tiled=False)
+    where = os.path.join(os.fspath(folder), CONFIG)
+    check_sizes(config_of(folder, families), names, file, where, is_whole=is_whole)
 
 
 def _check_tied(folder: str | os.PathLike[str], names: Mapping[str, Any]) -> None:
