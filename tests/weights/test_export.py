@@ -319,7 +319,7 @@ def test_command_line(original, tmp_path, capsys):
     for arguments in ([str(original), str(tmp_path / "b")], [str(original), str(tmp_path / "d"), "--step", "3"]):
         with pytest.raises(SystemExit) as ended:
             cli.main(["export", *arguments, "--format", "orbax"])
-        assert ended.value.code == 1
+        assert ended.value.code == 2
         assert capsys.readouterr().err.count("\n") == 1
 
 

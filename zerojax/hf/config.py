@@ -350,7 +350,7 @@ def _ropes(value: Mapping[str, Any], kinds: list[str], head_dim: int, *, has_kin
         raise ValueError(f"{field.name} has {', '.join(nested)}: this model_type rotates all layers in one way")
     if has_kinds:
         by_kind = _ropes_by_kind(field)
-    thetas = {FULL: value["rope_theta"], SLIDING: value["rope_local_base_freq"] or value["rope_theta"]}
+    thetas: dict[str, float] = {FULL: value["rope_theta"], SLIDING: value["rope_local_base_freq"] or value["rope_theta"]}
     common = {"head_dim": head_dim, "max_positions": value["max_position_embeddings"]}
     ropes = {kind: rope_of(by_kind[kind], theta=thetas[kind], **common) for kind in by_kind}
     return tuple(ropes[kind] for kind in kinds)

@@ -81,7 +81,8 @@ def export_hf(
         `merge_lora` is False. Or a file of `like` cannot be copied, or its `generation_config.json` is broken, which is found
         before anything is written.
       CheckpointError: there is no checkpoint, it is of another model than `like` or was trained over another base, the
-        `config.json` of `like` has other sizes than the weights (the key is named), or the folder cannot be written. The first tensors that differ are named.
+        `config.json` of `like` has other sizes than the weights (the key is named), or the folder
+        cannot be written. The first tensors that differ are named.
       DamagedError: the checkpoint is not whole.
     """
     shard_bytes = positive_number("shard_bytes", shard_bytes)

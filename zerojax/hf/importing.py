@@ -49,7 +49,8 @@ def import_hf(
     Raises:
       ValueError: the folder's model is not built, its head is tied and another than the embedding, or `key` is no random key.
       CheckpointError: the folder has no such files, its config computes something else than the program's model or has other
-        sizes than the tensors (the key is named), or tensors are missing, unknown or misshapen, or hold NaN, infinities, or numbers beyond the compute dtype: the first are named.
+        sizes than the tensors (the key is named), or tensors are missing, unknown or misshapen, or hold NaN, infinities, or
+        numbers beyond the compute dtype: the first are named.
       DamagedError: a file cannot be read.
       SwapError: the program's disk is too small, or failed.
     """

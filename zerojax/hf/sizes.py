@@ -62,9 +62,7 @@ def params_of(c: DecoderConfig) -> dict[str, Dims]:
     return params | {f"{STACK}{name}.scale": (size,) for name, size in norms.items()}
 
 
-def check_sizes(
-    config: DecoderConfig, names: Mapping[str, Any], file: WeightFile, where: str, *, is_whole: bool
-) -> None:
+def check_sizes(config: DecoderConfig, names: Mapping[str, Any], file: WeightFile, where: str, *, is_whole: bool) -> None:
     """Compare the tensors of a folder with what its `config.json` says.
 
     Args:
@@ -111,9 +109,7 @@ def _sizes_that_differ(places: Mapping[str, Place], params: Mapping[str, Dims], 
     return list(found.values())
 
 
-def _presence(
-    places: Mapping[str, Place], params: Mapping[str, Dims], names: Mapping[str, Any], layers: int
-) -> list[str]:
+def _presence(places: Mapping[str, Place], params: Mapping[str, Dims], names: Mapping[str, Any], layers: int) -> list[str]:
     """Return the tensors that are missing, and those too many."""
     have = {(place.name, place.layer) for place in places.values()}
     own = {place.name: pattern for pattern in names if (place := renaming(names)(pattern.replace("{layer}", "0")))}
