@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 import zerojax as zj
 from zerojax.hf import Lora, config_of, model_of
-from zerojax.hf.sizes import STACK, params_of
+from zerojax.hf.importing import STACK, params_of
 
 need("torch", "transformers")
 

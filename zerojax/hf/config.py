@@ -344,13 +344,13 @@ def _ropes(value: Mapping[str, Any], kinds: list[str], head_dim: int, *, has_kin
         raise ValueError("rope_parameters and rope_scaling differ: take one of them out")
     field = fields[0] if fields else Field({}, "rope_parameters")
     kinds_of_layers: tuple[str, ...] = (SLIDING, FULL)
-    by_kind = dict.fromkeys(kinds_of_layers, field)
+    by_kind: dict[str, Field] = dict.fromkeys(kinds_of_layers, field)
     nested = sorted({SLIDING, FULL} & set(field.value))
     if not has_kinds and nested:
         raise ValueError(f"{field.name} has {', '.join(nested)}: this model_type rotates all layers in one way")
     if has_kinds:
         by_kind = _ropes_by_kind(field)
-    thetas: dict[str, float] = {FULL: value["rope_theta"], SLIDING: value["rope_local_base_freq"] or value["rope_theta"]}
+    thetas = {FULL: value["rope_theta"], SLIDING: value["rope_local_base_freq"] or value["rope_theta"]}
     common = {"head_dim": head_dim, "max_positions": value["max_position_embeddings"]}
     ropes = {kind: rope_of(by_kind[kind], theta=thetas[kind], **common) for kind in by_kind}
     return tuple(ropes[kind] for kind in kinds)
