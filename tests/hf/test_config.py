@@ -62,7 +62,11 @@ REFUSED = {
     "odd heads": ({"head_dim": 5}, "head_dim=5 .*: rotations take pairs"),
     "pad": ({"pad_token_id": 96}, "pad_token_id=96: null, or a token of the 96"),
     # types and ranges
-    "eps": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, and a number, above 0, at most 1, is needed"),
+    "eps": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, and a number, above 0, below 1, is needed"),
+    "one as eps": ({"rms_norm_eps": 1}, "rms_norm_eps is 1, and a number, above 0, below 1, is needed"),
+    "no rope": ({"rope_parameters": False}, "rope_parameters is False, and an object is needed"),
+    "no older rope": ({"rope_scaling": False}, "rope_scaling is False, and an object is needed"),
+    "null activation": ({"hidden_act": None}, "hidden_act is null, and one of silu, gelu"),
     "no eps": ({"rms_norm_eps": 0}, "rms_norm_eps is 0, and a number"),
     "text as eps": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6', and a number"),
     "theta": ({"rope_theta": float("nan")}, "rope_theta is nan, and a number, above 1"),

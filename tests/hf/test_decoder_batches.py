@@ -13,6 +13,7 @@ from processes import launch
 from small_decoder import VOCAB, batch_of, bytes_of, program_of, write
 
 import zerojax as zj
+from zerojax.hf.batches import check_batch
 
 
 def changed(**others):
@@ -30,6 +31,28 @@ def changed(**others):
 def resident(tmp_path_factory):
     program = program_of(write(tmp_path_factory.mktemp("model")), precision="fp32")
     return program, program.init(jax.random.key(0))
+
+
+class Foreign:
+    """An array of another library, as torch's tensors are, with a dtype of its own."""
+
+    dtype, shape = "torch.int64", (4, 6)
+
+    def numpy(self):
+        return np.zeros(self.shape, np.int64)
+
+
+@pytest.mark.parametrize("name", ["tokens", "targets"])
+def test_arrays_of_other_libraries_are_refused_with_the_way_round(name):
+    with pytest.raises(ValueError, match=rf"batch\['{name}'\] is a Foreign of .*: give batch\['{name}'\]\.numpy\(\)"):
+        check_batch(changed(**{name: Foreign()}))
+
+
+def test_tensors_of_torch_are_refused_with_the_way_round():
+    torch = pytest.importorskip("torch")
+    for dtype in (torch.int32, torch.int64):
+        with pytest.raises(ValueError, match=r"batch\['tokens'\] is a Tensor of .*torch\.int.*batch\['tokens'\]\.numpy\(\)"):
+            check_batch(changed(tokens=torch.zeros((4, 6), dtype=dtype)))
 
 
 OUT_OF_RANGE = {

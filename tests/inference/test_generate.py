@@ -200,6 +200,14 @@ def test_tokens_outside_of_the_vocabulary_are_refused(use_cache):
             zj.generate(program, state, [[1, 2], [3, 1_000_000]], 2, use_cache=use_cache)
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_ends_outside_of_the_vocabulary_are_refused(use_cache):
+    with build(decoder.generator()) as program:
+        state = program.init(jax.random.key(0))
+        with pytest.raises(ValueError, match=r"eos has token 4000, and the model has \d+, counted from 0"):
+            zj.generate(program, state, PROMPTS, 2, eos=[1, 4000], use_cache=use_cache)
+
+
 def test_models_without_logits_or_cache_are_told(tmp_path):
     with pytest.raises(ValueError, match="give the model predict="):
         zj.generate(build(decoder.model()), None, PROMPTS, 2)

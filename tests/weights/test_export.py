@@ -29,6 +29,7 @@ from zerojax import cli
 from zerojax.checkpoint.errors import DamagedError
 from zerojax.checkpoint.manifest import SavedState
 from zerojax.weights import exporting
+from zerojax.weights.exporting import export_dtype
 from zerojax.weights.names import path_of
 
 EXPORTS = {"orbax": zj.export_orbax, "safetensors": zj.export_safetensors}
@@ -111,6 +112,16 @@ def test_orbax_restores_into_shardings(original, tmp_path):
     found = ocp.StandardCheckpointer().restore(tmp_path / "out", target)["layers"]["0"]["w"]
     assert found.sharding == sharding
     np.testing.assert_array_equal(found, numbers(original, 0)[AWKWARD["layers.0.w"]].astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", ["int3", "bf16", "", object(), "f4,(", 3, ["float32"], {"names": 3}])
+def test_what_is_no_dtype_is_named(tmp_path, dtype):
+    """Before the checkpoint is looked at."""
+    with pytest.raises(ValueError, match=r"dtype=.*: weights are exported as one of float"):
+        export_dtype(dtype)
+    for export in (zj.export_safetensors, zj.export_orbax):
+        with pytest.raises(ValueError, match="dtype="):
+            export(tmp_path / "none", tmp_path / "out", dtype=dtype)
 
 
 @pytest.mark.parametrize("form", EXPORTS)

@@ -36,6 +36,7 @@ def killed(monkeypatch):
     def begin(path: pathlib.Path) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(rooms_module.shutil, "rmtree", lambda *_, **__: None)
+            patch.setattr(rooms_module, "_remove", lambda *_: None, raising=False)
             patch.setattr(rooms_module, "_remove_dead", lambda _: None)
             with pytest.raises(Kill):
                 write_and_die(path)
@@ -72,6 +73,66 @@ def test_an_export_that_is_under_way_is_left_alone(tmp_path, killed, caplog):
     assert room not in caplog.text
 
 
+@pytest.mark.parametrize("at", ["open_regular", "flock", "write", "rename"])
+def test_a_kill_before_the_owner_has_its_name_leaves_nothing_for_long(tmp_path, monkeypatch, caplog, at):
+    def die(*_, **__):
+        raise Kill
+
+    module = {"open_regular": rooms_module, "flock": fcntl, "write": os, "rename": os}[at]
+    with monkeypatch.context() as patch:
+        patch.setattr(rooms_module.shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(module, at, die)
+        with pytest.raises(Kill):
+            export(tmp_path / "killed")
+    (left,) = rooms(tmp_path)
+    export(tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
+    assert f"{tmp_path / left} was left by an export that was killed, and is removed" in caplog.text
+
+
+@pytest.mark.parametrize("at", ["open_regular", "flock", "rename"])
+def test_an_export_whose_new_folder_another_removes_makes_another_one(tmp_path, monkeypatch, at):
+    """Another export looks at the folder in the moment before it has an owner."""
+    module = {"open_regular": rooms_module, "flock": fcntl, "rename": os}[at]
+    real, looked = getattr(module, at), []
+
+    def look_first(*args, **options):
+        if not looked:
+            looked.append(rooms(tmp_path))
+            rooms_module._remove_dead(str(tmp_path))
+        return real(*args, **options)
+
+    monkeypatch.setattr(module, at, look_first)
+    export(tmp_path / "out")
+    assert len(looked[0]) == 1
+    assert os.listdir(tmp_path) == ["out"]
+    assert (tmp_path / "out").read_text() == "whole"
+
+
+def test_a_kill_while_an_export_cleans_up_leaves_what_the_next_one_removes(tmp_path, monkeypatch):
+    real = os.unlink
+
+    def unlink_once(path, *args, **options):
+        real(path, *args, **options)
+        raise Kill
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink_once)
+        with pytest.raises(Kill):
+            write_files_and_fail(tmp_path / "failed")
+    (left,) = rooms(tmp_path)
+    assert os.path.exists(tmp_path / left / "failed.owner")
+    export(tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def write_files_and_fail(path: pathlib.Path) -> None:
+    with write_atomically(path) as output:
+        for n in range(5):
+            pathlib.Path(f"{output}.{n}").write_text("x")
+        raise ValueError
+
+
 def test_what_may_be_another_machines_is_named_and_kept(tmp_path, killed, caplog, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: "elsewhere")
@@ -104,6 +165,17 @@ def test_without_locks_exports_work_and_nothing_is_removed(tmp_path, monkeypatch
         assert len(rooms(tmp_path)) == 1
     assert sorted(os.listdir(tmp_path)) == ["quick", "slow"]
     assert "was left by an export, or one is under way" in caplog.text
+
+
+def test_without_locks_a_folder_in_which_nothing_is_written_yet_stays(tmp_path, monkeypatch):
+    def no_locks(*_: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with write_atomically(tmp_path / "slow") as output:
+        export(tmp_path / "quick")
+        pathlib.Path(output).write_text("slow")
+    assert sorted(os.listdir(tmp_path)) == ["quick", "slow"]
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

@@ -122,7 +122,7 @@ def _without(found, name):
 WRONG = {
     "missing": (lambda t: _without(t, "norm.weight"), r"no head.scale \(in the file norm.weight\) \[4\]"),
     "layer": (lambda t: _without(t, "h.1.up.bias"), "lacks layers of blocks.bias: h.1.up.bias"),
-    "last layer": (lambda t: _without(t, "h.2.extra"), r"blocks.extra \(in the file .*\) \[2, 2\], and here it is \[3, 2\]"),
+    "last layer": (lambda t: _without(t, "h.2.extra"), r"It holds: no h\.2\.extra$"),
     "extra": (lambda t: t | {"h.0.gate": np.ones(3, np.float32)}, r"h.0.gate \[3\], which this program's model has not"),
     "shape": (lambda t: t | {"wte.weight": np.ones((9, WIDTH), np.float32)}, r"embed.table \(in .*\) \[9, 4\], and here it is"),
     "of one layer": (lambda t: t | {"h.1.extra": np.ones(3, np.float32)}, r"h.0.extra is \[2\], h.1.extra \[3\]"),

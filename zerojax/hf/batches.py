@@ -79,6 +79,11 @@ def _check_array(name: str, array: Any, dims: tuple[str, ...]) -> None:
         kind = "None" if array is None else f"of type {type(array).__name__}"
         raise ValueError(f"batch['{name}'] is {kind}: an array of integers {shape} is needed, as by np.asarray(.., np.int32)")
     is_plain = isinstance(array.dtype, jnp.dtype)
+    if not is_plain and callable(getattr(array, "numpy", None)):
+        raise ValueError(
+            f"batch['{name}'] is a {type(array).__name__} of {type(array).__module__}, of {array.dtype}, and an array of numpy "
+            f"or JAX is needed, integers {shape}: give batch['{name}'].numpy()"
+        )
     if not is_plain or not jnp.issubdtype(array.dtype, jnp.integer):
         raise ValueError(f"batch['{name}'] is an array of {array.dtype}: integers {shape} are needed, such as int32")
     if name == TARGETS and jnp.issubdtype(array.dtype, jnp.unsignedinteger):

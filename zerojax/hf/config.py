@@ -17,7 +17,7 @@ from typing import Any
 from host_offload.fields import Field, parse_json
 from zerojax.hf.keys import EXPERTS, NOT_BUILT, check_keys
 from zerojax.hf.rope import Rope, rope_of
-from zerojax.hf.schema import FULL, SLIDING, read_kinds, values
+from zerojax.hf.schema import ACTIVATIONS, FULL, SLIDING, read_kinds, values
 
 CONFIG = "config.json"
 _MOST_BYTES = 64 * 2**20
@@ -243,7 +243,9 @@ def _decoder_config(raw: Mapping[str, Any], family: Family, where: str) -> Decod
         )
     activation = value["hidden_activation"] or value["hidden_act"]
     if activation is None:
-        raise ValueError("hidden_act is missing")
+        # A family that reads another key ignores this one.
+        found = "null" if "hidden_act" in raw else "missing"
+        raise ValueError(f"hidden_act is {found}, and one of {', '.join(ACTIVATIONS)} is needed")
     kinds, window = _layer_kinds(value, family, layers)
     if "layer_types" not in reads and raw.get("layer_types") is not None:
         _check_kinds(raw["layer_types"], kinds)
@@ -342,7 +344,7 @@ def _ropes(value: Mapping[str, Any], kinds: list[str], head_dim: int, *, has_kin
         raise ValueError("rope_parameters and rope_scaling differ: take one of them out")
     field = fields[0] if fields else Field({}, "rope_parameters")
     kinds_of_layers: tuple[str, ...] = (SLIDING, FULL)
-    by_kind = dict.fromkeys(kinds_of_layers, field)
+    by_kind: dict[str, Field] = dict.fromkeys(kinds_of_layers, field)
     nested = sorted({SLIDING, FULL} & set(field.value))
     if not has_kinds and nested:
         raise ValueError(f"{field.name} has {', '.join(nested)}: this model_type rotates all layers in one way")

@@ -26,7 +26,7 @@ from zerojax.given import positive_number
 from zerojax.hf.base import check_base, is_rounded, other_base
 from zerojax.hf.beside import ADAPTER_FILES, copy_beside, end_tokens, files_beside
 from zerojax.hf.config import CONFIG, Family
-from zerojax.hf.importing import ADAPTER, names_of
+from zerojax.hf.importing import ADAPTER, check_config_sizes, names_of
 from zerojax.hf.model import DECODER, config_of
 from zerojax.hf.names import FAMILIES, Lora
 from zerojax.hf.sources import Source, leaves_of, pieces_of, read_adapter, read_weight, sources_of
@@ -80,8 +80,9 @@ def export_hf(
       ValueError: `out` exists, an option does not fit, the model of `like` is not built, or the checkpoint has adapters and
         `merge_lora` is False. Or a file of `like` cannot be copied, or its `generation_config.json` is broken, which is found
         before anything is written.
-      CheckpointError: there is no checkpoint, it is of another model than `like` or was trained over another base, or the
-        folder cannot be written. The first tensors that differ are named.
+      CheckpointError: there is no checkpoint, it is of another model than `like` or was trained over another base, the
+        `config.json` of `like` has other sizes than the weights (the key is named), or the folder
+        cannot be written. The first tensors that differ are named.
       DamagedError: the checkpoint is not whole.
     """
     shard_bytes = positive_number("shard_bytes", shard_bytes)
@@ -140,6 +141,7 @@ def _sources(
       CheckpointError: it is another model's or another base: what differs is named.
     """
     sources = sources_of(saved, base, leaves, like, families)
+    check_config_sizes(like, base, families, is_whole=True)
     if told := about_difference({DECODER: config_of(like, families).computes()}, saved.about):
         raise CheckpointError(
             f"{saved.folder} was trained with {told[0]}, and {os.path.join(os.fspath(like), CONFIG)} makes it {told[1]}: give "
@@ -256,7 +258,8 @@ def export_peft(
 
     Raises:
       ValueError: `out` exists, another dtype, the model of `like` is not built, or other weights than adapters were trained.
-      CheckpointError: there is no checkpoint, it has no adapters, or they were trained over another base than `like`.
+      CheckpointError: there is no checkpoint, it has no adapters, they were trained over another base than `like`, or the
+        `config.json` of `like` has other sizes than its weights (the key is named).
       DamagedError: the checkpoint is not whole.
     """
     kind = export_dtype(dtype)
@@ -284,6 +287,7 @@ def export_peft(
         shapes = {name: saved.leaves[leaf].shape[:0:-1] for name, (leaf, _) in found.items()}  # transposed
         base = open_weights(like)
         _check_beside(shapes, base, like, saved)
+        check_config_sizes(like, base, families, is_whole=True)
         if whole.keys() - leaves.keys():
             _sources(saved, base, whole, like, families)
         tensors = {name: Tensor(shapes[name], kind.name) for name in sorted(found)}

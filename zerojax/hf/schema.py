@@ -20,7 +20,14 @@ MOST_LAYERS = 2**12
 """Most layers: what differs between layers is computed when a model is built."""
 
 
-def read_number(field: Field, *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf) -> float:
+def read_number(
+    field: Field,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+) -> float:
     """Return a finite number in a range.
 
     Args:
@@ -28,6 +35,7 @@ def read_number(field: Field, *, least: float = -math.inf, above: float = -math.
       least: the smallest number that is allowed.
       above: a bound that is not allowed itself.
       most: the largest number that is allowed.
+      below: a bound that is not allowed itself.
 
     Raises:
       FieldError: it is no such number.
@@ -36,18 +44,21 @@ def read_number(field: Field, *, least: float = -math.inf, above: float = -math.
     bounds = [f"from {least:g}"] if least > -math.inf else []
     bounds += [f"above {above:g}"] if above > -math.inf else []
     bounds += [f"at most {most:g}"] if most < math.inf else []
+    bounds += [f"below {below:g}"] if below < math.inf else []
     needed = f"a number, {', '.join(bounds)}," if bounds else "a number"
     if isinstance(value, bool) or not isinstance(value, int | float):
         field.refuse(needed)
     # NaN is in no range. Python compares integers of any size with floats.
-    if not (least <= value <= most and value > above and abs(value) < math.inf):
+    if not (least <= value <= most and above < value < below and abs(value) < math.inf):
         field.refuse(needed)
     return float(value)
 
 
-def number(*, least: float = -math.inf, above: float = -math.inf, most: float = math.inf) -> Callable[[Field], float]:
+def number(
+    *, least: float = -math.inf, above: float = -math.inf, most: float = math.inf, below: float = math.inf
+) -> Callable[[Field], float]:
     """Return the reader of a number in a range, see `read_number`."""
-    return lambda field: read_number(field, least=least, above=above, most=most)
+    return lambda field: read_number(field, least=least, above=above, most=most, below=below)
 
 
 def integer(least: int, most: int) -> Callable[[Field], int]:
@@ -110,14 +121,14 @@ KEYS: Mapping[str, Key] = {
     "num_attention_heads": Key(integer(1, 2**16), is_needed=True),
     "num_key_value_heads": Key(integer(1, 2**16), null="none"),
     "head_dim": Key(integer(1, 2**13), null="none"),
-    "hidden_act": Key(one_of(*ACTIVATIONS), null="default"),
+    "hidden_act": Key(one_of(*ACTIVATIONS), null="none"),
     "hidden_activation": Key(one_of(*ACTIVATIONS), null="default"),
     "max_position_embeddings": Key(integer(1, 2**53), is_needed=True),
-    "rms_norm_eps": Key(number(above=0, most=1), is_needed=True),
+    "rms_norm_eps": Key(number(above=0, below=1), is_needed=True),
     "rope_theta": THETA,
     "rope_local_base_freq": Key(THETA.read),
-    "rope_scaling": Key(read_object, null="off"),
-    "rope_parameters": Key(read_object, null="off"),
+    "rope_scaling": Key(read_object, null="none"),
+    "rope_parameters": Key(read_object, null="none"),
     "tie_word_embeddings": _FLAG,
     "attention_bias": _FLAG,
     "mlp_bias": _FLAG,

@@ -65,7 +65,7 @@ def generate(
       temperature: of the softmax, at least 0; 0 takes the likeliest token.
       top_p: draw from the likeliest tokens that together have this probability, above 0 and at most 1.
       key: random, with a temperature above 0.
-      eos: token, or tokens, that end a row; None for none.
+      eos: token, or tokens, that end a row, each one of the model's V; None for none.
       use_cache: None: with a cache where there is one.
 
     Returns:
@@ -94,8 +94,8 @@ def generate(
     is_open = np.ones(len(rows), bool)
     for step in range(max_new_tokens):
         logits = logits_of(tokens, lengths)
-        if step == 0 and (largest := max(int(row.max()) for row in rows)) >= logits.shape[-1]:
-            raise ValueError(f"a prompt has token {largest}, and the model has {logits.shape[-1]}, counted from 0")
+        if step == 0:
+            _check_vocabulary(rows, ends, logits.shape[-1])
         with jax.set_mesh(program.mesh):
             drawn = np.asarray(_drawn(logits, None if key is None else jax.random.fold_in(key, step), temperature, top_p))
         for i in np.flatnonzero(is_open):
@@ -107,6 +107,18 @@ def generate(
         if not is_open.any():
             break
     return [np.asarray(row, np.int32) for row in found]
+
+
+def _check_vocabulary(prompts: Sequence[np.ndarray], ends: np.ndarray, vocab: int) -> None:
+    """Raise ValueError where a prompt, or what ends a row, has a token that a model of `vocab` tokens does not have."""
+    largest = max(int(row.max()) for row in prompts)
+    if largest >= vocab:
+        raise ValueError(f"a prompt has token {largest}, and the model has {vocab}, counted from 0")
+    if ends.size and ends.max() >= vocab:
+        raise ValueError(
+            f"eos has token {ends.max()}, and the model has {vocab}, counted from 0: no row would end with it. Give the token "
+            "of this model's tokenizer"
+        )
 
 
 def _logits(program: Program, state: TrainState, width: int, use_cache: bool | None) -> Callable[..., jax.Array]:

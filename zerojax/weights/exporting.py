@@ -59,10 +59,20 @@ def _checked(folder: str) -> SavedState:
 
 
 def export_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return the numpy dtype to export in; None is float32."""
-    name = "float32" if dtype is None else np.dtype(dtype).name
+    """Return the numpy dtype to export in; None is float32.
+
+    Raises:
+      ValueError: weights are not exported in such a dtype, or it is no dtype.
+    """
+    if dtype is None:
+        return numpy_dtype("float32")
+    options = f"weights are exported as one of {', '.join(DTYPES)}"
+    try:
+        name = np.dtype(dtype).name
+    except (TypeError, ValueError, SyntaxError) as error:  # numpy parses a text
+        raise ValueError(f"dtype={dtype!r}: {options}") from error
     if name not in DTYPES:
-        raise ValueError(f"dtype={name}: weights are exported as one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype={name}: {options}")
     return numpy_dtype(name)
 
 

@@ -255,10 +255,11 @@ def import_params(
                 here = [x for x in here if x.encodes not in kept.weights and x.name not in kept.leaves]
             wanted = _as_given(here, program.layout.encodings)
             told = file.told if isinstance(file, RenamedFile) else str
+            absent_of = file.missing_layers if isinstance(file, RenamedFile) else _no_names
             shapes = {".".join(path_of(leaf.name)): leaf.shape for leaf in wanted}
             if absent := {n: shape for n, shape in shapes.items() if n not in file.tensors and may_lack(n)}:
                 file = CompletedFile(file, program.model, key, absent)
-            weights, leaves = _compare(file, wanted, told)
+            weights, leaves = _compare(file, wanted, told, absent_of)
             encoded = _add_encoded(file, here, program.layout.encodings, weights, leaves)
         except CheckpointError as found:
             if error is ValueError:
@@ -386,8 +387,17 @@ def _checked_key(key: Any, program: Program) -> jax.Array:
     return key
 
 
+def _no_names(name: str, num_layers: int) -> list[str]:
+    """Return no names: the layers of a file's stacks are not tensors of their own."""
+    del name, num_layers
+    return []
+
+
 def _compare(
-    file: WeightFile, state_leaves: Sequence[StateLeaf], told: Callable[[str], str] = str
+    file: WeightFile,
+    state_leaves: Sequence[StateLeaf],
+    told: Callable[[str], str] = str,
+    absent_of: Callable[[str, int], list[str]] = _no_names,
 ) -> tuple[dict[str, str], dict[str, SavedLeaf]]:
     """Return the tensor of each weight, and what it is.
 
@@ -395,6 +405,7 @@ def _compare(
       file: of the weights.
       state_leaves: the weights of the program.
       told: what to call a tensor in errors.
+      absent_of: returns the names of the tensors that a stack of so many layers lacks.
 
     Raises:
       CheckpointError: tensors that differ, or two weights that the file's names do not tell apart.
@@ -418,6 +429,8 @@ def _compare(
         leaves[leaf.name] = SavedLeaf(tensor.shape, tensor.dtype, min(leaf.lead, 1), is_tiled, "")
         if not jnp.issubdtype(known_dtype(tensor.dtype), jnp.floating):
             differences.append(f"{told(name)} of {tensor.dtype}, which is no floating dtype that is read here")
+        elif leaf.lead and (absent := absent_of(name, leaf.shape[0])):
+            differences += [f"no {tensor_name}" for tensor_name in absent]
         elif tensor.shape != leaf.shape:
             try:
                 if not (name in file.tiled or leaf.tiles):

@@ -151,6 +151,20 @@ class RenamedFile:
                 return pattern if layer is None else pattern.replace(LAYER, str(layer))
         return f"{name}{of}"
 
+    def missing_layers(self, name: str, num_layers: int) -> list[str]:
+        """Return the file's names of the last layers of a parameter that it lacks, if other parameters have these layers.
+
+        Args:
+          name: of the parameter.
+          num_layers: how many layers a model has.
+        """
+        parts = self._parts.get(name, {})
+        stacks = [stack for stack in self._parts.values() if None not in stack]
+        has_all = any(len(stack) >= num_layers for stack in stacks)
+        if not parts or None in parts or not has_all:
+            return []
+        return [self._name(name, layer) for layer in range(num_layers) if layer not in parts]
+
     def told(self, name: str) -> str:
         """Return a parameter's name, with that in the file where it is another."""
         there = self._name(name, None)
