@@ -87,8 +87,8 @@ class LossScaling:
             count = as_integer(getattr(self, name))
             if count is None or not 1 <= count <= _LARGEST_COUNT:
                 raise ValueError(
-                    f"{name}={shown(getattr(self, name))} of a LossScaling: an integer from 1 to {_LARGEST_COUNT} is needed, since "
-                    "it is counted in int32"
+                    f"{name}={shown(getattr(self, name))} of a LossScaling: an integer from 1 to {_LARGEST_COUNT} is needed, "
+                    "since it is counted in int32"
                 )
             object.__setattr__(self, name, count)
 
@@ -102,8 +102,8 @@ class LossScaling:
         held = None if number is None else in_float32(number, least, most)
         if held is None:
             raise ValueError(
-                f"{name}={shown(getattr(self, name))} of a LossScaling: a number from {least:.9g} to {most:.9g} is needed, since "
-                "the scale is a float32"
+                f"{name}={shown(getattr(self, name))} of a LossScaling: a number from {least:.9g} to {most:.9g} is needed, "
+                "since the scale is a float32"
             )
         object.__setattr__(self, name, held)
 

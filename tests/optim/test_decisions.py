@@ -284,6 +284,12 @@ def test_where_layers_cannot_be_shown_a_stored_number_is_an_error_by_leaf():
         applied(clipped(scaled_by_state(by_fan_in)))
 
 
+def test_an_optimizer_that_fails_on_stacks_and_combines_leaves_names_both():
+    """Adagrad over rows works on one layer alone, where clipping by the global norm cannot be done."""
+    with pytest.raises(ValueError, match=r"not on stacks of layers \[L, \.\.\.\].*combines layers or leaves.*clip_norm"):
+        applied(clipped(by_rows()))
+
+
 def clipped(tx):
     return optax.chain(optax.clip_by_global_norm(1.0), tx)
 

@@ -110,7 +110,7 @@ def by_layer(
         return layer_transformation(by_leaf)
     if isinstance(on_stacks, ValueError):
         raise ValueError(
-            f"the optimizer works on one layer's leaves and not on stacks of layers [L, ...], and it cannot be applied layer by "
+            "the optimizer works on one layer's leaves and not on stacks of layers [L, ...], and it cannot be applied layer by "
             f"layer, because it combines layers or leaves ({by_leaf}); {_REPAIR}. On stacks: {on_stacks}"
         ) from on_stacks
     _report_differences(found, params, stacked, by_leaf)

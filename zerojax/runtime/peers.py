@@ -466,20 +466,20 @@ class Calls:
         Raises:
           RuntimeError: as `agree`, or the processes were found to differ.
         """
-        self._peers.note(_label(f"{self._program}, {call}", lines))
+        self._peers.note(_label(f"{self._program}, {call}", lines, ": "))
 
     def close(self) -> None:
         """Say that this process closed the program."""
         self._peers.close(self._program)
 
 
-def _label(call: str, shapes: Sequence[str]) -> str:
+def _label(call: str, shapes: Sequence[str], joint: str = " over ") -> str:
     if not shapes:
         return call
     text = "; ".join(shapes)
     if len(text) > _MOST_LABEL:
         text = f"{text[:_MOST_LABEL]}.. {digest(shapes)}"
-    return f"{call} over {text}"
+    return f"{call}{joint}{text}"
 
 
 # --- the processes of this run -----------------------------------------------------------------------------------------------
