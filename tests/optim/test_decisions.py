@@ -124,6 +124,12 @@ def build(tx, tmp_path, model=None, **fields):
     return zj.build_train_step(model or layered(), tx, zj.ZeroConfig(swap_dir=tmp_path, **fields), mesh)
 
 
+@pytest.mark.parametrize("name", TX)
+def test_a_decision_about_one_leaf_enters_no_other(name):
+    """MultiSteps among them, whose conditional holds the whole tree."""
+    assert isinstance(applied(TX[name]()), ElementwiseTransformation)
+
+
 @pytest.mark.by_default("adamw", "frozen_vectors", "sizes")
 @pytest.mark.parametrize("name", TX)
 def test_two_updates_of_stacks_equal_those_of_layers(name):
@@ -146,9 +152,10 @@ def test_two_updates_of_stacks_equal_those_of_layers(name):
 def test_states_are_decided_by_one_layers_leaf(name):
     tx, params = STORED[name](), first_params()
     stacks_tx, layers = applied(tx), separate(params)
-    state, expected_state = stacks_tx.init(params), tx.init(layers)
+    state, expected_state = jax.jit(stacks_tx.init)(params), tx.init(layers)
+    update = jax.jit(lambda state: stacks_tx.update(params, state, params, value=jnp.float32(1)))
     for _ in range(2):
-        updates, state = stacks_tx.update(params, state, params, value=jnp.float32(1))
+        updates, state = update(state)
         expected, expected_state = tx.update(layers, expected_state, layers)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), separate(updates), expected)
 
