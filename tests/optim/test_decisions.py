@@ -42,7 +42,7 @@ def scaled_by_state(scale_of):
     """Scale each leaf's update by a number that `init` computes from the leaf's shape and keeps in the state."""
     return optax.GradientTransformation(
         lambda params: jax.tree.map(scale_of, params),
-        lambda updates, state, params=None: (jax.tree.map(lambda u, s: -0.1 * s * u, updates, state), state),
+        lambda updates, state, params=None: (jax.tree.map(lambda u, s: -0.02 * s * u, updates, state), state),
     )
 
 
