@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from host_offload.tiers import TIERS
-from zerojax.given import as_flag, as_integer, as_number, as_path, positive_number, whole_number
+from zerojax.given import as_flag, as_integer, as_number, as_path, as_string, positive_number, shown, whole_number
 from zerojax.precision import PRECISIONS, LossScaling
 from zerojax.sharding import STAGES
 
@@ -58,11 +58,13 @@ class Segment:
     def __post_init__(self) -> None:
         count = as_integer(self.num_layers)
         if count is None or count < 1:
-            raise ValueError(f"num_layers={self.num_layers!r} of a Segment: an integer of at least 1 is needed")
+            raise ValueError(f"num_layers={shown(self.num_layers)} of a Segment: an integer of at least 1 is needed")
         object.__setattr__(self, "num_layers", count)
-        if not (isinstance(self.activations, str) and self.activations in _ACTIVATIONS):
+        activations = as_string(self.activations)
+        if activations not in _ACTIVATIONS:
             choices = ", ".join(map(repr, _ACTIVATIONS))
-            raise ValueError(f"activations={self.activations!r} of a Segment is unknown: choose from {choices}")
+            raise ValueError(f"activations={shown(self.activations)} of a Segment is unknown: choose from {choices}")
+        object.__setattr__(self, "activations", activations)
         _check_names(self)
 
 
@@ -171,7 +173,7 @@ class ZeroConfig:
     def __new__(cls, *values: Any, **fields: Any) -> "ZeroConfig":
         # A dataclass answers an unknown keyword with a TypeError that names no alternative.
         if values:
-            raise ValueError(f"ZeroConfig takes its fields by name, such as stage={values[0]!r}")
+            raise ValueError(f"ZeroConfig takes its fields by name, such as stage={shown(values[0])}")
         field_names = [f.name for f in dataclasses.fields(cls)]
         for name in fields:
             if name not in field_names:
@@ -186,9 +188,12 @@ class ZeroConfig:
             if (number := as_integer(value)) is not None:  # one of numpy among them
                 value = number
                 object.__setattr__(self, name, value)
+            elif (text := as_string(value)) is not None:
+                value = text
+                object.__setattr__(self, name, value)
             # By type too: True equals 1, and 2.0 equals 2.
             if not any(value is c or (type(value) is type(c) and value == c) for c in choices):
-                raise ValueError(f"{name}={value!r} is unknown: choose from {', '.join(map(repr, choices))}")
+                raise ValueError(f"{name}={shown(value)} is unknown: choose from {', '.join(map(repr, choices))}")
         self._check_activations()
         self._check_numbers()
         self._check_combinations()
@@ -196,11 +201,12 @@ class ZeroConfig:
     def _check_activations(self) -> None:
         _check_names(self)
         chosen = self.activations
-        if isinstance(chosen, str) and chosen in _ACTIVATIONS:
+        if (text := as_string(chosen)) in _ACTIVATIONS:
+            object.__setattr__(self, "activations", text)
             return
         choices = ", ".join(map(repr, _ACTIVATIONS))
         if not isinstance(chosen, tuple) or not all(isinstance(one, Segment) for one in chosen):
-            raise ValueError(f"activations={chosen!r} is unknown: choose from {choices}, or a tuple of zerojax.Segment")
+            raise ValueError(f"activations={shown(chosen)} is unknown: choose from {choices}, or a tuple of zerojax.Segment")
         if not chosen:
             raise ValueError(f"activations=() has no segment: choose from {choices}, or give segments of all layers")
         for name in ("saved_names", "offloaded_names"):
@@ -217,21 +223,21 @@ class ZeroConfig:
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, whole_number(name, value, least, otherwise))
         if not isinstance(self.loss_scaling, LossScaling):
-            raise ValueError(f"loss_scaling={self.loss_scaling!r}: a zerojax.LossScaling is needed")
+            raise ValueError(f"loss_scaling={shown(self.loss_scaling)}: a zerojax.LossScaling is needed")
         if self.swap_dir is not None:
             path = as_path(self.swap_dir)
             if path is None:
-                raise ValueError(f"swap_dir={self.swap_dir!r}: a folder's path is needed, a str or an os.PathLike of one")
+                raise ValueError(f"swap_dir={shown(self.swap_dir)}: a folder's path is needed, a str or an os.PathLike of one")
             object.__setattr__(self, "swap_dir", path)
         for name in ("partition_activations", "sequence_parallel", "tensor_overlap", "delayed_update", "gather_ahead"):
             flag = as_flag(getattr(self, name))
             if flag is None:
-                raise ValueError(f"{name}={getattr(self, name)!r}: True or False is needed")
+                raise ValueError(f"{name}={shown(getattr(self, name))}: True or False is needed")
             object.__setattr__(self, name, flag)
         fraction = as_number(self.opt_state_device_fraction)
         if fraction is None or not 0 <= fraction < 1:
             raise ValueError(
-                f"opt_state_device_fraction={self.opt_state_device_fraction!r}: a number from 0 to below 1 is needed; "
+                f"opt_state_device_fraction={shown(self.opt_state_device_fraction)}: a number from 0 to below 1 is needed; "
                 "opt_state='device' keeps all"
             )
         object.__setattr__(self, "opt_state_device_fraction", fraction)
@@ -297,7 +303,7 @@ def _check_names(chosen: Segment | ZeroConfig) -> None:
     for name in ("saved_names", "offloaded_names"):
         value = getattr(chosen, name)
         if not isinstance(value, tuple) or not all(isinstance(n, str) for n in value):
-            raise ValueError(f"{name}={value!r}: a tuple of names is needed, such as ('mlp_hidden',)")
+            raise ValueError(f"{name}={shown(value)}: a tuple of names is needed, such as ('mlp_hidden',)")
     if both := sorted(set(chosen.saved_names) & set(chosen.offloaded_names)):
         raise ValueError(f"saved_names and offloaded_names both hold {both}: a value is kept in one place")
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_MOST_SHOWN = 100
+"""Characters of a value in an error."""
 
 
 def as_integer(value: object) -> int | None:
@@ -43,6 +45,36 @@ def as_flag(value: object) -> bool | None:
     return plain if isinstance(plain, bool) else None
 
 
+def as_string(value: object) -> str | None:
+    """Return a string, of Python or of numpy, as a `str`; None for anything else, an enum's member among them."""
+    plain = _plain(value)
+    return plain if type(plain) is str else None
+
+
+def in_float32(number: float, least: float = _SMALLEST, most: float = _LARGEST) -> float | None:
+    """Return a number that lies in a range once it is rounded to float32; None: it does not.
+
+    Args:
+      number: finite. 3.4028235e38 is float32's largest number as it is commonly written, and above it in float64.
+      least: the smallest that is allowed, which float32 holds.
+      most: the largest that is allowed, which float32 holds.
+    """
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = float(np.float32(number))
+    return min(max(number, least), most) if least <= rounded <= most else None
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: its `repr`, the middle of a long one left out."""
+    try:
+        text = repr(value)
+    except Exception:  # Python refuses to print an int of thousands of digits
+        return f"a value of type {type(value).__name__} that cannot be printed"
+    if len(text) <= _MOST_SHOWN:
+        return text
+    return f"{text[: _MOST_SHOWN // 2]}..{text[-_MOST_SHOWN // 4 :]} ({len(text)} characters)"
+
+
 def whole_number(name: str, value: object, least: int, otherwise: str = "") -> int:
     """Return a whole number as an `int`.
 
@@ -57,7 +89,7 @@ def whole_number(name: str, value: object, least: int, otherwise: str = "") -> i
     """
     number = as_integer(value)
     if number is None or number < least:
-        raise ValueError(f"{name}={value!r}: an integer of at least {least} is needed{otherwise}")
+        raise ValueError(f"{name}={shown(value)}: an integer of at least {least} is needed{otherwise}")
     return number
 
 
@@ -68,9 +100,10 @@ def positive_number(name: str, value: object, otherwise: str = "") -> float:
       ValueError: it is no number, not finite or not positive, or would be so in float32.
     """
     number = as_number(value)
-    if number is None or not _SMALLEST <= number <= _LARGEST:
-        raise ValueError(f"{name}={value!r}: a positive finite number that float32 holds is needed{otherwise}")
-    return number
+    held = None if number is None else in_float32(number)
+    if held is None:
+        raise ValueError(f"{name}={shown(value)}: a positive finite number that float32 holds is needed{otherwise}")
+    return held
 
 
 def as_path(value: object) -> str | None:
@@ -85,6 +118,8 @@ def as_path(value: object) -> str | None:
 
 def _plain(value: Any) -> object:
     """Return a numpy scalar, or an array of shape (), as Python's own value, and anything else as it is."""
+    if isinstance(value, np.ma.MaskedArray) and np.ma.getmaskarray(value).any():
+        return value  # it holds no number, and its `item` would be 0
     is_scalar = isinstance(value, np.generic) or (hasattr(value, "dtype") and getattr(value, "shape", None) == ())
     if not is_scalar or not hasattr(value, "item"):
         return value

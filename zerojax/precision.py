@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax.given import as_integer, as_number
+from zerojax.given import as_integer, as_number, in_float32, shown
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class LossScaling:
             count = as_integer(getattr(self, name))
             if count is None or not 1 <= count <= _LARGEST_COUNT:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} of a LossScaling: an integer from 1 to {_LARGEST_COUNT} is needed, since "
-                    "it is counted in int32"
+                    f"{name}={shown(getattr(self, name))} of a LossScaling: an integer from 1 to {_LARGEST_COUNT} is needed, "
+                    "since it is counted in int32"
                 )
             object.__setattr__(self, name, count)
 
@@ -99,12 +99,13 @@ class LossScaling:
           ValueError: it is no finite number in the range that float32 holds.
         """
         number = as_number(getattr(self, name))
-        if number is None or not least <= number <= most:
+        held = None if number is None else in_float32(number, least, most)
+        if held is None:
             raise ValueError(
-                f"{name}={getattr(self, name)!r} of a LossScaling: a number from {least:.9g} to {most:.9g} is needed, since "
-                "the scale is a float32"
+                f"{name}={shown(getattr(self, name))} of a LossScaling: a number from {least:.9g} to {most:.9g} is needed, "
+                "since the scale is a float32"
             )
-        object.__setattr__(self, name, number)
+        object.__setattr__(self, name, held)
 
 
 class LossScale(NamedTuple):

@@ -11,7 +11,7 @@ import toys
 import zerojax as zj
 from zerojax.models import init_params
 from zerojax.optim import by_layer
-from zerojax.state import init_opt_state_shape
+from zerojax.state.opt_state import traced_optimizer
 
 HOST, NVME = "pinned_host", "nvme"
 LAYERS, HIDDEN, INNER = 3, 8, 12  # 3 layers over 2 or 4 devices: they do not divide
@@ -107,5 +107,4 @@ def applied(tx: Any, params: Any = None) -> Any:
     """Return the optimizer as it is applied to the whole tree."""
     shapes = jax.eval_shape(lambda: params or first_params())
     stacked = ["blocks" in jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(shapes)[0]]
-    state, update = init_opt_state_shape(tx, shapes)
-    return by_layer(tx, shapes, state, update, stacked)
+    return by_layer(tx, shapes, traced_optimizer(tx, shapes), stacked)

@@ -38,6 +38,50 @@ def scaled_by_size():
     return optax.stateless(lambda updates, params: jax.tree.map(lambda u: u / u.size**0.5, updates))
 
 
+def scaled_by_state(scale_of):
+    """Scale each leaf's update by a number that `init` computes from the leaf's shape and keeps in the state."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(scale_of, params),
+        lambda updates, state, params=None: (jax.tree.map(lambda u, s: -0.02 * s * u, updates, state), state),
+    )
+
+
+def by_fan_in(leaf):
+    return jnp.float32(1 / leaf.shape[0] if leaf.ndim >= 2 else 1)
+
+
+def by_rank(leaf):
+    return jnp.full((), 1.0 if leaf.ndim >= 2 else 3.0)
+
+
+def scaled_by_list():
+    """The same with a state that is a flat list, whose paths are not those of the parameters."""
+
+    def update(updates, state, params=None):
+        leaves, tree = jax.tree.flatten(updates)
+        return jax.tree.unflatten(tree, [-0.1 * s * u for u, s in zip(leaves, state, strict=True)]), state
+
+    return optax.GradientTransformation(lambda params: [by_fan_in(a) for a in jax.tree.leaves(params)], update)
+
+
+def by_rows():
+    """Adagrad over the rows of a matrix: the state's shape follows the rank of a leaf."""
+
+    def sums(u):
+        return jnp.sum(u**2, axis=1) if u.ndim >= 2 else jnp.sum(u**2)
+
+    def scaled(u, s):
+        return -0.05 * u / jnp.sqrt((s[:, None] if u.ndim >= 2 else s) + 1e-6)
+
+    def update(updates, state, params=None):
+        state = jax.tree.map(lambda u, s: s + sums(u), updates, state)
+        return jax.tree.map(scaled, updates, state), state
+
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda a: jnp.zeros(a.shape[:1]) if a.ndim >= 2 else jnp.zeros(()), params), update
+    )
+
+
 TX = {
     "adamw": lambda: optax.adamw(0.02, weight_decay=0.5, mask=by_dims),
     "adamw_by_size": lambda: optax.adamw(0.02, weight_decay=0.5, mask=by_size),
@@ -52,6 +96,14 @@ TX = {
     "average": lambda: optax.chain(optax.adamw(0.02, weight_decay=0.5, mask=by_dims), zj.Ema(0.9)),
     "accumulation": lambda: optax.MultiSteps(optax.adamw(0.02, weight_decay=0.5, mask=by_dims), 2).gradient_transformation(),
 }
+
+STORED = {
+    "scale": lambda: scaled_by_state(by_fan_in),
+    "number": lambda: scaled_by_state(by_rank),
+    "list": scaled_by_list,
+    "rows": by_rows,
+}
+"""Optimizers whose states have other shapes or numbers for stacks than for layers."""
 
 TIERS = {
     "stage_0": {"stage": 0},
@@ -72,6 +124,12 @@ def build(tx, tmp_path, model=None, **fields):
     return zj.build_train_step(model or layered(), tx, zj.ZeroConfig(swap_dir=tmp_path, **fields), mesh)
 
 
+@pytest.mark.parametrize("name", TX)
+def test_a_decision_about_one_leaf_enters_no_other(name):
+    """MultiSteps among them, whose conditional holds the whole tree."""
+    assert isinstance(applied(TX[name]()), ElementwiseTransformation)
+
+
 @pytest.mark.by_default("adamw", "frozen_vectors", "sizes")
 @pytest.mark.parametrize("name", TX)
 def test_two_updates_of_stacks_equal_those_of_layers(name):
@@ -88,6 +146,28 @@ def test_two_updates_of_stacks_equal_those_of_layers(name):
         updates, state = stacks_tx.update(grads, state, params, value=jnp.float32(1))
         expected, expected_state = tx.update(separate(grads), expected_state, layers)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), separate(updates), expected)
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_states_are_decided_by_one_layers_leaf(name):
+    tx, params = STORED[name](), first_params()
+    stacks_tx, layers = applied(tx), separate(params)
+    state, expected_state = jax.jit(stacks_tx.init)(params), tx.init(layers)
+    update = jax.jit(lambda state: stacks_tx.update(params, state, params, value=jnp.float32(1)))
+    for _ in range(2):
+        updates, state = update(state)
+        expected, expected_state = tx.update(layers, expected_state, layers)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), separate(updates), expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("tier", ["stage_0", "stage_2", "stage_3", "host", "host_in_backward", "nvme_in_backward"])
+@pytest.mark.parametrize("name", STORED)
+def test_states_are_decided_by_one_layers_leaf_in_every_tier(name, tier, tmp_path):
+    with build(STORED[name](), tmp_path, **TIERS[tier]) as program:
+        losses, state = run(program, batches(4))
+        found = final(program, state)
+    separate_layers.assert_equals_plain(STORED[name](), losses, found)
 
 
 @pytest.mark.exhaustive
@@ -170,6 +250,51 @@ def test_each_of_several_stacks_is_decided_by_its_own_layers():
     assert moments["['one']['up']"] == (2, 8, 12)
     assert moments["['two']['up']"] == (3, 8, 12)
     assert "['one']['b']" not in moments
+
+
+def by_total(in_state):
+    """Scale by the number of all parameters, which is kept in the state, or computed in the update."""
+
+    def total(tree):
+        return float(sum(a.size for a in jax.tree.leaves(tree)))
+
+    def init(params):
+        return {"total": jnp.float32(total(params) if in_state else 1)}
+
+    def update(updates, state, params=None):
+        scale = state["total"] if in_state else total(updates)
+        return jax.tree.map(lambda u: -u / scale, updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("in_state", [True, False])
+def test_an_update_that_reads_the_shapes_of_other_leaves_is_refused(in_state):
+    """The number of all parameters is that of neither one layer's tree nor each leaf."""
+    named = "the optimizer's state ['total']" if in_state else "['head']['out']"
+    with pytest.raises(ValueError, match=f"reads the shapes of other leaves.*{re.escape(named)}"):
+        applied(by_total(in_state))
+
+
+def test_a_shared_state_that_a_stack_changes_is_refused_by_its_path():
+    def init(params):
+        return {"most": jnp.float32(max(a.ndim for a in jax.tree.leaves(params["blocks"])))}
+
+    tx = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
+    with pytest.raises(ValueError, match=r"the optimizer's state \['most'\]"):
+        applied(tx)
+
+
+def test_where_layers_cannot_be_shown_a_stored_number_is_an_error_by_leaf():
+    leaf = re.escape("['blocks']['up'] (3, 8, 12), of a layer (8, 12)")
+    with pytest.raises(ValueError, match=f"decides from shapes.*{leaf}"):
+        applied(clipped(scaled_by_state(by_fan_in)))
+
+
+def test_an_optimizer_that_fails_on_stacks_and_combines_leaves_names_both():
+    """Adagrad over rows works on one layer alone, where clipping by the global norm cannot be done."""
+    with pytest.raises(ValueError, match=r"not on stacks of layers \[L, \.\.\.\].*combines layers or leaves.*clip_norm"):
+        applied(clipped(by_rows()))
 
 
 def clipped(tx):

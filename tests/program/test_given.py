@@ -188,7 +188,50 @@ def test_a_number_takes_the_place_of_a_scalar_of_the_optimizers_state():
         assert metrics["learning_rate"] == 0.25
     leaf = state.opt_state.hyperparams["learning_rate"]
     assert (leaf.dtype, leaf.sharding) == (jnp.float32, program.shardings.opt_state.hyperparams["learning_rate"])
-    for wrong in (math.nan, 1e39, True, "0.1", None):
+    numbers = "a finite number that float32 holds is needed"
+    path = r"\.opt_state\.hyperparams\['learning_rate'\]"
+    for wrong in (
+        math.nan, 1e39, 1e-50, True, "0.1", np.array([1e-3]), jnp.ones(1), 1 + 2j, jnp.complex64(1), np.ma.masked, 10**400,
+        10**5000,
+    ):  # fmt: skip
         state.opt_state.hyperparams["learning_rate"] = wrong
-        with pytest.raises(ValueError, match=r"learning_rate|another structure"):
+        with pytest.raises(ValueError, match=rf"{path} is .*: {numbers}") as found:
             program.step(state, batch)
+        assert len(str(found.value)) < 400
+    for wrong, how in ((None, rf"it lacks {path}"), ([1e-3], rf"it lacks {path}, and it has {path}\[0\]")):
+        state.opt_state.hyperparams["learning_rate"] = wrong
+        with pytest.raises(ValueError, match=rf"another structure.*{how}"):
+            program.step(state, batch)
+    state.opt_state.hyperparams.update(learning_rate=0.25, lr=0.25)
+    with pytest.raises(ValueError, match=r"another structure.*it has \.opt_state\.hyperparams\['lr'\]"):
+        program.step(state, batch)
+    del state.opt_state.hyperparams["lr"]
+    state.opt_state.hyperparams["learning_rate"] = 3.4028235e38  # float32's largest number as it is commonly written
+    state, metrics = program.step(state, batch)
+    assert metrics["learning_rate"] == np.finfo(np.float32).max
+
+
+def test_limits_of_float32_are_taken_as_they_are_written():
+    assert zj.LossScaling(most=3.4028235e38).most == np.finfo(np.float32).max
+    assert zj.LossScaling(least=1.1754943e-38).least == np.finfo(np.float32).tiny
+    assert zj.ZeroConfig(clip_norm=3.4028235e38).clip_norm == np.finfo(np.float32).max
+    for wrong in ("most", "initial"):
+        with pytest.raises(ValueError, match=f"{wrong}=3.41e\\+38"):
+            zj.LossScaling(**{wrong: 3.41e38})
+
+
+def test_strings_of_numpy_are_kept_as_str():
+    config = zj.ZeroConfig(precision=np.str_("bf16"), opt_state=np.array("pinned_host"), activations=np.str_("remat"))
+    assert config == zj.ZeroConfig(precision="bf16", opt_state="pinned_host", activations="remat")
+    assert {type(config.precision), type(config.opt_state), type(config.activations)} == {str}
+    assert type(zj.Segment(1, activations=np.str_("remat")).activations) is str
+    with pytest.raises(ValueError, match=r"precision=.*bf17.* is unknown"):
+        zj.ZeroConfig(precision=np.str_("bf17"))
+
+
+@pytest.mark.parametrize("field", ["stage", "prefetch_distance", "clip_norm", "opt_state_device_fraction", "delayed_update"])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_long_values_are_cut_in_errors(field, digits):
+    with pytest.raises(ValueError, match=field) as found:
+        zj.ZeroConfig(**{field: -(10**digits)})
+    assert len(str(found.value)) < 300

@@ -178,6 +178,22 @@ def test_a_known_call_in_another_order_ends_both(start):
     until(lambda: all(together.ended))
 
 
+def test_other_numbers_in_a_state_end_both(start):
+    together = start(2)
+    together.all_step("a", "a")
+    told = lambda *rates: together.run(  # noqa: E731
+        *(functools.partial(together.calls[me].tell, "numbers put", [f"['rate'] = {r}"]) for me, r in enumerate(rates))
+    )
+    assert told(0.1, 0.1) == [None, None]
+    assert together.all_step("a", "a") == [False, False]
+    time.sleep(0.1)
+    assert not any(together.ended)
+    told(0.1, 0.2)
+    until(lambda: all(together.ended))
+    found = together.all_step("a", "a")
+    assert all("numbers put: ['rate'] = 0.1 in process 0, but" in str(error) for error in found)
+
+
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_process_that_left_is_named_before_the_next_call(start, leaver):
     together = start(2)

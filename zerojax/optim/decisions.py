@@ -10,6 +10,7 @@ Equal forms have equal numbers, so two traces share one table. Fills and reshape
 """
 
 import dataclasses
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -26,18 +27,27 @@ _ATTRIBUTES = ("y", "new_dtype", "direction", "mode", "exponent_bits", "mantissa
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """Parameter leaves that an optimizer treats as a stack in another way than as one layer.
+    """What an optimizer treats as a stack in another way than as one layer.
 
     Attributes:
-      rules: indices of leaves whose equations differ.
-      constants: indices of leaves whose equations have other constants, such as a leaf's size.
+      rules: indices of parameter leaves whose equations differ, or whose first state holds another number.
+      constants: indices of parameter leaves whose equations have other constants, such as a leaf's size.
+      shared_rules: paths of state leaves that belong to no single parameter leaf and whose equations differ.
+      shared_constants: paths of such state leaves whose equations have other constants.
     """
 
-    rules: tuple[int, ...]
-    constants: tuple[int, ...]
+    rules: tuple[int, ...] = ()
+    constants: tuple[int, ...] = ()
+    shared_rules: tuple[str, ...] = ()
+    shared_constants: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.rules or self.constants)
+        return bool(self.rules or self.constants or self.shared)
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Paths of the state leaves that differ and belong to no single parameter leaf."""
+        return (*self.shared_rules, *self.shared_constants)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,7 +58,7 @@ class Traced:
       init: its traced init, of the parameters.
       update: its traced update, of (grads, state, params, loss).
       state: its abstract state.
-      owners: for each leaf of the state the parameter leaf that it belongs to; None: all share it.
+      owners: for each leaf of the state the parameter leaf whose path it has, whatever its shape; None: it has no such path.
     """
 
     init: jex.ClosedJaxpr
@@ -56,41 +66,100 @@ class Traced:
     state: Any
     owners: tuple[int | None, ...]
 
-
-def differences(one: Traced, other: Traced, num_params: int) -> Differences:
-    """Return the parameter leaves that an optimizer updates in different ways over two trees of the same structure."""
-    every = tuple(range(num_params))
-    if jax.tree.structure(one.state) != jax.tree.structure(other.state):
-        return Differences(_with_other_states(one, other) or every, ())
-    rules, constants = (_unequal(one, other, num_params, reads_constants) for reads_constants in (False, True))
-    return Differences(tuple(sorted(rules)), tuple(sorted(constants - rules)))
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """The path of each leaf of the state."""
+        return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(self.state)[0]]
 
 
-def _with_other_states(one: Traced, other: Traced) -> tuple[int, ...]:
-    """Return the parameter leaves that have other state leaves."""
-
-    def owned(traced: Traced) -> set[tuple[str, int]]:
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(traced.state)[0]]
-        return {(path, owner) for path, owner in zip(paths, traced.owners, strict=True) if owner is not None}
-
-    return tuple(sorted({owner for _, owner in owned(one) ^ owned(other)}))
+_Output = tuple[str, int | str]
+"""What a result is: ("update", parameter leaf), ("after", path in the state), or ("first", path in the state)."""
 
 
-def _unequal(one: Traced, other: Traced, num_params: int, reads_constants: bool) -> set[int]:
+def differences(stacks: Traced, layer: Traced, stacked: Sequence[bool]) -> Differences:
+    """Return what an optimizer computes in different ways over stacks of layers and over one layer.
+
+    Args:
+      stacks: the optimizer over the stacks.
+      layer: the optimizer over one layer.
+      stacked: for each parameter leaf whether it is a stack of layers.
+    """
+    num_params = len(stacked)
+    of_rules, of_constants = (_unequal(stacks, layer, num_params, reads) for reads in (False, True))
+    is_same_tree = jax.tree.structure(stacks.state) == jax.tree.structure(layer.state)
+    if is_same_tree and not of_rules and not of_constants:
+        return Differences()
+    owners = _owners(layer, num_params) | _owners(stacks, num_params)
+    rules, shared_rules = _by_owner(of_rules, owners)
+    constants, shared_constants = _by_owner(of_constants, owners)
+    # A number that init puts into a leaf's state is a decision about that leaf, as a mask is.
+    firsts, _ = _by_owner({output for output in of_constants if output[0] == "first"}, owners)
+    rules |= {i for i in firsts if stacked[i]}
+    if not rules and not shared_rules and not is_same_tree:
+        rules = {i for i in range(num_params) if stacked[i]}
+    return Differences(
+        tuple(sorted(rules)),
+        tuple(sorted(constants - rules)),
+        tuple(sorted(shared_rules)),
+        tuple(sorted(shared_constants - shared_rules)),
+    )
+
+
+def _unequal(one: Traced, other: Traced, num_params: int, reads_constants: bool) -> set[_Output]:
+    """Return the results that differ, or that one of the two alone has."""
     forms = _Forms(reads_constants)
-    pairs = zip(_results(one, num_params, forms), _results(other, num_params, forms), strict=True)
-    # A state that all leaves share differs where what enters it does: the leaves that read it show that.
-    owners = [*range(num_params), *one.owners, *one.owners]
-    return {owner for owner, (a, b) in zip(owners, pairs, strict=True) if owner is not None and a != b}
+    found = [_results(traced, num_params, forms) for traced in (one, other)]
+    return {output for output in found[0].keys() | found[1].keys() if found[0].get(output) != found[1].get(output)}
 
 
-def _results(traced: Traced, num_params: int, forms: "_Forms") -> list[int]:
+def _results(traced: Traced, num_params: int, forms: "_Forms") -> dict[_Output, int]:
     """Return the forms of the updates, of the states after them and of the first states."""
     params = [("param", n) for n in range(num_params)]
-    states = [("state", n) for n in range(len(traced.owners))]
+    states = [("state", path) for path in traced.paths]
     grads = [("grad", n) for n in range(num_params)]
     update = forms.of(flatten(traced.update.jaxpr, traced.update.consts), [*grads, *states, *params, "loss"])
-    return update + forms.of(flatten(traced.init.jaxpr, traced.init.consts), params)
+    first = forms.of(flatten(traced.init.jaxpr, traced.init.consts), params)
+    names: list[_Output] = [("update", n) for n in range(num_params)]
+    names += [("after", path) for path in traced.paths]
+    names += [("first", path) for path in traced.paths]
+    return dict(zip(names, update + first, strict=True))
+
+
+def _by_owner(outputs: set[_Output], owners: Mapping[str, int | None]) -> tuple[set[int], set[str]]:
+    """Divide results into the parameter leaves that they belong to, and the paths of the others."""
+    leaves: set[int] = set()
+    shared: set[str] = set()
+    for _, name in outputs:
+        owner = name if isinstance(name, int) else owners[name]
+        if owner is None:
+            shared.add(str(name))
+        else:
+            leaves.add(owner)
+    return leaves, shared
+
+
+def _owners(traced: Traced, num_params: int) -> dict[str, int | None]:
+    """Return for the path of each state leaf the parameter leaf that has its path, or else alone reads it; None: no leaf."""
+    program = flatten(traced.update.jaxpr, traced.update.consts)
+    slots = program.inputs[num_params : num_params + len(traced.paths)]
+    owners: dict[str, int | None] = {}
+    for path, owner, slot in zip(traced.paths, traced.owners, slots, strict=True):
+        readers = _readers(program, slot, slots) if owner is None else {owner}
+        owners[path] = next(iter(readers)) if len(readers) == 1 else None
+    return owners
+
+
+def _readers(program: FlatJaxpr, slot: int, states: Sequence[int]) -> set[int]:
+    """Return the parameter leaves whose updates a state reaches, in this step or, by way of other states, in a later one."""
+    num_params = len(program.outputs) - len(states)
+    starts: set[int] = {slot}
+    while True:
+        reached = program.reached(starts)
+        hits = [n for n, ref in enumerate(program.outputs) if isinstance(ref, int) and ref in reached]
+        later = {states[n - num_params] for n in hits if n >= num_params}
+        if later <= starts:
+            return {n for n in hits if n < num_params}
+        starts |= later
 
 
 class _Forms:

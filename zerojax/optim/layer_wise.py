@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from zerojax.config import reason
 from zerojax.optim.decisions import Differences, Traced, differences
 from zerojax.optim.elementwise import ElementwiseUpdate, elementwise_rule, elementwise_transformation, fault_of_update
-from zerojax.optim.leaf_rule import LeafRule, Move, Stay, leaf_rule, one_layer, without_branches
+from zerojax.optim.leaf_rule import LeafRule, Move, Stay, leaf_rule, one_layer, owner_by_path, without_branches
 from zerojax.sharding import STAGES, Spec, axes_of, named
 from zerojax.state import Layout, OwnedTransformation, init_opt_state_shape, map_opt_state
 
@@ -37,6 +37,10 @@ logger = logging.getLogger("zerojax")
 Array = jax.Array
 _SHOWN = 5
 """Leaves that an error lists."""
+_REPAIR = (
+    "decide by path (masks and labels of optax may be trees), or leave out what combines them: config.clip_norm does what "
+    "optax.clip_by_global_norm does, num_microbatches what optax.MultiSteps does"
+)
 
 
 class LayerTransformation(OwnedTransformation):
@@ -63,7 +67,10 @@ def layer_transformation(rule: LeafRule, move: Move | None = None) -> LayerTrans
 
 
 def by_layer(
-    tx: optax.GradientTransformation, params: Any, opt_state: Any, update: jex.ClosedJaxpr, stacked: Sequence[bool]
+    tx: optax.GradientTransformation,
+    params: Any,
+    on_stacks: tuple[Any, jex.ClosedJaxpr] | ValueError,
+    stacked: Sequence[bool],
 ) -> optax.GradientTransformation:
     """Return an optimizer that treats a stack of layers as it would treat each layer, or `tx` where it does so itself.
 
@@ -73,65 +80,97 @@ def by_layer(
     Args:
       tx: the optimizer.
       params: abstract float32 parameters.
-      opt_state: its abstract state over them.
-      update: its update of them, traced: of (grads, state, params, loss).
+      on_stacks: its abstract state over them and its traced update, of (grads, state, params, loss); or why it cannot be
+        traced over them.
       stacked: for each parameter leaf whether it is a stack of layers.
 
     Raises:
-      ValueError: it combines layers or leaves, and decides from shapes: it would treat stacks in another way than layers.
+      ValueError: it combines layers or leaves, and decides from shapes: it would treat stacks in another way than layers. Or it
+        reads the shapes of several leaves at once. Or it works on one layer alone, and combines leaves.
     """
-    is_elementwise = _is_elementwise(update, opt_state, params)
+    is_elementwise = not isinstance(on_stacks, ValueError) and _is_elementwise(on_stacks[1], on_stacks[0], params)
     if is_elementwise and not any(stacked):
         return tx
     layer = one_layer(params, stacked)
     try:
         layer_state, traced = init_opt_state_shape(tx, layer)
-    except ValueError:  # it takes stacks alone
+    except ValueError:  # it takes stacks alone, or nothing
         return tx
     of_layer = without_branches(traced)
-    found = Differences((), ())
-    if any(stacked):
-        stacks = _traced(tx, params, opt_state, update)
-        found = differences(stacks, _traced(tx, layer, layer_state, traced), len(stacked))
+    found = Differences()
+    if any(stacked) and not isinstance(on_stacks, ValueError):
+        found = differences(_traced(tx, params, *on_stacks), _traced(tx, layer, layer_state, traced), stacked)
     rule = elementwise_rule(tx, params, stacked, layer_state, of_layer)
     if isinstance(rule, ElementwiseUpdate):
+        _check_reads_one_leaf(found, params, stacked)
         return tx if is_elementwise and not found else elementwise_transformation(tx, rule)
     by_leaf = leaf_rule(tx, params, stacked, layer_state, of_layer)
     if not isinstance(by_leaf, str):
+        _check_reads_one_leaf(found, params, stacked)
         return layer_transformation(by_leaf)
+    if isinstance(on_stacks, ValueError):
+        raise ValueError(
+            "the optimizer works on one layer's leaves and not on stacks of layers [L, ...], and it cannot be applied layer by "
+            f"layer, because it combines layers or leaves ({by_leaf}); {_REPAIR}. On stacks: {on_stacks}"
+        ) from on_stacks
     _report_differences(found, params, stacked, by_leaf)
     return tx
 
 
 def _traced(tx: optax.GradientTransformation, params: Any, state: Any, update: jex.ClosedJaxpr) -> Traced:
-    return Traced(jax.make_jaxpr(tx.init)(params), update, state, map_opt_state(state, params).owners)
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    owners = tuple(owner_by_path(path, paths) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0])
+    # A conditional over the whole tree would make every leaf differ where one does.
+    return Traced(jax.make_jaxpr(tx.init)(params), without_branches(update), state, owners)
+
+
+def _check_reads_one_leaf(found: Differences, params: Any, stacked: Sequence[bool]) -> None:
+    """Raise ValueError for an optimizer that acts on each leaf by itself, and reads the shapes of others.
+
+    A layer's tree shows it the sizes of one layer, and stacks show it those of all layers. A leaf that is no stack has one
+    shape in both: what it is updated with differs only where other leaves' shapes enter.
+    """
+    paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    crossed = [jax.tree_util.keystr(paths[i][0]) for i in (*found.rules, *found.constants) if not stacked[i]]
+    if not crossed and not found.shared:
+        return
+    shared = [f"the optimizer's state {path}" for path in found.shared]
+    raise ValueError(
+        "the optimizer reads the shapes of other leaves, such as the number of all parameters: over stacks of layers [L, ...] "
+        f"and over the leaves of one layer it computes another value for {_listed([*crossed, *shared])}; compute the number "
+        "before, and give it to the optimizer as a Python number"
+    )
 
 
 def _report_differences(found: Differences, params: Any, stacked: Sequence[bool], fault: str) -> None:
     """Raise ValueError for an optimizer that would treat stacks in another way than layers; log other constants alone."""
     paths = jax.tree_util.tree_flatten_with_path(params)[0]
+    has_rules = bool(found.rules or found.shared_rules)
     named = [
         f"{jax.tree_util.keystr(paths[i][0])} {paths[i][1].shape}, of a layer {paths[i][1].shape[1:]}"
-        for i in (found.rules or found.constants)
+        for i in (found.rules if has_rules else found.constants)
         if stacked[i]
     ]
+    shared = found.shared_rules if has_rules else found.shared_constants
+    named += [f"the optimizer's state {path}" for path in shared]
     if not named:
         return
-    shown = "; ".join(named[:_SHOWN]) + (f"; and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
-    repair = (
-        "decide by path (masks and labels of optax may be trees), or leave out what combines them: config.clip_norm does what "
-        "optax.clip_by_global_norm does, num_microbatches what optax.MultiSteps does"
-    )
-    if found.rules:
+    shown = _listed(named)
+    if has_rules:
         raise ValueError(
             f"the optimizer decides from shapes, and it combines layers or leaves ({fault}), so it would see stacks of layers "
-            f"[L, ...] and update them in another way than layers: {shown}; {repair}"
+            f"[L, ...] and update them in another way than layers: {shown}; {_REPAIR}"
         )
     logger.warning(
         "the optimizer reads sizes, and it combines layers or leaves (%s), so it reads those of stacks of layers [L, ...]: %s. "
         "To let it read a layer's, %s",
-        fault, shown, repair,
+        fault, shown, _REPAIR,
     )  # fmt: skip
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f"; and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return "; ".join(names[:_SHOWN]) + more
 
 
 def _is_elementwise(update: jex.ClosedJaxpr, opt_state: Any, params: Any) -> bool:

@@ -443,7 +443,7 @@ def leaf_rule(
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(layer)[0]]
     names = [jax.tree_util.keystr(path) for path in paths]
     state_paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]]
-    owners = [_owner_by_path(path, paths) for path in state_paths]
+    owners = [owner_by_path(path, paths) for path in state_paths]
     every = range(len(paths))
     while True:
         leaf_of, random, fault = _follow(update, [*every, *owners, *every, None], names)
@@ -472,7 +472,7 @@ def leaf_rule(
     return LeafRule(params, tuple(stacked), state, tuple(owners), first, update, leaf_of)
 
 
-def _owner_by_path(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> int | None:
+def owner_by_path(path: tuple[Any, ...], params: Sequence[tuple[Any, ...]]) -> int | None:
     """Return the parameter whose path ends that of a state leaf, as optax builds states; the longest of them."""
     index = {p: i for i, p in enumerate(params)}
     return next((index[path[start:]] for start in range(len(path)) if path[start:] in index), None)

@@ -282,6 +282,11 @@ class Program:
             return False
         return self.calls.note(call, batch_key(batch), lambda: batch_lines(batch))
 
+    def _tell_numbers(self, lines: Sequence[str]) -> None:
+        """State to the other processes which numbers this one put into a state: with others the weights would differ."""
+        if self.calls is not None:
+            self.calls.tell("numbers put into the state", lines)
+
     def _compare_step(self, compiled: CompiledStep, args: Sequence[Any]) -> None:
         """Compare the step as it was traced with the other processes': its loss, too, holds constants."""
         if self.calls is not None:
@@ -314,7 +319,7 @@ class Program:
         is_first = self._note("step", batch)
         batch = self.shard_batch(batch)
         with self.calling(), jax.set_mesh(self.mesh):
-            state = self.check_state(state)  # once more: another thread may have donated it just now
+            state = self.check_state(state, self._tell_numbers)  # once more: another thread may have donated it just now
             # Before the moves: these follow from the block's loops over tiles, which a trace finds.
             compiled = self._compiler.step(batch)
             scratch = self._scratch.take(compiled.abstract_scratch, self.mesh)

@@ -5,6 +5,7 @@
     init                                     the key                                       each waits for all
     a call with a new shape of batch         the call, and the shapes                      each waits for all
     any other call                           the call, and the shapes                      beside it, once a second
+    a number put into a state                its path, and the number                      beside it, once a second
     the end of a process, and `close`        that no process makes a further call          beside it, once a second
 
 Statements (`zerojax.runtime.statements`) go through JAX's coordination service, which sends messages
@@ -455,18 +456,30 @@ class Calls:
         self._known[call, key] = label
         return True
 
+    def tell(self, call: str, lines: Sequence[str]) -> None:
+        """State what this process does, without a wait: where another one states something else, both find it out beside it.
+
+        Args:
+          call: what it does.
+          lines: with what; the processes must have them alike.
+
+        Raises:
+          RuntimeError: as `agree`, or the processes were found to differ.
+        """
+        self._peers.note(_label(f"{self._program}, {call}", lines, ": "))
+
     def close(self) -> None:
         """Say that this process closed the program."""
         self._peers.close(self._program)
 
 
-def _label(call: str, shapes: Sequence[str]) -> str:
+def _label(call: str, shapes: Sequence[str], joint: str = " over ") -> str:
     if not shapes:
         return call
     text = "; ".join(shapes)
     if len(text) > _MOST_LABEL:
         text = f"{text[:_MOST_LABEL]}.. {digest(shapes)}"
-    return f"{call} over {text}"
+    return f"{call}{joint}{text}"
 
 
 # --- the processes of this run -----------------------------------------------------------------------------------------------

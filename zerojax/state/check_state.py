@@ -5,16 +5,20 @@ A scalar of the optimizer's state may be a number: users of `optax.inject_hyperp
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.given import as_integer, as_number
+from zerojax.given import as_integer, as_number, shown
 from zerojax.state.host_memory import is_away
 from zerojax.state.layout import Layout
 from zerojax.state.train_state import TrainState, as_arguments, check_is_array, check_is_there
+
+_SHOWN = 3
+"""Leaves that an error lists."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +47,12 @@ class StateCheck:
         leaves, self._structure = jax.tree.flatten(layout.abstract_state)
         self._expected = [_expected(leaf) for leaf in leaves]
 
-    def __call__(self, state: TrainState) -> TrainState:
+    def __call__(self, state: TrainState, tell: Callable[[Sequence[str]], None] | None = None) -> TrainState:
         """Return a state that the program can take: the same one, numbers in the place of scalars made into arrays.
+
+        Args:
+          state: to check.
+          tell: called, where numbers took the place of scalars, with a line for each: its path and its value.
 
         Raises:
           ValueError: the state was donated, or another program made it, or it is none, or a number is not finite.
@@ -52,12 +60,10 @@ class StateCheck:
         check_is_there(state)
         leaves, structure = jax.tree.flatten(as_arguments(state))
         if structure != self._structure:
-            raise ValueError(
-                "this state is of another structure than this program's: it was made by a program of another config"
-            )
+            raise ValueError(self._other_structure(state))
         made: dict[int, jax.Array] = {}
         for i, (leaf, expected) in enumerate(zip(leaves, self._expected, strict=True)):
-            if expected.takes_numbers and _is_number(leaf, expected):
+            if expected.takes_numbers and _replaces(leaf, expected):
                 made[i] = _scalar(leaf, expected, lambda i=i: _name(state, i))
                 continue
             check_is_array(leaf, lambda i=i: _name(state, i))
@@ -69,9 +75,24 @@ class StateCheck:
                 )
         if not made:
             return state
+        if tell is not None:
+            tell([f"{_name(state, i)} = {shown(leaves[i])}" for i in made])
         # Leaves on disk count as one in either form of the tree.
         given, tree = jax.tree.flatten(state)
         return jax.tree.unflatten(tree, [made.get(i, leaf) for i, leaf in enumerate(given)])
+
+    def _other_structure(self, state: TrainState) -> str:
+        """Return an error that names the leaves which a state lacks, or has beside the program's."""
+        given, expected = _names(as_arguments(state)), _names(jax.tree.unflatten(self._structure, self._expected))
+        lacks = [name for name in expected if name not in set(given)]
+        extra = [name for name in given if name not in set(expected)]
+        found = [f"it lacks {_listed(lacks)}"] if lacks else []
+        found += [f"it has {_listed(extra)}, which the program's state has not"] if extra else []
+        what = f" ({', and '.join(found)})" if found else ""
+        return (
+            f"this state is of another structure than this program's{what}: it was made by a program of another config, or "
+            "a value in it was replaced by one that is no number"
+        )
 
 
 def _expected(leaf: Any) -> _Expected:
@@ -80,31 +101,55 @@ def _expected(leaf: Any) -> _Expected:
     return _Expected(leaf.shape, leaf.dtype, leaf.sharding, is_away(leaf), takes_numbers)
 
 
-def _is_number(leaf: Any, expected: _Expected) -> bool:
-    """Return whether a leaf is a number, or an array that holds one in another dtype or on other devices."""
+def _replaces(leaf: Any, expected: _Expected) -> bool:
+    """Return whether a leaf is not the expected scalar itself, so that its value has to be read as a number."""
     if not isinstance(leaf, jax.Array):
-        return isinstance(leaf, int | float | np.generic) or (isinstance(leaf, np.ndarray) and leaf.shape == ())
-    if leaf.shape != () or leaf.is_deleted():
+        return not isinstance(leaf, jax.ShapeDtypeStruct)
+    if leaf.shape != ():
+        return True
+    if leaf.is_deleted():
         return False
     is_elsewhere = leaf.committed and leaf.sharding.device_set != expected.sharding.device_set
     return leaf.dtype != expected.dtype or is_elsewhere
 
 
-def _scalar(leaf: Any, expected: _Expected, name: Any) -> jax.Array:
+def _scalar(leaf: Any, expected: _Expected, name: Callable[[], str]) -> jax.Array:
     """Return a number as an array of the expected dtype and sharding."""
     is_float = jnp.issubdtype(expected.dtype, jnp.floating)
     number = as_number(leaf) if is_float else as_integer(leaf)
     if number is None or not _fits(number, expected.dtype, is_float):
         kind = "finite number" if is_float else "whole number"
-        raise ValueError(f"this state's {name()} is {leaf!r}: a {kind} that {expected.dtype} holds is needed")
-    return jax.device_put(np.asarray(number, expected.dtype), expected.sharding)
+        raise ValueError(
+            f"this state's {name()} is {shown(leaf)}: a {kind} that {expected.dtype} holds is needed, or an array of shape () "
+            "with such a number"
+        )
+    value = np.asarray(number, expected.dtype)
+    # Without a collective: device_put would compare the value between processes, and fail by an assertion.
+    return jax.make_array_from_callback((), expected.sharding, lambda _: value)
 
 
 def _fits(number: float, dtype: Any, is_float: bool) -> bool:
-    limits = jnp.finfo(dtype) if is_float else jnp.iinfo(dtype)
-    return float(limits.min) <= number <= float(limits.max)
+    """Return whether a dtype holds a number: rounded to it, the number is finite, and 0 only where it was 0."""
+    if not is_float:
+        limits = jnp.iinfo(dtype)
+        return int(limits.min) <= number <= int(limits.max)
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = float(np.asarray(number, dtype))
+    limits = jnp.finfo(dtype)
+    # XLA takes float32's and bfloat16's subnormal numbers for 0.
+    least = limits.smallest_subnormal if dtype == jnp.float16 else limits.tiny
+    return number == 0 or float(least) <= abs(rounded) <= float(limits.max)
 
 
 def _name(state: TrainState, index: int) -> str:
     """Return the path of a leaf."""
-    return jax.tree_util.keystr(jax.tree_util.tree_flatten_with_path(as_arguments(state))[0][index][0])
+    return _names(as_arguments(state))[index]
+
+
+def _names(tree: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

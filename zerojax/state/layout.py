@@ -53,7 +53,14 @@ from zerojax.state.disk_layout import DiskLayout
 from zerojax.state.encodings import Encoding, check_tiles, choose_encodings, decoded, decoding_model, encode_tree
 from zerojax.state.frozen import join_frozen, split_frozen
 from zerojax.state.leaves import Leaf, TileGroup, build_leaves, is_stacked
-from zerojax.state.opt_state import OptStateMap, OwnedTransformation, init_opt_state_shape, map_opt_state, opt_state_specs
+from zerojax.state.opt_state import (
+    OptStateMap,
+    OwnedTransformation,
+    init_opt_state_shape,
+    map_opt_state,
+    opt_state_specs,
+    traced_optimizer,
+)
 from zerojax.state.tile_groups import tile_groups, tiled_leaves
 from zerojax.state.train_state import DiskArgument, Pending, Split, TrainState, is_stored
 
@@ -331,7 +338,10 @@ def _split(tree: Any, layers: Any, mesh: Mesh) -> Any:
     return jax.tree.map(split, tree, layers)
 
 
-ByLayer = Callable[[optax.GradientTransformation, Any, Any, jex.ClosedJaxpr, Sequence[bool]], optax.GradientTransformation]
+ByLayer = Callable[
+    [optax.GradientTransformation, Any, tuple[Any, jex.ClosedJaxpr] | ValueError, Sequence[bool]],
+    optax.GradientTransformation,
+]
 """(tx, abstract params, abstract state, traced update, which leaves are stacks of layers) -> the optimizer to apply."""
 
 
@@ -388,12 +398,15 @@ def build_layout(
     params, _ = split_frozen(flags, params)
     compute, frozen = split_frozen(flags, whole)
     master = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), params)
-    opt_state, update_jaxpr = init_opt_state_shape(tx, master)
+    on_stacks = traced_optimizer(tx, master)
     if isinstance(model, LayeredModel) or updates_by_parts(config):  # a Model's whole tree any optimizer updates
-        applied = by_layer(tx, master, opt_state, update_jaxpr, [leaf.is_stacked for leaf in leaves])
+        applied = by_layer(tx, master, on_stacks, [leaf.is_stacked for leaf in leaves])
         if applied is not tx:
             tx = applied
-            opt_state, update_jaxpr = init_opt_state_shape(tx, master)
+            on_stacks = init_opt_state_shape(tx, master)
+    if isinstance(on_stacks, ValueError):
+        raise on_stacks
+    opt_state, update_jaxpr = on_stacks
     owned = isinstance(tx, OwnedTransformation)
     opt_map = OptStateMap(opt_state, tx.owners) if owned else map_opt_state(opt_state, master)
     specs_of_state = opt_state_specs(opt_map, leaves, mesh, FSDP, config.min_shard_bytes)

@@ -164,6 +164,22 @@ def init_opt_state_shape(tx: optax.GradientTransformation, abstract_master: Any)
     return state, jaxpr
 
 
+def traced_optimizer(tx: optax.GradientTransformation, abstract_master: Any) -> tuple[Any, jex.ClosedJaxpr] | ValueError:
+    """Return what `init_opt_state_shape` returns, or its error: an optimizer may work on one layer, and not on stacks of them.
+
+    Raises:
+      ValueError: `tx` is no optimizer.
+      OptimizerError: the optimizer cannot work, whatever the shapes.
+    """
+    check_optimizer(tx)
+    try:
+        return init_opt_state_shape(tx, abstract_master)
+    except OptimizerError:
+        raise
+    except ValueError as error:
+        return error
+
+
 def call_update(tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, loss: jax.Array) -> tuple[Any, Any]:
     """Call `tx.update`, with `value=loss` for transformations that take it (plateau schedules, Polyak steps).
 
