@@ -56,7 +56,8 @@ def test_ordinary_operations_are_as_jinja2_does_them(tmp_path):
     chat_template_utils._compile_jinja_template.cache_clear()
     assert found == tokenizer.apply_chat_template(ONE["messages"], tokenize=False)
     assert "1024 ababab [1, 1] 3  1.50|3       7" in found
-    assert "BoundedEnvironment" not in str(chat_template_utils.ImmutableSandboxedEnvironment)
+    restored = vars(chat_template_utils)["ImmutableSandboxedEnvironment"]
+    assert "BoundedEnvironment" not in str(restored)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
