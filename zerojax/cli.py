@@ -120,14 +120,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _one_line(error: Exception) -> str:
     """Return an error's message on one line; of an error without a message its kind."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return _printable(str(error)) or type(error).__name__
+
+
+def _printable(message: str) -> str:
+    """Return a message on one line that every stream can take: an argument may hold bytes that are not UTF-8."""
+    return " ".join(message.split()).encode(errors="backslashreplace").decode()
 
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, as those of the commands are: without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(WRONG, f"{self.prog}: {' '.join(message.split())} ({self.prog} --help lists the options)\n")
+        self.exit(WRONG, f"{self.prog}: {_printable(message)} ({self.prog} --help lists the options)\n")
 
 
 def _run(arguments: Sequence[str]) -> None:

@@ -170,6 +170,14 @@ def test_machine_files_of_any_kind_end_with_one_line(name, data, words, tmp_path
     assert words in line
 
 
+@pytest.mark.parametrize("arguments", [["probe", "--out=\ud800"], ["machines", "\ud800.toml"], [*PLAN, "--set=link_up=\udcff"]])
+def test_errors_of_arguments_that_are_no_utf_8_can_be_printed(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    (line,) = capsys.readouterr().err.encode().splitlines()
+    assert rb"\ud" in line
+
+
 def test_traceback_of_an_error_is_shown_where_it_is_asked_for(monkeypatch):
     monkeypatch.setenv("ZEROJAX_TRACEBACK", "1")
     with pytest.raises(ValueError, match="machine 'h20' is unknown"):
