@@ -216,7 +216,7 @@ def test_slurm_script_starts_a_run_that_fits_its_nodes_and_is_queued_again(tmp_p
         (["--template-options", "{"], "--template-options {: not JSON"),
         (["--template-options", "[]"], r"--template-options \[\]: a JSON object is needed"),
         (["--chat-template", "nowhere.jinja"], "chat_template='nowhere.jinja': no such file"),
-        (["--chat-template", "/dev/zero"], "chat_template='/dev/zero': no such file"),
+        (["--chat-template", "/dev/zero"], "chat_template='/dev/zero': it is a pipe or a device"),
     ],
 )
 def test_options_that_would_fail_late_are_refused_at_once(inputs, more, words):
