@@ -22,7 +22,7 @@ from zerojax.optim.in_pieces import MOST_PIECES, Pieces, pieces_of, update_in_pi
 from zerojax.optim.layer_wise import Gathered, LayerTransformation, check_whole_leaves, why_not_by_leaf
 from zerojax.optim.leaf_rule import LeafRule
 from zerojax.optim.unused import unused_grads
-from zerojax.optim.whole_tree import Update, finish, scale_grads
+from zerojax.optim.whole_tree import Update, finish, measure_grads, update_if
 from zerojax.state import FlatState, Index, StateRecords, TrainState, load_leaves, order_read_before_write
 
 Array = jax.Array
@@ -126,7 +126,7 @@ class RecordUpdate:
 
         def move(values: Any) -> Any:
             grads, read, landing = values
-            return *self._move(part, grads, read[:count], read[count:], shared, loss, ok), landing
+            return *self._updated(part, grads, (read[:count], read[count:]), shared, loss), landing
 
         def keep(values: Any) -> Any:
             _, read, landing = values
@@ -157,13 +157,20 @@ class RecordUpdate:
     def _move(
         self, part: Sequence[int], grads: Any, old: Any, opt: Any, shared: Any, loss: Array, ok: Array
     ) -> tuple[list[Array], list[Array]]:
-        """Update one record of the leaves in `part`."""
+        """Return the weights and the optimizer state of one record after its update; unchanged unless `ok`."""
+        before = list(old), list(opt)
+        return update_if(ok, lambda b: self._updated(part, grads, b, shared, loss), before, self.layout.platform)
+
+    def _updated(
+        self, part: Sequence[int], grads: Any, before: tuple[Any, Any], shared: Any, loss: Array
+    ) -> tuple[list[Array], list[Array]]:
+        """Return the weights and the optimizer state of one record of the leaves in `part` after its update."""
+        weights, opt = before
         if isinstance(self.rule, LeafRule):
-            weights, after = self.rule.update_part(part, grads, old, opt, shared, loss, self._gathered)
+            weights, opt = self.rule.update_part(part, grads, weights, opt, shared, loss, self._gathered)
         else:
-            weights, after, _ = self.elementwise(part, grads, old, opt, shared, loss)
-        keep = lambda a, b: [jnp.where(ok, x, y) for x, y in zip(a, b, strict=True)]  # noqa: E731
-        return keep(weights, old), keep(after, opt)
+            weights, opt, _ = self.elementwise(part, grads, weights, opt, shared, loss)
+        return list(weights), list(opt)
 
     def update_ends(
         self,
@@ -262,11 +269,13 @@ def update_by_record(update: RecordUpdate, one: Array) -> Update:
     records, config = update.records, update.layout.config
 
     def step_update(state: TrainState, value: Array, grads: Any) -> tuple[TrainState, dict[str, Array]]:
-        grads, norm, finite = scale_grads(config, state, grads, update.unused)
+        measured = measure_grads(config, state, grads, update.unused)
+        finite = measured.finite
         states = records.flat(state)
         by_leaf = dict(zip(update.layout.ends, jax.tree.leaves(grads), strict=True))
-        states = update.update_ends(states, by_leaf, records.shared_of(states), value, finite, one)
+        shared = records.shared_of(states)
+        states = update.update_ends(states, by_leaf, shared, value, finite, one, measured.scaled)
         states = records.with_shared(states, update.shared(states, value, finite))
-        return finish(state, *records.trees(state, states), value, norm, finite, config.loss_scaling)
+        return finish(state, *records.trees(state, states), value, measured.norm, finite, config.loss_scaling)
 
     return step_update

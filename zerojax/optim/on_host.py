@@ -34,7 +34,7 @@ from host_offload.host_update import LAG, DelayedStep, HostLeaves, HostStep, Lea
 from zerojax.optim.by_record import RecordUpdate
 from zerojax.optim.host_kernel import HostRule
 from zerojax.optim.host_state import HostBinding, HostState, rest_of
-from zerojax.optim.whole_tree import Update, clip_factor, finish, scale_grads
+from zerojax.optim.whole_tree import Update, clip_factor, finish, measure_grads
 from zerojax.state import FlatState, OnDisk, Pending, RecordSpec, TrainState, is_stored
 
 Array = jax.Array
@@ -437,7 +437,8 @@ def update_on_host(host: HostUpdate) -> Update:
         config, records = host.config, host.records
         # The kernels divide by the loss scale and clip.
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        _, norm, ok = scale_grads(config, state, grads, host.record_update.unused)
+        measured = measure_grads(config, state, grads, host.record_update.unused)
+        norm, ok = measured.norm, measured.finite
         factor = clip_factor(norm, config.clip_norm)
         states = records.flat(state)
         scalars = host.scalars(records.shared_of(states), value, factor, scale)

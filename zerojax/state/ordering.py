@@ -51,23 +51,27 @@ def is_never(value: Array) -> Array:
 def order_read_before_write(
     ok: Array, update: Callable[[Any], Any], keep: Callable[[Any], Any], values: Any, mesh: Mesh
 ) -> tuple[Any, Any, Any]:
-    """Return `update(values)`, between the reads of a stack that made `values` and the writes of what is returned.
+    """Return `update(values)` if `ok`, else `keep(values)`, between the reads that made `values` and the writes of the result.
 
     Where a stack is read and then updated in place, XLA must know that order, or it copies the stack in every tick. XLA for
     GPUs keeps it by barriers. XLA for CPUs drops them, and merges slices of the stack into what uses them; but it does not
     merge what goes through a branch.
 
     Args:
-      ok: bool[], which `update` reads: where it is false, `update(values)` and `keep(values)` are the same.
+      ok: bool[].
       update: values -> (weights, optimizer state, landing), of which `landing` only passes through.
-      keep: likewise, without an update.
+      keep: values -> the same without an update.
       values: what was read.
       mesh: the device mesh.
     """
     if mesh.devices.flat[0].platform == "cpu":
         return jax.lax.cond(ok, lambda v: _opaque(update(v)), lambda v: _opaque(keep(v)), values)
     # One barrier after the reads, one before the writes.
-    return jax.lax.optimization_barrier(update(jax.lax.optimization_barrier(values)))
+    values = jax.lax.optimization_barrier(values)
+    *updated, landing = update(values)
+    *kept, _ = keep(values)
+    chosen = jax.tree.map(lambda a, b: jnp.where(ok, a, b), updated, kept)
+    return jax.lax.optimization_barrier((*chosen, landing))
 
 
 def _opaque(results: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
