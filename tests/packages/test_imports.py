@@ -15,8 +15,8 @@ from zerojax.weights import DTYPES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SLOW = (
-    "jax.experimental.mosaic", "jax._src.pallas.mosaic_gpu.core", "orbax", "numba", "llvmlite", "scipy", "transformers", "datasets",
-    "torch", "zerojax.planner", "zerojax.choice",
+    "jax.experimental.mosaic", "jax._src.pallas.mosaic_gpu.core", "orbax", "numba", "llvmlite", "scipy", "transformers",
+    "datasets", "torch", "zerojax.planner", "zerojax.choice",
 )  # fmt: skip
 """Packages that most programs never use."""
 TRAIN = """
