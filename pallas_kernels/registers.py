@@ -3,20 +3,32 @@
 Such layouts, of wgmma's sums or of their rows, have no vectorised copies, and by default JAX refuses any other.
 """
 
+import functools
 import inspect
 from typing import Any
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# jax 0.10 asks for an index beside the reference, of which () is everything. 0.11 deprecates it and 0.12 takes none.
-_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
-_EVERYTHING = ((),) if _INDEX is not None and _INDEX.default is inspect.Parameter.empty else ()
+from pallas_kernels import mosaic_gpu as plgpu
+
+
+@functools.cache
+def _everything() -> tuple[Any, ...]:
+    """Return the index of `plgpu.load` that selects everything, as its further arguments."""
+    # jax 0.10 requires an index beside the reference, and () selects everything. 0.11 deprecates it and 0.12 takes none.
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    is_required = index is not None and index.default is inspect.Parameter.empty
+    return ((),) if is_required else ()
+
+
+def row_layout() -> Any:
+    """Return the layout of one number for each row of a tile of wgmma's sums."""
+    return plgpu.Layout.WGMMA.reduce(1)
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
     """Return what a view of memory holds, such as `ref.at[rows]`, in a layout."""
-    return plgpu.load(ref, *_EVERYTHING, layout=layout, optimized=False)
+    return plgpu.load(ref, *_everything(), layout=layout, optimized=False)
 
 
 def store(ref: Any, value: jax.Array) -> None:

@@ -3,7 +3,8 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_gpu as plgpu
 
 SHARED_BYTES = 226 << 10  # of 227 KiB that a block may have: the rest holds barriers
 TILE_ROWS = 8  # of a swizzled tile; JAX copies from and to arrays alone whose rows are a multiple of it

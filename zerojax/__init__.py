@@ -6,52 +6,108 @@ state   = program.init(jax.random.key(0))
 state, metrics = program.step(state, batch)
 """
 
-from host_offload.disk import SwapError as SwapError
-from zerojax.checkpoint import Checkpointer as Checkpointer
-from zerojax.checkpoint import CheckpointError as CheckpointError
-from zerojax.checkpoint import IteratorError as IteratorError
-from zerojax.config import Segment as Segment
-from zerojax.config import ZeroConfig as ZeroConfig
-from zerojax.hf import Lora as Lora
-from zerojax.hf import export_hf as export_hf
-from zerojax.hf import export_peft as export_peft
-from zerojax.hf import import_hf as import_hf
-from zerojax.inference import Evaluation as Evaluation
-from zerojax.inference import generate as generate
-from zerojax.inference import perplexity as perplexity
-from zerojax.models import Cache as Cache
-from zerojax.models import LayeredModel as LayeredModel
-from zerojax.models import Loss as Loss
-from zerojax.models import Model as Model
-from zerojax.models import Stack as Stack
-from zerojax.models import from_flax as from_flax
-from zerojax.models import with_specs as with_specs
-from zerojax.optim import Ema as Ema
-from zerojax.planner import Machine as Machine
-from zerojax.planner import Plan as Plan
-from zerojax.planner import PlanError as PlanError
-from zerojax.planner import Sizes as Sizes
-from zerojax.planner import StepWatch as StepWatch
-from zerojax.planner import machine as machine
-from zerojax.planner import plan as plan
-from zerojax.planner import probe as probe
-from zerojax.precision import LossScaling as LossScaling
-from zerojax.program import Program as Program
-from zerojax.program import Tuned as Tuned
-from zerojax.program import autotune as autotune
-from zerojax.program import build_train_step as build_train_step
-from zerojax.reporting import Run as Run
-from zerojax.runtime import Preemption as Preemption
-from zerojax.runtime import join_cluster as join_cluster
-from zerojax.sharding import make_mesh as make_mesh
-from zerojax.state import TrainState as TrainState
-from zerojax.tiling import TiledDense as TiledDense
-from zerojax.tiling import TiledMLP as TiledMLP
-from zerojax.tiling import linear_cross_entropy as linear_cross_entropy
-from zerojax.tiling import linen as linen
-from zerojax.weights import export_orbax as export_orbax
-from zerojax.weights import export_safetensors as export_safetensors
-from zerojax.weights import import_params as import_params
+import difflib
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from host_offload.disk import SwapError as SwapError
+    from zerojax.checkpoint import Checkpointer as Checkpointer
+    from zerojax.checkpoint import CheckpointError as CheckpointError
+    from zerojax.checkpoint import IteratorError as IteratorError
+    from zerojax.config import Segment as Segment
+    from zerojax.config import ZeroConfig as ZeroConfig
+    from zerojax.hf import Lora as Lora
+    from zerojax.hf import export_hf as export_hf
+    from zerojax.hf import export_peft as export_peft
+    from zerojax.hf import import_hf as import_hf
+    from zerojax.inference import Evaluation as Evaluation
+    from zerojax.inference import generate as generate
+    from zerojax.inference import perplexity as perplexity
+    from zerojax.models import Cache as Cache
+    from zerojax.models import LayeredModel as LayeredModel
+    from zerojax.models import Loss as Loss
+    from zerojax.models import Model as Model
+    from zerojax.models import Stack as Stack
+    from zerojax.models import from_flax as from_flax
+    from zerojax.models import with_specs as with_specs
+    from zerojax.optim import Ema as Ema
+    from zerojax.planner import Machine as Machine
+    from zerojax.planner import Plan as Plan
+    from zerojax.planner import PlanError as PlanError
+    from zerojax.planner import Sizes as Sizes
+    from zerojax.planner import StepWatch as StepWatch
+    from zerojax.planner import machine as machine
+    from zerojax.planner import plan as plan
+    from zerojax.planner import probe as probe
+    from zerojax.precision import LossScaling as LossScaling
+    from zerojax.program import Program as Program
+    from zerojax.program import Tuned as Tuned
+    from zerojax.program import autotune as autotune
+    from zerojax.program import build_train_step as build_train_step
+    from zerojax.reporting import Run as Run
+    from zerojax.runtime import Preemption as Preemption
+    from zerojax.runtime import join_cluster as join_cluster
+    from zerojax.sharding import make_mesh as make_mesh
+    from zerojax.state import TrainState as TrainState
+    from zerojax.tiling import TiledDense as TiledDense
+    from zerojax.tiling import TiledMLP as TiledMLP
+    from zerojax.tiling import linear_cross_entropy as linear_cross_entropy
+    from zerojax.tiling import linen as linen
+    from zerojax.weights import export_orbax as export_orbax
+    from zerojax.weights import export_safetensors as export_safetensors
+    from zerojax.weights import import_params as import_params
+
+_HOME = {
+    "Cache": "zerojax.models",
+    "CheckpointError": "zerojax.checkpoint",
+    "Checkpointer": "zerojax.checkpoint",
+    "Ema": "zerojax.optim",
+    "Evaluation": "zerojax.inference",
+    "IteratorError": "zerojax.checkpoint",
+    "LayeredModel": "zerojax.models",
+    "Lora": "zerojax.hf",
+    "Loss": "zerojax.models",
+    "LossScaling": "zerojax.precision",
+    "Machine": "zerojax.planner",
+    "Model": "zerojax.models",
+    "Plan": "zerojax.planner",
+    "PlanError": "zerojax.planner",
+    "Preemption": "zerojax.runtime",
+    "Program": "zerojax.program",
+    "Run": "zerojax.reporting",
+    "Segment": "zerojax.config",
+    "Sizes": "zerojax.planner",
+    "Stack": "zerojax.models",
+    "StepWatch": "zerojax.planner",
+    "SwapError": "host_offload.disk",
+    "TiledDense": "zerojax.tiling",
+    "TiledMLP": "zerojax.tiling",
+    "TrainState": "zerojax.state",
+    "Tuned": "zerojax.program",
+    "ZeroConfig": "zerojax.config",
+    "autotune": "zerojax.program",
+    "build_train_step": "zerojax.program",
+    "export_hf": "zerojax.hf",
+    "export_orbax": "zerojax.weights",
+    "export_peft": "zerojax.hf",
+    "export_safetensors": "zerojax.weights",
+    "from_flax": "zerojax.models",
+    "generate": "zerojax.inference",
+    "import_hf": "zerojax.hf",
+    "import_params": "zerojax.weights",
+    "join_cluster": "zerojax.runtime",
+    "linear_cross_entropy": "zerojax.tiling",
+    "linen": "zerojax.tiling",
+    "machine": "zerojax.planner",
+    "make_mesh": "zerojax.sharding",
+    "perplexity": "zerojax.inference",
+    "plan": "zerojax.planner",
+    "probe": "zerojax.planner",
+    "with_specs": "zerojax.models",
+}
+"""The module of each public name, imported when the name is first used: `zerojax --help` needs none of them."""
 
 __version__ = "0.1.0"
 __all__ = [
@@ -103,3 +159,21 @@ __all__ = [
     "probe",
     "with_specs",
 ]
+
+
+if not TYPE_CHECKING:  # which would take any name to be there
+
+    def __getattr__(name: str) -> object:
+        if name in _HOME:
+            value = getattr(importlib.import_module(_HOME[name]), name)
+        elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            value = importlib.import_module(f"{__name__}.{name}")
+        else:
+            near = difflib.get_close_matches(name, __all__, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -6,9 +6,9 @@ A field is data for the builder, not a switch: the stage is a row of `zerojax.sh
 
 import dataclasses
 import difflib
+import importlib
 import re
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from host_offload.tiers import TIERS
 from zerojax.given import as_flag, as_integer, as_number, as_path, as_string, positive_number, shown, whole_number
@@ -167,9 +167,6 @@ class ZeroConfig:
     frozen: Tier | None = None
     frozen_dtype: Literal["int8", "nf4"] | None = None
 
-    auto: ClassVar[Callable[..., "ZeroConfig"]]
-    """`ZeroConfig.auto(model, tx, mesh, batch, machine=None, **fixed)`: the fastest config that fits (`zerojax.plan`)."""
-
     def __new__(cls, *values: Any, **fields: Any) -> "ZeroConfig":
         # A dataclass answers an unknown keyword with a TypeError that names no alternative.
         if values:
@@ -181,6 +178,29 @@ class ZeroConfig:
                 hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(field_names)}"
                 raise ValueError(f"ZeroConfig has no field {name!r}: {hint}")
         return object.__new__(cls)
+
+    @staticmethod
+    def auto(
+        model: Any, tx: Any, mesh: Any, batch: Any, machine: Any = None, *, axes: Any = None, **fixed: Any
+    ) -> "ZeroConfig":
+        """Return the config of `zerojax.plan`: the fastest that fits a machine.
+
+        Args:
+          model: a Model or a LayeredModel.
+          tx: an optax transformation.
+          mesh: a device mesh, as for `build_train_step`.
+          batch: a tree of arrays or ShapeDtypeStructs, the batch of one step.
+          machine: a `zerojax.Machine`, or the name of one; None: the machine that this process runs on.
+          axes: names of the mesh's axes, as for `build_train_step`.
+          **fixed: fields of the config that stay as they are.
+
+        Raises:
+          PlanError: no config fits.
+          ValueError: an argument cannot be used.
+        """
+        # By name, and not before it is needed: the planner stands above this module, and takes time to import.
+        plan = importlib.import_module("zerojax.planner").plan
+        return plan(model, tx, mesh, batch, machine, fixed=fixed, axes=axes).config
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

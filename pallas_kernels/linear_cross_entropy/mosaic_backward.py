@@ -23,17 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic_gpu as plgpu
 from pallas_kernels import registers
 from pallas_kernels.linear_cross_entropy.kernel_config import COLUMNS
 from pallas_kernels.linear_cross_entropy.reference import Form
 from pallas_kernels.linear_cross_entropy.ring import COPIES, LOADER_REGISTERS, MULTIPLIER_REGISTERS, WARPGROUPS, Ring, loop
 from pallas_kernels.linear_cross_entropy.sweep import HALF, Sweep
 from pallas_kernels.shared_memory import swizzled
-
-LAYOUT = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def gradient(
@@ -175,14 +172,14 @@ class _Multiplier:
             column += warpgroup * HALF
         # In pieces of 64 x 64, or the values between sums and slopes would not fit the registers.
         for r in range(0, rows, HALF):
-            label, lse, weight = (registers.load(gmem.at[pl.ds(row + r, HALF)], ROW) for gmem in self.tokens)
+            label, lse, weight = (registers.load(gmem.at[pl.ds(row + r, HALF)], registers.row_layout()) for gmem in self.tokens)
             for c in range(0, columns, COLUMNS):
                 chunk = sums[r : r + HALF, c : c + COLUMNS]  # [tokens, vocabulary], for dx and for dw
 
                 def spread(of_row: jax.Array, shape: tuple[int, ...] = chunk.shape) -> jax.Array:
                     return lax.broadcast_in_dim(of_row, shape, (0,))
 
-                at = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, chunk.shape, 1), LAYOUT)
+                at = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, chunk.shape, 1), plgpu.Layout.WGMMA)
                 slope = self.form.slope(self.form.cap(chunk), spread(lse), at == spread(label - (column + c)))
                 # Columns of padding have logits of 0, and so a probability.
                 slope = jnp.where(at < sweep.columns - (column + c), slope * spread(weight), 0.0)
@@ -211,7 +208,7 @@ class _Multiplier:
             finish(products())
             return
         sums = self.sums.at[(lax.axis_index("block"), *sweep.own(0, d))]
-        before = registers.load(sums, LAYOUT)  # asked for now, on its way while products are made
+        before = registers.load(sums, plgpu.Layout.WGMMA)  # asked for now, on its way while products are made
         # The first group reads what was never written, or another item's sums: a select drops them, even if they are NaN.
         is_first = lax.broadcast_in_dim(group == 0, before.shape, ())
         total = jnp.where(is_first, 0.0, before) + products()

@@ -16,16 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic_gpu as plgpu
 from pallas_kernels import registers
 from pallas_kernels.linear_cross_entropy.kernel_config import COLUMNS, ROWS, KernelConfig
 from pallas_kernels.linear_cross_entropy.reference import Form
 from pallas_kernels.linear_cross_entropy.ring import COPIES, LOADER_REGISTERS, MULTIPLIER_REGISTERS, WARPGROUPS, Ring, loop
 from pallas_kernels.shared_memory import swizzled
 
-LAYOUT = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)
 HALF = ROWS // WARPGROUPS
 
 CHUNK = 16  # columns whose exponentials are in registers at a time
@@ -93,7 +91,7 @@ def stats(
             def multiply_item(item: Any, done: Any) -> Any:
                 row, part, first, tiles = place(item)
                 tokens = pl.ds(row + start, HALF)
-                label = registers.load(labels_gmem.at[tokens], ROW)
+                label = registers.load(labels_gmem.at[tokens], registers.row_layout())
 
                 def of_tile(tile: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
                     sums = ring.products(
@@ -104,8 +102,8 @@ def stats(
                     )
                     return _join(form, sums, label, columns, (first + tile) * config.block_v, *carry)
 
-                zero = plgpu.layout_cast(jnp.full((HALF,), 0.0, jnp.float32), ROW)
-                lowest = plgpu.layout_cast(jnp.full((HALF,), -jnp.inf, jnp.float32), ROW)
+                zero = plgpu.layout_cast(jnp.full((HALF,), 0.0, jnp.float32), registers.row_layout())
+                lowest = plgpu.layout_cast(jnp.full((HALF,), -jnp.inf, jnp.float32), registers.row_layout())
                 statistics = lax.fori_loop(0, tiles, of_tile, (lowest, zero, zero, zero))
                 for n, each in enumerate(statistics):
                     stats_gmem[part, n, tokens] = each
@@ -146,7 +144,7 @@ def _join(
     """
     for first in range(0, sums.shape[1], CHUNK):
         z = form.cap(sums[:, first : first + CHUNK])  # [HALF, CHUNK]
-        column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, z.shape, 1), LAYOUT)
+        column = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, z.shape, 1), plgpu.Layout.WGMMA)
         statistics = _join_chunk(form, z, column, label - (start + first), columns - (start + first), *statistics)
     return statistics
 

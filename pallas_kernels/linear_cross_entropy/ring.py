@@ -17,7 +17,8 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_gpu as plgpu
 
 COPIES = 2
 """Of each step: what its barrier counts."""

@@ -41,8 +41,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.state.discharge import discharge_state  # pyright: ignore[reportPrivateImportUsage]  it has no public face
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import Target
 from pallas_kernels.matmul import xla
 from pallas_kernels.matmul.config import CHUNK_M, COLUMNS, SLOTS, WARPGROUPS, Config, Problem, chunk_columns

@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import mosaic_gpu as plgpu
 from pallas_kernels.dispatch import Target
 from pallas_kernels.quantize import reference
 from pallas_kernels.quantize.config import COLUMNS, ROWS, SLOTS, Config, Problem, choose
@@ -34,7 +34,11 @@ from pallas_kernels.quantize.reference import Format
 from pallas_kernels.shared_memory import TILE_ROWS, swizzled
 
 FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
-LAYOUT = plgpu.Layout.WGMMA_8BIT  # a row is on 4 threads, 4 columns at a time: one word of codes
+
+
+def _layout() -> Any:
+    """Return the layout of a row on 4 threads, 4 columns at a time, which is one word of codes."""
+    return plgpu.Layout.WGMMA_8BIT
 
 
 def refusal(problem: Problem, target: Target) -> str | None:
@@ -67,7 +71,7 @@ def quantize(form: Format, config: Config, x: jax.Array, words: jax.Array | None
             part = load(x_smem, at)  # [64, 128], or [64, 64]
             r = None
             if word_smems:
-                columns = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, part.shape, 1), LAYOUT) + jnp.uint32(at.start)
+                columns = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, part.shape, 1), _layout()) + jnp.uint32(at.start)
                 r = reference.random_bits(spread(word_smems[0][...], part.shape), columns)
             v = reference.normalized(part, spread(inverse, part.shape), spread(mask, part.shape))
             code_smem[:, at] = form.encode(v, r)
@@ -87,7 +91,7 @@ def dequantize(form: Format, config: Config, codes: jax.Array, scales: jax.Array
     def compute(code_smem: Any, scale_smem: Any, y_smem: Any) -> None:
         scale = scale_smem[...]
         for at in chunks:
-            values = form.decode(plgpu.layout_cast(code_smem[:, at], LAYOUT))
+            values = form.decode(plgpu.layout_cast(code_smem[:, at], _layout()))
             y_smem[:, at] = (values * spread(scale, values.shape)).astype(dtype)
 
     out_type = jax.eval_shape(functools.partial(reference.dequantize, form, dtype=dtype), codes, scales)
@@ -103,7 +107,7 @@ def _chunks(block_size: int) -> list[slice]:
 
 def load(x_smem: Any, columns: slice, dtype: Any = jnp.float32) -> jax.Array:
     """Return columns of a tile in registers."""
-    return plgpu.layout_cast(x_smem[:, columns], LAYOUT).astype(dtype)
+    return plgpu.layout_cast(x_smem[:, columns], _layout()).astype(dtype)
 
 
 def spread(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:

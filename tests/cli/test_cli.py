@@ -6,7 +6,7 @@ import disks
 import pytest
 
 from host_offload.disk.tuning import DEFAULT
-from zerojax import cli
+from zerojax import cli, commands
 from zerojax.machines import disk as bench_io
 
 
@@ -105,7 +105,7 @@ def test_simulate_prints_predictions_at_the_rates_given(tmp_path, capsys):
 
 def test_errors_of_an_export_name_options(tmp_path, capsys, monkeypatch):
     said = "merge them by merge_lora=True, or write them alone by zerojax.export_peft; give it as `like`"
-    monkeypatch.setattr(cli, "export_hf", lambda *args, **options: (_ for _ in ()).throw(ValueError(said)))
+    monkeypatch.setattr(commands, "export_hf", lambda *args, **options: (_ for _ in ()).throw(ValueError(said)))
     with pytest.raises(SystemExit, match="2"):
         cli.main(["export", str(tmp_path), "out", "--format", "hf", "--like", "folder"])
     assert "by --merge-lora, or write them alone by --format peft; give it as --like\n" in capsys.readouterr().err
@@ -185,6 +185,6 @@ def test_traceback_of_an_error_is_shown_where_it_is_asked_for(monkeypatch):
 
 
 def test_fault_of_the_program_shows_where_it_comes_from(monkeypatch):
-    monkeypatch.setattr(cli, "machine", lambda name: {}[name])
+    monkeypatch.setattr(commands, "machine", lambda name: {}[name])
     with pytest.raises(KeyError):
         cli.main(["machines", "h200"])

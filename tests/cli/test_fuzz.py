@@ -10,7 +10,7 @@ import fuzz
 import pytest
 
 import zerojax as zj
-from zerojax import cli
+from zerojax import cli, commands
 from zerojax.machines import FIGURES
 
 COMMAND_LINES, MACHINE_FILES = 3000, 3000
@@ -54,8 +54,8 @@ WHOLE_SHAPE = ["--layers", "2", "--hidden", "64", "--heads", "4", "--seq", "16"]
 @pytest.fixture
 def paths(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Make files of every kind that a path may lead to, and let nothing be measured."""
-    monkeypatch.setattr(cli, "probe", lambda swap_dir: zj.machine("l4"))
-    monkeypatch.setattr(cli, "disk_report", lambda folder, **sizes: f"{folder} {sizes}")
+    monkeypatch.setattr(commands, "probe", lambda swap_dir: zj.machine("l4"))
+    monkeypatch.setattr(commands, "disk_report", lambda folder, **sizes: f"{folder} {sizes}")
     made = {
         "empty.toml": b"", "deep.toml": b"a = " + b"[" * 5000, "tables.toml": b"[" + b".".join([b"a"] * 5000) + b"]\nb = 1\n",
         "lab.toml": b'base = "h200"\nhost_bytes = 2e12\n', "binary": b"\x7fELF\xd0\xff", "text.txt": b"HloModule a\n",

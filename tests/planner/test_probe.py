@@ -7,7 +7,7 @@ import pytest
 
 import zerojax as zj
 from host_offload.disk.tuning import DEFAULT
-from zerojax import cli, planner
+from zerojax import cli, commands, planner
 from zerojax.planner import ProbeSizes
 
 # The door's function of the same name hides the module as an attribute.
@@ -62,12 +62,12 @@ def test_probe_refuses_a_folder_that_is_not_there(tmp_path, monkeypatch):
 
 def test_probe_command_writes_what_machine_reads(tmp_path, monkeypatch, capsys):
     measured = zj.machine("dgx2", nodes=3)
-    monkeypatch.setattr(cli, "probe", lambda swap_dir: measured)
+    monkeypatch.setattr(commands, "probe", lambda swap_dir: measured)
     path = tmp_path / "m.toml"
     cli.main(["probe", "--out", str(path)])
     assert zj.machine(path) == measured
     assert capsys.readouterr().out == f"{measured}\n"
-    monkeypatch.setattr(cli, "probe", lambda swap_dir: pytest.fail("a minute was spent"))
+    monkeypatch.setattr(commands, "probe", lambda swap_dir: pytest.fail("a minute was spent"))
     for out, message in (("m.txt", "ends with .toml"), ("gone/m.toml", "cannot be written")):
         with pytest.raises(SystemExit) as caught:
             cli.main(["probe", "--out", str(tmp_path / out)])

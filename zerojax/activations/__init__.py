@@ -5,7 +5,6 @@ from zerojax.activations.flow import ANY as ANY
 from zerojax.activations.flow import Split as Split
 from zerojax.activations.flow import flow as flow
 from zerojax.activations.flow import outs_of as outs_of
-from zerojax.activations.kept import MODES as MODES
 from zerojax.activations.kept import attention_inner as attention_inner
 from zerojax.activations.kept import candidates as candidates
 from zerojax.activations.kept import depending as depending
@@ -24,3 +23,4 @@ from zerojax.activations.sequence_parallel import SequenceParallelism as Sequenc
 from zerojax.activations.sequence_parallel import sequence_parallel as sequence_parallel
 from zerojax.activations.sequence_walk import BlockProduct as BlockProduct
 from zerojax.activations.traffic import sent_over_tensor as sent_over_tensor
+from zerojax.vocabulary import MODES as MODES

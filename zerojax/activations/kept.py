@@ -32,7 +32,6 @@ import jax.numpy as jnp
 from zerojax.activations.sequence_ops import is_gather, is_scatter
 from zerojax.jaxprs import CHEAP, POINTWISE, REDUCTIONS, FlatJaxpr, Instruction
 
-MODES = ("save", "selective", "remat")
 _ALSO_CHEAP = frozenset(
     {"stop_gradient", "argmax", "argmin", "sharding_constraint", "random_wrap", "random_unwrap", "random_fold_in",
      "random_split", "random_seed", "random_bits", "random_clone", "threefry2x32", "rng_bit_generator", "real", "imag",

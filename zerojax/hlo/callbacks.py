@@ -28,7 +28,6 @@ written, a gradient and a parameter in 16 bits.
 
 import collections
 
-from host_offload.host_update import LAG
 from zerojax.hlo.rates import Rates
 from zerojax.hlo.timeline import Timeline
 
@@ -55,6 +54,9 @@ class Callbacks:
     """
 
     def __init__(self, mode: str, rates: Rates, timeline: Timeline) -> None:
+        from host_offload.host_update import LAG  # imports JAX, which nothing else here needs
+
+        self._lag = LAG
         self.mode, self.rates, self.timeline = mode, rates, timeline
         self.count = self.bytes_up = self.bytes_down = 0
         self._read_after: dict[tuple[int, ...], int] = {}  # by the record's arrays: the call after which it is read ahead
@@ -130,7 +132,7 @@ class Callbacks:
         slot = self._slot(down, self._down.get(tuple(given)))
         self._down[tuple(given)] = arrived = self._copy(DOWN, down, [slot])
         before = self._updates.setdefault(record, collections.deque())
-        if len(before) == LAG:
+        if len(before) == self._lag:
             self._take(made)
         kernel = self._kernel(down, arrived)
         # The slot is empty when the program has taken what the layer before has made; its stream does so in order.

@@ -40,7 +40,6 @@ from zerojax.planner.charts import element as element
 from zerojax.planner.charts import line as line
 from zerojax.planner.charts import round_ticks as round_ticks
 from zerojax.planner.charts import text as text
-from zerojax.planner.command import add_plan_command as add_plan_command
 from zerojax.planner.command import run_plan as run_plan
 from zerojax.planner.pictures import draw_parts as draw_parts
 from zerojax.planner.planner import auto as auto

@@ -13,63 +13,15 @@ import math
 import os
 from typing import Any
 
-from zerojax.arguments import count, number
 from zerojax.config import ZeroConfig
 from zerojax.costs import Sizes
 from zerojax.machines import COUNTS, FIGURES, Machine, nearest
 from zerojax.machines import machine as named_machine
 from zerojax.planner.planner import plan
 from zerojax.planner.plans import Plan
-from zerojax.precision import PRECISIONS
 
 _MOST_CHARACTERS = 1000
 _FIELDS = tuple(field.name for field in dataclasses.fields(ZeroConfig))
-
-
-def add_plan_command(commands: Any) -> None:
-    """Add the command to a parser's."""
-    parser = commands.add_parser(
-        "plan",
-        help="which config of a transformer fits a machine and is fastest there, what it needs, and how long a step takes",
-    )
-    parser.add_argument("--params", type=count, help="parameters, such as 1T or 175B; without it L 12 h^2, and V h")
-    for name, what in (("layers", "L"), ("hidden", "h"), ("heads", "a"), ("seq", "T, tokens of a sequence")):
-        parser.add_argument(f"--{name}", type=count, required=True, help=what)
-    parser.add_argument("--batch", type=count, required=True, help="b, sequences of a step on the devices of one tensor group")
-    for name, what in (("vocab", "V"), ("mlp", "f, the MLP's width; 4 h"), ("kv-heads", "heads of keys and values; a")):
-        parser.add_argument(f"--{name}", type=count, help=what)
-    parser.add_argument("--gated", action="store_true", help="the MLP has three matrices (SwiGLU)")
-    parser.add_argument("--machine", required=True, help="a name of `zerojax machines`, or a TOML file of `zerojax probe`")
-    parser.add_argument("--nodes", type=count, help="instead of the machine's")
-    parser.add_argument("--devices-per-node", type=count, help="likewise")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIGURE=VALUE", help="a figure of the machine: host_bytes=2e12"
-    )
-    parser.add_argument("--tensor", type=count, default=1, help="devices that share a layer's products")
-    parser.add_argument("--data", type=count, default=1, help="replicas of hybrid sharding")
-    parser.add_argument("--precision", choices=list(PRECISIONS), help="bf16, or fp16 where the machine has no products in bf16")
-    parser.add_argument(
-        "--fix",
-        action="append",
-        default=[],
-        metavar="FIELD=VALUE",
-        help="a field of ZeroConfig that stays. VALUE is a Python literal (3, 0.5, True, None, \"('a', 'b')\"), or a word "
-        "without quotes (pinned_host)",
-    )
-    parser.add_argument(
-        "--min-disk-days", type=number(0, 1e9, above=True), help="days that the disks have to last, by their TBW"
-    )
-    parser.add_argument(
-        "--round-moments", action="store_true", help="moments in bfloat16 may be chosen, which round what is trained"
-    )
-    parser.add_argument(
-        "--compare", action="store_true", help="a table of the configs that were beaten, and of each stage and tier"
-    )
-    parser.add_argument(
-        "--validate", action="store_true", help="compile the step for the machine's GPUs, which need not be here"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the plan there")
-    parser.add_argument("--html", metavar="FILE", help="likewise, a page with pictures")
 
 
 def run_plan(options: argparse.Namespace) -> None:

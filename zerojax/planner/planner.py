@@ -156,9 +156,6 @@ def auto(
     return plan(model, tx, mesh, batch, machine, fixed=fixed, axes=axes).config
 
 
-ZeroConfig.auto = staticmethod(auto)  # bound from above: config.py imports no planner
-
-
 class Planner:
     """One plan in the making."""
 

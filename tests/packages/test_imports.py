@@ -1,0 +1,87 @@
+"""What `import zerojax` and the command import, each in a process of its own: nothing that is not used."""
+
+import ast
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import zerojax as zj
+from zerojax import vocabulary
+from zerojax.precision import PRECISIONS
+from zerojax.weights import DTYPES
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+SLOW = (
+    "jax.experimental.mosaic", "jax._src.pallas.mosaic_gpu.core", "orbax", "numba", "llvmlite", "scipy", "transformers",
+    "datasets", "torch", "zerojax.planner", "zerojax.choice",
+)  # fmt: skip
+"""Packages that most programs never use."""
+TRAIN = """
+import jax, jax.numpy as jnp, optax
+import zerojax as zj
+model = zj.Model(lambda key: {"w": jnp.ones((4, 4))}, lambda p, batch, key: jnp.mean((batch @ p["w"]) ** 2))
+program = zj.build_train_step(model, optax.adamw(1e-3), zj.ZeroConfig(stage=3), zj.make_mesh())
+state = program.init(jax.random.key(0))
+jax.block_until_ready(program.step(state, jnp.ones((4, 4))))
+"""
+
+
+def imported_by(code: str) -> set[str]:
+    """Return the modules that a process has imported after some code."""
+    code += "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def parts_of(modules: set[str], packages: tuple[str, ...]) -> list[str]:
+    return [m for m in sorted(modules) if any(m == package or m.startswith(f"{package}.") for package in packages)]
+
+
+def test_training_on_a_cpu_imports_nothing_that_it_does_not_use():
+    assert not parts_of(imported_by(TRAIN), SLOW)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["simulate", "--help"], ["plan", "--layers", "x"], ["memory", "--layers", "2"]]
+)
+def test_help_and_wrong_options_import_no_jax(arguments):
+    code = f"""
+import contextlib, io
+from zerojax import cli
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    cli.main({arguments!r})
+"""
+    assert not parts_of(imported_by(code), (*SLOW, "jax"))
+
+
+def test_public_names_are_imported_when_they_are_used():
+    modules = imported_by("import zerojax")
+    assert parts_of(modules, ("zerojax",)) == ["zerojax"]
+    assert "jax" not in modules
+    assert "zerojax.config" in imported_by("from zerojax import ZeroConfig")
+
+
+def test_type_checkers_see_the_names_that_are_imported_lazily():
+    tree = ast.parse(pathlib.Path(zj.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname: node.module for node in imports for alias in node.names}
+    assert seen == zj._HOME
+    assert {*seen, "__version__"} == set(zj.__all__)
+
+
+def test_modules_are_attributes_and_unknown_names_are_errors():
+    assert zj.hlo.simulate is not None  # pyright: ignore[reportAttributeAccessIssue]
+    assert set(zj.__all__) <= set(dir(zj))
+    with pytest.raises(AttributeError, match="'zerojax' has no attribute 'ZeroConfg'; did you mean 'ZeroConfig'"):
+        zj.ZeroConfg  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec("from zerojax import nothing")
+
+
+def test_the_words_of_commands_are_those_of_the_tables():
+    assert tuple(PRECISIONS) == vocabulary.PRECISION_NAMES
+    assert tuple(DTYPES) == vocabulary.EXPORT_DTYPES

@@ -1,0 +1,204 @@
+"""What each `zerojax` command does with its options, which `zerojax.options` parses."""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.activations import MODES
+from zerojax.checkpoint import CheckpointError, inspect
+from zerojax.hf import export_hf, export_peft
+from zerojax.hlo import RATES, Rates, Simulation, dumped_text, module_name, read_thunks, simulate
+from zerojax.memory import (
+    collective_elements,
+    korthikanti_layer_bytes,
+    layer_activation_bytes,
+    model_state_bytes,
+    state_bytes,
+    transformer_params,
+)
+from zerojax.options import Shape, on_one_line
+from zerojax.planner import NAMED, machine, probe, run_plan
+from zerojax.planner import report as disk_report
+from zerojax.precision import PRECISIONS
+from zerojax.sharding import STAGES
+from zerojax.weights import export_orbax, export_safetensors
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run one command; it prints its result, and exits with status 1 if a checkpoint is not whole.
+
+    Raises:
+      ValueError, OSError, RuntimeError: what a command was given, or found on the machine, is wrong.
+    """
+    commands = {
+        "memory": _memory,
+        "simulate": lambda options: print(_simulation(options)),
+        "bench-io": _bench_io,
+        "machines": lambda options: print("\n\n".join(str(machine(name)) for name in options.name or NAMED)),
+        "probe": _probe,
+        "plan": run_plan,
+        "inspect": _inspect,
+        "export": _export,
+    }
+    commands[options.command](options)
+
+
+def _bench_io(options: argparse.Namespace) -> None:
+    """Measure the disk of a folder."""
+    print(disk_report(options.folder, num_bytes=int(options.gib * 2**30), num_rounds=options.rounds))
+
+
+def _probe(options: argparse.Namespace) -> None:
+    """Measure this machine, and write its figures to a file if one is named."""
+    found = probe(options.swap_dir)
+    if options.out is not None:
+        found.save(options.out)
+    print(found)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    """Print what a checkpoint holds."""
+    parser: argparse.ArgumentParser = options.parser
+    try:
+        report = inspect(options.folder, verify=options.verify)
+    except CheckpointError as error:
+        parser.exit(1, f"zerojax inspect: {on_one_line(str(error))}\n")
+    print(report.text)
+    if not report.is_whole:
+        parser.exit(1)
+
+
+def _export(options: argparse.Namespace) -> None:
+    """Write the weights of a checkpoint in another format."""
+    jax.config.update("jax_platforms", "cpu")  # Orbax asks JAX for its processes, which would take memory of GPUs
+    folder = options.folder if options.step is None else os.path.join(options.folder, str(options.step))
+    try:
+        _export_folder(folder, options)
+    except (ValueError, CheckpointError) as error:
+        raise ValueError(_as_options(str(error))) from error
+
+
+def _export_folder(folder: str, options: argparse.Namespace) -> None:
+    """Write what `zerojax export` was asked for; errors are those of the functions of the formats."""
+    if options.format == "hf":
+        export_hf(
+            folder, options.out, like=options.like, dtype=options.dtype, shard_bytes=options.shard_bytes,
+            merge_lora=options.merge_lora,
+        )  # fmt: skip
+    elif options.format == "peft":
+        export_peft(folder, options.out, like=options.like, dtype=options.dtype)
+    else:
+        export = export_orbax if options.format == "orbax" else export_safetensors
+        export(folder, options.out, dtype=options.dtype, ema=options.ema)
+
+
+def _as_options(message: str) -> str:
+    """Return a message of an export with its arguments, and the functions for other formats, as options."""
+    for name, option in (
+        ("zerojax.export_hf(merge_lora=True)", "--format hf --merge-lora"),
+        ("merge_lora=True", "--merge-lora"),
+        ("zerojax.export_peft", "--format peft"),
+        ("zerojax.export_hf", "--format hf"),
+        ("`like`", "--like"),
+    ):
+        message = message.replace(name, option)
+    return message
+
+
+def _simulation(options: argparse.Namespace) -> Simulation:
+    """Predict the step that `zerojax simulate` was given.
+
+    Raises:
+      ValueError: the program, its thunks or a rate cannot be used.
+      OSError: the program cannot be read.
+    """
+    folder = options.program if os.path.isdir(options.program) else options.thunks
+    text = dumped_text(folder) if folder == options.program else _read_text(options.program)
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Rates)}
+    return simulate(
+        text,
+        rates=dataclasses.replace(RATES[options.rates], **{name: rate for name, rate in given.items() if rate is not None}),
+        thunks=None if folder is None else read_thunks(folder, module_name(text)),
+        streams=options.streams,
+        kernels=options.kernels,
+        callbacks=options.callbacks,
+    )
+
+
+def _read_text(path: str) -> str:
+    """Return the text of a file.
+
+    Raises:
+      ValueError: it is no text, or no regular file, whose end would never come.
+      OSError: it cannot be read.
+    """
+    if not path or "\0" in path:
+        raise ValueError(f"PROGRAM={path!r}: the name of a file or of a folder is needed")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is no regular file: the text of a compiled program is needed, compiled.as_text()")
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: what compiled.as_text() returns is needed") from error
+
+
+def _memory(options: argparse.Namespace) -> None:
+    """Print the model states of each device, and what a transformer keeps for backward."""
+    if options.params is None:
+        num_params = transformer_params(options.layers, options.hidden) + (options.vocab or 0) * options.hidden
+    else:
+        num_params = options.params
+    # Each device of a tensor group has its part of the parameters: over these ZeRO shards.
+    part = -(-num_params // options.tensor)
+    if options.tensor > 1:
+        print(f"{num_params:,} parameters, of which each of {options.tensor} devices of `tensor` has {part:,}")
+    print(memory_table(part, options.shards, options.precision, options.moments, options.microbatches))
+    if options.shape is not None:
+        itemsize = jnp.dtype(PRECISIONS[options.precision].compute_dtype).itemsize
+        print(activations_table(options.shape, MODES if options.activations is None else (options.activations,), itemsize))
+
+
+def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
+    """Return one line for each mode: what a layer and all of them keep, and the same by Korthikanti et al.
+
+    Args:
+      shape: of the transformer.
+      modes: "save", "selective" or "remat".
+      itemsize: bytes of an activation.
+    """
+    s = shape
+    split = ", the stream split" if s.sequence_parallel else ", what is kept split" if s.partition_activations else ""
+    rows = [
+        f"activations of {s.layers} layers, h {s.hidden}, a {s.heads}, s {s.seq}, b {s.batch}, tensor {s.tensor}{split}",
+        f"{'mode':>9} {'a layer':>10} {'all':>10} {'a layer':>10} {'all':>10}   GiB a device; right: Korthikanti et al.",
+    ]
+    for mode in modes:
+        options = {name: getattr(s, name) for name in ("tensor", "sequence_parallel", "fused_attention")}
+        given: dict[str, Any] = options | {"activations": mode, "itemsize": itemsize}
+        sizes = (s.seq, s.batch, s.hidden, s.heads)
+        ours = layer_activation_bytes(*sizes, partition_activations=s.partition_activations, **given)
+        layers = [ours, korthikanti_layer_bytes(*sizes, **given)]
+        cells = " ".join(f"{n / 2**30:>10.3f}" for layer in layers for n in (layer, s.layers * layer))
+        rows.append(f"{mode:>9} {cells}")
+    return "\n".join(rows)
+
+
+def memory_table(num_params: int, shards: int, precision: str, moments: int, num_microbatches: int) -> str:
+    """Return one line for each stage."""
+    per_param = state_bytes(precision, moments=moments, num_microbatches=num_microbatches)
+    rows = [
+        f"{num_params:,} parameters over {shards} devices, {precision}: {per_param.total} bytes each before sharding",
+        f"{'stage':>5} {'params':>10} {'grads':>10} {'master':>10} {'opt_state':>10} {'total':>10}   GiB a device; sent a step",
+    ]
+    for stage in STAGES:
+        state = model_state_bytes(num_params, stage, shards, per_param)
+        sent = sum(collective_elements(num_params, stage, shards, num_microbatches).values())
+        cells = " ".join(f"{state[kind] / 2**30:>10.3f}" for kind in ("params", "grads", "master", "opt_state", "total"))
+        rows.append(f"{stage:>5} {cells}   {sent / num_params:.2f} P")
+    return "\n".join(rows)
