@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.models.flax_calls import Calls
 from zerojax.models.objective import OVERWRITTEN
+from zerojax.models.traced_init import TracedInit
 from zerojax.tiling import find_stacks
 
 
@@ -30,7 +31,8 @@ class LinenPart:
         self.name, self.module, self.use, self.args, self.calls = name, module, use, args, calls
         self.stochastic = calls.has_modes
         with calls.names.while_made():
-            variables = jax.eval_shape(self._variables, jax.random.key(0))
+            self._variables = TracedInit(self._made_with)
+        variables = self._variables.abstract
         self.collections = tuple(sorted(set(variables) - {"params", *calls.sown}))
         if OVERWRITTEN in self.collections and name != "module":
             raise ValueError(
@@ -75,7 +77,7 @@ class LinenPart:
         path = f"{self.name}{jax.tree_util.keystr(path)}"
         return self.calls.names.spec(path, boxed.get_partition_spec(), getattr(boxed, "rules", None))
 
-    def _variables(self, key: jax.Array) -> Any:
+    def _made_with(self, key: jax.Array) -> Any:
         args = jax.tree.map(lambda a: jnp.zeros(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)), tuple(self.args))
         keys = {stream: jax.random.fold_in(key, i) for i, stream in enumerate(("params", *self.calls.rngs))}
         with self.calls.run(is_training=True):

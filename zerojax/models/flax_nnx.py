@@ -22,6 +22,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from zerojax.models.flax_calls import CALL_STREAM, Calls, without_key
+from zerojax.models.traced_init import TracedInit
 
 
 class NnxPart:
@@ -36,12 +37,12 @@ class NnxPart:
         self._kinds = (nnx.Param, *(kind for kind in filters if isinstance(kind, type)))
         graphs, methods = [], []
 
-        def parts() -> Any:
-            module = self._made(nnx.Rngs(0))
+        def parts(key: jax.Array) -> Any:
+            module = self._made(nnx.Rngs(key))
             methods.append(type(module).__call__ if callable(module) else None)
             graph, *states = nnx.split(module, self._is_param, nnx.RngState, _is_variable, ...)
-            # Graph definitions are no arrays, so eval_shape cannot return them. Modes are set on copies: the module may be one
-            # that the user holds.
+            # A traced function returns arrays alone, and graph definitions are none. Modes are set on copies: the module may be
+            # one that the user holds.
             for mode in ("train", "eval"):
                 copy = nnx.merge(graph, *states)
                 getattr(copy, mode)()
@@ -50,10 +51,13 @@ class NnxPart:
 
         # With eager sharding NNX constrains each annotated array to the mesh in scope; the step chooses shardings itself.
         with nnx.use_eager_sharding(False), self.names.while_made():
-            self.abstract, self.streams, self.abstract_state, rest = jax.eval_shape(parts)
+            self._parts = TracedInit(parts)
+            self.abstract, self.streams, self.abstract_state, rest = self._parts.abstract
             self.train_graph, self.eval_graph = graphs[:2]
-            # Only what is returned is computed, so the parameters are not made here.
-            self.constants = jax.tree.map(np.asarray, jax.jit(lambda: parts()[3])() if jax.tree.leaves(rest) else rest)
+            if jax.tree.leaves(rest):
+                # Only what is returned is computed, so the parameters are not made here.
+                rest = jax.jit(lambda: self._parts(jax.random.key(0))[3])()
+            self.constants = jax.tree.map(np.asarray, rest)
         self._state_paths = frozenset(path for path, _ in nnx.to_flat_state(self.abstract_state))
         self.init_state = self._init_state if self._state_paths else None
         has_streams, has_modes = bool(jax.tree.leaves(self.streams)), self.train_graph != self.eval_graph
@@ -106,14 +110,16 @@ class NnxPart:
         return module
 
     def init(self, key: jax.Array) -> Any:
-        return self._make_part(key, self._is_param)
+        params, *_ = self._made_with(key)
+        return nnx.to_pure_dict(params)
 
     def _init_state(self, key: jax.Array) -> Any:
-        return self._make_part(key, lambda path, _: path in self._state_paths)
+        _, _, state, _ = self._made_with(key)
+        return nnx.to_pure_dict(state)
 
-    def _make_part(self, key: jax.Array, part: Any) -> Any:
+    def _made_with(self, key: jax.Array) -> Any:
         with nnx.use_eager_sharding(False), self.names.while_made():
-            return nnx.to_pure_dict(nnx.state(self.make(nnx.Rngs(key)), part))
+            return self._parts(key)
 
     def bind(self, params: Any, key: jax.Array | None, state: Any = None) -> nnx.Module:
         # A plain dict has the leaves of NNX's state, in the same order.

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import optax
 
@@ -67,7 +68,7 @@ Update = Callable[[TrainState, jax.Array, Any], tuple[TrainState, dict[str, jax.
 
 def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
     """Return `update(state, loss, grads) -> (state, metrics)`: unscale, norm, clip, optimizer, cast; on whole trees."""
-    config, stage, tx = layout.config, STAGES[layout.config.stage], shared_out(tx, layout)
+    config, stage, apply = layout.config, STAGES[layout.config.stage], _update_of(tx, layout)
     grads_at, unused = layout.param_shardings(stage.opt_state), unused_grads(layout.update_jaxpr, len(layout.leaves))
 
     def update(state: TrainState, value: jax.Array, grads: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -79,7 +80,7 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
         def move(before: tuple[Any, Any]) -> tuple[Any, Any]:
             weights, opt_state = before
             scaled = jax.tree.map(measured.scaled, grads)
-            updates, opt_state = call_update(tx, scaled, opt_state, weights, value)
+            updates, opt_state = apply(scaled, opt_state, weights, value)
             return optax.apply_updates(weights, updates), opt_state
 
         master, opt_state = update_if(measured.finite, move, (old, state.opt_state), layout.platform)
@@ -90,6 +91,25 @@ def build_update(tx: optax.GradientTransformation, layout: Layout) -> Update:
         return finish(state, params, master, opt_state, value, measured.norm, measured.finite, config.loss_scaling)
 
     return update
+
+
+def _update_of(tx: optax.GradientTransformation, layout: Layout) -> Callable[..., tuple[Any, Any]]:
+    """Return `apply(grads, opt_state, weights, loss) -> (updates, opt_state)`.
+
+    The optimizer was traced when the layout was built, over the same shapes. That trace serves here, too, unless the work on
+    whole leaves is shared out over devices.
+    """
+    tx = shared_out(tx, layout)
+    if tx is not layout.tx:
+        return partial(call_update, tx)
+    run = jex.jaxpr_as_fun(layout.update_jaxpr)
+
+    def apply(grads: Any, opt_state: Any, weights: Any, loss: jax.Array) -> tuple[Any, Any]:
+        leaves = run(*jax.tree.leaves((grads, opt_state, weights, loss)))
+        tree = jax.tree.structure((grads, opt_state))
+        return jax.tree.unflatten(tree, leaves)
+
+    return apply
 
 
 @dataclasses.dataclass(frozen=True)

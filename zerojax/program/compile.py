@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from host_offload.engine import DiskRecords
@@ -144,8 +145,15 @@ class StepCompiler:
 
     @cached_property
     def arrays(self) -> Any:
-        """The arrays of the schedule, which `step` and `eval` take as an argument, on the default device."""
-        return jax.tree.map(lambda a: jnp.asarray(a, jnp.int32), self._step.arrays())
+        """The arrays of the schedule, which `step` and `eval` take as an argument, whole on each device of the mesh."""
+        # Placed as the step says that it takes them: elsewhere, the first call would trace the step again.
+        whole = named(self._layout.mesh, ())
+
+        def placed(array: np.ndarray) -> jax.Array:
+            array = np.asarray(array, np.int32)
+            return jax.make_array_from_callback(array.shape, whole, lambda index: array[index])
+
+        return jax.tree.map(placed, self._step.arrays())
 
     def step(self, batch: Any) -> CompiledStep:
         """Return the step for batches of this shape, abstract or not. To be called under the mesh."""

@@ -225,7 +225,7 @@ class Program:
         self._check_shapes(batch)
         with jax.set_mesh(self.mesh):
             compiled = self._compiler.step(self.abstract_batch(batch))
-            jax.eval_shape(compiled.step, *compiled.abstract_args)
+            compiled.step.trace(*compiled.abstract_args)
 
     @without_mesh
     def lower(self, abstract_batch: Any) -> LoweredStep:
