@@ -169,14 +169,14 @@ def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
 
     Args:
       shape: of the transformer.
-      modes: "save", "selective" or "remat".
+      modes: of `zerojax.activations.MODES`.
       itemsize: bytes of an activation.
     """
     s = shape
     split = ", the stream split" if s.sequence_parallel else ", what is kept split" if s.partition_activations else ""
     rows = [
         f"activations of {s.layers} layers, h {s.hidden}, a {s.heads}, s {s.seq}, b {s.batch}, tensor {s.tensor}{split}",
-        f"{'mode':>9} {'a layer':>10} {'all':>10} {'a layer':>10} {'all':>10}   GiB a device; right: Korthikanti et al.",
+        f"{'mode':>10} {'a layer':>10} {'all':>10} {'a layer':>10} {'all':>10}   GiB a device; right: Korthikanti et al.",
     ]
     for mode in modes:
         options = {name: getattr(s, name) for name in ("tensor", "sequence_parallel", "fused_attention")}
@@ -185,7 +185,7 @@ def activations_table(shape: Shape, modes: Sequence[str], itemsize: int) -> str:
         ours = layer_activation_bytes(*sizes, partition_activations=s.partition_activations, **given)
         layers = [ours, korthikanti_layer_bytes(*sizes, **given)]
         cells = " ".join(f"{n / 2**30:>10.3f}" for layer in layers for n in (layer, s.layers * layer))
-        rows.append(f"{mode:>9} {cells}")
+        rows.append(f"{mode:>10} {cells}")
     return "\n".join(rows)
 
 

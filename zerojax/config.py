@@ -16,8 +16,8 @@ from zerojax.precision import PRECISIONS, LossScaling
 from zerojax.sharding import STAGES
 
 Tier = Literal["device", "pinned_host", "nvme"]
-Activations = Literal["save", "remat", "selective", "pinned_host", "nvme"]
-_ACTIVATIONS: tuple[Activations, ...] = ("save", "remat", "selective", "pinned_host", "nvme")
+Activations = Literal["everything", "save", "selective", "remat", "pinned_host", "nvme"]
+_ACTIVATIONS: tuple[Activations, ...] = ("everything", "save", "selective", "remat", "pinned_host", "nvme")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": tuple(STAGES),
     "params": TIERS,
@@ -83,11 +83,12 @@ class ZeroConfig:
       opt_state: tier of the optimizer state and the float32 master weights.
       opt_state_device_fraction: fraction of the layers, rounded down, whose optimizer state and masters stay on the device
         while the rest are in `opt_state`'s tier. Needs a LayeredModel and update_on="device".
-      activations: what happens to a layer's residuals between forward and backward: "save" keeps its input and the results of
-        products, look-ups, loops and kernels, and makes again what elementwise equations, norms and random masks made of these;
-        "selective" makes attention's inner part again too; "remat" keeps the layer's input and recomputes; a tier's name stores
-        the layer's input there and recomputes (`program.kept` lists what is kept). A tuple of `zerojax.Segment`, first layer
-        first: contiguous layers of a LayeredModel, each segment in its own way.
+      activations: what happens to a layer's residuals between forward and backward. "everything" keeps all that JAX keeps, and
+        computes nothing again. "save" keeps the layer's input and the results of products, look-ups, loops and kernels, and
+        computes again what elementwise equations, norms and random masks made of these. "selective" also computes the inner
+        part of attention again. "remat" keeps the layer's input and computes all else again. The name of a tier stores the
+        layer's input there and computes all else again. `program.kept` lists what is kept. A tuple of `zerojax.Segment`, first
+        layer first: contiguous layers of a LayeredModel, each segment in its own way.
       saved_names: values that the block marks by `jax.ad_checkpoint.checkpoint_name`, kept on the device besides; "#2" is the
         value with the number 2 in `program.kept`, of those that "save" keeps.
       offloaded_names: likewise, kept in pinned host memory.
@@ -360,7 +361,7 @@ def streams(config: ZeroConfig) -> bool:
     off_device = {config.params, config.grads, config.opt_state, frozen_tier(config)} != {"device"}
     # Autodiff of the whole loss can save or recompute by itself. A choice of values, or a tier, needs the explicit loops.
     keeps_by_choice = (
-        config.activations not in ("save", "remat")
+        config.activations not in ("everything", "save", "remat")
         or config.saved_names
         or config.offloaded_names
         or config.partition_activations
@@ -389,6 +390,12 @@ def require_built(config: ZeroConfig) -> None:
         )
     kept = config.activations if isinstance(config.activations, tuple) else (config,)
     names = [name for one in kept for name in (*one.saved_names, *one.offloaded_names) if number_of(name) is not None]
+    everything = next((one for one in kept if one.activations == "everything" and one.offloaded_names), None)
+    if everything is not None and (numbers := [n for n in everything.offloaded_names if number_of(n) is not None]):
+        raise NotImplementedError(
+            f"activations='everything' is not built in this version with offloaded_names={numbers!r}: the values that it keeps "
+            "have no numbers; mark them by jax.ad_checkpoint.checkpoint_name, or use activations='save'"
+        )
     if config.tensor_overlap and names:
         raise NotImplementedError(
             f"tensor_overlap=True is not built in this version with values named by number, {', '.join(map(repr, names))}: "
@@ -424,7 +431,7 @@ def check_unlayered(config: ZeroConfig) -> None:
     needs = {
         "params": ("device",),
         "grads": ("device",),
-        "activations": ("save", "remat"),
+        "activations": ("everything", "save", "remat"),
         "update": (None, "after_backward"),
         "gather_ahead": (False,),
         "partition_activations": (False,),

@@ -1,6 +1,6 @@
 """Words that configs and commands share, apart from what they stand for, which takes seconds to import."""
 
-MODES = ("save", "selective", "remat")
+MODES = ("everything", "save", "selective", "remat")
 """What a layer keeps from forward to backward on the device (`zerojax.activations`)."""
 PRECISION_NAMES = ("fp32", "bf16", "fp16")
 """The keys of `zerojax.precision.PRECISIONS`."""

@@ -32,7 +32,7 @@ def test_flops_of_recomputed_layers_are_those_of_narayanan():
     whole = 96 * layers * hidden**2 * (1 + SEQ / (6 * hidden) + VOCAB / (16 * layers * hidden))
     assert hardware_flops_per_token(*sizes, activations="remat") == pytest.approx(whole, rel=1e-12)
     assert hardware_flops_per_token(*sizes, activations="save") == flops_per_token(*sizes)
-    with pytest.raises(ValueError, match="activations='full': choose from save, selective, remat"):
+    with pytest.raises(ValueError, match="activations='full': choose from everything, save, selective, remat"):
         hardware_flops_per_token(*sizes, activations="full")
 
 

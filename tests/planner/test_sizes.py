@@ -32,7 +32,7 @@ def test_sizes_step_takes_three_forwards_of_layers_and_head():
     assert GPT.step_flops() == pytest.approx(GPT.tokens * 3 * forward, rel=1e-12)
     again = GPT.step_flops("remat") - GPT.step_flops()
     assert again == pytest.approx(GPT.tokens * 24 * GPT.layer_flops_per_token, rel=1e-9)
-    with pytest.raises(ValueError, match="activations='full': choose from save, selective, remat"):
+    with pytest.raises(ValueError, match="activations='full': choose from everything, save, selective, remat"):
         GPT.step_flops("full")
 
 

@@ -25,7 +25,8 @@ HOST, DISK = "pinned_host", "nvme"
 LAYERS, STEPS = 5, 5
 S = zj.Segment
 MIXES = {
-    "modes": (S(2, activations="remat"), S(1, activations="save"), S(2, activations="selective", saved_names=("out",))),
+    "modes": (S(1, activations="remat"), S(1, activations="everything"), S(1, activations="save"),
+              S(2, activations="selective", saved_names=("out",))),
     "host": (S(1, activations=HOST, saved_names=("#0",)), S(2, activations="remat", offloaded_names=("hidden",)),
              S(2, activations=HOST)),
     "disk": (S(2, activations=DISK), S(1, activations="save", offloaded_names=("#1",)), S(2, activations=DISK)),
@@ -334,7 +335,7 @@ def test_what_is_inside_of_a_loop_is_kept_by_number():
 
 WRONG = {
     "num_layers": (lambda: S(0), "num_layers=0 of a Segment: an integer of at least 1 is needed"),
-    "mode": (lambda: S(1, activations="disk"), "activations='disk' of a Segment is unknown: choose from 'save', 'remat'"),
+    "mode": (lambda: S(1, activations="disk"), "activations='disk' of a Segment is unknown: choose from 'everything', 'save'"),
     "twice": (lambda: S(1, saved_names=("a",), offloaded_names=("a",)), r"both hold \['a'\]"),
     "names": (lambda: S(1, saved_names="a"), "saved_names='a': a tuple of names is needed"),
     "config": (lambda: zj.ZeroConfig(activations="all"), "or a tuple of zerojax.Segment"),
@@ -356,7 +357,7 @@ WRONG = {
     "unlayered": (lambda: build(toys.unrolled(), activations=(S(3),)), r"activations=\(Segment.*works layer by layer"),
     "budget": (
         lambda: build(activations=MIXES["modes"], params=HOST, device_budget_bytes=100),
-        "bytes of layers 0-1 in flight on a device",
+        "bytes of layers 3-4 in flight on a device",
     ),
     "mark": (
         lambda: build(activations=(S(2), S(3, saved_names=("outs",)))).check(toys.batches(1)[0]),

@@ -178,7 +178,7 @@ def kept_of(stack: StackWork, num_layers: int, activations: str, saved: Any, off
         tier=tier,
         device=max(0, device),
         away=away,
-        backward=max(stack.backward["save"], stack.backward[mode] - spared),
+        backward=stack.backward[mode] if mode != CHECKPOINTED else max(stack.backward["save"], stack.backward[mode] - spared),
         working=stack.working[mode],
         mode=mode,
     )

@@ -42,12 +42,13 @@ def hardware_flops_per_token(
       seq: T.
       layer_weights: weights of a layer's products.
       head_weights: those of the head, which is not recomputed.
-      activations: "save" recomputes nothing, "selective" attention, "remat" each layer.
+      activations: "everything" and "save" recompute no product, "selective" attention, "remat" each layer.
 
     Raises:
       ValueError: `activations` is none of these.
     """
     again = {
+        "everything": 0.0,
         "save": 0.0,
         "selective": 12.0 * layers * hidden * seq,
         "remat": 2.0 * layers * layer_weights + 4.0 * layers * hidden * seq,

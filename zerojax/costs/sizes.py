@@ -149,13 +149,14 @@ class Sizes:
         """Return the FLOPs of a step of all devices (`zerojax.planner.hardware_flops_per_token`).
 
         Args:
-          activations: "save": the model's own, of MFU. "selective" and "remat": with what is recomputed, of HFU.
+          activations: "everything" and "save": the model's own, of MFU. "selective" and "remat": with what is recomputed, of
+            HFU.
 
         Raises:
           ValueError: `activations` is none of these.
         """
         sizes = (self.layers, self.hidden, self.seq, self.layer_weights, self.head_weights)
-        if activations == "save":
+        if activations in ("everything", "save"):
             return self.tokens * flops_per_token(*sizes)
         return self.tokens * hardware_flops_per_token(*sizes, activations=activations)
 
@@ -163,7 +164,7 @@ class Sizes:
         """Return the bytes that a layer keeps from forward to backward on each device.
 
         Other widths of keys, values and MLP than a GPT's are added to `zerojax.memory.layer_activation_bytes`: a gated MLP
-        keeps both of its products.
+        keeps both of its products. With "everything" the norms are taken for LayerNorms: RMSNorms keep less.
 
         Args:
           sequences: on the devices of one tensor group.
@@ -182,7 +183,9 @@ class Sizes:
         of_gpt = layer_activation_bytes(self.seq, sequences, self.hidden, self.heads, tensor=tensor, itemsize=itemsize, **how)
         if how.get("activations") == "remat":
             return of_gpt
-        more = self.qkv_width + (2 if self.gated else 1) * self.mlp_width - 7 * self.hidden  # of qkv 3 h, of the MLP 4 h
+        # How many values of the MLP's width are kept: its products alone, or those of its activation as well.
+        of_gelu, values = (6, 6) if how.get("activations") == "everything" else (1, 2 if self.gated else 1)
+        more = self.qkv_width - 3 * self.hidden + values * self.mlp_width - of_gelu * 4 * self.hidden
         return of_gpt + sequences * self.seq * more * itemsize / tensor
 
     def checkpoints_bytes(self, sequences: int, interval: int = 1, itemsize: int = 2) -> float:

@@ -116,6 +116,14 @@ class _Tracer:
         """Return the seconds of a traced function on one device."""
         return sum(map(self.costs, program.instructions))
 
+    def kept_seconds(self, more: float) -> float:
+        """Return the seconds in which a device writes bytes that it keeps besides, and reads them again.
+
+        Costs of equations leave them out, since XLA fuses elementwise ones. What was timed has read them.
+        """
+        crossings = 2 if self.watch is None else 1
+        return crossings * more / self.machine.figures.get("memory_rate", math.inf)
+
     def update_seconds(self, moments: float) -> float:
         """Return the seconds in which the device updates one parameter: states read and written, gradient read."""
         itemsize = 4 if self.precision == "fp32" else 2
@@ -220,6 +228,7 @@ class _LayeredTracer(_Tracer):
         trained = [i for i in leaves.in_tree if not layout.all_leaves[i].frozen]
         frozen = [i for i in leaves.in_tree if layout.all_leaves[i].frozen]
         each = {mode: n // num_layers for mode, n in kept.items()}
+        backward["everything"] += self.kept_seconds(each["everything"] - each["save"])
         return StackWork(
             name=loops.stack.name,
             num_layers=num_layers,
@@ -330,29 +339,35 @@ class _LayeredTracer(_Tracer):
 class _PlainTracer(_Tracer):
     def workload(self) -> Workload:
         """Trace a plain Model: one layer, which is all of it."""
-        modes = ("save", "remat")
+        modes = ("everything", "save", "remat")
         parts = {mode: self.parts(stage=0, activations=mode) for mode in modes}
         layout, state = parts["save"].records.layout, parts["save"].records.layout.abstract_arrays
-        objective = parts["save"].step.objective
         kept = {mode: kept_by_program(p.records, p.step, self.batch).num_bytes for mode, p in parts.items()}
         shape = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype)  # noqa: E731
         key = jax.random.key(0) if self.model.stochastic else None
         params, model_state = layout.join(state), state.model_state
 
-        def loss(params: Any, batch: Any, model_state: Any) -> Any:
-            return objective(params, batch, key, model_state)[0].value()
+        def of_mode(mode: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+            """Return the loss, and the loss with its derivative."""
+            objective = parts[mode].step.objective
 
-        def derivative(params: Any, batch: Any, model_state: Any) -> Any:
-            return jax.value_and_grad(loss, allow_int=True)(params, batch, model_state)
+            def loss(params: Any, batch: Any, model_state: Any) -> Any:
+                return objective(params, batch, key, model_state)[0].value()
+
+            return loss, lambda params, batch, state: jax.value_and_grad(loss, allow_int=True)(params, batch, state)
 
         abstract = jax.tree.map(shape, (params, self.batch, model_state))
+        loss, derivative = of_mode("save")
         forward_program, both = _program(loss, abstract), _program(derivative, abstract)
+        plain_derivative = of_mode("everything")[1]
         if self.watch is not None:
             args = (params, self.batch, model_state)
-            forward, whole = (self.watch.call(f, *args).seconds for f in (loss, derivative))
+            forward, whole, plain = (self.watch.call(f, *args).seconds for f in (loss, derivative, plain_derivative))
         else:
             forward, whole = self.roofline(forward_program), self.roofline(both)
-        backward = max(whole - forward, forward)
+            plain = self.roofline(_program(plain_derivative, abstract))
+        backward, plain_backward = max(whole - forward, forward), max(plain - forward, forward)
+        plain_backward += self.kept_seconds(kept["everything"] - kept["save"])
         trained = range(len(layout.leaves))
         kept["selective"] = kept["save"]
         largest = max((math.prod(layout.leaves[i].shape) for i in trained), default=0)
@@ -366,7 +381,7 @@ class _PlainTracer(_Tracer):
             kept=kept,
             working=dict.fromkeys(MODES, max(0, working - kept["save"])),
             forward=forward,
-            backward={"save": backward, "selective": backward, "remat": backward + forward},
+            backward={"everything": plain_backward, "save": backward, "selective": backward, "remat": backward + forward},
         )
         moments = self.moment_bytes(layout)
         forward_flops = sum(flops_of(i.eqn) for i in forward_program.instructions)

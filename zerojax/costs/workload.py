@@ -165,6 +165,7 @@ def workload_of_sizes(sizes: Sizes, machine: Machine, grid: Grid, precision: str
     again = {"save": 0.0, "selective": tokens * attention / t / rate, "remat": forward}
     how = {"tensor": t, "fused_attention": True, "itemsize": itemsize}
     kept = {mode: int(sizes.layer_kept_bytes(rows, activations=mode, **how)) for mode in MODES}
+    again["everything"] = 2 * (kept["everything"] - kept["save"]) / memory  # what is kept besides is written, and read
     working = {mode: int(_working_elements(sizes, mode) * tokens * itemsize / t) for mode in MODES}
     head_flops = 2.0 * tokens * sizes.head_weights / t
     per_element = 2 * (4 if precision != "fp32" else 0) + 2 * 8 + itemsize + (itemsize if precision != "fp32" else 2 * itemsize)
@@ -215,7 +216,7 @@ def _working_elements(sizes: Sizes, mode: str) -> float:
 
 def _sent_over_tensor(sbh: int, t: int) -> dict[str, float]:
     """Return the bytes that a device sends over `tensor` for a layer (`zerojax.memory.tensor`): all_reduces of s b h."""
-    reduces = {"save": 4, "selective": 4, "remat": 6}
+    reduces = {"everything": 4, "save": 4, "selective": 4, "remat": 6}
     return {mode: n * 2.0 * sbh * (t - 1) / t for mode, n in reduces.items()}
 
 

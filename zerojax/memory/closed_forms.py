@@ -156,6 +156,11 @@ def layer_activation_bytes(
         remat        2
         selective    4 + 16/t: the input 2, the projection 2, qkv 6/t, attention's output 2/t, the hidden layer 8/t
         save         the same, and scores in float32: 4 a s / (h t); of a fused kernel the logsumexp of its rows: 4 a / (h t)
+        everything   30 + 56/t: the input 2, the outputs of both norms 4, what these keep in float32 24, qkv 6/t, attention's
+                     output 2/t, the tanh approximation of gelu 48/t; and scores before and after the softmax, 6 a s / (h t),
+                     or the logsumexp of a fused kernel. Dropout masks are not counted.
+
+    What "everything" keeps depends on how a block is written: these are the figures of the blocks of `examples/gpt.py`.
 
     What tensor parallelism does not split is split all the same with `sequence_parallel` or `partition_activations`.
 
@@ -167,7 +172,7 @@ def layer_activation_bytes(
       tensor: t, tensor-parallel shards.
       sequence_parallel: the stream is split over `tensor` too.
       partition_activations: what is kept of it is.
-      activations: "save", "selective" or "remat".
+      activations: one of "everything", "save", "selective" and "remat".
       fused_attention: attention is one kernel, a custom_vjp that saves its output and the logsumexp of each row.
       itemsize: bytes of an activation; scores and logsumexp are float32.
     """
@@ -177,10 +182,15 @@ def layer_activation_bytes(
     stream = tensor if sequence_parallel or partition_activations else 1
     if activations == "remat":
         return sbh / stream
+    rows = float(batch * heads * seq)  # of scores
+    if activations == "everything":
+        norms = 6 * sbh * 4 / itemsize
+        scores = 4 * rows if fused_attention else rows * seq * (4 + itemsize)
+        return (3 * sbh + norms) / stream + (28 * sbh + scores) / tensor
     products = 2 * sbh / stream + 8 * sbh / tensor
     if activations == "selective":
         return products
-    return products + 4.0 * batch * heads * seq * (1 if fused_attention else seq) / tensor
+    return products + 4 * rows * (1 if fused_attention else seq) / tensor
 
 
 def korthikanti_layer_bytes(
@@ -198,7 +208,8 @@ def korthikanti_layer_bytes(
     """Return what a transformer's layer keeps by Korthikanti et al. (arXiv:2205.05198, table 2), in bytes on each device.
 
     It has s b h (10 + 24/t + 5 a s / (h t)) in 16 bits, and all of it over t with sequence parallelism; without the last term
-    if attention's inner part is recomputed, or is one fused kernel; and 2 s b h if the whole layer is.
+    if attention's inner part is recomputed, or is one fused kernel; and 2 s b h if the whole layer is. They count what each
+    operator reads, so that "everything" and "save" are the same here.
 
     Args:
       seq: s, tokens of a sequence.
@@ -207,7 +218,7 @@ def korthikanti_layer_bytes(
       heads: a.
       tensor: t, tensor-parallel shards.
       sequence_parallel: the stream is split over `tensor` too.
-      activations: "save", "selective" or "remat".
+      activations: one of "everything", "save", "selective" and "remat".
       fused_attention: attention is one kernel.
       itemsize: bytes of an activation; the formula scales with it, its dropout masks included.
     """

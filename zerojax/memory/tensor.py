@@ -50,11 +50,12 @@ def tensor_collectives(layout: Layout, model: Any, abstract_batch: Any) -> dict[
 
 
 def _layers_by_mode(layout: Layout) -> dict[str, dict[str, int]]:
-    """Return how many layers of each stack keep results of products, "save", and how many nothing but their input, "remat"."""
+    """Return, by stack, how many layers keep "everything", the results of products, "save", or their input alone, "remat"."""
     layers: dict[str, dict[str, int]] = {}
     for run in runs_of(layout):
         # Where a tier is named, a layer's input is kept there.
-        mode = "save" if run.segment.activations in ("save", "selective") else "remat"
+        chosen = run.segment.activations
+        mode = chosen if chosen == "everything" else "save" if chosen in ("save", "selective") else "remat"
         counts = layers.setdefault(run.stack.name, {})
         counts[mode] = counts.get(mode, 0) + run.num_layers
     return layers

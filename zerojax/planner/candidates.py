@@ -3,7 +3,7 @@
     field                       choices
     stage                       0, 1, 2, 3 where `fsdp` has several devices; else the default
     params, grads, opt_state    every tier that the machine has; parameters off the device at stage 3 alone
-    activations                 save, selective, remat, and a tier for the layer's input; and with saved_names and
+    activations                 save, everything, selective, remat, and a tier for the layer's input; and with saved_names and
                                 offloaded_names each option of a layer (`Space.options`), the same for all layers
     update                      after backward or in it, where nothing clips
     update_on                   the device, or the host where the optimizer's state is off the device
@@ -104,7 +104,9 @@ class Space:
             "params": host if layered else ["device"],
             "grads": host if layered else ["device"],
             "opt_state": host,
-            "activations": ["save", "selective", "remat", *host[1:]] if layered else ["save", "remat"],
+            "activations": ["save", "everything", "selective", "remat", *host[1:]]
+            if layered
+            else ["save", "everything", "remat"],
             "update": [None, "in_backward"] if layered and self._may_update_in_backward else [None],
             "update_on": ["device", "host"] if self.workload.host_update else ["device"],
             FRACTION: [0.0, MOST_FRACTION] if layered else [0.0],

@@ -126,7 +126,7 @@ def assemble(model: Model | LayeredModel, tx: optax.GradientTransformation, conf
         # The state rests as that of the model that is given. What a step computes is split in another way.
         run = model
         if isinstance(model, LayeredModel) and config.sequence_parallel:
-            is_recomputed = not {*activations_of(config)} <= {"save", "selective"}
+            is_recomputed = not {*activations_of(config)} <= {"everything", "save", "selective"}
             run = sequence_parallel(model, mesh, sequence, config.tensor_overlap, is_recomputed)
         step = build_step(run, tx, records, build_gather(records.layout, gathered_early))
     return Parts(tx, records, step, gathered_early, sequence)

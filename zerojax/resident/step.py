@@ -188,14 +188,17 @@ def plain_objective(
     if isinstance(model, Model):
         assert isinstance(mode, str)  # segments need layers (`zerojax.config.check_unlayered`)
         # A checkpoint runs no rule whose results nothing reads, and these rules return new scales as gradients all the same.
-        if mode == "save" and _overwritten(layout.abstract_arrays.model_state)[0] is not None:
+        if mode == "everything" or (mode == "save" and _overwritten(layout.abstract_arrays.model_state)[0] is not None):
             return build_objective(model, constrain=constrain)
         return keep_by_segments(build_objective(model, constrain=constrain), mode, splits_of(layout, layout.decoded_leaves()))
     stacks = {stack.name: stack.in_tree for stack in layout.stacks}
 
     def region(function: Callable[..., Any], stack: str) -> Callable[..., Any]:
         # A scan's body is compiled apart from its derivative's, so there is nothing for CSE to merge, and no barrier is needed.
-        if modes.get(stack, mode) == "remat":
+        kept = modes.get(stack, mode)
+        if kept == "everything":
+            return function
+        if kept == "remat":
             return jax.checkpoint(function, prevent_cse=False)
         leaves = [layout.all_leaves[i] for i in stacks[stack]] if as_stored else layout.decoded_leaves(stacks[stack])
         return keep_products(function, prevent_cse=False, splits=splits_of(layout, leaves, 1), group=stack)

@@ -50,7 +50,8 @@ from zerojax.streamed.loops import StackLoops
 from zerojax.streamed.microbatches import LayerInputs, Microbatches
 from zerojax.streamed.phases import ScheduleArrays
 from zerojax.streamed.plan import StreamedPlan, eval_moves, grads_moves, step_moves
-from zerojax.streamed.residuals import TracedBlock, check_names
+from zerojax.streamed.residuals import check_names
+from zerojax.streamed.traced_block import TracedBlock
 
 Array = jax.Array
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from zerojax.jaxprs import FlatJaxpr, Instruction, evaluate, flatten
 from zerojax.models import Given, Loss, floating
-from zerojax.streamed.residuals import TracedBlock, derivative_jaxpr
+from zerojax.streamed.residuals import derivative_jaxpr
+from zerojax.streamed.traced_block import TracedBlock
 from zerojax.tiling import TileLoop, marked
 
 Array = jax.Array
