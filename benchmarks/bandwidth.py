@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 
-from step_time import cpu_name
+from contenders import cpu_name
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 

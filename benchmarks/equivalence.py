@@ -56,7 +56,7 @@ def name_of(value: Any) -> str:
 def table(found: list[Found], total: int, command: str, seconds: float) -> str:
     """Return the table in Markdown."""
     import jax
-    from step_time import cpu_name
+    from contenders import cpu_name
 
     within = sum(ulps <= most_ulps and part <= most_part for _, ulps, part, most_ulps, most_part in found)
     lines = [

@@ -45,6 +45,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from contenders import cpu_name
 from gpu_checks import equality, joined, kernels, memory, speed, swap
 from gpu_checks.compiled import compile_rows
 from gpu_checks.jobs import Job, platform_name
@@ -54,7 +55,6 @@ from gpu_checks.parts import TIME_LIMIT, Check, Context, Group, Needs, Part, sec
 from gpu_checks.rows import Row
 from gpu_checks.runner import Run, pipes, serve
 from gpu_checks.steps import disks, llamas, peers
-from step_time import cpu_name
 
 ALL_MEMORY: Mapping[str, str] = MappingProxyType({"XLA_PYTHON_CLIENT_PREALLOCATE": "true"})
 """Of a process that takes device memory in one piece, as a training run does."""

@@ -33,9 +33,9 @@ import tempfile
 from typing import Any
 
 import numpy as np
+from contenders import WARMUP, Contender, cpu_name, run_process
 from problem import Problem, add_arguments, from_arguments
 from problem_in_jax import born_with_weights, gpt_config, optimizer, time_steps
-from step_time import WARMUP, Contender, cpu_name, run_process
 
 HERE = pathlib.Path(__file__).resolve().parent
 TOLERANCE = {"fp32": 1e-4, "bf16": 2**-8}

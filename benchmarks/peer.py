@@ -1,5 +1,5 @@
-"""The peers: the same GPT in plain torch, FSDP2 and DeepSpeed, on CPU (gloo) or GPUs (NCCL). Run by step_time.py,
-nvme_peers.py, gpu_check.py.
+"""The peers: the same GPT in plain torch, FSDP2 and DeepSpeed, on CPU (gloo) or GPUs (NCCL). Run by
+beside_plain.py, nvme_peers.py, gpu_check.py.
 
 "fsdp2-offload" is FSDP2 with parameters, gradients and optimizer state in host memory, and the optimizer run there;
 "deepspeed3-offload" is ZeRO-3 with the same.

@@ -34,7 +34,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import gpt  # noqa: E402
-from step_time import cpu_name  # noqa: E402
+from contenders import cpu_name  # noqa: E402
 
 import zerojax as zj  # noqa: E402
 from host_offload.disk import PLAIN, Bench, Rates, SwapFolder, tune  # noqa: E402

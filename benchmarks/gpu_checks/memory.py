@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from step_time import WARMUP, Contender, run_process
+from contenders import WARMUP, Contender, run_process
 
 from gpu_checks.jobs import Job, one_device
 from gpu_checks.mixes import MEMORY_MIXES, SMALL, Sizes, chosen

@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from step_time import WARMUP
+from contenders import WARMUP
 
 from gpu_checks.jobs import Job, one_device
 

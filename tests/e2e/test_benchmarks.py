@@ -1,4 +1,4 @@
-"""benchmarks/step_time.py and nvme_peers.py run, agree with themselves, and fail when something is wrong."""
+"""benchmarks/beside_plain.py and nvme_peers.py run, agree with themselves, and fail when something is wrong."""
 
 import dataclasses
 import json
@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import beside_plain
 import gpt
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import nvme_peers
 import problem
 import problem_in_jax
 import pytest
-import step_time
+from plain_parts import steps
 
 from zerojax.models.model import init_layered
 
@@ -22,43 +23,39 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 SMALL = problem.Problem(layers=2, hidden=32, heads=4, seq=16, vocab=128, batch=4, steps=4)
 
 
+PARTS = {
+    "update": ["the update of stage 0", "the same, with a clipped norm"],
+    "imports": ["import zerojax", "import zerojax, and build_train_step", "zerojax --help"],
+}
+
+
 @pytest.mark.exhaustive  # by default gpu_check.py runs as a process, and what follows calls this benchmark's parts
-@pytest.mark.parametrize(
-    ("only", "names"),
-    [
-        (["--only", "gather on use"], ["zerojax stage 3, gather on use"]),
-        (
-            [],
-            [
-                *(f"zerojax stage {stage}" for stage in range(4)),
-                "zerojax stage 3, gather on use",
-                "zerojax stage 0, 1 device",
-            ],
-        ),
-    ],
-    ids=["some", "all"],
-)
-def test_step_time_agrees_and_saves_a_table(tmp_path, only, names):
+def test_beside_plain_agrees_and_saves_a_table(tmp_path):
     target = tmp_path / "table.md"
-    command = [sys.executable, str(ROOT / "benchmarks" / "step_time.py"), *SMALL.arguments(), "--rounds", "1", *only]
+    command = [sys.executable, str(ROOT / "benchmarks" / "beside_plain.py"), *SMALL.arguments(), "--rounds", "1"]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [*command, "--save", str(target)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
+        [*command, "--parts", "step", *PARTS, "--save", str(target)],
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = [line for line in target.read_text().splitlines() if line.startswith("| ")]
-    assert [row.split("|")[1].strip() for row in rows] == ["contender", "jax plain", *names]
+    rows = [line.split("|")[1].strip() for line in target.read_text().splitlines() if line.startswith("| ")]
+    assert [row for row in rows if row != "contender"] == [
+        *(row.name for row in steps.ONE_DEVICE), *(name for names in PARTS.values() for name in names)
+    ]  # fmt: skip
     assert "Losses agree within 0.0001" in done.stdout
 
 
-def test_step_time_tells_when_losses_differ():
-    entries = [step_time.Contender("jax plain", 1, []), step_time.Contender("other", 2, [])]
-    result = {"losses": [1.0, 0.9, 0.8], "seconds": [1.0, 1.0, 2.0], "version": "jax", "hardware": "1 x cpu"}
-    other = result | {"losses": [1.0, 0.9, 0.8 + 2e-4], "seconds": [1.0, 1.0, 3.0]}
-    text, agree = step_time.table(SMALL, 2, [{"jax plain": result, "other": other}], entries, "command")
-    assert not agree
-    assert "DO NOT agree" in text
-    assert "| other | 2 | 3000 | 1.50 |" in text
+def test_beside_plain_tells_when_losses_differ():
+    found = {"step": ({"plain": 1.0, "other": 1.5}, {"plain": [1.0, 0.9, 0.8], "other": [1.0, 0.9, 0.8 + 2e-4, 0.7]})}
+    assert beside_plain.disagreement([found, found]) == pytest.approx(2e-4)
+
+
+def test_beside_plain_tells_ratios_within_a_round():
+    row = steps.ONE_DEVICE[1]
+    rounds = [{"step": ({row.base: base, row.name: own}, {})} for base, own in ((1.0, 1.5), (2.0, 2.2), (4.0, 4.8))]
+    text = beside_plain.table(SMALL, rounds, [], "AVX2", "command")
+    assert f"| {row.name} | {row.base} | 2,200.0 | 2,000.0 | 1.20 (1.10 to 1.50) | 1.05 |" in text
 
 
 @pytest.mark.exhaustive

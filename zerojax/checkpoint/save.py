@@ -6,8 +6,10 @@
                              frozen weights -> second names of the records of the last checkpoint, where these hold the same
 
 A `Piece` is one leaf's shard on one device, and is copied a run of layers at a time. Of replicas only the first is saved.
-Without a bound, the copies may take as many bytes as this process's shards. With a bound, the copies that are not yet written
-take no more than it (`Room`), and the step waits until the disk has caught up. A single record is always let through.
+Without a bound, the copies may take as many bytes as this process's shards. Then several threads copy, and nothing is written
+before all is copied: writes would take cores and bandwidth from the copies, and the step would wait longer. With a bound, the
+copies that are not yet written take no more than it (`Room`), and the step waits until the disk has caught up. A single record
+is always let through.
 
 Frozen weights are the same bytes in each checkpoint of a run, in records of their own. A record is told by the leaves and the
 part of them that it holds, and by its checksum: that of the weights in memory now. Only where both are those of a record of the
@@ -22,7 +24,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,8 +45,10 @@ from zerojax.state import Layout, TrainState
 
 logger = logging.getLogger("zerojax")
 NUM_THREADS = 2
-PIECE_BYTES = 1 << 30
-"""Records that are copied at once, if one is not larger: the whole shards of a model's layers would be there twice."""
+PIECE_BYTES = 1 << 29
+"""Records that a thread copies at once, if one is not larger: the whole shards of a model's layers would be there twice."""
+SHARED_BYTES = 1 << 25
+"""The same of memory that numpy reads where it is: pieces so small that all threads have some."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +69,61 @@ class Piece:
     def shape(self) -> tuple[int, ...]:
         """What one record holds."""
         return tuple(self.data.shape[self.leaf.lead :])
+
+
+class NewStore:
+    """A store that is created by the thread that first writes to it: the step does not wait for that."""
+
+    def __init__(self, create: Callable[[], Store]) -> None:
+        """Keep `create`, which is called once."""
+        self._create, self._lock, self._store = create, threading.Lock(), None
+
+    def __call__(self) -> Store:
+        """Return the store."""
+        with self._lock:
+            if self._store is None:
+                self._store = self._create()
+            return self._store
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Layers of pieces that are copied and written together.
+
+    Attributes:
+      pieces: of one device, whose records are numbered alike.
+      low: the first layer.
+      high: one more than the last.
+      form: of their records.
+      store: where they are written.
+      first: number of the first record in it.
+      base: of frozen weights, what the store holds; else None.
+    """
+
+    pieces: Sequence[Piece]
+    low: int
+    high: int
+    form: RecordFormat
+    store: NewStore
+    first: int
+    base: SavedStore | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the copies."""
+        lead = self.pieces[0].leaf.lead
+        return (self.high - self.low) * math.prod(self.pieces[0].data.shape[1:lead]) * self.form.padded_bytes
+
+    def copied(self) -> np.ndarray:
+        """Return the records, uint8[n, padded_bytes], in memory of their own, which no device writes to."""
+        leaves = [on_host(piece, self.low, self.high) for piece in self.pieces]
+        count = len(leaves[0])
+        # Zeros between the leaves.
+        records = allocate(count * self.form.padded_bytes).reshape(count, self.form.padded_bytes)
+        for number, record in enumerate(records):
+            for view, values in zip(self.form.views(record), leaves, strict=True):
+                np.copyto(view, values[number])
+        return records
 
 
 class Room:
@@ -186,7 +245,7 @@ class Saving:
         self._room, self._pool = Room(max_host_bytes), concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "zerojax-save")
         self._rank = {device: rank for rank, device in enumerate(layout.mesh.devices.flat)}
         self._writes: list[concurrent.futures.Future[None]] = []
-        self._stores: list[tuple[Store, SavedStore]] = []  # of copies; without checksums until they are written
+        self._stores: list[tuple[NewStore, SavedStore]] = []  # of copies; without checksums until they are written
         self._links: list[tuple[LinkedRecord, SavedStore]] = []
         self._snapshot: Snapshot | None = None
         self._values: dict[str, np.ndarray] = {}
@@ -231,8 +290,27 @@ class Saving:
                         start = tuple(s.start or 0 for s in shard.index[leaf.lead :])
                         piece = Piece(leaf, shard.data, start)
                         groups.setdefault((label, first, self._rank[shard.device]), []).append(piece)
-        for (label, first, rank), pieces in groups.items():
-            self._copy_group(label, first, rank, pieces)
+        runs = (run for (label, first, rank), pieces in groups.items() for run in self._runs(label, first, rank, pieces))
+        if self._room.most is None:
+            all_runs = list(runs)
+            for run, copies in zip(all_runs, list(self._pool.map(self._copied, all_runs)), strict=True):
+                self._submit(run, copies)
+            return
+        for run in runs:
+            copies = self._copied(run)
+            # A write that failed ends the save here, before more is copied.
+            self._check()
+            self._submit(run, copies)
+            del copies  # or they stay in memory while the loop waits for room
+
+    def _copied(self, run: Run) -> np.ndarray:
+        """Return the copies of a run, once there is room for them."""
+        self._room.take(run.num_bytes)
+        return run.copied()
+
+    def _submit(self, run: Run, copies: np.ndarray) -> None:
+        """Have copies written by another thread."""
+        self._writes.append(self._pool.submit(self._write, run.store, run.first, copies, run.base))
 
     def _copy_inline(self, leaf: StateLeaf, value: jax.Array) -> None:
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -241,30 +319,29 @@ class Saving:
         # Not split, so any device has all of it; copied, since the next step donates it.
         self._values[leaf.name] = np.array(value.addressable_data(0))
 
-    def _copy_group(self, label: str, first: int, rank: int, pieces: Sequence[Piece]) -> None:
-        """Copy and write the leaves whose records are numbered alike on one device."""
+    def _runs(self, label: str, first: int, rank: int, pieces: Sequence[Piece]) -> list[Run]:
+        """Return the runs in which leaves are copied whose records are numbered alike on one device."""
         lead = pieces[0].leaf.lead
         form = format_of([(p.leaf.name, p.shape, p.data.dtype) for p in pieces])
         dims = tuple(pieces[0].data.shape[:lead])
         scale = math.prod(dims[1:])  # records of a layer
-        store = Store(self.root, label, rank, math.prod(dims), form)
+        count = math.prod(dims)
+        store = NewStore(lambda: Store(self.root, label, rank, count, form))
         folder, names, starts = os.path.join(label, str(rank)), [p.leaf.name for p in pieces], [p.start for p in pieces]
-        saved_store = SavedStore.of(store, folder, names, starts, pieces[0].leaf.shape[:lead], first * scale)
+        of_leaf = (folder, names, starts, pieces[0].leaf.shape[:lead], first * scale)
+        saved_store = SavedStore.of_format(form, *of_leaf, checksums=(0,) * count)
         self._stores.append((store, saved_store))
         base = saved_store if pieces[0].leaf.is_frozen else None
         num_layers = dims[0] if lead else 1
         layer_bytes = form.padded_bytes * scale
         # half of the room, so that one run of layers is copied while the one before is written
         most = PIECE_BYTES if self._room.most is None else min(PIECE_BYTES, self._room.most // 2)
+        if all(is_host_memory(piece.data) for piece in pieces):
+            most = min(most, SHARED_BYTES)
         step = max(1, min(num_layers, most // layer_bytes))
-        for low in range(0, num_layers, step):
-            high = min(num_layers, low + step)
-            self._room.take((high - low) * layer_bytes)
-            # A write that failed ends the save here, before more is copied.
-            self._check()
-            copies = copied(pieces, low, high, form)
-            self._writes.append(self._pool.submit(self._write, store, low * scale, copies, base))
-            del copies  # or they stay in memory while the loop waits for room
+        return [
+            Run(pieces, low, min(num_layers, low + step), form, store, low * scale, base) for low in range(0, num_layers, step)
+        ]
 
     def _check(self) -> None:
         """Raise the error of a write that failed."""
@@ -306,9 +383,10 @@ class Saving:
 
     # --- beside the next steps ---------------------------------------------------------------------------------------------
 
-    def _write(self, store: Store, first: int, records: np.ndarray, base: SavedStore | None = None) -> None:
+    def _write(self, new_store: NewStore, first: int, records: np.ndarray, base: SavedStore | None = None) -> None:
         """Write records, uint8[n, padded_bytes], from number `first` on; of frozen weights, `base` says what they hold."""
         try:
+            store = new_store()
             for number, record in enumerate(records, first):
                 path, checksum = store.record_path(number), checksum_of(record)
                 if base is None or not self._base.link(base, number, checksum, path):
@@ -330,7 +408,7 @@ class Saving:
                     write.result()
                 # Written by now, so their checksums are known.
                 stores = [
-                    dataclasses.replace(saved_store, checksums=tuple(int(c) for c in store.checksums))
+                    dataclasses.replace(saved_store, checksums=tuple(int(c) for c in store().checksums))
                     for store, saved_store in self._stores
                 ]
                 for link, saved_store in self._links:
@@ -359,17 +437,6 @@ class Saving:
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None
-
-
-def copied(pieces: Sequence[Piece], low: int, high: int, form: RecordFormat) -> np.ndarray:
-    """Return the records of layers low .. high, uint8[n, padded_bytes], in memory of their own, which no device writes to."""
-    leaves = [on_host(piece, low, high) for piece in pieces]
-    count = len(leaves[0])
-    records = allocate(count * form.padded_bytes).reshape(count, form.padded_bytes)  # zeros between the leaves
-    for number, record in enumerate(records):
-        for view, values in zip(form.views(record), leaves, strict=True):
-            np.copyto(view, values[number])
-    return records
 
 
 def on_host(piece: Piece, low: int, high: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from step_time import WARMUP, Contender, run_process
+from contenders import WARMUP, Contender, run_process
 
 from gpu_checks.jobs import Job, one_device, platform_name
 from gpu_checks.mixes import BESIDE_PEER, IN_BACKWARD
