@@ -1,14 +1,14 @@
-"""zerojax beside plain programs that do the same: updates, steps, compile times, imports, adapters, tiles, saves, the host.
+"""zerojax beside plain programs that do the same work: updates, steps, compile times, imports, adapters, tiles, saves.
 
-    python benchmarks/beside_plain.py                                        # all parts, about 15 minutes
+    python benchmarks/beside_plain.py                                        # all parts, about half an hour
     python benchmarks/beside_plain.py --parts update step --rounds 5
     python benchmarks/beside_plain.py --peer-python PEER/bin/python          # PEER: an environment with torch and deepspeed
     python benchmarks/beside_plain.py --save benchmarks/results/NAME.md
 
-A round runs every part once, in processes of its own, and each part its contenders in turn. A ratio is taken within a round;
-the table shows its median and range over the rounds, so that a slow minute of the machine falls on all. Contenders that train
-begin with the same weights and read the same tokens: their losses must agree within 1e-4 at every step, else the exit status is
-1. Adapters are compared by speed alone, beside torch, transformers and PEFT of the `dev` extra.
+A round runs every part once, in its own processes, and a part runs its contenders in turn. Ratios are taken within a round,
+so a slow minute of the machine affects both numbers; the table shows their median and range. Contenders that train start from
+the same weights and read the same tokens. Their losses must agree within 1e-4 at every step; otherwise the exit status is 1.
+Adapters are compared only by speed, with torch, transformers and PEFT from the `dev` extra.
 """
 
 import argparse
@@ -35,9 +35,9 @@ HERE = pathlib.Path(__file__).resolve().parent
 PEER_BASE = steps.BLOCKS
 SAVED_BYTES, UPDATED_PARAMS = 456 << 20, 50_000_000
 ISAS = {"avx2": {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2", "NUMBA_CPU_NAME": "haswell", "ATEN_CPU_CAPABILITY": "avx2"}}
-"""Environment with which contenders do without wider vectors than the name says."""
+"""Environment variables that keep contenders from using wider vectors than the name says."""
 Found = tuple[dict[str, float], dict[str, list[float]]]
-"""Of one round: seconds by contender, and the losses of those that train."""
+"""Results of one round: seconds by contender, and losses by contender that trains."""
 
 
 PARTS: Mapping[str, tuple[str, Sequence[Row]]] = {
@@ -51,7 +51,7 @@ PARTS: Mapping[str, tuple[str, Sequence[Row]]] = {
     "saves": ("a save in the background, 456 MiB in memory", operators.SAVES),
     "kernel": ("AdamW on the host, 50 M parameters", operators.KERNEL),
 }
-"""By name: what the part does, and its rows."""
+"""Description and rows of each part."""
 OWN_PROCESS: Mapping[str, Callable[[str, Problem], float]] = {
     "compile": compiling.seconds,
     "imports": lambda name, p: imports.seconds(name),
@@ -80,7 +80,7 @@ def peers(p: Problem, python: str) -> list[Contender]:
 
 
 def run_part(part: str, p: Problem, environment: Mapping[str, str], folder: str) -> Found:
-    """Run the contenders of a part, in processes of their own; return what they took."""
+    """Run the contenders of a part in new processes and return their results."""
     command = [sys.executable, str(HERE / "beside_plain.py"), *p.arguments(), "--worker", part]
     names = [""]
     if part in OWN_PROCESS:
@@ -101,7 +101,7 @@ def run_part(part: str, p: Problem, environment: Mapping[str, str], folder: str)
 
 
 def disagreement(rounds: Sequence[Mapping[str, Found]]) -> float:
-    """Return how far the losses of contenders are apart, at most, at a step that they have in common."""
+    """Return the largest difference between the losses of two contenders at the same step."""
     runs = [losses for found in rounds for _, by_name in found.values() for losses in by_name.values()]
     if len(runs) < 2:
         return 0.0
@@ -110,7 +110,7 @@ def disagreement(rounds: Sequence[Mapping[str, Found]]) -> float:
 
 
 def rows_of(part: str, peer_names: Sequence[str]) -> list[Row]:
-    """Return the rows of a part, with those of the peers."""
+    """Return the rows of a part, and of the peers in the part that compares steps."""
     more = [Row(name, PEER_BASE) for name in peer_names] if part == "step" else []
     return [*PARTS[part][1], *more]
 
@@ -148,7 +148,7 @@ def table(p: Problem, rounds: Sequence[Mapping[str, Found]], peer_names: Sequenc
 
 
 def vectors() -> str:
-    """Return the widest vectors of this processor."""
+    """Return the widest vector instructions of this processor."""
     info = pathlib.Path("/proc/cpuinfo")
     flags = info.read_text().split() if info.exists() else []
     return "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else platform.machine()

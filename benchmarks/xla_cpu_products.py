@@ -2,12 +2,12 @@
 
     python benchmarks/xla_cpu_products.py
 
-A dense layer over x[B, T, D] and the same layer over x reshaped to [B T, D] compute the same numbers. The gradient of the weights
-sums over B and T. With two such dims XLA for CPUs brings the dims in front together by a transpose of each operand that is not
-yet in that order, and fuses what made the operand into the transpose. That fusion writes one column after the other, which costs
-several times what the product costs. With one dim there is no transpose.
+A dense layer over x[B, T, D], and the same layer over x reshaped to [B T, D], compute the same numbers. The gradient of the
+weights sums over B and T. For two such dims, XLA for CPUs transposes each operand until these dims are last, and fuses the
+equations that make the operand into the transpose. The fusion writes its result column by column, and takes several times as
+long as the product. For one dim there is no transpose.
 
-Each line runs both forms in turn, checks that they agree, and tells the copies in the compiled programs.
+Each case runs both forms in turn, checks that they agree, and counts the transposes in the compiled programs.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def dense(x: Any, weights: Any) -> jax.Array:
 
 
 def adapted(x: Any, weights: Any) -> jax.Array:
-    """Return the same where each weight has an adapter of low rank beside it, which alone is trained."""
+    """Return the same MLP with a low-rank adapter beside each weight; only the adapters are trained."""
 
     def product(x: Any, n: int) -> jax.Array:
         a, b = weights[n]
@@ -41,7 +41,7 @@ def adapted(x: Any, weights: Any) -> jax.Array:
 
 
 def draw(n: int, *shape: int) -> jax.Array:
-    """Return random numbers of a size that keeps products small."""
+    """Return normal numbers, scaled so that products have a variance of about 1."""
     return jax.random.normal(jax.random.key(n), shape) / shape[0] ** 0.5
 
 
@@ -54,7 +54,7 @@ CASES: dict[str, tuple[Callable[[Any, Any], jax.Array], Any]] = {
 
 
 def layers(function: Callable[[Any, Any], jax.Array], is_flat: bool) -> Callable[[Any, Any], Any]:
-    """Return the gradients of four layers, one after the other, over x[B, T, D]."""
+    """Return a jitted function: the gradients of four such layers over x[B, T, D]."""
 
     def loss(weights: Any, x: Any) -> jax.Array:
         x = x.reshape(B * T, D) if is_flat else x

@@ -1,1 +1,1 @@
-"""The parts of `benchmarks/beside_plain.py`: what zerojax does, beside a plain program that does the same."""
+"""The parts of `benchmarks/beside_plain.py`, each of which compares zerojax with plain programs that do the same work."""

@@ -1,4 +1,4 @@
-"""An MLP in tiles, a checkpoint from memory, and AdamW on the host, each beside what it can be no faster than."""
+"""An MLP in tiles, a checkpoint of state in memory, and AdamW on the host, each beside a simpler program."""
 
 import statistics
 import tempfile
@@ -50,7 +50,7 @@ def tiles() -> dict[str, float]:
 
 
 def saves(num_bytes: int) -> dict[str, float]:
-    """Return how long a save in the background keeps a loop from its next step, of a state in memory."""
+    """Return the seconds for which a background save of a state in memory blocks the training loop."""
     import optax
     import orbax.checkpoint as ocp
 
@@ -87,7 +87,7 @@ def saves(num_bytes: int) -> dict[str, float]:
                     found[name].append(time.perf_counter() - start)
                     ours.wait()
                     theirs.wait_until_finished()
-    # The first of each makes folders, threads and buffers.
+    # The first save creates folders, threads and buffers.
     return {name: statistics.median(some[1:]) for name, some in found.items()}
 
 

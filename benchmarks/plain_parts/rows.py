@@ -1,4 +1,4 @@
-"""Rows of the table: what a contender takes over what its base takes, within one round."""
+"""Rows of the table: a contender's time beside the time of its base, within one round."""
 
 import dataclasses
 import statistics
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Call = Callable[[], Any]
-"""Does the work of a contender once, and returns when it is done."""
+"""Does a contender's work once and blocks until it is done."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,10 +15,10 @@ class Row:
     """A line of the table.
 
     Attributes:
-      name: of the contender.
-      base: the contender that it is divided by, or subtracted from.
-      goal: the most that the ratio, or the difference in seconds, should be; None where none was set.
-      differs: whether the row tells the difference in seconds in place of the ratio.
+      name: name of the contender.
+      base: name of the contender that it is compared with.
+      goal: upper bound of the ratio or the difference; None if there is none.
+      differs: whether the row shows a difference in seconds, and not a ratio.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Row:
     differs: bool = False
 
     def value(self, seconds: float, base: float) -> float:
-        """Return what the row tells, of two times in seconds."""
+        """Return the ratio or the difference of two times in seconds."""
         return seconds - base if self.differs else seconds / base
 
 

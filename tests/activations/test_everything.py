@@ -163,14 +163,24 @@ def averaging() -> zj.LayeredModel:
     return dataclasses.replace(toys.small(), init_block=lambda key: {"w": toys.draw(key, (toys.HIDDEN,) * 2)}, block=block)
 
 
+MACHINE = zj.Machine(
+    name="m", device_bytes=2**34, host_bytes=2**34, flops={"fp32": 1e13}, memory_rate=1e11, link_up=1e9, link_down=1e9,
+    link_both=1e9,
+)  # fmt: skip
+
+
+def test_a_plan_leaves_it_out_where_tiles_are_off_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traced, "is_there", lambda mesh: False)
+    mesh = zj.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    plan = zj.plan(tiled_toys.model(), optax.adam(1e-3), mesh, tiled_toys.batches(1)[0], MACHINE, fixed={"params": HOST})
+    assert plan.config.activations != "everything"
+    assert any("activations='everything' is not considered" in note for note in plan.notes)
+
+
 def test_a_plan_takes_it_where_it_saves_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traced, "is_there", lambda mesh: False)  # so that seconds follow from the machine's rates
-    machine = zj.Machine(
-        name="m", device_bytes=2**34, host_bytes=2**34, flops={"fp32": 1e13}, memory_rate=1e11, link_up=1e9, link_down=1e9,
-        link_both=1e9,
-    )  # fmt: skip
     mesh, batch = zj.make_mesh(fsdp=1, devices=jax.devices()[:1]), toys.batches(1, 512)[0]
-    plans = [zj.plan(model, optax.adam(1e-3), mesh, batch, machine) for model in (averaging(), toys.small())]
+    plans = [zj.plan(model, optax.adam(1e-3), mesh, batch, MACHINE) for model in (averaging(), toys.small())]
     assert [plan.config.activations for plan in plans] == ["everything", "save"]
     program = zj.build_train_step(averaging(), optax.adam(1e-3), plans[0].config, mesh)
     assert plans[0].bytes["device"]["activations"] == program.kept(batch).num_bytes

@@ -410,6 +410,11 @@ class Planner:
                 continue
             default = {"update_on": "device"}
             found[name] = [o.get(name, default.get(name)) for o in options if self._builds(o, fixed)]
+        if self.workload.is_layered and "activations" not in fixed:
+            # A layer whose tiles are stored off the device cannot keep everything.
+            away = {"params": found["params"][-1]} if "params" in found else {}
+            if not self._builds({"activations": "everything", **away}, fixed):
+                found["activations"] = ["save", "selective", "remat", *tiers[1:]]
         return found
 
     def _builds(self, fields: Mapping[str, Any], fixed: Mapping[str, Any]) -> bool:
