@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Callable[[Any, Any], jax.Array], Any]] = {
 }
 
 
-def layers(function: Callable[[Any, Any], jax.Array], is_flat: bool) -> Callable[[Any, Any], Any]:
+def layers(function: Callable[[Any, Any], jax.Array], is_flat: bool) -> Any:
     """Return a jitted function: the gradients of four such layers over x[B, T, D]."""
 
     def loss(weights: Any, x: Any) -> jax.Array:
