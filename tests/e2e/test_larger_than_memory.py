@@ -50,4 +50,6 @@ def test_larger_than_memory_trains_on_disk_under_a_limit_that_memory_breaks(tmp_
     resident = run(tmp_path, "--tier", "device")
     assert resident.returncode != 0
     assert "step   2" not in resident.stdout
-    assert re.search("Out of memory|bad_alloc|MemoryError|can't start new thread", resident.stderr), resident.stderr
+    # Whichever allocation is the first to fail: XLA's, Python's, a thread's, or that of LLVM's compiled code.
+    lacks_memory = "Out of memory|bad_alloc|MemoryError|can't start new thread|Cannot allocate memory"
+    assert re.search(lacks_memory, resident.stderr), resident.stderr
