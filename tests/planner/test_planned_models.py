@@ -14,7 +14,7 @@ import toys
 
 import zerojax as zj
 from zerojax import aot
-from zerojax.costs import traced
+from zerojax.costs import traced, workload_of_model
 from zerojax.machines import Machine
 
 MACHINE = Machine(
@@ -76,6 +76,13 @@ def test_planned_step_is_timed_where_its_devices_are():
     assert made.time.busy["compute"] > 0
     first, second = losses_of(model, TX, made.config, mesh_of(2), batch)
     assert second < first
+
+
+def test_modes_with_the_same_backward_are_timed_once():
+    model, batch = wide()
+    (stack,) = workload_of_model(model, TX, mesh_of(1), batch, MACHINE, zj.ZeroConfig()).stacks
+    assert stack.backward["selective"] == stack.backward["save"]  # the block has no attention
+    assert stack.backward["remat"] != stack.backward["save"]
 
 
 @pytest.mark.usefixtures("_nothing_is_timed")
