@@ -126,6 +126,7 @@ def _simulation(options: argparse.Namespace) -> Simulation:
         thunks=None if folder is None else read_thunks(folder, module_name(text)),
         streams=options.streams,
         kernels=options.kernels,
+        graphs=options.graphs,
         callbacks=options.callbacks,
     )
 

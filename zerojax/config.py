@@ -33,6 +33,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "frozen": (None, *TIERS),
     "frozen_dtype": (None, "int8", "nf4"),
 }
+_FLAGS = ("partition_activations", "sequence_parallel", "tensor_overlap", "delayed_update", "gather_ahead", "cuda_graphs")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,6 +123,9 @@ class ZeroConfig:
       link_groups: in how many groups the arrays of a layer's record are loaded and stored, one group up while another goes
         down, where the link to the host works in both directions at once. None: by a table of predicted steps;
         `zerojax.autotune` predicts which number is fastest for a model. At most as many as there are arrays.
+      cuda_graphs: whether XLA puts the operations of a step that moves host memory into CUDA graphs where it can. By default
+        they run on streams, where a copy engine makes each copy; whether one does so in a graph, no GPU has shown. A step that
+        keeps everything on the device is compiled as XLA sees fit.
       device_budget_bytes: most bytes that records in flight, gathered layers among them, may take on a device. None: no limit.
       min_shard_bytes: parameters of fewer float32 bytes stay replicated (ZeRO's persistence threshold).
       swap_dir: folder of the nvme tier: a str, or an os.PathLike, which is kept as the str that it stands for.
@@ -160,6 +164,7 @@ class ZeroConfig:
     prefetch_distance: int = 1
     gather_ahead: bool = False
     link_groups: int | None = None
+    cuda_graphs: bool = False
     device_budget_bytes: int | None = None
     min_shard_bytes: int = 0
     swap_dir: str | None = None
@@ -250,7 +255,7 @@ class ZeroConfig:
             if path is None:
                 raise ValueError(f"swap_dir={shown(self.swap_dir)}: a folder's path is needed, a str or an os.PathLike of one")
             object.__setattr__(self, "swap_dir", path)
-        for name in ("partition_activations", "sequence_parallel", "tensor_overlap", "delayed_update", "gather_ahead"):
+        for name in _FLAGS:
             flag = as_flag(getattr(self, name))
             if flag is None:
                 raise ValueError(f"{name}={shown(getattr(self, name))}: True or False is needed")
@@ -367,6 +372,13 @@ def streams(config: ZeroConfig) -> bool:
         or config.partition_activations
     )
     return bool(off_device or keeps_by_choice or config.update == "in_backward" or config.gather_ahead)
+
+
+def moves_host_memory(config: ZeroConfig) -> bool:
+    """Tell whether a step moves anything between the device and host memory, on its way to a disk included."""
+    kept = config.activations if isinstance(config.activations, tuple) else (config,)
+    tiers = {config.params, config.grads, config.opt_state, frozen_tier(config), *activations_of(config)}
+    return not tiers.isdisjoint(("pinned_host", "nvme")) or any(one.offloaded_names for one in kept)
 
 
 def uses_disk(config: ZeroConfig) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from zerojax.arguments import count, number, whole
-from zerojax.hlo import CALLBACKS, RATES, STREAMS, Rates
+from zerojax.hlo import CALLBACKS, GRAPHS, RATES, STREAMS, Rates
 from zerojax.vocabulary import EXPORT_DTYPES, EXPORT_FORMATS, MODES, PRECISION_NAMES
 
 WRONG = 2
@@ -98,6 +98,12 @@ def _parser() -> OneLineParser:
         simulation.add_argument(f"--{field.name.replace('_', '-')}", type=number(0, 1e24), help=what)
     simulation.add_argument("--streams", choices=list(STREAMS), help="; ".join(f"{k}: {v}" for k, v in STREAMS.items()))
     simulation.add_argument("--kernels", choices=["exclusive", "beside"], default="exclusive", help="that move host memory")
+    simulation.add_argument(
+        "--graphs",
+        choices=list(GRAPHS),
+        default="copies",
+        help="who makes copies in CUDA graphs; " + "; ".join(f"{k}: {v}" for k, v in GRAPHS.items()),
+    )
     simulation.add_argument(
         "--callbacks",
         choices=list(CALLBACKS),

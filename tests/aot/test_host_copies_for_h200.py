@@ -69,6 +69,16 @@ def test_host_copies_are_those_of_the_thunks(tmp_path, config):
     assert hlo.simulate(text, thunks=hlo.read_thunks(tmp_path)).traffic.moves == found.moves
 
 
+@pytest.mark.xdist_group("h200")
+def test_nothing_that_moves_host_memory_is_in_a_cuda_graph_unless_the_config_says_so():
+    in_graphs = {
+        asked: [m.instruction for m in program(opt_state=H, cuda_graphs=asked).host_copies(BATCH).moves if m.in_graph]
+        for asked in (False, True)
+    }
+    assert in_graphs[False] == []
+    assert len(in_graphs[True]) >= 6  # at least each of the master and two moments, both ways
+
+
 @pytest.mark.exhaustive
 @pytest.mark.xdist_group("h200")
 def test_a_resident_step_moves_nothing():

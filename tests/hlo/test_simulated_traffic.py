@@ -73,12 +73,20 @@ condition:
 NAMES = {1: "up", 2: "copy", 3: "loop", 4: "less", 5: "slice", 6: "get", 7: "put", 8: "inner", 9: "update", 10: "nu2"}
 
 
-def dump(folder, name="module_0001.jit_step", sequence=SEQUENCE):
+# The same after XLA's passes have put both slices into a graph; the copy before the loop is left on a stream.
+IN_GRAPH = SEQUENCE.replace("  body:\n", "  body:\n    000: kCommandBuffer [source | sink]\n").replace(
+    SEQUENCE.partition("  body:\n")[2], "".join(f"    {row}\n" for row in SEQUENCE.partition("  body:\n")[2].splitlines())
+)
+
+
+def dump(folder, name="module_0001.jit_step", sequence=SEQUENCE, after_passes=None):
     info = [
         f'thunk_metadata {{\n  thunk_info {{\n    profile_annotation: "{n}"\n    thunk_id: {i}\n  }}\n}}'
         for i, n in NAMES.items()
     ]
     (folder / f"{name}.thunk_sequence.txt").write_text(sequence)
+    if after_passes is not None:
+        (folder / f"{name}.thunk_sequence_after_thunk_passes.txt").write_text(after_passes)
     (folder / f"{name}.thunk_metadata.txt").write_text("\n".join(info))
     (folder / f"{name}.sm_9.0a_gpu_after_optimizations.txt").write_text(TEXT)
     return folder
@@ -127,6 +135,38 @@ def test_thunks_tell_copies_from_kernels_and_name_streams(tmp_path):
     other = hlo.read_thunks(dump(tmp_path / "other", sequence=SEQUENCE.replace("005: kCustomKernel", "005: kCopy")))
     assert hlo.host_traffic(TEXT, other).kernels == ()
     assert hlo.host_traffic(TEXT, other).share_of_copies == 1
+
+
+def test_copies_in_graphs_are_told_from_those_on_streams(tmp_path):
+    thunks = hlo.read_thunks(dump(tmp_path, after_passes=IN_GRAPH))
+    assert thunks.in_graphs == {"get", "put", "nu2"}
+    assert (thunks.kinds["get"], thunks.kinds["put"]) == ("kAsyncStart/kCustomKernel", "kAsyncStart/kDynamicSliceFusion/kCopy")
+    traffic = hlo.host_traffic(TEXT, thunks)
+    assert [m.instruction for m in traffic.moves if m.in_graph] == ["get", "put"]
+    # "get" is moved by a kernel: a graph changes nothing about who moves it.
+    assert traffic.in_graphs == {"to_device": 0, "to_host": 1024}
+    assert traffic.by_copies == {"to_device": 32, "to_host": 1024}
+    assert "copies in CUDA graphs  to device          0  to host            1,024" in str(traffic)
+    # Without the passes' own list the first one is what runs.
+    before = tmp_path / "before"
+    before.mkdir()
+    without = hlo.host_traffic(TEXT, hlo.read_thunks(dump(before)))
+    assert without.in_graphs == {"to_device": 0, "to_host": 0}
+    assert "CUDA graphs" not in str(without)
+
+
+def test_a_prediction_says_who_makes_the_copies_in_graphs(tmp_path):
+    thunks = hlo.read_thunks(dump(tmp_path, after_passes=IN_GRAPH.replace("005: kCustomKernel", "005: kCopy")))
+    rates = hlo.Rates(link=1e6, graph_link=0.5e6, kernel_link=0.25e6, launch_seconds=0, issue_seconds=0)
+    seconds = {who: hlo.simulate(TEXT, rates=rates, thunks=thunks, graphs=who).seconds for who in ("copies", "kernels")}
+    # A loop of 4 turns, 256 bytes up and 256 down in each, waited for one after the other; before it a copy on a stream.
+    assert seconds["copies"] == pytest.approx(8 * 256 / 0.5e6 + 32 / 1e6, rel=0.01)
+    assert seconds["kernels"] == pytest.approx(8 * 256 / 0.25e6 + 32 / 1e6, rel=0.01)
+    told = str(hlo.simulate(TEXT, rates=rates, thunks=thunks, graphs="kernels"))
+    assert "of the copies 0.00 GB are nodes of CUDA graphs, assumed to be made by the cores" in told
+    assert not hlo.simulate(TEXT, rates=rates).graphs
+    with pytest.raises(ValueError, match="graphs='engines': choose from copies, kernels"):
+        hlo.simulate(TEXT, graphs="engines")
 
 
 def test_thunks_of_another_program_are_refused(tmp_path):

@@ -25,6 +25,7 @@ class Rates:
       attention_backward: the same backward; assumed.
       memory: bytes a second from and to device memory. 4.8e12 is the vendor's, 0.83 of it assumed.
       link: bytes a second each way by a copy engine. 63e9 is what PCIe 5 x16 can do, 0.87 of it assumed.
+      graph_link: the same by a copy that is a node of a CUDA graph; assumed to be as on a stream.
       kernel_link: bytes a second each way of a kernel that reads or writes host memory; assumed.
       launch_seconds: the least that a kernel or a copy takes; assumed.
       issue_seconds: what the host's thread takes to enqueue one operation; assumed.
@@ -46,6 +47,7 @@ class Rates:
     attention_backward: float = 450e12
     memory: float = 4.0e12
     link: float = 55e9
+    graph_link: float = 55e9
     kernel_link: float = 45e9
     launch_seconds: float = 3e-6
     issue_seconds: float = 2e-6

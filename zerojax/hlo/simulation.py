@@ -13,13 +13,17 @@ often as they run, and each operation becomes a task on a timeline (`zerojax.hlo
 A slice of host memory is a copy, which occupies its direction of the link alone, or a kernel, which occupies the cores, too
 (`zerojax.hlo.traffic`). With `kernels="beside"` a kernel costs products nothing. The truth lies between; only a GPU can tell.
 
+CUDA graphs: nodes of a graph are ordered by what they read and write, not by streams, so an asynchronous copy in one has a lane
+of its own. Who makes it is up to the driver. `graphs="copies"` assumes a copy engine, at `Rates.graph_link`; `graphs="kernels"`
+the cores, at `Rates.kernel_link`. The table says which was assumed, and of how many bytes.
+
 Streams: XLA before 0.12 deals asynchronous operations out to four streams in turn, so that a download blocks the upload behind
 it. From 0.12 on those that move host memory have one stream for each direction. Dumped thunks name the streams; without them
 the installed jaxlib is assumed to have compiled the text.
 
 Everything here is predicted, and moves with the rates (`zerojax.hlo.rates`). It is meant for choosing between programs. What
 it leaves out: copies slow no product by taking device memory's bandwidth, both directions of the link do not slow each other,
-and each kernel is launched by itself, where XLA puts some in CUDA graphs. Programs of several devices are refused, since
+and each kernel is launched by itself, also where it is a node of a graph. Programs of several devices are refused, since
 collectives have no rates.
 """
 
@@ -27,6 +31,7 @@ import dataclasses
 import importlib.metadata
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 from zerojax.hlo.callbacks import CALLBACKS, CORES, DISK, DOWN, HOST, HOST_KERNEL, MAIN, UP, WAIT, Callbacks
@@ -45,6 +50,11 @@ STREAMS: Mapping[str, str] = {
     "each": "a stream for each operation",
 }
 """How asynchronous operations are dealt out to streams, by name."""
+
+GRAPHS: Mapping[str, str] = MappingProxyType(
+    {"copies": "by copy engines, as on streams", "kernels": "by the cores, as a kernel does"}
+)
+"""Who makes the copies in CUDA graphs, by name."""
 
 _NUM_STREAMS = 4
 _TO_DEVICE, _TO_HOST = "to_device", "to_host"
@@ -99,6 +109,7 @@ class Simulation:
       loops: of the entry, in order.
       not_priced: targets of library calls that count as their bytes alone, since their FLOPs are not in the text.
       streams: how asynchronous operations were dealt out, in words.
+      graphs: who was assumed to make the copies in CUDA graphs, in words; empty where there are none.
       rates: assumed.
       notes: what makes the prediction doubtful, such as a program compiled for a CPU.
     """
@@ -118,6 +129,7 @@ class Simulation:
     not_priced: tuple[str, ...]
     streams: str
     rates: Rates
+    graphs: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -137,6 +149,10 @@ class Simulation:
 
     def __str__(self) -> str:
         """Return a table, which says that it is predicted."""
+        graphs = []
+        if self.graphs:
+            in_graphs = sum(self.traffic.in_graphs.values()) / 1e9
+            graphs = [f"of the copies {in_graphs:.2f} GB are nodes of CUDA graphs, assumed to be made {self.graphs}"]
         copies, kernels, callbacks = self.traffic.by_copies, self.traffic.by_kernels, self.callback_bytes
         rows = [
             "predicted from the compiled program at assumed rates; nothing here was measured",
@@ -146,6 +162,7 @@ class Simulation:
             f"predicted waits: main stream for transfers {_ms(self.transfer_wait_seconds)}; "
             f"host's thread {_ms(self.host_wait_seconds)}, with {self.num_host_waits} drains of the device; "
             f"{self.num_callbacks} callbacks; floor {_ms(self.floor_seconds)}",
+            *graphs,
             f"{'predicted GB over the link':<28} {'by copies':>10} {'by kernels':>10} {'callbacks':>10}",
         ]
         for name, way in (("up, to the device", _TO_DEVICE), ("down, to the host", _TO_HOST)):
@@ -171,6 +188,7 @@ def simulate(
     thunks: Thunks | None = None,
     streams: str | None = None,
     kernels: Literal["exclusive", "beside"] = "exclusive",
+    graphs: Literal["copies", "kernels"] = "copies",
     callbacks: str = "plain",
     unknown_trips: int = 1,
 ) -> Simulation:
@@ -185,6 +203,7 @@ def simulate(
       thunks: of the same compilation; they tell copies from kernels, and the streams.
       streams: "turns", "direction" or "each" (`STREAMS`). None: as the thunks say, else as the jaxlib that is installed does.
       kernels: whether a kernel that moves host memory has the cores to itself, or runs beside products at no cost to them.
+      graphs: who makes copies that are nodes of CUDA graphs: "copies", the copy engines, or "kernels", the cores (`GRAPHS`).
       callbacks: what callbacks to the host do: "plain", "update", "delayed", "nvme" or "nvme_update", told in
         `zerojax.hlo.callbacks`. The text does not say.
       unknown_trips: how often a loop runs whose trip count XLA does not know; in a streamed step that is 1.
@@ -198,6 +217,8 @@ def simulate(
         raise ValueError(f"thunks are of type {type(thunks).__name__}: give what hlo.read_thunks(folder) returns")
     if kernels not in ("exclusive", "beside"):
         raise ValueError(f"kernels={kernels!r}: 'exclusive' or 'beside'")
+    if graphs not in GRAPHS:
+        raise ValueError(f"graphs={graphs!r}: choose from {', '.join(GRAPHS)}")
     if callbacks not in CALLBACKS:
         raise ValueError(f"callbacks={callbacks!r}: choose from {', '.join(CALLBACKS)}")
     if streams is not None and streams not in STREAMS:
@@ -206,7 +227,7 @@ def simulate(
         raise ValueError(f"unknown_trips={unknown_trips!r}: a whole number from 0 to {MOST_TRIPS:,} is needed")
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError("the program is not scheduled: give the text of a compiled one, compiled.as_text()")
-    walk = _Walk(text, rates_of(rates), thunks, streams, kernels == "exclusive", callbacks, unknown_trips)
+    walk = _Walk(text, rates_of(rates), thunks, streams, kernels == "exclusive", graphs, callbacks, unknown_trips)
     walk.check_length()
     walk.run(walk.module.entry)
     return walk.result()
@@ -228,10 +249,12 @@ class _Walk:
         thunks: Thunks | None,
         streams: str | None,
         exclusive: bool,
+        graphs: str,
         callbacks: str,
         unknown_trips: int,
     ) -> None:
         self.module, self.rates, self.exclusive, self.unknown_trips = checked_module(text), rates, exclusive, unknown_trips
+        self.graphs = graphs
         self.traffic = host_traffic(text, thunks, unknown_trips)
         self.timeline = Timeline()
         self.callbacks = Callbacks(callbacks, rates, self.timeline)
@@ -252,11 +275,12 @@ class _Walk:
     def _lanes(self, thunks: Thunks | None, streams: str | None) -> tuple[Mapping[str, str], str]:
         """Return the stream of each asynchronous start, and in words where that is from."""
         if streams is None and thunks is not None:
-            return thunks.streams, "as the program's thunks name them"
+            lanes = {name: name if name in thunks.in_graphs else stream for name, stream in thunks.streams.items()}
+            return lanes, "as the program's thunks name them"
         installed = importlib.metadata.version("jaxlib")
         rule = streams or streams_of(installed)
         starts = [(c, i) for c in self._scheduled() for i in self.module.instructions(c) if i.op.endswith(_START)]
-        lanes = {}
+        lanes = dict[str, str]()
         for number, (computation, i) in enumerate(starts):
             way = self._way(computation, i)
             lanes[i.result] = {
@@ -364,8 +388,11 @@ class _Walk:
 
     def _move(self, moves: list[HostMove], lane: str, after: list[int | None]) -> int:
         """Add an operation that moves host memory: both directions at once, where it does both."""
-        by = KERNEL if any(m.by == KERNEL for m in moves) else COPY
-        rate = self.rates.kernel_link if by == KERNEL else self.rates.link
+        in_graph = any(m.in_graph for m in moves)
+        by_cores = any(m.by == KERNEL for m in moves) or (in_graph and self.graphs == "kernels")
+        by, rate = COPY, self.rates.graph_link if in_graph else self.rates.link
+        if by_cores:
+            by, rate = KERNEL, self.rates.kernel_link
         ways = {UP: (_TO_DEVICE, "host_to_host"), DOWN: (_TO_HOST, "host_to_host")}
         num_bytes = {way: sum(m.num_bytes for m in moves if m.direction in of) for way, of in ways.items()}
         used = tuple(way for way, n in num_bytes.items() if n)
@@ -415,6 +442,7 @@ class _Walk:
             not_priced=tuple(self._unpriced),
             streams=self.streams,
             rates=self.rates,
+            graphs=GRAPHS[self.graphs] if any(self.traffic.in_graphs.values()) else "",
             notes=self.notes,
         )
 

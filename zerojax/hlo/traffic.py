@@ -2,7 +2,8 @@
 
 A copy leaves the cores to products. A kernel that reads or writes host memory takes their place, and the link's bandwidth is
 harder to reach from it. Which of both a slice becomes depends on its index: `zerojax.hlo.host_link` tells which slices have the
-descriptor that makes a copy, and `zerojax.hlo.thunks` what XLA's runtime will do.
+descriptor that makes a copy, and `zerojax.hlo.thunks` what XLA's runtime will do. Copies in CUDA graphs are told apart from
+those on streams: the driver decides who makes them, and no run has shown whether a copy engine does.
 
     traffic = hlo.host_traffic(text, hlo.read_thunks(folder), unknown_trips=1)
     print(traffic)
@@ -14,7 +15,7 @@ program, whose name is the leaf's.
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from zerojax.hlo.check import checked_module
 from zerojax.hlo.host_link import HostCopy, HostSlice, host_copies, host_slices
@@ -45,6 +46,7 @@ class HostMove:
       leaf: the argument of the program that the array in host memory is, such as "state.master['blocks']['w1']"; empty where it
         is none, as what a copy to the host makes.
       shape: of that array, as "f32[32,4096,11008]".
+      in_graph: whether it is a node of a CUDA graph; False without the program's thunks.
     """
 
     computation: str
@@ -55,6 +57,7 @@ class HostMove:
     times: int
     leaf: str
     shape: str
+    in_graph: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +79,17 @@ class HostTraffic:
     @property
     def by_copies(self) -> dict[str, int]:
         """Bytes by copies in a step, by direction: "to_device", "to_host"."""
-        return self._bytes(COPY)
+        return _bytes(m for m in self.moves if m.by == COPY)
 
     @property
     def by_kernels(self) -> dict[str, int]:
         """Bytes by kernels in a step, by direction."""
-        return self._bytes(KERNEL)
+        return _bytes(m for m in self.moves if m.by == KERNEL)
+
+    @property
+    def in_graphs(self) -> dict[str, int]:
+        """Those of `by_copies` whose copies are nodes of CUDA graphs, in bytes by direction."""
+        return _bytes(m for m in self.moves if m.by == COPY and m.in_graph)
 
     @property
     def kernels(self) -> tuple[HostMove, ...]:
@@ -94,19 +102,13 @@ class HostTraffic:
         copies, kernels = sum(self.by_copies.values()), sum(self.by_kernels.values())
         return copies / (copies + kernels) if copies + kernels else 1.0
 
-    def _bytes(self, by: str) -> dict[str, int]:
-        total: dict[str, int] = dict.fromkeys(DIRECTIONS, 0)
-        for move in self.moves:
-            if move.by == by:
-                for direction in DIRECTIONS if move.direction not in DIRECTIONS else (move.direction,):
-                    total[direction] += move.num_bytes * move.times
-        return total
-
     def __str__(self) -> str:
         """Return a table: bytes by direction, and the arrays that kernels move."""
         rows = [f"bytes of a step over the link to the host, counted in its program by its {self.source}"]
         for by, total in ((COPY, self.by_copies), (KERNEL, self.by_kernels)):
             rows.append(f"  by {by:<6}  to device {total['to_device']:>16,}  to host {total['to_host']:>16,}")
+        if any((graphs := self.in_graphs).values()):
+            rows.append(f"  copies in CUDA graphs  to device {graphs['to_device']:>10,}  to host {graphs['to_host']:>16,}")
         moves = any(sum(total.values()) for total in (self.by_copies, self.by_kernels))
         rows.append(f"  {100 * self.share_of_copies:.1f} % by copies" if moves else "  the program itself moves nothing")
         if self.has_callbacks:
@@ -115,6 +117,15 @@ class HostTraffic:
             what = m.leaf or "an array of the program's own"
             rows.append(f"  kernel {m.direction:<9} {m.times:>6} x {m.num_bytes:>13,}  {what} {m.shape}")
         return "\n".join(rows)
+
+
+def _bytes(moves: Iterable[HostMove]) -> dict[str, int]:
+    """Return the bytes of moves in a step, by direction; those from host to host cross the link both ways."""
+    total: dict[str, int] = dict.fromkeys(DIRECTIONS, 0)
+    for move in moves:
+        for direction in DIRECTIONS if move.direction not in DIRECTIONS else (move.direction,):
+            total[direction] += move.num_bytes * move.times
+    return total
 
 
 @reads_program
@@ -161,6 +172,7 @@ def _move(tree: "_CallTree", found: HostSlice | HostCopy, thunks: Thunks | None)
         times=found.times,
         leaf=leaf,
         shape=f"{(array or of).dtype}[{dims}]",
+        in_graph=thunks is not None and scheduled in thunks.in_graphs,
     )
 
 

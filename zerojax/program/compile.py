@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from host_offload.engine import DiskRecords
 from zerojax.aot import CompiledProgram, compile_with_callbacks, is_there
-from zerojax.config import streams
+from zerojax.config import moves_host_memory, streams
 from zerojax.models import LayeredModel, Model
 from zerojax.optim import LearningRates, learning_rates
 from zerojax.program.call_order import order_calls
@@ -332,9 +332,10 @@ def with_learning_rates(step: Callable[..., Any], rates: LearningRates) -> Calla
 
 
 def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, Any] | None:
-    """Return XLA options for GPUs: collectives are combined up to one layer, not up to the whole model.
+    """Return XLA options for GPUs: collectives are combined up to one layer, and copies of host memory run on streams.
 
-    XLA's default merges the gradients of several layers into one reduce_scatter and holds them all until it runs.
+    XLA's default merges the gradients of several layers into one reduce_scatter and holds them all until it runs. It also puts
+    most copies of host memory into CUDA graphs, where the driver chooses who makes them.
     """
     if layout.mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return None
@@ -352,6 +353,8 @@ def compiler_options(model: Model | LayeredModel, layout: Layout) -> dict[str, A
         # XLA's own kernel for all_reduce has a thread of one warp for each device. With more than 32 the compiler of jaxlib
         # 0.12.0 ends the process: "size mismatch when packing elements for LLVM struct". No kernels: collectives are NCCL's.
         options["xla_gpu_experimental_use_collective_kernels"] = ""
+    if moves_host_memory(layout.config) and not layout.config.cuda_graphs:
+        options["xla_gpu_enable_command_buffer"] = ""
     if isinstance(model, LayeredModel) and streams(layout.config):
         # A layer's gradients are reduced leaf by leaf, beside the products that are left of it.
         options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = widening * max(leaves) // shards
