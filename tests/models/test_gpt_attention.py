@@ -10,7 +10,7 @@ import pytest
 from devices import on_gpu
 
 from zerojax import aot
-from zerojax.hf.attention import takes_cudnn
+from zerojax.hf import attention
 from zerojax.jaxprs import flatten, flops_of
 
 
@@ -21,7 +21,8 @@ def traced(implementation, dtype=jnp.bfloat16, width=64):
 
 def test_attention_is_cudnns_for_a_described_gpu_in_16_bits_and_xlas_elsewhere(h200_compiler, caplog):
     mesh = aot.gpu_mesh("h200", hosts=1, gpus_per_host=1)
-    takes_cudnn.cache_clear()
+    attention.takes_cudnn.cache_clear()
+    attention._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger="zerojax"):
         with jax.set_mesh(mesh):
             assert "dot_product_attention" in traced("auto")
@@ -40,13 +41,30 @@ def test_cudnns_attention_named_where_it_does_not_serve_is_refused():
         traced("cudnn")
     for dtype, width, reason in (
         (jnp.float32, 64, "16, not float32"),
-        (jnp.bfloat16, 144, "not 144"),
+        (jnp.bfloat16, 264, "at most 256 on NVIDIA H200 in steps of 8, not 264"),
         (jnp.bfloat16, 60, "60"),
     ):
         with on_gpu("NVIDIA H200"), pytest.raises(ValueError, match=reason):
             traced("cudnn", dtype, width)
+    with on_gpu("NVIDIA A100-SXM4-80GB"), pytest.raises(ValueError, match="at most 128 on NVIDIA A100-SXM4-80GB"):
+        traced("cudnn", jnp.bfloat16, 256)
     with pytest.raises(ValueError, match="attention='flash' is unknown: choose from auto, xla, cudnn"):
         traced("flash")
+
+
+def test_where_cudnn_refuses_a_small_attention_xlas_is_taken_and_the_reason_logged(monkeypatch, caplog):
+    """No GPU is here, so that JAX refuses to compile cuDNN's attention: as a cuDNN without a kernel does."""
+    monkeypatch.setattr(attention, "_device_of", lambda target: jax.devices()[0])
+    for cached in (attention.takes_cudnn, attention._log_choice, attention.cudnn_refusal):
+        cached.cache_clear()
+    with caplog.at_level(logging.INFO, logger="zerojax"), on_gpu("NVIDIA H200"):
+        assert "dot_general" in traced("auto", width=256)
+        with pytest.raises(ValueError, match=r"attention='cudnn' does not serve: it refused a small one of the same kind: "):
+            traced("cudnn", width=256)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith("attention runs as xla (not cudnn: it refused a small one of the same kind: ")
+    for cached in (attention.takes_cudnn, attention._log_choice, attention.cudnn_refusal):
+        cached.cache_clear()
 
 
 def test_a_machine_that_is_there_is_asked_itself(h200_compiler):

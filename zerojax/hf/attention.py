@@ -6,8 +6,14 @@
 It is `jax.nn.dot_product_attention`, by cuDNN where that serves; only scores with a cap, which that has not, are computed here.
 A window that is the same in all layers is static, so that cuDNN leaves out what it hides; one that differs from layer to layer
 is an array, and becomes a mask, as segments do.
+
+JAX says which dtypes and head dims cuDNN takes. Whether the installed cuDNN has a kernel for a combination of them with a mask
+it tells only when it compiles one, and an error then ends the whole program. So on a GPU a small attention of the same kind is
+compiled first, once, and where cuDNN refuses it XLA's form is taken.
 """
 
+import concurrent.futures
+import dataclasses
 import functools
 import logging
 from typing import Any, Literal
@@ -19,7 +25,34 @@ from pallas_kernels.dispatch import Target, target_of
 
 Implementation = Literal["auto", "xla", "cudnn"]
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+_PROBE_LENGTH = 128
+"""Tokens of the attention that is compiled to ask cuDNN, or fewer where the program has fewer."""
 logger = logging.getLogger("zerojax")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What decides whether cuDNN has a kernel for an attention.
+
+    Attributes:
+      dtype: of queries, keys and values.
+      length: tokens of a row.
+      heads: of the queries.
+      kv_heads: of keys and values.
+      width: of a head.
+      window: the last so many tokens are seen; None: all.
+      has_mask: whether a mask hides more than what causality and the window do.
+      has_cap: whether scores have a cap.
+    """
+
+    dtype: Any
+    length: int
+    heads: int
+    kv_heads: int
+    width: int
+    window: int | None = None
+    has_mask: bool = False
+    has_cap: bool = False
 
 
 def attend(
@@ -49,16 +82,25 @@ def attend(
       ValueError: cuDNN's is named, and does not serve.
     """
     mask = _mask(q.shape[1], None if isinstance(window, int) else window, segment_ids)
-    uses_cudnn = implementation != "xla" and takes_cudnn(
-        q.dtype, q.shape[-1], cap is not None, target_of(q), implementation == "cudnn"
+    static_window = window if isinstance(window, int) else None
+    kind = Kind(
+        dtype=q.dtype,
+        length=q.shape[1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        width=q.shape[3],
+        window=static_window,
+        has_mask=mask is not None,
+        has_cap=cap is not None,
     )
+    uses_cudnn = implementation != "xla" and takes_cudnn(kind, target_of(q), implementation == "cudnn")
     if cap is not None:
         at = jnp.arange(q.shape[1])
         seen = (at[:, None] >= at)[None, None]
-        if isinstance(window, int):
-            seen &= at[:, None] - at < window
+        if static_window is not None:
+            seen &= at[:, None] - at < static_window
         return _capped(q, k, v, scale, cap, seen if mask is None else seen & mask)
-    local = (window - 1, 0) if isinstance(window, int) else None
+    local = None if static_window is None else (static_window - 1, 0)
     options: dict[str, Any] = {"mask": mask, "scale": scale, "is_causal": True, "local_window_size": local}
     if uses_cudnn:
         return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options)
@@ -141,23 +183,75 @@ def _capped(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, cap: float, 
     return out.reshape(batch, length, heads, width)
 
 
-@functools.cache  # a choice is logged once
-def takes_cudnn(dtype: Any, width: int, has_cap: bool, target: Target, is_named: bool) -> bool:
-    """Tell whether a program for a device takes cuDNN's attention, and log it.
+@functools.cache
+def takes_cudnn(kind: Kind, target: Target, is_named: bool) -> bool:
+    """Tell whether a program for a device takes cuDNN's attention, and log it, once.
 
     Raises:
       ValueError: it is named, and does not serve.
     """
-    reason = None
-    if target.platform != "gpu" or not target.kind.startswith("NVIDIA"):
-        reason = f"it is for NVIDIA GPUs, and the program for {target.platform} {target.kind!r}"
-    elif dtype not in (jnp.bfloat16, jnp.float16):
-        reason = f"it takes bfloat16 and float16, not {dtype}"
-    elif width % 8 or width > 128:
-        reason = f"it takes heads of at most 128 in steps of 8, not {width}"
-    elif has_cap:
-        reason = "it has no cap of the scores, as Gemma 2 has"
+    reason = _unsupported(kind, target)
+    if reason is None and (device := _device_of(target)) is not None:
+        reason = cudnn_refusal(dataclasses.replace(kind, length=min(kind.length, _PROBE_LENGTH)), device)
     if is_named and reason is not None:
         raise ValueError(f"attention='cudnn' does not serve: {reason}; choose auto or xla")
-    logger.info("attention runs as %s", "cudnn" if reason is None else f"xla (not cudnn: {reason})")
+    _log_choice(reason)
     return reason is None
+
+
+def _unsupported(kind: Kind, target: Target) -> str | None:
+    """Return why cuDNN's attention takes no such arguments on a device, or None."""
+    widest = 256 if target.is_hopper else 128
+    if target.platform != "gpu" or not target.kind.startswith("NVIDIA"):
+        return f"it is for NVIDIA GPUs, and the program for {target.platform} {target.kind!r}"
+    if kind.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it takes bfloat16 and float16, not {kind.dtype}"
+    if kind.width % 8 or kind.width > widest:
+        return f"it takes heads of at most {widest} on {target.kind} in steps of 8, not {kind.width}"
+    if kind.has_cap:
+        return "it has no cap of the scores, as Gemma 2 has"
+    return None
+
+
+def _device_of(target: Target) -> Any | None:
+    """Return a device of this process that is the target, or None where the program is for one that is not there."""
+    if jax.default_backend() != "gpu":
+        return None
+    return next((device for device in jax.local_devices() if device.device_kind == target.kind), None)
+
+
+@functools.cache
+def cudnn_refusal(kind: Kind, device: Any) -> str | None:
+    """Compile cuDNN's attention and its gradient on a device; returns why it cannot be, or None.
+
+    Takes about a second, once for each kind of attention. Nothing runs.
+    """
+    at = jax.sharding.SingleDeviceSharding(device)
+
+    def array(*shape: int, dtype: Any = kind.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=at)
+
+    queries = array(1, kind.length, kind.heads, kind.width)
+    keys = array(1, kind.length, kind.kv_heads, kind.width)
+    mask = array(1, 1, kind.length, kind.length, dtype=jnp.bool_) if kind.has_mask else None
+    local = None if kind.window is None else (kind.window - 1, 0)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None) -> jax.Array:
+        options: dict[str, Any] = {"mask": mask, "is_causal": True, "local_window_size": local}
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **options).astype(jnp.float32).sum()
+
+    def compile_both() -> None:
+        jax.jit(jax.value_and_grad(total, (0, 1, 2))).lower(queries, keys, keys, mask).compile()
+
+    try:
+        # A thread of its own: this one traces a program, perhaps under a mesh.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(compile_both).result()
+    except (RuntimeError, NotImplementedError, ValueError) as error:  # of JAX's checks, of loading cuDNN, of its compiler
+        return f"it refused a small one of the same kind: {' '.join(str(error).split())[:300]}"
+    return None
+
+
+@functools.cache  # once
+def _log_choice(reason: str | None) -> None:
+    logger.info("attention runs as %s", "cudnn" if reason is None else f"xla (not cudnn: {reason})")

@@ -32,6 +32,7 @@ from zerojax.program.gathering import GatheredEarly, build_gather
 from zerojax.program.init import StateInit
 from zerojax.program.read_params import ParamReader
 from zerojax.program.runner import Runner
+from zerojax.program.self_test import VERIFY_OFFSETS, HostAddresses, SelfTest, verifies_offsets, wrong_offset
 from zerojax.program.skipped import SkipWarnings
 from zerojax.program.step import Metrics, Step
 from zerojax.progress import working
@@ -315,6 +316,10 @@ class Program:
             a scalar, or another process has a batch of other shapes or another loss; before anything runs.
           RuntimeError: another process left before this step.
         """
+        return self._stepped(state, batch)
+
+    def _stepped(self, state: TrainState, batch: Any, addresses_of: HostAddresses | None = None) -> tuple[TrainState, Metrics]:
+        """Run one train step; read where its arrays in host memory are, before and after, if asked to."""
         check_is_there(state)
         is_first = self._note("step", batch)
         batch = self.shard_batch(batch)
@@ -331,15 +336,58 @@ class Program:
                     self._compiler.order(compiled.step, as_arguments(args), 2)
                     compiled.is_ordered = True
                 addresses = self._runner.begin_step(state, self._moves, compiled.written)
+                if addresses_of is not None:
+                    addresses_of.read_before((state, scratch))
                 results = self._runner.call(compiled.run, *args)
             compiled.has_run = True
             del args  # of which some were donated
             (state, scratch), metrics = self._runner.finished(results)
+            if addresses_of is not None:
+                addresses_of.read_after((state, scratch))
             # Before errors are raised: this memory has come back, whatever happened to the disk.
             self._scratch.keep(compiled.abstract_scratch, scratch)
             state, of_disk = self._runner.end_step(state, addresses)
             self.warnings.add_step(metrics)
             return state, metrics | of_disk
+
+    @without_mesh
+    def self_test(self, state: TrainState, batch: Any) -> tuple[TrainState, SelfTest]:
+        """Run one train step under checks of what it takes from XLA on trust; for a new device, driver or jaxlib.
+
+        The step is compiled once more, so that XLA compares the offset of each slice of host memory with the one that the
+        device computed, where it can; and what the step takes in host memory must come back there. The state that it makes is
+        that of an ordinary step.
+
+            state, found = program.self_test(state, batch)
+            print(found)
+
+        Args:
+          state: as for `step`. Donated: where a check fails, the state is lost, too.
+          batch: as for `step`.
+
+        Raises:
+          RuntimeError: a slice was read at a wrong offset, or XLA copied donated host memory.
+          ValueError: as `step`.
+        """
+        verifies, lowered, addresses = verifies_offsets(self.mesh), self.lower(batch), HostAddresses()
+        assert lowered.step is not None
+        usual = lowered.step.run
+        try:
+            lowered.compile({VERIFY_OFFSETS: True} if verifies else None)  # which the next step of this shape runs
+            state, metrics = jax.block_until_ready(self._stepped(state, batch, addresses))
+        except jax.errors.JaxRuntimeError as error:
+            if not verifies:
+                raise
+            raise wrong_offset(error) from error
+        finally:
+            lowered.step.run = usual
+        addresses.check()
+        return state, SelfTest(
+            metrics=metrics,
+            offsets_verified=verifies,
+            num_host_arrays=len(addresses.before),
+            host_bytes=addresses.num_bytes,
+        )
 
     @without_mesh
     def eval(self, state: TrainState, batch: Any) -> Any:

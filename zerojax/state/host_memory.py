@@ -88,4 +88,8 @@ def _allocate(leaf: Any) -> Array:
         shape = [len(range(*i.indices(n))) for i, n in zip(index, leaf.shape, strict=True)]
         return np.zeros(shape, leaf.dtype)
 
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, zeros)
+    array = jax.make_array_from_callback(leaf.shape, leaf.sharding, zeros)
+    if next(iter(leaf.sharding.device_set)).platform == "cpu":
+        # The client of CPUs may take numpy's memory for its own, which it then cannot update in place.
+        array = jax.device_put(array, leaf.sharding, may_alias=False)
+    return array
