@@ -9,6 +9,8 @@ XLA compiles for a described chip as it would beside one, except that it cannot 
 program that exceeds the chip's memory still compiles: compare bytes yourself. cuDNN's attention,
 `jax.nn.dot_product_attention(implementation="cudnn")`, compiles too, without the workspace that cuDNN may ask for.
 
+The chips are those of `zerojax.chips` whose die is in that table: `CHIPS` has their names.
+
 Needs `pip install zerojax[aot]`, and JAX_PLATFORMS=cpu in the environment of a machine without a driver, before JAX starts.
 """
 
@@ -27,41 +29,19 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
+from zerojax.chips import CHIPS as ALL_CHIPS
+from zerojax.chips import Chip
 from zerojax.sharding import make_mesh
 
-# What XLA would ask the driver. H100 and H200 have the same compute die.
-_HOPPER = {
-    "threads_per_block_limit": 1024,
-    "threads_per_warp": 32,
-    "shared_memory_per_block": 48 << 10,
-    "shared_memory_per_core": 228 << 10,
-    "shared_memory_per_block_optin": 227 << 10,
-    "threads_per_core_limit": 2048,
-    "core_count": 132,
-    "fpus_per_core": 128,
-    "block_dim_limit_x": 2**31 - 1,
-    "block_dim_limit_y": 2**16 - 1,
-    "block_dim_limit_z": 2**16 - 1,
-    "thread_dim_limit_x": 1024,
-    "thread_dim_limit_y": 1024,
-    "thread_dim_limit_z": 64,
-    "l2_cache_size": 50 << 20,
-    "registers_per_core_limit": 65536,
-    "registers_per_block_limit": 65536,
-    "device_address_bits": 64,
-    "pcie_bandwidth": 32 << 30,
-}
-CHIPS: Mapping[str, Mapping[str, float | str]] = MappingProxyType(
-    {
-        "h100": {"name": "NVIDIA H100 80GB HBM3", "memory": 80 << 30, "bandwidth": 3_350_000_000_000, "clock_ghz": 1.98},
-        "h200": {"name": "NVIDIA H200 141GB HBM3e", "memory": 141 << 30, "bandwidth": 4_800_000_000_000, "clock_ghz": 1.98},
-    }
-)
-"""Chips that can be compiled for: name, device memory in bytes, its bandwidth in bytes a second, clock."""
+CHIPS: Mapping[str, Chip] = MappingProxyType({name: chip for name, chip in ALL_CHIPS.items() if chip.die is not None})
+"""Chips that can be compiled for, by name."""
 
 _CUDNN = (9, 10, 0)
-_CAPABILITY = (9, 0)
-"""Versions that the chips are described with: of cuDNN, and of the instructions."""
+"""The version of cuDNN that chips are described with."""
+_PCIE = MappingProxyType({4: 16 << 30, 5: 32 << 30})
+"""What XLA is told of PCIe's bandwidth, in bytes a second by generation."""
+_ACCELERATED = ((9, 0), (10, 0), (12, 0))
+"""Compute capabilities with instructions of their own, "9.0a" and so on."""
 
 _LEVELS = frozenset({"exec_time_optimization_effort", "memory_fitting_effort", "optimization_level", "memory_fitting_level"})
 """Options that are no flags of XLA: JAX sets them apart from these. The efforts are gone in jax 0.11."""
@@ -75,24 +55,54 @@ def target_config(chip: str) -> str:
     """
     if chip not in CHIPS:
         raise ValueError(f"chip {chip!r} is unknown: choose from {', '.join(CHIPS)}")
-    facts = CHIPS[chip]
-    lines = [f"  {name}: {value}" for name, value in _HOPPER.items()]
+    described = CHIPS[chip]
+    die = described.die
+    assert die is not None
+    major, minor = described.capability
+    accelerated = described.capability in _ACCELERATED
+    minor_field = f" minor: {minor}" if minor else ""
+    features = " feature_extension: ACCELERATED_FEATURES" if accelerated else ""
+    name = described.device_kinds[0]
+    facts = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 48 << 10,
+        "shared_memory_per_core": die.shared_bytes,
+        "shared_memory_per_block_optin": die.shared_bytes_of_block,
+        "threads_per_core_limit": die.threads,
+        "core_count": die.cores,
+        "fpus_per_core": die.fpus,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "thread_dim_limit_x": 1024,
+        "thread_dim_limit_y": 1024,
+        "thread_dim_limit_z": 64,
+        "l2_cache_size": die.l2_bytes,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+        "device_address_bits": 64,
+        "pcie_bandwidth": _PCIE[described.pcie],
+        "memory_bandwidth": round(described.memory_rate),
+        "device_memory_size": described.memory_bytes,
+        "clock_rate_ghz": die.clock_ghz,
+    }
+    lines = [f"  {fact}: {value}" for fact, value in facts.items()]
     lines += [
-        f"  memory_bandwidth: {facts['bandwidth']}",
-        f"  device_memory_size: {facts['memory']}",
-        f"  clock_rate_ghz: {facts['clock_ghz']}",
-        f"  cuda_compute_capability {{ major: {_CAPABILITY[0]} feature_extension: ACCELERATED_FEATURES }}",
+        f"  cuda_compute_capability {{ major: {major}{minor_field}{features} }}",
         '  device_vendor: "NVIDIA Corporation"',
-        '  platform_version: "Compute Capability 9.0a"',
-        f'  name: "{facts["name"]}"',
+        f'  platform_version: "Compute Capability {major}.{minor}{"a" if accelerated else ""}"',
+        f'  name: "{name}"',
         '  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"',
-        f'  dnn_version: "{".".join(map(str, _CUDNN))}" ecc_enabled: true device_interconnect_info {{ active_links: 18 }}',
+        f'  dnn_version: "{".".join(map(str, _CUDNN))}" ecc_enabled: true',
     ]
+    if described.nvlink is not None:
+        lines.append("  device_interconnect_info { active_links: 18 }")
     body = "\n".join(lines)
     return (
         f'gpu_device_info {{\n{body}\n}}\nplatform_name: "CUDA"\n'
         f"dnn_version_info {{ major: {_CUDNN[0]} minor: {_CUDNN[1]} patch: {_CUDNN[2]} }}\n"
-        f'device_description_str: "{facts["name"]}"\n'
+        f'device_description_str: "{name}"\n'
     )
 
 
@@ -121,9 +131,9 @@ def _answer_cudnn() -> None:
     Only where the mesh in scope is of such chips is the answer theirs. Everywhere else JAX asks the machine, as before.
     """
     answers: dict[str, Callable[..., Any]] = {
-        "check_cudnn_version": lambda: _CUDNN[0] * 10000 + _CUDNN[1] * 100 + _CUDNN[2],
-        "check_compute_capability": lambda least: _version(least) <= _CAPABILITY,
-        "is_cuda_compute_capability_equal": lambda exact: _version(exact) == _CAPABILITY,
+        "check_cudnn_version": lambda chip: _CUDNN[0] * 10000 + _CUDNN[1] * 100 + _CUDNN[2],
+        "check_compute_capability": lambda chip, least: _version(least) <= chip.capability,
+        "is_cuda_compute_capability_equal": lambda chip, exact: _version(exact) == chip.capability,
     }
     for name, answer in answers.items():
         ask = getattr(fused_attention, name)
@@ -132,13 +142,13 @@ def _answer_cudnn() -> None:
 
 
 def _of_described(ask: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    names = {facts["name"] for facts in CHIPS.values()}
+    described = {chip.device_kinds[0]: chip for chip in CHIPS.values()}
 
     @functools.wraps(ask)
     def either(*args: Any) -> Any:
         device = jax.sharding.get_abstract_mesh().abstract_device
-        is_described = device is not None and device.device_kind in names and jax.default_backend() != "gpu"
-        return answer(*args) if is_described else ask(*args)
+        chip = None if device is None or jax.default_backend() == "gpu" else described.get(device.device_kind)
+        return ask(*args) if chip is None else answer(chip, *args)
 
     return either
 

@@ -81,7 +81,7 @@ def test_flops_of_cudnns_attention(h200_compiler):
 
     def flops(function, **options):
         attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **options)
-        with on_gpu(aot.CHIPS["h200"]["name"]):
+        with on_gpu(aot.CHIPS["h200"].device_kinds[0]):
             jaxpr = jax.make_jaxpr(function(attend))(q, kv, kv)
         return sum(flops_of(i.eqn) for i in flatten(jaxpr.jaxpr, jaxpr.consts).instructions)
 

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Target, target_of
+from zerojax.chips import chip_of
 
 Implementation = Literal["auto", "xla", "cudnn"]
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
@@ -201,7 +202,8 @@ def takes_cudnn(kind: Kind, target: Target, is_named: bool) -> bool:
 
 def _unsupported(kind: Kind, target: Target) -> str | None:
     """Return why cuDNN's attention takes no such arguments on a device, or None."""
-    widest = 256 if target.is_hopper else 128
+    chip = chip_of(target.kind)
+    widest = 256 if target.is_hopper or (chip is not None and chip.capability >= (9, 0)) else 128
     if target.platform != "gpu" or not target.kind.startswith("NVIDIA"):
         return f"it is for NVIDIA GPUs, and the program for {target.platform} {target.kind!r}"
     if kind.dtype not in (jnp.bfloat16, jnp.float16):

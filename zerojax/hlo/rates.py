@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from zerojax.chips import CHIPS, Chip
+
 _MOST = 1e30
 
 
@@ -69,8 +71,29 @@ class Rates:
                 raise ValueError(f"{field.name} = {value!r}: it is {kind}, and finite")
 
 
-RATES: Mapping[str, Rates] = MappingProxyType({"h200": Rates()})
-"""Rates by name. "h200": one H200 with a link of PCIe 5 x16; assumed, see `Rates`."""
+def rates_of_chip(chip: Chip) -> Rates:
+    """Return what is assumed of one chip: of each of its vendor's figures the share that `Rates` assumes of an H200's.
+
+    What a data sheet does not have (launches, callbacks, the host and its disk) is as for an H200.
+    """
+    base, of = Rates(), CHIPS["h200"]
+    products = base.products * (chip.half_peak / of.half_peak)
+    link = base.link * (chip.link_rate / of.link_rate)
+    return dataclasses.replace(
+        base,
+        products=products,
+        products_float32=base.products_float32 * (chip.peak["fp32"] / of.peak["fp32"]),
+        attention=base.attention * (products / base.products),
+        attention_backward=base.attention_backward * (products / base.products),
+        memory=base.memory * (chip.memory_rate / of.memory_rate),
+        link=link,
+        graph_link=base.graph_link * (link / base.link),
+        kernel_link=base.kernel_link * (link / base.link),
+    )
+
+
+RATES: Mapping[str, Rates] = MappingProxyType({name: rates_of_chip(chip) for name, chip in CHIPS.items()})
+"""Rates by name of the chip in `zerojax.chips`; assumed, see `Rates`."""
 
 
 def rates_of(rates: Rates | str) -> Rates:

@@ -234,6 +234,7 @@ class Machine:
             attention_backward=base.attention_backward * (products / base.products),
             memory=memory,
             link=link,
+            graph_link=base.graph_link * (link / base.link),
             kernel_link=base.kernel_link * (link / base.link),
             **given,
         )

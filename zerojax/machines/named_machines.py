@@ -1,6 +1,6 @@
 """Machines by name: a vendor's figures and what is assumed of them; and machines from files.
 
-A vendor's data sheet has peaks of a GPU. What programs attain is the share of them that `zerojax.hlo.RATES` assumes of an H200:
+A vendor's data sheet has peaks of a GPU (`zerojax.chips`). What programs attain of them is what `zerojax.hlo.RATES` assumes:
 0.71 of products in 16 bits, 0.9 of those in float32, 0.83 of memory, 0.87 of PCIe; and 0.8 of NVLink one way. No run stands
 behind these; `zerojax probe` measures. The DGX-2's are those that the authors of ZeRO-Infinity measured.
 """
@@ -11,81 +11,71 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from zerojax.chips import CHIPS, MIB, RESERVED_BYTES, Chip, chip_of
 from zerojax.hlo import RATES
 from zerojax.machines.machine_files import read
 from zerojax.machines.machines import BY_DTYPE, COUNTS, FIGURES, Machine, nearest, what_is_wrong
 
-_ASSUMED = RATES["h200"]
+_BASE, _OF = RATES["h200"], CHIPS["h200"]
 _SHARES = {
-    "fp32": _ASSUMED.products_float32 / 67e12,
-    "16 bits": _ASSUMED.products / 989e12,
-    "memory": _ASSUMED.memory / 4.8e12,
-    "link": _ASSUMED.link / 63e9,
+    "fp32": _BASE.products_float32 / _OF.peak["fp32"],
+    "16 bits": _BASE.products / _OF.peak["bf16"],
+    "memory": _BASE.memory / _OF.memory_rate,
+    "link": _BASE.link / _OF.link_rate,
     "nvlink": 0.8,
 }
 """What is assumed of a vendor's figure: but for NVLink, what `zerojax.hlo.RATES` assumes over the H200's data sheet."""
-_SHEET = "NVIDIA {} Tensor Core GPU data sheet ({})"
-_PCIE = {3: 15.75e9, 4: 31.5e9, 5: 63e9}  # one way of 16 lanes at 8, 16 and 32 GT/s, 128 of 130 bits
 
 
-def _gpu(
-    name: str, sheet: str, *, gigabytes: int, half: float, single: float, memory: float, pcie: int, nvlink: float | None = None,
-    devices: int = 1, dtypes: tuple[str, ...] = ("bf16", "fp16"), detail: str = "half of what it prints with sparsity",
-) -> Machine:  # fmt: skip
-    """Return nodes of one GPU's kind.
-
-    Args:
-      name: of the machine.
-      sheet: what the vendor printed the figures in.
-      gigabytes: of device memory, as printed: 1e9 bytes each, of which the device has a little more.
-      half: FLOP/s of dense products in 16 bits that are summed in float32.
-      single: in float32, without tensor cores.
-      memory: bytes a second of device memory.
-      pcie: generation of its 16 lanes to the host.
-      nvlink: bytes a second to other devices, both ways together, as printed.
-      devices: of a node.
-      dtypes: of 16 bits that products take.
-      detail: of the figure in 16 bits.
-    """
-    peak = {"fp32": single} | dict.fromkeys(dtypes, half)
-    shares = {"fp32": _SHARES["fp32"]} | dict.fromkeys(dtypes, _SHARES["16 bits"])
-    link = _SHARES["link"] * _PCIE[pcie]
+def _gpu(chip: Chip) -> Machine:
+    """Return nodes of one kind of GPU."""
+    shares = {dtype: _SHARES["fp32" if dtype == "fp32" else "16 bits"] for dtype in chip.peak}
+    rates, sheet = RATES[chip.name], chip.sheet
+    flops = {dtype: rates.products_float32 if dtype == "fp32" else rates.products for dtype in chip.peak}
 
     def assumed(share: float, of: str) -> str:
         return f"assumed: share {share:.2g} of {of}"
 
-    details = {dtype: f"{sheet}, {detail}" if detail and dtype != "fp32" else sheet for dtype in peak}
-    source = {"device_bytes": sheet} | {f"peak_flops.{dtype}": text for dtype, text in details.items()}
-    source |= {f"flops.{dtype}": assumed(shares[dtype], f"{peak[dtype]:.4g}, {sheet}") for dtype in peak}
+    details = {dtype: f"{sheet}, {chip.detail}" if chip.detail and dtype != "fp32" else sheet for dtype in chip.peak}
+    source = {"device_bytes": f"nvidia-smi's total of {chip.memory_bytes // MIB} MiB, less {RESERVED_BYTES // MIB} MiB assumed"}
+    source |= {f"peak_flops.{dtype}": text for dtype, text in details.items()}
+    source |= {f"flops.{dtype}": assumed(shares[dtype], f"{chip.peak[dtype]:.4g}, {sheet}") for dtype in chip.peak}
     source |= {
-        "memory_rate": assumed(_SHARES["memory"], f"{memory:.4g}, {sheet}"),
-        **dict.fromkeys(("link_up", "link_down"), assumed(_SHARES["link"], f"{_PCIE[pcie]:.4g}, PCIe {pcie} x16, {sheet}")),
+        "memory_rate": assumed(_SHARES["memory"], f"{chip.memory_rate:.4g}, {sheet}"),
+        **dict.fromkeys(
+            ("link_up", "link_down"), assumed(_SHARES["link"], f"{chip.link_rate:.4g}, PCIe {chip.pcie} x16, {sheet}")
+        ),
         "link_both": "assumed: the two ways do not slow each other",
     }
-    if nvlink is not None:
-        source["network_in_node"] = assumed(_SHARES["nvlink"], f"{nvlink / 2:.4g}, NVLink one way, {sheet}")
+    if chip.nvlink is not None:
+        source["network_in_node"] = assumed(_SHARES["nvlink"], f"{chip.nvlink / 2:.4g}, NVLink one way, {sheet}")
     return Machine(
-        name=name,
-        devices_per_node=devices,
-        device_bytes=gigabytes * 10**9,
-        peak_flops=peak,
-        flops={dtype: shares[dtype] * peak[dtype] for dtype in peak},
-        memory_rate=_SHARES["memory"] * memory,
-        link_up=link,
-        link_down=link,
-        link_both=2 * link,
-        network_in_node=None if nvlink is None else _SHARES["nvlink"] * nvlink / 2,
+        name=chip.name,
+        devices_per_node=chip.devices_per_node,
+        device_bytes=chip.allocatable_bytes,
+        peak_flops=chip.peak,
+        flops=flops,
+        memory_rate=rates.memory,
+        link_up=rates.link,
+        link_down=rates.link,
+        link_both=2 * rates.link,
+        network_in_node=None if chip.nvlink is None else _SHARES["nvlink"] * chip.nvlink / 2,
         source=source,
     )
 
 
-_V100 = _gpu(
-    "v100-32", _SHEET.format("V100", "SXM2"), gigabytes=32, half=125e12, single=15.7e12, memory=900e9, pcie=3,
-    nvlink=300e9, devices=8, dtypes=("fp16",), detail="",
-)  # fmt: skip
 _INFINITY = "ZeRO-Infinity (arXiv:2104.07857)"
-_ATTAINED = f"{_INFINITY}, section 4: 70 TFLOP/s attained of a V100's peak"
-_V100 = dataclasses.replace(_V100, flops={**_V100.flops, "fp16": 70e12}, source={**_V100.source, "flops.fp16": _ATTAINED})
+_V100 = _gpu(CHIPS["v100-32"])
+_V100 = dataclasses.replace(
+    _V100,
+    device_bytes=32 * 10**9,
+    flops={**_V100.flops, "fp16": 70e12},
+    source={
+        **_V100.source,
+        "device_bytes": f"{_INFINITY}: 32 GB",
+        "flops.fp16": f"{_INFINITY}, section 4: 70 TFLOP/s attained of a V100's peak",
+    },
+)
 _DGX2 = dataclasses.replace(
     _V100,
     name="dgx2",
@@ -117,41 +107,16 @@ _DGX2 = dataclasses.replace(
     },
 )
 
-_GPUS = (
-    _gpu("h200", _SHEET.format("H200", "SXM"), gigabytes=141, half=989e12, single=67e12, memory=4.8e12, pcie=5, nvlink=900e9,
-         devices=8),
-    _gpu("h100", _SHEET.format("H100", "SXM"), gigabytes=80, half=989e12, single=67e12, memory=3.35e12, pcie=5, nvlink=900e9,
-         devices=8),
-    _gpu("h100-pcie", _SHEET.format("H100", "PCIe"), gigabytes=80, half=756e12, single=51e12, memory=2e12, pcie=5),
-    _gpu("a100-80", _SHEET.format("A100", "80 GB, SXM"), gigabytes=80, half=312e12, single=19.5e12, memory=2.039e12, pcie=4,
-         nvlink=600e9, devices=8, detail=""),
-    _gpu("a100-40", _SHEET.format("A100", "40 GB, SXM"), gigabytes=40, half=312e12, single=19.5e12, memory=1.555e12, pcie=4,
-         nvlink=600e9, devices=8, detail=""),
-    _V100,
-    _gpu("l4", _SHEET.format("L4", "PCIe"), gigabytes=24, half=121e12, single=30.3e12, memory=300e9, pcie=4),
-    _gpu("rtx4090", "NVIDIA Ada GPU architecture white paper, appendix A", gigabytes=24, half=165e12, single=82.6e12,
-         memory=1.008e12, pcie=4, detail="dense, summed in float32"),
-    _DGX2,
-)  # fmt: skip
-NAMED: Mapping[str, Machine] = MappingProxyType({machine.name: machine for machine in _GPUS})
+NAMED: Mapping[str, Machine] = MappingProxyType(
+    {name: _gpu(chip) for name, chip in CHIPS.items()} | {machine.name: machine for machine in (_V100, _DGX2)}
+)
 """Machines by name: nodes of one kind of GPU, of which host and disk are not known, and the DGX-2 of ZeRO-Infinity."""
-_KINDS = {
-    "NVIDIA H200": "h200",
-    "NVIDIA H200 141GB HBM3e": "h200",  # as `zerojax.aot` describes it
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H100 PCIe": "h100-pcie",
-    "NVIDIA A100-SXM4-80GB": "a100-80",
-    "NVIDIA A100-SXM4-40GB": "a100-40",
-    "Tesla V100-SXM2-32GB": "v100-32",
-    "Tesla V100-SXM3-32GB": "v100-32",
-    "NVIDIA L4": "l4",
-    "NVIDIA GeForce RTX 4090": "rtx4090",
-}
 
 
 def machine_of(device_kind: str) -> str | None:
     """Return the name of the machine whose devices JAX calls so, such as "NVIDIA H200"; None where none is known."""
-    return _KINDS.get(device_kind)
+    chip = chip_of(device_kind)
+    return None if chip is None else chip.name
 
 
 def machine(name: str | os.PathLike[str], *, nodes: int | None = None, devices_per_node: int | None = None) -> Machine:

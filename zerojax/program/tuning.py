@@ -18,7 +18,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zerojax.aot import CHIPS
+from zerojax.chips import chip_of
 from zerojax.config import ZeroConfig, streams
 from zerojax.given import whole_number
 from zerojax.hlo import Rates, Simulation, module_name, rates_of, read_thunks, simulate
@@ -213,9 +213,9 @@ def _callbacks(config: ZeroConfig) -> str:
 
 def _device_bytes(device: Any) -> int | None:
     """Return the bytes that a program may take on a device; None where that is not known."""
-    described = {facts["name"]: int(facts["memory"]) for facts in CHIPS.values()}
+    chip = chip_of(device.device_kind)
     try:
         stats = device.memory_stats()
     except (jax.errors.JaxRuntimeError, NotImplementedError):  # of a device that is not there
         stats = None
-    return (stats or {}).get("bytes_limit") or described.get(device.device_kind)
+    return (stats or {}).get("bytes_limit") or (None if chip is None else chip.allocatable_bytes)

@@ -1,0 +1,259 @@
+"""GPUs by name: the one table of memory, products, links and dies that the planner, `zerojax.aot` and `zerojax.hlo` read.
+
+A figure is a vendor's, printed in the sheet that `Chip.sheet` names, but for two. `memory_bytes` is what `nvidia-smi` prints as
+the device's total. `allocatable_bytes` is that less `RESERVED_BYTES`, assumed for the driver and the context of one process.
+What programs attain of these peaks is assumed by `zerojax.hlo.RATES`.
+
+    chip = CHIPS["h100"]
+    chip.peak["bf16"], chip.memory_rate, chip.link_rate
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+
+MIB = 2**20
+RESERVED_BYTES = 1536 * MIB
+"""Bytes of a device's memory that no program gets: of the driver, and of the context of one process. Assumed."""
+PCIE: Mapping[int, float] = MappingProxyType({3: 15.75e9, 4: 31.5e9, 5: 63e9})
+"""Bytes a second one way of 16 lanes, by generation: 8, 16 and 32 GT/s a lane, of which 128 of 130 bits are data."""
+_SHEET = "NVIDIA {} Tensor Core GPU data sheet ({})"
+_WITH_SPARSITY = "half of what it prints with sparsity"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Die:
+    """What XLA asks a driver about the die, to compile for it.
+
+    Attributes:
+      cores: streaming multiprocessors.
+      clock_ghz: boost clock.
+      l2_bytes: bytes of the second-level cache.
+      shared_bytes: bytes of shared memory of a multiprocessor.
+      shared_bytes_of_block: the most of it that one block may take.
+      threads: resident threads of a multiprocessor.
+      fpus: float32 units of a multiprocessor.
+    """
+
+    cores: int
+    clock_ghz: float
+    l2_bytes: int
+    shared_bytes: int
+    shared_bytes_of_block: int
+    threads: int
+    fpus: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Chip:
+    """One kind of GPU.
+
+    Attributes:
+      name: that the project gives it, such as "h100".
+      device_kinds: what `jax.Device.device_kind` calls it. The first one is that of `zerojax.aot`.
+      capability: compute capability, (major, minor).
+      memory_bytes: bytes of device memory, as `nvidia-smi` prints the total.
+      peak: FLOP/s of dense products by precision: those in 16 bits summed in float32, "fp32" without tensor cores.
+      memory_rate: bytes a second of device memory.
+      pcie: generation of its 16 lanes to the host.
+      nvlink: bytes a second to other devices, both ways together; None without NVLink.
+      devices_per_node: of the machine that it is commonly sold in.
+      sheet: where the vendor printed the figures.
+      detail: how the figures in 16 bits follow from it; empty where they stand there.
+      die: for compiling; None where nothing is compiled for it.
+    """
+
+    name: str
+    device_kinds: tuple[str, ...]
+    capability: tuple[int, int]
+    memory_bytes: int
+    peak: Mapping[str, float]
+    memory_rate: float
+    pcie: int
+    nvlink: float | None = None
+    devices_per_node: int = 1
+    sheet: str
+    detail: str = ""
+    die: Die | None = None
+
+    @property
+    def allocatable_bytes(self) -> int:
+        """Bytes of device memory that a program can get."""
+        return self.memory_bytes - RESERVED_BYTES
+
+    @property
+    def half_peak(self) -> float:
+        """FLOP/s of dense products in 16 bits, of bfloat16 where the chip has it."""
+        return self.peak["bf16"] if "bf16" in self.peak else self.peak["fp16"]
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes a second one way between host memory and the device, as PCIe's lanes can carry."""
+        return PCIE[self.pcie]
+
+
+def _peak(half: float, single: float) -> Mapping[str, float]:
+    return MappingProxyType({"fp32": single, "bf16": half, "fp16": half})
+
+
+def _die(cores: int, clock_ghz: float, l2_mib: int, shared_kib: int, threads: int, fpus: int = 128) -> Die:
+    # A block may take what a multiprocessor has, but for 1 KiB that the system keeps.
+    return Die(
+        cores=cores,
+        clock_ghz=clock_ghz,
+        l2_bytes=l2_mib * MIB,
+        shared_bytes=shared_kib << 10,
+        shared_bytes_of_block=(shared_kib - 1) << 10,
+        threads=threads,
+        fpus=fpus,
+    )
+
+
+_HOPPER = _die(132, 1.98, 50, 228, 2048)  # H100 and H200 have the same one
+_ALL = (
+    Chip(
+        name="h200",
+        device_kinds=("NVIDIA H200 141GB HBM3e", "NVIDIA H200"),
+        capability=(9, 0),
+        memory_bytes=143771 * MIB,
+        peak=_peak(989e12, 67e12),
+        memory_rate=4.8e12,
+        pcie=5,
+        nvlink=900e9,
+        devices_per_node=8,
+        sheet=_SHEET.format("H200", "SXM"),
+        detail=_WITH_SPARSITY,
+        die=_HOPPER,
+    ),
+    Chip(
+        name="h100",
+        device_kinds=("NVIDIA H100 80GB HBM3",),
+        capability=(9, 0),
+        memory_bytes=81559 * MIB,
+        peak=_peak(989e12, 67e12),
+        memory_rate=3.35e12,
+        pcie=5,
+        nvlink=900e9,
+        devices_per_node=8,
+        sheet=_SHEET.format("H100", "SXM"),
+        detail=_WITH_SPARSITY,
+        die=_HOPPER,
+    ),
+    Chip(
+        name="h100-pcie",
+        device_kinds=("NVIDIA H100 PCIe",),
+        capability=(9, 0),
+        memory_bytes=81559 * MIB,
+        peak=_peak(756e12, 51e12),
+        memory_rate=2e12,
+        pcie=5,
+        sheet=_SHEET.format("H100", "PCIe"),
+        detail=_WITH_SPARSITY,
+    ),
+    Chip(
+        name="a100-80",
+        device_kinds=("NVIDIA A100-SXM4-80GB",),
+        capability=(8, 0),
+        memory_bytes=81920 * MIB,
+        peak=_peak(312e12, 19.5e12),
+        memory_rate=2.039e12,
+        pcie=4,
+        nvlink=600e9,
+        devices_per_node=8,
+        sheet=_SHEET.format("A100", "80 GB, SXM"),
+        die=_die(108, 1.41, 40, 164, 2048, fpus=64),
+    ),
+    Chip(
+        name="a100-40",
+        device_kinds=("NVIDIA A100-SXM4-40GB",),
+        capability=(8, 0),
+        memory_bytes=40960 * MIB,
+        peak=_peak(312e12, 19.5e12),
+        memory_rate=1.555e12,
+        pcie=4,
+        nvlink=600e9,
+        devices_per_node=8,
+        sheet=_SHEET.format("A100", "40 GB, SXM"),
+        die=_die(108, 1.41, 40, 164, 2048, fpus=64),
+    ),
+    Chip(
+        name="v100-32",
+        device_kinds=("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB"),
+        capability=(7, 0),
+        memory_bytes=32768 * MIB,
+        peak=MappingProxyType({"fp32": 15.7e12, "fp16": 125e12}),
+        memory_rate=900e9,
+        pcie=3,
+        nvlink=300e9,
+        devices_per_node=8,
+        sheet=_SHEET.format("V100", "SXM2"),
+    ),
+    Chip(
+        name="l4",
+        device_kinds=("NVIDIA L4",),
+        capability=(8, 9),
+        memory_bytes=23034 * MIB,
+        peak=_peak(121e12, 30.3e12),
+        memory_rate=300e9,
+        pcie=4,
+        sheet=_SHEET.format("L4", "PCIe"),
+        detail=_WITH_SPARSITY,
+        die=_die(58, 2.04, 48, 100, 1536),
+    ),
+    Chip(
+        name="l40s",
+        device_kinds=("NVIDIA L40S",),
+        capability=(8, 9),
+        memory_bytes=46068 * MIB,
+        peak=_peak(362e12, 91.6e12),
+        memory_rate=864e9,
+        pcie=4,
+        sheet="NVIDIA L40S GPU data sheet",
+        die=_die(142, 2.52, 96, 100, 1536),
+    ),
+    Chip(
+        name="rtx4090",
+        device_kinds=("NVIDIA GeForce RTX 4090",),
+        capability=(8, 9),
+        memory_bytes=24564 * MIB,
+        peak=_peak(165e12, 82.6e12),
+        memory_rate=1.008e12,
+        pcie=4,
+        sheet="NVIDIA Ada GPU architecture white paper, appendix A",
+        detail="dense, summed in float32",
+        die=_die(128, 2.52, 72, 100, 1536),
+    ),
+    Chip(
+        name="rtx5090",
+        device_kinds=("NVIDIA GeForce RTX 5090",),
+        capability=(12, 0),
+        memory_bytes=32607 * MIB,
+        peak=_peak(209.5e12, 104.8e12),
+        memory_rate=1.792e12,
+        pcie=5,
+        sheet="NVIDIA RTX Blackwell GPU architecture white paper, appendix A",
+        detail="dense, summed in float32",
+        die=_die(170, 2.41, 96, 100, 1536),
+    ),
+    Chip(
+        name="b200",
+        device_kinds=("NVIDIA B200",),
+        capability=(10, 0),
+        memory_bytes=183359 * MIB,
+        peak=_peak(2.25e15, 75e12),
+        memory_rate=7.7e12,
+        pcie=5,
+        nvlink=1.8e12,
+        devices_per_node=8,
+        sheet="NVIDIA HGX B200 data sheet",
+        detail=f"an eighth of the board's, {_WITH_SPARSITY}",
+        die=_die(148, 1.965, 126, 228, 2048),
+    ),
+)
+CHIPS: Mapping[str, Chip] = MappingProxyType({chip.name: chip for chip in _ALL})
+"""Chips by name."""
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """Return the chip that JAX calls so, such as "NVIDIA H200"; None where the table has none."""
+    return next((chip for chip in _ALL if device_kind in chip.device_kinds), None)
